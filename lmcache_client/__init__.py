@@ -1,0 +1,1 @@
+"""The part of lmcache-mp that a vLLM process imports."""

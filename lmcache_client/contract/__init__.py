@@ -1,0 +1,1 @@
+"""What the connector and the server agree on; imports nothing else of this project."""

@@ -1,0 +1,54 @@
+"""Where the server listens: a Unix socket derived from the port, or TCP when a host is given."""
+
+import os
+import stat
+from pathlib import Path
+
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+MAX_SOCKET_PATH = 100
+
+
+class EndpointError(ValueError):
+    """An address that cannot be used; the message says what to do."""
+
+
+def runtime_directory() -> Path:
+    """The directory of the Unix sockets: $LMCACHE_RUNTIME_DIR, else one per user under /tmp."""
+    return Path(os.environ.get("LMCACHE_RUNTIME_DIR") or f"/tmp/lmcache-mp-{os.getuid()}")
+
+
+def check_runtime_directory(directory: Path) -> None:
+    """Raises EndpointError unless only this user may enter `directory`: who can open the socket can ask
+    the server to copy memory of this user's processes."""
+    info = directory.lstat()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
+        raise EndpointError(
+            f"{directory} must be a directory of user id {os.getuid()} that nobody else may enter: "
+            f"remove it, run 'chmod 700 {directory}', or name another one in LMCACHE_RUNTIME_DIR"
+        )
+
+
+def host_name(host: str) -> str:
+    """The bare host of `host`, which may carry LMCache's `tcp://` prefix and IPv6 brackets."""
+    return host.removeprefix("tcp://").rstrip("/").removeprefix("[").removesuffix("]")
+
+
+def is_loopback(host: str) -> bool:
+    name = host_name(host)
+    return name in LOOPBACK_HOSTS or name.startswith("127.")
+
+
+def address(host: str, port: int) -> str:
+    """The ZeroMQ address for `host` (empty: the Unix socket of `port`) and `port`.
+
+    Raises EndpointError when the socket's path would be too long for the kernel.
+    """
+    if host:
+        name = host_name(host)
+        return f"tcp://[{name}]:{port}" if ":" in name else f"tcp://{name}:{port}"
+    path = runtime_directory() / f"{port}.sock"
+    if len(str(path)) > MAX_SOCKET_PATH:
+        raise EndpointError(
+            f"{path} is too long for a socket: set LMCACHE_RUNTIME_DIR to a shorter directory"
+        )
+    return f"ipc://{path}"

@@ -1,0 +1,171 @@
+"""Sizes and needs of an engine's KV cache: which bytes one block has, which blocks a resume needs.
+
+Everything here is a pure function of what a worker registered. The scheduler side of the connector and
+the server both compute from it, so that they agree without asking each other.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+FULL = "full"
+SLIDING_WINDOW = "sliding_window"
+CHUNKED_LOCAL = "chunked_local"
+RECURRENT = "recurrent"
+KINDS = (FULL, SLIDING_WINDOW, CHUNKED_LOCAL, RECURRENT)
+
+AUTO_CHUNK_TOKENS = 256
+"""`--chunk-size auto` gives at least this many tokens where no group is recurrent."""
+
+MAX_GROUPS = 64
+MAX_REGIONS = 4096
+MAX_BLOCKS = 1 << 31
+MAX_PAGE_BYTES = 1 << 32
+MAX_CHUNK_TOKENS = 1 << 22
+
+
+class GeometryError(ValueError):
+    """A geometry, or a chunk size for it, that cannot be served; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """One strided array of pages inside the engine's memory.
+
+    The page of block `b` is at `offset + b * stride_bytes` of exported buffer `buffer`, `page_bytes` long.
+    """
+
+    buffer: int
+    offset: int
+    stride_bytes: int
+    page_bytes: int
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """One KV cache group: what it needs to resume, and where its pages are.
+
+    `window` is the sliding window or the attention chunk in tokens, 0 for other kinds. `tag` names
+    whatever else must be equal before two engines may share pages (dtype, attention backend, kernel
+    block size); it is compared, never parsed.
+    """
+
+    kind: str
+    block_size: int
+    window: int
+    tag: str
+    regions: tuple[Region, ...]
+
+    def __post_init__(self) -> None:
+        windowed = self.kind in (SLIDING_WINDOW, CHUNKED_LOCAL)
+        if self.kind not in KINDS:
+            raise GeometryError(f"a group's kind is one of {', '.join(KINDS)}, not {self.kind!r}")
+        if not 0 < self.block_size <= MAX_CHUNK_TOKENS:
+            raise GeometryError(f"a block holds 1 to {MAX_CHUNK_TOKENS} tokens, not {self.block_size}")
+        if (self.window > 0) != windowed:
+            raise GeometryError(f"window {self.window} does not fit a group of kind {self.kind}")
+        if len(self.regions) > MAX_REGIONS:
+            raise GeometryError(f"a group has at most {MAX_REGIONS} regions, not {len(self.regions)}")
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all regions: what one block costs in L1."""
+        return sum(region.page_bytes for region in self.regions)
+
+    def first_needed_token(self, resume_tokens: int) -> int:
+        """The first token whose KV (or whose state) a resume at `resume_tokens` reads."""
+        if self.kind == SLIDING_WINDOW:
+            return max(0, resume_tokens - self.window + 1)
+        if self.kind == CHUNKED_LOCAL:
+            return resume_tokens // self.window * self.window
+        if self.kind == RECURRENT:
+            return max(0, resume_tokens - 1)
+        return 0
+
+    def needed_blocks(self, resume_tokens: int, computed_tokens: int = 0) -> range:
+        """Block positions that a resume at `resume_tokens` needs beyond `computed_tokens` tokens that
+        the engine already holds. Both are multiples of the block size."""
+        first = max(self.first_needed_token(resume_tokens), computed_tokens)
+        end = resume_tokens // self.block_size
+        return range(min(first // self.block_size, end), end)
+
+    def stored_blocks(self, chunk_index: int, chunk_size: int) -> range:
+        """Block positions that an object of this group holds for chunk `chunk_index`: those which a
+        resume at the end of the chunk, or at any later chunk boundary, can need. May be empty."""
+        end = (chunk_index + 1) * chunk_size
+        needed = self.needed_blocks(end)
+        return range(max(needed.start, chunk_index * chunk_size // self.block_size), needed.stop)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What one worker registers: its groups, all with block ids in [0, num_blocks); id 0 is null."""
+
+    groups: tuple[GroupSpec, ...]
+    num_blocks: int
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.groups) <= MAX_GROUPS:
+            raise GeometryError(f"an engine has 1 to {MAX_GROUPS} KV cache groups, not {len(self.groups)}")
+        if not 1 < self.num_blocks <= MAX_BLOCKS:
+            raise GeometryError(f"an engine has 2 to {MAX_BLOCKS} blocks, not {self.num_blocks}")
+
+    @property
+    def unified_block_size(self) -> int:
+        """Least common multiple of the groups' block sizes, in tokens."""
+        return math.lcm(*(group.block_size for group in self.groups))
+
+    @property
+    def has_recurrent(self) -> bool:
+        return any(group.kind == RECURRENT for group in self.groups)
+
+    def check_buffers(self, buffer_bytes: tuple[int, ...]) -> None:
+        """Raises GeometryError unless every page of every block lies inside its exported buffer."""
+        for region in (region for group in self.groups for region in group.regions):
+            if not 0 < region.page_bytes <= MAX_PAGE_BYTES:
+                raise GeometryError(f"a page has 1 to {MAX_PAGE_BYTES} bytes, not {region.page_bytes}")
+            if region.buffer >= len(buffer_bytes) or region.stride_bytes < region.page_bytes:
+                raise GeometryError(f"{region} does not describe pages of an exported buffer")
+            end = region.offset + (self.num_blocks - 1) * region.stride_bytes + region.page_bytes
+            if end > buffer_bytes[region.buffer]:
+                raise GeometryError(
+                    f"{region} ends at byte {end}, beyond its buffer of {buffer_bytes[region.buffer]} bytes"
+                )
+
+
+def resolve_chunk_size(chunk_size: int | None, groups: Iterable[GroupSpec]) -> int:
+    """The chunk size in tokens for a model of these groups; `None` means `auto`.
+
+    Raises GeometryError when the unified block size does not divide an explicit chunk size.
+    """
+    specs = tuple(groups)
+    unified = math.lcm(*(group.block_size for group in specs))
+    if chunk_size is None:
+        if any(group.kind == RECURRENT for group in specs):
+            # A state can end at any block boundary and only a chunk boundary can be resumed at.
+            return unified
+        return unified * math.ceil(AUTO_CHUNK_TOKENS / unified)
+    if chunk_size % unified:
+        below = chunk_size // unified * unified
+        valid = [str(size) for size in (below, below + unified) if size]
+        raise GeometryError(
+            f"chunk size {chunk_size} is not a multiple of this model's unified block size {unified}: "
+            f"start the server with --chunk-size {valid[-1]}"
+            + (f" (or {valid[0]})" if len(valid) > 1 else "")
+            + ", or with --chunk-size auto"
+        )
+    return chunk_size
+
+
+def chunk_size_warning(chunk_size: int, groups: Iterable[GroupSpec]) -> str:
+    """A sentence when `chunk_size` loses resume points of a recurrent model, else an empty string."""
+    specs = tuple(groups)
+    unified = math.lcm(*(group.block_size for group in specs))
+    factor = chunk_size // unified
+    if factor < 2 or not any(group.kind == RECURRENT for group in specs):
+        return ""
+    return (
+        f"chunk size {chunk_size} is {factor} times the unified block size {unified} of a recurrent model: "
+        f"vLLM keeps its state at the last block boundary of a prompt, and {factor - 1} of {factor} such "
+        f"boundaries are no chunk boundary and cannot be resumed at; --chunk-size auto keeps all"
+    )

@@ -1,0 +1,321 @@
+"""Every message between the connector and the server.
+
+A client (ZeroMQ DEALER) sends one frame: the MessagePack array [PROTOCOL_VERSION, request id, code,
+fields]. The server (ROUTER) answers each with one frame [PROTOCOL_VERSION, request id, boot id, code,
+fields]; a reply may overtake an earlier one. A request that fails is answered with Refused. Tokens never
+travel, only keys; pages never travel, only where they are.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lmcache_client.contract import codec
+from lmcache_client.contract.codec import ProtocolError
+from lmcache_client.contract.geometry import Geometry
+from lmcache_client.contract.keys import KEY_BYTES, ModelTag
+
+PROTOCOL_VERSION = 1
+DEFAULT_PORT = 5555
+BOOT_ID_BYTES = 16
+NONCE_BYTES = 32
+MAX_CHUNKS = 1 << 16
+
+# Codes of Refused. A client acts on the code and shows the message.
+BAD_REQUEST = "bad_request"
+WRONG_VERSION = "wrong_version"
+NOT_REGISTERED = "not_registered"
+CONFIGURATION = "configuration"
+NO_ACCESS = "no_access"
+EXPIRED = "expired"
+COPY_FAILED = "copy_failed"
+OVERLOADED = "overloaded"
+INTERNAL = "internal"
+
+
+def _check_keys(keys: tuple[bytes, ...]) -> None:
+    if len(keys) > MAX_CHUNKS or any(len(key) != KEY_BYTES for key in keys):
+        raise ProtocolError(f"at most {MAX_CHUNKS} keys of {KEY_BYTES} bytes each")
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The first message of a session. `pid` is the client's, as it sees itself."""
+
+    pid: int
+    client_version: str
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """`server_pid` is whom the client must allow to trace it (Yama). `session_id` names the session."""
+
+    server_pid: int
+    server_version: str
+    session_id: int
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Address ranges (start, bytes) of process `pid`; `proof_address` is NONCE_BYTES of it, writable."""
+
+    pid: int
+    buffers: tuple[tuple[int, int], ...]
+    proof_address: int
+
+
+@dataclass(frozen=True)
+class Register:
+    """A worker hands over handles to its KV cache memory. Answered with Challenge."""
+
+    engine_id: str
+    rank: int
+    model: ModelTag
+    geometry: Geometry
+    memory: HostMemory
+
+
+@dataclass(frozen=True)
+class Challenge:
+    """The client writes `nonce` at its proof address, then sends Prove."""
+
+    nonce: bytes
+
+
+@dataclass(frozen=True)
+class Prove:
+    """Answered with Registered once the server has read the nonce in the client's memory."""
+
+
+@dataclass(frozen=True)
+class Registered:
+    chunk_size: int
+    warning: str
+
+
+@dataclass(frozen=True)
+class Join:
+    """The scheduler side asks after its engine."""
+
+    engine_id: str
+
+
+@dataclass(frozen=True)
+class Joined:
+    """`ready` once every worker of the engine has registered; else the rest means nothing yet."""
+
+    ready: bool
+    chunk_size: int
+    namespace: bytes
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Up to where can this chain of chunks be restored?
+
+    `computed_tokens` are what the engine holds itself, a multiple of the unified block size;
+    `limit_tokens` is the largest resume point of use. `request_id` is for the debug log alone.
+    """
+
+    engine_id: str
+    request_id: str
+    keys: tuple[bytes, ...]
+    computed_tokens: int
+    limit_tokens: int
+
+    def __post_init__(self) -> None:
+        _check_keys(self.keys)
+
+
+@dataclass(frozen=True)
+class Found:
+    """`resume_tokens` is 0 when nothing is to be had beyond what the engine computed; otherwise
+    `lease_id` keeps it restorable for `lease_s` seconds. `held` has a bitmap per group, least
+    significant bit first: which chunks of that group are stored by every shard."""
+
+    resume_tokens: int
+    lease_id: int
+    lease_s: int
+    held: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class EndRequest:
+    """A request is over: its leases end, its chunks are touched (recently used)."""
+
+    engine_id: str
+    lease_ids: tuple[int, ...]
+    keys: tuple[bytes, ...]
+
+    def __post_init__(self) -> None:
+        _check_keys(self.keys)
+
+
+@dataclass(frozen=True)
+class Retrieve:
+    """Copy pages into the worker's blocks: for each group the ids of the blocks at
+    `needed_blocks(resume_tokens, computed_tokens)`. Answered with Done when the bytes are there."""
+
+    request_id: str
+    lease_id: int
+    resume_tokens: int
+    computed_tokens: int
+    block_ids: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class StoreObject:
+    """One object: the ids of the blocks at `stored_blocks(chunk_index, chunk_size)` of the group."""
+
+    key: bytes
+    chunk_index: int
+    group: int
+    block_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _check_keys((self.key,))
+
+
+@dataclass(frozen=True)
+class Store:
+    """Copy pages out of the worker's blocks. The blocks must not change until Stored has come."""
+
+    objects: tuple[StoreObject, ...]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How many objects were stored, were there already (or being written), and were dropped."""
+
+    stored: int
+    present: int
+    dropped: int
+
+
+@dataclass(frozen=True)
+class Clear:
+    """Forget everything that nobody is using."""
+
+
+@dataclass(frozen=True)
+class Cleared:
+    chunks: int
+
+
+@dataclass(frozen=True)
+class Status:
+    """What does the server hold?"""
+
+
+@dataclass(frozen=True)
+class StatusReport:
+    """A JSON object, the same as the HTTP endpoint /status gives; in pieces of at most MAX_TEXT."""
+
+    pieces: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Ping:
+    pass
+
+
+@dataclass(frozen=True)
+class Goodbye:
+    """The session ends; answered when none of its memory is mapped or being copied."""
+
+
+@dataclass(frozen=True)
+class Done:
+    pass
+
+
+@dataclass(frozen=True)
+class Refused:
+    """`code` is one of the constants above; `message` is a sentence that says what to do."""
+
+    code: str
+    message: str
+
+
+Message = (
+    Hello | Welcome | Register | Challenge | Prove | Registered | Join | Joined | Lookup | Found | EndRequest
+    | Retrieve | Store | Stored | Clear | Cleared | Status | StatusReport | Ping | Goodbye | Done | Refused
+)  # fmt: skip
+
+_TYPES: tuple[type[Any], ...] = (
+    Hello, Welcome, Register, Challenge, Prove, Registered, Join, Joined, Lookup, Found, EndRequest,
+    Retrieve, Store, Stored, Clear, Cleared, Status, StatusReport, Ping, Goodbye, Done, Refused,
+)  # fmt: skip
+_CODES = {cls: code for code, cls in enumerate(_TYPES)}
+
+
+class BadRequestError(ProtocolError):
+    """A request that cannot be understood, but answered: `code` and the message go into Refused."""
+
+    def __init__(self, request_id: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.request_id = request_id
+        self.code = code
+
+
+def encode_request(request_id: int, message: Message) -> bytes:
+    return codec.pack([PROTOCOL_VERSION, request_id, _CODES[type(message)], codec.to_fields(message)])
+
+
+def decode_request(frame: bytes) -> tuple[int, Message]:
+    """(request id, message). Raises BadRequestError, which knows the request id, when only the message
+    or the version is wrong, and ProtocolError when not even an answer can be addressed."""
+    version, request_id, *rest = _open(frame)
+    if version != PROTOCOL_VERSION:
+        raise BadRequestError(request_id, WRONG_VERSION, _version_sentence(version))
+    try:
+        code, fields = _exactly(2, rest)
+        return request_id, _message(code, fields)
+    except ProtocolError as error:
+        raise BadRequestError(request_id, BAD_REQUEST, str(error)) from error
+
+
+def encode_reply(boot_id: bytes, request_id: int, message: Message) -> bytes:
+    return codec.pack(
+        [PROTOCOL_VERSION, request_id, boot_id, _CODES[type(message)], codec.to_fields(message)]
+    )
+
+
+def decode_reply(frame: bytes) -> tuple[bytes, int, Message]:
+    """(boot id, request id, message); raises ProtocolError."""
+    version, request_id, *rest = _open(frame)
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError(_version_sentence(version))
+    boot_id, code, fields = _exactly(3, rest)
+    if type(boot_id) is not bytes or len(boot_id) != BOOT_ID_BYTES:
+        raise ProtocolError("a reply carries a boot id")
+    return boot_id, request_id, _message(code, fields)
+
+
+def _open(frame: bytes) -> list[Any]:
+    envelope = codec.unpack(frame)
+    if not isinstance(envelope, list) or len(envelope) < 2:
+        raise ProtocolError("not an lmcache-mp message")
+    for number in envelope[:2]:
+        if type(number) is not int or not 0 <= number < 1 << 63:
+            raise ProtocolError("not an lmcache-mp message")
+    return envelope
+
+
+def _exactly(count: int, rest: list[Any]) -> list[Any]:
+    if len(rest) != count:
+        raise ProtocolError(f"expected {count + 2} parts, got {len(rest) + 2}")
+    return rest
+
+
+def _version_sentence(version: int) -> str:
+    return (
+        f"the other side speaks protocol version {version}, this side {PROTOCOL_VERSION}: "
+        "install the same version of lmcache-mp for the server and for vLLM"
+    )
+
+
+def _message(code: Any, fields: Any) -> Message:
+    if type(code) is not int or not 0 <= code < len(_TYPES):
+        raise ProtocolError(f"unknown message code {code!r}")
+    message: Message = codec.from_fields(_TYPES[code], fields)
+    return message
