@@ -39,16 +39,20 @@ def _check_keys(keys: tuple[bytes, ...]) -> None:
 
 @dataclass(frozen=True)
 class Hello:
-    """The first message of a session. `pid` is the client's, as it sees itself."""
+    """The first message of a session. `pid` is the client's, as it sees itself; `client_id` is random and
+    stays over reconnections: a session that comes again ends the one before, and its copies, first."""
 
     pid: int
+    client_id: bytes
     client_version: str
 
 
 @dataclass(frozen=True)
 class Welcome:
-    """`server_pid` is whom the client must allow to trace it (Yama). `session_id` names the session."""
+    """`server_pid` is whom the client must allow to trace it (Yama). `session_id` names the session.
+    A reply with another boot id than `boot_id` comes from another life of the server."""
 
+    boot_id: bytes
     server_pid: int
     server_version: str
     session_id: int

@@ -1,0 +1,341 @@
+"""The client's end of the wire: one DEALER socket, requests with deadlines, reconnection by itself.
+
+A keeper thread notices a server that went away or came (back), greets it and runs the owner's `on_up`
+(registration). The engine's own thread submits requests and polls for replies; both take turns on the
+socket under a lock that is never held longer than one poll.
+
+A request has two ends. It is *done* when its owner may stop waiting: a reply came, its deadline passed or
+the connection broke. It is *settled* when the server can no longer act on it: a reply came, or the server
+is gone, or it has greeted this client anew, which it does only after the copies of the session before have
+ended. Memory that a request names must not be reused before it is settled.
+"""
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from lmcache_client import __version__
+from lmcache_client.contract import protocol
+from lmcache_client.contract.codec import MAX_MESSAGE_BYTES, ProtocolError
+from lmcache_client.contract.endpoint import check_runtime_directory
+from lmcache_client.contract.protocol import Hello, Message, Ping, Refused, Welcome
+
+KEEPER_INTERVAL_S = 0.2
+RECONNECT_MS = 100
+GREET_TIMEOUT_S = 5.0
+PING_AFTER_S = 1.0
+PING_TIMEOUT_S = 2.0
+RETRY_REFUSED_S = 5.0
+MAX_PENDING = 1 << 14
+
+
+class ChannelError(Exception):
+    """The server cannot be asked now: no connection, or no answer in time."""
+
+
+class RefusedError(ChannelError):
+    """The server answered with a reason; `code` is one of the constants of the protocol."""
+
+    def __init__(self, refused: Refused) -> None:
+        super().__init__(refused.message)
+        self.code = refused.code
+
+
+class Pending:
+    """A request in flight; `reply` or `error` once it is done. See the module for done and settled."""
+
+    __slots__ = ("deadline_s", "error", "reply", "settled")
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self.reply: Message | None = None
+        self.error: ChannelError | None = None
+        self.settled = False
+
+    @property
+    def done(self) -> bool:
+        return self.reply is not None or self.error is not None
+
+    def _finish(self, reply: Message) -> None:
+        self.settled = True
+        if self.done:
+            return
+        if isinstance(reply, Refused):
+            self.error = RefusedError(reply)
+        else:
+            self.reply = reply
+
+    def _fail(self, reason: str) -> None:
+        if not self.done:
+            self.error = ChannelError(reason)
+
+
+class Channel:
+    """A connection to the server at a ZeroMQ address.
+
+    `on_up` runs in the keeper thread after each greeting and registers the owner; while it raises
+    RefusedError the channel is not ready. `on_state` is told of each change in one sentence to log.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        on_up: Callable[["Channel"], None],
+        on_state: Callable[[bool, str], None] = lambda _ready, _sentence: None,
+    ) -> None:
+        self._address = address
+        self._on_up = on_up
+        self._on_state = on_state
+        self._client_id = os.urandom(16)
+        self._lock = threading.RLock()
+        self._pending: dict[int, Pending] = {}
+        self._unsettled: list[Pending] = []
+        self._next_id = 1
+        self._connected = False
+        self._retry_s = 0.0
+        self._closed = threading.Event()
+        self._attempted = threading.Event()
+        self._server_pidfd: int | None = None
+        self._last_heard_s = 0.0
+        self._ping: Pending | None = None
+        self.boot_id = b""
+        self.server_pid = 0
+        self.ready = False
+        self.responsive = False
+        """False from a request that got no answer in time until the server is heard again."""
+        self.refusal: RefusedError | None = None
+        """Why the server refused this client, until it accepts it."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._open()
+        self._keeper = threading.Thread(target=self._keep, name="lmcache-keeper", daemon=True)
+
+    def start(self, connect_s: float, register_s: float) -> None:
+        """Start the keeper; wait up to `connect_s` for a server, then `register_s` for its answer."""
+        self._keeper.start()
+        limit_s = time.monotonic() + connect_s
+        while time.monotonic() < limit_s and not self._connected and not self._attempted.is_set():
+            time.sleep(0.005)
+        if self._connected:
+            self._attempted.wait(register_s)
+
+    def submit(self, message: Message, timeout_s: float) -> Pending:
+        """Send a request; never blocks and never raises for the connection: the Pending tells."""
+        pending = Pending(time.monotonic() + timeout_s)
+        with self._lock:
+            if not self._connected or len(self._pending) >= MAX_PENDING:
+                pending._fail("no connection to the lmcache server")
+                pending.settled = True
+                return pending
+            request_id = self._next_id
+            self._next_id += 1
+            try:
+                frame = protocol.encode_request(request_id, message)
+                if len(frame) > MAX_MESSAGE_BYTES:
+                    raise ProtocolError(f"a message of {len(frame)} bytes is too large")
+                self._socket.send(frame, zmq.NOBLOCK)
+            except (zmq.ZMQError, ProtocolError) as error:
+                pending._fail(f"the request could not be sent: {error}")
+                pending.settled = True
+                return pending
+            self._pending[request_id] = pending
+        return pending
+
+    def poll(self, pending: Pending | None = None, wait_s: float = 0.0) -> None:
+        """Take in what has arrived; with `pending`, wait up to `wait_s` for that one to be done."""
+        limit_s = time.monotonic() + wait_s
+        with self._lock:
+            self._receive()
+            while pending is not None and not pending.done and self._connected:
+                left_s = limit_s - time.monotonic()
+                if left_s <= 0:
+                    break
+                # zmq_poll counts in whole milliseconds: a shorter wait is spun, with the lock held.
+                self._socket.poll(int(left_s * 1000))
+                self._receive()
+
+    def call(self, message: Message, timeout_s: float) -> Message:
+        """Send a request and wait for its reply; raises ChannelError. Not for the engine's thread."""
+        pending = self.submit(message, timeout_s)
+        while not pending.done and not self._closed.is_set():
+            self.poll()
+            if not pending.done:
+                time.sleep(0.001)
+        if pending.error is not None:
+            raise pending.error
+        if pending.reply is None:
+            raise ChannelError("the channel was closed")
+        return pending.reply
+
+    def close(self, goodbye_s: float = 1.0) -> None:
+        """End the session in order; waits up to `goodbye_s` for the server's answer."""
+        if self._connected:
+            with contextlib.suppress(ChannelError):
+                self.call(protocol.Goodbye(), goodbye_s)
+        self._closed.set()
+        if self._keeper.is_alive() and self._keeper is not threading.current_thread():
+            self._keeper.join(2 * KEEPER_INTERVAL_S + GREET_TIMEOUT_S)
+        with self._lock:
+            self._break("the channel was closed")
+            self._close_socket()
+        self._context.term()
+
+    # -- the rest runs with the lock held, except the keeper's loop -------------------------------
+
+    def _open(self) -> None:
+        self._socket = self._context.socket(zmq.DEALER)
+        # Nothing is queued for a server that is not there: it would act on stale requests later.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.IPV6, 1)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
+        self._socket.connect(self._address)
+
+    def _close_socket(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)
+
+    def _receive(self) -> None:
+        while not self._socket.closed:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.ZMQError:
+                break
+            self._take(frame)
+        self._watch_connection()
+        now_s = time.monotonic()
+        for request_id in [i for i, pending in self._pending.items() if now_s >= pending.deadline_s]:
+            late = self._pending[request_id]
+            if not late.done:
+                late._fail("the lmcache server did not answer in time")
+                self.responsive = False
+
+    def _take(self, frame: bytes) -> None:
+        try:
+            boot_id, request_id, reply = protocol.decode_reply(frame)
+        except ProtocolError as error:
+            self._on_state(False, f"not an answer of an lmcache server: {error}")
+            return
+        self._last_heard_s = time.monotonic()
+        self.responsive = True
+        pending = self._pending.pop(request_id, None)
+        if pending is not None:
+            pending._finish(reply)
+        if self.boot_id and boot_id != self.boot_id and not isinstance(reply, Welcome):
+            self._break("the lmcache server was restarted")
+
+    def _watch_connection(self) -> None:
+        while not self._monitor.closed:
+            try:
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+            except zmq.ZMQError:
+                return
+            if event == zmq.EVENT_DISCONNECTED:
+                self._break("the connection to the lmcache server broke")
+                return
+            self._connected = True
+
+    def _break(self, reason: str) -> None:
+        """The session is over: fail what waits, start afresh on a new socket."""
+        was_ready = self.ready
+        self.ready = self._connected = self.responsive = False
+        self.boot_id = b""
+        for pending in self._pending.values():
+            pending._fail(reason)
+            self._unsettled.append(pending)
+        self._pending.clear()
+        self._ping = None
+        self._close_socket()
+        if not self._closed.is_set():
+            self._open()
+        self._settle_if_dead()
+        if was_ready:
+            self._on_state(False, f"{reason}: requests are computed without it until it is back")
+
+    def _settle_if_dead(self) -> None:
+        """A process that has ended copies nothing any more. Where process ids are not shared there is no
+        descriptor to ask; then the end of its sockets has to do, which follows the end of its threads."""
+        if self._unsettled and (
+            self._server_pidfd is None or select.select([self._server_pidfd], [], [], 0)[0]
+        ):
+            self._settle()
+
+    def _settle(self) -> None:
+        for pending in self._unsettled:
+            pending.settled = True
+        self._unsettled.clear()
+
+    # -- keeper thread ----------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        while not self._closed.wait(KEEPER_INTERVAL_S if self._attempted.is_set() else 0.01):
+            with self._lock:
+                self._receive()
+                self._settle_if_dead()
+            if self._connected and not self.ready and time.monotonic() >= self._retry_s:
+                self._greet()
+            elif self.ready:
+                self._keep_alive()
+
+    def _greet(self) -> None:
+        try:
+            if self._address.startswith("ipc://"):
+                check_runtime_directory(Path(self._address.removeprefix("ipc://")).parent)
+            if not self.boot_id:
+                self._hello()
+            self._on_up(self)
+        except RefusedError as error:
+            if self.refusal is None or str(self.refusal) != str(error):
+                self._on_state(False, f"the lmcache server refused this engine: {error}")
+            self.refusal = error
+            self._retry_s = time.monotonic() + RETRY_REFUSED_S
+        except ChannelError:
+            self._retry_s = time.monotonic() + KEEPER_INTERVAL_S
+        except (OSError, ValueError) as error:
+            self._on_state(False, str(error))
+            self._retry_s = time.monotonic() + RETRY_REFUSED_S
+        else:
+            self.refusal = None
+            self.ready = True
+            self._on_state(True, f"connected to the lmcache server at {self._address}")
+        self._attempted.set()
+
+    def _hello(self) -> None:
+        pending = self.submit(Hello(os.getpid(), self._client_id, __version__), GREET_TIMEOUT_S)
+        while not pending.done and not self._closed.is_set():
+            time.sleep(0.001)
+            with self._lock:
+                self._receive()
+        if pending.error is not None:
+            raise pending.error
+        welcome = pending.reply
+        if not isinstance(welcome, Welcome):
+            raise ChannelError("the server did not answer a greeting with a greeting")
+        with self._lock:
+            if self._server_pidfd is not None:
+                os.close(self._server_pidfd)
+            try:
+                self._server_pidfd = os.pidfd_open(welcome.server_pid)
+            except OSError:
+                self._server_pidfd = None
+            self.server_pid = welcome.server_pid
+            self.boot_id = welcome.boot_id
+            self._settle()
+
+    def _keep_alive(self) -> None:
+        now_s = time.monotonic()
+        if self._ping is not None and self._ping.done:
+            self._ping = None
+        if self._ping is None and now_s - self._last_heard_s > PING_AFTER_S:
+            self._ping = self.submit(Ping(), PING_TIMEOUT_S)
