@@ -51,10 +51,11 @@ class RefusedError(ChannelError):
 class Pending:
     """A request in flight; `reply` or `error` once it is done. See the module for done and settled."""
 
-    __slots__ = ("deadline_s", "error", "reply", "settled")
+    __slots__ = ("_on_late", "deadline_s", "error", "reply", "settled")
 
-    def __init__(self, deadline_s: float) -> None:
+    def __init__(self, deadline_s: float, on_late: Callable[[Message], None] | None = None) -> None:
         self.deadline_s = deadline_s
+        self._on_late = on_late
         self.reply: Message | None = None
         self.error: ChannelError | None = None
         self.settled = False
@@ -63,9 +64,15 @@ class Pending:
     def done(self) -> bool:
         return self.reply is not None or self.error is not None
 
+    def abandon(self) -> None:
+        """Nobody waits any more; a reply that still comes goes to `on_late`."""
+        self._fail("abandoned")
+
     def _finish(self, reply: Message) -> None:
         self.settled = True
         if self.done:
+            if self._on_late is not None:
+                self._on_late(reply)
             return
         if isinstance(reply, Refused):
             self.error = RefusedError(reply)
@@ -108,6 +115,8 @@ class Channel:
         self.boot_id = b""
         self.server_pid = 0
         self.ready = False
+        self.generation = 0
+        """Counts the registrations: what the server said before the current one is void."""
         self.responsive = False
         """False from a request that got no answer in time until the server is heard again."""
         self.refusal: RefusedError | None = None
@@ -125,9 +134,14 @@ class Channel:
         if self._connected:
             self._attempted.wait(register_s)
 
-    def submit(self, message: Message, timeout_s: float) -> Pending:
-        """Send a request; never blocks and never raises for the connection: the Pending tells."""
-        pending = Pending(time.monotonic() + timeout_s)
+    def submit(
+        self, message: Message, timeout_s: float, on_late: Callable[[Message], None] | None = None
+    ) -> Pending:
+        """Send a request; never blocks and never raises for the connection: the Pending tells.
+
+        `on_late` is given a reply that comes when nobody waits for it any more (in any thread).
+        """
+        pending = Pending(time.monotonic() + timeout_s, on_late)
         with self._lock:
             if not self._connected or len(self._pending) >= MAX_PENDING:
                 pending._fail("no connection to the lmcache server")
@@ -232,8 +246,9 @@ class Channel:
         pending = self._pending.pop(request_id, None)
         if pending is not None:
             pending._finish(reply)
-        if self.boot_id and boot_id != self.boot_id and not isinstance(reply, Welcome):
-            self._break("the lmcache server was restarted")
+        forgotten = isinstance(reply, Refused) and reply.code == protocol.NOT_REGISTERED and self.ready
+        if forgotten or (self.boot_id and boot_id != self.boot_id and not isinstance(reply, Welcome)):
+            self._break("the lmcache server has forgotten this engine")
 
     def _watch_connection(self) -> None:
         while not self._monitor.closed:
@@ -307,6 +322,7 @@ class Channel:
             self._retry_s = time.monotonic() + RETRY_REFUSED_S
         else:
             self.refusal = None
+            self.generation += 1
             self.ready = True
             self._on_state(True, f"connected to the lmcache server at {self._address}")
         self._attempted.set()

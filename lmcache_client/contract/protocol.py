@@ -117,7 +117,8 @@ class Lookup:
     """Up to where can this chain of chunks be restored?
 
     `computed_tokens` are what the engine holds itself, a multiple of the unified block size;
-    `limit_tokens` is the largest resume point of use. `request_id` is for the debug log alone.
+    `limit_tokens` is the largest resume point of use, a multiple of the chunk size and less than
+    `num_tokens`, the length of the request. `request_id` is for the debug log alone.
     """
 
     engine_id: str
@@ -125,6 +126,7 @@ class Lookup:
     keys: tuple[bytes, ...]
     computed_tokens: int
     limit_tokens: int
+    num_tokens: int
 
     def __post_init__(self) -> None:
         _check_keys(self.keys)

@@ -1,0 +1,206 @@
+"""LMCacheMPConnector: vLLM's connector interface, delegated to the scheduler side or the worker side.
+
+Interface: vLLM 0.32, distributed/kv_transfer/kv_connector/v1/base.py.
+"""
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from lmcache_client.connector import layout
+from lmcache_client.connector.advice import granularity_advice
+from lmcache_client.connector.metadata import StepMetadata, WorkerReport
+from lmcache_client.connector.scheduler import SchedulerSide
+from lmcache_client.connector.settings import parse
+from lmcache_client.connector.worker import Results, WorkerSide, transfer_results, worker_report
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+
+class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
+    """Connects a vLLM engine to the lmcache server of its machine.
+
+    A model or setting that is not proven to be restored exactly is refused with one line in the log; the
+    engine then runs as if it had no connector. Raises ValueError for a configuration that is wrong.
+    """
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        assert transfer.engine_id is not None
+        self._engine_id: str = transfer.engine_id
+        self._settings, ignored = parse(transfer.kv_connector_extra_config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._idle = False
+        self._results = Results()
+        try:
+            layout.check_supported(vllm_config, kv_cache_config)
+        except layout.UnsupportedError as error:
+            self._supported = False
+            if role == KVConnectorRole.SCHEDULER:
+                logger.warning("lmcache: this engine is not cached, because it has %s", error)
+            return
+        self._supported = True
+        if role == KVConnectorRole.SCHEDULER:
+            self._init_scheduler(vllm_config, kv_cache_config, ignored)
+
+    def _init_scheduler(
+        self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", ignored: list[str]
+    ) -> None:
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        if transfer.kv_load_failure_policy != "recompute":
+            # vLLM's default turns a lost cache into failed requests. It reads the policy after it has
+            # built its connector.
+            transfer.kv_load_failure_policy = "recompute"
+            logger.info("lmcache: a load that fails is recomputed (kv_load_failure_policy=recompute)")
+        for key in ignored:
+            logger.warning("lmcache: %s has no effect with this connector", key)
+        can_resume = layout.can_resume(vllm_config)
+        if not can_resume:
+            logger.warning(
+                "lmcache: this engine stores but does not load: without chunked prefill and prefix caching "
+                "its attention backend cannot resume in the middle of a prompt"
+            )
+        groups = layout.group_specs(kv_cache_config)
+        self._scheduler = SchedulerSide(
+            self._settings,
+            self._engine_id,
+            groups,
+            vllm_config.parallel_config.world_size,
+            loads=transfer.is_kv_consumer and can_resume,
+            stores=transfer.is_kv_producer,
+        )
+        advised: list[str] = []
+
+        def advise(chunk_size: int) -> None:
+            advice = granularity_advice(vllm_config, groups, chunk_size)
+            if advice and not advised:
+                advised.append(advice)
+                logger.warning("lmcache: %s", advice)
+
+        self._scheduler.on_joined = advise
+        self._scheduler.start(self._settings.strict_resume_points, advised)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: a store that is dropped is a later miss, nothing else."""
+        return False
+
+    # -- scheduler side ---------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+        if self._scheduler is not None:
+            self._scheduler.bind(gpu_block_pool)
+
+    def on_new_request(self, request: "Request") -> None:
+        if self._scheduler is not None:
+            self._scheduler.new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        return StepMetadata() if self._scheduler is None else self._scheduler.step(scheduler_output)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        if self._scheduler is not None:
+            self._scheduler.worker_output(connector_output)
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler is not None:
+            self._scheduler.finished(request)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_work()
+
+    # -- worker side ------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        if not self._supported:
+            return
+        geometry, buffers = layout.geometry(self._vllm_config, self._kv_cache_config, kv_caches)
+        rank = self._vllm_config.parallel_config.rank
+        model = layout.model_tag(self._vllm_config)
+        self._worker = WorkerSide(self._settings, self._engine_id, rank, model, geometry, buffers)
+        self._worker.start()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.submit_loads(self._step_metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: nothing to wait for."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Stores start after the whole forward pass: nothing to do per layer."""
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.submit_saves(self._step_metadata())
+
+    def _step_metadata(self) -> StepMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        self._idle = metadata.idle
+        return metadata
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self._worker is not None:
+            self._results = self._worker.collect(self._idle)
+        return transfer_results(self._results)
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        report = worker_report(self._results)
+        self._results = Results(settled=Counter())
+        return report
+
+    # -- both -------------------------------------------------------------------------------------
+
+    def reset_cache(self) -> bool | None:
+        """vLLM's prefix cache was reset together with its connector's: forget what nobody uses."""
+        return self._scheduler.clear() if self._scheduler is not None else None
+
+    def shutdown(self) -> None:
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                side.channel.close()
+        self._scheduler = self._worker = None

@@ -1,0 +1,204 @@
+"""vLLM's KV cache configuration in the words of the contract: groups, regions, the model's tag.
+
+Interfaces: vLLM 0.32, v1/kv_cache_interface.py (KVCacheConfig, KVCacheTensor and the specs).
+"""
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from lmcache_client.contract.geometry import (
+    CHUNKED_LOCAL,
+    FULL,
+    RECURRENT,
+    SLIDING_WINDOW,
+    Geometry,
+    GroupSpec,
+    Region,
+)
+from lmcache_client.contract.keys import ModelTag
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+
+FULL_SPECS = (FullAttentionSpec, MLAAttentionSpec)
+"""Exactly these: their subclasses (sinks with blocks of their own, scratch states, …) need more."""
+
+
+class UnsupportedError(Exception):
+    """A model or setting that is not proven to be restored exactly; the message names it."""
+
+
+def layer_spec(spec: KVCacheSpec, layer: str = "") -> KVCacheSpec:
+    """The spec of one layer of a group (any layer, when no name is given)."""
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return spec.kv_cache_specs[layer] if layer else spec.first_spec
+    return spec
+
+
+def group_specs(config: KVCacheConfig) -> tuple[GroupSpec, ...]:
+    """The groups without regions and tags: enough to know what a resume needs.
+
+    Raises UnsupportedError for a group that this project does not restore.
+    """
+    return tuple(_group(group.kv_cache_spec, "", ()) for group in config.kv_cache_groups)
+
+
+def _group(group_spec: KVCacheSpec, tag: str, regions: tuple[Region, ...]) -> GroupSpec:
+    spec = layer_spec(group_spec)
+    kind, window = _kind(spec)
+    return GroupSpec(kind, group_spec.block_size, window, tag, regions)
+
+
+def _kind(spec: KVCacheSpec) -> tuple[str, int]:
+    if type(spec) in FULL_SPECS:
+        return FULL, 0
+    if type(spec) is SlidingWindowSpec:
+        return SLIDING_WINDOW, spec.sliding_window + spec.extra_retained_tokens
+    if type(spec) is ChunkedLocalAttentionSpec:
+        return CHUNKED_LOCAL, spec.attention_chunk_size
+    if type(spec) is MambaSpec:
+        return RECURRENT, 0
+    if isinstance(spec, CrossAttentionSpec):
+        raise UnsupportedError("cross-attention layers")
+    raise UnsupportedError(f"KV cache groups of type {type(spec).__name__}")
+
+
+def check_supported(vllm_config: "VllmConfig", config: KVCacheConfig) -> None:
+    """Raises UnsupportedError for whatever is not proven to be restored exactly."""
+    groups = group_specs(config)
+    for group in config.kv_cache_groups:
+        if group.host_resident or not group.enable_kv_transfer or not group.kv_cache_spec.prefix_cacheable:
+            raise UnsupportedError("a KV cache group that vLLM does not share between requests")
+    if any(group.kind == RECURRENT for group in groups):
+        mode = vllm_config.cache_config.mamba_cache_mode
+        if mode != "align":
+            raise UnsupportedError(
+                f"recurrent layers with mamba_cache_mode={mode!r}: "
+                "keep prefix caching enabled and set --mamba-cache-mode align"
+            )
+        if vllm_config.speculative_config is not None:
+            raise UnsupportedError("speculative decoding on a model with recurrent layers")
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise UnsupportedError("context parallelism")
+
+
+def can_resume(vllm_config: "VllmConfig") -> bool:
+    """Whether the engine computes a prompt from its middle on. With neither chunked prefill nor prefix
+    caching some backends (MLA on CPUs) attend to the new tokens alone, silently."""
+    return bool(
+        vllm_config.scheduler_config.enable_chunked_prefill or vllm_config.cache_config.enable_prefix_caching
+    )
+
+
+def geometry(
+    vllm_config: "VllmConfig", config: KVCacheConfig, kv_caches: "dict[str, torch.Tensor]"
+) -> tuple[Geometry, tuple[tuple[int, int], ...]]:
+    """The worker's geometry and its buffers as (address, bytes).
+
+    `kv_caches` are the layers' views, in whose storage the pages lie as the configuration says.
+    """
+    buffers: list[tuple[int, int]] = []
+    regions: dict[str, Region] = {}
+    for tensor in config.kv_cache_tensors:
+        for index, layer in enumerate(tensor.layers):
+            storage = kv_caches[layer].untyped_storage()
+            buffer = (storage.data_ptr(), storage.nbytes())
+            if buffer not in buffers:
+                buffers.append(buffer)
+            offset = tensor.offset + index * tensor.layer_stride
+            view = kv_caches[layer]
+            view_offset = view.data_ptr() - buffer[0]
+            if view.stride(0) and view.shape[0] == config.num_blocks:
+                # Where a view shows the same thing as the configuration, both must say the same.
+                stride_bytes = view.stride(0) * view.element_size()
+                if view_offset != offset or stride_bytes != tensor.block_stride:
+                    raise UnsupportedError(
+                        f"layer {layer}, whose memory is not where vLLM's configuration says"
+                    )
+            page_bytes = _page_bytes(_spec_of(config, layer), tensor.block_stride)
+            regions[layer] = Region(buffers.index(buffer), offset, tensor.block_stride, page_bytes)
+    groups = []
+    for group in config.kv_cache_groups:
+        layers = [layer for layer in group.layer_names if layer in regions]
+        tag = _group_tag(vllm_config, config, group.kv_cache_spec, layers, kv_caches)
+        groups.append(_group(group.kv_cache_spec, tag, tuple(regions[layer] for layer in layers)))
+    return Geometry(tuple(groups), config.num_blocks), tuple(buffers)
+
+
+def _spec_of(config: KVCacheConfig, layer: str) -> KVCacheSpec:
+    group = next(group for group in config.kv_cache_groups if layer in group.layer_names)
+    return layer_spec(group.kv_cache_spec, layer)
+
+
+def _page_bytes(spec: KVCacheSpec, block_stride: int) -> int:
+    """Bytes of a page that mean something. Recurrent pages are often padded to twice their size or more."""
+    size = spec.real_page_size_bytes if isinstance(spec, MambaSpec) else spec.page_size_bytes
+    return min(int(size), block_stride)
+
+
+def _group_tag(
+    vllm_config: "VllmConfig",
+    config: KVCacheConfig,
+    group_spec: KVCacheSpec,
+    layers: list[str],
+    kv_caches: "dict[str, torch.Tensor]",
+) -> str:
+    context = vllm_config.compilation_config.static_forward_context
+    parts = [f"layout={config.kv_cache_layout}"]
+    for layer in layers:
+        spec = layer_spec(group_spec, layer)
+        backend = context[layer].get_attn_backend().get_name() if layer in context else ""
+        kernel_blocks = kv_caches[layer].shape[0]
+        if kernel_blocks % config.num_blocks == 0:
+            kernel_blocks //= config.num_blocks
+        dtypes = ",".join(map(str, spec.dtypes)) if isinstance(spec, MambaSpec) else str(spec.dtype)
+        quant = str(getattr(spec, "kv_quant_mode", ""))
+        part = f"{backend}/{type(spec).__name__}/{dtypes}/{quant}/{kernel_blocks}"
+        if part != parts[-1]:
+            parts.append(part)
+    return ";".join(parts)
+
+
+def model_tag(vllm_config: "VllmConfig") -> ModelTag:
+    """What must be equal before two engines may share pages, apart from their geometry."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    load = vllm_config.load_config
+    details: dict[str, Any] = {
+        "revision": model.revision,
+        "dtype": model.dtype,
+        "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
+        "quantization": model.quantization,
+        "configuration": _digest(model.hf_config),
+        "device": vllm_config.device_config.device_type,
+        "load_format": load.load_format,
+        # Dummy weights depend on the seed alone.
+        "seed": model.seed if str(load.load_format) == "dummy" else "",
+        # Some rotary embeddings (longrope) choose their factors by it.
+        "max_model_len": model.max_model_len if "longrope" in str(model.hf_config) else "",
+    }
+    return ModelTag(
+        model.model,
+        tuple((name, str(value)) for name, value in sorted(details.items())),
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+    )
+
+
+def _digest(hf_config: Any) -> str:
+    plain = json.dumps(hf_config.to_dict(), sort_keys=True, default=str)
+    return hashlib.sha256(plain.encode()).hexdigest()

@@ -1,0 +1,17 @@
+"""Points vLLM's connector name LMCacheMPConnector at this package, in every process of an engine.
+
+vLLM runs the entry points of `vllm.general_plugins` before it resolves a connector's name. Nothing is
+imported here beyond vLLM's own factory: the connector is loaded when its name is used.
+"""
+
+NAME = "LMCacheMPConnector"
+MODULE = "lmcache_client.connector.connector"
+
+
+def register() -> None:
+    """Take over the name; vLLM ships an entry of that name which needs LMCache's own package."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    # There is no public way to replace an entry, and register_connector refuses a name that is taken.
+    KVConnectorFactory._registry.pop(NAME, None)
+    KVConnectorFactory.register_connector(NAME, MODULE, NAME)

@@ -1,0 +1,382 @@
+"""The scheduler side of the connector: what to look up, load and store, and which blocks to hold.
+
+It runs in the engine's scheduler and never blocks it: a lookup is waited for a fraction of a
+millisecond, then asked for again in the next step. Every block that the server reads or writes is held
+in vLLM's block pool until all workers report the copy settled.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+from lmcache_client.channel import Channel, ChannelError, Pending
+from lmcache_client.connector.metadata import Load, Save, StepMetadata, WorkerReport
+from lmcache_client.connector.settings import Settings
+from lmcache_client.contract.geometry import RECURRENT, Geometry, GroupSpec
+from lmcache_client.contract.keys import ROOT_KEY, chunk_key
+from lmcache_client.contract.protocol import (
+    Clear,
+    EndRequest,
+    Found,
+    Join,
+    Joined,
+    Lookup,
+    Message,
+    Retrieve,
+    Store,
+    StoreObject,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+LOOKUP_WAIT_S = 0.0005
+CONNECT_S = 1.0
+JOIN_TIMEOUT_S = 2.0
+FORGET_TIMEOUT_S = 5.0
+DRAIN_S = 10.0
+"""How long an idle engine keeps stepping for stores that have not been acknowledged."""
+
+
+@dataclass
+class _Tracked:
+    """One request of the engine, from its first lookup or step to its end."""
+
+    request: "Request"
+    keys: list[bytes] = field(default_factory=list)
+    mm_index: int = 0
+    lookup: Pending | None = None
+    asked_s: float = 0.0
+    asked_computed: int = 0
+    answer: Found | None = None
+    held: tuple[bytes, ...] = ()
+    generation: int = 0
+    chunk_size: int = 0
+    next_chunk: int = 0
+    loading: bool = False
+    no_load: bool = False
+
+    def holds(self, group: int, chunk: int) -> bool:
+        """Whether the server said that it has this object."""
+        return (
+            bool(self.held)
+            and chunk // 8 < len(self.held[group])
+            and (self.held[group][chunk // 8] >> chunk % 8 & 1 == 1)
+        )
+
+
+@dataclass
+class _Job:
+    """Blocks held for a copy until `workers` workers have reported it settled."""
+
+    blocks: list[int]
+    workers: int
+    started_s: float
+
+
+class SchedulerSide:
+    """See the module. `groups` come without regions; `world_size` workers report each job."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine_id: str,
+        groups: tuple[GroupSpec, ...],
+        world_size: int,
+        loads: bool,
+        stores: bool,
+    ) -> None:
+        self._settings = settings
+        self._engine_id = engine_id
+        self._groups = groups
+        self._world_size = world_size
+        self._loads = loads
+        self._stores = stores
+        self._pool: BlockPool | None = None
+        self._tracked: dict[str, _Tracked] = {}
+        self._queued: list[Load] = []
+        self._jobs: dict[int, _Job] = {}
+        self._next_job = 1
+        self.chunk_size = 0
+        self.on_joined: Callable[[int], None] = lambda _chunk_size: None
+        self._unified = Geometry(groups, num_blocks=2).unified_block_size
+        self.channel = Channel(settings.address, self._join, _log_state)
+
+    def start(self, strict: bool, advised: Sequence[str]) -> None:
+        """Connect and join, without a server for a moment only. With `strict`, advice is an error."""
+        self.channel.start(CONNECT_S, JOIN_TIMEOUT_S)
+        if strict and advised:
+            self.channel.close()
+            raise ValueError(f"{advised[0]} (lmcache.mp.strict_resume_points makes this an error)")
+
+    def clear(self) -> bool:
+        """Ask the server to forget everything unused; False when it did not answer."""
+        try:
+            self.channel.call(Clear(), FORGET_TIMEOUT_S)
+        except ChannelError as error:
+            logger.warning("lmcache: the server's cache was not cleared: %s", error)
+            return False
+        return True
+
+    def bind(self, pool: "BlockPool") -> None:
+        self._pool = pool
+
+    def _join(self, channel: Channel) -> None:
+        joined = channel.call(Join(self._engine_id), JOIN_TIMEOUT_S)
+        if not isinstance(joined, Joined) or not joined.ready:
+            raise ChannelError("the workers of this engine have not all registered yet")
+        # vLLM takes any hit length and computes nonsense from a misaligned one.
+        assert joined.chunk_size > 0
+        assert joined.chunk_size % self._unified == 0
+        self.chunk_size = joined.chunk_size
+        self.on_joined(joined.chunk_size)
+
+    # -- lookup -----------------------------------------------------------------------------------
+
+    def matched_tokens(self, request: "Request", computed: int) -> tuple[int | None, bool]:
+        """vLLM's get_num_new_matched_tokens: (tokens beyond `computed`, load asynchronously), or
+        (None, False) to be asked again. Idempotent; called every step while the request waits."""
+        tracked = self._current(request.request_id)
+        if tracked is None or not self._loads or request.skip_reading_prefix_cache:
+            return 0, False
+        limit = (request.num_tokens - 1) // self.chunk_size * self.chunk_size
+        if tracked.no_load or limit <= computed:
+            return 0, False
+        if not self._ask(tracked, computed, limit):
+            return None, False
+        answer = tracked.answer
+        if answer is None or answer.resume_tokens <= computed:
+            self._release(tracked)
+            return 0, False
+        assert answer.resume_tokens % self.chunk_size == 0
+        assert answer.resume_tokens <= limit
+        return answer.resume_tokens - computed, True
+
+    def _ask(self, tracked: _Tracked, computed: int, limit: int) -> bool:
+        """Have an answer to the current question; False: ask again in the next step."""
+        now_s = time.monotonic()
+        if tracked.answer is not None:
+            fresh = now_s - tracked.asked_s < tracked.answer.lease_s / 2
+            # What the engine computed by itself since only makes the promise larger than needed.
+            if computed >= tracked.asked_computed and (fresh or not tracked.answer.resume_tokens):
+                return True
+            self._release(tracked)
+        if tracked.lookup is None:
+            if not self.channel.responsive:
+                return True
+            keys = tuple(self._keys(tracked, limit // self.chunk_size))
+            request = tracked.request
+            question = Lookup(self._engine_id, request.request_id, keys, computed, limit, request.num_tokens)
+            timeout_s = self._settings.lookup_timeout_s
+            tracked.lookup = self.channel.submit(question, timeout_s, on_late=self._found_late)
+            tracked.asked_s, tracked.asked_computed = now_s, computed
+        lookup = tracked.lookup
+        self.channel.poll(lookup, LOOKUP_WAIT_S)
+        if not lookup.done:
+            return False
+        tracked.lookup = None
+        if isinstance(lookup.reply, Found):
+            tracked.answer = lookup.reply
+            tracked.held = lookup.reply.held
+        return True
+
+    def _keys(self, tracked: _Tracked, chunks: int) -> Sequence[bytes]:
+        """The keys of the first `chunks` chunks, computed once each."""
+        request, keys = tracked.request, tracked.keys
+        while len(keys) < chunks:
+            start, end = len(keys) * self.chunk_size, (len(keys) + 1) * self.chunk_size
+            extra, tracked.mm_index = generate_block_hash_extra_keys(request, start, end, tracked.mm_index)
+            parent = keys[-1] if keys else ROOT_KEY
+            keys.append(chunk_key(parent, request.all_token_ids[start:end], extra))
+        return keys[:chunks]
+
+    def new_request(self, request: "Request") -> None:
+        """vLLM's on_new_request."""
+        self._tracked[request.request_id] = _Tracked(request)
+
+    def _current(self, request_id: str) -> _Tracked | None:
+        """The request, rid of what a server said before the current registration; None when there is
+        no server to deal with."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None or not self.channel.ready:
+            return None
+        if tracked.generation != self.channel.generation:
+            tracked.generation = self.channel.generation
+            tracked.lookup = tracked.answer = None
+            tracked.held = ()
+            if tracked.chunk_size != self.chunk_size:
+                tracked.chunk_size = self.chunk_size
+                tracked.keys, tracked.mm_index, tracked.next_chunk = [], 0, 0
+        return tracked
+
+    def _found_late(self, reply: Message) -> None:
+        if isinstance(reply, Found) and reply.lease_id:
+            self._tell(EndRequest(self._engine_id, (reply.lease_id,), ()))
+
+    def _release(self, tracked: _Tracked) -> None:
+        """Give up the lease of an answer that will not be used (any more)."""
+        answer, tracked.answer = tracked.answer, None
+        if answer is not None and answer.lease_id:
+            self._tell(EndRequest(self._engine_id, (answer.lease_id,), ()))
+
+    def _tell(self, message: Message) -> None:
+        self.channel.submit(message, FORGET_TIMEOUT_S)
+
+    # -- load -------------------------------------------------------------------------------------
+
+    def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
+        """vLLM's update_state_after_alloc: the request has its blocks. With no external tokens another
+        connector was chosen, or this is the second call after a load."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.loading:
+            return
+        if not external_tokens:
+            self._release(tracked)
+            return
+        answer = tracked.answer
+        assert answer is not None, "vLLM loads what this connector did not offer"
+        computed = answer.resume_tokens - external_tokens
+        assert computed >= tracked.asked_computed
+        tables = blocks.get_block_ids()
+        wanted = tuple(
+            tuple(table[i] for i in group.needed_blocks(answer.resume_tokens, computed))
+            for group, table in zip(self._groups, tables, strict=True)
+        )
+        assert all(block for ids in wanted for block in ids), "vLLM allocated no block where one is needed"
+        message = Retrieve(request.request_id, answer.lease_id, answer.resume_tokens, computed, wanted)
+        job_id = self._hold([block for ids in wanted for block in ids])
+        self._queued.append(Load(job_id, request.request_id, message))
+        tracked.loading = True
+
+    # -- store ------------------------------------------------------------------------------------
+
+    def step(self, output: "SchedulerOutput") -> StepMetadata:
+        """vLLM's build_connector_meta: what the workers are to do in this step."""
+        self.channel.poll()
+        metadata = StepMetadata(loads=self._queued, idle=not output.num_scheduled_tokens)
+        self._queued = []
+        if self._stores and self.channel.ready:
+            objects = [*self._computed_objects(output), *self._state_objects(output)]
+            if objects:
+                job_id = self._hold([block for each in objects for block in each.block_ids])
+                metadata.saves.append(Save(job_id, Store(tuple(objects))))
+        return metadata
+
+    def _computed_objects(self, output: "SchedulerOutput") -> Iterable[StoreObject]:
+        """Objects of attention groups whose chunk is complete after this step."""
+        computed_before = {r.req_id: r.num_computed_tokens for r in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        computed_before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            tracked = self._current(request_id)
+            if tracked is None:
+                continue
+            # Tokens beyond num_tokens are drafts, or not sampled yet: their KV may not stay.
+            computed = min(computed_before[request_id] + scheduled, tracked.request.num_tokens)
+            complete = computed // self.chunk_size
+            if complete <= tracked.next_chunk:
+                continue
+            state = output.kv_connector_block_state
+            tables = state.get_block_ids(request_id) if state is not None else None
+            if tables is None:
+                continue
+            keys = self._keys(tracked, complete)
+            for chunk in range(tracked.next_chunk, complete):
+                yield from self._chunk_objects(tracked, tables, chunk, keys[chunk])
+            tracked.next_chunk = complete
+
+    def _chunk_objects(
+        self, tracked: _Tracked, tables: Sequence[Sequence[int]], chunk: int, key: bytes
+    ) -> Iterable[StoreObject]:
+        for index, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
+            positions = group.stored_blocks(chunk, self.chunk_size)
+            if group.kind == RECURRENT or not positions or tracked.holds(index, chunk):
+                continue
+            block_ids = tuple(table[positions.start : positions.stop])
+            # A null block means that the engine no longer has (or never had) a part of the object.
+            if len(block_ids) == len(positions) and all(block_ids):
+                yield StoreObject(key, chunk, index, block_ids)
+
+    def _state_objects(self, output: "SchedulerOutput") -> Iterable[StoreObject]:
+        """Recurrent states that vLLM hands over in this step, each with its exact block."""
+        state = output.kv_connector_block_state
+        if state is None:
+            return
+        for request_id, offers in state.boundary_state_offloads.items():
+            tracked = self._current(request_id)
+            if tracked is None:
+                continue
+            for group, block_id, tokens in offers:
+                chunk = tokens // self.chunk_size - 1
+                if tokens % self.chunk_size or tokens > tracked.request.num_tokens or not block_id:
+                    continue
+                if self._groups[group].kind == RECURRENT and not tracked.holds(group, chunk):
+                    yield StoreObject(self._keys(tracked, chunk + 1)[chunk], chunk, group, (block_id,))
+
+    # -- blocks held for copies -------------------------------------------------------------------
+
+    def _hold(self, block_ids: list[int]) -> int:
+        assert self._pool is not None
+        job_id = self._next_job
+        self._next_job += 1
+        self._pool.touch([self._pool.blocks[i] for i in block_ids])
+        self._jobs[job_id] = _Job(block_ids, self._world_size, time.monotonic())
+        return job_id
+
+    def worker_output(self, output: "KVConnectorOutput") -> None:
+        """vLLM's update_connector_output, after each step: free what is settled, note what failed."""
+        for request_id in output.failed_recving or ():
+            tracked = self._tracked.get(request_id)
+            if tracked is not None:
+                tracked.no_load = True
+        for request_id in output.finished_recving or ():
+            tracked = self._tracked.get(request_id)
+            if tracked is not None:
+                tracked.loading = False
+                self._release(tracked)
+        report = output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            for job_id, workers in report.settled.items():
+                self._settled(job_id, workers)
+
+    def _settled(self, job_id: int, workers: int) -> None:
+        assert self._pool is not None
+        job = self._jobs[job_id]
+        job.workers -= workers
+        assert job.workers >= 0
+        if job.workers == 0:
+            del self._jobs[job_id]
+            # Freed tail first, as vLLM frees a request: suffixes are evicted before their prefixes.
+            self._pool.free_blocks(self._pool.blocks[i] for i in reversed(job.blocks))
+
+    def has_work(self) -> bool:
+        """Whether an idle engine must go on stepping so that held blocks come free. Not for ever: a
+        server that hangs must not make an idle engine spin."""
+        oldest_s = min((job.started_s for job in self._jobs.values()), default=0.0)
+        return bool(self._jobs) and time.monotonic() - oldest_s < DRAIN_S
+
+    def finished(self, request: "Request") -> None:
+        """vLLM's request_finished: touch what was used, give back what was promised."""
+        tracked = self._current(request.request_id)
+        self._tracked.pop(request.request_id, None)
+        if tracked is None:
+            return
+        if tracked.lookup is not None:
+            tracked.lookup.abandon()
+        leases = (tracked.answer.lease_id,) if tracked.answer is not None and tracked.answer.lease_id else ()
+        if leases or tracked.keys:
+            self._tell(EndRequest(self._engine_id, leases, tuple(tracked.keys)))
+
+
+def _log_state(ready: bool, sentence: str) -> None:
+    (logger.info if ready else logger.warning)("lmcache: %s", sentence)

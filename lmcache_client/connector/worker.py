@@ -1,0 +1,161 @@
+"""The worker side of the connector: registers the KV cache memory, passes loads and stores on, reports.
+
+Every request to the server is submitted after the step's forward pass, so that it follows the compute
+that precedes it; on a CPU that compute has ended by then.
+"""
+
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from lmcache_client.channel import Channel, ChannelError, Pending, RefusedError
+from lmcache_client.connector.metadata import Load, StepMetadata, WorkerReport
+from lmcache_client.connector.settings import Settings
+from lmcache_client.contract import protocol
+from lmcache_client.contract.geometry import Geometry
+from lmcache_client.contract.keys import ModelTag
+from lmcache_client.contract.protocol import Challenge, HostMemory, Prove, Register, Registered
+from lmcache_client.memory.host import ProofBuffer, allow_tracer
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+logger = init_logger(__name__)
+
+CONNECT_S = 1.0
+REGISTER_S = 10.0
+STORE_TIMEOUT_S = 60.0
+IDLE_WAIT_S = 0.002
+FATAL_AT_START = (protocol.CONFIGURATION, protocol.NO_ACCESS, protocol.WRONG_VERSION, protocol.BAD_REQUEST)
+
+
+@dataclass
+class _InFlight:
+    """A job and its request; `load` is None for stores, and once vLLM has been told of the load."""
+
+    pending: Pending
+    load: Load | None
+
+
+@dataclass
+class Results:
+    """What one step's poll brought: for vLLM, by request id, and for the scheduler side, by job id."""
+
+    loaded: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    settled: Counter[int] = field(default_factory=Counter)
+
+
+class WorkerSide:
+    """See the module. `buffers` are (address, bytes) of this process."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine_id: str,
+        rank: int,
+        model: ModelTag,
+        geometry: Geometry,
+        buffers: tuple[tuple[int, int], ...],
+    ) -> None:
+        self._settings = settings
+        self._register_message = (engine_id, rank, model, geometry, buffers)
+        self._proof = ProofBuffer()
+        self._jobs: dict[int, _InFlight] = {}
+        self._settled: Counter[int] = Counter()
+        self.channel = Channel(settings.address, self._register, _log_state)
+
+    def start(self) -> None:
+        """Connect and register. Without a server this returns after a moment, and the engine runs
+        without a cache until one appears. Raises ValueError when the server refuses the engine."""
+        self.channel.start(CONNECT_S, REGISTER_S)
+        refusal = self.channel.refusal
+        if refusal is not None and refusal.code in FATAL_AT_START:
+            self.channel.close()
+            raise ValueError(f"the lmcache server refused this engine: {refusal}")
+        if not self.channel.ready:
+            logger.warning(
+                "lmcache: no server at %s yet: requests are computed without it until it appears "
+                "(start one with 'lmcache server')",
+                self._settings.address,
+            )
+
+    def _register(self, channel: Channel) -> None:
+        engine_id, rank, model, geometry, buffers = self._register_message
+        allow_tracer(channel.server_pid)
+        memory = HostMemory(os.getpid(), buffers, self._proof.address)
+        challenge = channel.call(Register(engine_id, rank, model, geometry, memory), REGISTER_S)
+        if not isinstance(challenge, Challenge):
+            raise ChannelError("the server did not challenge the registration")
+        self._proof.write(challenge.nonce)
+        registered = channel.call(Prove(), REGISTER_S)
+        if not isinstance(registered, Registered):
+            raise ChannelError("the server did not confirm the registration")
+        if registered.warning:
+            logger.warning("lmcache: %s", registered.warning)
+
+    def submit_loads(self, metadata: StepMetadata) -> None:
+        for load in metadata.loads:
+            pending = self.channel.submit(load.message, self._settings.load_timeout_s)
+            self._jobs[load.job_id] = _InFlight(pending, load)
+
+    def submit_saves(self, metadata: StepMetadata) -> None:
+        for save in metadata.saves:
+            if not self.channel.ready:
+                self._settled[save.job_id] += 1
+                continue
+            pending = self.channel.submit(save.message, STORE_TIMEOUT_S)
+            self._jobs[save.job_id] = _InFlight(pending, None)
+
+    def collect(self, idle: bool) -> Results:
+        """Take in the server's answers; an `idle` step may wait a moment for one."""
+        results = Results(settled=self._settled)
+        self._settled = Counter()
+        if idle and self._jobs:
+            waited_for = next(iter(self._jobs.values())).pending
+            self.channel.poll(waited_for, IDLE_WAIT_S)
+            if not waited_for.done:
+                time.sleep(IDLE_WAIT_S)
+        self.channel.poll()
+        for job_id, job in list(self._jobs.items()):
+            if job.load is not None and job.pending.done:
+                results.loaded.add(job.load.request_id)
+                if job.pending.error is not None:
+                    results.failed.add(job.load.request_id)
+                    _log_failed_load(job.load, job.pending.error)
+                job.load = None
+            if job.pending.settled:
+                del self._jobs[job_id]
+                results.settled[job_id] += 1
+        return results
+
+
+def transfer_results(results: Results) -> "KVConnectorTransferResults":
+    """For vLLM: a failed load is finished as well."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+    return KVConnectorTransferResults(finished_recving=results.loaded, failed_recving=results.failed)
+
+
+def worker_report(results: Results) -> WorkerReport | None:
+    """For the scheduler side; None when there is nothing to say."""
+    return WorkerReport(results.settled) if results.settled else None
+
+
+def _log_failed_load(load: Load, error: ChannelError) -> None:
+    # An expired lease or a lost server is the contract at work; anything else deserves a look.
+    expected = not isinstance(error, RefusedError) or error.code in (
+        protocol.EXPIRED,
+        protocol.NOT_REGISTERED,
+    )
+    (logger.info if expected else logger.warning)(
+        "lmcache: request %s is computed, its load failed: %s", load.request_id, error
+    )
+
+
+def _log_state(ready: bool, sentence: str) -> None:
+    (logger.info if ready else logger.warning)("lmcache: %s", sentence)
