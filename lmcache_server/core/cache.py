@@ -1,0 +1,382 @@
+"""The cache: what the router asks, decided in one place.
+
+Everything here runs on one thread and takes time as an argument. Frames are always free, reserved or
+ready; a chunk is evictable exactly while nothing pins it.
+"""
+
+import enum
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lmcache_server.core.eviction import EvictionOrder
+from lmcache_server.core.hits import resume_point
+from lmcache_server.core.index import Chunk, Index, StoredObject
+from lmcache_server.core.layout import Layout
+from lmcache_server.core.leases import Lease, LeaseTable
+from lmcache_server.core.pool import FramePool, Runs, count_frames
+from lmcache_server.core.reads import Read, ReadPart, plan_parts
+
+__all__ = ["Cache", "Hit", "Layout", "Read", "ReadPart", "Refusal", "Reservation", "Runs"]
+
+MAX_EVICTED_AGES = 1024
+"""Ages at eviction that are kept until the caller drains them; further ones are not recorded."""
+
+
+class Refusal(enum.Enum):
+    """Why an object is not to be stored."""
+
+    PRESENT = "present"
+    BUSY = "busy"
+    NO_ROOM = "no room"
+
+
+@dataclass(frozen=True)
+class Hit:
+    """`resume_tokens` and `lease_id` are 0 when nothing is to be had. `held` has, per group, a bitmap
+    over the chunks asked for, least significant bit first: which are ready on every holder."""
+
+    resume_tokens: int
+    lease_id: int
+    held: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Reservation:
+    """Frames that a session is writing `num_bytes` of payload to; ends with commit or abort."""
+
+    chunk: Chunk
+    group: int
+    shard: int
+    bit: int
+    runs: Runs
+    num_blocks: int
+    num_bytes: int
+    session: int
+
+
+class Cache:
+    """The index, the leases and the frames of L1.
+
+    `frame_bytes` is the size of a frame; `lease_s` is how long a lease lasts, in seconds.
+    """
+
+    def __init__(self, frame_bytes: int, total_frames: int = 0, lease_s: float = 120.0) -> None:
+        if frame_bytes <= 0:
+            raise ValueError(f"a frame has at least one byte, not {frame_bytes}")
+        self.frame_bytes = frame_bytes
+        self.evicted_chunks = 0
+        self.evicted_bytes = 0
+        """Payload of all evicted chunks."""
+        self.evicted_ages_s: list[float] = []
+        """Seconds since last use of chunks evicted lately, for the caller to drain; bounded."""
+        self.stored_bytes = 0
+        """Payload of all ready objects."""
+        self.used_frames = 0
+        """Frames of ready objects."""
+        self.reserved_frames = 0
+        self._now_s = 0.0
+        self._pool = FramePool(total_frames)
+        self._index = Index()
+        self._order = EvictionOrder()
+        self._leases = LeaseTable(lease_s)
+        self._reservations: set[Reservation] = set()
+        self._reads: set[Read] = set()
+
+    @property
+    def free_frames(self) -> int:
+        return self._pool.free_frames
+
+    @property
+    def total_frames(self) -> int:
+        return self._pool.total_frames
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that a lookup can find, among them those of which nothing is ready yet."""
+        return self._index.num_chunks
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._leases)
+
+    @property
+    def num_readers(self) -> int:
+        return len(self._reads)
+
+    def largest_free_run(self) -> int:
+        return self._pool.largest_free_run()
+
+    def namespaces(self) -> dict[bytes, int]:
+        """How many chunks each namespace has."""
+        return self._index.namespaces()
+
+    def grow(self, frames: int) -> None:
+        """Adds `frames` free frames at the end of L1."""
+        self._pool.grow(frames)
+
+    def lookup(
+        self,
+        layout: Layout,
+        keys: Sequence[bytes],
+        computed_tokens: int,
+        limit_tokens: int,
+        session: int,
+        now_s: float,
+    ) -> Hit:
+        """The largest resume point of a chain of chunks beyond `computed_tokens`, at most `limit_tokens`.
+
+        If there is one, what it needs is leased to `session`, and the chain up to it is recently used.
+        """
+        self._advance(now_s)
+        found = list(map(self._index.chunks(layout.namespace).get, keys))
+        present = layout.present([chunk.ready if chunk else 0 for chunk in found])
+        held = tuple(map(_bitmap, present))
+        resume_tokens = resume_point(layout.groups, layout.chunk_size, present, computed_tokens, limit_tokens)
+        if not resume_tokens:
+            return Hit(0, 0, held)
+        end = resume_tokens // layout.chunk_size
+        first = layout.first_leased_chunk(resume_tokens, computed_tokens)
+        leased = tuple(chunk for chunk in found[first:end] if chunk is not None)
+        assert len(leased) == end - first, "a needed chunk is in the index"
+        self._use(found[:end])
+        for chunk in leased:
+            self._pin(chunk)
+        lease = self._leases.grant(session, layout.namespace, resume_tokens, first, leased, now_s)
+        return Hit(resume_tokens, lease.lease_id, held)
+
+    def release(self, lease_id: int, session: int) -> bool:
+        """Ends a lease of `session`; False if it has no such lease (any more)."""
+        lease = self._leases.end(lease_id, session)
+        if lease is None:
+            return False
+        # Tail first: suffixes are evicted before the prefixes without which they are useless.
+        for chunk in reversed(lease.chunks):
+            self._unpin(chunk)
+        return True
+
+    def expire(self, now_s: float) -> int:
+        """Ends the leases whose deadline has come; returns how many."""
+        self._advance(now_s)
+        return self._end(self._leases.overdue(now_s))
+
+    def drop_session(self, session: int) -> int:
+        """Ends the leases of a session; its reservations stay until the copy into them has ended."""
+        return self._end(self._leases.of_session(session))
+
+    def touch(self, namespace: bytes, keys: Sequence[bytes]) -> None:
+        """Makes a chain of chunks recently used, its tail least so; unknown keys are ignored."""
+        self._use(list(map(self._index.chunks(namespace).get, keys)))
+
+    def reserve(
+        self,
+        layout: Layout,
+        key: bytes,
+        chunk_index: int,
+        group: int,
+        shard: int,
+        num_blocks: int,
+        num_bytes: int,
+        session: int,
+    ) -> Reservation | Refusal:
+        """Takes frames for an object of `num_bytes` payload, evicting chunks if need be.
+
+        Nothing is evicted when even evicting everything that is not pinned would not make room.
+        """
+        if num_bytes <= 0 or chunk_index < 0:
+            raise ValueError(f"an object of {num_bytes} bytes for chunk {chunk_index} cannot be stored")
+        bit = layout.bit(group, shard)
+        chunk = self._index.get(layout.namespace, key)
+        if chunk is not None and chunk.ready >> bit & 1:
+            return Refusal.PRESENT
+        if chunk is not None and chunk.reserved >> bit & 1:
+            return Refusal.BUSY
+        frames = -(-num_bytes // self.frame_bytes)
+        own = chunk.frames if chunk is not None and chunk in self._order else 0
+        if self._pool.free_frames + self._order.frames - own < frames:
+            return Refusal.NO_ROOM
+        if chunk is None:
+            chunk = Chunk(layout.namespace, key)
+            self._index.add(chunk)
+        self._pin(chunk)
+        self._make_room(frames)
+        runs = self._pool.allocate(frames)
+        assert runs is not None, "there was room"
+        chunk.reserved |= 1 << bit
+        self.reserved_frames += frames
+        reservation = Reservation(chunk, group, shard, bit, runs, num_blocks, num_bytes, session)
+        self._reservations.add(reservation)
+        return reservation
+
+    def commit(self, reservation: Reservation) -> None:
+        """The object is written: it becomes ready, and its chunk recently used."""
+        chunk, runs = reservation.chunk, reservation.runs
+        if chunk not in self._index:
+            self.abort(reservation)
+            return
+        frames = self._end_reservation(reservation)
+        chunk.add(reservation.bit, StoredObject(reservation.num_blocks, reservation.num_bytes, runs), frames)
+        self.used_frames += frames
+        self.stored_bytes += reservation.num_bytes
+        self._unpin(chunk)
+
+    def abort(self, reservation: Reservation) -> None:
+        """The object was not written, and nothing writes to its frames any more."""
+        self._end_reservation(reservation)
+        self._pool.free(reservation.runs)
+        self._unpin(reservation.chunk)
+
+    def open_read(
+        self,
+        lease_id: int,
+        namespace: bytes,
+        shard: int,
+        resume_tokens: int,
+        computed_tokens: int,
+        layout: Layout,
+    ) -> Read | None:
+        """What `shard` reads to resume at the leased resume point; stays in place until close_read.
+
+        None unless the lease lives, is of this namespace and resume point, and keeps all that is needed.
+        """
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.namespace != namespace or lease.resume_tokens != resume_tokens:
+            return None
+        parts = plan_parts(lease, layout, shard, computed_tokens)
+        if parts is None:
+            return None
+        read = Read(parts, lease)
+        for chunk in lease.chunks:
+            self._pin(chunk)
+        self._reads.add(read)
+        return read
+
+    def close_read(self, read: Read) -> None:
+        """Nothing reads from these frames any more. Closing twice does no harm."""
+        if read in self._reads:
+            self._reads.remove(read)
+            for chunk in reversed(read.lease.chunks):
+                self._unpin(chunk)
+
+    def clear(self) -> int:
+        """Forgets every chunk and returns how many. Frames of pinned ones are freed at the last unpin."""
+        chunks = list(self._index)
+        for chunk in chunks:
+            self._index.remove(chunk)
+            if not chunk.pins:
+                self._order.remove(chunk)
+                self._free_objects(chunk)
+        return len(chunks)
+
+    def check_integrity(self) -> None:
+        """Asserts the invariants of the cache; takes time linear in its size."""
+        self._pool.check_integrity()
+        pins = Counter(chunk for lease in self._leases for chunk in lease.chunks)
+        pins.update(chunk for read in self._reads for chunk in read.lease.chunks)
+        pins.update(reservation.chunk for reservation in self._reservations)
+        indexed = list(self._index)
+        chunks = set(indexed) | set(pins)
+        assert len(indexed) == self._index.num_chunks
+        for chunk in chunks:
+            assert chunk.pins == pins[chunk], "pins are leases, reads and reservations"
+            assert chunk.ready.bit_count() == len(chunk.objects)
+            assert chunk.frames == sum(count_frames(stored.runs) for stored in chunk.all_objects())
+            assert chunk.ready or chunk.reserved or chunk.pins, "an empty chunk is forgotten"
+        assert all(self._index.get(chunk.namespace, chunk.key) is chunk for chunk in indexed)
+        order = list(self._order)
+        assert len(order) == len(set(order)), "a chunk is in the eviction order once"
+        assert set(order) == {chunk for chunk in indexed if not chunk.pins}
+        assert self._order.frames == sum(chunk.frames for chunk in order)
+        reserved = Counter((reservation.chunk, reservation.bit) for reservation in self._reservations)
+        assert all(chunk.reserved >> bit & 1 for chunk, bit in reserved)
+        assert len(reserved) == sum(chunk.reserved.bit_count() for chunk in chunks), "one object, one writer"
+        objects = [stored for chunk in chunks for stored in chunk.all_objects()]
+        assert self.stored_bytes == sum(stored.num_bytes for stored in objects)
+        assert self.used_frames == sum(count_frames(stored.runs) for stored in objects)
+        assert self.reserved_frames == sum(count_frames(held.runs) for held in self._reservations)
+        self._check_frames([stored.runs for stored in objects] + [held.runs for held in self._reservations])
+
+    def _check_frames(self, taken: list[Runs]) -> None:
+        runs = sorted((*self._pool.free_runs(), *(run for runs in taken for run in runs)))
+        end = 0
+        for start, count in runs:
+            assert start == end, "every frame is free or has one owner"
+            end = start + count
+        assert end == self._pool.total_frames
+        assert self.free_frames + self.reserved_frames + self.used_frames == self.total_frames
+
+    def _advance(self, now_s: float) -> None:
+        self._now_s = max(self._now_s, now_s)
+
+    def _end(self, leases: list[Lease]) -> int:
+        for lease in leases:
+            self.release(lease.lease_id, lease.session)
+        return len(leases)
+
+    def _use(self, chain: Sequence[Chunk | None]) -> None:
+        for chunk in reversed(chain):
+            if chunk is None:
+                continue
+            chunk.last_used_s = self._now_s
+            if chunk in self._order:
+                self._order.remove(chunk)
+                self._order.add(chunk)
+
+    def _pin(self, chunk: Chunk) -> None:
+        chunk.pins += 1
+        if chunk in self._order:
+            self._order.remove(chunk)
+
+    def _unpin(self, chunk: Chunk) -> None:
+        chunk.pins -= 1
+        chunk.last_used_s = self._now_s
+        if chunk.pins:
+            return
+        if chunk not in self._index:
+            self._free_objects(chunk)
+        elif chunk.ready:
+            self._order.add(chunk)
+        else:
+            self._index.remove(chunk)
+
+    def _make_room(self, frames: int) -> None:
+        while self._pool.free_frames < frames:
+            chunk = self._order.oldest()
+            assert chunk is not None, "evictable frames were counted"
+            self._order.remove(chunk)
+            self._index.remove(chunk)
+            self.evicted_chunks += 1
+            self.evicted_bytes += self._free_objects(chunk)
+            if len(self.evicted_ages_s) < MAX_EVICTED_AGES:
+                self.evicted_ages_s.append(self._now_s - chunk.last_used_s)
+
+    def _free_objects(self, chunk: Chunk) -> int:
+        """Frees the frames of all ready objects; returns their payload in bytes."""
+        freed_bytes = 0
+        for stored in chunk.all_objects():
+            self._pool.free(stored.runs)
+            freed_bytes += stored.num_bytes
+        self.used_frames -= chunk.frames
+        self.stored_bytes -= freed_bytes
+        chunk.objects.clear()
+        chunk.ready = chunk.frames = 0
+        return freed_bytes
+
+    def _end_reservation(self, reservation: Reservation) -> int:
+        assert reservation in self._reservations, "a reservation ends once"
+        self._reservations.remove(reservation)
+        reservation.chunk.reserved &= ~(1 << reservation.bit)
+        frames = count_frames(reservation.runs)
+        self.reserved_frames -= frames
+        return frames
+
+
+def _bitmap(flags: bytes) -> bytes:
+    """Flags as bits, the first in the least significant bit of the first byte."""
+    if not flags:
+        return b""
+    digits = flags[::-1].translate(_DIGITS)
+    return int(digits, 2).to_bytes((len(flags) + 7) // 8, "little")
+
+
+_DIGITS = bytes.maketrans(b"\x00\x01", b"01")

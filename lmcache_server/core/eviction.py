@@ -1,0 +1,49 @@
+"""The order in which chunks are evicted: least recently used first."""
+
+from collections.abc import Iterator
+
+from lmcache_server.core.index import Chunk
+
+
+class EvictionOrder:
+    """A linked list through the chunks, so that every operation takes constant time.
+
+    Chunks that something pins are not members: whatever is at the front can be evicted.
+    """
+
+    def __init__(self) -> None:
+        self._ends = Chunk(b"", b"")
+        self._ends.older = self._ends.newer = self._ends
+        self.frames = 0
+        """Frames of all members: what evicting everything would free."""
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """From the least to the most recently used."""
+        chunk = self._ends.newer
+        while chunk is not None and chunk is not self._ends:
+            yield chunk
+            chunk = chunk.newer
+
+    def __contains__(self, chunk: Chunk) -> bool:
+        return chunk.newer is not None
+
+    def oldest(self) -> Chunk | None:
+        chunk = self._ends.newer
+        return None if chunk is self._ends else chunk
+
+    def add(self, chunk: Chunk) -> None:
+        """Puts a chunk last in line for eviction."""
+        newest = self._ends.older
+        assert chunk.newer is None, "a chunk is in the order once"
+        assert newest is not None
+        chunk.older, chunk.newer = newest, self._ends
+        newest.newer = self._ends.older = chunk
+        self.frames += chunk.frames
+
+    def remove(self, chunk: Chunk) -> None:
+        older, newer = chunk.older, chunk.newer
+        assert older is not None, "not in the order"
+        assert newer is not None, "not in the order"
+        older.newer, newer.older = newer, older
+        chunk.older = chunk.newer = None
+        self.frames -= chunk.frames

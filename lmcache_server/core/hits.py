@@ -1,0 +1,50 @@
+"""The resume point: up to where a chain of chunks can be restored."""
+
+from collections.abc import Sequence
+
+from lmcache_client.contract.geometry import FULL, GroupSpec
+
+
+def resume_point(
+    groups: Sequence[GroupSpec],
+    chunk_size: int,
+    present: Sequence[Sequence[bool] | bytes],
+    computed_tokens: int,
+    limit_tokens: int,
+) -> int:
+    """The largest resume point in tokens, a multiple of `chunk_size`, or 0 if there is none.
+
+    `present` has, per group, one flag per chunk: whether that chunk of that group can be restored on
+    every shard. `computed_tokens`, a multiple of the unified block size, are held by the engine itself;
+    the result is beyond them and at most `limit_tokens`.
+    """
+    flags = [bytes(group_flags) for group_flags in present]
+    computed_chunks = computed_tokens // chunk_size
+    chunks = min(limit_tokens // chunk_size, *map(len, flags))
+    windowed = []
+    for group, group_flags in zip(groups, flags, strict=True):
+        if group.kind == FULL:
+            missing = group_flags.find(0, computed_chunks, max(chunks, 0))
+            chunks = chunks if missing < 0 else missing
+        else:
+            windowed.append((group, group_flags))
+    while chunks > computed_chunks:
+        missing = _last_missing(windowed, chunk_size, chunks, computed_tokens)
+        if missing < 0:
+            return chunks * chunk_size
+        # The first token a group needs never moves back as the resume point grows. So whatever resume
+        # point lies between the missing chunk and here needs that chunk too, and is skipped.
+        chunks = missing
+    return 0
+
+
+def _last_missing(
+    groups: Sequence[tuple[GroupSpec, bytes]], chunk_size: int, chunks: int, computed_tokens: int
+) -> int:
+    """The last chunk that is missing for some group to resume after `chunks` chunks, or -1."""
+    for group, flags in groups:
+        needed = group.needed_blocks(chunks * chunk_size, computed_tokens)
+        missing = flags.rfind(0, needed.start * group.block_size // chunk_size, chunks)
+        if missing >= 0:
+            return missing
+    return -1

@@ -1,0 +1,76 @@
+"""What the cache must know of a namespace: its groups, its chunk size, and which shards hold what."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from lmcache_client.contract.geometry import GroupSpec
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The same for every engine of a namespace.
+
+    `chunk_size` is in tokens. `holders` has, per group, the ranks of the shards that have bytes for it:
+    with pipeline parallelism a shard may have none.
+    """
+
+    namespace: bytes
+    chunk_size: int
+    groups: tuple[GroupSpec, ...]
+    holders: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if len(self.holders) != len(self.groups):
+            raise ValueError(f"{len(self.groups)} groups but holders for {len(self.holders)}")
+        if any(self.chunk_size % group.block_size for group in self.groups):
+            raise ValueError(f"chunk size {self.chunk_size} is not a multiple of every block size")
+
+    def bit(self, group: int, shard: int) -> int:
+        """The number of an object within its chunk."""
+        return shard * len(self.groups) + group
+
+    @cached_property
+    def masks(self) -> tuple[int, ...]:
+        """Per group, the bits of the objects that make a chunk of it complete; 0 without holders."""
+        return tuple(
+            sum(1 << self.bit(group, shard) for shard in ranks) for group, ranks in enumerate(self.holders)
+        )
+
+    def present(self, ready: Sequence[int]) -> tuple[bytes, ...]:
+        """Per group, a byte per chunk: 1 where every object of it is ready, or none is needed.
+
+        `ready` has, per chunk of the chain, the bits of its ready objects.
+        """
+        flags = []
+        for spec, mask in zip(self.groups, self.masks, strict=True):
+            if not spec.window:
+                flags.append(bytes([bits & mask == mask for bits in ready]))
+                continue
+            # A windowed group may have chunks of which no resume ever needs a block.
+            flags.append(
+                bytes(
+                    [
+                        bits & mask == mask or not spec.stored_blocks(chunk, self.chunk_size)
+                        for chunk, bits in enumerate(ready)
+                    ]
+                )
+            )
+        return tuple(flags)
+
+    def first_needed_chunk(self, group: int, resume_tokens: int, computed_tokens: int) -> int:
+        """The chunk of the first block that `group` needs; the chunk of `resume_tokens` if none."""
+        spec = self.groups[group]
+        needed = spec.needed_blocks(resume_tokens, computed_tokens)
+        return needed.start * spec.block_size // self.chunk_size
+
+    def first_leased_chunk(self, resume_tokens: int, computed_tokens: int) -> int:
+        """The first chunk that any group with holders needs; every group needs a suffix of the chain."""
+        return min(
+            (
+                self.first_needed_chunk(group, resume_tokens, computed_tokens)
+                for group, ranks in enumerate(self.holders)
+                if ranks
+            ),
+            default=resume_tokens // self.chunk_size,
+        )

@@ -1,0 +1,134 @@
+"""The frames of L1: which are free, and which runs of them an object gets.
+
+Every operation costs a constant per run. Free runs are kept merged with their neighbours and sorted into
+classes by size (class c holds runs of 2**(c-1) to 2**c - 1 frames), so that an object gets few runs.
+"""
+
+Runs = tuple[tuple[int, int], ...]
+"""Frames of one object, in the order of its bytes: (first frame, count) pairs."""
+
+
+def count_frames(runs: Runs) -> int:
+    return sum(count for _, count in runs)
+
+
+class FramePool:
+    """Free frames among [0, total_frames)."""
+
+    def __init__(self, total_frames: int = 0) -> None:
+        self._total_frames = 0
+        self._free_frames = 0
+        self._count_by_start: dict[int, int] = {}
+        self._start_by_end: dict[int, int] = {}
+        self._starts_by_class: list[dict[int, None]] = []
+        self.grow(total_frames)
+
+    @property
+    def total_frames(self) -> int:
+        return self._total_frames
+
+    @property
+    def free_frames(self) -> int:
+        return self._free_frames
+
+    def largest_free_run(self) -> int:
+        """Frames in the longest free run: equal to `free_frames` when nothing is fragmented."""
+        for starts in reversed(self._starts_by_class):
+            if starts:
+                return max(map(self._count_by_start.__getitem__, starts))
+        return 0
+
+    def grow(self, frames: int) -> None:
+        """Adds `frames` free frames at the end."""
+        if frames < 0:
+            raise ValueError(f"a pool cannot grow by {frames} frames")
+        first = self._total_frames
+        self._total_frames += frames
+        if frames:
+            self._add(first, frames)
+
+    def allocate(self, frames: int) -> Runs | None:
+        """Takes `frames` frames, or takes nothing and returns None when fewer are free."""
+        if frames <= 0:
+            raise ValueError(f"an object has at least one frame, not {frames}")
+        if frames > self._free_frames:
+            return None
+        runs = []
+        while frames:
+            start = self._choose(frames)
+            count = self._remove(start)
+            taken = min(count, frames)
+            if taken < count:
+                self._insert(start + taken, count - taken)
+            runs.append((start, taken))
+            self._free_frames -= taken
+            frames -= taken
+        return tuple(runs)
+
+    def free(self, runs: Runs) -> None:
+        """Gives back what `allocate` returned."""
+        for start, count in runs:
+            if count <= 0 or start < 0 or start + count > self._total_frames:
+                raise ValueError(f"frames {start} to {start + count} are none of this pool's")
+            self._add(start, count)
+
+    def free_runs(self) -> Runs:
+        """All free runs, in no order."""
+        return tuple(self._count_by_start.items())
+
+    def check_integrity(self) -> None:
+        """Asserts that free runs are disjoint, merged, inside the pool, and indexed consistently."""
+        end_before = -1
+        for start, count in sorted(self._count_by_start.items()):
+            assert count > 0, "a free run is empty"
+            assert start > end_before, "free runs overlap or were not merged"
+            assert self._start_by_end[start + count] == start
+            assert start in self._starts_by_class[count.bit_length()]
+            end_before = start + count
+        assert end_before <= self._total_frames, "a free run ends beyond the pool"
+        assert sum(self._count_by_start.values()) == self._free_frames
+        assert len(self._start_by_end) == len(self._count_by_start)
+        assert sum(map(len, self._starts_by_class)) == len(self._count_by_start)
+
+    def _choose(self, frames: int) -> int:
+        """Start of a free run for `frames` frames: one that fits if that is cheap to see, else one of
+        the largest. The most recently freed comes first: its memory is the likeliest to be in caches."""
+        exact = frames.bit_length()
+        classes = self._starts_by_class
+        if exact < len(classes) and classes[exact]:
+            start = next(reversed(classes[exact]))
+            if self._count_by_start[start] >= frames:
+                return start
+        for starts in classes[exact + 1 :]:
+            if starts:
+                return next(reversed(starts))
+        for starts in reversed(classes[: exact + 1]):
+            if starts:
+                return next(reversed(starts))
+        raise AssertionError("free frames without a free run")
+
+    def _add(self, start: int, count: int) -> None:
+        """Frees a run and merges it with its neighbours."""
+        assert start not in self._count_by_start, f"frame {start} is free already"
+        self._free_frames += count
+        before = self._start_by_end.get(start)
+        if before is not None:
+            count += self._remove(before)
+            start = before
+        if start + count in self._count_by_start:
+            count += self._remove(start + count)
+        self._insert(start, count)
+
+    def _insert(self, start: int, count: int) -> None:
+        size_class = count.bit_length()
+        while len(self._starts_by_class) <= size_class:
+            self._starts_by_class.append({})
+        self._starts_by_class[size_class][start] = None
+        self._count_by_start[start] = count
+        self._start_by_end[start + count] = start
+
+    def _remove(self, start: int) -> int:
+        count = self._count_by_start.pop(start)
+        del self._start_by_end[start + count]
+        del self._starts_by_class[count.bit_length()][start]
+        return count

@@ -1,0 +1,60 @@
+"""Which frames a retrieve reads, in which order."""
+
+from dataclasses import dataclass
+
+from lmcache_server.core.layout import Layout
+from lmcache_server.core.leases import Lease
+from lmcache_server.core.pool import Runs
+
+
+@dataclass(frozen=True)
+class ReadPart:
+    """Pages of one object: `pages` blocks, from position `first_page` of the `num_blocks` it holds."""
+
+    group: int
+    runs: Runs
+    num_blocks: int
+    first_page: int
+    pages: int
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """Objects that are being read. `parts` go group after group and, within a group, in block order; a
+    group's parts cover exactly its needed blocks."""
+
+    parts: tuple[ReadPart, ...]
+    lease: Lease
+
+
+def plan_parts(lease: Lease, layout: Layout, shard: int, computed_tokens: int) -> tuple[ReadPart, ...] | None:
+    """What `shard` reads to resume at the lease's resume point; None if any of it is not there."""
+    parts: list[ReadPart] = []
+    for group, ranks in enumerate(layout.holders):
+        if shard in ranks:
+            group_parts = _plan_group(lease, layout, group, shard, computed_tokens)
+            if group_parts is None:
+                return None
+            parts += group_parts
+    return tuple(parts)
+
+
+def _plan_group(
+    lease: Lease, layout: Layout, group: int, shard: int, computed_tokens: int
+) -> list[ReadPart] | None:
+    spec, bit = layout.groups[group], layout.bit(group, shard)
+    needed = spec.needed_blocks(lease.resume_tokens, computed_tokens)
+    first = layout.first_needed_chunk(group, lease.resume_tokens, computed_tokens)
+    if first < lease.first_chunk:
+        return None
+    parts = []
+    position = needed.start
+    for index in range(first, lease.resume_tokens // layout.chunk_size):
+        stored = spec.stored_blocks(index, layout.chunk_size)
+        found = lease.chunks[index - lease.first_chunk].get(bit)
+        if found is None or found.num_blocks != len(stored) or position not in stored:
+            return None
+        pages = min(stored.stop, needed.stop) - position
+        parts.append(ReadPart(group, found.runs, found.num_blocks, position - stored.start, pages))
+        position += pages
+    return parts if position == needed.stop else None
