@@ -1,0 +1,150 @@
+"""L1: the one piece of host memory that holds every stored page."""
+
+import contextlib
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import threading
+
+from lmcache_server.config import GB_BYTES, StartError
+from lmcache_server.machine import available_bytes, memory_info
+
+logger = logging.getLogger(__name__)
+
+FRAME_BYTES = 64 << 10
+PIECE_BYTES = 32 << 20
+"""What one thread populates at a time; closing waits for a piece."""
+MAX_POPULATE_THREADS = 4
+POPULATE_NICENESS = 10
+
+_MADV_POPULATE_WRITE = 23
+_MAP_HUGETLB = 0x40000
+_BYTES_PER_MIB = 1 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+for _function in (_libc.mlock, _libc.munlock):
+    _function.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class L1Memory:
+    """One anonymous mapping of whole frames, usable at once and populated in the background.
+
+    Populating a page never changes what is in it, so copies need not wait for it; it only spares them the
+    cost of the first touch.
+    """
+
+    def __init__(self, size_bytes: int, *, hugetlb: bool = False, populate: bool = True) -> None:
+        """Maps `size_bytes`, rounded down to whole frames.
+
+        Raises StartError when the machine, its cgroup or its pool of huge pages has not as much.
+        """
+        self.num_frames = size_bytes // FRAME_BYTES
+        self.num_bytes = self.num_frames * FRAME_BYTES
+        if not self.num_frames:
+            raise StartError(f"--l1-size-gb must give at least one frame of {FRAME_BYTES} bytes")
+        self._mapping = _map_hugetlb(self.num_bytes) if hugetlb else _map(self.num_bytes)
+        self.base_address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        self._lock = threading.Lock()
+        self._next_offset = 0
+        self._populated_bytes = 0
+        self._closing = False
+        self._threads: list[threading.Thread] = []
+        if populate:
+            self._start_populating()
+
+    @property
+    def populated_bytes(self) -> int:
+        """How much of it the background threads have populated so far."""
+        return self._populated_bytes
+
+    def close(self) -> None:
+        """Stops populating and unmaps. No copy may be under way."""
+        with self._lock:
+            self._closing = True
+        for thread in self._threads:
+            thread.join()
+        self._mapping.close()
+
+    def _start_populating(self) -> None:
+        count = max(1, min(MAX_POPULATE_THREADS, (os.cpu_count() or 1) // 2))
+        for number in range(count):
+            thread = threading.Thread(target=self._populate, name=f"l1-populate-{number}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _populate(self) -> None:
+        # On Linux this is the niceness of this thread alone: engines and copies come first.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), POPULATE_NICENESS)
+        while True:
+            with self._lock:
+                offset = self._next_offset
+                if self._closing or offset >= self.num_bytes:
+                    return
+                self._next_offset += PIECE_BYTES
+            size_bytes = min(PIECE_BYTES, self.num_bytes - offset)
+            failure = _populate_piece(self.base_address + offset, size_bytes)
+            if failure:
+                logger.warning("L1 is not populated beforehand but on first use: %s", os.strerror(failure))
+                return
+            with self._lock:
+                self._populated_bytes += size_bytes
+
+
+def _populate_piece(address: int, size_bytes: int) -> int:
+    """Gives every page of the piece memory without changing its content; returns 0 or an errno.
+
+    Writing to the pages from here would race with copies; the kernel does it without.
+    """
+    if _libc.madvise(address, size_bytes, _MADV_POPULATE_WRITE) == 0:
+        return 0
+    failure = ctypes.get_errno()
+    if failure != errno.EINVAL:
+        return failure
+    # Before Linux 5.14: locking populates too, as far as RLIMIT_MEMLOCK allows.
+    if _libc.mlock(address, size_bytes) or _libc.munlock(address, size_bytes):
+        return ctypes.get_errno()
+    return 0
+
+
+def _map(num_bytes: int) -> mmap.mmap:
+    available, reason = available_bytes()
+    if num_bytes > available:
+        raise StartError(
+            f"--l1-size-gb asks for {num_bytes / GB_BYTES:.2f} GB and {available / GB_BYTES:.2f} GB are "
+            f"available ({reason}): ask for less or free memory"
+        )
+    mapping = _anonymous(num_bytes, 0)
+    with contextlib.suppress(OSError):  # a kernel built without transparent huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    mapping.madvise(mmap.MADV_DONTDUMP)
+    return mapping
+
+
+def _map_hugetlb(num_bytes: int) -> mmap.mmap:
+    info = memory_info()
+    page_bytes = info.get("Hugepagesize", 2 * _BYTES_PER_MIB)
+    needed = -(-num_bytes // page_bytes)
+    total, free = info.get("HugePages_Total", 0), info.get("HugePages_Free", 0)
+    free -= info.get("HugePages_Rsvd", 0)
+    try:
+        return _anonymous(needed * page_bytes, _MAP_HUGETLB)
+    except OSError as error:
+        raise StartError(
+            f"--l1-hugetlb needs {needed} huge pages of {page_bytes // _BYTES_PER_MIB} MiB and the system "
+            f"has {free} free: run 'sysctl vm.nr_hugepages={total - free + needed}' or leave out --l1-hugetlb"
+        ) from error
+
+
+def _anonymous(num_bytes: int, flags: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
+    except OSError as error:
+        if flags:
+            raise
+        raise StartError(
+            f"the system refuses a mapping of {num_bytes / GB_BYTES:.2f} GB ({error.strerror}): "
+            "ask for less with --l1-size-gb, or raise 'ulimit -v' or vm.overcommit_memory"
+        ) from error

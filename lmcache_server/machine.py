@@ -1,0 +1,65 @@
+"""How much memory this machine, or the container the server runs in, can still give."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+_UNLIMITED_BYTES = 1 << 60
+"""cgroup v1 shows "no limit" as a number near 2**63."""
+
+
+def memory_info() -> dict[str, int]:
+    """/proc/meminfo: sizes in bytes, and the HugePages_* counts."""
+    info = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        number, *unit = value.split()
+        info[name] = int(number) * (1024 if unit else 1)
+    return info
+
+
+def available_bytes(root: Path = Path("/")) -> tuple[int, str]:
+    """(bytes that can still be allocated, where that figure is from)."""
+    available = memory_info().get("MemAvailable", _UNLIMITED_BYTES)
+    reason = "MemAvailable of this machine"
+    for directory in _cgroup_directories(root):
+        left = _left_in_cgroup(directory)
+        if left < available:
+            available, reason = left, f"the memory limit of its cgroup, {directory}"
+    return available, reason
+
+
+def _cgroup_directories(root: Path) -> Iterator[Path]:
+    """The cgroups, v1 and v2, whose memory limits hold for this process: its own and all above."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        mount = root / ("sys/fs/cgroup/memory" if controllers else "sys/fs/cgroup")
+        directory = mount / path.strip("/")
+        while directory != mount:
+            yield directory
+            directory = directory.parent
+        yield mount
+
+
+def _left_in_cgroup(directory: Path) -> int:
+    """Bytes below the limit of one cgroup, counting its page cache as free."""
+    for limit_name, used_name, cache_names in (
+        ("memory.max", "memory.current", ("inactive_file", "active_file")),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+    ):
+        try:
+            limit = (directory / limit_name).read_text().strip()
+            used = int((directory / used_name).read_text())
+            stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+        except OSError:
+            continue
+        if limit == "max" or int(limit) >= _UNLIMITED_BYTES:
+            continue
+        cache = sum(int(stat.get(name, 0)) for name in cache_names)
+        return max(0, int(limit) - max(0, used - cache))
+    return _UNLIMITED_BYTES
