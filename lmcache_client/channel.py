@@ -21,11 +21,11 @@ from pathlib import Path
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from lmcache_client import __version__
 from lmcache_client.contract import protocol
 from lmcache_client.contract.codec import MAX_MESSAGE_BYTES, ProtocolError
 from lmcache_client.contract.endpoint import check_runtime_directory
 from lmcache_client.contract.protocol import Hello, Message, Ping, Refused, Welcome
+from lmcache_client.contract.version import VERSION
 
 KEEPER_INTERVAL_S = 0.2
 RECONNECT_MS = 100
@@ -328,7 +328,7 @@ class Channel:
         self._attempted.set()
 
     def _hello(self) -> None:
-        pending = self.submit(Hello(os.getpid(), self._client_id, __version__), GREET_TIMEOUT_S)
+        pending = self.submit(Hello(os.getpid(), self._client_id, VERSION), GREET_TIMEOUT_S)
         while not pending.done and not self._closed.is_set():
             time.sleep(0.001)
             with self._lock:

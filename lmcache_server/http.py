@@ -1,154 +1,114 @@
-"""HTTP for people and monitoring: GET and HEAD of a few pages, on threads that own nothing.
+"""HTTP for people and machines that watch: /metrics, /healthz, /readyz, /status. Read-only.
 
-What the pages say is asked of the event loop, which owns all state.
+It runs on threads of its own and asks the event loop for what it shows, so an answer also says that the
+loop turns.
 """
 
-import http.server
-import logging
-import os
-import socket
-import socketserver
 import threading
 from collections.abc import Callable
-from typing import Any
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from lmcache_client.contract.endpoint import host_name
 from lmcache_server.config import StartError
 
-logger = logging.getLogger(__name__)
-
-CLIENT_TIMEOUT_S = 5.0
-MAX_CONNECTIONS = 16
-POLL_INTERVAL_S = 0.1
-
 Ask = Callable[[str], bytes]
+REQUEST_TIMEOUT_S = 5.0
+MAX_CONNECTIONS = 32
 
-_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_TEXT_TYPE = "text/plain; charset=utf-8"
-_INDEX = b"""lmcache server
-/metrics  Prometheus metrics
-/healthz  200 while the server answers
-/readyz   200 while it can serve
-/status   what it holds (JSON)
-"""
-
-_PAGES = {
-    "/metrics": ("metrics", _METRICS_TYPE),
+_TEXT = "text/plain; charset=utf-8"
+_INDEX = b"lmcache server: /metrics /healthz /readyz /status\n"
+_PATHS = {
+    "/metrics": ("metrics", "text/plain; version=0.0.4; charset=utf-8"),
+    "/healthz": ("health", _TEXT),
+    "/healthcheck": ("health", _TEXT),
+    "/readyz": ("ready", _TEXT),
     "/status": ("status", "application/json"),
-    "/healthz": ("health", _TEXT_TYPE),
-    "/healthcheck": ("health", _TEXT_TYPE),
-    "/readyz": ("ready", _TEXT_TYPE),
 }
 
 
-class Server(http.server.ThreadingHTTPServer):
-    """A bound HTTP server; see `bind`."""
+class _Handler(BaseHTTPRequestHandler):
+    timeout = REQUEST_TIMEOUT_S
+    server_version = "lmcache"
+    sys_version = ""
+    server: "Server"
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == "/":
+            self._answer(200, _TEXT, _INDEX)
+        elif path not in _PATHS:
+            self._answer(404, _TEXT, b"not found: " + _INDEX)
+        else:
+            what, kind = _PATHS[path]
+            try:
+                body = self.server.ask(what)
+            except Exception:  # the loop does not turn, or the server is ending
+                self._answer(503, _TEXT, b"the event loop does not answer\n")
+            else:
+                self._answer(200 if body else 503, kind, body or b"not ready\n")
+
+    do_HEAD = do_GET
+
+    def _answer(self, code: int, kind: str, body: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """No line per request."""
+
+
+class Server(ThreadingHTTPServer):
+    """Bound, and with `start` serving. At most MAX_CONNECTIONS at a time; more wait."""
 
     daemon_threads = True
+    allow_reuse_address = True
 
     def __init__(self, host: str, port: int) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.ask: Ask | None = None
-        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self.ask: Ask = lambda _what: b""
+        self._slots = threading.Semaphore(MAX_CONNECTIONS)
         self._thread: threading.Thread | None = None
         super().__init__((host, port), _Handler)
 
     @property
     def url(self) -> str:
         host, port = self.server_address[:2]
-        name = f"[{host!s}]" if self.address_family == socket.AF_INET6 else f"{host!s}"
-        return f"http://{name}:{port}"
+        return f"http://{host!s}:{port}"
 
     def start(self, ask: Ask) -> None:
-        """Serves on a thread of its own. `ask(what)`, for what in metrics, status, health and ready, is
-        called on other threads and returns a page; ready is empty while there is nothing to serve from.
-        It raises TimeoutError when the event loop does not answer in time."""
+        """Serve; `ask(what)` gives the body for health, ready, metrics or status, empty for "not ready"."""
         self.ask = ask
-        self._thread = threading.Thread(
-            target=self.serve_forever, args=(POLL_INTERVAL_S,), name="http", daemon=True
-        )
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), name="http", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Takes no more connections; does not wait for those that are open."""
         if self._thread is not None:
             self.shutdown()
             self._thread.join()
-            self._thread = None
 
-    def server_bind(self) -> None:
-        # Not HTTPServer's, which asks the DNS for this machine's name.
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = "lmcache", self.server_address[1]
+    def process_request(self, request: object, client_address: object) -> None:
+        self._slots.acquire()
+        super().process_request(request, client_address)  # type: ignore[arg-type]
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    def process_request_thread(self, request: object, client_address: object) -> None:
         try:
-            super().process_request_thread(request, client_address)
+            super().process_request_thread(request, client_address)  # type: ignore[arg-type]
         finally:
-            self._free.release()
+            self._slots.release()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        logger.debug("HTTP client %s", client_address, exc_info=True)
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    timeout = CLIENT_TIMEOUT_S
-    server_version = "lmcache"
-    sys_version = ""
-    server: Server
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        if path == "/":
-            self._answer(200, _INDEX, _TEXT_TYPE)
-        elif path in _PAGES:
-            self._page(*_PAGES[path])
-        else:
-            self._answer(404, b"not found; / lists what there is\n", _TEXT_TYPE)
-
-    do_HEAD = do_GET
-
-    def _page(self, what: str, content_type: str) -> None:
-        ask = self.server.ask
-        try:
-            page = ask(what) if ask is not None else b""
-        except Exception as error:  # a timeout, a loop that has ended, or a fault in the page: all 503
-            logger.warning("HTTP %s: %s", what, repr(error))
-            self._answer(503, b"the server does not answer\n", _TEXT_TYPE)
-            return
-        if not page:
-            self._answer(503, b"not ready\n", _TEXT_TYPE)
-        else:
-            self._answer(200, page, content_type)
-
-    def _answer(self, code: int, body: bytes, content_type: str) -> None:
-        self.send_response(code)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        logger.debug("HTTP %s: " + format, self.client_address[0], *args)
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that breaks off is no event."""
 
 
 def bind(host: str, port: int) -> Server:
-    """A server that listens on `host` and `port` (0: a free one) and answers once started.
-
-    Raises StartError.
-    """
+    """Raises StartError when the address cannot be had."""
     try:
         return Server(host_name(host), port)
     except OSError as error:
-        reason = os.strerror(error.errno).lower() if error.errno and error.errno > 0 else str(error)
         raise StartError(
-            f"cannot serve HTTP on {host}:{port}: {reason}; "
-            "stop what uses it, or choose another --http-port or --http-host"
+            f"cannot listen on {host}:{port} for HTTP: {(error.strerror or str(error)).lower()}; "
+            "stop what uses it, or choose another --http-port"
         ) from error

@@ -1,221 +1,178 @@
-"""Every metric of the server, in one table; `python -m lmcache_server.metrics` prints it as a document.
+"""Every metric of the server, declared in one table; docs/metrics.md is made from it.
 
-Every series exists, at zero, from the first scrape. Label values are those of the table and no others.
+`python -m lmcache_server.metrics` prints that page. All series exist, at zero, from the first scrape.
 """
 
-import itertools
-import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from lmcache_client.contract.version import VERSION
 
-COUNTER = "counter"
-GAUGE = "gauge"
-HISTOGRAM = "histogram"
+COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
-_COPY_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-_LOOKUP_BUCKETS = (0.00001, 0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.1)
-_AGE_BUCKETS = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
+_LOOKUP_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
+_TRANSFER_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+_AGE_S = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
+_OPERATIONS = (
+    "hello", "register", "join", "lookup", "end_request", "retrieve", "store", "clear", "status", "ping",
+    "goodbye", "other",
+)  # fmt: skip
+_DIRECTION = {"direction": ("store", "load")}
 
 
 @dataclass(frozen=True)
 class Metric:
-    """`labels` are pairs of a label's name and all its values; `buckets` are upper bounds."""
+    """One row of the table. `labels` has all values that each label can have."""
 
     name: str
     kind: str
     help: str
-    labels: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    buckets: tuple[float, ...] = ()
+    labels: Mapping[str, Sequence[str]]
+    buckets: Sequence[float] = ()
 
-
-_DIRECTION = ("direction", ("store", "load"))
 
 TABLE = (
     Metric(
         "lmcache_requests_total",
         COUNTER,
-        "Requests of clients by what they asked (other: not understood) and how they ended.",
-        (
-            (
-                "op",
-                ("hello", "register", "join", "lookup", "end_request", "retrieve", "store", "clear")
-                + ("status", "ping", "goodbye", "other"),
-            ),
-            ("outcome", ("ok", "refused", "failed")),
-        ),
+        "Requests of clients, by operation and outcome.",
+        {"op": _OPERATIONS, "outcome": ("ok", "refused", "failed")},
     ),
-    Metric("lmcache_tokens_requested_total", COUNTER, "Tokens of the requests that were looked up."),
+    Metric("lmcache_tokens_requested_total", COUNTER, "Tokens of the requests that were looked up.", {}),
     Metric(
         "lmcache_tokens_total",
         COUNTER,
-        "The same tokens, each in exactly one outcome: computed (the engine held them), hit (served), miss "
-        "(not stored, or not restorable), tail (beyond the last whole chunk, or the last token, which the "
-        "engine always computes). They add up to lmcache_tokens_requested_total.",
-        (("outcome", ("computed", "hit", "miss", "tail")),),
+        "Looked-up tokens, each in exactly one outcome: held by the engine itself (computed), found here "
+        "(hit), not restorable (miss), beyond the last whole chunk before the last token (tail). They add up "
+        "to lmcache_tokens_requested_total.",
+        {"outcome": ("computed", "hit", "miss", "tail")},
     ),
     Metric(
         "lmcache_objects_total",
         COUNTER,
-        "Objects that engines offered: stored, present (held or being written already), busy (too many "
-        "copies were waiting), no_room (nothing could be evicted), failed (the copy failed).",
-        (("outcome", ("stored", "present", "busy", "no_room", "failed")),),
+        "Objects offered for storing: stored, there already, being written by another, no room, copy failed.",
+        {"outcome": ("stored", "present", "busy", "no_room", "failed")},
     ),
     Metric(
         "lmcache_transfer_bytes_total",
         COUNTER,
-        "Bytes copied out of engines (store) and into engines (load).",
-        (_DIRECTION,),
+        "Bytes copied out of (store) and into (load) engines.",
+        _DIRECTION,
     ),
     Metric(
         "lmcache_transfer_seconds",
         HISTOGRAM,
-        "Time from a copy's request to its end, waiting included.",
-        (_DIRECTION,),
-        _COPY_BUCKETS,
+        "Time from a copy request to its end, waiting included.",
+        _DIRECTION,
+        _TRANSFER_S,
     ),
-    Metric("lmcache_copy_failures_total", COUNTER, "Copies that failed.", (_DIRECTION,)),
-    Metric("lmcache_lookup_seconds", HISTOGRAM, "Time to answer a lookup.", (), _LOOKUP_BUCKETS),
-    Metric("lmcache_evicted_chunks_total", COUNTER, "Chunks evicted to make room."),
-    Metric("lmcache_evicted_bytes_total", COUNTER, "L1 bytes evicted to make room."),
     Metric(
-        "lmcache_eviction_age_seconds",
-        HISTOGRAM,
-        "Time from a chunk's last use to its eviction; short times say that L1 is too small.",
-        (),
-        _AGE_BUCKETS,
+        "lmcache_copy_failures_total",
+        COUNTER,
+        "Copies that failed; loads among them are recomputed.",
+        _DIRECTION,
     ),
-    Metric("lmcache_l1_capacity_bytes", GAUGE, "Size of L1; the sum of ready, reserved and free."),
-    Metric("lmcache_l1_ready_bytes", GAUGE, "L1 bytes in frames of stored objects."),
-    Metric("lmcache_l1_reserved_bytes", GAUGE, "L1 bytes in frames of objects being written."),
-    Metric("lmcache_l1_free_bytes", GAUGE, "L1 bytes in free frames."),
-    Metric("lmcache_l1_largest_free_bytes", GAUGE, "The longest run of free frames."),
-    Metric("lmcache_l1_populated_bytes", GAUGE, "L1 bytes that were given memory beforehand."),
-    Metric("lmcache_chunks", GAUGE, "Chunks of which something is stored."),
-    Metric("lmcache_leases", GAUGE, "Hits promised and not yet fetched, released or expired."),
-    Metric("lmcache_sessions", GAUGE, "Connected clients."),
-    Metric("lmcache_namespaces", GAUGE, "Namespaces that hold chunks or have an engine."),
-    Metric("lmcache_build_info", GAUGE, "Always 1; the version is a label.", (("version", (VERSION,)),)),
-    Metric("lmcache_start_time_seconds", GAUGE, "When the server started, in Unix time."),
+    Metric("lmcache_lookup_seconds", HISTOGRAM, "Time to answer a lookup.", {}, _LOOKUP_S),
+    Metric("lmcache_evicted_chunks_total", COUNTER, "Chunks evicted to make room.", {}),
+    Metric("lmcache_evicted_bytes_total", COUNTER, "Payload bytes of evicted chunks.", {}),
+    Metric(
+        "lmcache_eviction_age_seconds", HISTOGRAM, "Time since the last use of evicted chunks.", {}, _AGE_S
+    ),
+    Metric("lmcache_l1_capacity_bytes", GAUGE, "Size of L1.", {}),
+    Metric("lmcache_l1_ready_bytes", GAUGE, "L1 taken by stored objects, in whole frames.", {}),
+    Metric("lmcache_l1_reserved_bytes", GAUGE, "L1 taken by objects that are being written.", {}),
+    Metric("lmcache_l1_free_bytes", GAUGE, "L1 that is free.", {}),
+    Metric("lmcache_l1_populated_bytes", GAUGE, "L1 that the system has backed with memory.", {}),
+    Metric("lmcache_l1_largest_free_bytes", GAUGE, "The largest contiguous free piece of L1.", {}),
+    Metric("lmcache_chunks", GAUGE, "Chunks in the index.", {}),
+    Metric("lmcache_leases", GAUGE, "Leases that hold chunks for requests.", {}),
+    Metric("lmcache_sessions", GAUGE, "Connected clients.", {}),
+    Metric("lmcache_namespaces", GAUGE, "Namespaces that have chunks or engines.", {}),
+    Metric("lmcache_build_info", GAUGE, "Always 1; the label has the version.", {"version": (VERSION,)}),
+    Metric("lmcache_start_time_seconds", GAUGE, "When the server started, in seconds since 1970.", {}),
 )
-
-_KINDS: dict[str, type[Counter] | type[Gauge]] = {COUNTER: Counter, GAUGE: Gauge}
-Series = Counter | Gauge | Histogram
 
 
 class Metrics:
-    """The metrics of one server. Every method raises KeyError for a name or label not in the table."""
+    """The metrics of one server. Unknown names and label values raise KeyError."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
-        self._series: dict[tuple[str, ...], Series] = {}
+        self._series: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
         for metric in TABLE:
             self._declare(metric)
         self.set("lmcache_build_info", 1, version=VERSION)
-        self.set("lmcache_start_time_seconds", time.time())
-
-    def count(self, name: str, amount: float = 1, **labels: str) -> None:
-        """Adds to a counter."""
-        series = self._series[_key(name, labels)]
-        if not isinstance(series, Counter):
-            raise KeyError(f"{name} is not a counter")
-        series.inc(amount)
-
-    def set(self, name: str, value: float, **labels: str) -> None:
-        """Sets a gauge."""
-        series = self._series[_key(name, labels)]
-        if not isinstance(series, Gauge):
-            raise KeyError(f"{name} is not a gauge")
-        series.set(value)
-
-    def observe(self, name: str, value: float, **labels: str) -> None:
-        """Adds one observation to a histogram."""
-        series = self._series[_key(name, labels)]
-        if not isinstance(series, Histogram):
-            raise KeyError(f"{name} is not a histogram")
-        series.observe(value)
-
-    def count_tokens(self, num_tokens: int, *, computed: int, hit: int, limit: int) -> None:
-        """Counts each token of one lookup once. Of `num_tokens`, the engine held `computed`, `hit` more
-        can be restored, and none beyond `limit` could have been."""
-        miss, tail = limit - computed - hit, num_tokens - limit
-        if min(computed, hit, miss, tail) < 0:
-            raise ValueError(f"{computed} computed and {hit} hit tokens do not fit {limit} of {num_tokens}")
-        self.count("lmcache_tokens_requested_total", num_tokens)
-        for outcome, amount in (("computed", computed), ("hit", hit), ("miss", miss), ("tail", tail)):
-            self.count("lmcache_tokens_total", amount, outcome=outcome)
-
-    def value(self, name: str, **labels: str) -> float:
-        """The value of a counter or a gauge."""
-        self._series[_key(name, labels)]
-        return self._registry.get_sample_value(name, labels) or 0.0
-
-    def render(self) -> bytes:
-        """Everything in Prometheus' text format, version 0.0.4."""
-        return generate_latest(self._registry)
 
     def _declare(self, metric: Metric) -> None:
-        names = [name for name, _ in metric.labels]
-        parent: Series
+        names = tuple(metric.labels)
+        family: Any
         if metric.kind == HISTOGRAM:
-            parent = Histogram(
-                metric.name, metric.help, names, registry=self._registry, buckets=metric.buckets
+            family = Histogram(
+                metric.name, metric.help, names, buckets=metric.buckets, registry=self._registry
             )
         else:
-            parent = _KINDS[metric.kind](metric.name, metric.help, names, registry=self._registry)
-        for values in itertools.product(*(values for _, values in metric.labels)):
+            cls = Counter if metric.kind == COUNTER else Gauge
+            family = cls(metric.name, metric.help, names, registry=self._registry)
+        for values in product(*metric.labels.values()):
             labels = dict(zip(names, values, strict=True))
-            self._series[_key(metric.name, labels)] = parent.labels(**labels) if labels else parent
+            self._series[_key(metric.name, labels)] = family.labels(**labels) if labels else family
+
+    def count(self, name: str, amount: float = 1, **labels: str) -> None:
+        self._series[_key(name, labels)].inc(amount)
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        self._series[_key(name, labels)].set(value)
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        self._series[_key(name, labels)].observe(value)
+
+    def value(self, name: str, **labels: str) -> float:
+        """The present value of a counter or gauge."""
+        series = self._series[_key(name, labels)]
+        return float(series._value.get())
+
+    def count_tokens(self, requested: int, computed: int, hit: int, limit: int) -> None:
+        """A lookup: `hit` tokens found beyond the `computed` ones; beyond `limit` nothing can be used."""
+        outcomes = {
+            "computed": computed,
+            "hit": hit,
+            "miss": limit - computed - hit,
+            "tail": requested - limit,
+        }
+        assert min(outcomes.values()) >= 0
+        for outcome, tokens in outcomes.items():
+            self.count("lmcache_tokens_total", tokens, outcome=outcome)
+        self.count("lmcache_tokens_requested_total", requested)
+
+    def render(self) -> bytes:
+        """The Prometheus text format."""
+        return generate_latest(self._registry)
 
 
-def _key(name: str, labels: dict[str, str]) -> tuple[str, ...]:
-    if len(labels) < 2:
-        return (name, *labels, *labels.values())
-    return (name, *itertools.chain.from_iterable(sorted(labels.items())))
+def _key(name: str, labels: dict[str, str]) -> tuple[str, tuple[tuple[str, str], ...]]:
+    return name, tuple(sorted(labels.items()))
 
 
-def document() -> str:
+def page() -> str:
     """docs/metrics.md."""
     lines = [
         "# Metrics",
         "",
-        "Served at `/metrics` of `--http-host` and `--http-port`. Generated by",
-        "`python -m lmcache_server.metrics > docs/metrics.md`; a test compares.",
-        "",
-        "Every series exists from the first scrape, at zero. Labels take the values listed and no others.",
-        "The share of tokens that the server served, of those that it could have:",
-        "",
-        "```",
-        'rate(lmcache_tokens_total{outcome="hit"}[5m])',
-        '  / ignoring(outcome) sum without(outcome) (rate(lmcache_tokens_total{outcome=~"hit|miss"}[5m]))',
-        "```",
+        "Served at `/metrics` on `--http-host` and `--http-port`. Made from the table in",
+        "`lmcache_server/metrics.py` by `python -m lmcache_server.metrics`; a test holds both together.",
         "",
         "| metric | kind | labels | meaning |",
         "|---|---|---|---|",
     ]
     for metric in TABLE:
-        labels = "; ".join(
-            f"`{name}`: {'the version' if name == 'version' else ', '.join(values)}"
-            for name, values in metric.labels
-        )
+        labels = "; ".join(f"`{name}`: {', '.join(values)}" for name, values in metric.labels.items())
         lines.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
-    lines += ["", "Buckets of the histograms, in seconds:", ""]
-    for metric in TABLE:
-        if metric.buckets:
-            bounds = ", ".join(f"{bound:f}".rstrip("0").rstrip(".") for bound in metric.buckets)
-            lines.append(f"* `{metric.name}`: {bounds}")
     return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    print(document(), end="")
+    print(page(), end="")

@@ -1,0 +1,3 @@
+"""The version of this project, the same for the server and the connector."""
+
+VERSION = "0.1.0"

@@ -1,0 +1,146 @@
+"""Between the cache and the hands: objects become pieces, ends of copies become commits."""
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable, Sequence
+
+from lmcache_client.contract.protocol import Stored, StoreObject
+from lmcache_server.core.cache import Cache, Layout, Read, Refusal, Reservation
+from lmcache_server.l1 import FRAME_BYTES, L1Memory
+from lmcache_server.metrics import Metrics
+from lmcache_server.sessions import Shard
+from lmcache_server.transfer import host
+from lmcache_server.transfer.base import CopyJob, CopyWorker
+from lmcache_server.transfer.plan import Page, Pieces, join, pieces
+
+logger = logging.getLogger(__name__)
+
+
+class Copies:
+    """Starts copies for registered shards and reports their ends on the event loop."""
+
+    def __init__(self, l1: L1Memory, metrics: Metrics, loop: asyncio.AbstractEventLoop) -> None:
+        self.l1 = l1
+        self._metrics = metrics
+        self._loop = loop
+
+    def attach(self, shard: Shard) -> None:
+        """Give a proven shard its copy thread."""
+        shard.copier = CopyWorker(
+            f"copy-{shard.engine_id[:8]}-{shard.rank}",
+            functools.partial(host.copy, shard.memory.pid),
+            shard.alive,
+            self._loop.call_soon_threadsafe,
+        )
+
+    def detach(self, shard: Shard) -> None:
+        """End the shard's copies; when this returns none of its memory is being copied."""
+        copier, shard.copier = shard.copier, None
+        if copier is not None:
+            copier.close()
+
+    def load(
+        self,
+        shard: Shard,
+        read: Read,
+        block_ids: Sequence[Sequence[int]],
+        ended: Callable[[Exception | None], None],
+    ) -> None:
+        """Copy the parts of `read` into the blocks of `block_ids` (per group, in the parts' order)."""
+        pages: list[tuple[int, Page]] = []
+        taken = [0] * len(block_ids)
+        for part in read.parts:
+            start = taken[part.group]
+            taken[part.group] = start + part.pages
+            ids = block_ids[part.group][start : start + part.pages]
+            pages.append((part.group, Page(part.runs, part.num_blocks, part.first_page, ids)))
+        self._submit(shard, "load", pages, ended)
+
+    def store(
+        self,
+        cache: Cache,
+        shard: Shard,
+        layout: Layout,
+        objects: Sequence[StoreObject],
+        session_id: int,
+        ended: Callable[[Stored], None],
+    ) -> None:
+        """Reserve room for what is not there, copy it, and make it ready."""
+        reservations: list[Reservation] = []
+        pages: list[tuple[int, Page]] = []
+        present = dropped = 0
+        for each in objects:
+            group = shard.geometry.groups[each.group]
+            num_bytes = group.block_bytes * len(each.block_ids)
+            if not num_bytes:
+                present += 1
+                continue
+            reserved = cache.reserve(
+                layout,
+                each.key,
+                each.chunk_index,
+                each.group,
+                shard.rank,
+                len(each.block_ids),
+                num_bytes,
+                session_id,
+            )
+            if isinstance(reserved, Refusal):
+                self._metrics.count("lmcache_objects_total", 1, outcome=_OUTCOMES[reserved])
+                present += reserved is not Refusal.NO_ROOM
+                dropped += reserved is Refusal.NO_ROOM
+                continue
+            reservations.append(reserved)
+            pages.append((each.group, Page(reserved.runs, reserved.num_blocks, 0, each.block_ids)))
+
+        def finish(error: Exception | None) -> None:
+            for reservation in reservations:
+                if error is None:
+                    cache.commit(reservation)
+                else:
+                    cache.abort(reservation)
+            outcome = "stored" if error is None else "failed"
+            self._metrics.count("lmcache_objects_total", len(reservations), outcome=outcome)
+            stored = len(reservations) if error is None else 0
+            ended(Stored(stored, present, dropped + len(reservations) - stored))
+
+        if reservations:
+            self._submit(shard, "store", pages, finish)
+        else:
+            finish(None)
+
+    def _submit(
+        self,
+        shard: Shard,
+        direction: str,
+        pages: Sequence[tuple[int, Page]],
+        ended: Callable[[Exception | None], None],
+    ) -> None:
+        if not pages:
+            self._loop.call_soon(ended, None)
+            return
+        started_s = self._loop.time()
+
+        def done(error: Exception | None, num_bytes: int) -> None:
+            self._metrics.count("lmcache_transfer_bytes_total", num_bytes, direction=direction)
+            self._metrics.observe(
+                "lmcache_transfer_seconds", self._loop.time() - started_s, direction=direction
+            )
+            if error is not None:
+                self._metrics.count("lmcache_copy_failures_total", 1, direction=direction)
+                logger.info("a %s of engine %s failed: %s", direction, shard.engine_id, error)
+            ended(error)
+
+        assert shard.copier is not None
+        shard.copier.submit(CopyJob(direction == "load", functools.partial(self._pieces, shard, pages), done))
+
+    def _pieces(self, shard: Shard, pages: Sequence[tuple[int, Page]]) -> Pieces:
+        bases = [start for start, _ in shard.memory.buffers]
+        groups = shard.geometry.groups
+        return join(
+            [pieces(page, groups[g].regions, bases, self.l1.base_address, FRAME_BYTES) for g, page in pages]
+        )
+
+
+_OUTCOMES = {Refusal.PRESENT: "present", Refusal.BUSY: "busy", Refusal.NO_ROOM: "no_room"}

@@ -1,0 +1,110 @@
+"""What the server says of itself: the status report (JSON) and the gauges of /metrics."""
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING, Any
+
+from lmcache_client.contract.version import VERSION
+from lmcache_server.l1 import FRAME_BYTES
+
+if TYPE_CHECKING:
+    from lmcache_server.router import Router
+
+
+def status_report(router: "Router") -> dict[str, Any]:
+    """Everything that `lmcache status` and /status show. Bytes, tokens and seconds as the names say."""
+    now_s = router.clock()
+    tokens = {
+        outcome: int(router.metrics.value("lmcache_tokens_total", outcome=outcome))
+        for outcome in ("computed", "hit", "miss", "tail")
+    }
+    asked = tokens["hit"] + tokens["miss"]
+    return {
+        "version": VERSION,
+        "boot_id": router.boot_id.hex(),
+        "pid": os.getpid(),
+        "uptime_s": round(now_s - router.started_s, 3),
+        "config": dataclasses.asdict(router.config),
+        "l1": _l1(router),
+        "namespaces": _namespaces(router),
+        "sessions": [
+            {
+                "session_id": session.session_id,
+                "pid": session.pid,
+                "role": session.role,
+                "engine_id": session.engine_id,
+                "rank": session.shard.rank if session.shard is not None else 0,
+                "age_s": round(now_s - session.started_s, 3),
+            }
+            for session in router.sessions.values()
+        ],
+        "tokens": tokens,
+        "hit_rate": round(tokens["hit"] / asked, 4) if asked else 0.0,
+    }
+
+
+def _l1(router: "Router") -> dict[str, int]:
+    cache = router.cache
+    return {
+        "total_bytes": cache.total_frames * FRAME_BYTES,
+        "free_bytes": cache.free_frames * FRAME_BYTES,
+        "ready_bytes": cache.used_frames * FRAME_BYTES,
+        "reserved_bytes": cache.reserved_frames * FRAME_BYTES,
+        "stored_bytes": cache.stored_bytes,
+        "populated_bytes": router.copies.l1.populated_bytes,
+        "largest_free_bytes": cache.largest_free_run() * FRAME_BYTES,
+        "chunks": cache.num_chunks,
+        "leases": cache.num_leases,
+        "readers": cache.num_readers,
+    }
+
+
+def _namespaces(router: "Router") -> list[dict[str, Any]]:
+    chunks = router.cache.namespaces()
+    engines: dict[bytes, list[str]] = {}
+    for engine in router.engines:
+        if engine.layout is not None:
+            engines.setdefault(engine.layout.namespace, []).append(engine.engine_id)
+    for namespace in [each for each in router.known if each not in chunks and each not in engines]:
+        del router.known[namespace]
+    reports = []
+    for namespace, (model, layout) in router.known.items():
+        reports.append(
+            {
+                "namespace": namespace.hex(),
+                "model": model.model,
+                "chunk_size": layout.chunk_size,
+                "chunks": chunks.get(namespace, 0),
+                "world_size": model.world_size,
+                "engines": engines.get(namespace, []),
+                "groups": [
+                    {
+                        "kind": group.kind,
+                        "block_size": group.block_size,
+                        "window": group.window,
+                        "layers": len(group.regions),
+                        "block_bytes": group.block_bytes,
+                    }
+                    for group in layout.groups
+                ],
+            }
+        )
+    return reports
+
+
+def update_gauges(router: "Router") -> None:
+    """Bring the gauges of /metrics up to date; counters are counted where things happen."""
+    l1, gauge = _l1(router), router.metrics.set
+    gauge("lmcache_l1_capacity_bytes", l1["total_bytes"])
+    for name in ("ready", "reserved", "free", "populated", "largest_free"):
+        gauge(f"lmcache_l1_{name}_bytes", l1[f"{name}_bytes"])
+    gauge("lmcache_chunks", l1["chunks"])
+    gauge("lmcache_leases", l1["leases"])
+    gauge("lmcache_sessions", len(router.sessions))
+    gauge("lmcache_namespaces", len(_namespaces(router)))
+    cache = router.cache
+    for name, total in (("chunks", cache.evicted_chunks), ("bytes", cache.evicted_bytes)):
+        counter = f"lmcache_evicted_{name}_total"
+        router.metrics.count(counter, total - router.metrics.value(counter))
+    while cache.evicted_ages_s:
+        router.metrics.observe("lmcache_eviction_age_seconds", cache.evicted_ages_s.pop())

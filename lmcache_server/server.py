@@ -1,0 +1,195 @@
+"""The server process: memory, socket, event loop, orderly end."""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvloop
+import zmq
+
+from lmcache_client.contract.codec import MAX_MESSAGE_BYTES
+from lmcache_client.contract.endpoint import (
+    EndpointError,
+    address,
+    check_runtime_directory,
+    host_name,
+    runtime_directory,
+)
+from lmcache_client.contract.version import VERSION
+from lmcache_server import http
+from lmcache_server.config import Config, StartError, describe
+from lmcache_server.copies import Copies
+from lmcache_server.core.cache import Cache
+from lmcache_server.l1 import FRAME_BYTES, L1Memory
+from lmcache_server.metrics import Metrics
+from lmcache_server.report import status_report, update_gauges
+from lmcache_server.router import Router
+
+logger = logging.getLogger("lmcache_server")
+
+TICK_S = 1.0
+BURST_FRAMES = 64
+"""Requests handled in one go before the loop looks after everything else."""
+SEND_HIGH_WATER = 4096
+"""Replies queued for a client that does not read; beyond it they are dropped, and it times out."""
+ASK_TIMEOUT_S = 1.0
+
+
+def run(config: Config) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code. Raises StartError."""
+    logging.basicConfig(
+        stream=sys.stderr, level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
+    )
+    logger.info("lmcache server %s, %s", VERSION, describe(config))
+    with contextlib.ExitStack() as stack:
+        socket = stack.enter_context(_bound_socket(config))
+        web = http.bind(config.http_host, config.http_port)
+        stack.callback(web.server_close)
+        l1 = L1Memory(config.l1_size_bytes, hugetlb=config.l1_hugetlb)
+        stack.callback(l1.close)
+        return uvloop.run(_serve(config, socket, web, l1))
+
+
+@contextlib.contextmanager
+def _bound_socket(config: Config) -> Iterator["zmq.Socket[bytes]"]:
+    with contextlib.ExitStack() as stack:
+        try:
+            endpoint = address(config.host, config.port)
+            path = Path(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else None
+            if path is not None:
+                stack.enter_context(_claimed(path, config.port))
+        except EndpointError as error:
+            raise StartError(str(error)) from error
+        context: zmq.Context[zmq.Socket[bytes]] = stack.enter_context(zmq.Context())
+        socket = stack.enter_context(context.socket(zmq.ROUTER))
+        socket.setsockopt(zmq.LINGER, 200)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)
+        socket.setsockopt(zmq.IPV6, int(":" in host_name(config.host)))
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise StartError(
+                f"cannot listen on {endpoint}: {os.strerror(error.errno or 0).lower()}; "
+                "stop what uses it, or choose another --port or --host"
+            ) from error
+        yield socket
+
+
+@contextlib.contextmanager
+def _claimed(path: Path, port: int) -> Iterator[None]:
+    """Own the Unix socket at `path` while this lasts. ZeroMQ takes over a socket file that is in use
+    without a word, so a lock beside it says whether it is."""
+    directory = runtime_directory()
+    try:
+        directory.mkdir(mode=0o700, parents=False, exist_ok=True)
+        check_runtime_directory(directory)
+        lock = os.open(directory / f"{port}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StartError(f"cannot use {directory} for the socket: {error}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise StartError(
+            f"port {port} is in use: another lmcache server of this user has {path}; "
+            "stop it, or choose another --port"
+        ) from None
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(lock)
+
+
+async def _serve(config: Config, socket: "zmq.Socket[bytes]", web: http.Server, l1: L1Memory) -> int:
+    loop = asyncio.get_running_loop()
+    metrics = Metrics()
+    cache = Cache(FRAME_BYTES, l1.num_frames, config.lease_s)
+    copies = Copies(l1, metrics, loop)
+    listener = _Listener(socket, loop)
+    router = Router(config, cache, copies, metrics, listener.send)
+    listener.start(router)
+
+    async def answer(what: str) -> bytes:
+        if what == "metrics":
+            update_gauges(router)
+            return metrics.render()
+        if what == "status":
+            return json.dumps(status_report(router)).encode()
+        return b"ok" if cache.total_frames else b""
+
+    web.start(lambda what: asyncio.run_coroutine_threadsafe(answer(what), loop).result(ASK_TIMEOUT_S))
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    logger.info("ready: engines at %s, HTTP at %s", listener.endpoint, web.url)
+    try:
+        while not stop.is_set():
+            router.tick()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(stop.wait(), TICK_S)
+        logger.info("ending: %d sessions", len(router.sessions))
+        return 0
+    finally:
+        web.stop()
+        router.close()
+        # Copies that ended in time have their last word to say; then nothing is held any more.
+        await asyncio.sleep(0)
+        cache.check_integrity()
+        listener.stop()
+
+
+class _Listener:
+    """Moves frames between the ROUTER socket and the router on the event loop.
+
+    ZeroMQ's descriptor signals edges, not levels: after it, and after each send, everything that has
+    arrived must be taken in, or it would wait for the next edge.
+    """
+
+    def __init__(self, socket: "zmq.Socket[bytes]", loop: asyncio.AbstractEventLoop) -> None:
+        self._socket = socket
+        self._loop = loop
+        self._router: Router | None = None
+        self._scheduled = False
+        self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def start(self, router: Router) -> None:
+        self._router = router
+        self._loop.add_reader(self._socket.FD, self._wake)
+        self._wake()
+
+    def stop(self) -> None:
+        self._loop.remove_reader(self._socket.FD)
+        self._router = None
+
+    def send(self, identity: bytes, frame: bytes) -> None:
+        # A peer that has gone or does not read loses its reply; its own deadline covers that.
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart([identity, frame], zmq.NOBLOCK)
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        self._scheduled = False
+        for _ in range(BURST_FRAMES):
+            if self._router is None:
+                return
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.ZMQError:
+                return
+            if len(frames) == 2:
+                self._router.receive(frames[0], frames[1])
+        self._wake()

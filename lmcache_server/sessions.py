@@ -1,0 +1,138 @@
+"""Who is connected: sessions, the shards they registered, and the engines that these make up."""
+
+import os
+import select
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lmcache_client.contract.geometry import Geometry, GeometryError
+from lmcache_client.contract.keys import ModelTag, namespace_id
+from lmcache_client.contract.protocol import HostMemory
+from lmcache_server.core.layout import Layout
+from lmcache_server.transfer.base import CopyWorker
+
+MAX_SESSIONS = 4096
+MAX_JOBS = 256
+"""Copies that one session may have waiting: beyond it stores are dropped and loads refused."""
+
+
+@dataclass
+class Shard:
+    """What one worker registered. `copier` exists once the worker has proven the memory its own."""
+
+    engine_id: str
+    rank: int
+    model: ModelTag
+    geometry: Geometry
+    memory: HostMemory
+    chunk_size: int
+    nonce: bytes
+    pidfd: int | None = None
+    copier: CopyWorker | None = None
+
+    def alive(self) -> bool:
+        """Whether the registered process still runs; asked before each piece of copying, because its
+        process id may be given to another."""
+        return self.pidfd is not None and not _readable(self.pidfd)
+
+
+@dataclass
+class Session:
+    """One connected client, from its greeting to its death. `identity` is ROUTER's name for it."""
+
+    session_id: int
+    identity: bytes
+    pid: int
+    client_id: bytes
+    client_version: str
+    started_s: float
+    heard_s: float
+    pidfd: int | None
+    joined: str = ""
+    shard: Shard | None = None
+    jobs: int = 0
+
+    @property
+    def role(self) -> str:
+        return "worker" if self.shard is not None else "scheduler" if self.joined else "client"
+
+    @property
+    def engine_id(self) -> str:
+        return self.shard.engine_id if self.shard is not None else self.joined
+
+
+@dataclass
+class Engine:
+    """The shards of one engine, by rank, and what follows from them once all are there."""
+
+    engine_id: str
+    model: ModelTag
+    shards: dict[int, Shard] = field(default_factory=dict)
+    layout: Layout | None = None
+
+    def complete(self) -> Layout | None:
+        """The layout once every shard is proven. Raises GeometryError when the shards do not fit."""
+        if self.layout is None and len(self.shards) == self.model.world_size:
+            ordered = [self.shards[rank] for rank in sorted(self.shards)]
+            self.layout = _layout(self.model, ordered)
+        return self.layout
+
+
+def _layout(model: ModelTag, shards: Sequence[Shard]) -> Layout:
+    groups = shards[0].geometry.groups
+    shape = [(group.kind, group.block_size, group.window) for group in groups]
+    for shard in shards:
+        if [(group.kind, group.block_size, group.window) for group in shard.geometry.groups] != shape:
+            raise GeometryError("the workers of this engine registered different KV cache groups")
+    holders = tuple(
+        tuple(shard.rank for shard in shards if shard.geometry.groups[index].regions)
+        for index in range(len(groups))
+    )
+    namespace = namespace_id(model, [shard.geometry for shard in shards])
+    return Layout(namespace, shards[0].chunk_size, groups, holders)
+
+
+class Engines:
+    """The engines that have a registered worker."""
+
+    def __init__(self) -> None:
+        self._engines: dict[str, Engine] = {}
+
+    def __iter__(self) -> "list[Engine].__iter__":  # type: ignore[valid-type]
+        return iter(list(self._engines.values()))
+
+    def get(self, engine_id: str) -> Engine | None:
+        return self._engines.get(engine_id)
+
+    def add(self, shard: Shard) -> Engine:
+        """A proven shard joins its engine; a shard of the same rank before it is replaced."""
+        engine = self._engines.get(shard.engine_id)
+        if engine is None or engine.model != shard.model:
+            engine = self._engines[shard.engine_id] = Engine(shard.engine_id, shard.model)
+        engine.shards[shard.rank] = shard
+        engine.layout = None
+        return engine
+
+    def remove(self, shard: Shard) -> None:
+        engine = self._engines.get(shard.engine_id)
+        if engine is None or engine.shards.get(shard.rank) is not shard:
+            return
+        del engine.shards[shard.rank]
+        engine.layout = None
+        if not engine.shards:
+            del self._engines[shard.engine_id]
+
+
+def open_pidfd(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process ends; None where its id means nothing here
+    (another process namespace, or it is gone)."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
+
+
+def _readable(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))

@@ -1,0 +1,124 @@
+"""Which bytes go where: the pieces of a copy between objects in L1 and blocks of an engine.
+
+The order of bytes inside an object is fixed: region after region, inside a region block after block. So
+the page of the k-th block of an object in region r starts at
+`num_blocks * (page bytes of the regions before r) + k * (page bytes of r)`.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmcache_client.contract.geometry import Region
+from lmcache_server.core.pool import Runs
+
+U64 = NDArray[np.uint64]
+
+
+class Pieces(NamedTuple):
+    """Equally long arrays of uint64: address in L1, address in the engine's memory, bytes."""
+
+    local: U64
+    remote: U64
+    length: U64
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.length.sum())
+
+
+class Page(NamedTuple):
+    """Pages of one object to copy: `block_ids` are paired with its blocks from `first_page` on."""
+
+    runs: Runs
+    num_blocks: int
+    first_page: int
+    block_ids: Sequence[int]
+
+
+def pieces(
+    page: Page, regions: Sequence[Region], bases: Sequence[int], l1_address: int, frame_bytes: int
+) -> Pieces:
+    """The pieces of `page`, cut where the frames of its object are not contiguous.
+
+    `bases` are the addresses of the engine's buffers, in the numbering of the regions.
+    """
+    sizes = np.array([region.page_bytes for region in regions], dtype=np.uint64)
+    starts = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.uint64) * np.uint64(page.num_blocks)
+    positions = np.arange(page.first_page, page.first_page + len(page.block_ids), dtype=np.uint64)
+    blocks = np.array(page.block_ids, dtype=np.uint64)
+    origins = np.array([bases[region.buffer] + region.offset for region in regions], dtype=np.uint64)
+    strides = np.array([region.stride_bytes for region in regions], dtype=np.uint64)
+    inside = (starts[:, None] + positions[None, :] * sizes[:, None]).ravel()
+    remote = (origins[:, None] + blocks[None, :] * strides[:, None]).ravel()
+    length = np.repeat(sizes, len(blocks))
+    inside, remote, length = _cut(inside, remote, length, _boundaries(page.runs, frame_bytes))
+    return Pieces(_addresses(inside, page.runs, l1_address, frame_bytes), remote, length)
+
+
+def _boundaries(runs: Runs, frame_bytes: int) -> U64:
+    """The positions inside the object at which a run of frames ends and another begins."""
+    counts = np.array([count for _, count in runs], dtype=np.uint64)
+    ends: U64 = np.cumsum(counts)[:-1].astype(np.uint64) * np.uint64(frame_bytes)
+    return ends
+
+
+def _cut(inside: U64, remote: U64, length: U64, boundaries: U64) -> tuple[U64, U64, U64]:
+    """Cut the pages that a boundary goes through; most go through none."""
+    if not len(boundaries):
+        return inside, remote, length
+    first = np.searchsorted(boundaries, inside, side="right")
+    last = np.searchsorted(boundaries, inside + length, side="left")
+    extra = last - first
+    if not extra.any():
+        return inside, remote, length
+    index = np.repeat(np.arange(len(inside)), extra + 1)
+    nth = np.arange(len(index)) - np.repeat(np.cumsum(extra + 1) - (extra + 1), extra + 1)
+    bounds = np.concatenate((boundaries, [np.iinfo(np.uint64).max])).astype(np.uint64)
+    start = np.where(nth == 0, inside[index], bounds[np.maximum(first[index] + nth - 1, 0)])
+    stop = np.minimum(bounds[np.minimum(first[index] + nth, len(bounds) - 1)], (inside + length)[index])
+    from_byte: U64 = start.astype(np.uint64)
+    to_byte: U64 = stop.astype(np.uint64)
+    skipped: U64 = from_byte - inside[index]
+    return from_byte, remote[index] + skipped, to_byte - from_byte
+
+
+def _addresses(inside: U64, runs: Runs, l1_address: int, frame_bytes: int) -> U64:
+    starts = np.array([start for start, _ in runs], dtype=np.uint64)
+    counts = np.array([count for _, count in runs], dtype=np.uint64)
+    before = (np.cumsum(counts) - counts).astype(np.uint64)
+    frame, rest = np.divmod(inside, np.uint64(frame_bytes))
+    run = np.searchsorted(before, frame, side="right") - 1
+    addresses: U64 = (
+        np.uint64(l1_address) + (starts[run] + frame - before[run]) * np.uint64(frame_bytes) + rest
+    )
+    return addresses
+
+
+def join(parts: Sequence[Pieces]) -> Pieces:
+    """The pieces of several objects, one after the other."""
+    return Pieces(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+
+def slices(whole: Pieces, slice_bytes: int) -> list[Pieces]:
+    """The same pieces in slices of about `slice_bytes`; a piece stays whole."""
+    ends = np.cumsum(whole.length)
+    cuts = [0]
+    while cuts[-1] < len(ends):
+        done = int(ends[cuts[-1] - 1]) if cuts[-1] else 0
+        following = int(np.searchsorted(ends, done + slice_bytes, side="right"))
+        cuts.append(max(following, cuts[-1] + 1))
+    return [Pieces(*(array[a:b] for array in whole)) for a, b in itertools.pairwise(cuts)]
+
+
+def merged(address: U64, length: U64) -> tuple[U64, U64]:
+    """Runs of pieces that follow each other in memory, as one piece each."""
+    if not len(address):
+        return address, length
+    fresh = np.ones(len(address), dtype=bool)
+    fresh[1:] = address[1:] != address[:-1] + length[:-1]
+    first = np.flatnonzero(fresh)
+    return address[first], np.add.reduceat(length, first)
