@@ -1,0 +1,200 @@
+"""Sizes and needs: what an object holds suffices for every resume point that may ask for it."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from lmcache_client.contract.geometry import (
+    AUTO_CHUNK_TOKENS,
+    CHUNKED_LOCAL,
+    FULL,
+    KINDS,
+    MAX_GROUPS,
+    MAX_REGIONS,
+    RECURRENT,
+    SLIDING_WINDOW,
+    Geometry,
+    GeometryError,
+    GroupSpec,
+    Region,
+    chunk_size_warning,
+    resolve_chunk_size,
+)
+
+
+def group(kind, block_size, window=0, regions=()):
+    return GroupSpec(kind, block_size, window, "", tuple(regions))
+
+
+@st.composite
+def groups(draw):
+    kind = draw(st.sampled_from(KINDS))
+    window = draw(st.integers(1, 200)) if kind in (SLIDING_WINDOW, CHUNKED_LOCAL) else 0
+    return group(kind, draw(st.sampled_from((1, 2, 4, 16, 48))), window)
+
+
+@given(groups(), st.integers(1, 5), st.integers(1, 12), st.integers(0, 20))
+def test_objects_hold_every_block_that_a_resume_needs(spec, factor, chunks, computed_blocks):
+    chunk_size = spec.block_size * factor
+    computed_tokens = spec.block_size * computed_blocks
+    resume_tokens = chunks * chunk_size
+    assume(computed_tokens < resume_tokens)
+    stored = {block for index in range(chunks) for block in spec.stored_blocks(index, chunk_size)}
+    assert stored.issuperset(spec.needed_blocks(resume_tokens, computed_tokens))
+
+
+@given(groups(), st.integers(1, 5), st.integers(0, 12))
+def test_an_object_holds_nothing_that_no_resume_needs(spec, factor, index):
+    chunk_size = spec.block_size * factor
+    stored = spec.stored_blocks(index, chunk_size)
+    assert set(stored) <= set(range(index * factor, (index + 1) * factor))
+    assert set(stored) <= set(spec.needed_blocks((index + 1) * chunk_size))
+
+
+@given(groups(), st.integers(0, 40), st.integers(0, 40))
+def test_what_the_engine_holds_itself_is_not_needed(spec, resume_blocks, computed_blocks):
+    resume, computed = resume_blocks * spec.block_size, computed_blocks * spec.block_size
+    needed = spec.needed_blocks(resume, computed)
+    assert set(needed) == {block for block in spec.needed_blocks(resume) if block >= computed_blocks}
+    assert needed.stop == resume_blocks
+
+
+@given(groups(), st.integers(0, 1000), st.integers(0, 1000))
+def test_the_first_needed_token_never_moves_back(spec, tokens, more_tokens):
+    """The search of hits.py rests on it."""
+    assert spec.first_needed_token(tokens) <= spec.first_needed_token(tokens + more_tokens)
+
+
+@pytest.mark.parametrize(
+    ("spec", "resume_tokens", "expected"),
+    [
+        (group(FULL, 16), 64, range(0, 4)),
+        (group(SLIDING_WINDOW, 16, 17), 64, range(3, 4)),
+        (group(SLIDING_WINDOW, 16, 18), 64, range(2, 4)),
+        (group(SLIDING_WINDOW, 16, 1000), 64, range(0, 4)),
+        (group(SLIDING_WINDOW, 16, 1), 64, range(4, 4)),
+        (group(CHUNKED_LOCAL, 16, 48), 64, range(3, 4)),
+        (group(CHUNKED_LOCAL, 16, 32), 64, range(4, 4)),
+        (group(CHUNKED_LOCAL, 16, 40), 64, range(2, 4)),
+        (group(RECURRENT, 16), 64, range(3, 4)),
+        (group(RECURRENT, 16), 0, range(0, 0)),
+    ],
+)
+def test_needed_blocks(spec, resume_tokens, expected):
+    assert spec.needed_blocks(resume_tokens) == expected
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (group(FULL, 16), range(4, 8)),
+        (group(SLIDING_WINDOW, 16, 18), range(6, 8)),
+        (group(SLIDING_WINDOW, 16, 1000), range(4, 8)),
+        (group(CHUNKED_LOCAL, 16, 96), range(6, 8)),
+        (group(CHUNKED_LOCAL, 16, 64), range(8, 8)),
+        (group(RECURRENT, 64), range(1, 2)),
+    ],
+)
+def test_stored_blocks_of_the_second_chunk_of_64_tokens(spec, expected):
+    assert spec.stored_blocks(1, 64) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("linear", 16, 0), "a group's kind is one of full, "),
+        ((FULL, 0, 0), "a block holds 1 to "),
+        ((FULL, 1 << 30, 0), "a block holds 1 to "),
+        ((FULL, 16, 8), "window 8 does not fit a group of kind full"),
+        ((RECURRENT, 16, 8), "window 8 does not fit"),
+        ((SLIDING_WINDOW, 16, 0), "window 0 does not fit"),
+        ((CHUNKED_LOCAL, 16, -1), "window -1 does not fit"),
+        ((FULL, 16, 0, (Region(0, 0, 1, 1),) * (MAX_REGIONS + 1)), "a group has at most"),
+    ],
+)
+def test_impossible_groups_are_refused(arguments, message):
+    with pytest.raises(GeometryError, match=message):
+        group(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("count", "blocks", "message"),
+    [(0, 8, "1 to 64 KV cache groups"), (MAX_GROUPS + 1, 8, "1 to 64"), (1, 1, "2 to .* blocks, not 1")],
+)
+def test_impossible_geometries_are_refused(count, blocks, message):
+    with pytest.raises(GeometryError, match=message):
+        Geometry((group(FULL, 16),) * count, blocks)
+
+
+def test_sizes_of_a_hybrid_model():
+    regions = (Region(0, 0, 400, 100), Region(1, 50, 400, 30))
+    geometry = Geometry((group(FULL, 16, regions=regions), group(RECURRENT, 48)), 10)
+    assert geometry.unified_block_size == 48
+    assert geometry.has_recurrent
+    assert geometry.groups[0].block_bytes == 130
+    assert geometry.groups[1].block_bytes == 0
+
+
+PAGES = Region(buffer=0, offset=10, stride_bytes=100, page_bytes=50)
+
+
+def test_pages_may_reach_the_last_byte_of_a_buffer():
+    Geometry((group(FULL, 16, regions=[PAGES]),), 10).check_buffers((960,))
+
+
+@pytest.mark.parametrize(
+    ("change", "buffer_bytes", "message"),
+    [
+        ({}, (959,), "ends at byte 960, beyond its buffer of 959 bytes"),
+        ({"offset": 11}, (960,), "ends at byte 961"),
+        ({"buffer": 1}, (960,), "does not describe pages of an exported buffer"),
+        ({}, (), "does not describe pages"),
+        ({"stride_bytes": 49}, (960,), "does not describe pages"),
+        ({"page_bytes": 0}, (960,), "a page has 1 to"),
+        ({"page_bytes": 1 << 40, "stride_bytes": 1 << 41}, (1 << 60,), "a page has 1 to"),
+    ],
+)
+def test_pages_outside_the_exported_buffers_are_refused(change, buffer_bytes, message):
+    geometry = Geometry((group(FULL, 16, regions=[dataclasses.replace(PAGES, **change)]),), 10)
+    with pytest.raises(GeometryError, match=message):
+        geometry.check_buffers(buffer_bytes)
+
+
+def test_auto_chunks_are_at_least_256_tokens_unless_states_end_inside_them():
+    assert resolve_chunk_size(None, [group(FULL, 16)]) == 256
+    assert resolve_chunk_size(None, [group(FULL, 48)]) == 288
+    assert resolve_chunk_size(None, [group(FULL, 16), group(SLIDING_WINDOW, 1024, 9)]) == 1024
+    assert resolve_chunk_size(None, [group(FULL, 16), group(RECURRENT, 48)]) == 48
+
+
+@given(st.lists(groups(), min_size=1, max_size=4))
+def test_auto_is_the_smallest_valid_size(specs):
+    unified = math.lcm(*(spec.block_size for spec in specs))
+    size = resolve_chunk_size(None, specs)
+    assert size % unified == 0
+    recurrent = any(spec.kind == RECURRENT for spec in specs)
+    assert size == unified if recurrent else size - unified < AUTO_CHUNK_TOKENS <= size
+    assert chunk_size_warning(size, specs) == ""
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "message"),
+    [
+        (100, r"chunk size 100 is not .* size 48: start the server with --chunk-size 144 \(or 96\), or with"),
+        (20, "unified block size 48: start the server with --chunk-size 48, or with --chunk-size auto"),
+    ],
+)
+def test_a_chunk_size_that_does_not_fit_is_refused_with_the_fix(chunk_size, message):
+    with pytest.raises(GeometryError, match=message):
+        resolve_chunk_size(chunk_size, [group(FULL, 16), group(FULL, 48)])
+
+
+def test_a_chunk_size_that_loses_resume_points_gets_a_warning():
+    recurrent = [group(FULL, 16), group(RECURRENT, 48)]
+    assert resolve_chunk_size(144, recurrent) == 144
+    assert "2 of 3 such boundaries" in chunk_size_warning(144, recurrent)
+    assert chunk_size_warning(48, recurrent) == ""
+    assert chunk_size_warning(256, [group(FULL, 16)]) == ""

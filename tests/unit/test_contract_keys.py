@@ -1,0 +1,149 @@
+"""Keys and namespaces: pinned, the same in every process, and different whenever anything differs."""
+
+import dataclasses
+import hashlib
+import os
+import struct
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_client.contract.geometry import FULL, SLIDING_WINDOW, Geometry, GroupSpec, Region
+from lmcache_client.contract.keys import KEY_BYTES, ROOT_KEY, ModelTag, chunk_key, encode, namespace_id
+
+# Whoever changes one of these has to change keys.SCHEMA: engines of both versions would not share bytes.
+PINNED_ROOT = "b6bba98cf5457d832da95b5a75076c3bf97c824f999ce728c9c525b8a4d7d949"
+PINNED_FIRST = "6f70a8571db35cafe07e8085267fad5c19034e3c223d3215b2d5cc2dafd80129"
+PINNED_SECOND = "953fa745149e9f4250c9e2ccef1195de8fc9b74b0a859b2e61b76cdbcf36fd99"
+PINNED_NAMESPACE = "505448e9bad92a5271fcbf0dcd79a7c465d78bc9b74992765a7b7aac26a0e67a"
+EXTRA_KEYS = (("lora", 7), "salt", b"mm", 1.5, None, True)
+
+MODEL = ModelTag("m", (("revision", "r"),), 2, 1)
+GROUPS = (
+    GroupSpec(FULL, 16, 0, "bf16", (Region(0, 0, 64, 32),)),
+    GroupSpec(SLIDING_WINDOW, 16, 128, "", ()),
+)
+GEOMETRY = Geometry(GROUPS, 100)
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=4).map(tuple),
+    max_leaves=8,
+)
+
+
+def typed(value):
+    """A value that is equal to another exactly when type and bits are."""
+    if isinstance(value, tuple):
+        return tuple(map(typed, value))
+    return type(value).__name__, struct.pack("<d", value) if isinstance(value, float) else value
+
+
+def test_pinned_keys():
+    first = chunk_key(ROOT_KEY, range(16), None)
+    assert ROOT_KEY.hex() == PINNED_ROOT
+    assert first.hex() == PINNED_FIRST
+    assert chunk_key(first, [0, 1, 2**32 - 1], EXTRA_KEYS).hex() == PINNED_SECOND
+
+
+def test_pinned_namespace():
+    assert namespace_id(MODEL, [GEOMETRY, GEOMETRY]).hex() == PINNED_NAMESPACE
+
+
+def test_a_key_by_hand():
+    tokens = b"".join(struct.pack("<I", token) for token in range(16))
+    by_hand = hashlib.sha256(ROOT_KEY + b"W" + struct.pack("<Q", len(tokens)) + tokens + b"N")
+    assert chunk_key(ROOT_KEY, tuple(range(16)), None) == by_hand.digest()
+    assert by_hand.digest_size == KEY_BYTES
+
+
+def test_keys_do_not_depend_on_the_process():
+    program = (
+        "from lmcache_client.contract.keys import *;"
+        f"print(chunk_key(chunk_key(ROOT_KEY, range(16), None), [0, 1, 2**32 - 1], {EXTRA_KEYS!r}).hex())"
+    )
+    for seed in ("0", "12345"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        result = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+        )
+        assert result.stdout.strip() == PINNED_SECOND
+
+
+def test_pinned_encoding():
+    assert encode((None, True, False, -1, 0.5, "é", b"\0", [1])).hex() == (
+        "4c3f000000000000004e54464902000000000000002d3144000000000000e03f530200000000000000c3a9"
+        "420100000000000000004c0a0000000000000049010000000000000031"
+    )
+
+
+@given(values, values)
+def test_different_values_have_different_encodings(first, second):
+    assert (encode(first) == encode(second)) == (typed(first) == typed(second))
+
+
+@given(values, values)
+def test_values_cannot_run_into_each_other(first, second):
+    """No encoding is the beginning of another, so that concatenation is unambiguous."""
+    if typed(first) != typed(second):
+        assert not encode(first).startswith(encode(second))
+
+
+@pytest.mark.parametrize("value", [{}, {1}, object(), bytearray(b"x"), 1j, ({},)])
+def test_what_has_no_encoding_gets_no_key(value):
+    with pytest.raises(TypeError, match="cannot be part of a key"):
+        chunk_key(ROOT_KEY, [1], value)
+
+
+@pytest.mark.parametrize("tokens", [[-1], [1 << 32], ["1"], [1.5]])
+def test_what_is_no_token_gets_no_key(tokens):
+    with pytest.raises((OverflowError, TypeError)):
+        chunk_key(ROOT_KEY, tokens, None)
+
+
+def test_every_part_of_a_key_counts():
+    keys = {
+        chunk_key(parent, tokens, extra)
+        for parent in (ROOT_KEY, bytes(32))
+        for tokens in ([1, 2], [2, 1], [1], [])
+        for extra in (None, "salt", ("salt",), b"salt")
+    }
+    assert len(keys) == 2 * 4 * 4
+
+
+def replace_group(**change):
+    return Geometry((dataclasses.replace(GROUPS[0], **change), GROUPS[1]), 100)
+
+
+@pytest.mark.parametrize(
+    ("model", "shards"),
+    [
+        (dataclasses.replace(MODEL, model="n"), [GEOMETRY] * 2),
+        (dataclasses.replace(MODEL, details=(("revision", "s"),)), [GEOMETRY] * 2),
+        (dataclasses.replace(MODEL, details=()), [GEOMETRY] * 2),
+        (dataclasses.replace(MODEL, tensor_parallel_size=1, pipeline_parallel_size=2), [GEOMETRY] * 2),
+        (MODEL, [GEOMETRY]),
+        (MODEL, [GEOMETRY, Geometry(GROUPS[::-1], 100)]),
+        (MODEL, [GEOMETRY, replace_group(block_size=32)]),
+        (MODEL, [GEOMETRY, replace_group(tag="fp8")]),
+        (MODEL, [GEOMETRY, replace_group(kind=SLIDING_WINDOW, window=128)]),
+        (MODEL, [GEOMETRY, replace_group(regions=(Region(0, 0, 64, 33),))]),
+        (MODEL, [GEOMETRY, replace_group(regions=(Region(0, 0, 64, 32),) * 2)]),
+    ],
+)
+def test_whatever_changes_the_bytes_changes_the_namespace(model, shards):
+    assert namespace_id(model, shards) != namespace_id(MODEL, [GEOMETRY] * 2)
+
+
+def test_where_pages_are_does_not_change_the_namespace():
+    elsewhere = dataclasses.replace(
+        replace_group(regions=(Region(buffer=3, offset=8, stride_bytes=999, page_bytes=32),)), num_blocks=7
+    )
+    assert namespace_id(MODEL, [elsewhere] * 2) == namespace_id(MODEL, [GEOMETRY] * 2)
+
+
+def test_the_world_is_tensor_times_pipeline_parallel():
+    assert dataclasses.replace(MODEL, pipeline_parallel_size=3).world_size == 6

@@ -1,0 +1,225 @@
+"""Messages: what goes in comes out, and what is no message is refused, never guessed at."""
+
+import contextlib
+import dataclasses
+import typing
+
+import msgpack
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from lmcache_client.contract import codec, protocol
+from lmcache_client.contract.codec import ProtocolError
+from lmcache_client.contract.geometry import CHUNKED_LOCAL, KINDS, SLIDING_WINDOW, Geometry, GroupSpec, Region
+from lmcache_client.contract.protocol import (
+    BAD_REQUEST,
+    BOOT_ID_BYTES,
+    MAX_CHUNKS,
+    PROTOCOL_VERSION,
+    WRONG_VERSION,
+    BadRequestError,
+    EndRequest,
+    Ping,
+    Refused,
+    Retrieve,
+    StoreObject,
+    decode_reply,
+    decode_request,
+    encode_reply,
+    encode_request,
+)
+
+MESSAGES = typing.get_args(protocol.Message)
+BOOT_ID = bytes(range(BOOT_ID_BYTES))
+naturals = st.integers(0, 2**63 - 1)
+keys = st.binary(min_size=32, max_size=32)
+
+
+@st.composite
+def groups(draw):
+    kind = draw(st.sampled_from(KINDS))
+    window = draw(st.integers(1, 4096)) if kind in (SLIDING_WINDOW, CHUNKED_LOCAL) else 0
+    regions = draw(st.lists(st.builds(Region, naturals, naturals, naturals, naturals), max_size=2))
+    return GroupSpec(kind, draw(st.integers(1, 4096)), window, draw(st.text(max_size=5)), tuple(regions))
+
+
+geometries = st.builds(
+    Geometry, st.lists(groups(), min_size=1, max_size=2).map(tuple), st.integers(2, 1 << 31)
+)
+BY_NAME = {
+    "key": keys,
+    "keys": st.lists(keys, max_size=3).map(tuple),
+    "geometry": geometries,
+    "namespace": st.just(b"") | keys,
+}
+
+
+def strategy_of(hint, name=""):
+    """Values of a field from its annotated type, as the codec sees it."""
+    if name in BY_NAME:
+        return BY_NAME[name]
+    if dataclasses.is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        return st.builds(
+            hint,
+            **{field.name: strategy_of(hints[field.name], field.name) for field in dataclasses.fields(hint)},
+        )
+    if typing.get_origin(hint) is tuple:
+        items = typing.get_args(hint)
+        if items[-1] is Ellipsis:
+            return st.lists(strategy_of(items[0]), max_size=3).map(tuple)
+        return st.tuples(*map(strategy_of, items))
+    plain = {int: naturals, bool: st.booleans(), str: st.text(max_size=9), bytes: st.binary(max_size=40)}
+    return plain[hint]
+
+
+@st.composite
+def messages(draw):
+    try:
+        return draw(strategy_of(draw(st.sampled_from(MESSAGES))))
+    except ProtocolError:  # a message that refuses its own values
+        return assume(False)
+
+
+@settings(suppress_health_check=[HealthCheck.filter_too_much])
+@given(messages(), naturals)
+def test_requests_survive_the_wire(message, request_id):
+    assert decode_request(encode_request(request_id, message)) == (request_id, message)
+
+
+@settings(suppress_health_check=[HealthCheck.filter_too_much])
+@given(messages(), naturals)
+def test_replies_survive_the_wire(message, request_id):
+    assert decode_reply(encode_reply(BOOT_ID, request_id, message)) == (BOOT_ID, request_id, message)
+
+
+def test_every_message_has_a_code_of_its_own():
+    assert sorted(protocol._CODES.values()) == list(range(len(MESSAGES)))
+    assert set(protocol._CODES) == set(MESSAGES)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused(data):
+    for decode in (decode_request, decode_reply):
+        with pytest.raises(ProtocolError):
+            decode(data)
+
+
+plain_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=5),
+    max_leaves=12,
+)
+
+
+def decoded(frame):
+    try:
+        return decode_request(frame)
+    except BadRequestError as error:
+        return error
+
+
+@given(st.integers(0, len(MESSAGES) - 1), plain_values)
+def test_wrong_fields_are_refused_or_are_a_message(code, fields):
+    frame = codec.pack([PROTOCOL_VERSION, 5, code, fields])
+    outcome = decoded(frame)
+    if isinstance(outcome, BadRequestError):
+        assert (outcome.request_id, outcome.code) == (5, BAD_REQUEST)
+        return
+    request_id, message = outcome
+    assert request_id == 5
+    assert type(message) is MESSAGES[code]
+    assert encode_request(request_id, message) == frame
+
+
+@settings(suppress_health_check=[HealthCheck.filter_too_much])
+@given(messages(), st.data())
+def test_a_damaged_message_never_raises_anything_else(message, data):
+    frame = bytearray(encode_request(1, message))
+    position = data.draw(st.integers(0, len(frame) - 1))
+    frame[position] ^= data.draw(st.integers(1, 255))
+    frame = bytes(frame[: data.draw(st.integers(0, len(frame)))])
+    with contextlib.suppress(ProtocolError):
+        decode_request(frame)
+
+
+@pytest.mark.parametrize(
+    ("code", "fields", "message"),
+    [
+        (MESSAGES.index(Ping), [1], "Ping: expected 0 fields"),
+        (MESSAGES.index(Ping), None, "Ping: expected 0 fields"),
+        (MESSAGES.index(Refused), ["a", 1], "Refused: expected str, got int"),
+        (MESSAGES.index(Retrieve), ["r", -1, 0, 0, []], "Retrieve: expected an integer from 0"),
+        (MESSAGES.index(Retrieve), ["r", True, 0, 0, []], "Retrieve: expected an integer from 0"),
+        (MESSAGES.index(Retrieve), ["r", 1, 0, 0, [[1.0]]], "Retrieve: expected an integer from 0"),
+        (MESSAGES.index(Retrieve), ["r", 1, 0, 0, [7]], "Retrieve: expected an array"),
+        (MESSAGES.index(StoreObject) if StoreObject in MESSAGES else 999, [], "unknown message code"),
+        (-1, [], "unknown message code -1"),
+        (True, [], "unknown message code True"),
+        ("Ping", [], "unknown message code 'Ping'"),
+    ],
+)
+def test_a_bad_request_is_answered_with_what_is_wrong(code, fields, message):
+    with pytest.raises(BadRequestError, match=message) as caught:
+        decode_request(codec.pack([PROTOCOL_VERSION, 9, code, fields]))
+    assert (caught.value.request_id, caught.value.code) == (9, BAD_REQUEST)
+
+
+def test_another_version_is_told_apart_whatever_follows():
+    for rest in ([], [0, []], [b"new", {}, 1]):
+        frame = msgpack.packb([PROTOCOL_VERSION + 1, 3, *rest])
+        if {} in rest:
+            with pytest.raises(ProtocolError):
+                decode_request(frame)
+            continue
+        with pytest.raises(BadRequestError, match="install the same version") as caught:
+            decode_request(frame)
+        assert (caught.value.request_id, caught.value.code) == (3, WRONG_VERSION)
+        with pytest.raises(ProtocolError, match="install the same version"):
+            decode_reply(frame)
+
+
+@pytest.mark.parametrize(
+    "envelope",
+    [7, [], [PROTOCOL_VERSION], [-1, 1, 0, []], [True, 1, 0, []], [PROTOCOL_VERSION, "1", 0, []],
+     [PROTOCOL_VERSION, 1 << 63, 0, []]],
+)  # fmt: skip
+def test_what_cannot_be_answered_is_no_bad_request(envelope):
+    with pytest.raises(ProtocolError, match="not an lmcache-mp message") as caught:
+        decode_request(codec.pack(envelope))
+    assert not isinstance(caught.value, BadRequestError)
+
+
+@pytest.mark.parametrize("rest", [[], [0], [0, [], 0]])
+def test_parts_too_few_or_too_many_are_refused(rest):
+    with pytest.raises(BadRequestError, match="expected 4 parts"):
+        decode_request(codec.pack([PROTOCOL_VERSION, 1, *rest]))
+
+
+@pytest.mark.parametrize("boot_id", [b"", bytes(BOOT_ID_BYTES - 1), bytes(BOOT_ID_BYTES + 1), "x" * 16, None])
+def test_a_reply_without_a_boot_id_is_refused(boot_id):
+    with pytest.raises(ProtocolError, match="carries a boot id"):
+        decode_reply(codec.pack([PROTOCOL_VERSION, 1, boot_id, MESSAGES.index(Ping), []]))
+
+
+def test_keys_are_counted_and_measured():
+    EndRequest("e", (), (bytes(32),) * MAX_CHUNKS)
+    for bad in ((bytes(32),) * (MAX_CHUNKS + 1), (bytes(31),), (b"",)):
+        with pytest.raises(ProtocolError, match="keys of 32 bytes"):
+            EndRequest("e", (), bad)
+    with pytest.raises(ProtocolError, match="keys of 32 bytes"):
+        StoreObject(b"short", 0, 0, ())
+
+
+def test_values_that_a_message_refuses_are_a_bad_request():
+    fields = codec.to_fields(EndRequest("e", (), (bytes(32),)))
+    fields[-1] = [b"short"]
+    with pytest.raises(BadRequestError, match=r"EndRequest: .* keys of 32 bytes"):
+        decode_request(codec.pack([PROTOCOL_VERSION, 1, MESSAGES.index(EndRequest), fields]))
+
+
+def test_a_geometry_that_is_refused_is_a_bad_request():
+    region = codec.to_fields(Region(0, 0, 1, 1))
+    with pytest.raises(ProtocolError, match="GroupSpec: a group's kind is one of"):
+        codec.from_fields(GroupSpec, ["linear", 16, 0, "", [region]])

@@ -1,0 +1,393 @@
+"""Single decisions of the cache, one behaviour a test. tests/model drives all of them in any order."""
+
+import sys
+import tracemalloc
+
+import pytest
+
+from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
+from lmcache_server.core import cache as cache_module
+from lmcache_server.core.cache import Cache, Layout, Refusal, Reservation
+from lmcache_server.core.index import StoredObject
+
+FRAME_BYTES = 100
+CHUNK_SIZE = 16
+SESSION, STRANGER = 7, 8
+
+
+def group(kind=FULL, block_size=16, window=0):
+    return GroupSpec(kind, block_size, window, "", ())
+
+
+def layout(*groups, holders=None, namespace=b"ns"):
+    groups = groups or (group(),)
+    return Layout(namespace, CHUNK_SIZE, groups, holders or ((0,),) * len(groups))
+
+
+PLAIN = layout()
+
+
+def chain(count, name=0):
+    return [bytes([name, index]) * 16 for index in range(count)]
+
+
+def reserve(cache, key, index=0, where=PLAIN, of=0, shard=0, frames=1):
+    blocks = len(where.groups[of].stored_blocks(index, where.chunk_size))
+    return cache.reserve(where, key, index, of, shard, blocks, frames * FRAME_BYTES, SESSION)
+
+
+def store(cache, keys, where=PLAIN, frames=1):
+    """Stores all objects of a chain."""
+    for index, key in enumerate(keys):
+        for of, ranks in enumerate(where.holders):
+            for shard in ranks:
+                if where.groups[of].stored_blocks(index, where.chunk_size):
+                    reservation = reserve(cache, key, index, where, of, shard, frames)
+                    assert isinstance(reservation, Reservation)
+                    cache.commit(reservation)
+    cache.check_integrity()
+
+
+def lookup(cache, keys, where=PLAIN, computed=0, limit=1 << 20, now_s=0.0):
+    return cache.lookup(where, keys, computed, limit, SESSION, now_s)
+
+
+def open_read(cache, hit, where=PLAIN, shard=0, computed=0):
+    return cache.open_read(hit.lease_id, where.namespace, shard, hit.resume_tokens, computed, where)
+
+
+def stored_chunks(cache, keys, where=PLAIN):
+    """Which of these chunks are present, as text."""
+    held = lookup(cache, keys, where, limit=0).held[0]
+    return "".join(str(held[index // 8] >> index % 8 & 1) for index in range(len(keys)))
+
+
+def test_nothing_is_found_in_an_empty_cache():
+    hit = lookup(Cache(FRAME_BYTES, 10), chain(9))
+    assert (hit.resume_tokens, hit.lease_id, hit.held) == (0, 0, (b"\0\0",))
+
+
+def test_held_has_a_bit_per_chunk_and_group():
+    cache = Cache(FRAME_BYTES, 100)
+    keys = chain(10)
+    store(cache, [keys[0]])
+    store(cache, [keys[9]])
+    assert lookup(cache, keys).held == (b"\x01\x02",)
+    assert lookup(cache, []).held == (b"",)
+
+
+def test_a_chunk_counts_only_when_every_holder_has_stored_it():
+    cache = Cache(FRAME_BYTES, 100)
+    where = layout(group(), group(), holders=((0, 1), (1,)))
+    (key,) = chain(1)
+    for of, shard in ((0, 0), (0, 1), (1, 1)):
+        assert lookup(cache, [key], where).resume_tokens == 0
+        reservation = reserve(cache, key, 0, where, of, shard)
+        assert lookup(cache, [key], where).resume_tokens == 0
+        cache.commit(reservation)
+    assert lookup(cache, [key], where).resume_tokens == CHUNK_SIZE
+
+
+def test_chunks_of_which_nothing_is_ever_needed_count_as_held():
+    cache = Cache(FRAME_BYTES, 100)
+    where = layout(group(CHUNKED_LOCAL, 16, 32), group(FULL), holders=((0,), ()))
+    assert lookup(cache, chain(3), where).held == (b"\x02", b"\x07")
+
+
+def test_namespaces_share_nothing():
+    cache = Cache(FRAME_BYTES, 100)
+    store(cache, chain(2))
+    assert lookup(cache, chain(2), layout(namespace=b"other")).resume_tokens == 0
+    assert cache.namespaces() == {b"ns": 2}
+
+
+def test_one_writer_per_object():
+    cache = Cache(FRAME_BYTES, 10)
+    (key,) = chain(1)
+    first = reserve(cache, key)
+    assert reserve(cache, key) is Refusal.BUSY
+    cache.commit(first)
+    assert reserve(cache, key) is Refusal.PRESENT
+
+
+def test_an_aborted_object_can_be_stored_again():
+    cache = Cache(FRAME_BYTES, 1)
+    (key,) = chain(1)
+    cache.abort(reserve(cache, key))
+    assert (cache.free_frames, cache.num_chunks) == (1, 0)
+    store(cache, [key])
+
+
+def test_a_reservation_ends_once():
+    cache = Cache(FRAME_BYTES, 10)
+    reservation = reserve(cache, chain(1)[0])
+    cache.commit(reservation)
+    with pytest.raises(AssertionError):
+        cache.abort(reservation)
+    with pytest.raises(AssertionError):
+        cache.commit(reservation)
+
+
+def test_senseless_objects_are_refused():
+    cache = Cache(FRAME_BYTES, 10)
+    with pytest.raises(ValueError, match="cannot be stored"):
+        reserve(cache, chain(1)[0], frames=0)
+    with pytest.raises(ValueError, match="at least one byte"):
+        Cache(0)
+    with pytest.raises(ValueError, match="multiple of every block size"):
+        layout(group(block_size=12))
+    with pytest.raises(ValueError, match="holders for"):
+        Layout(b"", 16, (group(),), ())
+
+
+def test_suffixes_are_evicted_before_their_prefixes():
+    cache = Cache(FRAME_BYTES, 8)
+    keys = chain(8)
+    store(cache, keys)
+    cache.touch(b"ns", keys)
+    store(cache, chain(3, name=1))
+    assert stored_chunks(cache, keys) == "11111000"
+
+
+def test_a_lookup_makes_the_chain_recently_used():
+    cache = Cache(FRAME_BYTES, 8)
+    old, new = chain(4), chain(4, name=1)
+    store(cache, old)
+    store(cache, new)
+    hit = lookup(cache, old)
+    cache.release(hit.lease_id, SESSION)
+    store(cache, chain(5, name=2))
+    assert stored_chunks(cache, new) == "0000"
+    assert stored_chunks(cache, old) == "1110"
+
+
+def test_a_lookup_touches_the_prefix_that_a_window_does_not_need():
+    cache = Cache(FRAME_BYTES, 8)
+    where = layout(group(SLIDING_WINDOW, 16, 17))
+    keys = chain(4)
+    store(cache, keys, where)
+    store(cache, chain(4, name=1), where)
+    cache.release(lookup(cache, keys, where).lease_id, SESSION)
+    store(cache, chain(4, name=2), where)
+    assert stored_chunks(cache, keys, where) == "1111"
+
+
+def test_leased_chunks_are_never_evicted():
+    cache = Cache(FRAME_BYTES, 4)
+    keys, others = chain(4), chain(1, name=1)
+    store(cache, keys)
+    hit = lookup(cache, keys, limit=3 * CHUNK_SIZE)
+    assert hit.resume_tokens == 3 * CHUNK_SIZE
+    assert reserve(cache, others[0], frames=2) is Refusal.NO_ROOM
+    assert cache.evicted_chunks == 0
+    store(cache, others)
+    assert stored_chunks(cache, keys) == "1110"
+    assert cache.release(hit.lease_id, SESSION)
+    assert isinstance(reserve(cache, chain(1, name=2)[0], frames=4), Reservation)
+    assert (cache.evicted_chunks, cache.evicted_bytes) == (5, 5 * FRAME_BYTES)
+
+
+def test_only_the_window_is_leased():
+    cache = Cache(FRAME_BYTES, 4)
+    where = layout(group(SLIDING_WINDOW, 16, 17))
+    store(cache, chain(4), where)
+    hit = lookup(cache, chain(4), where)
+    assert isinstance(reserve(cache, chain(1, name=1)[0], 0, where, frames=3), Reservation)
+    assert [part.runs for part in open_read(cache, hit, where).parts] == [((3, 1),)]
+
+
+def test_what_the_engine_has_computed_is_not_leased():
+    cache = Cache(FRAME_BYTES, 4)
+    store(cache, chain(4))
+    hit = lookup(cache, chain(4), computed=2 * CHUNK_SIZE)
+    assert hit.resume_tokens == 4 * CHUNK_SIZE
+    assert isinstance(reserve(cache, chain(1, name=1)[0], frames=2), Reservation)
+    assert reserve(cache, chain(1, name=2)[0]) is Refusal.NO_ROOM
+    assert open_read(cache, hit, computed=0) is None
+    assert len(open_read(cache, hit, computed=2 * CHUNK_SIZE).parts) == 2
+
+
+def test_an_extended_chunk_is_not_evicted_to_make_room_for_itself():
+    cache = Cache(FRAME_BYTES, 2)
+    where = layout(group(), group())
+    (key,) = chain(1)
+    cache.commit(reserve(cache, key, 0, where, of=0))
+    assert reserve(cache, key, 0, where, of=1, frames=2) is Refusal.NO_ROOM
+    cache.commit(reserve(cache, key, 0, where, of=1))
+    assert (cache.evicted_chunks, lookup(cache, [key], where).resume_tokens) == (0, CHUNK_SIZE)
+
+
+def test_an_object_that_can_never_fit_evicts_nothing():
+    cache = Cache(FRAME_BYTES, 4)
+    store(cache, chain(4))
+    assert reserve(cache, chain(1, name=1)[0], frames=5) is Refusal.NO_ROOM
+    assert (cache.num_chunks, cache.evicted_chunks) == (4, 0)
+    cache.grow(1)
+    assert isinstance(reserve(cache, chain(1, name=1)[0], frames=5), Reservation)
+
+
+def test_a_burst_larger_than_the_pool_loses_no_store_that_fits():
+    cache = Cache(FRAME_BYTES, 10)
+    for burst in range(50):
+        store(cache, chain(7, name=burst), frames=1 + burst % 10)
+    assert cache.evicted_chunks == 350 - cache.num_chunks
+
+
+def test_writes_in_flight_are_never_evicted():
+    cache = Cache(FRAME_BYTES, 4)
+    reservations = [reserve(cache, key) for key in chain(4)]
+    assert reserve(cache, chain(1, name=1)[0]) is Refusal.NO_ROOM
+    for reservation in reservations:
+        cache.commit(reservation)
+    assert stored_chunks(cache, chain(4)) == "1111"
+
+
+def test_a_lease_ends_at_its_deadline():
+    cache = Cache(FRAME_BYTES, 10, lease_s=5.0)
+    store(cache, chain(1))
+    early, late = lookup(cache, chain(1), now_s=10.0), lookup(cache, chain(1), now_s=12.0)
+    assert cache.expire(14.9) == 0
+    assert cache.expire(15.0) == 1
+    assert open_read(cache, early) is None
+    assert open_read(cache, late) is not None
+    assert cache.expire(100.0) == 1
+    assert cache.num_leases == 0
+
+
+def test_a_lease_belongs_to_its_session():
+    cache = Cache(FRAME_BYTES, 10)
+    store(cache, chain(1))
+    hit = lookup(cache, chain(1))
+    assert not cache.release(hit.lease_id, STRANGER)
+    assert cache.release(hit.lease_id, SESSION)
+    assert not cache.release(hit.lease_id, SESSION)
+    assert not cache.release(0, SESSION)
+
+
+def test_the_leases_of_a_dead_session_end():
+    cache = Cache(FRAME_BYTES, 10)
+    store(cache, chain(2))
+    lookup(cache, chain(2))
+    lookup(cache, chain(1))
+    cache.lookup(PLAIN, chain(2), 0, 32, STRANGER, 0.0)
+    assert cache.drop_session(SESSION) == 2
+    assert cache.drop_session(SESSION) == 0
+    assert cache.num_leases == 1
+    cache.check_integrity()
+
+
+def test_a_read_covers_exactly_the_needed_blocks():
+    cache = Cache(FRAME_BYTES, 100)
+    groups = (group(block_size=4), group(SLIDING_WINDOW, 4, 20), group(RECURRENT))
+    where = layout(*groups, holders=((0, 1), (1,), (0,)))
+    store(cache, chain(3), where, frames=2)
+    hit = lookup(cache, chain(3), where)
+    parts = open_read(cache, hit, where, shard=1, computed=8).parts
+    assert [(part.group, part.num_blocks, part.first_page, part.pages) for part in parts] == [
+        (0, 4, 2, 2),
+        (0, 4, 0, 4),
+        (0, 4, 0, 4),
+        (1, 4, 3, 1),
+        (1, 4, 0, 4),
+    ]
+    assert [part.group for part in open_read(cache, hit, where, shard=0).parts] == [0, 0, 0, 2]
+    assert open_read(cache, hit, where, shard=2).parts == ()
+
+
+def test_a_read_is_refused_unless_it_is_what_was_promised():
+    cache = Cache(FRAME_BYTES, 100)
+    store(cache, chain(3))
+    hit = lookup(cache, chain(3))
+    assert cache.open_read(hit.lease_id, b"ns", 0, hit.resume_tokens, 0, PLAIN) is not None
+    assert cache.open_read(hit.lease_id + 1, b"ns", 0, hit.resume_tokens, 0, PLAIN) is None
+    assert cache.open_read(hit.lease_id, b"other", 0, hit.resume_tokens, 0, PLAIN) is None
+    assert cache.open_read(hit.lease_id, b"ns", 0, hit.resume_tokens - 16, 0, PLAIN) is None
+    assert cache.open_read(hit.lease_id, b"ns", 0, hit.resume_tokens + 16, 0, PLAIN) is None
+    assert cache.num_readers == 1
+
+
+def test_an_object_of_another_size_is_not_read():
+    cache = Cache(FRAME_BYTES, 100)
+    (key,) = chain(1)
+    cache.commit(cache.reserve(PLAIN, key, 0, 0, 0, 2, FRAME_BYTES, SESSION))
+    assert open_read(cache, lookup(cache, [key])) is None
+    cache.check_integrity()
+
+
+def test_a_read_outlives_its_lease_its_session_and_clear():
+    cache = Cache(FRAME_BYTES, 2)
+    store(cache, chain(2))
+    hit = lookup(cache, chain(2))
+    read = open_read(cache, hit)
+    cache.release(hit.lease_id, SESSION)
+    assert cache.drop_session(SESSION) == 0
+    assert cache.clear() == 2
+    assert (cache.num_chunks, cache.used_frames, cache.free_frames) == (0, 2, 0)
+    assert reserve(cache, chain(1)[0]) is Refusal.NO_ROOM
+    cache.close_read(read)
+    cache.close_read(read)
+    assert (cache.used_frames, cache.free_frames, cache.stored_bytes) == (0, 2, 0)
+    cache.check_integrity()
+
+
+def test_a_store_that_ends_after_clear_is_dropped():
+    cache = Cache(FRAME_BYTES, 3)
+    (key,) = chain(1)
+    before = reserve(cache, key)
+    assert cache.clear() == 1
+    after = reserve(cache, key)
+    cache.commit(before)
+    assert (cache.used_frames, cache.reserved_frames) == (0, 1)
+    cache.commit(after)
+    assert lookup(cache, [key]).resume_tokens == CHUNK_SIZE
+    cache.check_integrity()
+
+
+def test_clear_frees_what_nobody_holds():
+    cache = Cache(FRAME_BYTES, 10)
+    store(cache, chain(4))
+    assert cache.clear() == 4
+    assert (cache.free_frames, cache.largest_free_run(), cache.evicted_chunks) == (10, 10, 0)
+
+
+def test_ages_at_eviction_are_kept_but_bounded(monkeypatch):
+    monkeypatch.setattr(cache_module, "MAX_EVICTED_AGES", 2)
+    cache = Cache(FRAME_BYTES, 3)
+    store(cache, chain(3))
+    cache.expire(30.0)
+    cache.touch(b"ns", chain(1))
+    cache.expire(40.0)
+    store(cache, chain(3, name=1))
+    assert cache.evicted_ages_s == [40.0, 40.0]
+
+
+def test_a_repeated_key_in_a_lookup_is_harmless():
+    cache = Cache(FRAME_BYTES, 10)
+    store(cache, chain(1))
+    hit = lookup(cache, chain(1) * 3)
+    assert hit.resume_tokens == 3 * CHUNK_SIZE
+    cache.check_integrity()
+    cache.release(hit.lease_id, SESSION)
+    cache.check_integrity()
+
+
+def test_objects_are_packed_without_loss():
+    stored = StoredObject(3, 1 << 40, ((0, 1), (1 << 31, (1 << 32) - 1)))
+    assert StoredObject.unpack(stored.pack()) == stored
+
+
+@pytest.mark.skipif(sys.implementation.name != "cpython", reason="measures CPython's objects")
+@pytest.mark.parametrize(("groups", "shards", "most_bytes"), [(1, 1, 400), (4, 2, 800)])
+def test_a_chunk_costs_little_memory(groups, shards, most_bytes):
+    where = layout(*[group()] * groups, holders=(tuple(range(shards)),) * groups)
+    count = 1000
+    cache = Cache(FRAME_BYTES, count * groups * shards)
+    keys = [index.to_bytes(32, "big") for index in range(count)]
+    tracemalloc.start()
+    for key in keys:
+        for of in range(groups):
+            for shard in range(shards):
+                cache.commit(reserve(cache, key, 0, where, of, shard))
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used / count < most_bytes

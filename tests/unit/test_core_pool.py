@@ -1,0 +1,114 @@
+"""The frame pool: no frame is lost or given twice, and objects get few runs."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_server.core.pool import FramePool, Runs, count_frames
+
+
+def frames_of(runs: Runs) -> list[int]:
+    return [frame for start, count in runs for frame in range(start, start + count)]
+
+
+def test_a_fresh_pool_gives_one_run_per_object():
+    pool = FramePool(10)
+    assert pool.allocate(4) == ((0, 4),)
+    assert pool.allocate(6) == ((4, 6),)
+    assert pool.free_frames == 0
+
+
+def test_too_many_frames_takes_nothing():
+    pool = FramePool(10)
+    assert pool.allocate(11) is None
+    assert (pool.free_frames, pool.largest_free_run()) == (10, 10)
+
+
+def test_an_object_is_spread_over_runs_when_no_run_fits():
+    pool = FramePool(9)
+    taken = [pool.allocate(3) for _ in range(3)]
+    pool.free(taken[0])
+    pool.free(taken[2])
+    runs = pool.allocate(6)
+    assert sorted(runs) == [(0, 3), (6, 3)]
+    pool.check_integrity()
+
+
+def test_freed_neighbours_merge():
+    pool = FramePool(9)
+    first, middle, last = (pool.allocate(3) for _ in range(3))
+    for runs in (first, last, middle):
+        pool.free(runs)
+        pool.check_integrity()
+    assert pool.free_runs() == ((0, 9),)
+
+
+def test_a_hole_of_the_right_size_is_filled_before_a_larger_run_is_cut():
+    pool = FramePool(100)
+    hole = pool.allocate(10)
+    pool.allocate(10)
+    pool.free(hole)
+    assert pool.allocate(10) == hole
+
+
+def test_growth_extends_the_last_free_run():
+    pool = FramePool()
+    assert pool.allocate(1) is None
+    pool.grow(4)
+    pool.grow(4)
+    assert pool.total_frames == 8
+    assert pool.allocate(8) == ((0, 8),)
+
+
+def test_a_pool_of_a_hundred_gigabytes_starts_at_once():
+    started_s = time.perf_counter()
+    pool = FramePool(100 * 2**30 // 2**16)
+    assert pool.allocate(1_600_000) == ((0, 1_600_000),)
+    assert time.perf_counter() - started_s < 0.01
+
+
+@pytest.mark.parametrize("runs", [((0, 0),), ((-1, 2),), ((3, 2),)])
+def test_frames_of_another_pool_are_refused(runs):
+    pool = FramePool(4)
+    pool.allocate(4)
+    with pytest.raises(ValueError, match="none of this pool's"):
+        pool.free(runs)
+
+
+def test_freeing_twice_is_noticed():
+    pool = FramePool(4)
+    runs = pool.allocate(2)
+    pool.free(runs)
+    with pytest.raises(AssertionError, match="free already"):
+        pool.free(runs)
+
+
+def test_senseless_sizes_are_refused():
+    with pytest.raises(ValueError, match="at least one frame"):
+        FramePool(4).allocate(0)
+    with pytest.raises(ValueError, match="cannot grow"):
+        FramePool(-1)
+
+
+@given(st.lists(st.tuples(st.sampled_from(("allocate", "free", "grow")), st.integers(1, 20))))
+def test_every_frame_has_one_owner_at_any_time(steps):
+    pool = FramePool()
+    owned: list[Runs] = []
+    for step, number in steps:
+        if step == "grow":
+            pool.grow(number)
+        elif step == "free" and owned:
+            pool.free(owned.pop(number % len(owned)))
+        elif step == "allocate":
+            free = pool.free_frames
+            runs = pool.allocate(number)
+            assert (runs is None) == (number > free)
+            if runs is not None:
+                assert count_frames(runs) == number
+                owned.append(runs)
+        pool.check_integrity()
+        frames = [frame for runs in (*owned, pool.free_runs()) for frame in frames_of(runs)]
+        assert sorted(frames) == list(range(pool.total_frames))
+        assert pool.largest_free_run() == max((count for _, count in pool.free_runs()), default=0)
