@@ -157,7 +157,11 @@ class Config:
         "GB",
     )
     eviction_policy: str = _option(
-        "LRU", _choice("LRU"), "LRU", "What goes first when the cache is full: LRU, least recently used."
+        "LRU",
+        _choice("LRU"),
+        "LRU",
+        "What goes first when the cache is full: LRU, least recently used.",
+        "POLICY",
     )
     l1_hugetlb: bool = _option(
         False,

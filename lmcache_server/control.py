@@ -5,13 +5,14 @@ import os
 import zmq
 
 from lmcache_client.contract import protocol
+from lmcache_client.contract.codec import ProtocolError
 from lmcache_client.contract.endpoint import (
     EndpointError,
     address,
     check_runtime_directory,
     runtime_directory,
 )
-from lmcache_client.contract.protocol import Message, ProtocolError, Refused
+from lmcache_client.contract.protocol import Message, Refused
 
 REQUEST_ID = 1
 

@@ -1,0 +1,161 @@
+"""The command `lmcache`. What a command needs is imported when it runs, so that --help is quick."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lmcache_client.contract.version import VERSION
+from lmcache_server import config as configuration
+from lmcache_server.config import CONFIG_VARIABLE, OPTIONS, StartError, flag_name, variable_name
+
+if TYPE_CHECKING:
+    from lmcache_client.contract.protocol import Message
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+CONTROL_TIMEOUT_S = 2.0
+
+Command = Callable[..., Any]
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+class CannotStartError(click.ClickException):
+    """A configuration or an environment in which a command cannot run."""
+
+    exit_code = EXIT_USAGE
+
+
+def _config_options(*names: str) -> Callable[[Command], Command]:
+    """The flags of these options. They come as text and are parsed with what the environment and the
+    file say, by the same rules."""
+
+    def decorate(command: Command) -> Command:
+        for name in reversed(names):
+            flag, metadata = flag_name(name), OPTIONS[name].metadata
+            is_flag = isinstance(OPTIONS[name].default, bool)
+            decorator = click.option(
+                f"{flag}/--no-{flag[2:]}" if is_flag else flag,
+                default=None,
+                help=f"{metadata['help']}  [default: {metadata['shown']}; env: {variable_name(name)}]",
+                **({} if is_flag else {"type": str, "metavar": metadata["metavar"]}),
+            )
+            command = decorator(command)
+        return click.option(
+            "--config",
+            "config_file",
+            metavar="FILE",
+            help=f"TOML file; its keys are the flags' names with underscores.  [env: {CONFIG_VARIABLE}]",
+        )(command)
+
+    return decorate
+
+
+def _control_options(command: Command) -> Command:
+    timeout = click.option(
+        "--timeout-s",
+        type=click.FloatRange(0.01, 3600),
+        default=CONTROL_TIMEOUT_S,
+        show_default=True,
+        metavar="SECONDS",
+        help="Seconds to wait for an answer.",
+    )
+    return _config_options("host", "port")(timeout(command))
+
+
+def _ask(flags: dict[str, Any], config_file: str | None, timeout_s: float, message: "Message") -> Any:
+    from lmcache_server import control
+
+    try:
+        found = configuration.resolve(("host", "port"), flags, os.environ, config_file)
+        return control.ask(found["host"], found["port"], message, timeout_s)
+    except StartError as error:
+        raise CannotStartError(str(error)) from error
+    except control.ControlError as error:
+        raise click.ClickException(str(error)) from error
+
+
+@click.group(context_settings=_CONTEXT, invoke_without_command=True)
+@click.version_option(VERSION, prog_name="lmcache")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """A node-local KV cache server for vLLM."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help(), err=True)
+        context.exit(EXIT_USAGE)
+
+
+@cli.command()
+@_config_options(*OPTIONS)
+def server(config_file: str | None, **flags: Any) -> int:
+    """Run the server until SIGTERM or SIGINT.
+
+    Each option may also be set by the environment variable shown, or by a key of the TOML file. A flag
+    goes before the environment, the environment before the file, the file before the default.
+    """
+    try:
+        config = configuration.load(flags, os.environ, config_file)
+        from lmcache_server.server import run
+
+        return run(config)
+    except StartError as error:
+        raise CannotStartError(str(error)) from error
+
+
+@cli.command()
+@_control_options
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def status(config_file: str | None, timeout_s: float, as_json: bool, **flags: Any) -> None:
+    """Print what a server holds: memory, namespaces, sessions, hit rate."""
+    import json
+
+    from lmcache_client.contract.protocol import Status
+    from lmcache_server.summary import summary
+
+    reply = _ask(flags, config_file, timeout_s, Status())
+    report = json.loads("".join(reply.pieces))
+    click.echo(json.dumps(report, indent=2) if as_json else summary(report))
+
+
+@cli.command()
+@_control_options
+def clear(config_file: str | None, timeout_s: float, **flags: Any) -> None:
+    """Make a server forget everything that nobody is using."""
+    from lmcache_client.contract.protocol import Clear
+
+    reply = _ask(flags, config_file, timeout_s, Clear())
+    click.echo(f"forgot {reply.chunks} chunk{'' if reply.chunks == 1 else 's'}")
+
+
+@cli.command()
+@_control_options
+def ping(config_file: str | None, timeout_s: float, **flags: Any) -> None:
+    """Ask whether a server answers.
+
+    The exit code is 0 when it does and 1 when it does not.
+    """
+    import time
+
+    from lmcache_client.contract.protocol import Ping
+
+    started_s = time.perf_counter()
+    _ask(flags, config_file, timeout_s, Ping())
+    click.echo(f"the server answers, after {1000 * (time.perf_counter() - started_s):.1f} ms")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The entry point: any error is one sentence on stderr and an exit code, never a traceback."""
+    try:
+        # What the command returned, or the code of --help and the like; None counts as 0.
+        sys.exit(cli.main(args=arguments, prog_name="lmcache", standalone_mode=False))
+    except click.UsageError as error:
+        help_hint = f" (see '{error.ctx.command_path} --help')" if error.ctx is not None else ""
+        click.echo(f"lmcache: {error.format_message()}{help_hint}", err=True)
+        sys.exit(EXIT_USAGE)
+    except click.ClickException as error:
+        click.echo(f"lmcache: {error.format_message()}", err=True)
+        sys.exit(error.exit_code)
+    except click.Abort:
+        sys.exit(EXIT_FAILED)
