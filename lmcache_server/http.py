@@ -4,9 +4,12 @@ It runs on threads of its own and asks the event loop for what it shows, so an a
 loop turns.
 """
 
+import socket
+import socketserver
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from lmcache_client.contract.endpoint import host_name
 from lmcache_server.config import StartError
@@ -62,12 +65,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """Bound, and with `start` serving. At most MAX_CONNECTIONS at a time; more wait."""
+    """Bound, and with `start` serving. At most MAX_CONNECTIONS at a time; more are turned away."""
 
     daemon_threads = True
     allow_reuse_address = True
 
     def __init__(self, host: str, port: int) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.ask: Ask = lambda _what: b""
         self._slots = threading.Semaphore(MAX_CONNECTIONS)
         self._thread: threading.Thread | None = None
@@ -76,7 +80,8 @@ class Server(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         host, port = self.server_address[:2]
-        return f"http://{host!s}:{port}"
+        name = f"[{host!s}]" if self.address_family == socket.AF_INET6 else f"{host!s}"
+        return f"http://{name}:{port}"
 
     def start(self, ask: Ask) -> None:
         """Serve; `ask(what)` gives the body for health, ready, metrics or status, empty for "not ready"."""
@@ -89,13 +94,20 @@ class Server(ThreadingHTTPServer):
             self.shutdown()
             self._thread.join()
 
-    def process_request(self, request: object, client_address: object) -> None:
-        self._slots.acquire()
-        super().process_request(request, client_address)  # type: ignore[arg-type]
+    def server_bind(self) -> None:
+        # Not HTTPServer's, which asks the DNS for the name of this machine and may wait for it.
+        socketserver.TCPServer.server_bind(self)
 
-    def process_request_thread(self, request: object, client_address: object) -> None:
+    def process_request(self, request: Any, client_address: Any) -> None:
+        # Waiting here would stop the accepting thread, and with it the end of the server.
+        if self._slots.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
-            super().process_request_thread(request, client_address)  # type: ignore[arg-type]
+            super().process_request_thread(request, client_address)
         finally:
             self._slots.release()
 

@@ -3,12 +3,20 @@
 `python -m lmcache_server.metrics` prints that page. All series exist, at zero, from the first scrape.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from lmcache_client.contract.version import VERSION
 
@@ -101,11 +109,14 @@ class Metrics:
     """The metrics of one server. Unknown names and label values raise KeyError."""
 
     def __init__(self) -> None:
+        # Otherwise each counter and histogram gets a gauge *_created, which nobody asked for.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         self._series: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
         for metric in TABLE:
             self._declare(metric)
         self.set("lmcache_build_info", 1, version=VERSION)
+        self.set("lmcache_start_time_seconds", time.time())
 
     def _declare(self, metric: Metric) -> None:
         names = tuple(metric.labels)
@@ -164,12 +175,16 @@ def page() -> str:
         "",
         "Served at `/metrics` on `--http-host` and `--http-port`. Made from the table in",
         "`lmcache_server/metrics.py` by `python -m lmcache_server.metrics`; a test holds both together.",
+        "Every series exists, at zero, from the first scrape; labels take the values listed and no others.",
         "",
         "| metric | kind | labels | meaning |",
         "|---|---|---|---|",
     ]
     for metric in TABLE:
-        labels = "; ".join(f"`{name}`: {', '.join(values)}" for name, values in metric.labels.items())
+        labels = "; ".join(
+            f"`{name}`: {'the version' if name == 'version' else ', '.join(values)}"
+            for name, values in metric.labels.items()
+        )
         lines.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
     return "\n".join(lines) + "\n"
 
