@@ -50,9 +50,13 @@ class CopyWorker:
         self._thread.start()
 
     def submit(self, job: CopyJob) -> None:
+        """Never blocks. On a worker that is closing the job fails."""
         with self._changed:
-            (self._loads if job.load else self._stores).append(job)
-            self._changed.notify()
+            if not self._closing:
+                (self._loads if job.load else self._stores).append(job)
+                self._changed.notify()
+                return
+        self._call_soon(job.on_done, _ended(), 0)
 
     def close(self) -> None:
         """Fail what waits. When this returns, no byte of the memory is being copied any more."""
@@ -79,7 +83,7 @@ class CopyWorker:
                 if not job.load:
                     self._let_loads_overtake()
                 if self._closing or not self._alive():
-                    raise CopyError("the session of this memory has ended")
+                    raise _ended()
                 self._copy(part, load=job.load)
                 num_bytes += part.num_bytes
         except Exception as failure:  # whatever it is, the job's owner must hear of it
@@ -93,3 +97,7 @@ class CopyWorker:
                     return
                 job = self._loads.popleft()
             self._run(job)
+
+
+def _ended() -> CopyError:
+    return CopyError("the session of this memory has ended")

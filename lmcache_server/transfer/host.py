@@ -56,14 +56,14 @@ def copy(pid: int, pieces: Pieces, *, load: bool) -> None:
 
 def _reach(ends: U64, done: int) -> int:
     """The last byte that MAX_PIECES pieces can reach from byte `done`."""
-    first = int(np.searchsorted(ends, done, side="right"))
+    first = int(np.searchsorted(ends, np.uint64(done), side="right"))
     return int(ends[min(first + MAX_PIECES, len(ends)) - 1])
 
 
 def _vector(address: U64, length: U64, ends: U64, done: int, stop: int) -> U64:
     """The iovec of bytes [done, stop) of one side: rows of (address, length)."""
-    first = int(np.searchsorted(ends, done, side="right"))
-    last = int(np.searchsorted(ends, stop, side="left")) + 1
+    first = int(np.searchsorted(ends, np.uint64(done), side="right"))
+    last = int(np.searchsorted(ends, np.uint64(stop), side="left")) + 1
     vector = np.stack((address[first:last], length[first:last]), axis=1)
     skipped = np.uint64(done - int(ends[first] - length[first]))
     vector[0, 0] += skipped

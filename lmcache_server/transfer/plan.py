@@ -46,6 +46,12 @@ def pieces(
 
     `bases` are the addresses of the engine's buffers, in the numbering of the regions.
     """
+    end_page = page.first_page + len(page.block_ids)
+    object_bytes = page.num_blocks * sum(region.page_bytes for region in regions)
+    # Beyond its own frames lie those of other objects.
+    assert page.first_page >= 0
+    assert end_page <= page.num_blocks
+    assert object_bytes <= sum(count for _, count in page.runs) * frame_bytes
     sizes = np.array([region.page_bytes for region in regions], dtype=np.uint64)
     starts = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.uint64) * np.uint64(page.num_blocks)
     positions = np.arange(page.first_page, page.first_page + len(page.block_ids), dtype=np.uint64)
@@ -109,7 +115,7 @@ def slices(whole: Pieces, slice_bytes: int) -> list[Pieces]:
     cuts = [0]
     while cuts[-1] < len(ends):
         done = int(ends[cuts[-1] - 1]) if cuts[-1] else 0
-        following = int(np.searchsorted(ends, done + slice_bytes, side="right"))
+        following = int(np.searchsorted(ends, np.uint64(done + slice_bytes), side="right"))
         cuts.append(max(following, cuts[-1] + 1))
     return [Pieces(*(array[a:b] for array in whole)) for a, b in itertools.pairwise(cuts)]
 

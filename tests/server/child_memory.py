@@ -1,0 +1,42 @@
+"""A real process whose memory is copied from and to; what it holds is seen through a shared file, on a way
+that does not use the copies under test."""
+
+import mmap
+import subprocess
+import sys
+from pathlib import Path
+
+_CHILD = """
+import ctypes, mmap, sys
+from lmcache_client.memory.host import allow_tracer
+allow_tracer(int(sys.argv[2]))
+with open(sys.argv[1], "r+b") as file:
+    memory = mmap.mmap(file.fileno(), 0)
+print(ctypes.addressof(ctypes.c_char.from_buffer(memory)), flush=True)
+sys.stdin.read()
+"""
+
+
+class ChildMemory:
+    """`num_bytes` of the memory of process `pid`, at `address` there; `view` shows them here."""
+
+    def __init__(self, path: Path, num_bytes: int, tracer_pid: int) -> None:
+        path.write_bytes(bytes(num_bytes))
+        with path.open("r+b") as file:
+            self.view = mmap.mmap(file.fileno(), 0)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _CHILD, str(path), str(tracer_pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self._process.stdout is not None
+        self.pid = self._process.pid
+        self.address = int(self._process.stdout.readline())
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def close(self) -> None:
+        self.end()
+        self.view.close()

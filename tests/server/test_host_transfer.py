@@ -1,0 +1,168 @@
+"""Copies between this process and a real other one: exact, whatever the pages look like."""
+
+import ctypes
+import errno
+import os
+import random
+
+import numpy as np
+import pytest
+from child_memory import ChildMemory
+
+from lmcache_client.contract.geometry import Region
+from lmcache_client.memory.host import ProofBuffer, allow_tracer
+from lmcache_server.l1 import FRAME_BYTES, L1Memory
+from lmcache_server.transfer import host
+from lmcache_server.transfer.plan import Page, Pieces, pieces
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def child(tmp_path):
+    memory = ChildMemory(tmp_path / "memory", 24 * MIB, os.getpid())
+    yield memory
+    memory.close()
+
+
+@pytest.fixture
+def l1():
+    memory = L1Memory(24 * MIB, populate=False)
+    yield memory
+    memory.close()
+
+
+def some_bytes(num_bytes, seed=0):
+    return random.Random(seed).randbytes(num_bytes)
+
+
+def one_piece(local, remote, length):
+    return Pieces(*(np.array([value], np.uint64) for value in (local, remote, length)))
+
+
+def round_trip(child, l1, page, regions):
+    """Store the page, wipe the engine's memory, load it: the pages are back, and nothing else is."""
+    child.view[:] = before = some_bytes(len(child.view))
+    plan = pieces(page, regions, (child.address,), l1.base_address, FRAME_BYTES)
+    host.copy(child.pid, plan, load=False)
+    child.view[:] = bytes(len(child.view))
+    host.copy(child.pid, plan, load=True)
+    expected = bytearray(len(child.view))
+    for region in regions:
+        for block in page.block_ids:
+            start = region.offset + block * region.stride_bytes
+            expected[start : start + region.page_bytes] = before[start : start + region.page_bytes]
+    assert child.view[:] == bytes(expected)
+    return before
+
+
+@pytest.mark.parametrize("page_bytes", [1, 3, 100, 4096, 65536, 100_000, 4 * MIB])
+@pytest.mark.parametrize("padding", [0, 7])
+def test_pages_of_every_size_come_back_exactly(child, l1, page_bytes, padding):
+    stride = page_bytes + padding
+    count = min(40, len(child.view) // stride - 1)
+    block_ids = tuple(random.Random(1).sample(range(1, count + 1), min(5, count)))
+    frames = -(-len(block_ids) * page_bytes // FRAME_BYTES)
+    round_trip(
+        child, l1, Page(((3, frames),), len(block_ids), 0, block_ids), (Region(0, 0, stride, page_bytes),)
+    )
+
+
+def test_pages_come_back_exactly_from_scattered_frames(child, l1):
+    regions = (Region(0, 11, 50_000, 40_001), Region(0, 40_100, 50_000, 9_000))
+    block_ids = tuple(range(1, 21))
+    runs = ((9, 4), (2, 3), (100, 1), (5, 2), (30, 10))
+    round_trip(child, l1, Page(runs, 20, 0, block_ids), regions)
+
+
+def test_the_bytes_in_l1_have_the_documented_order(child, l1):
+    regions = (Region(0, 0, 100, 10), Region(0, 50, 100, 20))
+    before = round_trip(child, l1, Page(((1, 1),), 2, 0, (4, 2)), regions)
+    stored = ctypes.string_at(l1.base_address + FRAME_BYTES, 60)
+    pages = [before[400:410], before[200:210], before[450:470], before[250:270]]
+    assert stored == b"".join(pages)
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+def test_more_pieces_than_one_call_takes(child, l1, stride):
+    count = 5 * host.MAX_PIECES + 17
+    block_ids = random.Random(2).sample(range(1, 20_000), count)
+    round_trip(child, l1, Page(((0, 1),), count, 0, tuple(block_ids)), (Region(0, 5, stride, 1),))
+
+
+def test_calls_are_cut_at_the_same_byte_on_both_sides(child, l1, monkeypatch):
+    monkeypatch.setattr(host, "MAX_CALL_BYTES", 1000)
+    monkeypatch.setattr(host, "MAX_PIECES", 3)
+    page = Page(((9, 2), (2, 3)), 20, 0, tuple(range(20, 0, -1)))
+    round_trip(child, l1, page, (Region(0, 3, 11_000, 10_007),))
+
+
+def test_nothing_to_copy_is_no_error(child):
+    empty = np.zeros(0, np.uint64)
+    host.copy(child.pid, Pieces(empty, empty, empty), load=True)
+
+
+@pytest.mark.parametrize("load", [False, True])
+def test_an_address_that_is_not_mapped_is_a_copy_error(child, l1, load):
+    with pytest.raises(host.CopyError, match=f"copying memory of process {child.pid} failed"):
+        host.copy(child.pid, one_piece(l1.base_address, 4096, 100), load=load)
+
+
+def test_a_copy_that_runs_off_the_mapping_is_an_error_not_a_short_copy(child, l1):
+    end = child.address + len(child.view)
+    # Far enough that no other mapping of the child lies behind its end.
+    with pytest.raises(host.CopyError):
+        host.copy(child.pid, one_piece(l1.base_address, end - 8192, 20 * MIB), load=False)
+
+
+def test_a_dead_process_has_no_access(child, l1):
+    child.end()
+    with pytest.raises(host.NoAccessError, match="has ended, or it is in another process namespace"):
+        host.copy(child.pid, one_piece(l1.base_address, child.address, 100), load=False)
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
+def test_refusals_of_the_kernel_say_what_to_change(monkeypatch, number):
+    def refuse(*_arguments):
+        ctypes.set_errno(number)
+        return -1
+
+    monkeypatch.setattr(host, "_libc", type("Libc", (), {"process_vm_readv": staticmethod(refuse)}))
+    with pytest.raises(host.NoAccessError) as caught:
+        host.check_access(1234, 4096, 100)
+    for advice in ("process 1234", "user of vLLM", "ptrace_scope", "CAP_SYS_PTRACE", "seccomp", "namespace"):
+        assert advice in str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_process_of_another_user_has_no_access(child):
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setresuid(65534, 65534, 65534)
+            host.read(child.pid, child.address, 1)
+            os.write(writer, b"read it")
+        except host.NoAccessError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(pid, 0)
+    with os.fdopen(reader) as answer:
+        assert "the kernel does not let the server copy memory" in answer.read()
+
+
+def test_check_access_tries_both_ends(child):
+    host.check_access(child.pid, child.address, len(child.view))
+    with pytest.raises(host.CopyError):
+        host.check_access(child.pid, child.address, 1 << 46)
+
+
+def test_the_nonce_is_read_where_the_client_wrote_it():
+    proof, nonce = ProofBuffer(), some_bytes(32)
+    allow_tracer(os.getpid())
+    proof.write(nonce)
+    assert host.read(os.getpid(), proof.address, 32) == nonce
+    with pytest.raises(ValueError, match="a nonce has 32 bytes, not 31"):
+        proof.write(nonce[1:])
