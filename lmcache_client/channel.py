@@ -196,8 +196,8 @@ class Channel:
         if self._keeper.is_alive() and self._keeper is not threading.current_thread():
             self._keeper.join(2 * KEEPER_INTERVAL_S + GREET_TIMEOUT_S)
         with self._lock:
+            self.ready = False
             self._break("the channel was closed")
-            self._close_socket()
         self._context.term()
 
     # -- the rest runs with the lock held, except the keeper's loop -------------------------------

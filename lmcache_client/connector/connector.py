@@ -13,11 +13,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_client.connector import layout
 from lmcache_client.connector.advice import granularity_advice
+from lmcache_client.connector.log import logger
 from lmcache_client.connector.metadata import StepMetadata, WorkerReport
 from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.connector.settings import parse
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-logger = init_logger(__name__)
 
 
 class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from lmcache_client.channel import Channel, ChannelError, Pending
+from lmcache_client.connector.log import log_state, logger
 from lmcache_client.connector.metadata import Load, Save, StepMetadata, WorkerReport
 from lmcache_client.connector.settings import Settings
 from lmcache_client.contract.geometry import RECURRENT, Geometry, GroupSpec
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-logger = init_logger(__name__)
 
 LOOKUP_WAIT_S = 0.0005
 CONNECT_S = 1.0
@@ -110,7 +109,7 @@ class SchedulerSide:
         self.chunk_size = 0
         self.on_joined: Callable[[int], None] = lambda _chunk_size: None
         self._unified = Geometry(groups, num_blocks=2).unified_block_size
-        self.channel = Channel(settings.address, self._join, _log_state)
+        self.channel = Channel(settings.address, self._join, log_state)
 
     def start(self, strict: bool, advised: Sequence[str]) -> None:
         """Connect and join, without a server for a moment only. With `strict`, advice is an error."""
@@ -376,7 +375,3 @@ class SchedulerSide:
         leases = (tracked.answer.lease_id,) if tracked.answer is not None and tracked.answer.lease_id else ()
         if leases or tracked.keys:
             self._tell(EndRequest(self._engine_id, leases, tuple(tracked.keys)))
-
-
-def _log_state(ready: bool, sentence: str) -> None:
-    (logger.info if ready else logger.warning)("lmcache: %s", sentence)

@@ -10,9 +10,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vllm.logger import init_logger
-
 from lmcache_client.channel import Channel, ChannelError, Pending, RefusedError
+from lmcache_client.connector.log import log_state, logger
 from lmcache_client.connector.metadata import Load, StepMetadata, WorkerReport
 from lmcache_client.connector.settings import Settings
 from lmcache_client.contract import protocol
@@ -24,7 +23,6 @@ from lmcache_client.memory.host import ProofBuffer, allow_tracer
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-logger = init_logger(__name__)
 
 CONNECT_S = 1.0
 REGISTER_S = 10.0
@@ -67,7 +65,7 @@ class WorkerSide:
         self._proof = ProofBuffer()
         self._jobs: dict[int, _InFlight] = {}
         self._settled: Counter[int] = Counter()
-        self.channel = Channel(settings.address, self._register, _log_state)
+        self.channel = Channel(settings.address, self._register, log_state)
 
     def start(self) -> None:
         """Connect and register. Without a server this returns after a moment, and the engine runs
@@ -155,7 +153,3 @@ def _log_failed_load(load: Load, error: ChannelError) -> None:
     (logger.info if expected else logger.warning)(
         "lmcache: request %s is computed, its load failed: %s", load.request_id, error
     )
-
-
-def _log_state(ready: bool, sentence: str) -> None:
-    (logger.info if ready else logger.warning)("lmcache: %s", sentence)
