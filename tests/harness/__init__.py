@@ -1,0 +1,1 @@
+"""What the tests with real processes share: tiny models, the real server, real vLLM engines."""

@@ -1,0 +1,308 @@
+"""A real vLLM engine in a child process, driven from a test."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from harness.models import NEEDS_TORCHVISION, model_path
+from harness.paths import CACHE, ROOT, STUBS
+from harness.processes import environment, kill_group, new_log, tail
+from harness.server import LMCacheServer
+
+START_TIMEOUT_S = 300.0
+COMMAND_TIMEOUT_S = 120.0
+CLOSE_TIMEOUT_S = 30.0
+MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
+    # The CPU kernel of Mamba-2 cannot prefill more than one block in a step.
+    "falconh1": {"max_num_batched_tokens": 128},
+    "dsv2": {"block_size": 16},
+}
+
+Prompt = Sequence[int]
+
+
+class EngineError(AssertionError):
+    """The engine failed, refused to start, or did not answer in time; the message ends with its log."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finished request. Logprobs are exact: per position, (token, float in hex), ordered by token."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[tuple[tuple[int, str], ...], ...]
+    prompt_tokens: int
+    cached_tokens: int
+    local_tokens: int
+    external_tokens: int
+    finish_reason: str | None
+
+    @property
+    def output(self) -> tuple[object, ...]:
+        """What must be equal, bit for bit, however the KV cache was come by."""
+        return (self.tokens, self.logprobs)
+
+
+def _result(fields: dict[str, Any]) -> Result:
+    logprobs = tuple(tuple((token, value) for token, value in each) for each in fields.pop("logprobs"))
+    return Result(tokens=tuple(fields.pop("tokens")), logprobs=logprobs, **fields)
+
+
+class Engine:
+    """`vllm.LLM` of a tiny model (or of a model directory) in a process of its own. A context manager.
+
+    With `server`, LMCacheMPConnector is configured to use it; `extra_config` adds to or replaces
+    kv_connector_extra_config and `connector` other fields of kv_transfer_config. Further keyword
+    arguments go to `vllm.LLM`; None leaves vLLM's default.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        server: LMCacheServer | None = None,
+        extra_config: Mapping[str, Any] | None = None,
+        connector: Mapping[str, Any] | None = None,
+        kv_role: str = "kv_both",
+        multiprocessing: bool = False,
+        env: Mapping[str, str | None] | None = None,
+        start_timeout_s: float = START_TIMEOUT_S,
+        **llm: Any,
+    ) -> None:
+        self.model = model
+        self.log = new_log(f"engine-{Path(model).name}")
+        self.startup_s = 0.0
+        self._server = server
+        self._start_timeout_s = start_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._unread = b""
+        self._arguments: dict[str, Any] = {
+            "model": model if os.path.isabs(model) else str(model_path(model)),
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "dtype": "bfloat16",
+            "max_model_len": 4096,
+            "max_num_seqs": 8,
+            "kv_cache_memory_bytes": 64 << 20,
+            "seed": 0,
+            "disable_log_stats": False,
+            **MODEL_DEFAULTS.get(model, {}),
+            **{name: value for name, value in llm.items() if value is not None},
+        }
+        if llm.get("prefix_cache_retention_interval", 0) is None:
+            # The one argument for which None is a value: a snapshot at every boundary.
+            self._arguments["prefix_cache_retention_interval"] = None
+        if server is not None or connector is not None:
+            extra = {"lmcache.mp.port": server.port} if server is not None else {}
+            self._arguments["kv_transfer_config"] = {
+                "kv_connector": "LMCacheMPConnector",
+                "kv_role": kv_role,
+                "kv_connector_extra_config": {**extra, **(extra_config or {})},
+                **(connector or {}),
+            }
+        self._environment = self._make_environment(model, multiprocessing, env or {})
+
+    def _make_environment(
+        self, model: str, multiprocessing: bool, env: Mapping[str, str | None]
+    ) -> dict[str, str]:
+        changes: dict[str, str | None] = {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_CI_ENV": "1",
+            "VLLM_CPU_KVCACHE_SPACE": None,
+            "VLLM_CACHE_ROOT": str(CACHE / "vllm"),
+            "TORCH_COMPILE_DISABLE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if multiprocessing else "0",
+            # Lets do_corrupt_kv reach the workers; they are our own processes.
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+            "PYTHONPATH": str(STUBS) if model in NEEDS_TORCHVISION else None,
+            "PYTHONSAFEPATH": "1",
+        }
+        if self._server is not None:
+            changes["LMCACHE_RUNTIME_DIR"] = self._server.runtime_dir
+        return environment({**changes, **env})
+
+    def __enter__(self) -> Self:
+        start = time.monotonic()
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    str(Path(__file__).with_name("engine_process.py")),
+                    json.dumps(self._arguments),
+                ],
+                cwd=ROOT,
+                env=self._environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            self._answer("start", self._start_timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+        self.startup_s = time.monotonic() - start
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.kill()
+            if not isinstance(error, EngineError):
+                error.add_note(tail(self.log))
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "the engine is not running"
+        return self._process.pid
+
+    def call(self, command: str, *, timeout_s: float = COMMAND_TIMEOUT_S, **arguments: Any) -> Any:
+        """Run one of the commands of engine_process.py. Raises EngineError."""
+        assert self._process is not None, "the engine is not running"
+        assert self._process.stdin is not None
+        line = json.dumps({"command": command, **arguments}) + "\n"
+        try:
+            self._process.stdin.write(line.encode())
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise EngineError(f"the engine has ended\n{tail(self.log)}") from None
+        return self._answer(command, timeout_s)
+
+    def _answer(self, command: str, timeout_s: float) -> Any:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._unread:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not select.select([self._process.stdout], [], [], left_s)[0]:
+                os.kill(self._process.pid, signal.SIGUSR1)  # its stacks, into the log
+                time.sleep(0.5)
+                self.kill()
+                raise EngineError(f"{command}: no answer within {timeout_s} s\n{tail(self.log)}")
+            received = os.read(self._process.stdout.fileno(), 1 << 20)
+            if not received:
+                self._process.wait()
+                raise EngineError(
+                    f"{command}: the engine ended with code {self._process.returncode}\n{tail(self.log)}"
+                )
+            self._unread += received
+        line, _, self._unread = self._unread.partition(b"\n")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise EngineError(f"{command}: {answer['error']}\n{tail(self.log)}")
+        return answer["value"]
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        max_tokens: int = 8,
+        *,
+        logprobs: int | None = 5,
+        cache_salt: str | None = None,
+        settle: bool = True,
+        timeout_s: float = COMMAND_TIMEOUT_S,
+    ) -> list[Result]:
+        """Serve all prompts as one batch, greedily; with `settle`, then let the connector finish."""
+        results = self.call(
+            "generate",
+            prompts=[list(prompt) for prompt in prompts],
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            cache_salt=cache_salt,
+            settle=settle,
+            timeout_s=timeout_s,
+        )
+        return [_result(each) for each in results]
+
+    def run(self, prompt: Prompt, max_tokens: int = 8, **options: Any) -> Result:
+        """Serve one prompt alone; options as for `generate`."""
+        return self.generate([prompt], max_tokens, **options)[0]
+
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        max_tokens: int = 8,
+        *,
+        logprobs: int | None = 5,
+        cache_salt: str | None = None,
+    ) -> list[str]:
+        """Add requests without running them; returns their names for `abort` and `collect`."""
+        names: list[str] = self.call(
+            "submit",
+            prompts=[list(prompt) for prompt in prompts],
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            cache_salt=cache_salt,
+        )
+        return names
+
+    def step(self, count: int = 1) -> int:
+        """Run at most `count` engine steps; returns the number of unfinished requests."""
+        return int(self.call("step", count=count))
+
+    def abort(self, names: Sequence[str]) -> None:
+        self.call("abort", names=list(names))
+
+    def collect(self, names: Sequence[str], *, timeout_s: float = COMMAND_TIMEOUT_S) -> list[Result]:
+        """Run until the named requests have finished."""
+        return [_result(each) for each in self.call("collect", names=list(names), timeout_s=timeout_s)]
+
+    def settle(self) -> float:
+        """Step as an idle engine does until the connector has nothing to do; returns the seconds."""
+        return float(self.call("settle"))
+
+    def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
+        return bool(self.call("reset_prefix_cache", reset_connector=reset_connector))
+
+    def corrupt_kv(self, seed: int = 0) -> int:
+        """Overwrite the whole KV cache with random numbers; returns its bytes."""
+        return int(self.call("corrupt_kv", seed=seed))
+
+    def metrics(self) -> dict[str, float]:
+        """vLLM's own counters and gauges, summed over labels, for example `vllm:num_preemptions`."""
+        metrics: dict[str, float] = self.call("metrics")
+        return metrics
+
+    def info(self) -> dict[str, Any]:
+        """unified_block_size, block_sizes, group_kinds, num_blocks, free_blocks, max_num_batched_tokens."""
+        info: dict[str, Any] = self.call("info")
+        return info
+
+    def close(self) -> None:
+        """Shut the engine down in an orderly way. Raises EngineError if it does not end with 0."""
+        if self._process is None:
+            return
+        process = self._process
+        try:
+            self.call("close", timeout_s=CLOSE_TIMEOUT_S)
+            code = process.wait(CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise EngineError(f"close: still running after {CLOSE_TIMEOUT_S} s\n{tail(self.log)}") from None
+        finally:
+            self.kill()
+        if code != 0:
+            raise EngineError(f"close: exit code {code}\n{tail(self.log)}")
+
+    def kill(self) -> None:
+        """End it as a crash would, with all its processes."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        kill_group(process)
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()

@@ -1,0 +1,234 @@
+"""The child process of `harness.engine.Engine`: one vLLM engine that serves commands.
+
+Started with a JSON object of arguments for `vllm.LLM` as its only argument. Commands come in, one JSON
+object a line, on standard input and answers leave the same way on standard output; all that vLLM prints
+goes to standard error. When the parent goes away, the whole process group is killed.
+"""
+
+import faulthandler
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, TextIO
+
+SETTLE_TIMEOUT_S = 20.0
+IDLE_PAUSE_S = 0.0005
+
+
+class EngineProcess:
+    """One engine and its commands; each command is a method named `do_…`."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(**arguments)
+        self.engine = self.llm.llm_engine
+        self.numbers = iter(range(1 << 62))
+        self.results: dict[str, dict[str, Any]] = {}
+        self.prefills: dict[str, Any] = {}
+        self._watch_prefills()
+
+    def _watch_prefills(self) -> None:
+        """Keep what the scheduler says about each prefill: it alone tells local hits from external ones."""
+        processor = self.engine.output_processor
+        original = processor.process_outputs
+
+        def process_outputs(outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+            for output in outputs:
+                state = processor.request_states.get(output.request_id)
+                if output.prefill_stats is not None and state is not None:
+                    self.prefills[state.external_req_id] = output.prefill_stats
+            return original(outputs, *args, **kwargs)
+
+        processor.process_outputs = process_outputs
+
+    def _core(self) -> Any:
+        core = getattr(self.engine.engine_core, "engine_core", None)
+        if core is None:
+            raise RuntimeError("this command needs an in-process engine (multiprocessing=False)")
+        return core
+
+    def _step(self) -> None:
+        for output in self.engine.step():
+            if output.finished:
+                self.results[output.request_id] = self._result(output)
+
+    def _result(self, output: Any) -> dict[str, Any]:
+        completion = output.outputs[0]
+        prefill = self.prefills.pop(output.request_id, None)
+        return {
+            "tokens": list(completion.token_ids),
+            "logprobs": [
+                sorted((token, float(entry.logprob).hex()) for token, entry in position.items())
+                for position in completion.logprobs or []
+            ],
+            "prompt_tokens": len(output.prompt_token_ids),
+            "cached_tokens": output.num_cached_tokens or 0,
+            "local_tokens": prefill.num_local_cached_tokens if prefill else 0,
+            "external_tokens": prefill.num_external_cached_tokens if prefill else 0,
+            "finish_reason": completion.finish_reason,
+        }
+
+    def do_submit(
+        self, prompts: list[list[int]], max_tokens: int, logprobs: int | None, cache_salt: str | None
+    ) -> list[str]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
+        )
+        names = []
+        for prompt in prompts:
+            name = str(next(self.numbers))
+            request: dict[str, Any] = {"prompt_token_ids": prompt}
+            if cache_salt is not None:
+                request["cache_salt"] = cache_salt
+            self.engine.add_request(name, request, params.clone())
+            names.append(name)
+        return names
+
+    def do_step(self, count: int) -> int:
+        for _ in range(count):
+            if not self.engine.has_unfinished_requests():
+                break
+            self._step()
+        return int(self.engine.get_num_unfinished_requests())
+
+    def do_abort(self, names: list[str]) -> None:
+        self.engine.abort_request(names)
+
+    def do_collect(self, names: list[str]) -> list[dict[str, Any]]:
+        while self.engine.has_unfinished_requests() and not all(name in self.results for name in names):
+            self._step()
+        return [self.results.pop(name) for name in names]
+
+    def do_settle(self) -> float:
+        """Step as an idle engine does until its connector has nothing to do; returns the seconds."""
+        core = getattr(self.engine.engine_core, "engine_core", None)
+        start = time.monotonic()
+        while core is not None and core.scheduler.has_requests():
+            self._step()
+            if time.monotonic() - start > SETTLE_TIMEOUT_S:
+                raise TimeoutError(f"the engine is not idle {SETTLE_TIMEOUT_S} s after its last request")
+            time.sleep(IDLE_PAUSE_S)
+        return time.monotonic() - start
+
+    def do_generate(self, settle: bool, **request: Any) -> list[dict[str, Any]]:
+        results = self.do_collect(self.do_submit(**request))
+        if settle:
+            self.do_settle()
+        return results
+
+    def do_reset_prefix_cache(self, reset_connector: bool) -> bool:
+        return bool(self.llm.reset_prefix_cache(reset_connector=reset_connector))
+
+    def do_corrupt_kv(self, seed: int) -> int:
+        """Overwrite every page with random finite numbers; returns the bytes overwritten."""
+        return sum(self.llm.collective_rpc(_corrupt_kv, args=(seed,)))
+
+    def do_metrics(self) -> dict[str, float]:
+        totals: dict[str, float] = {}
+        for metric in self.llm.get_metrics():
+            if hasattr(metric, "value"):
+                totals[metric.name] = totals.get(metric.name, 0.0) + float(metric.value)
+        return totals
+
+    def do_info(self) -> dict[str, Any]:
+        scheduler = self._core().scheduler
+        groups = scheduler.kv_cache_config.kv_cache_groups
+        pool = scheduler.kv_cache_manager.block_pool
+        return {
+            "unified_block_size": scheduler.kv_cache_manager.coordinator.scheduler_block_size,
+            "block_sizes": [group.kv_cache_spec.block_size for group in groups],
+            "group_kinds": [type(group.kv_cache_spec).__name__ for group in groups],
+            "num_blocks": pool.num_gpu_blocks,
+            "free_blocks": pool.get_num_free_blocks(),
+            "max_num_batched_tokens": scheduler.scheduler_config.max_num_batched_tokens,
+        }
+
+    def do_close(self) -> None:
+        self.engine.engine_core.shutdown()
+
+
+def _corrupt_kv(worker: Any, seed: int) -> int:
+    import torch
+
+    runner = getattr(worker, "worker", worker).model_runner
+    buffers: dict[int, torch.Tensor] = {}
+    pending = list(runner.kv_caches)
+    while pending:
+        each = pending.pop()
+        if isinstance(each, torch.Tensor):
+            storage = each.untyped_storage()
+            buffers[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage)
+        else:
+            pending.extend(each)
+    torch.manual_seed(seed)
+    for buffer in buffers.values():
+        # Small numbers whether a layer reads them as bfloat16 or as float32: garbage, but no infinities.
+        noise = torch.randn(buffer.numel() // 2, dtype=torch.float32).to(torch.bfloat16)
+        buffer[: noise.numel() * 2].copy_(noise.view(torch.uint8))
+    return sum(buffer.numel() for buffer in buffers.values())
+
+
+def _take_over_streams() -> tuple[TextIO, TextIO]:
+    """The two command streams; what others write to standard output goes to standard error from now on."""
+    commands = os.fdopen(os.dup(0), "r")
+    answers = os.fdopen(os.dup(1), "w")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return commands, answers
+
+
+def _read_commands(commands: TextIO, into: "queue.SimpleQueue[dict[str, Any]]") -> None:
+    for line in commands:
+        command = json.loads(line)
+        into.put(command)
+        if command["command"] == "close":
+            return
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def main() -> int:
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+    commands, answers = _take_over_streams()
+    pending: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_read_commands, args=(commands, pending), daemon=True).start()
+
+    def answer(make: Callable[..., Any], **arguments: Any) -> Any:
+        try:
+            value = make(**arguments)
+        except Exception:
+            traceback.print_exc()
+            message = {"error": traceback.format_exc()}
+            value = None
+        else:
+            message = {"value": None if isinstance(value, EngineProcess) else value}
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+        return value
+
+    engine = answer(EngineProcess, arguments=json.loads(sys.argv[1]))
+    if engine is None:
+        return 1
+    table = {
+        name.removeprefix("do_"): getattr(engine, name) for name in dir(engine) if name.startswith("do_")
+    }
+    while True:
+        command = pending.get()
+        name = command.pop("command")
+        answer(table[name], **command)
+        if name == "close":
+            return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""The real server as a child process."""
+
+import contextlib
+import http.client
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from types import TracebackType
+from typing import Any, Self
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from harness.paths import ROOT
+from harness.processes import environment, free_port, kill_group, new_log, tail, tethered
+
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 10.0
+
+
+class LMCacheServer:
+    """`lmcache server` on free ports, with a runtime directory of its own. A context manager.
+
+    `flags` are the server's options by their names in Python: `l1_size_gb=0.01, chunk_size=256`;
+    True stands for a flag without a value.
+    """
+
+    def __init__(self, **flags: Any) -> None:
+        self.flags = {"l1_size_gb": 0.5, "chunk_size": "auto", **flags}
+        self.port = int(self.flags.setdefault("port", free_port()))
+        self.http_port = int(self.flags.setdefault("http_port", free_port()))
+        self.runtime_dir = tempfile.mkdtemp(prefix="lmcache-test-", dir="/tmp")
+        self.environment = environment({"LMCACHE_RUNTIME_DIR": self.runtime_dir})
+        self.log = new_log("server")
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+        if error is not None:
+            error.add_note(tail(self.log))
+
+    def start(self) -> None:
+        """Start it and wait until it is ready."""
+        assert self.process is None, "the server is running"
+        command = [sys.executable, "-m", "lmcache_server", "server"]
+        for name, value in self.flags.items():
+            command += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                tethered(command),
+                cwd=ROOT,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._is_ready():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                code = self.process.poll()
+                self.kill()
+                raise RuntimeError(f"the server did not start (exit code {code})\n{tail(self.log)}")
+            time.sleep(0.02)
+
+    def _is_ready(self) -> bool:
+        try:
+            self.get("/readyz")
+        except (OSError, http.client.HTTPException):
+            return False
+        return True
+
+    def get(self, path: str) -> str:
+        """The body at an HTTP path; raises OSError unless the answer is a success."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}{path}", timeout=10) as response:
+            body: bytes = response.read()
+        return body.decode()
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of /metrics, by `name` or `name{label="value",…}` with labels in order of name."""
+        samples = {}
+        for family in text_string_to_metric_families(self.get("/metrics")):
+            for sample in family.samples:
+                labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()))
+                samples[f"{sample.name}{{{labels}}}" if labels else sample.name] = float(sample.value)
+        return samples
+
+    def tokens(self, outcome: str = "hit") -> int:
+        """Tokens looked up so far that had this outcome."""
+        return int(self.metrics()[f'lmcache_tokens_total{{outcome="{outcome}"}}'])
+
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = json.loads(self.get("/status"))
+        return status
+
+    def cli(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        """Run `lmcache` with this server's port and runtime directory."""
+        return subprocess.run(
+            [sys.executable, "-m", "lmcache_server", *arguments, "--port", str(self.port)],
+            cwd=ROOT,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    def clear(self) -> None:
+        """Forget everything that is cached."""
+        result = self.cli("clear")
+        if result.returncode != 0:
+            raise RuntimeError(f"lmcache clear failed: {result.stdout}{result.stderr}\n{tail(self.log)}")
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        if self.process is not None:
+            kill_group(self.process)
+            self.process = None
+
+    def terminate(self) -> int:
+        """End it with SIGTERM; returns the exit code."""
+        assert self.process is not None, "the server is not running"
+        self.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_TIMEOUT_S)
+        code = self.process.poll()
+        self.kill()
+        if code is None:
+            raise RuntimeError(f"the server ignored SIGTERM for {STOP_TIMEOUT_S} s\n{tail(self.log)}")
+        return code
+
+    def restart(self) -> None:
+        """Crash it and start it again at the same address, empty."""
+        self.kill()
+        self.start()
+
+    def _remove(self) -> None:
+        self.kill()
+        shutil.rmtree(self.runtime_dir, ignore_errors=True)
