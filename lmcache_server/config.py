@@ -150,7 +150,7 @@ class Config:
     )
     l1_size_gb: float = _option(
         4.0,
-        _number(0.001, 1 << 20),
+        _number(0.001, 100_000),
         "4",
         "Memory for the cache in GB (1 GB = 2**30 bytes), fractions allowed. All of it is taken, in the "
         "background, from the start.",
@@ -247,9 +247,13 @@ def describe(config: Config) -> str:
     parts = []
     for name, field in OPTIONS.items():
         value = getattr(config, name)
-        shown = field.metadata["shown"] if value == field.default else f"{value}"
+        shown = field.metadata["shown"] if value == field.default else _shown(value)
         parts.append(f"{name}={shown!r}" if " " in shown else f"{name}={shown}")
     return "configuration: " + " ".join(parts)
+
+
+def _shown(value: object) -> str:
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
 
 
 def _is_set(name: str, environment: Mapping[str, str]) -> bool:

@@ -1,0 +1,119 @@
+"""L1: usable at once, populated without changing a byte, and never more than there is."""
+
+import ctypes
+import mmap
+import time
+
+import pytest
+
+from lmcache_server import l1, machine
+from lmcache_server.config import GB_BYTES, StartError
+from lmcache_server.l1 import FRAME_BYTES, L1Memory
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def open_l1():
+    memories = []
+
+    def build(*arguments, **options):
+        memories.append(L1Memory(*arguments, **options))
+        return memories[-1]
+
+    yield build
+    for memory in memories:
+        memory.close()
+
+
+def wait_until_populated(memory, timeout_s=20.0):
+    deadline_s = time.monotonic() + timeout_s
+    while memory.populated_bytes < memory.num_bytes:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_it_has_whole_frames_and_refuses_less_than_one(open_l1):
+    memory = open_l1(3 * FRAME_BYTES + 17, populate=False)
+    assert (memory.num_frames, memory.num_bytes) == (3, 3 * FRAME_BYTES)
+    with pytest.raises(StartError, match="--l1-size-gb must give at least one frame of 65536 bytes"):
+        L1Memory(FRAME_BYTES - 1)
+
+
+def test_the_last_byte_can_be_used_before_it_is_populated(open_l1):
+    memory = open_l1(64 * MIB, populate=False)
+    assert memory.populated_bytes == 0
+    ctypes.memset(memory.base_address + memory.num_bytes - 1, 7, 1)
+    assert ctypes.string_at(memory.base_address + memory.num_bytes - 2, 2) == b"\x00\x07"
+
+
+@pytest.mark.parametrize("advice", [l1._MADV_POPULATE_WRITE, 9999])
+def test_populating_leaves_what_was_written(open_l1, monkeypatch, advice):
+    """9999 is no advice: that is how a kernel before 5.14 answers to MADV_POPULATE_WRITE."""
+    monkeypatch.setattr(l1, "_MADV_POPULATE_WRITE", advice)
+    monkeypatch.setattr(l1, "PIECE_BYTES", MIB)
+    memory = open_l1(40 * MIB + FRAME_BYTES)
+    for offset in range(0, memory.num_bytes, FRAME_BYTES):
+        ctypes.memset(memory.base_address + offset, 1 + offset // FRAME_BYTES % 255, FRAME_BYTES)
+    if advice == 9999 and not _may_lock():
+        pytest.skip("this process may not lock memory")
+    wait_until_populated(memory)
+    for offset in range(0, memory.num_bytes, FRAME_BYTES):
+        value = 1 + offset // FRAME_BYTES % 255
+        assert ctypes.string_at(memory.base_address + offset, FRAME_BYTES) == bytes([value]) * FRAME_BYTES
+
+
+def _may_lock():
+    page = mmap.mmap(-1, 2 * MIB)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    allowed = l1._libc.mlock(address, 2 * MIB) == 0
+    page.close()
+    return allowed
+
+
+def test_what_cannot_be_populated_is_said_and_still_works(open_l1, monkeypatch, caplog):
+    monkeypatch.setattr(l1, "_populate_piece", lambda _address, _size_bytes: 12)
+    memory = open_l1(4 * MIB)
+    for thread in memory._threads:
+        thread.join(10)
+    assert "L1 is not populated beforehand but on first use: Cannot allocate memory" in caplog.text
+    assert memory.populated_bytes == 0
+    ctypes.memset(memory.base_address, 1, memory.num_bytes)
+
+
+def test_closing_does_not_wait_for_all_of_a_large_memory(monkeypatch):
+    monkeypatch.setattr(l1, "PIECE_BYTES", 2 * MIB)
+    memory = L1Memory(1024 * MIB)
+    started_s = time.monotonic()
+    memory.close()
+    assert time.monotonic() - started_s < 2.0
+    assert not any(thread.is_alive() for thread in memory._threads)
+
+
+def test_more_than_the_machine_has_is_refused_with_both_figures(monkeypatch):
+    monkeypatch.setattr(l1, "available_bytes", lambda: (3 * GB_BYTES // 2, "MemAvailable of this machine"))
+    with pytest.raises(StartError) as caught:
+        L1Memory(100 * GB_BYTES)
+    assert str(caught.value) == (
+        "--l1-size-gb asks for 100.00 GB and 1.50 GB are available (MemAvailable of this machine): "
+        "ask for less or free memory"
+    )
+
+
+def test_a_mapping_that_the_kernel_refuses_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(l1, "available_bytes", lambda: (1 << 62, "a test"))
+    with pytest.raises(StartError, match=r"the system refuses a mapping of .* GB .*: ask for less"):
+        L1Memory(1 << 60)
+
+
+def test_missing_huge_pages_are_refused_with_the_command_that_reserves_them():
+    info = machine.memory_info()
+    free = info["HugePages_Free"] - info["HugePages_Rsvd"]
+    page_bytes = info["Hugepagesize"]
+    needed = free + 5
+    with pytest.raises(StartError) as caught:
+        L1Memory(needed * page_bytes, hugetlb=True)
+    assert str(caught.value) == (
+        f"--l1-hugetlb needs {needed} huge pages of {page_bytes // MIB} MiB and the system has {free} free: "
+        f"run 'sysctl vm.nr_hugepages={info['HugePages_Total'] - free + needed}' or leave out --l1-hugetlb"
+    )

@@ -1,0 +1,57 @@
+"""Available memory: the machine's, or what the tightest cgroup above this process leaves."""
+
+import pytest
+
+from lmcache_server.machine import available_bytes, memory_info
+
+MIB = 1 << 20
+
+
+def write(directory, **files):
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (directory / name.replace("__", ".")).write_text(text)
+
+
+def test_without_cgroups_it_is_what_the_machine_has(tmp_path):
+    available, reason = available_bytes(tmp_path)
+    assert 0 < available <= memory_info()["MemTotal"]
+    assert reason == "MemAvailable of this machine"
+
+
+@pytest.mark.parametrize("where", ["service", "service/worker"])
+def test_cgroup_v2_counts_at_every_level_and_page_cache_is_free(tmp_path, where):
+    write(tmp_path / "proc/self", cgroup="0::/service/worker\n")
+    for level in ("service", "service/worker"):
+        write(
+            tmp_path / "sys/fs/cgroup" / level,
+            memory__max=f"{8 * MIB}\n" if level == where else "max\n",
+            memory__current=f"{5 * MIB}\n",
+            memory__stat=f"anon 0\ninactive_file {2 * MIB}\nactive_file {MIB}\n",
+        )
+    available, reason = available_bytes(tmp_path)
+    assert available == 6 * MIB
+    assert reason == f"the memory limit of its cgroup, {tmp_path / 'sys/fs/cgroup' / where}"
+
+
+def test_cgroup_v1_in_a_container(tmp_path):
+    """There the path in /proc/self/cgroup is that of the host, and the mount is the container's own."""
+    write(tmp_path / "proc/self", cgroup="5:memory:/docker/abc\n3:cpu:/docker/abc\n")
+    write(
+        tmp_path / "sys/fs/cgroup/memory",
+        memory__limit_in_bytes=f"{8 * MIB}",
+        memory__usage_in_bytes=f"{9 * MIB}",
+        memory__stat="total_inactive_file 0\n",
+    )
+    assert available_bytes(tmp_path)[0] == 0
+
+
+def test_no_limit_is_no_limit(tmp_path):
+    write(tmp_path / "proc/self", cgroup="5:memory:/\n")
+    write(
+        tmp_path / "sys/fs/cgroup/memory",
+        memory__limit_in_bytes="9223372036854771712",
+        memory__usage_in_bytes="1",
+        memory__stat="",
+    )
+    assert available_bytes(tmp_path)[1] == "MemAvailable of this machine"

@@ -1,0 +1,108 @@
+"""Metrics: complete from the first scrape, only what the table says, and documented."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from lmcache_server.metrics import COUNTER, GAUGE, HISTOGRAM, TABLE, Metrics, page
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def samples(metrics):
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+    }
+
+
+def test_the_document_is_up_to_date():
+    assert DOCUMENT.read_text() == page(), "run: python -m lmcache_server.metrics > docs/metrics.md"
+
+
+def test_names_follow_the_conventions_of_prometheus():
+    assert len({metric.name for metric in TABLE}) == len(TABLE)
+    for metric in TABLE:
+        assert metric.name.startswith("lmcache_")
+        assert metric.name.endswith("_total") == (metric.kind == COUNTER)
+        assert (metric.kind == HISTOGRAM) == bool(metric.buckets)
+        assert list(metric.buckets) == sorted(set(metric.buckets))
+        assert metric.help.endswith(".")
+        if metric.kind == HISTOGRAM:
+            assert metric.name.endswith("_seconds")
+
+
+def test_exactly_the_series_of_the_table_exist_from_the_first_scrape():
+    found = samples(Metrics())
+    expected = set()
+    for metric in TABLE:
+        for values in itertools.product(*metric.labels.values()):
+            labels = tuple(sorted(zip(metric.labels, values, strict=True)))
+            if metric.kind != HISTOGRAM:
+                expected.add((metric.name, labels))
+                continue
+            expected |= {(f"{metric.name}_count", labels), (f"{metric.name}_sum", labels)}
+            for bound in [*(str(float(b)) for b in metric.buckets), "+Inf"]:
+                expected.add((f"{metric.name}_bucket", tuple(sorted((*labels, ("le", bound))))))
+    assert set(found) == expected
+    nonzero = {name for (name, _), value in found.items() if value}
+    assert nonzero == {"lmcache_build_info", "lmcache_start_time_seconds"}
+
+
+def test_values_go_where_they_belong():
+    metrics = Metrics()
+    metrics.count("lmcache_transfer_bytes_total", 100, direction="load")
+    metrics.count("lmcache_transfer_bytes_total", 5, direction="load")
+    metrics.set("lmcache_chunks", 7)
+    metrics.observe("lmcache_transfer_seconds", 0.3, direction="store")
+    found = samples(metrics)
+    assert found["lmcache_transfer_bytes_total", (("direction", "load"),)] == 105
+    assert found["lmcache_transfer_bytes_total", (("direction", "store"),)] == 0
+    assert found["lmcache_chunks", ()] == 7
+    assert found["lmcache_transfer_seconds_count", (("direction", "store"),)] == 1
+    assert metrics.value("lmcache_transfer_bytes_total", direction="load") == 105
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [
+        ("lmcache_nonsense_total", {}),
+        ("lmcache_tokens_total", {}),
+        ("lmcache_tokens_total", {"outcome": "other"}),
+        ("lmcache_tokens_total", {"result": "hit"}),
+        ("lmcache_tokens_requested_total", {"outcome": "hit"}),
+    ],
+)
+def test_what_is_not_in_the_table_is_an_error(name, labels):
+    with pytest.raises(KeyError):
+        Metrics().count(name, 1, **labels)
+
+
+def test_every_token_has_one_outcome():
+    metrics = Metrics()
+    metrics.count_tokens(100, computed=16, hit=32, limit=96)
+    metrics.count_tokens(7, computed=0, hit=0, limit=0)
+    outcomes = {
+        outcome: metrics.value("lmcache_tokens_total", outcome=outcome)
+        for outcome in ("computed", "hit", "miss", "tail")
+    }
+    assert outcomes == {"computed": 16, "hit": 32, "miss": 48, "tail": 11}
+    assert sum(outcomes.values()) == metrics.value("lmcache_tokens_requested_total")
+
+
+def test_outcomes_that_do_not_add_up_are_not_counted():
+    metrics = Metrics()
+    with pytest.raises(AssertionError):
+        metrics.count_tokens(100, computed=64, hit=64, limit=96)
+    assert metrics.value("lmcache_tokens_total", outcome="hit") == 0
+
+
+def test_a_gauge_is_set_and_can_fall():
+    metrics = Metrics()
+    assert GAUGE in {metric.kind for metric in TABLE}
+    metrics.set("lmcache_leases", 3)
+    metrics.set("lmcache_leases", 1)
+    assert metrics.value("lmcache_leases") == 1
