@@ -317,8 +317,8 @@ class Channel:
             self._retry_s = time.monotonic() + RETRY_REFUSED_S
         except ChannelError:
             self._retry_s = time.monotonic() + KEEPER_INTERVAL_S
-        except (OSError, ValueError) as error:
-            self._on_state(False, str(error))
+        except Exception as error:  # a fault in one attempt must not end the keeper
+            self._on_state(False, f"cannot use the lmcache server: {error or type(error).__name__}")
             self._retry_s = time.monotonic() + RETRY_REFUSED_S
         else:
             self.refusal = None

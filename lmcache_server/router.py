@@ -265,7 +265,7 @@ class Router:
             found = host.read(shard.memory.pid, shard.memory.proof_address, len(shard.nonce))
             for start, size in shard.memory.buffers:
                 host.check_access(shard.memory.pid, start, size)
-        except host.NoAccessError as error:
+        except host.CopyError as error:
             self._drop_shard(session)
             logger.warning("refused a worker of %s: %s", shard.model.model, error)
             raise Refusal(protocol.NO_ACCESS, str(error)) from error

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lmcache_client.channel import Channel
+from lmcache_client.channel import Channel, ChannelError
 from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ROOT_KEY, ModelTag, chunk_key
 from lmcache_client.contract.protocol import (
@@ -54,8 +54,8 @@ def chain(tokens: Sequence[int], chunk_size: int) -> tuple[bytes, ...]:
 
 
 class RawEngine:
-    """One engine with one worker whose groups overlay one buffer, as vLLM's do; each region of a group
-    has its own pages, `pad` bytes apart."""
+    """One engine with one worker and one buffer, in which each region of each group has its own pages,
+    `pad` bytes apart."""
 
     def __init__(
         self,
@@ -68,12 +68,11 @@ class RawEngine:
     ) -> None:
         self.engine_id = engine_id
         self.num_blocks = num_blocks
-        self.groups = tuple(_laid_out(each, num_blocks, pad) for each in groups)
-        size = max(
-            region.offset + num_blocks * region.stride_bytes
-            for each in self.groups
-            for region in each.regions
-        )
+        size, laid_out = 0, []
+        for each in groups:
+            spec, size = _laid_out(each, num_blocks, pad, size)
+            laid_out.append(spec)
+        self.groups = tuple(laid_out)
         self.memory: NDArray[np.uint8] = np.zeros(size, dtype=np.uint8)
         self.geometry = Geometry(self.groups, num_blocks)
         self.model = ModelTag(model, (), 1, 1)
@@ -105,7 +104,8 @@ class RawEngine:
     def _join(self, channel: Channel) -> None:
         joined = channel.call(Join(self.engine_id), TIMEOUT_S)
         assert isinstance(joined, Joined)
-        assert joined.ready
+        if not joined.ready:
+            raise ChannelError("the worker has not registered")
 
     def pages(self, group_index: int, block: int) -> NDArray[np.uint8]:
         """The bytes of a block over all regions of a group, as one array (a copy)."""
@@ -165,10 +165,11 @@ class RawEngine:
         self.worker.close()
 
 
-def _laid_out(spec: GroupSpec, num_blocks: int, pad: int) -> GroupSpec:
-    regions, offset = [], 0
+def _laid_out(spec: GroupSpec, num_blocks: int, pad: int, offset: int) -> tuple[GroupSpec, int]:
+    """The group with its regions from `offset` on, and where they end."""
+    regions = []
     for region in spec.regions:
         stride = region.page_bytes + pad
         regions.append(Region(0, offset, stride, region.page_bytes))
         offset += num_blocks * stride
-    return GroupSpec(spec.kind, spec.block_size, spec.window, spec.tag, tuple(regions))
+    return GroupSpec(spec.kind, spec.block_size, spec.window, spec.tag, tuple(regions)), offset

@@ -1,0 +1,283 @@
+"""The command line: help, one sentence for every error, and a real server asked by the other commands."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from lmcache_server import cli, server
+from lmcache_server.config import OPTIONS, Config, StartError, flag_name, variable_name
+
+LMCACHE = [sys.executable, "-m", "lmcache_server"]
+START_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 5.0
+PORT = "5901"
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("LMCACHE_")]:
+        monkeypatch.delenv(name)
+    with tempfile.TemporaryDirectory(prefix="lmc-") as directory:
+        monkeypatch.setenv("LMCACHE_RUNTIME_DIR", directory)
+        yield
+
+
+def lmcache(*arguments):
+    """(exit code, stdout, stderr) of the real command."""
+    done = subprocess.run([*LMCACHE, *arguments], capture_output=True, text=True, timeout=30, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def sentence(code, *arguments):
+    """The one line of stderr with which a command ends with exit code `code`."""
+    returned, _, errors = lmcache(*arguments)
+    lines = [line for line in errors.splitlines() if " INFO " not in line]
+    assert (returned, len(lines)) == (code, 1), errors
+    assert "Traceback" not in errors
+    return lines[0]
+
+
+@contextlib.contextmanager
+def running(*arguments):
+    """(process, lines logged until it was ready, base URL) of a server with 16 MB."""
+    command = [*LMCACHE, "server", "--l1-size-gb", "0.016", "--http-port", "0", "--port", PORT, *arguments]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        lines = []
+        while not lines or " ready: " not in lines[-1]:
+            line = process.stderr.readline()
+            assert line, "".join(lines)
+            lines.append(line)
+        yield process, lines, re.search(r"http://\S+", lines[-1]).group()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def in_process(capsys, *arguments):
+    """(exit code, stdout, stderr) of the command, run here."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    output = capsys.readouterr()
+    return ended.value.code or 0, output.out, output.err
+
+
+# -- help -----------------------------------------------------------------------------------------------
+
+
+def test_the_help_names_every_option_with_its_default_and_its_variable(capsys):
+    code, text, _ = in_process(capsys, "server", "--help")
+    words = " ".join(text.split())
+    assert code == 0
+    for name, field in OPTIONS.items():
+        assert flag_name(name) in text
+        assert f"[default: {field.metadata['shown']}; env: {variable_name(name)}]" in words
+    assert "1 GB = 2**30 bytes" in words
+    assert "without password or encryption" in words
+
+
+@pytest.mark.parametrize("command", ["status", "clear", "ping"])
+def test_the_other_commands_find_the_server_by_the_same_options(capsys, command):
+    code, text, _ = in_process(capsys, command, "--help")
+    assert code == 0
+    for word in ("--host", "--port", "--config", "--timeout-s", "LMCACHE_PORT"):
+        assert word in text
+
+
+def test_no_command_shows_the_help(capsys):
+    code, _, errors = in_process(capsys)
+    assert code == 2
+    assert "server" in errors
+    assert "status" in errors
+
+
+def test_version(capsys):
+    assert in_process(capsys, "--version")[:2] == (0, f"lmcache, version {server.VERSION}\n")
+
+
+def test_help_imports_nothing_heavy_and_the_server_neither_torch_nor_vllm():
+    program = (
+        "import sys\n"
+        "import lmcache_server.cli\n"
+        "print(sorted({'zmq', 'numpy', 'prometheus_client', 'msgpack', 'asyncio'} & set(sys.modules)))\n"
+        "import lmcache_server.server\n"
+        "print(sorted({'torch', 'vllm'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[1] == "[]"
+    assert set(json.loads(done.stdout.split("\n")[0].replace("'", '"'))) <= {"msgpack"}
+
+
+# -- errors ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("server", "--port", "x"), "lmcache: --port must be an integer from 1 to 65535, not 'x'"),
+        (("server", "--l1-size-gb", "-1"), "lmcache: --l1-size-gb must be a number from 0.001"),
+        (
+            ("server", "--config", "/nowhere.toml"),
+            "lmcache: cannot read the configuration file /nowhere.toml",
+        ),
+        (("server", "--host", "0.0.0.0"), "lmcache: --host 0.0.0.0 lets other machines connect"),
+        (("server", "--eviction-policy", "MRU"), "lmcache: --eviction-policy must be LRU, not 'MRU'"),
+        (("server", "--no-such-flag"), "lmcache: No such option"),
+        (("server", "--port"), "lmcache: Option '--port' requires an argument"),
+        (("server", "surplus"), "lmcache: Got unexpected extra argument"),
+        (("serve",), "lmcache: No such command 'serve'"),
+        (("ping", "--timeout-s", "0"), "lmcache: Invalid value for '--timeout-s'"),
+        (("ping", "--port", "0"), "lmcache: --port must be an integer from 1 to 65535, not '0'"),
+    ],
+)
+def test_wrong_usage_is_one_sentence_and_exit_code_2(capsys, arguments, expected):
+    code, output, errors = in_process(capsys, *arguments)
+    assert (code, output) == (2, "")
+    assert errors.startswith(expected)
+    assert errors.count("\n") == 1
+
+
+def test_what_keeps_the_server_from_starting_is_one_sentence(capsys, monkeypatch):
+    def run(_config):
+        raise StartError("the moon is full: wait")
+
+    monkeypatch.setattr(server, "run", run)
+    assert in_process(capsys, "server") == (2, "", "lmcache: the moon is full: wait\n")
+
+
+def test_flags_reach_the_server_and_its_exit_code_comes_back(capsys, monkeypatch):
+    seen = []
+    monkeypatch.setattr(server, "run", lambda config: seen.append(config) or 7)
+    monkeypatch.setenv("LMCACHE_LEASE_S", "30")
+    code, _, _ = in_process(capsys, "server", "--chunk-size", "544", "--l1-size-gb", "100", "--l1-hugetlb")
+    assert (code, seen) == (7, [Config(chunk_size=544, l1_size_gb=100.0, l1_hugetlb=True, lease_s=30.0)])
+
+
+def test_more_memory_than_the_machine_has():
+    line = sentence(2, "server", "--l1-size-gb", "90000", "--http-port", "0", "--port", PORT)
+    assert re.fullmatch(r"lmcache: --l1-size-gb asks for 90000\.00 GB and [\d.]+ GB are available .*", line)
+
+
+@pytest.mark.parametrize("host", [(), ("--host", "127.0.0.1")])
+def test_a_port_in_use(host):
+    with running(*host):
+        line = sentence(2, "server", "--l1-size-gb", "0.016", "--http-port", "0", "--port", PORT, *host)
+    assert "in use" in line
+    assert "--port" in line
+
+
+def test_an_http_port_in_use():
+    with running() as (_, _, url):
+        number = url.rpartition(":")[2]
+        line = sentence(2, "server", "--l1-size-gb", "0.016", "--http-port", number, "--port", "5902")
+    assert f"127.0.0.1:{number}" in line
+    assert "--http-port" in line
+    assert not list(Path(os.environ["LMCACHE_RUNTIME_DIR"]).glob("*.sock"))
+
+
+@pytest.mark.parametrize("command", ["ping", "status", "clear"])
+@pytest.mark.parametrize("host", [(), ("--host", "127.0.0.1")])
+def test_no_server(capsys, command, host):
+    code, output, errors = in_process(capsys, command, "--port", "5903", "--timeout-s", "0.2", *host)
+    assert (code, output) == (1, "")
+    assert re.fullmatch(r"lmcache: no lmcache server answers at \S+5903\S*: start one with .*\n", errors)
+
+
+def test_a_socket_directory_that_others_may_enter_is_not_trusted(capsys):
+    Path(os.environ["LMCACHE_RUNTIME_DIR"]).chmod(0o755)
+    code, _, errors = in_process(capsys, "ping")
+    assert code == 1
+    assert "chmod 700" in errors
+    assert "chmod 700" in sentence(2, "server", "--l1-size-gb", "0.016", "--http-port", "0")
+
+
+# -- a real server --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", [(), ("--host", "127.0.0.1")])
+def test_the_commands_ask_a_running_server(capsys, host):
+    with running(*host) as (process, lines, url):
+        assert sum("configuration: " in line for line in lines) == 1
+        where = ("--port", PORT, *host)
+        code, output, _ = in_process(capsys, "ping", *where)
+        assert code == 0
+        assert output.startswith("the server answers")
+        code, output, _ = in_process(capsys, "status", *where)
+        assert code == 0
+        assert f"pid {process.pid}" in output
+        code, output, _ = in_process(capsys, "status", "--json", *where)
+        report = json.loads(output)
+        assert report["pid"] == process.pid
+        assert report["l1"]["free_bytes"] == report["l1"]["total_bytes"] > 0
+        assert in_process(capsys, "clear", *where)[:2] == (0, "forgot 0 chunks\n")
+        with urllib.request.urlopen(f"{url}/status", timeout=5) as answer:
+            assert json.load(answer)["boot_id"] == report["boot_id"]
+        for page in ("healthz", "readyz", "healthcheck", "metrics"):
+            with urllib.request.urlopen(f"{url}/{page}", timeout=5) as answer:
+                assert answer.status == 200
+
+
+def test_the_commands_find_the_server_by_the_environment(capsys, monkeypatch):
+    with running():
+        monkeypatch.setenv("LMCACHE_PORT", PORT)
+        assert in_process(capsys, "ping")[0] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_server_with_0_and_leaves_no_socket(number):
+    with running() as (process, _, _):
+        started_s = time.monotonic()
+        process.send_signal(number)
+        assert process.wait(START_TIMEOUT_S) == 0
+        assert time.monotonic() - started_s < STOP_TIMEOUT_S
+    assert not list(Path(os.environ["LMCACHE_RUNTIME_DIR"]).glob("*.sock"))
+
+
+def test_a_signal_while_memory_is_populated_ends_the_server_in_time():
+    with running("--l1-size-gb", "2") as (process, _, _):
+        started_s = time.monotonic()
+        process.terminate()
+        assert process.wait(START_TIMEOUT_S) == 0
+        assert time.monotonic() - started_s < STOP_TIMEOUT_S
+
+
+def test_the_server_is_small():
+    with running() as (process, _, _):
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        resident_bytes = int(re.search(r"VmRSS:\s+(\d+) kB", status).group(1)) * 1024
+    assert resident_bytes - 17 * (1 << 20) < 60 * (1 << 20)
+
+
+def test_a_status_of_everything_that_can_be_shown():
+    from lmcache_server.summary import summary
+
+    group = {"kind": "sliding_window", "block_size": 16, "window": 512, "layers": 3, "block_bytes": 1536}
+    report = {
+        "version": "1.2.3", "boot_id": "ab", "pid": 42, "uptime_s": 3725.0, "config": {},
+        "l1": {
+            "total_bytes": 4 << 30, "free_bytes": 3 << 30, "ready_bytes": 1 << 30, "reserved_bytes": 0,
+            "stored_bytes": 1 << 30, "populated_bytes": 0, "chunks": 5, "leases": 2,
+        },
+        "namespaces": [{
+            "namespace": "0123456789abcdef" * 4, "model": "some/model", "chunk_size": 256, "chunks": 5,
+            "world_size": 2, "engines": ["engine-1"], "groups": [group],
+        }],
+        "sessions": [{
+            "session_id": 9, "pid": 77, "role": "worker", "engine_id": "engine-1", "rank": 1, "age_s": 61.0,
+        }],
+        "tokens": {"computed": 10, "hit": 30, "miss": 10, "tail": 1}, "hit_rate": 0.75,
+    }  # fmt: skip
+    text = summary(report)
+    for part in ("1.2.3", "25.0 %", "75.0 %", "some/model", "0123456789ab", "chunk size 256", "sliding window",
+                 "512", "1.5 KiB", "engine-1", "rank 1", "pid 77"):  # fmt: skip
+        assert part in text

@@ -1,0 +1,198 @@
+"""Sessions: memory must be proven, deaths and restarts are noticed, nothing is leaked."""
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+from harness.rawclient import RawEngine, chain, group
+from harness.server import LMCacheServer
+
+from lmcache_client.channel import Channel, RefusedError
+from lmcache_client.contract import protocol
+from lmcache_client.contract.protocol import Challenge, HostMemory, Prove, Register
+
+
+def address(server: LMCacheServer) -> str:
+    return f"ipc://{server.runtime_dir}/{server.port}.sock"
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    limit_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < limit_s, "it did not happen in time"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def server():
+    with LMCacheServer(l1_size_gb=0.05) as running:
+        yield running
+
+
+def test_memory_of_another_process_cannot_be_registered(server: LMCacheServer) -> None:
+    """Without the proof a server with more rights than its client would read strangers' memory for it."""
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    engine = RawEngine(address(server), [group()])
+    outcomes: list[str] = []
+
+    def register_the_stranger(channel: Channel) -> None:
+        own = engine.host_memory()
+        memory = HostMemory(stranger.pid, own.buffers, own.proof_address)
+        challenge = channel.call(Register("thief", 0, engine.model, engine.geometry, memory), 5)
+        assert isinstance(challenge, Challenge)
+        engine.proof.write(challenge.nonce)
+        try:
+            channel.call(Prove(), 5)
+        except RefusedError as error:
+            outcomes.append(error.code)
+            raise
+
+    channel = Channel(address(server), register_the_stranger)
+    try:
+        channel.start(5, 5)
+        eventually(lambda: bool(outcomes))
+        assert outcomes[0] in (protocol.NO_ACCESS, protocol.INTERNAL)
+        assert server.status()["namespaces"] == []
+    finally:
+        channel.close()
+        engine.close()
+        stranger.kill()
+        stranger.wait()
+
+
+def test_a_nonce_that_was_not_written_is_no_proof(server: LMCacheServer) -> None:
+    engine = RawEngine(address(server), [group()])
+
+    def register_without_writing(channel: Channel) -> None:
+        message = Register("liar", 0, engine.model, engine.geometry, engine.host_memory())
+        assert isinstance(channel.call(message, 5), Challenge)
+        channel.call(Prove(), 5)
+
+    channel = Channel(address(server), register_without_writing)
+    try:
+        channel.start(5, 5)
+        assert channel.refusal is not None
+        assert channel.refusal.code == protocol.NO_ACCESS
+    finally:
+        channel.close()
+        engine.close()
+
+
+def test_memory_that_is_not_there_is_refused(server: LMCacheServer) -> None:
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    size = 1 << 20
+    gone = libc.mmap(None, size, 3, 0x22, -1, 0)
+    libc.munmap(gone, size)
+    engine = RawEngine(address(server), [group()])
+    engine.host_memory = lambda: HostMemory(os.getpid(), ((gone, size),), engine.proof.address)  # type: ignore[method-assign]
+    try:
+        engine.start()
+        assert engine.worker.refusal is not None
+        assert engine.worker.refusal.code == protocol.NO_ACCESS
+    finally:
+        engine.close()
+
+
+def test_a_restart_within_milliseconds_is_noticed_and_used_again(server: LMCacheServer) -> None:
+    engine = RawEngine(address(server), [group()]).start()
+    try:
+        keys = chain(range(engine.chunk_size), engine.chunk_size)
+        table = [list(range(1, 1 + engine.chunk_size // 16))]
+        engine.store_prompt(keys, table)
+        boot_id, generation = engine.worker.boot_id, engine.worker.generation
+        server.restart()
+        eventually(lambda: engine.worker.generation > generation and engine.scheduler.ready, 3.0)
+        assert engine.worker.boot_id != boot_id
+        assert engine.lookup(keys).resume_tokens == 0
+        assert engine.store_prompt(keys, table).stored == 1
+        assert engine.lookup(keys).resume_tokens == engine.chunk_size
+    finally:
+        engine.close()
+
+
+def test_requests_in_flight_at_the_death_of_the_server_end_and_settle(server: LMCacheServer) -> None:
+    engine = RawEngine(address(server), [group()]).start()
+    try:
+        assert server.process is not None
+        server.process.send_signal(19)  # SIGSTOP: it will not answer
+        pending = engine.worker.submit(protocol.Ping(), timeout_s=30)
+        late = engine.worker.submit(protocol.Ping(), timeout_s=0.1)
+        eventually(lambda: late.done)
+        assert not late.settled, "a server that is only stopped can still act on the request"
+        server.kill()
+        eventually(lambda: pending.done and pending.settled and late.settled, 2.0)
+        assert pending.error is not None
+    finally:
+        engine.close()
+
+
+CLIENT = """
+import sys
+sys.path[:0] = sys.argv[3:]
+from harness.rawclient import RawEngine, chain, group
+engine = RawEngine(sys.argv[1], [group()], engine_id=sys.argv[2]).start()
+keys = chain(range(engine.chunk_size), engine.chunk_size)
+engine.store_prompt(keys, [list(range(1, 1 + engine.chunk_size // 16))])
+engine.lookup(keys)
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_client_leaves_nothing_behind(server: LMCacheServer) -> None:
+    command = [sys.executable, "-c", CLIENT, address(server), "victim", *sys.path]
+    client = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert client.stdout is not None
+    assert client.stdin is not None
+    try:
+        assert client.stdout.readline() == b"up\n"
+        status = server.status()
+        assert len(status["sessions"]) == 2
+        assert status["l1"]["leases"] == 1
+    finally:
+        client.kill()
+        client.wait()
+        client.stdin.close()
+        client.stdout.close()
+    eventually(lambda: server.status()["sessions"] == [], 1.0)
+    status = server.status()
+    assert status["l1"]["leases"] == 0
+    assert status["l1"]["reserved_bytes"] == 0
+    assert status["l1"]["chunks"] == 1, "what it stored outlives it"
+
+
+def test_a_client_that_says_goodbye_is_gone_at_once(server: LMCacheServer) -> None:
+    engine = RawEngine(address(server), [group()]).start()
+    assert len(server.status()["sessions"]) == 2
+    engine.close()
+    assert server.status()["sessions"] == []
+
+
+def test_a_stopped_server_is_not_waited_for_again_and_again(server: LMCacheServer) -> None:
+    engine = RawEngine(address(server), [group()]).start()
+    try:
+        assert server.process is not None
+        server.process.send_signal(19)
+        engine.worker.submit(protocol.Ping(), timeout_s=0.1)
+        eventually(lambda: not engine.worker.responsive)
+        server.process.send_signal(18)
+        eventually(lambda: engine.worker.responsive, 5.0)
+    finally:
+        engine.close()
+
+
+def test_sigterm_with_engines_connected_ends_with_0_within_5_s(server: LMCacheServer) -> None:
+    engine = RawEngine(address(server), [group()]).start()
+    try:
+        started_s = time.monotonic()
+        assert server.terminate() == 0
+        assert time.monotonic() - started_s < 5
+        eventually(lambda: not engine.worker.ready)
+    finally:
+        engine.close()
