@@ -85,10 +85,10 @@ def test_a_nonce_that_was_not_written_is_no_proof(server: LMCacheServer) -> None
 def test_memory_that_is_not_there_is_refused(server: LMCacheServer) -> None:
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p
-    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
     size = 1 << 20
-    gone = libc.mmap(None, size, 3, 0x22, -1, 0)
-    libc.munmap(gone, size)
+    # Mapped, so that nothing else comes to lie there, but without any right to read or write.
+    gone = libc.mmap(None, size, 0, 0x22, -1, 0)
     engine = RawEngine(address(server), [group()])
     engine.host_memory = lambda: HostMemory(os.getpid(), ((gone, size),), engine.proof.address)  # type: ignore[method-assign]
     try:
