@@ -343,6 +343,31 @@ def test_a_store_that_ends_after_clear_is_dropped():
     cache.check_integrity()
 
 
+def test_a_store_that_ends_after_clear_frees_its_frames_even_while_the_chunk_is_leased():
+    cache = Cache(FRAME_BYTES, 3)
+    where = layout(group(), group(), holders=((0,), (0,)))
+    (key,) = chain(1)
+    cache.commit(reserve(cache, key, 0, where, of=0))
+    lookup(cache, [key], layout(group(), group(), holders=((0,), ())))
+    late = reserve(cache, key, 0, where, of=1)
+    cache.clear()
+    cache.commit(late)
+    assert (cache.used_frames, cache.free_frames) == (1, 2)
+    cache.drop_session(SESSION)
+    assert cache.free_frames == 3
+
+
+def test_a_read_gives_its_chunks_back_tail_first():
+    cache = Cache(FRAME_BYTES, 4)
+    store(cache, chain(4))
+    hit = lookup(cache, chain(4))
+    read = open_read(cache, hit)
+    cache.release(hit.lease_id, SESSION)
+    cache.close_read(read)
+    store(cache, chain(1, name=1))
+    assert stored_chunks(cache, chain(4)) == "1110"
+
+
 def test_clear_frees_what_nobody_holds():
     cache = Cache(FRAME_BYTES, 10)
     store(cache, chain(4))

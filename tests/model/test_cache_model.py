@@ -1,0 +1,439 @@
+"""The cache against a model made of plain dicts and lists, in every order of operations.
+
+The model knows nothing of frames' positions; the bytes are modelled apart: a tag per frame, written when
+a store ends, and read by every open read after every step.
+"""
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
+from lmcache_server.core.cache import Cache, Layout, Read, Refusal, Reservation
+
+FRAME_BYTES = 10
+CHUNK_SIZE = 16
+UNIFIED = 8
+LEASE_S = 5.0
+CHAIN_CHUNKS = 6
+
+
+def group(kind, block_size, window=0):
+    return GroupSpec(kind, block_size, window, "", ())
+
+
+LAYOUTS = (
+    Layout(b"plain", CHUNK_SIZE, (group(FULL, 4),), ((0,),)),
+    Layout(
+        b"every kind",
+        CHUNK_SIZE,
+        (group(FULL, 4), group(SLIDING_WINDOW, 2, 24), group(CHUNKED_LOCAL, 4, 24), group(RECURRENT, 8)),
+        ((0, 1), (0,), (1,), (0, 1)),
+    ),
+    Layout(
+        b"sparse",
+        CHUNK_SIZE,
+        (group(SLIDING_WINDOW, 4, 10), group(RECURRENT, 8), group(FULL, 8)),
+        ((0, 1), (1,), ()),
+    ),
+)
+
+
+def chain_keys(branch: int) -> list[bytes]:
+    """Two chains that part after two chunks."""
+    return [bytes([0 if index < 2 else branch, index]) * 16 for index in range(CHAIN_CHUNKS)]
+
+
+@dataclass(eq=False)
+class ModelObject:
+    num_bytes: int
+    tag: tuple
+    ready: bool = False
+
+    @property
+    def frames(self) -> int:
+        return -(-self.num_bytes // FRAME_BYTES)
+
+
+@dataclass(eq=False)
+class ModelChunk:
+    name: tuple[bytes, bytes]
+    pins: int = 0
+    objects: dict[tuple[int, int], ModelObject] = field(default_factory=dict)
+
+    def frames(self, ready: bool = True) -> int:
+        return sum(each.frames for each in self.objects.values() if each.ready == ready)
+
+
+@dataclass
+class ModelLease:
+    session: int
+    layout: Layout
+    resume_tokens: int
+    chunks: dict[int, ModelChunk]
+    deadline_s: float
+
+
+class Model:
+    """What the cache should hold; slow, and obvious."""
+
+    def __init__(self) -> None:
+        self.total_frames = 0
+        self.index: dict[tuple[bytes, bytes], ModelChunk] = {}
+        self.forgotten: list[ModelChunk] = []
+        self.order: list[ModelChunk] = []
+        self.leases: dict[int, ModelLease] = {}
+        self.evicted = [0, 0]
+
+    def chunks(self) -> list[ModelChunk]:
+        return [*self.index.values(), *self.forgotten]
+
+    def free_frames(self) -> int:
+        taken = sum(chunk.frames(True) + chunk.frames(False) for chunk in self.chunks())
+        return self.total_frames - taken
+
+    def is_held(self, layout: Layout, key: bytes, index: int, of: int) -> bool:
+        if not layout.groups[of].stored_blocks(index, CHUNK_SIZE):
+            return True
+        objects = self.index[layout.namespace, key].objects if (layout.namespace, key) in self.index else {}
+        return all((of, shard) in objects and objects[of, shard].ready for shard in layout.holders[of])
+
+    def needed_chunks(self, layout: Layout, of: int, resume: int, computed: int) -> set[int]:
+        spec = layout.groups[of]
+        return {block * spec.block_size // CHUNK_SIZE for block in spec.needed_blocks(resume, computed)}
+
+    def resume_point(self, layout: Layout, keys: list[bytes], computed: int, limit: int) -> int:
+        for resume in range(len(keys) * CHUNK_SIZE, computed, -CHUNK_SIZE):
+            if resume <= limit and all(
+                self.is_held(layout, keys[index], index, of)
+                for of in range(len(layout.groups))
+                for index in self.needed_chunks(layout, of, resume, computed)
+            ):
+                return resume
+        return 0
+
+    def use(self, names: list[tuple[bytes, bytes]]) -> None:
+        for name in reversed(names):
+            chunk = self.index.get(name)
+            if chunk in self.order:
+                self.order.remove(chunk)
+                self.order.append(chunk)
+
+    def pin(self, chunk: ModelChunk) -> None:
+        chunk.pins += 1
+        if chunk in self.order:
+            self.order.remove(chunk)
+
+    def unpin(self, chunk: ModelChunk) -> None:
+        chunk.pins -= 1
+        if chunk.pins:
+            return
+        if chunk in self.forgotten:
+            self.forgotten.remove(chunk)
+        elif chunk.objects:
+            self.order.append(chunk)
+        else:
+            del self.index[chunk.name]
+
+    def end_lease(self, lease_id: int) -> None:
+        lease = self.leases.pop(lease_id)
+        for index in sorted(lease.chunks, reverse=True):
+            self.unpin(lease.chunks[index])
+
+    def reserve(self, name: tuple[bytes, bytes], place: tuple[int, int], num_bytes: int, tag: tuple):
+        """A Refusal, or the chunk that now has a reserved object."""
+        chunk = self.index.get(name)
+        if chunk is not None and place in chunk.objects:
+            return Refusal.PRESENT if chunk.objects[place].ready else Refusal.BUSY
+        new = ModelObject(num_bytes, tag)
+        evictable = [each for each in self.order if each is not chunk]
+        if self.free_frames() + sum(each.frames() for each in evictable) < new.frames:
+            return Refusal.NO_ROOM
+        while self.free_frames() < new.frames:
+            victim = evictable.pop(0)
+            self.order.remove(victim)
+            del self.index[victim.name]
+            self.evicted[0] += 1
+            self.evicted[1] += sum(each.num_bytes for each in victim.objects.values())
+        chunk = self.index.setdefault(name, ModelChunk(name))
+        self.pin(chunk)
+        chunk.objects[place] = new
+        return chunk
+
+    def clear(self) -> int:
+        count = len(self.index)
+        self.forgotten += [chunk for chunk in self.index.values() if chunk.pins]
+        self.index.clear()
+        self.order.clear()
+        return count
+
+
+def frames_of(runs) -> list[int]:
+    return [frame for start, count in runs for frame in range(start, start + count)]
+
+
+layouts = st.sampled_from(LAYOUTS)
+sessions = st.integers(1, 3)
+branches = st.integers(1, 2)
+places = st.integers(0, 1 << 10)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = Cache(FRAME_BYTES, lease_s=LEASE_S)
+        self.model = Model()
+        self.now_s = 0.0
+        self.serial = 0
+        self.l1: dict[int, tuple] = {}
+        self.reservations: list[tuple[Reservation, ModelChunk]] = []
+        self.reads: list[tuple[Read, list[ModelChunk], dict[int, tuple]]] = []
+
+    @initialize(frames=st.integers(0, 80))
+    def start(self, frames):
+        self.model.total_frames = frames
+        self.cache.grow(frames)
+
+    @rule(frames=st.integers(1, 6))
+    def grow(self, frames):
+        if self.model.total_frames < 60:
+            self.model.total_frames += frames
+            self.cache.grow(frames)
+
+    @rule(
+        layout=layouts,
+        branch=branches,
+        index=st.integers(0, CHAIN_CHUNKS - 1),
+        place=places,
+        num_bytes=st.integers(1, 60),
+        session=sessions,
+    )
+    def reserve(self, layout, branch, index, place, num_bytes, session):
+        objects = [
+            (of, shard)
+            for of, ranks in enumerate(layout.holders)
+            for shard in ranks
+            if layout.groups[of].stored_blocks(index, CHUNK_SIZE)
+        ]
+        if objects:
+            self._reserve(layout, branch, index, *objects[place % len(objects)], num_bytes, session)
+
+    def _reserve(self, layout, branch, index, of, shard, num_bytes, session):
+        key = chain_keys(branch)[index]
+        self.serial += 1
+        tag = (layout.namespace, key, of, shard, self.serial)
+        expected = self.model.reserve((layout.namespace, key), (of, shard), num_bytes, tag)
+        blocks = len(layout.groups[of].stored_blocks(index, CHUNK_SIZE))
+        got = self.cache.reserve(layout, key, index, of, shard, blocks, num_bytes, session)
+        if isinstance(expected, Refusal):
+            assert got is expected
+            return None
+        assert isinstance(got, Reservation)
+        frames = frames_of(got.runs)
+        assert len(frames) == -(-num_bytes // FRAME_BYTES)
+        for frame in frames:
+            self.l1[frame] = ("half written", self.serial)
+        self.reservations.append((got, expected))
+        return got
+
+    @rule(
+        layout=layouts,
+        branch=branches,
+        count=st.integers(1, CHAIN_CHUNKS),
+        num_bytes=st.integers(1, 15),
+        computed=st.just(0) | st.integers(0, 4),
+        session=sessions,
+    )
+    def store_a_chain_and_look_it_up(self, layout, branch, count, num_bytes, computed, session):
+        for index in range(count):
+            for of, ranks in enumerate(layout.holders):
+                for shard in ranks:
+                    if layout.groups[of].stored_blocks(index, CHUNK_SIZE) and self._reserve(
+                        layout, branch, index, of, shard, num_bytes, session
+                    ):
+                        self.commit(-1)
+        self.lookup(layout, branch, count, computed, 1 << 20, session)
+
+    @precondition(lambda self: self.reservations)
+    @rule(place=places)
+    def commit(self, place):
+        reservation, chunk = self.reservations.pop(place % len(self.reservations) if place >= 0 else -1)
+        stored = chunk.objects[reservation.group, reservation.shard]
+        for position, frame in enumerate(frames_of(reservation.runs)):
+            self.l1[frame] = (*stored.tag, position)
+        self.cache.commit(reservation)
+        if chunk in self.model.forgotten:
+            del chunk.objects[reservation.group, reservation.shard]
+        else:
+            stored.ready = True
+        self.model.unpin(chunk)
+
+    @precondition(lambda self: self.reservations)
+    @rule(place=places)
+    def abort(self, place):
+        reservation, chunk = self.reservations.pop(place % len(self.reservations))
+        self.cache.abort(reservation)
+        del chunk.objects[reservation.group, reservation.shard]
+        self.model.unpin(chunk)
+
+    @rule(
+        layout=layouts,
+        branch=branches,
+        chunks=st.just(CHAIN_CHUNKS) | st.integers(0, CHAIN_CHUNKS),
+        computed=st.just(0) | st.integers(0, 8),
+        limit=st.just(1 << 20) | st.integers(0, CHAIN_CHUNKS * CHUNK_SIZE + 5),
+        session=sessions,
+    )
+    def lookup(self, layout, branch, chunks, computed, limit, session):
+        keys, computed, model = chain_keys(branch)[:chunks], computed * UNIFIED, self.model
+        hit = self.cache.lookup(layout, keys, computed, limit, session, self.now_s)
+        for of, bitmap in enumerate(hit.held):
+            held = [model.is_held(layout, key, index, of) for index, key in enumerate(keys)]
+            assert bitmap == sum(flag << bit for bit, flag in enumerate(held)).to_bytes(
+                (chunks + 7) // 8, "little"
+            )
+        assert hit.resume_tokens == model.resume_point(layout, keys, computed, limit)
+        assert (hit.lease_id != 0) == (hit.resume_tokens != 0)
+        if not hit.resume_tokens:
+            return
+        assert hit.lease_id not in model.leases
+        end = hit.resume_tokens // CHUNK_SIZE
+        model.use([(layout.namespace, key) for key in keys[:end]])
+        needed = {
+            index
+            for of, ranks in enumerate(layout.holders)
+            if ranks
+            for index in model.needed_chunks(layout, of, hit.resume_tokens, computed)
+        }
+        leased = {index: model.index[layout.namespace, keys[index]] for index in needed}
+        for chunk in leased.values():
+            model.pin(chunk)
+        model.leases[hit.lease_id] = ModelLease(
+            session, layout, hit.resume_tokens, leased, self.now_s + LEASE_S
+        )
+
+    @precondition(lambda self: self.model.leases)
+    @rule(place=places, session=sessions)
+    def release(self, place, session):
+        lease_id = sorted(self.model.leases)[place % len(self.model.leases)]
+        own = self.model.leases[lease_id].session == session
+        assert self.cache.release(lease_id, session) == own
+        if own:
+            self.model.end_lease(lease_id)
+            assert not self.cache.release(lease_id, session)
+
+    @rule(seconds=st.floats(0, 4))
+    def time_passes(self, seconds):
+        self.now_s += seconds
+        due = [lease_id for lease_id, lease in self.model.leases.items() if lease.deadline_s <= self.now_s]
+        assert self.cache.expire(self.now_s) == len(due)
+        for lease_id in due:
+            self.model.end_lease(lease_id)
+
+    @rule(session=sessions)
+    def drop_session(self, session):
+        lost = sorted(lease_id for lease_id, lease in self.model.leases.items() if lease.session == session)
+        assert self.cache.drop_session(session) == len(lost)
+        for lease_id in lost:
+            self.model.end_lease(lease_id)
+
+    @rule(layout=layouts, branch=branches, start=st.integers(0, CHAIN_CHUNKS - 1))
+    def touch(self, layout, branch, start):
+        keys = [*chain_keys(branch)[start:], b"unknown"]
+        self.cache.touch(layout.namespace, keys)
+        self.model.use([(layout.namespace, key) for key in keys])
+
+    @precondition(lambda self: self.model.leases)
+    @rule(place=places, shard=st.integers(0, 1), computed=st.just(0) | st.integers(0, 12))
+    def open_read(self, place, shard, computed):
+        lease_id = sorted(self.model.leases)[place % len(self.model.leases)]
+        lease, computed = self.model.leases[lease_id], computed * UNIFIED
+        layout, resume = lease.layout, lease.resume_tokens
+        mine = [of for of, ranks in enumerate(layout.holders) if shard in ranks]
+        needed = set().union(*(self.model.needed_chunks(layout, of, resume, computed) for of in mine))
+        read = self.cache.open_read(lease_id, layout.namespace, shard, resume, computed, layout)
+        assert (read is not None) == needed.issubset(lease.chunks)
+        if read is None:
+            return
+        expected = {}
+        assert {part.group for part in read.parts} <= set(mine)
+        for of in mine:
+            expected |= self._check_parts(read, lease, of, shard, computed)
+        for chunk in lease.chunks.values():
+            self.model.pin(chunk)
+        self.reads.append((read, list(lease.chunks.values()), expected))
+
+    def _check_parts(self, read, lease, of, shard, computed):
+        """The parts of a group cover its needed blocks in order; returns the tag of each frame."""
+        spec, expected, positions = lease.layout.groups[of], {}, []
+        for part in (part for part in read.parts if part.group == of):
+            index = spec.needed_blocks(lease.resume_tokens, computed)[len(positions)] * spec.block_size
+            index //= CHUNK_SIZE
+            stored = spec.stored_blocks(index, CHUNK_SIZE)
+            assert part.num_blocks == len(stored)
+            positions += stored[part.first_page : part.first_page + part.pages]
+            tag = lease.chunks[index].objects[of, shard].tag
+            expected |= {frame: (*tag, nth) for nth, frame in enumerate(frames_of(part.runs))}
+        assert positions == list(spec.needed_blocks(lease.resume_tokens, computed))
+        return expected
+
+    @precondition(lambda self: self.reads)
+    @rule(place=places)
+    def close_read(self, place):
+        read, chunks, _ = self.reads.pop(place % len(self.reads))
+        self.cache.close_read(read)
+        self.cache.close_read(read)
+        for chunk in reversed(chunks):
+            self.model.unpin(chunk)
+
+    @rule(really=st.integers(0, 5))
+    def clear(self, really):
+        if not really:
+            assert self.cache.clear() == self.model.clear()
+
+    @invariant()
+    def nothing_is_written_where_a_read_reads(self):
+        for _, _, expected in self.reads:
+            for frame, tag in expected.items():
+                assert self.l1[frame] == tag
+
+    @invariant()
+    def the_cache_holds_what_the_model_holds(self):
+        self.cache.check_integrity()
+        cache, model = self.cache, self.model
+        chunks = model.chunks()
+        counts: dict[bytes, int] = {}
+        for namespace, _ in model.index:
+            counts[namespace] = counts.get(namespace, 0) + 1
+        assert cache.namespaces() == counts
+        assert cache.num_chunks == len(model.index)
+        assert cache.num_leases == len(model.leases)
+        assert cache.num_readers == len(self.reads)
+        assert cache.total_frames == model.total_frames
+        assert cache.free_frames == model.free_frames()
+        assert cache.used_frames == sum(chunk.frames(True) for chunk in chunks)
+        assert cache.reserved_frames == sum(chunk.frames(False) for chunk in chunks)
+        assert cache.stored_bytes == sum(
+            each.num_bytes for chunk in chunks for each in chunk.objects.values() if each.ready
+        )
+        assert [(chunk.namespace, chunk.key) for chunk in cache._order] == [each.name for each in model.order]
+        assert [cache.evicted_chunks, cache.evicted_bytes] == model.evicted
+
+    def teardown(self):
+        """Whatever happened, nothing leaks once everybody is gone."""
+        while self.reservations:
+            self.abort(0)
+        while self.reads:
+            self.close_read(0)
+        for session in (1, 2, 3):
+            self.drop_session(session)
+        self.the_cache_holds_what_the_model_holds()
+        self.cache.clear()
+        assert self.cache.free_frames == self.cache.total_frames
+        assert (self.cache.num_leases, self.cache.num_readers, self.cache.stored_bytes) == (0, 0, 0)
+
+
+CacheMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+test_the_cache_agrees_with_the_model = CacheMachine.TestCase
