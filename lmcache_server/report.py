@@ -21,7 +21,7 @@ def status_report(router: "Router") -> dict[str, Any]:
     asked = tokens["hit"] + tokens["miss"]
     return {
         "version": VERSION,
-        "boot_id": router.boot_id.hex(),
+        "boot_id": router.registry.boot_id.hex(),
         "pid": os.getpid(),
         "uptime_s": round(now_s - router.started_s, 3),
         "config": dataclasses.asdict(router.config),
@@ -36,7 +36,7 @@ def status_report(router: "Router") -> dict[str, Any]:
                 "rank": session.shard.rank if session.shard is not None else 0,
                 "age_s": round(now_s - session.started_s, 3),
             }
-            for session in router.sessions.values()
+            for session in router.registry.sessions.values()
         ],
         "tokens": tokens,
         "hit_rate": round(tokens["hit"] / asked, 4) if asked else 0.0,
@@ -62,13 +62,13 @@ def _l1(router: "Router") -> dict[str, int]:
 def _namespaces(router: "Router") -> list[dict[str, Any]]:
     chunks = router.cache.namespaces()
     engines: dict[bytes, list[str]] = {}
-    for engine in router.engines:
+    for engine in router.registry.engines:
         if engine.layout is not None:
             engines.setdefault(engine.layout.namespace, []).append(engine.engine_id)
-    for namespace in [each for each in router.known if each not in chunks and each not in engines]:
-        del router.known[namespace]
+    for namespace in [each for each in router.registry.known if each not in chunks and each not in engines]:
+        del router.registry.known[namespace]
     reports = []
-    for namespace, (model, layout) in router.known.items():
+    for namespace, (model, layout) in router.registry.known.items():
         reports.append(
             {
                 "namespace": namespace.hex(),
@@ -100,7 +100,7 @@ def update_gauges(router: "Router") -> None:
         gauge(f"lmcache_l1_{name}_bytes", l1[f"{name}_bytes"])
     gauge("lmcache_chunks", l1["chunks"])
     gauge("lmcache_leases", l1["leases"])
-    gauge("lmcache_sessions", len(router.sessions))
+    gauge("lmcache_sessions", len(router.registry.sessions))
     gauge("lmcache_namespaces", len(_namespaces(router)))
     cache = router.cache
     for name, total in (("chunks", cache.evicted_chunks), ("bytes", cache.evicted_bytes)):

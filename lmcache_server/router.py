@@ -4,22 +4,16 @@ Every request gets exactly one reply: at once, or when its copy has ended. Nothi
 believed: block ids, positions and memory are checked against what the client registered and proved.
 """
 
-import asyncio
-import hmac
 import json
 import logging
-import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 from lmcache_client.contract import protocol
 from lmcache_client.contract.codec import ProtocolError
-from lmcache_client.contract.geometry import GeometryError, chunk_size_warning, resolve_chunk_size
-from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.protocol import (
     BadRequestError,
-    Challenge,
     Clear,
     Cleared,
     Done,
@@ -28,44 +22,30 @@ from lmcache_client.contract.protocol import (
     Goodbye,
     Hello,
     Join,
-    Joined,
     Lookup,
     Message,
     Ping,
     Prove,
     Refused,
     Register,
-    Registered,
     Retrieve,
     Status,
     StatusReport,
     Store,
-    Welcome,
 )
-from lmcache_client.contract.version import VERSION
 from lmcache_server.config import Config
 from lmcache_server.copies import Copies
-from lmcache_server.core.cache import Cache, Layout
+from lmcache_server.core.cache import Cache
 from lmcache_server.metrics import Metrics
+from lmcache_server.registry import Refusal, Registry
 from lmcache_server.report import status_report
-from lmcache_server.sessions import MAX_JOBS, MAX_SESSIONS, Engines, Session, Shard, open_pidfd
-from lmcache_server.transfer import host
+from lmcache_server.sessions import Session, Shard
 
 logger = logging.getLogger(__name__)
 
-SILENT_SESSION_S = 15.0
-"""A session whose process cannot be watched is dropped after this silence; clients ping every second."""
 STATUS_PIECE_CHARS = 16_384
 
 Send = Callable[[bytes, bytes], None]
-
-
-class Refusal(Exception):
-    """A request that is answered with Refused."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 class Router:
@@ -84,24 +64,21 @@ class Router:
         self.cache = cache
         self.copies = copies
         self.metrics = metrics
-        self.engines = Engines()
-        self.known: dict[bytes, tuple[ModelTag, Layout]] = {}
-        """Namespaces that have chunks or engines, for the status report."""
-        self.sessions: dict[bytes, Session] = {}
-        self.boot_id = os.urandom(protocol.BOOT_ID_BYTES)
         self.clock = clock
+        self.registry = Registry(config, cache, copies, clock)
         self.started_s = clock()
         self._send = send
-        self._next_session = 1
-        self._handlers: dict[type[Any], Callable[[Session, Any, int], Message | None]] = {
-            Register: self._register,
-            Prove: self._prove,
-            Join: self._join,
+        self._handlers: dict[type[Any], Callable[[Session, Any], Message]] = {
+            Register: self.registry.register,
+            Prove: self.registry.prove,
+            Join: self.registry.join,
             Lookup: self._lookup,
             EndRequest: self._end_request,
+            Goodbye: self.registry.goodbye,
+        }
+        self._copiers: dict[type[Any], Callable[[Session, Any, int], None]] = {
             Retrieve: self._retrieve,
             Store: self._store,
-            Goodbye: self._goodbye,
         }
 
     # -- in and out -------------------------------------------------------------------------------
@@ -136,17 +113,17 @@ class Router:
             self.reply(identity, request_id, reply)
 
     def reply(self, identity: bytes, request_id: int, message: Message) -> None:
-        self._send(identity, protocol.encode_reply(self.boot_id, request_id, message))
+        self._send(identity, protocol.encode_reply(self.registry.boot_id, request_id, message))
 
     def _count(self, operation: str, outcome: str) -> None:
         self.metrics.count("lmcache_requests_total", 1, op=operation, outcome=outcome)
 
     def _handle(self, identity: bytes, message: Message, request_id: int) -> Message | None:
-        session = self.sessions.get(identity)
+        session = self.registry.sessions.get(identity)
         if session is not None:
             session.heard_s = self.clock()
         if isinstance(message, Hello):
-            return self._hello(identity, message)
+            return self.registry.hello(identity, message)
         if isinstance(message, Ping):
             return Done()
         if isinstance(message, Status):
@@ -159,154 +136,23 @@ class Router:
             return Cleared(chunks)
         if session is None:
             raise Refusal(protocol.NOT_REGISTERED, "greet the server first")
-        handler = self._handlers.get(type(message))
-        if handler is None:
-            raise Refusal(protocol.BAD_REQUEST, f"a client does not send {type(message).__name__}")
-        return handler(session, message, request_id)
-
-    # -- sessions ---------------------------------------------------------------------------------
-
-    def _hello(self, identity: bytes, message: Hello) -> Message:
-        for old in [s for s in self.sessions.values() if s.client_id == message.client_id]:
-            self.drop(old, "connected again")
-        if len(self.sessions) >= MAX_SESSIONS:
-            raise Refusal(protocol.OVERLOADED, f"the server has {MAX_SESSIONS} sessions already")
-        now_s = self.clock()
-        session = Session(
-            self._next_session,
-            identity,
-            message.pid,
-            message.client_id,
-            message.client_version,
-            now_s,
-            now_s,
-            open_pidfd(message.pid),
-        )
-        self._next_session += 1
-        self.sessions[identity] = session
-        if session.pidfd is not None:
-            asyncio.get_running_loop().add_reader(session.pidfd, self.drop, session, "its process ended")
-        return Welcome(self.boot_id, os.getpid(), VERSION, session.session_id)
-
-    def drop(self, session: Session, reason: str) -> None:
-        """End a session: its leases at once, its copies when the slice that runs has ended, then its
-        reservations. When this returns none of its memory is being copied."""
-        if self.sessions.get(session.identity) is not session:
-            return
-        del self.sessions[session.identity]
-        self._drop_shard(session)
-        self.cache.drop_session(session.session_id)
-        if session.pidfd is not None:
-            asyncio.get_running_loop().remove_reader(session.pidfd)
-            os.close(session.pidfd)
-        level = logging.DEBUG if session.role == "client" else logging.INFO
-        logger.log(
-            level, "session %d (%s, pid %d) ended: %s", session.session_id, session.role, session.pid, reason
-        )
-
-    def _drop_shard(self, session: Session) -> None:
-        shard, session.shard = session.shard, None
-        if shard is None:
-            return
-        self.engines.remove(shard)
-        self.copies.detach(shard)
-        if shard.pidfd is not None:
-            os.close(shard.pidfd)
-            shard.pidfd = None
-
-    def _goodbye(self, session: Session, _message: Goodbye, request_id: int) -> Message | None:
-        self.drop(session, "it said goodbye")
-        return Done()
+        if type(message) in self._handlers:
+            return self._handlers[type(message)](session, message)
+        if type(message) in self._copiers:
+            self._copiers[type(message)](session, message, request_id)
+            return None
+        raise Refusal(protocol.BAD_REQUEST, f"a client does not send {type(message).__name__}")
 
     def tick(self) -> None:
         """Once a second: what time ends."""
-        now_s = self.clock()
-        self.cache.expire(now_s)
-        for session in list(self.sessions.values()):
-            if session.pidfd is None and now_s - session.heard_s > SILENT_SESSION_S:
-                self.drop(session, f"silent for {SILENT_SESSION_S:.0f} s")
-
-    # -- registration -----------------------------------------------------------------------------
-
-    def _register(self, session: Session, message: Register, _request_id: int) -> Message:
-        geometry, memory = message.geometry, message.memory
-        if not 0 <= message.rank < message.model.world_size:
-            raise Refusal(protocol.BAD_REQUEST, f"rank {message.rank} of {message.model.world_size} workers")
-        try:
-            geometry.check_buffers(tuple(size for _, size in memory.buffers))
-            chunk_size = resolve_chunk_size(self.config.chunk_size, geometry.groups)
-        except GeometryError as error:
-            logger.warning("refused an engine of %s: %s", message.model.model, error)
-            raise Refusal(protocol.CONFIGURATION, str(error)) from error
-        self._drop_shard(session)
-        session.shard = Shard(
-            message.engine_id,
-            message.rank,
-            message.model,
-            geometry,
-            memory,
-            chunk_size,
-            nonce=os.urandom(protocol.NONCE_BYTES),
-        )
-        return Challenge(session.shard.nonce)
-
-    def _prove(self, session: Session, _message: Prove, _request_id: int) -> Message:
-        shard = session.shard
-        if shard is None or shard.copier is not None:
-            raise Refusal(protocol.BAD_REQUEST, "there is no registration to prove")
-        # Opened before the nonce is read: from then on the descriptor, not the number, is the process.
-        shard.pidfd = open_pidfd(shard.memory.pid)
-        try:
-            if shard.pidfd is None:
-                raise host.NoAccessError(
-                    f"the server cannot see process {shard.memory.pid}: run it in the same process "
-                    "namespace as vLLM (containers: a shared pid namespace)"
-                )
-            found = host.read(shard.memory.pid, shard.memory.proof_address, len(shard.nonce))
-            for start, size in shard.memory.buffers:
-                host.check_access(shard.memory.pid, start, size)
-        except host.CopyError as error:
-            self._drop_shard(session)
-            logger.warning("refused a worker of %s: %s", shard.model.model, error)
-            raise Refusal(protocol.NO_ACCESS, str(error)) from error
-        if not hmac.compare_digest(found, shard.nonce):
-            self._drop_shard(session)
-            raise Refusal(protocol.NO_ACCESS, "the nonce is not in the memory that was registered")
-        self.copies.attach(shard)
-        engine = self.engines.add(shard)
-        try:
-            layout = engine.complete()
-        except GeometryError as error:
-            self._drop_shard(session)
-            raise Refusal(protocol.CONFIGURATION, str(error)) from error
-        if layout is not None:
-            self.known[layout.namespace] = (shard.model, layout)
-            logger.info(
-                "engine %s of %s is registered: %d groups, chunk size %d, namespace %s",
-                shard.engine_id,
-                shard.model.model,
-                len(layout.groups),
-                layout.chunk_size,
-                layout.namespace.hex()[:16],
-            )
-        return Registered(shard.chunk_size, chunk_size_warning(shard.chunk_size, shard.geometry.groups))
-
-    def _join(self, session: Session, message: Join, _request_id: int) -> Message:
-        engine = self.engines.get(message.engine_id)
-        layout = engine.layout if engine is not None else None
-        if layout is None:
-            return Joined(False, 0, b"")
-        session.joined = message.engine_id
-        return Joined(True, layout.chunk_size, layout.namespace)
+        self.cache.expire(self.clock())
+        self.registry.tick()
 
     # -- the cache --------------------------------------------------------------------------------
 
-    def _lookup(self, session: Session, message: Lookup, _request_id: int) -> Message:
+    def _lookup(self, session: Session, message: Lookup) -> Message:
         started_s = self.clock()
-        engine = self.engines.get(message.engine_id)
-        layout = engine.layout if engine is not None else None
-        if layout is None or session.joined != message.engine_id:
-            raise Refusal(protocol.NOT_REGISTERED, f"engine {message.engine_id!r} is not registered")
+        layout = self.registry.joined_layout(session, message.engine_id)
         computed, limit = message.computed_tokens, message.limit_tokens
         if not computed <= limit < message.num_tokens or limit > len(message.keys) * layout.chunk_size:
             raise Refusal(protocol.BAD_REQUEST, "computed_tokens <= limit_tokens < num_tokens does not hold")
@@ -319,16 +165,14 @@ class Router:
         )
         return Found(hit.resume_tokens, hit.lease_id, int(self.config.lease_s), hit.held)
 
-    def _end_request(self, session: Session, message: EndRequest, _request_id: int) -> Message:
+    def _end_request(self, session: Session, message: EndRequest) -> Message:
         for lease_id in message.lease_ids:
             self.cache.release(lease_id, session.session_id)
-        engine = self.engines.get(message.engine_id)
-        if engine is not None and engine.layout is not None and session.joined == message.engine_id:
-            self.cache.touch(engine.layout.namespace, message.keys)
+        self.cache.touch(self.registry.joined_layout(session, message.engine_id).namespace, message.keys)
         return Done()
 
-    def _retrieve(self, session: Session, message: Retrieve, request_id: int) -> Message | None:
-        shard, layout = self._shard(session)
+    def _retrieve(self, session: Session, message: Retrieve, request_id: int) -> None:
+        shard, layout = self.registry.shard(session)
         groups = shard.geometry.groups
         resume, computed = message.resume_tokens, message.computed_tokens
         if len(message.block_ids) != len(groups) or resume % layout.chunk_size:
@@ -351,10 +195,9 @@ class Router:
             self.reply(session.identity, request_id, reply)
 
         self.copies.load(shard, read, message.block_ids, ended)
-        return None
 
-    def _store(self, session: Session, message: Store, request_id: int) -> Message | None:
-        shard, layout = self._shard(session)
+    def _store(self, session: Session, message: Store, request_id: int) -> None:
+        shard, layout = self.registry.shard(session)
         for each in message.objects:
             if each.group >= len(layout.groups) or each.chunk_index >= protocol.MAX_CHUNKS:
                 raise Refusal(
@@ -370,22 +213,6 @@ class Router:
             self.reply(session.identity, request_id, stored)
 
         self.copies.store(self.cache, shard, layout, message.objects, session.session_id, ended)
-        return None
-
-    def _shard(self, session: Session) -> tuple[Shard, Layout]:
-        """The session's proven shard and its engine's layout."""
-        shard = session.shard
-        engine = self.engines.get(shard.engine_id) if shard is not None else None
-        if shard is None or shard.copier is None or engine is None or engine.layout is None:
-            raise Refusal(protocol.NOT_REGISTERED, "the engine of this worker is not (yet) registered")
-        if session.jobs >= MAX_JOBS:
-            raise Refusal(protocol.OVERLOADED, f"{MAX_JOBS} copies of this worker are waiting already")
-        return shard, engine.layout
-
-    def close(self) -> None:
-        """End every session; when this returns no memory is being copied."""
-        for session in list(self.sessions.values()):
-            self.drop(session, "the server ends")
 
 
 def _check_blocks(shard: Shard, block_ids: tuple[int, ...], count: int) -> None:

@@ -136,11 +136,11 @@ async def _serve(config: Config, socket: "zmq.Socket[bytes]", web: http.Server, 
             router.tick()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(stop.wait(), TICK_S)
-        logger.info("ending: %d sessions", len(router.sessions))
+        logger.info("ending: %d sessions", len(router.registry.sessions))
         return 0
     finally:
         web.stop()
-        router.close()
+        router.registry.close()
         # Copies that ended in time have their last word to say; then nothing is held any more.
         await asyncio.sleep(0)
         cache.check_integrity()

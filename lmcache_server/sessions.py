@@ -128,7 +128,7 @@ def open_pidfd(pid: int) -> int | None:
     (another process namespace, or it is gone)."""
     try:
         return os.pidfd_open(pid)
-    except OSError:
+    except (OSError, OverflowError):
         return None
 
 

@@ -43,6 +43,7 @@ LOOKUP_WAIT_S = 0.0005
 CONNECT_S = 1.0
 JOIN_TIMEOUT_S = 2.0
 FORGET_TIMEOUT_S = 5.0
+HELD_SHARE = 0.5
 DRAIN_S = 10.0
 """How long an idle engine keeps stepping for stores that have not been acknowledged."""
 
@@ -266,7 +267,7 @@ class SchedulerSide:
         self._queued = []
         if self._stores and self.channel.ready:
             objects = [*self._computed_objects(output), *self._state_objects(output)]
-            if objects:
+            if objects and self._may_hold(objects):
                 job_id = self._hold([block for each in objects for block in each.block_ids])
                 metadata.saves.append(Save(job_id, Store(tuple(objects))))
         return metadata
@@ -331,6 +332,14 @@ class SchedulerSide:
         self._pool.touch([self._pool.blocks[i] for i in block_ids])
         self._jobs[job_id] = _Job(block_ids, self._world_size, time.monotonic())
         return job_id
+
+    def _may_hold(self, objects: Sequence[StoreObject]) -> bool:
+        """A server that is slower than the engine must not take the engine's blocks: beyond a share of
+        them that is held already, stores are dropped."""
+        assert self._pool is not None
+        held = sum(len(job.blocks) for job in self._jobs.values())
+        wanted = sum(len(each.block_ids) for each in objects)
+        return not held or held + wanted <= HELD_SHARE * self._pool.num_gpu_blocks
 
     def worker_output(self, output: "KVConnectorOutput") -> None:
         """vLLM's update_connector_output, after each step: free what is settled, note what failed."""

@@ -1,10 +1,10 @@
 """Where the server listens: a Unix socket derived from the port, or TCP when a host is given."""
 
+import ipaddress
 import os
 import stat
 from pathlib import Path
 
-LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 MAX_SOCKET_PATH = 100
 
 
@@ -34,8 +34,12 @@ def host_name(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`; of names, `localhost` alone is trusted to mean that."""
     name = host_name(host)
-    return name in LOOPBACK_HOSTS or name.startswith("127.")
+    try:
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def address(host: str, port: int) -> str:

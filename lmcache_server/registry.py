@@ -1,0 +1,214 @@
+"""Who may use the cache: sessions come and go, workers register memory and prove that it is theirs."""
+
+import asyncio
+import hmac
+import logging
+import os
+from collections.abc import Callable
+
+from lmcache_client.contract import protocol
+from lmcache_client.contract.geometry import GeometryError, chunk_size_warning, resolve_chunk_size
+from lmcache_client.contract.keys import ModelTag
+from lmcache_client.contract.protocol import (
+    Challenge,
+    Done,
+    Goodbye,
+    Hello,
+    Join,
+    Joined,
+    Message,
+    Prove,
+    Register,
+    Registered,
+    Welcome,
+)
+from lmcache_client.contract.version import VERSION
+from lmcache_server.config import Config
+from lmcache_server.copies import Copies
+from lmcache_server.core.cache import Cache, Layout
+from lmcache_server.sessions import MAX_JOBS, MAX_SESSIONS, Engines, Session, Shard, open_pidfd
+from lmcache_server.transfer import host
+
+logger = logging.getLogger(__name__)
+
+SILENT_SESSION_S = 15.0
+"""A session whose process cannot be watched is dropped after this silence; clients ping every second."""
+
+
+class Refusal(Exception):
+    """A request that is answered with Refused."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Registry:
+    """The sessions, and the engines that their workers make up. `clock` gives monotonic seconds."""
+
+    def __init__(self, config: Config, cache: Cache, copies: Copies, clock: Callable[[], float]) -> None:
+        self.boot_id = os.urandom(protocol.BOOT_ID_BYTES)
+        self.sessions: dict[bytes, Session] = {}
+        """By ROUTER's name for the client."""
+        self.engines = Engines()
+        self.known: dict[bytes, tuple[ModelTag, Layout]] = {}
+        """Namespaces that have chunks or engines, for the status report."""
+        self._config = config
+        self._cache = cache
+        self._copies = copies
+        self._clock = clock
+        self._next_session = 1
+
+    def hello(self, identity: bytes, message: Hello) -> Message:
+        for old in [s for s in self.sessions.values() if s.client_id == message.client_id]:
+            self.drop(old, "connected again")
+        if len(self.sessions) >= MAX_SESSIONS:
+            raise Refusal(protocol.OVERLOADED, f"the server has {MAX_SESSIONS} sessions already")
+        now_s = self._clock()
+        session = Session(
+            self._next_session,
+            identity,
+            message.pid,
+            message.client_id,
+            message.client_version,
+            now_s,
+            now_s,
+            open_pidfd(message.pid),
+        )
+        self._next_session += 1
+        self.sessions[identity] = session
+        if session.pidfd is not None:
+            asyncio.get_running_loop().add_reader(session.pidfd, self.drop, session, "its process ended")
+        return Welcome(self.boot_id, os.getpid(), VERSION, session.session_id)
+
+    def drop(self, session: Session, reason: str) -> None:
+        """End a session: its leases at once, its copies when the slice that runs has ended, then its
+        reservations. When this returns none of its memory is being copied."""
+        if self.sessions.get(session.identity) is not session:
+            return
+        del self.sessions[session.identity]
+        self._drop_shard(session)
+        self._cache.drop_session(session.session_id)
+        if session.pidfd is not None:
+            asyncio.get_running_loop().remove_reader(session.pidfd)
+            os.close(session.pidfd)
+        level = logging.DEBUG if session.role == "client" else logging.INFO
+        logger.log(
+            level, "session %d (%s, pid %d) ended: %s", session.session_id, session.role, session.pid, reason
+        )
+
+    def _drop_shard(self, session: Session) -> None:
+        shard, session.shard = session.shard, None
+        if shard is None:
+            return
+        self.engines.remove(shard)
+        self._copies.detach(shard)
+        if shard.pidfd is not None:
+            os.close(shard.pidfd)
+            shard.pidfd = None
+
+    def goodbye(self, session: Session, _message: Goodbye) -> Message:
+        self.drop(session, "it said goodbye")
+        return Done()
+
+    def tick(self) -> None:
+        """Once a second: sessions that time ends."""
+        now_s = self._clock()
+        for session in list(self.sessions.values()):
+            if session.pidfd is None and now_s - session.heard_s > SILENT_SESSION_S:
+                self.drop(session, f"silent for {SILENT_SESSION_S:.0f} s")
+
+    # -- registration -----------------------------------------------------------------------------
+
+    def register(self, session: Session, message: Register) -> Message:
+        geometry, memory = message.geometry, message.memory
+        if not 0 <= message.rank < message.model.world_size:
+            raise Refusal(protocol.BAD_REQUEST, f"rank {message.rank} of {message.model.world_size} workers")
+        try:
+            geometry.check_buffers(tuple(size for _, size in memory.buffers))
+            chunk_size = resolve_chunk_size(self._config.chunk_size, geometry.groups)
+        except GeometryError as error:
+            logger.warning("refused an engine of %s: %s", message.model.model, error)
+            raise Refusal(protocol.CONFIGURATION, str(error)) from error
+        self._drop_shard(session)
+        session.shard = Shard(
+            message.engine_id,
+            message.rank,
+            message.model,
+            geometry,
+            memory,
+            chunk_size,
+            nonce=os.urandom(protocol.NONCE_BYTES),
+        )
+        return Challenge(session.shard.nonce)
+
+    def prove(self, session: Session, _message: Prove) -> Message:
+        shard = session.shard
+        if shard is None or shard.copier is not None:
+            raise Refusal(protocol.BAD_REQUEST, "there is no registration to prove")
+        # Opened before the nonce is read: from then on the descriptor, not the number, is the process.
+        shard.pidfd = open_pidfd(shard.memory.pid)
+        try:
+            if shard.pidfd is None:
+                raise host.NoAccessError(
+                    f"the server cannot see process {shard.memory.pid}: run it in the same process "
+                    "namespace as vLLM (containers: a shared pid namespace)"
+                )
+            found = host.read(shard.memory.pid, shard.memory.proof_address, len(shard.nonce))
+            for start, size in shard.memory.buffers:
+                host.check_access(shard.memory.pid, start, size)
+        except host.CopyError as error:
+            self._drop_shard(session)
+            logger.warning("refused a worker of %s: %s", shard.model.model, error)
+            raise Refusal(protocol.NO_ACCESS, str(error)) from error
+        if not hmac.compare_digest(found, shard.nonce):
+            self._drop_shard(session)
+            raise Refusal(protocol.NO_ACCESS, "the nonce is not in the memory that was registered")
+        self._copies.attach(shard)
+        engine = self.engines.add(shard)
+        try:
+            layout = engine.complete()
+        except GeometryError as error:
+            self._drop_shard(session)
+            raise Refusal(protocol.CONFIGURATION, str(error)) from error
+        if layout is not None:
+            self.known[layout.namespace] = (shard.model, layout)
+            logger.info(
+                "engine %s of %s is registered: %d groups, chunk size %d, namespace %s",
+                shard.engine_id,
+                shard.model.model,
+                len(layout.groups),
+                layout.chunk_size,
+                layout.namespace.hex()[:16],
+            )
+        return Registered(shard.chunk_size, chunk_size_warning(shard.chunk_size, shard.geometry.groups))
+
+    def join(self, session: Session, message: Join) -> Message:
+        engine = self.engines.get(message.engine_id)
+        layout = engine.layout if engine is not None else None
+        if layout is None:
+            return Joined(False, 0, b"")
+        session.joined = message.engine_id
+        return Joined(True, layout.chunk_size, layout.namespace)
+
+    def joined_layout(self, session: Session, engine_id: str) -> Layout:
+        """The layout of the engine that this scheduler has joined."""
+        engine = self.engines.get(engine_id)
+        if engine is None or engine.layout is None or session.joined != engine_id:
+            raise Refusal(protocol.NOT_REGISTERED, f"engine {engine_id!r} is not registered")
+        return engine.layout
+
+    def shard(self, session: Session) -> tuple[Shard, Layout]:
+        """The session's proven shard and its engine's layout."""
+        shard = session.shard
+        engine = self.engines.get(shard.engine_id) if shard is not None else None
+        if shard is None or shard.copier is None or engine is None or engine.layout is None:
+            raise Refusal(protocol.NOT_REGISTERED, "the engine of this worker is not (yet) registered")
+        if session.jobs >= MAX_JOBS:
+            raise Refusal(protocol.OVERLOADED, f"{MAX_JOBS} copies of this worker are waiting already")
+        return shard, engine.layout
+
+    def close(self) -> None:
+        """End every session; when this returns no memory is being copied."""
+        for session in list(self.sessions.values()):
+            self.drop(session, "the server ends")

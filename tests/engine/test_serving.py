@@ -1,0 +1,168 @@
+"""What a user of vLLM sees of the connector: names, restarts, sharing, refusals."""
+
+import random
+import time
+from collections.abc import Iterator
+
+import pytest
+from harness.engine import Engine, EngineError
+from harness.server import LMCacheServer
+
+
+def prompt(tokens: int, seed: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randint(3, 500) for _ in range(tokens)]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LMCacheServer]:
+    with LMCacheServer(l1_size_gb=0.3) as running:
+        yield running
+
+
+def test_three_processes_find_the_connector_by_its_bare_name(server: LMCacheServer) -> None:
+    """Frontend, engine core and worker in processes of their own, as `vllm serve` runs them."""
+    cached = prompt(700, 1)
+    with Engine("gemma3", server=server, multiprocessing=True) as engine:
+        cold = engine.run(cached)
+        limit_s = time.monotonic() + 1
+        while not engine.reset_prefix_cache():
+            assert time.monotonic() < limit_s, "the reset must succeed within a second of the last request"
+            time.sleep(0.05)
+        restored = engine.run(cached)
+        assert restored.cached_tokens == 512
+        assert restored.output == cold.output
+    # Another engine of the same model, started afterwards, with the connector named by module.
+    module = {"kv_connector_module_path": "lmcache_client.connector"}
+    with Engine("gemma3", server=server, connector=module) as engine:
+        again = engine.run(cached)
+        assert again.external_tokens == 512
+        assert again.output == cold.output
+
+
+def test_engines_of_two_models_use_one_server_at_once(server: LMCacheServer) -> None:
+    cached = prompt(700, 2)
+    memory = 16 << 20
+    with (
+        Engine("llama", server=server, kv_cache_memory_bytes=memory) as llama,
+        Engine("qwen3next", server=server, kv_cache_memory_bytes=memory) as qwen,
+    ):
+        cold = [engine.run(cached) for engine in (llama, qwen)]
+        connected = [each["model"] for each in server.status()["namespaces"] if each["engines"]]
+        assert len(set(connected)) == 2
+        for engine, before in zip((llama, qwen), cold, strict=True):
+            assert before.external_tokens == 0, "nothing is shared between models"
+            assert engine.reset_prefix_cache()
+            restored = engine.run(cached)
+            assert restored.external_tokens > 0
+            assert restored.output == before.output
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"dtype": "float32"}, {"block_size": 64}, {"kv_cache_dtype": "fp8"}],
+    ids=["dtype", "block", "fp8"],
+)
+def test_another_layout_of_the_same_model_shares_nothing(
+    server: LMCacheServer, other: dict[str, object]
+) -> None:
+    server.clear()
+    cached = prompt(700, 3)
+    with Engine("llama", server=server) as engine:
+        engine.run(cached)
+        assert engine.reset_prefix_cache()
+        assert engine.run(cached).external_tokens > 0
+    try:
+        with Engine("llama", server=server, **other) as engine:
+            assert engine.run(cached).external_tokens == 0
+            assert engine.reset_prefix_cache()
+            assert engine.run(cached).external_tokens > 0, "but it has a cache of its own"
+    except EngineError as error:
+        if "kv_cache_dtype" not in other or "fp8" not in str(error):
+            raise
+        pytest.skip("this CPU backend has no fp8 KV cache")
+
+
+def test_salts_and_equal_prompts_share_only_with_themselves(server: LMCacheServer) -> None:
+    cached = prompt(700, 4)
+    with Engine("llama", server=server) as engine:
+        engine.run(cached, cache_salt="tenant a")
+        assert engine.reset_prefix_cache()
+        assert engine.run(cached, cache_salt="tenant b").external_tokens == 0
+        assert engine.reset_prefix_cache()
+        assert engine.run(cached).external_tokens == 0
+        assert engine.reset_prefix_cache()
+        assert engine.run(cached, cache_salt="tenant a").external_tokens == 512
+
+
+def test_a_chunk_size_that_does_not_fit_is_refused_at_engine_start() -> None:
+    with LMCacheServer(chunk_size=100) as server, pytest.raises(EngineError) as refused:
+        Engine("llama", server=server).__enter__()
+    assert (
+        "chunk size 100 is not a multiple of this model's unified block size 128: start the server with "
+        "--chunk-size 128, or with --chunk-size auto"
+    ) in str(refused.value)
+
+
+def test_an_unknown_key_of_the_connector_is_refused_with_the_known_ones(server: LMCacheServer) -> None:
+    with pytest.raises(EngineError) as refused:
+        Engine("llama", server=server, extra_config={"lmcache.mp.prot": 1}).__enter__()
+    assert "unknown key 'lmcache.mp.prot'" in str(refused.value)
+    assert "lmcache.mp.port" in str(refused.value)
+
+
+def test_an_engine_outlives_the_server_and_uses_it_when_it_is_there(server: LMCacheServer) -> None:
+    cached = prompt(700, 5)
+    late = LMCacheServer(l1_size_gb=0.1)
+    with Engine("gemma3", server=late) as engine:
+        cold = engine.run(cached)
+        assert cold.external_tokens == 0
+        assert engine.log.read_text().count("no server at") == 1
+        with late:
+            _wait_for_engine(late)
+            assert engine.reset_prefix_cache()
+            assert engine.run(cached).output == cold.output
+            assert engine.reset_prefix_cache()
+            served = engine.run(cached)
+            assert served.external_tokens == 512
+            assert served.output == cold.output
+            late.restart()
+            _wait_for_engine(late)
+            assert engine.reset_prefix_cache()
+            computed = engine.run(cached)
+            assert computed.external_tokens == 0, "the new server is empty"
+            assert engine.reset_prefix_cache()
+            again = engine.run(cached)
+            assert again.external_tokens == 512
+            assert again.output == computed.output == cold.output
+            late.kill()
+            assert engine.reset_prefix_cache()
+            alone = engine.run(cached)
+            assert alone.external_tokens == 0
+            assert alone.output == cold.output
+
+
+def _wait_for_engine(server: LMCacheServer) -> None:
+    limit_s = time.monotonic() + 10
+    while {each["role"] for each in server.status()["sessions"]} != {"worker", "scheduler"}:
+        assert time.monotonic() < limit_s
+        time.sleep(0.05)
+    time.sleep(0.3)
+
+
+def test_a_promise_that_is_broken_is_recomputed(server: LMCacheServer) -> None:
+    """The server dies between the lookup and the load; more than one group; vLLM's default policy."""
+    cached = prompt(700, 6)
+    with LMCacheServer(l1_size_gb=0.1) as dying, Engine("gemma3", server=dying) as engine:
+        cold = engine.run(cached)
+        assert engine.reset_prefix_cache()
+        assert dying.process is not None
+        assert engine.run(cached).external_tokens == 512
+        assert engine.reset_prefix_cache()
+        engine.call("kill_server_at_load", pid=dying.process.pid)
+        result = engine.run(cached)
+        assert result.finish_reason == "length"
+        assert result.output == cold.output
+        assert result.external_tokens == 0
+        info = engine.info()
+        assert info["free_blocks"] == info["num_blocks"] - 1

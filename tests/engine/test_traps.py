@@ -1,0 +1,110 @@
+"""Situations in which other caches of this kind were seen to lose or corrupt what they hold."""
+
+import random
+import time
+from collections.abc import Iterator
+
+import pytest
+from harness.engine import Engine
+from harness.server import LMCacheServer
+
+
+def prompt(tokens: int, seed: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randint(3, 500) for _ in range(tokens)]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LMCacheServer]:
+    with LMCacheServer(l1_size_gb=0.3) as running:
+        yield running
+
+
+def test_recurrent_prompts_that_share_prefixes_of_many_lengths(server: LMCacheServer) -> None:
+    """States exist at ends of steps only, and steps are longer than a block: every other boundary must
+    not be resumed at."""
+    first = prompt(1500, 1)
+    lengths = (200, 645, 770, 900, 1284, 1499)
+    with Engine(
+        "qwen3next",
+        server=server,
+        block_size=32,
+        max_num_batched_tokens=512,
+        prefix_cache_retention_interval=None,
+    ) as engine:
+        server.clear()
+        engine.run(first)
+        shared = {}
+        for length in lengths:
+            assert engine.reset_prefix_cache()
+            shared[length] = engine.run([*first[:length], *prompt(40, length)])
+        assert sum(each.external_tokens > 0 for each in shared.values()) >= 4
+        for length in lengths:
+            server.clear()
+            assert engine.reset_prefix_cache()
+            computed = engine.run([*first[:length], *prompt(40, length)])
+            assert computed.external_tokens == 0
+            assert shared[length].tokens == computed.tokens
+            assert shared[length].output == computed.output
+
+
+def test_null_blocks_inside_a_chunk_are_never_stored(server: LMCacheServer) -> None:
+    """The server is cleared while the engine's own prefix cache is not: the next store sees blocks that
+    the sliding window has left behind."""
+    first = prompt(1500, 2)
+    with Engine("gemma3", server=server, block_size=128) as engine:
+        server.clear()
+        engine.run(first)
+        server.clear()
+        engine.run([*first, *prompt(300, 3)])
+        resumed = {}
+        for length in (400, 700, 1285):
+            assert engine.reset_prefix_cache()
+            resumed[length] = engine.run([*first[:length], *prompt(6, length)])
+        for length, result in resumed.items():
+            server.clear()
+            assert engine.reset_prefix_cache()
+            assert result.output == engine.run([*first[:length], *prompt(6, length)]).output
+
+
+def test_a_burst_beyond_l1_still_serves_the_latest(server: LMCacheServer) -> None:
+    with LMCacheServer(l1_size_gb=8 / 1024) as small, Engine("llama", server=small) as engine:
+        prompts = [prompt(1030, 100 + i) for i in range(24)]
+        cold = [engine.run(each) for each in prompts]
+        metrics = small.metrics()
+        assert metrics["lmcache_evicted_chunks_total"] > 0
+        assert metrics['lmcache_objects_total{outcome="no_room"}'] == 0
+        assert engine.reset_prefix_cache()
+        served = engine.run(prompts[-1])
+        assert served.external_tokens == 1024
+        assert served.output == cold[-1].output
+
+
+def test_lookups_that_are_never_consumed_leave_no_lease(server: LMCacheServer) -> None:
+    with Engine("llama", server=server, num_gpu_blocks_override=40) as engine:
+        cached = prompt(1100, 4)
+        engine.run(cached)
+        assert engine.reset_prefix_cache()
+        for _ in range(5):
+            names = engine.submit([[*cached, *prompt(2000, 7)], [*cached, *prompt(2000, 8)]])
+            engine.step(1)
+            engine.abort(names)
+            engine.settle()
+        limit_s = time.monotonic() + 5
+        while server.status()["l1"]["leases"] and time.monotonic() < limit_s:
+            time.sleep(0.05)
+        assert server.status()["l1"]["leases"] == 0
+        info = engine.info()
+        assert info["free_blocks"] == info["num_blocks"] - 1, "all but the null block"
+        assert engine.run(cached).external_tokens + engine.run(cached).local_tokens > 0
+
+
+def test_preemption_under_load_finishes_and_leaks_no_block(server: LMCacheServer) -> None:
+    with Engine("gemma3", server=server, num_gpu_blocks_override=60, max_model_len=2048) as engine:
+        prompts = [prompt(900, 50 + i % 4) for i in range(10)]
+        for _ in range(2):
+            results = engine.generate(prompts, 120)
+            assert all(each.finish_reason == "length" and len(each.tokens) == 120 for each in results)
+        info = engine.info()
+        assert info["free_blocks"] == info["num_blocks"] - 1
+        assert server.status()["l1"]["leases"] == 0
