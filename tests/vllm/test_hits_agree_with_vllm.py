@@ -13,6 +13,7 @@ cached every block that an object of it would hold. Then:
   span), and its hits inside a Mamba block (`allow_partial_hash_hits`), which end at no block boundary.
 """
 
+import itertools
 import math
 import os
 import warnings
@@ -136,7 +137,8 @@ def models(draw, one_block_size=False):
         block_size = draw(st.sampled_from((4, 6, 8, 12))) if uneven else common
         window = 0
         if kind == SLIDING_WINDOW:
-            window = draw(st.integers(2, 60))
+            # Around whole blocks, where the number of needed blocks changes.
+            window = max(2, block_size * draw(st.integers(0, 6)) + draw(st.integers(-1, 2)))
         elif kind == CHUNKED_LOCAL:
             window = block_size * draw(st.integers(1, 5))
         groups.append(GroupSpec(kind, block_size, window, "", ()))
@@ -148,11 +150,12 @@ def cases(draw, model, whole_objects):
     """(groups, per group which blocks are cached, total tokens, limit tokens)"""
     groups = draw(model)
     chunk_size = unified_block_size(groups)
-    chunks = draw(st.integers(1, 6))
+    chunks = draw(st.integers(1, 8))
     total_tokens = chunks * chunk_size
-    likely = st.sampled_from((True, True, True, False))
     cached = []
     for group in groups:
+        # All of it, a lot of it, or some of it: else several groups together hardly ever hit.
+        likely = st.sampled_from(draw(st.sampled_from(((True,), (True,) * 5 + (False,), (True, False)))))
         blocks = total_tokens // group.block_size
         flags = draw(st.lists(likely, min_size=blocks, max_size=blocks))
         for index in range(chunks if whole_objects else 0):
@@ -163,6 +166,24 @@ def cases(draw, model, whole_objects):
         cached.append(flags)
     limit_tokens = draw(st.just(total_tokens - 1) | st.integers(0, total_tokens))
     return groups, cached, total_tokens, limit_tokens
+
+
+@pytest.mark.parametrize(
+    ("kind", "windows"),
+    [
+        (SLIDING_WINDOW, (2, 4, 5, 6, 8, 9, 10, 12, 13, 14, 20, 21, 22)),
+        (CHUNKED_LOCAL, (4, 8, 12, 16, 20)),
+        (RECURRENT, (0,)),
+        (FULL, (0,)),
+    ],
+)
+def test_both_agree_on_every_chain_of_five_blocks(kind, windows):
+    full = GroupSpec(FULL, 4, 0, "", ())
+    for window, flags in itertools.product(windows, itertools.product((True, False), repeat=5)):
+        group = GroupSpec(kind, 4, window, "", ())
+        assert our_hit((group,), [flags], 20, 20) == vllm_hit((group,), [flags], 20, 20)[0]
+        case = (full, group), [(True,) * 5, flags], 20, 20
+        assert our_hit(*case) == vllm_hit(*case)[0]
 
 
 @settings(max_examples=500, deadline=None)
