@@ -79,6 +79,9 @@ def _kind(spec: KVCacheSpec) -> tuple[str, int]:
 
 def check_supported(vllm_config: "VllmConfig", config: KVCacheConfig) -> None:
     """Raises UnsupportedError for whatever is not proven to be restored exactly."""
+    device = vllm_config.device_config.device_type
+    if device != "cpu":
+        raise UnsupportedError(f"its KV cache on a {device} device, which this version does not copy yet")
     groups = group_specs(config)
     for group in config.kv_cache_groups:
         if group.host_resident or not group.enable_kv_transfer or not group.kv_cache_spec.prefix_cacheable:

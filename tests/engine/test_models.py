@@ -25,7 +25,6 @@ CASES = {
     "qwen35-32": {"block_size": 32},
     "falconh1": {"block_size": 128, "max_num_batched_tokens": 128},
 }
-RECURRENT = ("qwen3next", "qwen35", "falconh1")
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
@@ -47,15 +46,14 @@ def test_model_is_restored_exactly(server: LMCacheServer, case: str) -> None:
         unified = engine.info()["unified_block_size"]
         chunk = next(each for each in server.status()["namespaces"] if each["engines"])["chunk_size"]
         assert chunk % unified == 0
-        cached = prompt(1100, 1)
+        cached = prompt(4 * chunk + min(20, unified // 2), 1)
         cold = engine.run(cached)
         assert cold.external_tokens == cold.local_tokens == 0
 
         # All of it from the server.
         assert engine.reset_prefix_cache()
         restored = engine.run(cached)
-        assert restored.external_tokens >= chunk
-        assert restored.external_tokens % chunk == 0
+        assert restored.external_tokens == 4 * chunk
         assert restored.local_tokens == 0
         assert restored.output == cold.output
 
@@ -72,16 +70,22 @@ def test_model_is_restored_exactly(server: LMCacheServer, case: str) -> None:
         assert mixed.external_tokens > 0
         assert mixed.output == cold.output
 
-        # A growing conversation: the answer and a new question on top of what is stored.
+        # A growing conversation: the answer and a new question on top of what is stored. Where a resume
+        # starts changes the rounding of some models, with or without a server: what the engine computes
+        # from its own prefix cache, resumed at the same token, is what the output must equal.
         longer = [*cached, *cold.tokens, *prompt(300, 2)]
         assert engine.reset_prefix_cache()
         grown = engine.run(longer)
-        assert grown.external_tokens >= restored.external_tokens
+        assert grown.external_tokens == 4 * chunk
         server.clear()
         assert engine.reset_prefix_cache()
-        computed = engine.run(longer)
-        assert computed.external_tokens == computed.local_tokens == 0
-        assert grown.output == computed.output
+        engine.run(cached)
+        engine.run(cached)
+        server.clear()
+        local = engine.run(longer)
+        assert local.external_tokens == 0
+        assert local.local_tokens == grown.external_tokens
+        assert grown.output == local.output
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma3", "gemma4", "llama4", "qwen3next", "dsv2"])
