@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lmcache_client.contract.geometry import (
@@ -36,6 +36,7 @@ def groups(draw):
     return group(kind, draw(st.sampled_from((1, 2, 4, 16, 48))), window)
 
 
+@settings(deadline=None)
 @given(groups(), st.integers(1, 5), st.integers(1, 12), st.integers(0, 20))
 def test_objects_hold_every_block_that_a_resume_needs(spec, factor, chunks, computed_blocks):
     chunk_size = spec.block_size * factor
@@ -46,6 +47,7 @@ def test_objects_hold_every_block_that_a_resume_needs(spec, factor, chunks, comp
     assert stored.issuperset(spec.needed_blocks(resume_tokens, computed_tokens))
 
 
+@settings(deadline=None)
 @given(groups(), st.integers(1, 5), st.integers(0, 12))
 def test_an_object_holds_nothing_that_no_resume_needs(spec, factor, index):
     chunk_size = spec.block_size * factor
@@ -54,6 +56,7 @@ def test_an_object_holds_nothing_that_no_resume_needs(spec, factor, index):
     assert set(stored) <= set(spec.needed_blocks((index + 1) * chunk_size))
 
 
+@settings(deadline=None)
 @given(groups(), st.integers(0, 40), st.integers(0, 40))
 def test_what_the_engine_holds_itself_is_not_needed(spec, resume_blocks, computed_blocks):
     resume, computed = resume_blocks * spec.block_size, computed_blocks * spec.block_size
@@ -62,6 +65,7 @@ def test_what_the_engine_holds_itself_is_not_needed(spec, resume_blocks, compute
     assert needed.stop == resume_blocks
 
 
+@settings(deadline=None)
 @given(groups(), st.integers(0, 1000), st.integers(0, 1000))
 def test_the_first_needed_token_never_moves_back(spec, tokens, more_tokens):
     """The search of hits.py rests on it."""
@@ -170,6 +174,7 @@ def test_auto_chunks_are_at_least_256_tokens_unless_states_end_inside_them():
     assert resolve_chunk_size(None, [group(FULL, 16), group(RECURRENT, 48)]) == 48
 
 
+@settings(deadline=None)
 @given(st.lists(groups(), min_size=1, max_size=4))
 def test_auto_is_the_smallest_valid_size(specs):
     unified = math.lcm(*(spec.block_size for spec in specs))

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_client.contract.geometry import FULL, SLIDING_WINDOW, Geometry, GroupSpec, Region
@@ -80,11 +80,13 @@ def test_pinned_encoding():
     )
 
 
+@settings(deadline=None)
 @given(values, values)
 def test_different_values_have_different_encodings(first, second):
     assert (encode(first) == encode(second)) == (typed(first) == typed(second))
 
 
+@settings(deadline=None)
 @given(values, values)
 def test_values_cannot_run_into_each_other(first, second):
     """No encoding is the beginning of another, so that concatenation is unambiguous."""

