@@ -22,15 +22,24 @@ from harness.processes import environment, free_port, kill_group, new_log, tail,
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
 
+# Gives up a capability, then becomes the program in its arguments.
+_WITHOUT = (
+    "import ctypes, os, sys; "
+    "ctypes.CDLL(None).prctl(24, int(sys.argv[1])); "
+    "os.execv(sys.argv[2], sys.argv[2:])"
+)
+
 
 class LMCacheServer:
     """`lmcache server` on free ports, with a runtime directory of its own. A context manager.
 
     `flags` are the server's options by their names in Python: `l1_size_gb=0.01, chunk_size=256`;
-    True stands for a flag without a value.
+    True stands for a flag without a value. `without_capability` is a number of capabilities(7) that the
+    server must not have even when the tests run as root.
     """
 
-    def __init__(self, **flags: Any) -> None:
+    def __init__(self, *, without_capability: int | None = None, **flags: Any) -> None:
+        self._without_capability = without_capability
         self.flags = {"l1_size_gb": 0.5, "chunk_size": "auto", **flags}
         self.port = int(self.flags.setdefault("port", free_port()))
         self.http_port = int(self.flags.setdefault("http_port", free_port()))
@@ -58,6 +67,8 @@ class LMCacheServer:
         """Start it and wait until it is ready."""
         assert self.process is None, "the server is running"
         command = [sys.executable, "-m", "lmcache_server", "server"]
+        if self._without_capability is not None:
+            command = [sys.executable, "-c", _WITHOUT, str(self._without_capability), *command]
         for name, value in self.flags.items():
             command += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
         with self.log.open("ab") as log:

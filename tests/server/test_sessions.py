@@ -196,3 +196,40 @@ def test_sigterm_with_engines_connected_ends_with_0_within_5_s(server: LMCacheSe
         eventually(lambda: not engine.worker.ready)
     finally:
         engine.close()
+
+
+SHUT_CLIENT = """
+import ctypes, sys, time
+sys.path[:0] = sys.argv[3:]
+from harness.rawclient import RawEngine, group
+engine = RawEngine(sys.argv[1], [group()], engine_id=sys.argv[2])
+ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE: nobody without CAP_SYS_PTRACE may look inside
+engine.start()
+print(engine.worker.refusal.code, engine.worker.refusal, flush=True)
+engine.close()
+"""
+
+
+def test_where_the_kernel_forbids_copies_the_refusal_says_what_to_change() -> None:
+    with LMCacheServer(l1_size_gb=0.05, without_capability=19) as server:  # CAP_SYS_PTRACE
+        command = [sys.executable, "-c", SHUT_CLIENT, address(server), "shut", *sys.path]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert result.stdout.startswith(protocol.NO_ACCESS)
+        for hint in ("user of vLLM", "kernel.yama.ptrace_scope", "CAP_SYS_PTRACE", "seccomp"):
+            assert hint in result.stdout
+
+
+def test_over_tcp() -> None:
+    with LMCacheServer(l1_size_gb=0.05, host="127.0.0.1") as server:
+        engine = RawEngine(f"tcp://127.0.0.1:{server.port}", [group()]).start()
+        try:
+            keys = chain(range(engine.chunk_size), engine.chunk_size)
+            table = [list(range(1, 1 + engine.chunk_size // 16))]
+            pages = [engine.fill(0, block, block) for block in table[0]]
+            engine.store_prompt(keys, table)
+            found = engine.lookup(keys)
+            engine.memory[:] = 0
+            engine.retrieve(found, table)
+            assert all((engine.pages(0, b) == p).all() for b, p in zip(table[0], pages, strict=True))
+        finally:
+            engine.close()
