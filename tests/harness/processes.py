@@ -78,6 +78,7 @@ def kill_group(process: "subprocess.Popen[bytes]", timeout_s: float = 10.0) -> N
 
 
 def environment(changes: Mapping[str, str | None]) -> dict[str, str]:
-    """This process's environment with `changes`; None removes a variable."""
-    merged: dict[str, str | None] = {**os.environ, **changes}
+    """This process's environment with `changes`, None removing a variable, and nobody's LMCACHE_ ones."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("LMCACHE_")}
+    merged: dict[str, str | None] = {**inherited, **changes}
     return {name: value for name, value in merged.items() if value is not None}

