@@ -67,7 +67,7 @@ class Copies:
         ended: Callable[[Stored], None],
     ) -> None:
         """Reserve room for what is not there, copy it, and make it ready."""
-        reservations: list[Reservation] = []
+        reservations: list[tuple[StoreObject, Reservation]] = []
         pages: list[tuple[int, Page]] = []
         present = dropped = 0
         for each in objects:
@@ -85,17 +85,19 @@ class Copies:
                 len(each.block_ids),
                 num_bytes,
                 session_id,
+                each.parent,
             )
             if isinstance(reserved, Refusal):
                 self._metrics.count("lmcache_objects_total", 1, outcome=_OUTCOMES[reserved])
                 present += reserved is not Refusal.NO_ROOM
                 dropped += reserved is Refusal.NO_ROOM
                 continue
-            reservations.append(reserved)
+            reservations.append((each, reserved))
             pages.append((each.group, Page(reserved.runs, reserved.num_blocks, 0, each.block_ids)))
 
         def finish(error: Exception | None) -> None:
-            for reservation in reservations:
+            # In the order of the chain: a chunk finds its place by the one before it.
+            for _, reservation in sorted(reservations, key=lambda pair: pair[0].chunk_index):
                 if error is None:
                     cache.commit(reservation)
                 else:

@@ -292,11 +292,11 @@ class SchedulerSide:
                 continue
             keys = self._keys(tracked, complete)
             for chunk in range(tracked.next_chunk, complete):
-                yield from self._chunk_objects(tracked, tables, chunk, keys[chunk])
+                yield from self._chunk_objects(tracked, tables, chunk, keys)
             tracked.next_chunk = complete
 
     def _chunk_objects(
-        self, tracked: _Tracked, tables: Sequence[Sequence[int]], chunk: int, key: bytes
+        self, tracked: _Tracked, tables: Sequence[Sequence[int]], chunk: int, keys: Sequence[bytes]
     ) -> Iterable[StoreObject]:
         for index, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
             positions = group.stored_blocks(chunk, self.chunk_size)
@@ -305,7 +305,7 @@ class SchedulerSide:
             block_ids = tuple(table[positions.start : positions.stop])
             # A null block means that the engine no longer has (or never had) a part of the object.
             if len(block_ids) == len(positions) and all(block_ids):
-                yield StoreObject(key, chunk, index, block_ids)
+                yield StoreObject(keys[chunk], _parent(keys, chunk), chunk, index, block_ids)
 
     def _state_objects(self, output: "SchedulerOutput") -> Iterable[StoreObject]:
         """Recurrent states that vLLM hands over in this step, each with its exact block."""
@@ -321,7 +321,8 @@ class SchedulerSide:
                 if tokens % self.chunk_size or tokens > tracked.request.num_tokens or not block_id:
                     continue
                 if self._groups[group].kind == RECURRENT and not tracked.holds(group, chunk):
-                    yield StoreObject(self._keys(tracked, chunk + 1)[chunk], chunk, group, (block_id,))
+                    keys = self._keys(tracked, chunk + 1)
+                    yield StoreObject(keys[chunk], _parent(keys, chunk), chunk, group, (block_id,))
 
     # -- blocks held for copies -------------------------------------------------------------------
 
@@ -384,3 +385,7 @@ class SchedulerSide:
         leases = (tracked.answer.lease_id,) if tracked.answer is not None and tracked.answer.lease_id else ()
         if leases or tracked.keys:
             self._tell(EndRequest(self._engine_id, leases, tuple(tracked.keys)))
+
+
+def _parent(keys: Sequence[bytes], chunk: int) -> bytes:
+    return keys[chunk - 1] if chunk else ROOT_KEY

@@ -29,7 +29,7 @@ def encode(value: object) -> bytes:
     if isinstance(value, bool):
         return b"T" if value else b"F"
     if isinstance(value, int):
-        return _sized(b"I", str(value).encode())
+        return _sized(b"I", b"%d" % value)
     if isinstance(value, float):
         return b"D" + struct.pack("<d", value)
     if isinstance(value, str):

@@ -170,15 +170,17 @@ class Retrieve:
 
 @dataclass(frozen=True)
 class StoreObject:
-    """One object: the ids of the blocks at `stored_blocks(chunk_index, chunk_size)` of the group."""
+    """One object: the ids of the blocks at `stored_blocks(chunk_index, chunk_size)` of the group.
+    `parent` is the key of the chunk before it (ROOT_KEY for the first), by which it is evicted earlier."""
 
     key: bytes
+    parent: bytes
     chunk_index: int
     group: int
     block_ids: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        _check_keys((self.key,))
+        _check_keys((self.key, self.parent))
 
 
 @dataclass(frozen=True)

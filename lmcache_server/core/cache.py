@@ -5,10 +5,11 @@ ready; a chunk is evictable exactly while nothing pins it.
 """
 
 import enum
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lmcache_client.contract.keys import ROOT_KEY
+from lmcache_server.core import integrity
 from lmcache_server.core.eviction import EvictionOrder
 from lmcache_server.core.hits import resume_point
 from lmcache_server.core.index import Chunk, Index, StoredObject
@@ -16,6 +17,7 @@ from lmcache_server.core.layout import Layout
 from lmcache_server.core.leases import Lease, LeaseTable
 from lmcache_server.core.pool import FramePool, Runs, count_frames
 from lmcache_server.core.reads import Read, ReadPart, plan_parts
+from lmcache_server.core.reservation import Reservation
 
 __all__ = ["Cache", "Hit", "Layout", "Read", "ReadPart", "Refusal", "Reservation", "Runs"]
 
@@ -39,20 +41,6 @@ class Hit:
     resume_tokens: int
     lease_id: int
     held: tuple[bytes, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Reservation:
-    """Frames that a session is writing `num_bytes` of payload to; ends with commit or abort."""
-
-    chunk: Chunk
-    group: int
-    shard: int
-    bit: int
-    runs: Runs
-    num_blocks: int
-    num_bytes: int
-    session: int
 
 
 class Cache:
@@ -178,10 +166,12 @@ class Cache:
         num_blocks: int,
         num_bytes: int,
         session: int,
+        parent: bytes = b"",
     ) -> Reservation | Refusal:
         """Takes frames for an object of `num_bytes` payload, evicting chunks if need be.
 
-        Nothing is evicted when even evicting everything that is not pinned would not make room.
+        `parent` is the key of the chunk before it in its chain, never evicted for its child: a chain
+        longer than L1 is cut at its tail, not its head. Nothing is evicted where that makes no room.
         """
         if num_bytes <= 0 or chunk_index < 0:
             raise ValueError(f"an object of {num_bytes} bytes for chunk {chunk_index} cannot be stored")
@@ -192,19 +182,19 @@ class Cache:
         if chunk is not None and chunk.reserved >> bit & 1:
             return Refusal.BUSY
         frames = -(-num_bytes // self.frame_bytes)
-        own = chunk.frames if chunk is not None and chunk in self._order else 0
-        if self._pool.free_frames + self._order.frames - own < frames:
+        victims = self._victims(frames, chunk, self._index.get(layout.namespace, parent))
+        if victims is None:
             return Refusal.NO_ROOM
         if chunk is None:
             chunk = Chunk(layout.namespace, key)
             self._index.add(chunk)
         self._pin(chunk)
-        self._make_room(frames)
+        self._evict(victims)
         runs = self._pool.allocate(frames)
         assert runs is not None, "there was room"
         chunk.reserved |= 1 << bit
         self.reserved_frames += frames
-        reservation = Reservation(chunk, group, shard, bit, runs, num_blocks, num_bytes, session)
+        reservation = Reservation(chunk, group, shard, bit, runs, num_blocks, num_bytes, session, parent)
         self._reservations.add(reservation)
         return reservation
 
@@ -218,7 +208,7 @@ class Cache:
         chunk.add(reservation.bit, StoredObject(reservation.num_blocks, reservation.num_bytes, runs), frames)
         self.used_frames += frames
         self.stored_bytes += reservation.num_bytes
-        self._unpin(chunk)
+        self._unpin(chunk, self._place(chunk.namespace, reservation.parent))
 
     def abort(self, reservation: Reservation) -> None:
         """The object was not written, and nothing writes to its frames any more."""
@@ -271,39 +261,15 @@ class Cache:
     def check_integrity(self) -> None:
         """Asserts the invariants of the cache; takes time linear in its size."""
         self._pool.check_integrity()
-        pins = Counter(chunk for lease in self._leases for chunk in lease.chunks)
-        pins.update(chunk for read in self._reads for chunk in read.lease.chunks)
-        pins.update(reservation.chunk for reservation in self._reservations)
-        indexed = list(self._index)
-        chunks = set(indexed) | set(pins)
-        assert len(indexed) == self._index.num_chunks
-        for chunk in chunks:
-            assert chunk.pins == pins[chunk], "pins are leases, reads and reservations"
-            assert chunk.ready.bit_count() == len(chunk.objects)
-            assert chunk.frames == sum(count_frames(stored.runs) for stored in chunk.all_objects())
-            assert chunk.ready or chunk.reserved or chunk.pins, "an empty chunk is forgotten"
-        assert all(self._index.get(chunk.namespace, chunk.key) is chunk for chunk in indexed)
-        order = list(self._order)
-        assert len(order) == len(set(order)), "a chunk is in the eviction order once"
-        assert set(order) == {chunk for chunk in indexed if not chunk.pins}
-        assert self._order.frames == sum(chunk.frames for chunk in order)
-        reserved = Counter((reservation.chunk, reservation.bit) for reservation in self._reservations)
-        assert all(chunk.reserved >> bit & 1 for chunk, bit in reserved)
-        assert len(reserved) == sum(chunk.reserved.bit_count() for chunk in chunks), "one object, one writer"
-        objects = [stored for chunk in chunks for stored in chunk.all_objects()]
+        reads = [read.lease for read in self._reads]
+        objects = integrity.check_chunks(self._index, [*self._leases, *reads], self._reservations)
+        integrity.check_order(self._index, self._order)
+        reserved = [held.runs for held in self._reservations]
         assert self.stored_bytes == sum(stored.num_bytes for stored in objects)
         assert self.used_frames == sum(count_frames(stored.runs) for stored in objects)
-        assert self.reserved_frames == sum(count_frames(held.runs) for held in self._reservations)
-        self._check_frames([stored.runs for stored in objects] + [held.runs for held in self._reservations])
-
-    def _check_frames(self, taken: list[Runs]) -> None:
-        runs = sorted((*self._pool.free_runs(), *(run for runs in taken for run in runs)))
-        end = 0
-        for start, count in runs:
-            assert start == end, "every frame is free or has one owner"
-            end = start + count
-        assert end == self._pool.total_frames
+        assert self.reserved_frames == sum(map(count_frames, reserved))
         assert self.free_frames + self.reserved_frames + self.used_frames == self.total_frames
+        integrity.check_frames(self._pool, [*reserved, *(stored.runs for stored in objects)])
 
     def _advance(self, now_s: float) -> None:
         self._now_s = max(self._now_s, now_s)
@@ -327,7 +293,15 @@ class Cache:
         if chunk in self._order:
             self._order.remove(chunk)
 
-    def _unpin(self, chunk: Chunk) -> None:
+    def _place(self, namespace: bytes, parent: bytes) -> Chunk | None:
+        """The chunk ahead of which a child of `parent` is evicted; None: it is evicted last."""
+        if parent in (b"", ROOT_KEY):
+            return None
+        before = self._index.get(namespace, parent)
+        # Without its parent a chunk is of use to few: it goes first.
+        return self._order.oldest() if before is None else before
+
+    def _unpin(self, chunk: Chunk, place: Chunk | None = None) -> None:
         chunk.pins -= 1
         chunk.last_used_s = self._now_s
         if chunk.pins:
@@ -335,14 +309,28 @@ class Cache:
         if chunk not in self._index:
             self._free_objects(chunk)
         elif chunk.ready:
-            self._order.add(chunk)
+            self._order.add(chunk, place if place is not None and place in self._order else None)
         else:
             self._index.remove(chunk)
 
-    def _make_room(self, frames: int) -> None:
-        while self._pool.free_frames < frames:
-            chunk = self._order.oldest()
-            assert chunk is not None, "evictable frames were counted"
+    def _victims(self, frames: int, own: Chunk | None, parent: Chunk | None) -> list[Chunk] | None:
+        """What to evict so that `frames` are free, the oldest first; None if it cannot be done."""
+        missing = frames - self._pool.free_frames
+        victims: list[Chunk] = []
+        if missing > self._order.frames:
+            return None
+        for chunk in self._order:
+            if missing <= 0:
+                break
+            if chunk is parent:
+                return None
+            if chunk is not own:
+                victims.append(chunk)
+                missing -= chunk.frames
+        return victims if missing <= 0 else None
+
+    def _evict(self, victims: Sequence[Chunk]) -> None:
+        for chunk in victims:
             self._order.remove(chunk)
             self._index.remove(chunk)
             self.evicted_chunks += 1

@@ -31,13 +31,14 @@ class EvictionOrder:
         chunk = self._ends.newer
         return None if chunk is self._ends else chunk
 
-    def add(self, chunk: Chunk) -> None:
-        """Puts a chunk last in line for eviction."""
-        newest = self._ends.older
+    def add(self, chunk: Chunk, ahead_of: Chunk | None = None) -> None:
+        """Puts a chunk last in line for eviction, or directly ahead of a chunk that is in line."""
         assert chunk.newer is None, "a chunk is in the order once"
-        assert newest is not None
-        chunk.older, chunk.newer = newest, self._ends
-        newest.newer = self._ends.older = chunk
+        newer = self._ends if ahead_of is None else ahead_of
+        older = newer.older
+        assert older is not None, "what it goes ahead of is in the order"
+        chunk.older, chunk.newer = older, newer
+        older.newer = newer.older = chunk
         self.frames += chunk.frames
 
     def remove(self, chunk: Chunk) -> None:

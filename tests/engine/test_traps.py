@@ -1,17 +1,12 @@
 """Situations in which other caches of this kind were seen to lose or corrupt what they hold."""
 
-import random
 import time
 from collections.abc import Iterator
 
 import pytest
 from harness.engine import Engine
+from harness.prompts import prompt
 from harness.server import LMCacheServer
-
-
-def prompt(tokens: int, seed: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randint(3, 500) for _ in range(tokens)]
 
 
 @pytest.fixture(scope="module")

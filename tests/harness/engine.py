@@ -22,8 +22,8 @@ START_TIMEOUT_S = 300.0
 COMMAND_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 30.0
 MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
-    # The CPU kernel of Mamba-2 cannot prefill more than one block in a step.
-    "falconh1": {"max_num_batched_tokens": 128},
+    # The CPU kernel of Mamba-2 cannot prefill more than one block, of 256 tokens, in a step.
+    "falconh1": {"max_num_batched_tokens": 256},
     "dsv2": {"block_size": 16},
 }
 
@@ -271,6 +271,10 @@ class Engine:
     def corrupt_kv(self, seed: int = 0) -> int:
         """Overwrite the whole KV cache with random numbers; returns its bytes."""
         return int(self.call("corrupt_kv", seed=seed))
+
+    def compare_stored(self, prompt: Prompt, resume_tokens: int) -> int:
+        """Compute a prompt and compare its pages with what the server stored; returns bytes compared."""
+        return int(self.call("compare_stored", prompt=list(prompt), resume_tokens=resume_tokens))
 
     def metrics(self) -> dict[str, float]:
         """vLLM's own counters and gauges, summed over labels, for example `vllm:num_preemptions`."""

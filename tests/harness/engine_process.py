@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TextIO
 
 SETTLE_TIMEOUT_S = 20.0
@@ -151,6 +152,60 @@ class EngineProcess:
             "free_blocks": pool.get_num_free_blocks(),
             "max_num_batched_tokens": scheduler.scheduler_config.max_num_batched_tokens,
         }
+
+    def do_kill_server_at_load(self, pid: int) -> None:
+        """Kill the server in the moment the worker is about to ask it for a load."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker = get_kv_transfer_group()._worker
+        original = worker.submit_loads
+
+        def submit_loads(metadata: Any) -> None:
+            if metadata.loads:
+                os.kill(pid, signal.SIGKILL)
+            original(metadata)
+
+        worker.submit_loads = submit_loads
+
+    def do_compare_stored(self, prompt: list[int], resume_tokens: int) -> int:
+        """Compute a prompt, then compare what the server stored of it with the pages that a resume at
+        `resume_tokens` needs; returns the number of bytes compared, raises where one differs."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        sys.path.append(str(Path(__file__).resolve().parent.parent))
+        from harness.stored_bytes import Twin, of_process
+
+        worker = get_kv_transfer_group()._worker
+        *_, geometry, buffers = worker._register_message
+        manager = self._core().scheduler.kv_cache_manager
+        (name,) = self.do_submit([prompt], 4, None, None)
+        pages: dict[tuple[int, int], bytes] = {}
+        live = of_process(geometry, buffers)
+        while name not in self.results:
+            self._step()
+            for request in self._core().scheduler.running:
+                for index, table in enumerate(manager.get_block_ids(request.request_id)):
+                    for position in geometry.groups[index].needed_blocks(resume_tokens):
+                        computed = (position + 1) * geometry.groups[index].block_size
+                        if (
+                            request.num_computed_tokens >= computed
+                            and position < len(table)
+                            and table[position]
+                        ):
+                            # The first sight is the step that completed the block: a state moves on after.
+                            pages.setdefault((index, position), live.block(index, table[position]))
+        del self.results[name]
+        self.do_settle()
+        twin = Twin(worker._settings.address, worker._register_message)
+        try:
+            compared = 0
+            for index, table in enumerate(twin.load(prompt, resume_tokens)):
+                for position, block in table.items():
+                    assert pages[index, position] == twin.pages.block(index, block), (index, position)
+                    compared += len(pages[index, position])
+            return compared
+        finally:
+            twin.close()
 
     def do_close(self) -> None:
         self.engine.engine_core.shutdown()

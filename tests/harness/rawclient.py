@@ -135,7 +135,8 @@ class RawEngine:
                 positions = each.stored_blocks(chunk, self.chunk_size)
                 if positions:
                     ids = tuple(tables[index][i] for i in positions)
-                    objects.append(StoreObject(key, chunk, index, ids))
+                    parent = keys[chunk - 1] if chunk else ROOT_KEY
+                    objects.append(StoreObject(key, parent, chunk, index, ids))
         return self.store(objects)
 
     def lookup(self, keys: Sequence[bytes], computed: int = 0, limit: int | None = None) -> Found:

@@ -46,6 +46,13 @@ def chain_keys(branch: int) -> list[bytes]:
     return [bytes([0 if index < 2 else branch, index]) * 16 for index in range(CHAIN_CHUNKS)]
 
 
+PARENTS = {
+    key: ([b""] + chain_keys(branch))[index]
+    for branch in range(1 << 3)
+    for index, key in enumerate(chain_keys(branch))
+}
+
+
 @dataclass(eq=False)
 class ModelObject:
     num_bytes: int
@@ -126,14 +133,19 @@ class Model:
         if chunk in self.order:
             self.order.remove(chunk)
 
-    def unpin(self, chunk: ModelChunk) -> None:
+    def unpin(self, chunk: ModelChunk, parent: bytes = b"") -> None:
         chunk.pins -= 1
         if chunk.pins:
             return
         if chunk in self.forgotten:
             self.forgotten.remove(chunk)
         elif chunk.objects:
-            self.order.append(chunk)
+            before = self.index.get((chunk.name[0], parent))
+            if parent and before is None:
+                self.order.insert(0, chunk)
+            else:
+                at = self.order.index(before) if before in self.order else len(self.order)
+                self.order.insert(at, chunk)
         else:
             del self.index[chunk.name]
 
@@ -142,13 +154,18 @@ class Model:
         for index in sorted(lease.chunks, reverse=True):
             self.unpin(lease.chunks[index])
 
-    def reserve(self, name: tuple[bytes, bytes], place: tuple[int, int], num_bytes: int, tag: tuple):
+    def reserve(
+        self, name: tuple[bytes, bytes], place: tuple[int, int], num_bytes: int, tag: tuple, parent: bytes
+    ):
         """A Refusal, or the chunk that now has a reserved object."""
         chunk = self.index.get(name)
         if chunk is not None and place in chunk.objects:
             return Refusal.PRESENT if chunk.objects[place].ready else Refusal.BUSY
         new = ModelObject(num_bytes, tag)
-        evictable = [each for each in self.order if each is not chunk]
+        before = self.index.get((name[0], parent))
+        # Chunks that are as recently used as the parent are none to evict for its child.
+        older = self.order[: self.order.index(before)] if before in self.order else self.order
+        evictable = [each for each in older if each is not chunk]
         if self.free_frames() + sum(each.frames() for each in evictable) < new.frames:
             return Refusal.NO_ROOM
         while self.free_frames() < new.frames:
@@ -209,8 +226,9 @@ class CacheMachine(RuleBasedStateMachine):
         place=places,
         num_bytes=st.integers(1, 60),
         session=sessions,
+        chained=st.booleans(),
     )
-    def reserve(self, layout, branch, index, place, num_bytes, session):
+    def reserve(self, layout, branch, index, place, num_bytes, session, chained):
         objects = [
             (of, shard)
             for of, ranks in enumerate(layout.holders)
@@ -218,15 +236,16 @@ class CacheMachine(RuleBasedStateMachine):
             if layout.groups[of].stored_blocks(index, CHUNK_SIZE)
         ]
         if objects:
-            self._reserve(layout, branch, index, *objects[place % len(objects)], num_bytes, session)
+            self._reserve(layout, branch, index, *objects[place % len(objects)], num_bytes, session, chained)
 
-    def _reserve(self, layout, branch, index, of, shard, num_bytes, session):
+    def _reserve(self, layout, branch, index, of, shard, num_bytes, session, chained=True):
         key = chain_keys(branch)[index]
         self.serial += 1
+        parent = PARENTS[key] if chained else b""
         tag = (layout.namespace, key, of, shard, self.serial)
-        expected = self.model.reserve((layout.namespace, key), (of, shard), num_bytes, tag)
+        expected = self.model.reserve((layout.namespace, key), (of, shard), num_bytes, tag, parent)
         blocks = len(layout.groups[of].stored_blocks(index, CHUNK_SIZE))
-        got = self.cache.reserve(layout, key, index, of, shard, blocks, num_bytes, session)
+        got = self.cache.reserve(layout, key, index, of, shard, blocks, num_bytes, session, parent)
         if isinstance(expected, Refusal):
             assert got is expected
             return None
@@ -268,7 +287,7 @@ class CacheMachine(RuleBasedStateMachine):
             del chunk.objects[reservation.group, reservation.shard]
         else:
             stored.ready = True
-        self.model.unpin(chunk)
+        self.model.unpin(chunk, reservation.parent)
 
     @precondition(lambda self: self.reservations)
     @rule(place=places)

@@ -9,6 +9,7 @@ from harness.server import LMCacheServer
 from lmcache_client.channel import RefusedError
 from lmcache_client.contract import protocol
 from lmcache_client.contract.geometry import GroupSpec
+from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_client.contract.protocol import Found, Retrieve, StoreObject
 
 HYBRIDS = {
@@ -131,10 +132,10 @@ def test_block_ids_outside_the_geometry_are_refused(engine: RawEngine) -> None:
     count = engine.chunk_size // 16
     for bad in ([0] * count, [64] * count, [1] * (count - 1), [1 << 40] * count):
         with pytest.raises(RefusedError, match="block ids") as refused:
-            engine.store([StoreObject(keys[0], 0, 0, tuple(bad))])
+            engine.store([StoreObject(keys[0], ROOT_KEY, 0, 0, tuple(bad))])
         assert refused.value.code == protocol.BAD_REQUEST
     with pytest.raises(RefusedError, match="no object of group 1"):
-        engine.store([StoreObject(keys[0], 0, 1, (1,))])
+        engine.store([StoreObject(keys[0], ROOT_KEY, 0, 1, (1,))])
 
 
 def test_a_lease_that_was_released_or_never_was_loads_nothing(engine: RawEngine) -> None:
@@ -205,6 +206,22 @@ def test_a_burst_beyond_l1_loses_no_store_that_fits() -> None:
             assert dropped == 0
             assert engine.lookup(keys).resume_tokens == engine.chunk_size
             assert server.metrics()["lmcache_evicted_chunks_total"] == 120
+        finally:
+            engine.close()
+
+
+def test_a_prompt_larger_than_l1_loses_its_tail_and_keeps_its_head() -> None:
+    with LMCacheServer(l1_size_gb=16 / 1024) as server:
+        spec = group(block_size=16, layers=2, page_bytes=64 << 10)
+        engine = RawEngine(address(server), [spec], 64, "long", "long").start()
+        try:
+            keys = chain(range(32 * engine.chunk_size), engine.chunk_size)
+            for chunk, key in enumerate(keys):
+                parent = keys[chunk - 1] if chunk else ROOT_KEY
+                engine.store([StoreObject(key, parent, chunk, 0, tuple(range(1, 17)))])
+            assert engine.lookup(keys).resume_tokens == 7 * engine.chunk_size
+            status = server.status()["l1"]
+            assert status["ready_bytes"] == status["total_bytes"]
         finally:
             engine.close()
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lmcache_client.contract import codec, protocol
 from lmcache_client.contract.codec import ProtocolError
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, KINDS, SLIDING_WINDOW, Geometry, GroupSpec, Region
+from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_client.contract.protocol import (
     BAD_REQUEST,
     BOOT_ID_BYTES,
@@ -211,7 +212,7 @@ def test_keys_are_counted_and_measured():
         with pytest.raises(ProtocolError, match="keys of 32 bytes"):
             EndRequest("e", (), bad)
     with pytest.raises(ProtocolError, match="keys of 32 bytes"):
-        StoreObject(b"short", 0, 0, ())
+        StoreObject(b"short", ROOT_KEY, 0, 0, ())
 
 
 def test_values_that_a_message_refuses_are_a_bad_request():

@@ -1,0 +1,49 @@
+"""The invariants of the cache, asserted from its parts."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+
+from lmcache_server.core.eviction import EvictionOrder
+from lmcache_server.core.index import Index, StoredObject
+from lmcache_server.core.leases import Lease
+from lmcache_server.core.pool import FramePool, Runs, count_frames
+from lmcache_server.core.reservation import Reservation
+
+
+def check_chunks(
+    index: Index, leases: Iterable[Lease], reservations: Collection[Reservation]
+) -> list[StoredObject]:
+    """Every chunk is what its objects and its pins say; returns the ready objects. `leases` has a lease
+    once for itself and once for each read of it."""
+    pins = Counter(chunk for lease in leases for chunk in lease.chunks)
+    pins.update(reservation.chunk for reservation in reservations)
+    indexed = list(index)
+    chunks = set(indexed) | set(pins)
+    assert len(indexed) == index.num_chunks
+    for chunk in chunks:
+        assert chunk.pins == pins[chunk], "pins are leases, reads and reservations"
+        assert chunk.ready.bit_count() == len(chunk.objects)
+        assert chunk.frames == sum(count_frames(stored.runs) for stored in chunk.all_objects())
+        assert chunk.ready or chunk.reserved or chunk.pins, "an empty chunk is forgotten"
+    assert all(index.get(chunk.namespace, chunk.key) is chunk for chunk in indexed)
+    reserved = Counter((reservation.chunk, reservation.bit) for reservation in reservations)
+    assert all(chunk.reserved >> bit & 1 for chunk, bit in reserved)
+    assert len(reserved) == sum(chunk.reserved.bit_count() for chunk in chunks), "one object, one writer"
+    return [stored for chunk in chunks for stored in chunk.all_objects()]
+
+
+def check_order(index: Index, order: EvictionOrder) -> None:
+    """The eviction order has exactly the chunks that nothing pins, once each."""
+    members = list(order)
+    assert len(members) == len(set(members)), "a chunk is in the eviction order once"
+    assert set(members) == {chunk for chunk in index if not chunk.pins}
+    assert order.frames == sum(chunk.frames for chunk in members)
+
+
+def check_frames(pool: FramePool, taken: Iterable[Runs]) -> None:
+    """Every frame is free or has one owner."""
+    end = 0
+    for start, count in sorted((*pool.free_runs(), *(run for runs in taken for run in runs))):
+        assert start == end, "every frame is free or has one owner"
+        end = start + count
+    assert end == pool.total_frames

@@ -1,0 +1,21 @@
+"""Frames that are being written."""
+
+from dataclasses import dataclass
+
+from lmcache_server.core.index import Chunk
+from lmcache_server.core.pool import Runs
+
+
+@dataclass(frozen=True, eq=False)
+class Reservation:
+    """Frames that a session is writing `num_bytes` of payload to; ends with commit or abort."""
+
+    chunk: Chunk
+    group: int
+    shard: int
+    bit: int
+    runs: Runs
+    num_blocks: int
+    num_bytes: int
+    session: int
+    parent: bytes
