@@ -185,7 +185,7 @@ class Demo:
                 self.conversation.append({"role": "assistant", "content": answer.text})
                 say(f"  turn {number}: {answer.prompt_tokens} tokens, {answer.first_token_s:.1f} s to first")
                 say(f"    {answer.text!r}")
-        say("  (A model this small makes things up. What counts is that the texts stay the same.)")
+            say("  (A model this small makes things up. What counts is that the texts stay the same.)")
 
     def hits(self) -> int:
         """Tokens that the server has served so far."""
