@@ -381,7 +381,10 @@ class SchedulerSide:
         if tracked is None:
             return
         if tracked.lookup is not None:
+            # Unconsumed: its answer, which may be here already, holds a lease.
             tracked.lookup.abandon()
+            if tracked.lookup.reply is not None:
+                self._found_late(tracked.lookup.reply)
         leases = (tracked.answer.lease_id,) if tracked.answer is not None and tracked.answer.lease_id else ()
         if leases or tracked.keys:
             self._tell(EndRequest(self._engine_id, leases, tuple(tracked.keys)))
