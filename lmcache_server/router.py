@@ -179,7 +179,7 @@ class Router:
             raise Refusal(protocol.BAD_REQUEST, "the message does not fit the registered groups")
         for group, block_ids in zip(groups, message.block_ids, strict=True):
             _check_blocks(shard, block_ids, len(group.needed_blocks(resume, computed)))
-        read = self.cache.open_read(message.lease_id, layout.namespace, shard.rank, resume, computed, layout)
+        read = self.cache.open_read(message.lease_id, message.key, shard.rank, resume, computed, layout)
         if read is None:
             raise Refusal(protocol.EXPIRED, "what was promised to this request is no longer held for it")
         session.jobs += 1

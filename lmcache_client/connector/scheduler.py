@@ -253,7 +253,8 @@ class SchedulerSide:
             for group, table in zip(self._groups, tables, strict=True)
         )
         assert all(block for ids in wanted for block in ids), "vLLM allocated no block where one is needed"
-        message = Retrieve(request.request_id, answer.lease_id, answer.resume_tokens, computed, wanted)
+        key = tracked.keys[answer.resume_tokens // self.chunk_size - 1]
+        message = Retrieve(request.request_id, answer.lease_id, key, answer.resume_tokens, computed, wanted)
         job_id = self._hold([block for ids in wanted for block in ids])
         self._queued.append(Load(job_id, request.request_id, message))
         tracked.loading = True

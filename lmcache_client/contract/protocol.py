@@ -159,13 +159,21 @@ class EndRequest:
 @dataclass(frozen=True)
 class Retrieve:
     """Copy pages into the worker's blocks: for each group the ids of the blocks at
-    `needed_blocks(resume_tokens, computed_tokens)`. Answered with Done when the bytes are there."""
+    `needed_blocks(resume_tokens, computed_tokens)`. Answered with Done when the bytes are there.
+
+    `key` is that of the chunk which ends at the resume point: the number of a lease may have come from
+    another life of the server, the key says what was meant.
+    """
 
     request_id: str
     lease_id: int
+    key: bytes
     resume_tokens: int
     computed_tokens: int
     block_ids: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        _check_keys((self.key,))
 
 
 @dataclass(frozen=True)

@@ -219,7 +219,7 @@ class Cache:
     def open_read(
         self,
         lease_id: int,
-        namespace: bytes,
+        key: bytes,
         shard: int,
         resume_tokens: int,
         computed_tokens: int,
@@ -227,10 +227,13 @@ class Cache:
     ) -> Read | None:
         """What `shard` reads to resume at the leased resume point; stays in place until close_read.
 
-        None unless the lease lives, is of this namespace and resume point, and keeps all that is needed.
+        None unless the lease lives, is of this namespace and resume point, ends with the chunk `key`, and
+        keeps all that is needed.
         """
         lease = self._leases.get(lease_id)
-        if lease is None or lease.namespace != namespace or lease.resume_tokens != resume_tokens:
+        if lease is None or lease.namespace != layout.namespace or lease.resume_tokens != resume_tokens:
+            return None
+        if lease.chunks and lease.chunks[-1].key != key:
             return None
         parts = plan_parts(lease, layout, shard, computed_tokens)
         if parts is None:

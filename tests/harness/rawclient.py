@@ -146,13 +146,16 @@ class RawEngine:
         assert isinstance(found, Found)
         return found
 
-    def retrieve(self, found: Found, tables: Sequence[Sequence[int]], computed: int = 0) -> Message:
+    def retrieve(
+        self, found: Found, keys: Sequence[bytes], tables: Sequence[Sequence[int]], computed: int = 0
+    ) -> Message:
         """Load into the blocks of `tables`; raises ChannelError as the connector would see it."""
         wanted = tuple(
             tuple(table[i] for i in each.needed_blocks(found.resume_tokens, computed))
             for each, table in zip(self.groups, tables, strict=True)
         )
-        message = Retrieve("request", found.lease_id, found.resume_tokens, computed, wanted)
+        key = keys[found.resume_tokens // self.chunk_size - 1]
+        message = Retrieve("request", found.lease_id, key, found.resume_tokens, computed, wanted)
         return self.worker.call(message, TIMEOUT_S)
 
     def end(self, found: Found, keys: Sequence[bytes] = ()) -> None:

@@ -101,7 +101,7 @@ class Twin:
             for group in self.geometry.groups
         ]
         ids = tuple(tuple(table.values()) for table in tables)
-        self.worker.call(Retrieve("twin", found.lease_id, resume_tokens, 0, ids), TIMEOUT_S)
+        self.worker.call(Retrieve("twin", found.lease_id, keys[-1], resume_tokens, 0, ids), TIMEOUT_S)
         return tables
 
     def close(self) -> None:

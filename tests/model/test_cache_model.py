@@ -372,7 +372,11 @@ class CacheMachine(RuleBasedStateMachine):
         layout, resume = lease.layout, lease.resume_tokens
         mine = [of for of, ranks in enumerate(layout.holders) if shard in ranks]
         needed = set().union(*(self.model.needed_chunks(layout, of, resume, computed) for of in mine))
-        read = self.cache.open_read(lease_id, layout.namespace, shard, resume, computed, layout)
+        key = lease.chunks[max(lease.chunks)].name[1] if lease.chunks else b""
+        assert (
+            not lease.chunks or self.cache.open_read(lease_id, b"?", shard, resume, computed, layout) is None
+        )
+        read = self.cache.open_read(lease_id, key, shard, resume, computed, layout)
         assert (read is not None) == needed.issubset(lease.chunks)
         if read is None:
             return

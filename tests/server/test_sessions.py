@@ -229,7 +229,27 @@ def test_over_tcp() -> None:
             engine.store_prompt(keys, table)
             found = engine.lookup(keys)
             engine.memory[:] = 0
-            engine.retrieve(found, table)
+            engine.retrieve(found, keys, table)
             assert all((engine.pages(0, b) == p).all() for b, p in zip(table[0], pages, strict=True))
         finally:
             engine.close()
+
+
+def test_a_lease_number_of_an_earlier_server_does_not_load_another_prompt(server: LMCacheServer) -> None:
+    """Lease numbers start anew with the server: the same one soon stands for something else."""
+    engine = RawEngine(address(server), [group()]).start()
+    try:
+        table = [list(range(1, 1 + engine.chunk_size // 16))]
+        mine, others = (chain(range(s, s + engine.chunk_size), engine.chunk_size) for s in (0, 10_000))
+        engine.store_prompt(mine, table)
+        promised = engine.lookup(mine)
+        generation = engine.scheduler.generation
+        server.restart()
+        eventually(lambda: engine.scheduler.generation > generation and engine.worker.ready)
+        engine.store_prompt(others, table)
+        assert engine.lookup(others).lease_id == promised.lease_id
+        with pytest.raises(RefusedError) as refused:
+            engine.retrieve(promised, mine, table)
+        assert refused.value.code == protocol.EXPIRED
+    finally:
+        engine.close()

@@ -1,5 +1,6 @@
 """Single decisions of the cache, one behaviour a test. tests/model drives all of them in any order."""
 
+import dataclasses
 import sys
 import tracemalloc
 
@@ -53,7 +54,9 @@ def lookup(cache, keys, where=PLAIN, computed=0, limit=1 << 20, now_s=0.0):
 
 
 def open_read(cache, hit, where=PLAIN, shard=0, computed=0):
-    return cache.open_read(hit.lease_id, where.namespace, shard, hit.resume_tokens, computed, where)
+    lease = cache._leases.get(hit.lease_id)
+    key = lease.chunks[-1].key if lease else b""
+    return cache.open_read(hit.lease_id, key, shard, hit.resume_tokens, computed, where)
 
 
 def stored_chunks(cache, keys, where=PLAIN):
@@ -298,11 +301,13 @@ def test_a_read_is_refused_unless_it_is_what_was_promised():
     cache = Cache(FRAME_BYTES, 100)
     store(cache, chain(3))
     hit = lookup(cache, chain(3))
-    assert cache.open_read(hit.lease_id, b"ns", 0, hit.resume_tokens, 0, PLAIN) is not None
-    assert cache.open_read(hit.lease_id + 1, b"ns", 0, hit.resume_tokens, 0, PLAIN) is None
-    assert cache.open_read(hit.lease_id, b"other", 0, hit.resume_tokens, 0, PLAIN) is None
-    assert cache.open_read(hit.lease_id, b"ns", 0, hit.resume_tokens - 16, 0, PLAIN) is None
-    assert cache.open_read(hit.lease_id, b"ns", 0, hit.resume_tokens + 16, 0, PLAIN) is None
+    key, resume, elsewhere = chain(3)[-1], hit.resume_tokens, dataclasses.replace(PLAIN, namespace=b"other")
+    assert cache.open_read(hit.lease_id, key, 0, resume, 0, PLAIN) is not None
+    assert cache.open_read(hit.lease_id + 1, key, 0, resume, 0, PLAIN) is None
+    assert cache.open_read(hit.lease_id, chain(3)[0], 0, resume, 0, PLAIN) is None
+    assert cache.open_read(hit.lease_id, key, 0, resume, 0, elsewhere) is None
+    assert cache.open_read(hit.lease_id, key, 0, resume - 16, 0, PLAIN) is None
+    assert cache.open_read(hit.lease_id, key, 0, resume + 16, 0, PLAIN) is None
     assert cache.num_readers == 1
 
 
