@@ -186,8 +186,11 @@ class SchedulerSide:
             return False
         tracked.lookup = None
         if isinstance(lookup.reply, Found):
-            tracked.answer = lookup.reply
-            tracked.held = lookup.reply.held
+            tracked.answer, tracked.held = lookup.reply, lookup.reply.held
+            if computed < tracked.asked_computed:
+                # Meanwhile the engine lost some of what it held: the promise is too small now.
+                self._release(tracked)
+                return False
         return True
 
     def _keys(self, tracked: _Tracked, chunks: int) -> Sequence[bytes]:
@@ -226,7 +229,8 @@ class SchedulerSide:
     def _release(self, tracked: _Tracked) -> None:
         """Give up the lease of an answer that will not be used (any more)."""
         answer, tracked.answer = tracked.answer, None
-        if answer is not None and answer.lease_id:
+        current = tracked.generation == self.channel.generation
+        if answer is not None and answer.lease_id and current:
             self._tell(EndRequest(self._engine_id, (answer.lease_id,), ()))
 
     def _tell(self, message: Message) -> None:
