@@ -118,6 +118,9 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: "Request") -> None:
         if self._scheduler is not None:
+            # Not earlier: vLLM goes wrong after it has built its connector and its scheduler.
+            if wrong := layout.restore_block_size(self._vllm_config, self._scheduler.groups):
+                logger.info("lmcache: vLLM's block size was %d in its scheduler: put right", wrong)
             self._scheduler.new_request(request)
 
     def get_num_new_matched_tokens(

@@ -100,6 +100,21 @@ def check_supported(vllm_config: "VllmConfig", config: KVCacheConfig) -> None:
         raise UnsupportedError("context parallelism")
 
 
+def restore_block_size(vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...]) -> int:
+    """Undo a fault of vLLM 0.32 that leaves recurrent models without states to resume at.
+
+    An engine core in a process of its own runs the checks of its configuration once more when it is
+    built, and on a CPU they put `block_size` back to the default. By it the scheduler chooses where steps
+    end, so that no state would lie at the end of a block. Returns the wrong size, or 0 if there was none.
+    """
+    found = vllm_config.cache_config.block_size
+    right = min(group.block_size for group in groups)
+    if found == right or not any(group.kind == RECURRENT for group in groups):
+        return 0
+    vllm_config.cache_config.block_size = right
+    return int(found)
+
+
 def can_resume(vllm_config: "VllmConfig") -> bool:
     """Whether the engine computes a prompt from its middle on. With neither chunked prefill nor prefix
     caching some backends (MLA on CPUs) attend to the new tokens alone, silently."""

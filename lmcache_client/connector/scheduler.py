@@ -98,7 +98,7 @@ class SchedulerSide:
     ) -> None:
         self._settings = settings
         self._engine_id = engine_id
-        self._groups = groups
+        self.groups = groups
         self._world_size = world_size
         self._loads = loads
         self._stores = stores
@@ -254,7 +254,7 @@ class SchedulerSide:
         tables = blocks.get_block_ids()
         wanted = tuple(
             tuple(table[i] for i in group.needed_blocks(answer.resume_tokens, computed))
-            for group, table in zip(self._groups, tables, strict=True)
+            for group, table in zip(self.groups, tables, strict=True)
         )
         assert all(block for ids in wanted for block in ids), "vLLM allocated no block where one is needed"
         key = tracked.keys[answer.resume_tokens // self.chunk_size - 1]
@@ -303,7 +303,7 @@ class SchedulerSide:
     def _chunk_objects(
         self, tracked: _Tracked, tables: Sequence[Sequence[int]], chunk: int, keys: Sequence[bytes]
     ) -> Iterable[StoreObject]:
-        for index, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
+        for index, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
             positions = group.stored_blocks(chunk, self.chunk_size)
             if group.kind == RECURRENT or not positions or tracked.holds(index, chunk):
                 continue
@@ -325,7 +325,7 @@ class SchedulerSide:
                 chunk = tokens // self.chunk_size - 1
                 if tokens % self.chunk_size or tokens > tracked.request.num_tokens or not block_id:
                     continue
-                if self._groups[group].kind == RECURRENT and not tracked.holds(group, chunk):
+                if self.groups[group].kind == RECURRENT and not tracked.holds(group, chunk):
                     keys = self._keys(tracked, chunk + 1)
                     yield StoreObject(keys[chunk], _parent(keys, chunk), chunk, group, (block_id,))
 

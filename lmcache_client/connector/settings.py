@@ -28,7 +28,7 @@ class Settings:
 
     host: str = ""
     port: int = DEFAULT_PORT
-    lookup_timeout_s: float = 0.25
+    lookup_timeout_s: float = 1.0
     load_timeout_s: float = 30.0
     strict_resume_points: bool = False
 

@@ -1,0 +1,27 @@
+"""Several workers in one engine: a chunk counts only when every shard of every group is stored."""
+
+import pytest
+from harness.engine import Engine
+from harness.prompts import prompt
+from harness.server import LMCacheServer
+
+TWO_RANKS = {"multiprocessing": True, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
+PATIENT = {"lmcache.mp.lookup_timeout_s": 20}
+"""Two ranks and the server on two cores: an answer can take long."""
+
+
+@pytest.mark.parametrize("model", ["gemma3", "qwen3next"])
+def test_tensor_parallel_engines_store_and_restore_their_shards(server: LMCacheServer, model: str) -> None:
+    cached = prompt(700, 1)
+    with Engine(model, server=server, tensor_parallel_size=2, extra_config=PATIENT, **TWO_RANKS) as engine:
+        cold = engine.run(cached)
+        (namespace,) = server.status()["namespaces"]
+        assert namespace["world_size"] == 2
+        assert {each["rank"] for each in server.status()["sessions"] if each["role"] == "worker"} == {0, 1}
+        assert engine.reset_prefix_cache()
+        restored = engine.run(cached)
+        assert restored.cached_tokens == 512
+        assert restored.output == cold.output
+    # One rank is a model of its own: its pages hold all heads.
+    with Engine(model, server=server) as engine:
+        assert engine.run(cached).external_tokens == 0
