@@ -7,17 +7,15 @@ in vLLM's block pool until all workers report the copy settled.
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
-
-from lmcache_client.channel import Channel, ChannelError, Pending
+from lmcache_client.channel import Channel, ChannelError
 from lmcache_client.connector.log import log_state, logger
 from lmcache_client.connector.metadata import Load, Save, StepMetadata, WorkerReport
 from lmcache_client.connector.settings import Settings
+from lmcache_client.connector.tracked import Tracked, parent_of
 from lmcache_client.contract.geometry import RECURRENT, Geometry, GroupSpec
-from lmcache_client.contract.keys import ROOT_KEY, chunk_key
 from lmcache_client.contract.protocol import (
     Clear,
     EndRequest,
@@ -49,33 +47,6 @@ DRAIN_S = 10.0
 
 
 @dataclass
-class _Tracked:
-    """One request of the engine, from its first lookup or step to its end."""
-
-    request: "Request"
-    keys: list[bytes] = field(default_factory=list)
-    mm_index: int = 0
-    lookup: Pending | None = None
-    asked_s: float = 0.0
-    asked_computed: int = 0
-    answer: Found | None = None
-    held: tuple[bytes, ...] = ()
-    generation: int = 0
-    chunk_size: int = 0
-    next_chunk: int = 0
-    loading: bool = False
-    no_load: bool = False
-
-    def holds(self, group: int, chunk: int) -> bool:
-        """Whether the server said that it has this object."""
-        return (
-            bool(self.held)
-            and chunk // 8 < len(self.held[group])
-            and (self.held[group][chunk // 8] >> chunk % 8 & 1 == 1)
-        )
-
-
-@dataclass
 class _Job:
     """Blocks held for a copy until `workers` workers have reported it settled."""
 
@@ -103,7 +74,7 @@ class SchedulerSide:
         self._loads = loads
         self._stores = stores
         self._pool: BlockPool | None = None
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, Tracked] = {}
         self._queued: list[Load] = []
         self._jobs: dict[int, _Job] = {}
         self._next_job = 1
@@ -162,7 +133,7 @@ class SchedulerSide:
         assert answer.resume_tokens <= limit
         return answer.resume_tokens - computed, True
 
-    def _ask(self, tracked: _Tracked, computed: int, limit: int) -> bool:
+    def _ask(self, tracked: Tracked, computed: int, limit: int) -> bool:
         """Have an answer to the current question; False: ask again in the next step."""
         now_s = time.monotonic()
         if tracked.answer is not None:
@@ -174,7 +145,7 @@ class SchedulerSide:
         if tracked.lookup is None:
             if not self.channel.responsive:
                 return True
-            keys = tuple(self._keys(tracked, limit // self.chunk_size))
+            keys = tuple(tracked.keys_of(limit // self.chunk_size))
             request = tracked.request
             question = Lookup(self._engine_id, request.request_id, keys, computed, limit, request.num_tokens)
             timeout_s = self._settings.lookup_timeout_s
@@ -193,40 +164,25 @@ class SchedulerSide:
                 return False
         return True
 
-    def _keys(self, tracked: _Tracked, chunks: int) -> Sequence[bytes]:
-        """The keys of the first `chunks` chunks, computed once each."""
-        request, keys = tracked.request, tracked.keys
-        while len(keys) < chunks:
-            start, end = len(keys) * self.chunk_size, (len(keys) + 1) * self.chunk_size
-            extra, tracked.mm_index = generate_block_hash_extra_keys(request, start, end, tracked.mm_index)
-            parent = keys[-1] if keys else ROOT_KEY
-            keys.append(chunk_key(parent, request.all_token_ids[start:end], extra))
-        return keys[:chunks]
-
     def new_request(self, request: "Request") -> None:
         """vLLM's on_new_request."""
-        self._tracked[request.request_id] = _Tracked(request)
+        self._tracked[request.request_id] = Tracked(request)
 
-    def _current(self, request_id: str) -> _Tracked | None:
+    def _current(self, request_id: str) -> Tracked | None:
         """The request, rid of what a server said before the current registration; None when there is
         no server to deal with."""
         tracked = self._tracked.get(request_id)
         if tracked is None or not self.channel.ready:
             return None
         if tracked.generation != self.channel.generation:
-            tracked.generation = self.channel.generation
-            tracked.lookup = tracked.answer = None
-            tracked.held = ()
-            if tracked.chunk_size != self.chunk_size:
-                tracked.chunk_size = self.chunk_size
-                tracked.keys, tracked.mm_index, tracked.next_chunk = [], 0, 0
+            tracked.start_anew(self.channel.generation, self.chunk_size)
         return tracked
 
     def _found_late(self, reply: Message) -> None:
         if isinstance(reply, Found) and reply.lease_id:
             self._tell(EndRequest(self._engine_id, (reply.lease_id,), ()))
 
-    def _release(self, tracked: _Tracked) -> None:
+    def _release(self, tracked: Tracked) -> None:
         """Give up the lease of an answer that will not be used (any more)."""
         answer, tracked.answer = tracked.answer, None
         current = tracked.generation == self.channel.generation
@@ -295,13 +251,13 @@ class SchedulerSide:
             tables = state.get_block_ids(request_id) if state is not None else None
             if tables is None:
                 continue
-            keys = self._keys(tracked, complete)
+            keys = tracked.keys_of(complete)
             for chunk in range(tracked.next_chunk, complete):
                 yield from self._chunk_objects(tracked, tables, chunk, keys)
             tracked.next_chunk = complete
 
     def _chunk_objects(
-        self, tracked: _Tracked, tables: Sequence[Sequence[int]], chunk: int, keys: Sequence[bytes]
+        self, tracked: Tracked, tables: Sequence[Sequence[int]], chunk: int, keys: Sequence[bytes]
     ) -> Iterable[StoreObject]:
         for index, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
             positions = group.stored_blocks(chunk, self.chunk_size)
@@ -310,7 +266,7 @@ class SchedulerSide:
             block_ids = tuple(table[positions.start : positions.stop])
             # A null block means that the engine no longer has (or never had) a part of the object.
             if len(block_ids) == len(positions) and all(block_ids):
-                yield StoreObject(keys[chunk], _parent(keys, chunk), chunk, index, block_ids)
+                yield StoreObject(keys[chunk], parent_of(keys, chunk), chunk, index, block_ids)
 
     def _state_objects(self, output: "SchedulerOutput") -> Iterable[StoreObject]:
         """Recurrent states that vLLM hands over in this step, each with its exact block."""
@@ -326,8 +282,8 @@ class SchedulerSide:
                 if tokens % self.chunk_size or tokens > tracked.request.num_tokens or not block_id:
                     continue
                 if self.groups[group].kind == RECURRENT and not tracked.holds(group, chunk):
-                    keys = self._keys(tracked, chunk + 1)
-                    yield StoreObject(keys[chunk], _parent(keys, chunk), chunk, group, (block_id,))
+                    keys = tracked.keys_of(chunk + 1)
+                    yield StoreObject(keys[chunk], parent_of(keys, chunk), chunk, group, (block_id,))
 
     # -- blocks held for copies -------------------------------------------------------------------
 
@@ -393,7 +349,3 @@ class SchedulerSide:
         leases = (tracked.answer.lease_id,) if tracked.answer is not None and tracked.answer.lease_id else ()
         if leases or tracked.keys:
             self._tell(EndRequest(self._engine_id, leases, tuple(tracked.keys)))
-
-
-def _parent(keys: Sequence[bytes], chunk: int) -> bytes:
-    return keys[chunk - 1] if chunk else ROOT_KEY
