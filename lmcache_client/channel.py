@@ -100,7 +100,7 @@ class Channel:
         self._address = address
         self._on_up = on_up
         self._on_state = on_state
-        self._client_id = os.urandom(16)
+        self._client_id = os.urandom(protocol.CLIENT_ID_BYTES)
         self._lock = threading.RLock()
         self._pending: dict[int, Pending] = {}
         self._unsettled: list[Pending] = []

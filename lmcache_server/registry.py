@@ -60,7 +60,8 @@ class Registry:
         self._next_session = 1
 
     def hello(self, identity: bytes, message: Hello) -> Message:
-        for old in [s for s in self.sessions.values() if s.client_id == message.client_id]:
+        known = self.sessions.values()
+        for old in [s for s in known if s.client_id == message.client_id or s.identity == identity]:
             self.drop(old, "connected again")
         if len(self.sessions) >= MAX_SESSIONS:
             raise Refusal(protocol.OVERLOADED, f"the server has {MAX_SESSIONS} sessions already")

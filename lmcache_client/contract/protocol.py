@@ -17,7 +17,10 @@ from lmcache_client.contract.keys import KEY_BYTES, ModelTag
 PROTOCOL_VERSION = 1
 DEFAULT_PORT = 5555
 BOOT_ID_BYTES = 16
+CLIENT_ID_BYTES = 16
 NONCE_BYTES = 32
+MAX_NAME = 256
+MAX_BUFFERS = 1024
 MAX_CHUNKS = 1 << 16
 
 # Codes of Refused. A client acts on the code and shows the message.
@@ -46,6 +49,12 @@ class Hello:
     client_id: bytes
     client_version: str
 
+    def __post_init__(self) -> None:
+        if len(self.client_id) != CLIENT_ID_BYTES or len(self.client_version) > MAX_NAME:
+            raise ProtocolError(
+                f"a client id has {CLIENT_ID_BYTES} bytes, a version at most {MAX_NAME} characters"
+            )
+
 
 @dataclass(frozen=True)
 class Welcome:
@@ -66,6 +75,10 @@ class HostMemory:
     buffers: tuple[tuple[int, int], ...]
     proof_address: int
 
+    def __post_init__(self) -> None:
+        if len(self.buffers) > MAX_BUFFERS:
+            raise ProtocolError(f"at most {MAX_BUFFERS} buffers, not {len(self.buffers)}")
+
 
 @dataclass(frozen=True)
 class Register:
@@ -76,6 +89,10 @@ class Register:
     model: ModelTag
     geometry: Geometry
     memory: HostMemory
+
+    def __post_init__(self) -> None:
+        if len(self.engine_id) > MAX_NAME:
+            raise ProtocolError(f"an engine id has at most {MAX_NAME} characters")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+import zmq
 from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
 
@@ -253,3 +254,36 @@ def test_a_lease_number_of_an_earlier_server_does_not_load_another_prompt(server
         assert refused.value.code == protocol.EXPIRED
     finally:
         engine.close()
+
+
+def test_a_client_that_greets_twice_has_one_session(server: LMCacheServer) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(address(server))
+        for number in range(3):
+            hello = protocol.Hello(os.getpid(), bytes([number]) * 16, "test")
+            socket.send(protocol.encode_request(number, hello))
+            assert socket.poll(5000)
+            assert isinstance(protocol.decode_reply(socket.recv())[2], protocol.Welcome)
+        assert len(server.status()["sessions"]) == 1
+
+
+def test_garbage_is_answered_or_dropped_and_the_server_goes_on(server: LMCacheServer) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(address(server))
+        for frame in (b"", b"\xc1", b"\x00" * 100, protocol.encode_request(1, protocol.Ping())[:-1]):
+            socket.send(frame)
+        socket.send_multipart([b"two", b"frames"])
+        socket.send(b"\x94\x63\x07\x00\x90")  # version 99 of the protocol, request 7
+        assert socket.poll(5000)
+        _, request_id, reply = protocol.decode_reply(socket.recv())
+        assert request_id == 7
+        assert isinstance(reply, protocol.Refused)
+        assert reply.code == protocol.WRONG_VERSION
+        assert "install the same version of lmcache-mp" in reply.message
+        socket.send(protocol.encode_request(8, protocol.Done()))
+        assert socket.poll(5000)
+        assert protocol.decode_reply(socket.recv())[2].code == protocol.NOT_REGISTERED  # type: ignore[union-attr]
+        socket.send(protocol.encode_request(9, protocol.Ping()))
+        assert socket.poll(5000)
+        assert isinstance(protocol.decode_reply(socket.recv())[2], protocol.Done)

@@ -50,6 +50,8 @@ geometries = st.builds(
 )
 BY_NAME = {
     "key": keys,
+    "parent": keys,
+    "client_id": st.binary(min_size=16, max_size=16),
     "keys": st.lists(keys, max_size=3).map(tuple),
     "geometry": geometries,
     "namespace": st.just(b"") | keys,
