@@ -2,109 +2,131 @@
 
 import dataclasses
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from lmcache_client.contract.version import VERSION
+from lmcache_server.config import Config
+from lmcache_server.copies import Copies
+from lmcache_server.core.cache import Cache
 from lmcache_server.l1 import FRAME_BYTES
-
-if TYPE_CHECKING:
-    from lmcache_server.router import Router
-
-
-def status_report(router: "Router") -> dict[str, Any]:
-    """Everything that `lmcache status` and /status show. Bytes, tokens and seconds as the names say."""
-    now_s = router.clock()
-    tokens = {
-        outcome: int(router.metrics.value("lmcache_tokens_total", outcome=outcome))
-        for outcome in ("computed", "hit", "miss", "tail")
-    }
-    asked = tokens["hit"] + tokens["miss"]
-    return {
-        "version": VERSION,
-        "boot_id": router.registry.boot_id.hex(),
-        "pid": os.getpid(),
-        "uptime_s": round(now_s - router.started_s, 3),
-        "config": dataclasses.asdict(router.config),
-        "l1": _l1(router),
-        "namespaces": _namespaces(router),
-        "sessions": [
-            {
-                "session_id": session.session_id,
-                "pid": session.pid,
-                "role": session.role,
-                "engine_id": session.engine_id,
-                "rank": session.shard.rank if session.shard is not None else 0,
-                "age_s": round(now_s - session.started_s, 3),
-            }
-            for session in router.registry.sessions.values()
-        ],
-        "tokens": tokens,
-        "hit_rate": round(tokens["hit"] / asked, 4) if asked else 0.0,
-    }
+from lmcache_server.metrics import Metrics
+from lmcache_server.registry import Registry
 
 
-def _l1(router: "Router") -> dict[str, int]:
-    cache = router.cache
-    return {
-        "total_bytes": cache.total_frames * FRAME_BYTES,
-        "free_bytes": cache.free_frames * FRAME_BYTES,
-        "ready_bytes": cache.used_frames * FRAME_BYTES,
-        "reserved_bytes": cache.reserved_frames * FRAME_BYTES,
-        "stored_bytes": cache.stored_bytes,
-        "populated_bytes": router.copies.l1.populated_bytes,
-        "largest_free_bytes": cache.largest_free_run() * FRAME_BYTES,
-        "chunks": cache.num_chunks,
-        "leases": cache.num_leases,
-        "readers": cache.num_readers,
-    }
+class Report:
+    """Reads the state of the server; changes nothing but gauges. `clock` gives monotonic seconds."""
 
+    def __init__(
+        self,
+        config: Config,
+        cache: Cache,
+        copies: Copies,
+        registry: Registry,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._cache = cache
+        self._copies = copies
+        self._registry = registry
+        self._metrics = metrics
+        self._clock = clock
+        self._started_s = clock()
 
-def _namespaces(router: "Router") -> list[dict[str, Any]]:
-    chunks = router.cache.namespaces()
-    engines: dict[bytes, list[str]] = {}
-    for engine in router.registry.engines:
-        if engine.layout is not None:
-            engines.setdefault(engine.layout.namespace, []).append(engine.engine_id)
-    for namespace in [each for each in router.registry.known if each not in chunks and each not in engines]:
-        del router.registry.known[namespace]
-    reports = []
-    for namespace, (model, layout) in router.registry.known.items():
-        reports.append(
-            {
-                "namespace": namespace.hex(),
-                "model": model.model,
-                "chunk_size": layout.chunk_size,
-                "chunks": chunks.get(namespace, 0),
-                "world_size": model.world_size,
-                "engines": engines.get(namespace, []),
-                "groups": [
-                    {
-                        "kind": group.kind,
-                        "block_size": group.block_size,
-                        "window": group.window,
-                        "layers": len(group.regions),
-                        "block_bytes": group.block_bytes,
-                    }
-                    for group in layout.groups
-                ],
-            }
-        )
-    return reports
+    def status(self) -> dict[str, Any]:
+        """Everything that `lmcache status` and /status show. Bytes, tokens and seconds as the names say."""
+        now_s = self._clock()
+        tokens = {
+            outcome: int(self._metrics.value("lmcache_tokens_total", outcome=outcome))
+            for outcome in ("computed", "hit", "miss", "tail")
+        }
+        asked = tokens["hit"] + tokens["miss"]
+        return {
+            "version": VERSION,
+            "boot_id": self._registry.boot_id.hex(),
+            "pid": os.getpid(),
+            "uptime_s": round(now_s - self._started_s, 3),
+            "config": dataclasses.asdict(self._config),
+            "l1": self._l1(),
+            "namespaces": self._namespaces(),
+            "sessions": [
+                {
+                    "session_id": session.session_id,
+                    "pid": session.pid,
+                    "role": session.role,
+                    "engine_id": session.engine_id,
+                    "rank": session.shard.rank if session.shard is not None else 0,
+                    "age_s": round(now_s - session.started_s, 3),
+                }
+                for session in self._registry.sessions.values()
+            ],
+            "tokens": tokens,
+            "hit_rate": round(tokens["hit"] / asked, 4) if asked else 0.0,
+        }
 
+    def _l1(self) -> dict[str, int]:
+        cache = self._cache
+        return {
+            "total_bytes": cache.total_frames * FRAME_BYTES,
+            "free_bytes": cache.free_frames * FRAME_BYTES,
+            "ready_bytes": cache.used_frames * FRAME_BYTES,
+            "reserved_bytes": cache.reserved_frames * FRAME_BYTES,
+            "stored_bytes": cache.stored_bytes,
+            "populated_bytes": self._copies.l1.populated_bytes,
+            "largest_free_bytes": cache.largest_free_run() * FRAME_BYTES,
+            "chunks": cache.num_chunks,
+            "leases": cache.num_leases,
+            "readers": cache.num_readers,
+        }
 
-def update_gauges(router: "Router") -> None:
-    """Bring the gauges of /metrics up to date; counters are counted where things happen."""
-    l1, gauge = _l1(router), router.metrics.set
-    gauge("lmcache_l1_capacity_bytes", l1["total_bytes"])
-    for name in ("ready", "reserved", "free", "populated", "largest_free"):
-        gauge(f"lmcache_l1_{name}_bytes", l1[f"{name}_bytes"])
-    gauge("lmcache_chunks", l1["chunks"])
-    gauge("lmcache_leases", l1["leases"])
-    gauge("lmcache_sessions", len(router.registry.sessions))
-    gauge("lmcache_namespaces", len(_namespaces(router)))
-    cache = router.cache
-    for name, total in (("chunks", cache.evicted_chunks), ("bytes", cache.evicted_bytes)):
-        counter = f"lmcache_evicted_{name}_total"
-        router.metrics.count(counter, total - router.metrics.value(counter))
-    while cache.evicted_ages_s:
-        router.metrics.observe("lmcache_eviction_age_seconds", cache.evicted_ages_s.pop())
+    def _namespaces(self) -> list[dict[str, Any]]:
+        chunks = self._cache.namespaces()
+        engines: dict[bytes, list[str]] = {}
+        for engine in self._registry.engines:
+            if engine.layout is not None:
+                engines.setdefault(engine.layout.namespace, []).append(engine.engine_id)
+        for namespace in [
+            each for each in self._registry.known if each not in chunks and each not in engines
+        ]:
+            del self._registry.known[namespace]
+        reports = []
+        for namespace, (model, layout) in self._registry.known.items():
+            reports.append(
+                {
+                    "namespace": namespace.hex(),
+                    "model": model.model,
+                    "chunk_size": layout.chunk_size,
+                    "chunks": chunks.get(namespace, 0),
+                    "world_size": model.world_size,
+                    "engines": engines.get(namespace, []),
+                    "groups": [
+                        {
+                            "kind": group.kind,
+                            "block_size": group.block_size,
+                            "window": group.window,
+                            "layers": len(group.regions),
+                            "block_bytes": group.block_bytes,
+                        }
+                        for group in layout.groups
+                    ],
+                }
+            )
+        return reports
+
+    def update_gauges(self) -> None:
+        """Bring the gauges of /metrics up to date; counters are counted where things happen."""
+        l1, gauge = self._l1(), self._metrics.set
+        gauge("lmcache_l1_capacity_bytes", l1["total_bytes"])
+        for name in ("ready", "reserved", "free", "populated", "largest_free"):
+            gauge(f"lmcache_l1_{name}_bytes", l1[f"{name}_bytes"])
+        gauge("lmcache_chunks", l1["chunks"])
+        gauge("lmcache_leases", l1["leases"])
+        gauge("lmcache_sessions", len(self._registry.sessions))
+        gauge("lmcache_namespaces", len(self._namespaces()))
+        cache = self._cache
+        for name, total in (("chunks", cache.evicted_chunks), ("bytes", cache.evicted_bytes)):
+            counter = f"lmcache_evicted_{name}_total"
+            self._metrics.count(counter, total - self._metrics.value(counter))
+        while cache.evicted_ages_s:
+            self._metrics.observe("lmcache_eviction_age_seconds", cache.evicted_ages_s.pop())

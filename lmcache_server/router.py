@@ -38,7 +38,7 @@ from lmcache_server.copies import Copies
 from lmcache_server.core.cache import Cache
 from lmcache_server.metrics import Metrics
 from lmcache_server.registry import Refusal, Registry
-from lmcache_server.report import status_report
+from lmcache_server.report import Report
 from lmcache_server.sessions import Session, Shard
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Router:
         self.metrics = metrics
         self.clock = clock
         self.registry = Registry(config, cache, copies, clock)
-        self.started_s = clock()
+        self.report = Report(config, cache, copies, self.registry, metrics, clock)
         self._send = send
         self._handlers: dict[type[Any], Callable[[Session, Any], Message]] = {
             Register: self.registry.register,
@@ -127,7 +127,7 @@ class Router:
         if isinstance(message, Ping):
             return Done()
         if isinstance(message, Status):
-            text = json.dumps(status_report(self))
+            text = json.dumps(self.report.status())
             step = STATUS_PIECE_CHARS
             return StatusReport(tuple(text[i : i + step] for i in range(0, len(text), step)))
         if isinstance(message, Clear):

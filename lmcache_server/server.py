@@ -29,7 +29,6 @@ from lmcache_server.copies import Copies
 from lmcache_server.core.cache import Cache
 from lmcache_server.l1 import FRAME_BYTES, L1Memory
 from lmcache_server.metrics import Metrics
-from lmcache_server.report import status_report, update_gauges
 from lmcache_server.router import Router
 
 logger = logging.getLogger("lmcache_server")
@@ -120,10 +119,10 @@ async def _serve(config: Config, socket: "zmq.Socket[bytes]", web: http.Server, 
 
     async def answer(what: str) -> bytes:
         if what == "metrics":
-            update_gauges(router)
+            router.report.update_gauges()
             return metrics.render()
         if what == "status":
-            return json.dumps(status_report(router)).encode()
+            return json.dumps(router.report.status()).encode()
         return b"ok" if cache.total_frames else b""
 
     web.start(lambda what: asyncio.run_coroutine_threadsafe(answer(what), loop).result(ASK_TIMEOUT_S))
