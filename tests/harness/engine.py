@@ -215,16 +215,19 @@ class Engine:
         *,
         logprobs: int | None = 5,
         cache_salt: str | None = None,
+        lora: str | None = None,
         settle: bool = True,
         timeout_s: float = COMMAND_TIMEOUT_S,
     ) -> list[Result]:
-        """Serve all prompts as one batch, greedily; with `settle`, then let the connector finish."""
+        """Serve all prompts as one batch, greedily; with `settle`, then let the connector finish. `lora` is
+        the directory of an adapter."""
         results = self.call(
             "generate",
             prompts=[list(prompt) for prompt in prompts],
             max_tokens=max_tokens,
             logprobs=logprobs,
             cache_salt=cache_salt,
+            lora=lora,
             settle=settle,
             timeout_s=timeout_s,
         )

@@ -33,6 +33,7 @@ class EngineProcess:
         self.numbers = iter(range(1 << 62))
         self.results: dict[str, dict[str, Any]] = {}
         self.prefills: dict[str, Any] = {}
+        self.adapters: dict[str, int] = {}
         self._watch_prefills()
 
     def _watch_prefills(self) -> None:
@@ -77,10 +78,20 @@ class EngineProcess:
         }
 
     def do_submit(
-        self, prompts: list[list[int]], max_tokens: int, logprobs: int | None, cache_salt: str | None
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        logprobs: int | None,
+        cache_salt: str | None,
+        lora: str | None = None,
     ) -> list[str]:
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
+        adapter = None
+        if lora is not None:
+            number = self.adapters.setdefault(lora, len(self.adapters) + 1)
+            adapter = LoRARequest(os.path.basename(lora), number, lora)
         params = SamplingParams(
             temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
         )
@@ -90,7 +101,7 @@ class EngineProcess:
             request: dict[str, Any] = {"prompt_token_ids": prompt}
             if cache_salt is not None:
                 request["cache_salt"] = cache_salt
-            self.engine.add_request(name, request, params.clone())
+            self.engine.add_request(name, request, params.clone(), lora_request=adapter)
             names.append(name)
         return names
 
