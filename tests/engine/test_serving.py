@@ -83,6 +83,8 @@ def test_salts_and_equal_prompts_share_only_with_themselves(server: LMCacheServe
         assert engine.run(cached).external_tokens == 0
         assert engine.reset_prefix_cache()
         assert engine.run(cached, cache_salt="tenant a").external_tokens == 512
+        assert engine.reset_prefix_cache(reset_connector=True)
+        assert engine.run(cached, cache_salt="tenant a").external_tokens == 0, "vLLM asked to forget it"
 
 
 def test_a_chunk_size_that_does_not_fit_is_refused_at_engine_start() -> None:
