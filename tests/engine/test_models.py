@@ -16,7 +16,8 @@ CASES = {
     "gemma3-32": {"block_size": 32},
     "gemma4": {},
     "gemma4-32": {"block_size": 32},
-    "gptoss": {"block_size": 32},
+    "gptoss": {},
+    "gptoss-32": {"block_size": 32},
     "llama4": {},
     "llama4-32": {"block_size": 32},
     "qwen3next": {},
@@ -24,6 +25,7 @@ CASES = {
     "qwen35": {},
     "qwen35-32": {"block_size": 32},
     "falconh1": {"block_size": 128, "max_num_batched_tokens": 128},
+    "falconh1-32": {"block_size": 32, "max_num_batched_tokens": 160},
 }
 
 
