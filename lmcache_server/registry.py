@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 SILENT_SESSION_S = 15.0
 """A session whose process cannot be watched is dropped after this silence; clients ping every second."""
+SILENT_PROCESS_S = 300.0
+"""One whose process lives after this: it may be stopped, and can greet again when it goes on."""
 
 
 class Refusal(Exception):
@@ -116,8 +118,9 @@ class Registry:
         """Once a second: sessions that time ends."""
         now_s = self._clock()
         for session in list(self.sessions.values()):
-            if session.pidfd is None and now_s - session.heard_s > SILENT_SESSION_S:
-                self.drop(session, f"silent for {SILENT_SESSION_S:.0f} s")
+            limit_s = SILENT_SESSION_S if session.pidfd is None else SILENT_PROCESS_S
+            if now_s - session.heard_s > limit_s:
+                self.drop(session, f"silent for {limit_s:.0f} s")
 
     # -- registration -----------------------------------------------------------------------------
 
