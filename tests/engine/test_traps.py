@@ -8,6 +8,8 @@ from harness.engine import Engine
 from harness.prompts import prompt
 from harness.server import LMCacheServer
 
+LOOKUPS = 'lmcache_requests_total{op="lookup",outcome="ok"}'
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LMCacheServer]:
@@ -46,6 +48,24 @@ def test_recurrent_prompts_that_share_prefixes_of_many_lengths(server: LMCacheSe
             assert shared[length].output == local.output
 
 
+def test_the_advised_settings_give_a_resume_point_at_every_chunk(server: LMCacheServer) -> None:
+    """What the connector logs for recurrent models is true: with these two settings, every boundary."""
+    first = prompt(1500, 6)
+    with Engine(
+        "qwen3next",
+        server=server,
+        block_size=32,
+        max_num_batched_tokens=319,
+        prefix_cache_retention_interval=160,
+    ) as engine:
+        server.clear()
+        engine.run(first)
+        for length in (200, 645, 900, 1284):
+            assert engine.reset_prefix_cache()
+            shared = engine.run([*first[:length], *prompt(40, length)])
+            assert shared.external_tokens == length // 160 * 160
+
+
 def test_null_blocks_inside_a_chunk_are_never_stored(server: LMCacheServer) -> None:
     """The server is cleared while the engine's own prefix cache is not: the next store sees blocks that
     the sliding window has left behind."""
@@ -54,7 +74,15 @@ def test_null_blocks_inside_a_chunk_are_never_stored(server: LMCacheServer) -> N
         server.clear()
         engine.run(first)
         server.clear()
-        engine.run([*first, *prompt(300, 3)])
+        longer = [*first, *prompt(300, 3)]
+        computed = engine.run(longer)
+        assert computed.local_tokens > 0
+        assert computed.external_tokens == 0
+        # What the window still held was stored, and serves; what it had left behind was not.
+        assert engine.reset_prefix_cache()
+        served = engine.run(longer)
+        assert served.external_tokens > computed.local_tokens
+        assert served.output == computed.output
         resumed = {}
         for length in (400, 700, 1285):
             assert engine.reset_prefix_cache()
@@ -83,6 +111,7 @@ def test_lookups_that_are_never_consumed_leave_no_lease(server: LMCacheServer) -
         cached = prompt(1100, 4)
         engine.run(cached)
         assert engine.reset_prefix_cache()
+        asked = server.metrics()[LOOKUPS]
         for _ in range(5):
             names = engine.submit([[*cached, *prompt(2000, 7)], [*cached, *prompt(2000, 8)]])
             engine.step(1)
@@ -94,7 +123,9 @@ def test_lookups_that_are_never_consumed_leave_no_lease(server: LMCacheServer) -
         assert server.status()["l1"]["leases"] == 0
         info = engine.info()
         assert info["free_blocks"] == info["num_blocks"] - 1, "all but the null block"
-        assert engine.run(cached).external_tokens + engine.run(cached).local_tokens > 0
+        assert server.metrics()[LOOKUPS] >= asked + 5, "they were looked up"
+        assert engine.reset_prefix_cache()
+        assert engine.run(cached).external_tokens == 1024
 
 
 def test_preemption_under_load_finishes_and_leaks_no_block(server: LMCacheServer) -> None:
