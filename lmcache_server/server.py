@@ -25,11 +25,13 @@ from lmcache_client.contract.endpoint import (
 from lmcache_client.contract.version import VERSION
 from lmcache_server import http
 from lmcache_server.config import Config, StartError, describe
+from lmcache_server.connections import Connections
 from lmcache_server.copies import Copies
 from lmcache_server.core.cache import Cache
 from lmcache_server.l1 import FRAME_BYTES, L1Memory
 from lmcache_server.metrics import Metrics
 from lmcache_server.router import Router
+from lmcache_server.system import System
 
 logger = logging.getLogger("lmcache_server")
 
@@ -48,16 +50,16 @@ def run(config: Config) -> int:
     )
     logger.info("lmcache server %s, %s", VERSION, describe(config))
     with contextlib.ExitStack() as stack:
-        socket = stack.enter_context(_bound_socket(config))
+        socket, connections = stack.enter_context(_bound_socket(config))
         web = http.bind(config.http_host, config.http_port)
         stack.callback(web.server_close)
         l1 = L1Memory(config.l1_size_bytes, hugetlb=config.l1_hugetlb)
         stack.callback(l1.close)
-        return uvloop.run(_serve(config, socket, web, l1))
+        return uvloop.run(_serve(config, _Listener(socket, connections), web, l1))
 
 
 @contextlib.contextmanager
-def _bound_socket(config: Config) -> Iterator["zmq.Socket[bytes]"]:
+def _bound_socket(config: Config) -> Iterator[tuple["zmq.Socket[bytes]", Connections]]:
     with contextlib.ExitStack() as stack:
         try:
             endpoint = address(config.host, config.port)
@@ -72,6 +74,8 @@ def _bound_socket(config: Config) -> Iterator["zmq.Socket[bytes]"]:
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)
         socket.setsockopt(zmq.IPV6, int(":" in host_name(config.host)))
+        connections = Connections(socket)
+        stack.callback(connections.close)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -79,7 +83,7 @@ def _bound_socket(config: Config) -> Iterator["zmq.Socket[bytes]"]:
                 f"cannot listen on {endpoint}: {os.strerror(error.errno or 0).lower()}; "
                 "stop what uses it, or choose another --port or --host"
             ) from error
-        yield socket
+        yield socket, connections
 
 
 @contextlib.contextmanager
@@ -108,14 +112,14 @@ def _claimed(path: Path, port: int) -> Iterator[None]:
         os.close(lock)
 
 
-async def _serve(config: Config, socket: "zmq.Socket[bytes]", web: http.Server, l1: L1Memory) -> int:
+async def _serve(config: Config, listener: "_Listener", web: http.Server, l1: L1Memory) -> int:
     loop = asyncio.get_running_loop()
     metrics = Metrics()
     cache = Cache(FRAME_BYTES, l1.num_frames, config.lease_s)
-    copies = Copies(l1, metrics, loop)
-    listener = _Listener(socket, loop)
-    router = Router(config, cache, copies, metrics, listener.send)
-    listener.start(router)
+    system = System(loop)
+    copies = Copies(l1, metrics, system)
+    router = Router(config, cache, copies, metrics, listener.send, system)
+    listener.start(router, loop)
 
     async def answer(what: str) -> bytes:
         if what == "metrics":
@@ -153,21 +157,28 @@ class _Listener:
     arrived must be taken in, or it would wait for the next edge.
     """
 
-    def __init__(self, socket: "zmq.Socket[bytes]", loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, socket: "zmq.Socket[bytes]", connections: Connections) -> None:
         self._socket = socket
-        self._loop = loop
+        self._connections = connections
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._router: Router | None = None
         self._scheduled = False
         self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def start(self, router: Router) -> None:
-        self._router = router
-        self._loop.add_reader(self._socket.FD, self._wake)
+    def start(self, router: Router, loop: asyncio.AbstractEventLoop) -> None:
+        self._router, self._loop = router, loop
+        for descriptor in self._descriptors():
+            loop.add_reader(descriptor, self._wake)
         self._wake()
 
     def stop(self) -> None:
-        self._loop.remove_reader(self._socket.FD)
+        assert self._loop is not None
+        for descriptor in self._descriptors():
+            self._loop.remove_reader(descriptor)
         self._router = None
+
+    def _descriptors(self) -> tuple[int, int]:
+        return int(self._socket.FD), self._connections.descriptor
 
     def send(self, identity: bytes, frame: bytes) -> None:
         # A peer that has gone or does not read loses its reply; its own deadline covers that.
@@ -176,19 +187,30 @@ class _Listener:
         self._wake()
 
     def _wake(self) -> None:
-        if not self._scheduled:
+        if not self._scheduled and self._loop is not None:
             self._scheduled = True
             self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
         self._scheduled = False
+        if self._router is None:
+            return
+        self._end_sessions(self._router)
         for _ in range(BURST_FRAMES):
-            if self._router is None:
-                return
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.ZMQError:
                 return
             if len(frames) == 2:
-                self._router.receive(frames[0], frames[1])
+                identity, frame = frames[0].bytes, frames[1]
+                if self._router.knows(identity) or self._is_connected(self._router, identity, frame):
+                    self._router.receive(identity, frame.bytes)
         self._wake()
+
+    def _is_connected(self, router: Router, identity: bytes, frame: zmq.Frame) -> bool:
+        self._end_sessions(router)
+        return self._connections.belongs(frame, identity)
+
+    def _end_sessions(self, router: Router) -> None:
+        for identity in self._connections.ended():
+            router.disconnected(identity)

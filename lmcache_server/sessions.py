@@ -1,7 +1,5 @@
 """Who is connected: sessions, the shards they registered, and the engines that these make up."""
 
-import os
-import select
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +7,7 @@ from lmcache_client.contract.geometry import Geometry, GeometryError
 from lmcache_client.contract.keys import ModelTag, namespace_id
 from lmcache_client.contract.protocol import HostMemory
 from lmcache_server.core.layout import Layout
+from lmcache_server.system import Process
 from lmcache_server.transfer.base import CopyWorker
 
 MAX_SESSIONS = 4096
@@ -27,13 +26,8 @@ class Shard:
     memory: HostMemory
     chunk_size: int
     nonce: bytes
-    pidfd: int | None = None
+    process: Process | None = None
     copier: CopyWorker | None = None
-
-    def alive(self) -> bool:
-        """Whether the registered process still runs; asked before each piece of copying, because its
-        process id may be given to another."""
-        return self.pidfd is not None and not _readable(self.pidfd)
 
 
 @dataclass
@@ -47,7 +41,7 @@ class Session:
     client_version: str
     started_s: float
     heard_s: float
-    pidfd: int | None
+    process: Process | None
     joined: str = ""
     shard: Shard | None = None
     jobs: int = 0
@@ -121,18 +115,3 @@ class Engines:
         engine.layout = None
         if not engine.shards:
             del self._engines[shard.engine_id]
-
-
-def open_pidfd(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends; None where its id means nothing here
-    (another process namespace, or it is gone)."""
-    try:
-        return os.pidfd_open(pid)
-    except (OSError, OverflowError):
-        return None
-
-
-def _readable(descriptor: int) -> bool:
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(0))
