@@ -27,6 +27,9 @@ GREET_TIMEOUT_S = 5.0
 PING_AFTER_S = 1.0
 PING_TIMEOUT_S = 2.0
 RETRY_REFUSED_S = 5.0
+OVERDUE_S = 30.0
+"""A server that is heard so long after a deadline will not answer that request any more: it drops replies
+for a client that does not read them."""
 MAX_PENDING = 1 << 14
 
 
@@ -264,6 +267,9 @@ class Channel:
             with self._lock:
                 self._receive()
                 self._settle_if_dead()
+                if any(self._last_heard_s - each.deadline_s > OVERDUE_S for each in self._pending.values()):
+                    # What it named would stay held for ever; a new session settles it.
+                    self._break("the lmcache server did not answer everything")
             if self._connected and not self.ready and self.system.now_s() >= self._retry_s:
                 self._greet()
             elif self.ready:
