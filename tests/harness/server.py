@@ -34,13 +34,14 @@ class LMCacheServer:
     """`lmcache server` on free ports, with a runtime directory of its own. A context manager.
 
     `flags` are the server's options by their names in Python: `l1_size_gb=0.01, chunk_size=256`;
-    True stands for a flag without a value. `without_capability` is a number of capabilities(7) that the
-    server must not have even when the tests run as root.
+    True stands for a flag without a value, False for none; `--verify` is on unless a test says otherwise.
+    `without_capability` is a number of capabilities(7) that the server must not have even when the tests
+    run as root.
     """
 
     def __init__(self, *, without_capability: int | None = None, **flags: Any) -> None:
         self._without_capability = without_capability
-        self.flags = {"l1_size_gb": 0.5, "chunk_size": "auto", **flags}
+        self.flags = {"l1_size_gb": 0.5, "chunk_size": "auto", "verify": True, **flags}
         self.port = int(self.flags.setdefault("port", free_port()))
         self.http_port = int(self.flags.setdefault("http_port", free_port()))
         self.runtime_dir = tempfile.mkdtemp(prefix="lmcache-test-", dir="/tmp")
@@ -70,7 +71,8 @@ class LMCacheServer:
         if self._without_capability is not None:
             command = [sys.executable, "-c", _WITHOUT, str(self._without_capability), *command]
         for name, value in self.flags.items():
-            command += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
+            if value is not False:
+                command += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 tethered(command),
