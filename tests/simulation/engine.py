@@ -331,8 +331,10 @@ class Engine:
             assert is_async == bool(external)
             assert resume < sequence.request.num_tokens
             assert resume % self.unified == 0
-            taken = self._allocate(sequence, blocks, local, resume)
-            if not taken:
+            alone = not (self.running or self.loading)
+            roomy = self._outstanding(sequence) <= self.pool.get_num_free_blocks()
+            fits = alone or roomy or not external
+            if not fits or not self._allocate(sequence, blocks, local, resume):
                 if self._local:
                     self._forget_prefix()
                 break
@@ -348,6 +350,15 @@ class Engine:
             else:
                 self.running.append(sequence)
         return asked
+
+    def _outstanding(self, newcomer: Running) -> int:
+        """Blocks that this request and those under way still need for the tokens they have. As in vLLM, a
+        load waits for them: two that load could otherwise put each other back for ever."""
+        return sum(
+            -(-each.request.num_tokens // spec.block_size) + 1 - sum(map(bool, table))
+            for each in (newcomer, *self.running, *self.loading)
+            for spec, table in zip(self.groups, each.tables, strict=True)
+        )
 
     def _allocate(self, sequence: Running, local_blocks: list[list[int]], local: int, resume: int) -> bool:
         """Blocks for a resume at `resume`: shared ones up to `local`, new ones beyond."""
