@@ -1,12 +1,13 @@
 """The codec: bounded, typed, and deaf to everything that is not plain data."""
 
+import tracemalloc
 from dataclasses import dataclass
 
 import msgpack
 import pytest
 
 from lmcache_client.contract import codec
-from lmcache_client.contract.codec import MAX_MESSAGE_BYTES, MAX_TEXT, ProtocolError
+from lmcache_client.contract.codec import MAX_ARRAYS, MAX_MESSAGE_BYTES, MAX_TEXT, ProtocolError
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,23 @@ def test_a_type_that_the_codec_does_not_know_is_a_mistake_of_ours():
         b"\xc6\xff\xff\xff\xff",
         b"\x91" * 5000,
         bytes(MAX_MESSAGE_BYTES + 1),
+        msgpack.packb([[]] * MAX_ARRAYS),
     ],
     ids=["nothing", "reserved", "cut off", "more", "map", "extension", "timestamp", "long text", "not utf-8",
-         "huge array", "huge blob", "deep", "long"],
+         "huge array", "huge blob", "deep", "long", "many arrays"],
 )  # fmt: skip
 def test_what_is_no_plain_data_within_bounds_is_refused(data):
     with pytest.raises(ProtocolError):
         codec.unpack(data)
+
+
+def test_a_message_takes_little_more_memory_than_its_bound():
+    """The worst that fits: arrays that are empty, numbers that are objects, texts of two characters."""
+    for worst in ([[]] * (MAX_ARRAYS - 1), [1 << 15] * (MAX_MESSAGE_BYTES // 3 - 9), ["ab"] * 1_390_000):
+        frame = msgpack.packb(worst)
+        assert len(frame) <= MAX_MESSAGE_BYTES
+        tracemalloc.start()
+        codec.unpack(frame)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak_bytes < 120 << 20
