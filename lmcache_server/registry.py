@@ -5,10 +5,10 @@ import hmac
 import logging
 import os
 from collections.abc import Callable
+from typing import Any
 
 from lmcache_client.contract import protocol
 from lmcache_client.contract.geometry import GeometryError, chunk_size_warning, resolve_chunk_size
-from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.protocol import (
     Challenge,
     Done,
@@ -26,7 +26,18 @@ from lmcache_client.contract.version import VERSION
 from lmcache_server.config import Config
 from lmcache_server.copies import Copies
 from lmcache_server.core.cache import Cache, Layout
-from lmcache_server.sessions import MAX_JOBS, MAX_SESSIONS, Engines, Session, Shard, open_pidfd
+from lmcache_server.descriptors import ScarceError
+from lmcache_server.sessions import (
+    MAX_JOBS,
+    MAX_SESSIONS,
+    MAX_WAITING_BYTES,
+    MAX_WORKERS,
+    Engines,
+    Session,
+    Shard,
+    namespace_summary,
+    open_pidfd,
+)
 from lmcache_server.transfer import host
 
 logger = logging.getLogger(__name__)
@@ -53,7 +64,7 @@ class Registry:
         self.sessions: dict[bytes, Session] = {}
         """By ROUTER's name for the client."""
         self.engines = Engines()
-        self.known: dict[bytes, tuple[ModelTag, Layout]] = {}
+        self.known: dict[bytes, dict[str, Any]] = {}
         """Namespaces that have chunks or engines, for the status report."""
         self._config = config
         self._cache = cache
@@ -67,6 +78,7 @@ class Registry:
             self.drop(old, "connected again")
         if len(self.sessions) >= MAX_SESSIONS:
             raise Refusal(protocol.OVERLOADED, f"the server has {MAX_SESSIONS} sessions already")
+        pidfd = _watched(message.pid)
         now_s = self._clock()
         session = Session(
             self._next_session,
@@ -76,7 +88,7 @@ class Registry:
             message.client_version,
             now_s,
             now_s,
-            open_pidfd(message.pid),
+            pidfd,
         )
         self._next_session += 1
         self.sessions[identity] = session
@@ -126,6 +138,9 @@ class Registry:
 
     def register(self, session: Session, message: Register) -> Message:
         geometry, memory = message.geometry, message.memory
+        others = sum(each.shard is not None for each in self.sessions.values() if each is not session)
+        if others >= MAX_WORKERS:
+            raise Refusal(protocol.OVERLOADED, f"the server has {MAX_WORKERS} workers already")
         if not 0 <= message.rank < message.model.world_size:
             raise Refusal(protocol.BAD_REQUEST, f"rank {message.rank} of {message.model.world_size} workers")
         try:
@@ -151,7 +166,7 @@ class Registry:
         if shard is None or shard.copier is not None:
             raise Refusal(protocol.BAD_REQUEST, "there is no registration to prove")
         # Opened before the nonce is read: from then on the descriptor, not the number, is the process.
-        shard.pidfd = open_pidfd(shard.memory.pid)
+        shard.pidfd = _watched(shard.memory.pid)
         try:
             if shard.pidfd is None:
                 raise host.NoAccessError(
@@ -176,7 +191,8 @@ class Registry:
             self._drop_shard(session)
             raise Refusal(protocol.CONFIGURATION, str(error)) from error
         if layout is not None:
-            self.known[layout.namespace] = (shard.model, layout)
+            self.forget_namespaces()
+            self.known[layout.namespace] = namespace_summary(shard.model, layout)
             logger.info(
                 "engine %s of %s is registered: %d groups, chunk size %d, namespace %s",
                 shard.engine_id,
@@ -186,6 +202,13 @@ class Registry:
                 layout.namespace.hex()[:16],
             )
         return Registered(shard.chunk_size, chunk_size_warning(shard.chunk_size, shard.geometry.groups))
+
+    def forget_namespaces(self) -> None:
+        """What has neither chunks nor engines is known no more."""
+        chunks = self._cache.namespaces()
+        live = {engine.layout.namespace for engine in self.engines if engine.layout is not None}
+        for namespace in [each for each in self.known if each not in chunks and each not in live]:
+            del self.known[namespace]
 
     def join(self, session: Session, message: Join) -> Message:
         engine = self.engines.get(message.engine_id)
@@ -202,17 +225,29 @@ class Registry:
             raise Refusal(protocol.NOT_REGISTERED, f"engine {engine_id!r} is not registered")
         return engine.layout
 
-    def shard(self, session: Session) -> tuple[Shard, Layout]:
-        """The session's proven shard and its engine's layout."""
+    def shard(self, session: Session, frame_bytes: int) -> tuple[Shard, Layout]:
+        """The session's proven shard and its engine's layout, for a copy asked for in `frame_bytes`."""
         shard = session.shard
         engine = self.engines.get(shard.engine_id) if shard is not None else None
         if shard is None or shard.copier is None or engine is None or engine.layout is None:
             raise Refusal(protocol.NOT_REGISTERED, "the engine of this worker is not (yet) registered")
         if session.jobs >= MAX_JOBS:
             raise Refusal(protocol.OVERLOADED, f"{MAX_JOBS} copies of this worker are waiting already")
+        if session.waiting_bytes + frame_bytes > MAX_WAITING_BYTES:
+            raise Refusal(protocol.OVERLOADED, f"{MAX_WAITING_BYTES} bytes of this worker's requests wait")
         return shard, engine.layout
 
     def close(self) -> None:
         """End every session; when this returns no memory is being copied."""
         for session in list(self.sessions.values()):
             self.drop(session, "the server ends")
+
+
+def _watched(pid: int) -> int | None:
+    try:
+        return open_pidfd(pid)
+    except ScarceError as error:
+        raise Refusal(
+            protocol.OVERLOADED,
+            "the server has no file descriptor left to watch another process: raise its limit (ulimit -n)",
+        ) from error

@@ -1,19 +1,27 @@
 """Who is connected: sessions, the shards they registered, and the engines that these make up."""
 
+import errno
 import os
 import select
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from lmcache_client.contract.geometry import Geometry, GeometryError
 from lmcache_client.contract.keys import ModelTag, namespace_id
 from lmcache_client.contract.protocol import HostMemory
+from lmcache_server import descriptors
 from lmcache_server.core.layout import Layout
+from lmcache_server.descriptors import ScarceError
 from lmcache_server.transfer.base import CopyWorker
 
-MAX_SESSIONS = 4096
+MAX_SESSIONS = 1024
+MAX_WORKERS = 256
+"""Sessions that have registered memory; each has a copy thread."""
 MAX_JOBS = 256
 """Copies that one session may have waiting: beyond it stores are dropped and loads refused."""
+MAX_WAITING_BYTES = 8 << 20
+"""Frames of the requests whose copies wait, of one session; decoded they take up to twenty times that."""
 
 
 @dataclass
@@ -51,6 +59,7 @@ class Session:
     joined: str = ""
     shard: Shard | None = None
     jobs: int = 0
+    waiting_bytes: int = 0
 
     @property
     def role(self) -> str:
@@ -123,13 +132,41 @@ class Engines:
             del self._engines[shard.engine_id]
 
 
+def namespace_summary(model: ModelTag, layout: Layout) -> dict[str, Any]:
+    """What the status report says of a namespace; kept after its engines have gone, so it is small."""
+    return {
+        "namespace": layout.namespace.hex(),
+        "model": model.model,
+        "chunk_size": layout.chunk_size,
+        "world_size": model.world_size,
+        "groups": [
+            {
+                "kind": group.kind,
+                "block_size": group.block_size,
+                "window": group.window,
+                "layers": len(group.regions),
+                "block_bytes": group.block_bytes,
+            }
+            for group in layout.groups
+        ],
+    }
+
+
 def open_pidfd(pid: int) -> int | None:
     """A descriptor that becomes readable when the process ends; None where its id means nothing here
-    (another process namespace, or it is gone)."""
+    (another process namespace, or it is gone). Raises ScarceError."""
     try:
-        return os.pidfd_open(pid)
-    except (OSError, OverflowError):
+        descriptor = os.pidfd_open(pid)
+    except OverflowError:
         return None
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise ScarceError from error
+        return None
+    if descriptor >= descriptors.usable():
+        os.close(descriptor)
+        raise ScarceError
+    return descriptor
 
 
 def _readable(descriptor: int) -> bool:
