@@ -18,10 +18,14 @@ from zmq.utils.monitor import recv_monitor_message
 
 logger = logging.getLogger(__name__)
 
-MAX_DESCRIPTORS = 4096
-"""As many as the sessions that may be need; more would only be memory for connections that never greet."""
-CONNECTIONS_SHARE = 0.75
-USABLE_SHARE = 0.875
+LEAST_LIMIT = 4096
+"""Half of it is spare: what libzmq accepts in a tenth of a second."""
+ENOUGH_LIMIT = 1 << 16
+CONNECTIONS = 3072
+"""For connections, at most half of the limit: as many as all sessions that may be need, and more would only
+be memory for connections that never greet. The rest of the limit is what may come in between two looks."""
+USABLE = 4096
+"""With what watches the processes of the clients, at most three quarters of the limit."""
 TOLD_AGAIN_S = 60.0
 
 
@@ -30,22 +34,33 @@ class ScarceError(Exception):
 
 
 def raise_limit() -> None:
-    """Make use of the hard limit, up to MAX_DESCRIPTORS."""
+    """Make use of the hard limit, and say so when it is low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    if soft != unlimited and soft < MAX_DESCRIPTORS:
-        wanted = MAX_DESCRIPTORS if hard == unlimited else min(hard, MAX_DESCRIPTORS)
+    wanted = ENOUGH_LIMIT if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_LIMIT)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def usable() -> int:
-    """Descriptors with this number and higher ones stay free for what must not fail."""
-    return int(_limit() * USABLE_SHARE)
+    if _limit() < LEAST_LIMIT:
+        logger.warning(
+            "the limit of open files is %d: clients that connect very often could end the server; raise it "
+            "to %d or more (ulimit -n; for a systemd unit LimitNOFILE=)",
+            _limit(),
+            LEAST_LIMIT,
+        )
 
 
 def _limit() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, MAX_DESCRIPTORS)
+    return ENOUGH_LIMIT if soft == resource.RLIM_INFINITY else soft
+
+
+def for_connections() -> int:
+    """A connection whose descriptor has this number or a higher one is one too many."""
+    return min(_limit() // 2, CONNECTIONS)
+
+
+def usable() -> int:
+    """Descriptors with this number and higher ones stay free for what must not fail."""
+    return min(_limit() * 3 // 4, USABLE)
 
 
 @contextlib.contextmanager
@@ -66,7 +81,7 @@ def watched(router: "zmq.Socket[bytes]") -> Iterator[None]:
 
 def _watch(monitor: "zmq.Socket[bytes]") -> None:
     told_s = -TOLD_AGAIN_S
-    highest = int(_limit() * CONNECTIONS_SHARE)
+    highest = for_connections()
     while True:
         event = recv_monitor_message(monitor)
         if event["event"] == zmq.EVENT_MONITOR_STOPPED:
@@ -79,9 +94,9 @@ def _watch(monitor: "zmq.Socket[bytes]") -> None:
             told_s = time.monotonic()
             logger.warning(
                 "connections are turned away: %d file descriptors are in use; close clients that are not "
-                "needed, or raise the limit (ulimit -n) up to %d",
+                "needed, or raise the limit of open files (ulimit -n) to %d",
                 highest,
-                MAX_DESCRIPTORS,
+                2 * CONNECTIONS,
             )
 
 

@@ -102,15 +102,14 @@ class Registry:
         if self.sessions.get(session.identity) is not session:
             return
         del self.sessions[session.identity]
+        role = session.role
         self._drop_shard(session)
         self._cache.drop_session(session.session_id)
         if session.pidfd is not None:
             asyncio.get_running_loop().remove_reader(session.pidfd)
             os.close(session.pidfd)
-        level = logging.DEBUG if session.role == "client" else logging.INFO
-        logger.log(
-            level, "session %d (%s, pid %d) ended: %s", session.session_id, session.role, session.pid, reason
-        )
+        level = logging.DEBUG if role == "client" else logging.INFO
+        logger.log(level, "session %d (%s, pid %d) ended: %s", session.session_id, role, session.pid, reason)
 
     def _drop_shard(self, session: Session) -> None:
         shard, session.shard = session.shard, None
