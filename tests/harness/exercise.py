@@ -43,9 +43,9 @@ def exercise(engine: RawEngine, number: int) -> int:
     return found.resume_tokens
 
 
-def keep_the_server_copying(engine: RawEngine, seed: int) -> None:
+def keep_the_server_copying(engine: RawEngine, seed: int, stores: int = 8) -> None:
     """Stores that nobody waits for or reads again: a kill that follows finds the server in a copy."""
-    for number in range(8):
+    for number in range(stores):
         key = hashlib.sha256(f"{seed} {number}".encode()).digest()
         positions = engine.groups[0].stored_blocks(0, engine.chunk_size)
         blocks = tuple(range(1, 1 + len(positions)))

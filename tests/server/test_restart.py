@@ -41,7 +41,7 @@ class Driver(threading.Thread):
             self.fault = fault
 
     def _turn(self) -> None:
-        keep_the_server_copying(self.engine, self._draw.randrange(1 << 30))
+        keep_the_server_copying(self.engine, self._draw.randrange(1 << 30), stores=2)
         try:
             self.loaded_tokens += exercise(self.engine, self._draw.randrange(PROMPTS))
         except ChannelError:
