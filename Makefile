@@ -3,13 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMPS := .venv/stamps
 
-.PHONY: help install lint test demo clean
+.PHONY: help install lint test simulate demo clean
 
 help:
 	@echo "make install   create .venv and install vLLM (CPU build unless there is one) and this package"
 	@echo "make demo      a real model through vLLM and the server, with a table of what was saved"
 	@echo "make lint      ruff and mypy"
 	@echo "make test      install, lint and all tests"
+	@echo "make simulate  SEEDS=1000 histories of the real core in a simulated world, from seed FIRST=0 on"
 	@echo "make clean     remove everything that was generated, .venv and .cache included"
 
 install: $(STAMPS)/package
@@ -37,6 +38,11 @@ lint: install
 
 test: install lint
 	$(BIN)/python -m pytest
+
+SEEDS ?= 1000
+FIRST ?= 0
+simulate: install
+	PYTHONPATH=tests:. $(BIN)/python -m simulation --seeds $(SEEDS) --first $(FIRST)
 
 demo: install
 	@$(BIN)/python scripts/demo.py

@@ -11,28 +11,25 @@ ended. Memory that a request names must not be reused before it is settled.
 """
 
 import contextlib
-import os
-import select
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
-
-import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from lmcache_client.contract import protocol
 from lmcache_client.contract.codec import MAX_MESSAGE_BYTES, ProtocolError
 from lmcache_client.contract.endpoint import check_runtime_directory
 from lmcache_client.contract.protocol import Hello, Message, Ping, Refused, Welcome
 from lmcache_client.contract.version import VERSION
+from lmcache_client.system import SYSTEM, Connection, ConnectionLostError, Process, System
 
 KEEPER_INTERVAL_S = 0.2
-RECONNECT_MS = 100
 GREET_TIMEOUT_S = 5.0
 PING_AFTER_S = 1.0
 PING_TIMEOUT_S = 2.0
 RETRY_REFUSED_S = 5.0
+OVERDUE_S = 30.0
+"""A server that is heard so long after a deadline will not answer that request any more: it drops replies
+for a client that does not read them."""
 MAX_PENDING = 1 << 14
 
 
@@ -96,20 +93,22 @@ class Channel:
         address: str,
         on_up: Callable[["Channel"], None],
         on_state: Callable[[bool, str], None] = lambda _ready, _sentence: None,
+        system: System = SYSTEM,
     ) -> None:
+        self.system = system
         self._address = address
         self._on_up = on_up
         self._on_state = on_state
-        self._client_id = os.urandom(protocol.CLIENT_ID_BYTES)
-        self._lock = threading.RLock()
+        self._client_id = system.random_bytes(protocol.CLIENT_ID_BYTES)
+        self._lock = system.lock()
         self._pending: dict[int, Pending] = {}
         self._unsettled: list[Pending] = []
         self._next_id = 1
         self._connected = False
         self._retry_s = 0.0
-        self._closed = threading.Event()
-        self._attempted = threading.Event()
-        self._server_pidfd: int | None = None
+        self._closed = system.event()
+        self._attempted = system.event()
+        self._server: Process | None = None
         self._last_heard_s = 0.0
         self._ping: Pending | None = None
         self.boot_id = b""
@@ -121,16 +120,15 @@ class Channel:
         """False from a request that got no answer in time until the server is heard again."""
         self.refusal: RefusedError | None = None
         """Why the server refused this client, until it accepts it."""
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._open()
-        self._keeper = threading.Thread(target=self._keep, name="lmcache-keeper", daemon=True)
+        self._connection: Connection | None = system.connect(address)
+        self._keeper: threading.Thread | None = None
 
     def start(self, connect_s: float, register_s: float) -> None:
         """Start the keeper; wait up to `connect_s` for a server, then `register_s` for its answer."""
-        self._keeper.start()
-        limit_s = time.monotonic() + connect_s
-        while time.monotonic() < limit_s and not self._connected and not self._attempted.is_set():
-            time.sleep(0.005)
+        self._keeper = self.system.start_thread(self._keep, "lmcache-keeper")
+        limit_s = self.system.now_s() + connect_s
+        while self.system.now_s() < limit_s and not self._connected and not self._attempted.is_set():
+            self.system.sleep(0.005)
         if self._connected:
             self._attempted.wait(register_s)
 
@@ -141,9 +139,9 @@ class Channel:
 
         `on_late` is given a reply that comes when nobody waits for it any more (in any thread).
         """
-        pending = Pending(time.monotonic() + timeout_s, on_late)
+        pending = Pending(self.system.now_s() + timeout_s, on_late)
         with self._lock:
-            if not self._connected or len(self._pending) >= MAX_PENDING:
+            if self._connection is None or not self._connected or len(self._pending) >= MAX_PENDING:
                 pending._fail("no connection to the lmcache server")
                 pending.settled = True
                 return pending
@@ -153,8 +151,8 @@ class Channel:
                 frame = protocol.encode_request(request_id, message)
                 if len(frame) > MAX_MESSAGE_BYTES:
                     raise ProtocolError(f"a message of {len(frame)} bytes is too large")
-                self._socket.send(frame, zmq.NOBLOCK)
-            except (zmq.ZMQError, ProtocolError) as error:
+                self._connection.send(frame)
+            except (ConnectionLostError, ProtocolError) as error:
                 pending._fail(f"the request could not be sent: {error}")
                 pending.settled = True
                 return pending
@@ -163,15 +161,15 @@ class Channel:
 
     def poll(self, pending: Pending | None = None, wait_s: float = 0.0) -> None:
         """Take in what has arrived; with `pending`, wait up to `wait_s` for that one to be done."""
-        limit_s = time.monotonic() + wait_s
+        limit_s = self.system.now_s() + wait_s
         with self._lock:
             self._receive()
-            while pending is not None and not pending.done and self._connected:
-                left_s = limit_s - time.monotonic()
+            while pending is not None and not pending.done and self._connection and self._connected:
+                left_s = limit_s - self.system.now_s()
                 if left_s <= 0:
                     break
-                # zmq_poll counts in whole milliseconds: a shorter wait is spun, with the lock held.
-                self._socket.poll(int(left_s * 1000))
+                # A wait of less than a millisecond is spun, with the lock held.
+                self._connection.wait(left_s)
                 self._receive()
 
     def call(self, message: Message, timeout_s: float) -> Message:
@@ -180,7 +178,7 @@ class Channel:
         while not pending.done and not self._closed.is_set():
             self.poll()
             if not pending.done:
-                time.sleep(0.001)
+                self.system.sleep(0.001)
         if pending.error is not None:
             raise pending.error
         if pending.reply is None:
@@ -193,42 +191,19 @@ class Channel:
             with contextlib.suppress(ChannelError):
                 self.call(protocol.Goodbye(), goodbye_s)
         self._closed.set()
-        if self._keeper.is_alive() and self._keeper is not threading.current_thread():
+        if self._keeper is not None:
             self._keeper.join(2 * KEEPER_INTERVAL_S + GREET_TIMEOUT_S)
         with self._lock:
             self.ready = False
             self._break("the channel was closed")
-        self._context.term()
 
     # -- the rest runs with the lock held, except the keeper's loop -------------------------------
 
-    def _open(self) -> None:
-        self._socket = self._context.socket(zmq.DEALER)
-        # Nothing is queued for a server that is not there: it would act on stale requests later.
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._socket.setsockopt(zmq.IPV6, 1)
-        self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        )
-        self._socket.connect(self._address)
-
-    def _close_socket(self) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close(0)
-
     def _receive(self) -> None:
-        while not self._socket.closed:
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.ZMQError:
-                break
+        while self._connection and (frame := self._connection.receive()) is not None:
             self._take(frame)
         self._watch_connection()
-        now_s = time.monotonic()
+        now_s = self.system.now_s()
         for request_id in [i for i, pending in self._pending.items() if now_s >= pending.deadline_s]:
             late = self._pending[request_id]
             if not late.done:
@@ -241,7 +216,7 @@ class Channel:
         except ProtocolError as error:
             self._on_state(False, f"not an answer of an lmcache server: {error}")
             return
-        self._last_heard_s = time.monotonic()
+        self._last_heard_s = self.system.now_s()
         self.responsive = True
         pending = self._pending.pop(request_id, None)
         if pending is not None:
@@ -251,12 +226,8 @@ class Channel:
             self._break("the lmcache server has forgotten this engine")
 
     def _watch_connection(self) -> None:
-        while not self._monitor.closed:
-            try:
-                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
-            except zmq.ZMQError:
-                return
-            if event == zmq.EVENT_DISCONNECTED:
+        while self._connection and (is_up := self._connection.event()) is not None:
+            if not is_up:
                 self._break("the connection to the lmcache server broke")
                 return
             self._connected = True
@@ -271,9 +242,9 @@ class Channel:
             self._unsettled.append(pending)
         self._pending.clear()
         self._ping = None
-        self._close_socket()
-        if not self._closed.is_set():
-            self._open()
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None if self._closed.is_set() else self.system.connect(self._address)
         self._settle_if_dead()
         if was_ready:
             self._on_state(False, f"{reason}: requests are computed without it until it is back")
@@ -281,9 +252,7 @@ class Channel:
     def _settle_if_dead(self) -> None:
         """A process that has ended copies nothing any more. Where process ids are not shared there is no
         descriptor to ask; then the end of its sockets has to do, which follows the end of its threads."""
-        if self._unsettled and (
-            self._server_pidfd is None or select.select([self._server_pidfd], [], [], 0)[0]
-        ):
+        if self._unsettled and (self._server is None or self._server.ended()):
             self._settle()
 
     def _settle(self) -> None:
@@ -298,7 +267,10 @@ class Channel:
             with self._lock:
                 self._receive()
                 self._settle_if_dead()
-            if self._connected and not self.ready and time.monotonic() >= self._retry_s:
+                if any(self._last_heard_s - each.deadline_s > OVERDUE_S for each in self._pending.values()):
+                    # What it named would stay held for ever; a new session settles it.
+                    self._break("the lmcache server did not answer everything")
+            if self._connected and not self.ready and self.system.now_s() >= self._retry_s:
                 self._greet()
             elif self.ready:
                 self._keep_alive()
@@ -314,12 +286,12 @@ class Channel:
             if self.refusal is None or str(self.refusal) != str(error):
                 self._on_state(False, f"the lmcache server refused this engine: {error}")
             self.refusal = error
-            self._retry_s = time.monotonic() + RETRY_REFUSED_S
+            self._retry_s = self.system.now_s() + RETRY_REFUSED_S
         except ChannelError:
-            self._retry_s = time.monotonic() + KEEPER_INTERVAL_S
+            self._retry_s = self.system.now_s() + KEEPER_INTERVAL_S
         except Exception as error:  # a fault in one attempt must not end the keeper
             self._on_state(False, f"cannot use the lmcache server: {error or type(error).__name__}")
-            self._retry_s = time.monotonic() + RETRY_REFUSED_S
+            self._retry_s = self.system.now_s() + RETRY_REFUSED_S
         else:
             self.refusal = None
             self.generation += 1
@@ -328,9 +300,9 @@ class Channel:
         self._attempted.set()
 
     def _hello(self) -> None:
-        pending = self.submit(Hello(os.getpid(), self._client_id, VERSION), GREET_TIMEOUT_S)
+        pending = self.submit(Hello(self.system.pid(), self._client_id, VERSION), GREET_TIMEOUT_S)
         while not pending.done and not self._closed.is_set():
-            time.sleep(0.001)
+            self.system.sleep(0.001)
             with self._lock:
                 self._receive()
         if pending.error is not None:
@@ -339,18 +311,15 @@ class Channel:
         if not isinstance(welcome, Welcome):
             raise ChannelError("the server did not answer a greeting with a greeting")
         with self._lock:
-            if self._server_pidfd is not None:
-                os.close(self._server_pidfd)
-            try:
-                self._server_pidfd = os.pidfd_open(welcome.server_pid)
-            except OSError:
-                self._server_pidfd = None
+            if self._server is not None:
+                self._server.close()
+            self._server = self.system.open_process(welcome.server_pid)
             self.server_pid = welcome.server_pid
             self.boot_id = welcome.boot_id
             self._settle()
 
     def _keep_alive(self) -> None:
-        now_s = time.monotonic()
+        now_s = self.system.now_s()
         if self._ping is not None and self._ping.done:
             self._ping = None
         if self._ping is None and now_s - self._last_heard_s > PING_AFTER_S:

@@ -1,6 +1,5 @@
 """Between the cache and the hands: objects become pieces, ends of copies become commits."""
 
-import asyncio
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -10,8 +9,8 @@ from lmcache_server.core.cache import Cache, Layout, Read, Refusal, Reservation
 from lmcache_server.l1 import FRAME_BYTES, L1Memory
 from lmcache_server.metrics import Metrics
 from lmcache_server.sessions import Shard
-from lmcache_server.transfer import host
-from lmcache_server.transfer.base import CopyJob, CopyWorker
+from lmcache_server.system import System
+from lmcache_server.transfer.base import CopyJob
 from lmcache_server.transfer.plan import Page, Pieces, join, pieces
 
 logger = logging.getLogger(__name__)
@@ -20,19 +19,17 @@ logger = logging.getLogger(__name__)
 class Copies:
     """Starts copies for registered shards and reports their ends on the event loop."""
 
-    def __init__(self, l1: L1Memory, metrics: Metrics, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, l1: L1Memory, metrics: Metrics, system: System) -> None:
         self.l1 = l1
         self._metrics = metrics
-        self._loop = loop
+        self._system = system
 
     def attach(self, shard: Shard) -> None:
         """Give a proven shard its copy thread."""
-        shard.copier = CopyWorker(
-            f"copy-{shard.engine_id[:8]}-{shard.rank}",
-            functools.partial(host.copy, shard.memory.pid),
-            shard.alive,
-            self._loop.call_soon_threadsafe,
-        )
+        assert shard.process is not None
+        name = f"copy-{shard.engine_id[:8]}-{shard.rank}"
+        # Asked before each slice, because the process id may be given to another.
+        shard.copier = self._system.copier(name, shard.memory.pid, shard.process.alive)
 
     def detach(self, shard: Shard) -> None:
         """End the shard's copies; when this returns none of its memory is being copied."""
@@ -120,14 +117,14 @@ class Copies:
         ended: Callable[[Exception | None], None],
     ) -> None:
         if not pages:
-            self._loop.call_soon(ended, None)
+            self._system.call_soon(ended, None)
             return
-        started_s = self._loop.time()
+        started_s = self._system.now_s()
 
         def done(error: Exception | None, num_bytes: int) -> None:
             self._metrics.count("lmcache_transfer_bytes_total", num_bytes, direction=direction)
             self._metrics.observe(
-                "lmcache_transfer_seconds", self._loop.time() - started_s, direction=direction
+                "lmcache_transfer_seconds", self._system.now_s() - started_s, direction=direction
             )
             if error is not None:
                 self._metrics.count("lmcache_copy_failures_total", 1, direction=direction)

@@ -1,10 +1,7 @@
 """Who may use the cache: sessions come and go, workers register memory and prove that it is theirs."""
 
-import asyncio
 import hmac
 import logging
-import os
-from collections.abc import Callable
 from typing import Any
 
 from lmcache_client.contract import protocol
@@ -26,7 +23,6 @@ from lmcache_client.contract.version import VERSION
 from lmcache_server.config import Config
 from lmcache_server.copies import Copies
 from lmcache_server.core.cache import Cache, Layout
-from lmcache_server.descriptors import ScarceError
 from lmcache_server.sessions import (
     MAX_JOBS,
     MAX_SESSIONS,
@@ -36,8 +32,8 @@ from lmcache_server.sessions import (
     Session,
     Shard,
     namespace_summary,
-    open_pidfd,
 )
+from lmcache_server.system import Process, ScarceError, System
 from lmcache_server.transfer import host
 
 logger = logging.getLogger(__name__)
@@ -57,10 +53,10 @@ class Refusal(Exception):
 
 
 class Registry:
-    """The sessions, and the engines that their workers make up. `clock` gives monotonic seconds."""
+    """The sessions, and the engines that their workers make up."""
 
-    def __init__(self, config: Config, cache: Cache, copies: Copies, clock: Callable[[], float]) -> None:
-        self.boot_id = os.urandom(protocol.BOOT_ID_BYTES)
+    def __init__(self, config: Config, cache: Cache, copies: Copies, system: System) -> None:
+        self.boot_id = system.random_bytes(protocol.BOOT_ID_BYTES)
         self.sessions: dict[bytes, Session] = {}
         """By ROUTER's name for the client."""
         self.engines = Engines()
@@ -69,7 +65,7 @@ class Registry:
         self._config = config
         self._cache = cache
         self._copies = copies
-        self._clock = clock
+        self._system = system
         self._next_session = 1
 
     def hello(self, identity: bytes, message: Hello) -> Message:
@@ -78,8 +74,8 @@ class Registry:
             self.drop(old, "connected again")
         if len(self.sessions) >= MAX_SESSIONS:
             raise Refusal(protocol.OVERLOADED, f"the server has {MAX_SESSIONS} sessions already")
-        pidfd = _watched(message.pid)
-        now_s = self._clock()
+        process = self._watched(message.pid)
+        now_s = self._system.now_s()
         session = Session(
             self._next_session,
             identity,
@@ -88,13 +84,22 @@ class Registry:
             message.client_version,
             now_s,
             now_s,
-            pidfd,
+            process,
         )
         self._next_session += 1
         self.sessions[identity] = session
-        if session.pidfd is not None:
-            asyncio.get_running_loop().add_reader(session.pidfd, self.drop, session, "its process ended")
-        return Welcome(self.boot_id, os.getpid(), VERSION, session.session_id)
+        if session.process is not None:
+            session.process.when_ended(self.drop, session, "its process ended")
+        return Welcome(self.boot_id, self._system.pid, VERSION, session.session_id)
+
+    def _watched(self, pid: int) -> Process | None:
+        try:
+            return self._system.open_process(pid)
+        except ScarceError as error:
+            raise Refusal(
+                protocol.OVERLOADED,
+                "the server has no file descriptor left to watch a process with: raise its limit (ulimit -n)",
+            ) from error
 
     def drop(self, session: Session, reason: str) -> None:
         """End a session: its leases at once, its copies when the slice that runs has ended, then its
@@ -105,9 +110,8 @@ class Registry:
         role = session.role
         self._drop_shard(session)
         self._cache.drop_session(session.session_id)
-        if session.pidfd is not None:
-            asyncio.get_running_loop().remove_reader(session.pidfd)
-            os.close(session.pidfd)
+        if session.process is not None:
+            session.process.close()
         level = logging.DEBUG if role == "client" else logging.INFO
         logger.log(level, "session %d (%s, pid %d) ended: %s", session.session_id, role, session.pid, reason)
 
@@ -117,9 +121,8 @@ class Registry:
             return
         self.engines.remove(shard)
         self._copies.detach(shard)
-        if shard.pidfd is not None:
-            os.close(shard.pidfd)
-            shard.pidfd = None
+        if shard.process is not None:
+            shard.process.close()
 
     def goodbye(self, session: Session, _message: Goodbye) -> Message:
         self.drop(session, "it said goodbye")
@@ -127,9 +130,9 @@ class Registry:
 
     def tick(self) -> None:
         """Once a second: sessions that time ends."""
-        now_s = self._clock()
+        now_s = self._system.now_s()
         for session in list(self.sessions.values()):
-            limit_s = SILENT_SESSION_S if session.pidfd is None else SILENT_PROCESS_S
+            limit_s = SILENT_SESSION_S if session.process is None else SILENT_PROCESS_S
             if now_s - session.heard_s > limit_s:
                 self.drop(session, f"silent for {limit_s:.0f} s")
 
@@ -156,7 +159,7 @@ class Registry:
             geometry,
             memory,
             chunk_size,
-            nonce=os.urandom(protocol.NONCE_BYTES),
+            nonce=self._system.random_bytes(protocol.NONCE_BYTES),
         )
         return Challenge(session.shard.nonce)
 
@@ -165,16 +168,16 @@ class Registry:
         if shard is None or shard.copier is not None:
             raise Refusal(protocol.BAD_REQUEST, "there is no registration to prove")
         # Opened before the nonce is read: from then on the descriptor, not the number, is the process.
-        shard.pidfd = _watched(shard.memory.pid)
+        shard.process = self._watched(shard.memory.pid)
         try:
-            if shard.pidfd is None:
+            if shard.process is None:
                 raise host.NoAccessError(
                     f"the server cannot see process {shard.memory.pid}: run it in the same process "
                     "namespace as vLLM (containers: a shared pid namespace)"
                 )
-            found = host.read(shard.memory.pid, shard.memory.proof_address, len(shard.nonce))
+            found = self._system.read(shard.memory.pid, shard.memory.proof_address, len(shard.nonce))
             for start, size in shard.memory.buffers:
-                host.check_access(shard.memory.pid, start, size)
+                self._system.check_access(shard.memory.pid, start, size)
         except host.CopyError as error:
             self._drop_shard(session)
             logger.warning("refused a worker of %s: %s", shard.model.model, error)
@@ -240,13 +243,3 @@ class Registry:
         """End every session; when this returns no memory is being copied."""
         for session in list(self.sessions.values()):
             self.drop(session, "the server ends")
-
-
-def _watched(pid: int) -> int | None:
-    try:
-        return open_pidfd(pid)
-    except ScarceError as error:
-        raise Refusal(
-            protocol.OVERLOADED,
-            "the server has no file descriptor left to watch another process: raise its limit (ulimit -n)",
-        ) from error

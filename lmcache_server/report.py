@@ -1,8 +1,6 @@
 """What the server says of itself: the status report (JSON) and the gauges of /metrics."""
 
 import dataclasses
-import os
-from collections.abc import Callable
 from typing import Any
 
 from lmcache_client.contract.version import VERSION
@@ -12,10 +10,11 @@ from lmcache_server.core.cache import Cache
 from lmcache_server.l1 import FRAME_BYTES
 from lmcache_server.metrics import Metrics
 from lmcache_server.registry import Registry
+from lmcache_server.system import System
 
 
 class Report:
-    """Reads the state of the server; changes nothing but gauges. `clock` gives monotonic seconds."""
+    """Reads the state of the server; changes nothing but gauges."""
 
     def __init__(
         self,
@@ -24,19 +23,19 @@ class Report:
         copies: Copies,
         registry: Registry,
         metrics: Metrics,
-        clock: Callable[[], float],
+        system: System,
     ) -> None:
         self._config = config
         self._cache = cache
         self._copies = copies
         self._registry = registry
         self._metrics = metrics
-        self._clock = clock
-        self._started_s = clock()
+        self._system = system
+        self._started_s = system.now_s()
 
     def status(self) -> dict[str, Any]:
         """Everything that `lmcache status` and /status show. Bytes, tokens and seconds as the names say."""
-        now_s = self._clock()
+        now_s = self._system.now_s()
         tokens = {
             outcome: int(self._metrics.value("lmcache_tokens_total", outcome=outcome))
             for outcome in ("computed", "hit", "miss", "tail")
@@ -45,7 +44,7 @@ class Report:
         return {
             "version": VERSION,
             "boot_id": self._registry.boot_id.hex(),
-            "pid": os.getpid(),
+            "pid": self._system.pid,
             "uptime_s": round(now_s - self._started_s, 3),
             "config": dataclasses.asdict(self._config),
             "l1": self._l1(),

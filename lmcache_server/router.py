@@ -6,7 +6,6 @@ believed: block ids, positions and memory are checked against what the client re
 
 import json
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +39,7 @@ from lmcache_server.metrics import Metrics
 from lmcache_server.registry import Refusal, Registry
 from lmcache_server.report import Report
 from lmcache_server.sessions import Session, Shard
+from lmcache_server.system import System
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ Send = Callable[[bytes, bytes], None]
 
 
 class Router:
-    """See the module. `send(identity, frame)` must not block; `clock` gives monotonic seconds."""
+    """See the module. `send(identity, frame)` must not block."""
 
     def __init__(
         self,
@@ -58,15 +58,15 @@ class Router:
         copies: Copies,
         metrics: Metrics,
         send: Send,
-        clock: Callable[[], float] = time.monotonic,
+        system: System,
     ) -> None:
         self.config = config
         self.cache = cache
         self.copies = copies
         self.metrics = metrics
-        self.clock = clock
-        self.registry = Registry(config, cache, copies, clock)
-        self.report = Report(config, cache, copies, self.registry, metrics, clock)
+        self.clock = system.now_s
+        self.registry = Registry(config, cache, copies, system)
+        self.report = Report(config, cache, copies, self.registry, metrics, system)
         self._send = send
         self._handlers: dict[type[Any], Callable[[Session, Any], Message]] = {
             Register: self.registry.register,
@@ -111,6 +111,16 @@ class Router:
                 self._count(operation, "ok")
         if reply is not None:
             self.reply(identity, request_id, reply)
+
+    def knows(self, identity: bytes) -> bool:
+        """Whether the client that ROUTER calls `identity` has a session."""
+        return identity in self.registry.sessions
+
+    def disconnected(self, identity: bytes) -> None:
+        """The connection of this client has ended, and the client with it."""
+        session = self.registry.sessions.get(identity)
+        if session is not None:
+            self.registry.drop(session, "its connection ended")
 
     def reply(self, identity: bytes, request_id: int, message: Message) -> None:
         self._send(identity, protocol.encode_reply(self.registry.boot_id, request_id, message))

@@ -25,11 +25,13 @@ from lmcache_client.contract.endpoint import (
 from lmcache_client.contract.version import VERSION
 from lmcache_server import descriptors, http
 from lmcache_server.config import Config, StartError, describe
+from lmcache_server.connections import Connections
 from lmcache_server.copies import Copies
 from lmcache_server.core.cache import Cache
 from lmcache_server.l1 import FRAME_BYTES, L1Memory
 from lmcache_server.metrics import Metrics
 from lmcache_server.router import Router
+from lmcache_server.system import System
 
 logger = logging.getLogger("lmcache_server")
 
@@ -54,16 +56,16 @@ def run(config: Config) -> int:
     logger.info("lmcache server %s, %s", VERSION, describe(config))
     descriptors.raise_limit()
     with contextlib.ExitStack() as stack:
-        socket = stack.enter_context(_bound_socket(config))
+        socket, connections = stack.enter_context(_bound_socket(config))
         web = http.bind(config.http_host, config.http_port)
         stack.callback(web.server_close)
         l1 = L1Memory(config.l1_size_bytes, hugetlb=config.l1_hugetlb)
         stack.callback(l1.close)
-        return uvloop.run(_serve(config, socket, web, l1))
+        return uvloop.run(_serve(config, _Listener(socket, connections), web, l1))
 
 
 @contextlib.contextmanager
-def _bound_socket(config: Config) -> Iterator["zmq.Socket[bytes]"]:
+def _bound_socket(config: Config) -> Iterator[tuple["zmq.Socket[bytes]", Connections]]:
     with contextlib.ExitStack() as stack:
         try:
             endpoint = address(config.host, config.port)
@@ -79,8 +81,9 @@ def _bound_socket(config: Config) -> Iterator["zmq.Socket[bytes]"]:
         socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER)
         socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        stack.enter_context(descriptors.watched(socket))
         socket.setsockopt(zmq.IPV6, int(":" in host_name(config.host)))
+        connections = Connections(socket)
+        stack.callback(connections.close)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -88,7 +91,7 @@ def _bound_socket(config: Config) -> Iterator["zmq.Socket[bytes]"]:
                 f"cannot listen on {endpoint}: {os.strerror(error.errno or 0).lower()}; "
                 "stop what uses it, or choose another --port or --host"
             ) from error
-        yield socket
+        yield socket, connections
 
 
 @contextlib.contextmanager
@@ -117,14 +120,14 @@ def _claimed(path: Path, port: int) -> Iterator[None]:
         os.close(lock)
 
 
-async def _serve(config: Config, socket: "zmq.Socket[bytes]", web: http.Server, l1: L1Memory) -> int:
+async def _serve(config: Config, listener: "_Listener", web: http.Server, l1: L1Memory) -> int:
     loop = asyncio.get_running_loop()
     metrics = Metrics()
     cache = Cache(FRAME_BYTES, l1.num_frames, config.lease_s)
-    copies = Copies(l1, metrics, loop)
-    listener = _Listener(socket, loop)
-    router = Router(config, cache, copies, metrics, listener.send)
-    listener.start(router)
+    system = System(loop)
+    copies = Copies(l1, metrics, system)
+    router = Router(config, cache, copies, metrics, listener.send, system)
+    listener.start(router, loop)
 
     async def answer(what: str) -> bytes:
         if what == "metrics":
@@ -162,21 +165,28 @@ class _Listener:
     arrived must be taken in, or it would wait for the next edge.
     """
 
-    def __init__(self, socket: "zmq.Socket[bytes]", loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, socket: "zmq.Socket[bytes]", connections: Connections) -> None:
         self._socket = socket
-        self._loop = loop
+        self._connections = connections
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._router: Router | None = None
         self._scheduled = False
         self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def start(self, router: Router) -> None:
-        self._router = router
-        self._loop.add_reader(self._socket.FD, self._wake)
+    def start(self, router: Router, loop: asyncio.AbstractEventLoop) -> None:
+        self._router, self._loop = router, loop
+        for descriptor in self._descriptors():
+            loop.add_reader(descriptor, self._wake)
         self._wake()
 
     def stop(self) -> None:
-        self._loop.remove_reader(self._socket.FD)
+        assert self._loop is not None
+        for descriptor in self._descriptors():
+            self._loop.remove_reader(descriptor)
         self._router = None
+
+    def _descriptors(self) -> tuple[int, int]:
+        return int(self._socket.FD), self._connections.descriptor
 
     def send(self, identity: bytes, frame: bytes) -> None:
         # A peer that has gone or does not read loses its reply; its own deadline covers that.
@@ -185,22 +195,33 @@ class _Listener:
         self._wake()
 
     def _wake(self) -> None:
-        if not self._scheduled:
+        if not self._scheduled and self._loop is not None:
             self._scheduled = True
             self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
         self._scheduled = False
+        if self._router is None or self._loop is None:
+            return
+        self._end_sessions(self._router)
         end_s = self._loop.time() + BURST_S
         for _ in range(BURST_FRAMES):
-            if self._router is None:
-                return
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.ZMQError:
                 return
             if len(frames) == 2:
-                self._router.receive(frames[0], frames[1])
+                identity, frame = frames[0].bytes, frames[1]
+                if self._router.knows(identity) or self._is_connected(self._router, identity, frame):
+                    self._router.receive(identity, frame.bytes)
             if self._loop.time() > end_s:
                 break
         self._wake()
+
+    def _is_connected(self, router: Router, identity: bytes, frame: zmq.Frame) -> bool:
+        self._end_sessions(router)
+        return self._connections.belongs(frame, identity)
+
+    def _end_sessions(self, router: Router) -> None:
+        for identity in self._connections.ended():
+            router.disconnected(identity)

@@ -1,8 +1,5 @@
 """Who is connected: sessions, the shards they registered, and the engines that these make up."""
 
-import errno
-import os
-import select
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +7,8 @@ from typing import Any
 from lmcache_client.contract.geometry import Geometry, GeometryError
 from lmcache_client.contract.keys import ModelTag, namespace_id
 from lmcache_client.contract.protocol import HostMemory
-from lmcache_server import descriptors
 from lmcache_server.core.layout import Layout
-from lmcache_server.descriptors import ScarceError
+from lmcache_server.system import Process
 from lmcache_server.transfer.base import CopyWorker
 
 MAX_SESSIONS = 1024
@@ -35,13 +31,8 @@ class Shard:
     memory: HostMemory
     chunk_size: int
     nonce: bytes
-    pidfd: int | None = None
+    process: Process | None = None
     copier: CopyWorker | None = None
-
-    def alive(self) -> bool:
-        """Whether the registered process still runs; asked before each piece of copying, because its
-        process id may be given to another."""
-        return self.pidfd is not None and not _readable(self.pidfd)
 
 
 @dataclass
@@ -55,7 +46,7 @@ class Session:
     client_version: str
     started_s: float
     heard_s: float
-    pidfd: int | None
+    process: Process | None
     joined: str = ""
     shard: Shard | None = None
     jobs: int = 0
@@ -150,26 +141,3 @@ def namespace_summary(model: ModelTag, layout: Layout) -> dict[str, Any]:
             for group in layout.groups
         ],
     }
-
-
-def open_pidfd(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends; None where its id means nothing here
-    (another process namespace, or it is gone). Raises ScarceError."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except OverflowError:
-        return None
-    except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-            raise ScarceError from error
-        return None
-    if descriptor >= descriptors.usable():
-        os.close(descriptor)
-        raise ScarceError
-    return descriptor
-
-
-def _readable(descriptor: int) -> bool:
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(0))

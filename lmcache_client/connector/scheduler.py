@@ -5,7 +5,6 @@ millisecond, then asked for again in the next step. Every block that the server 
 in vLLM's block pool until all workers report the copy settled.
 """
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -30,6 +29,7 @@ from lmcache_client.contract.protocol import (
     Store,
     StoreObject,
 )
+from lmcache_client.system import SYSTEM, System
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -68,6 +68,7 @@ class SchedulerSide:
         world_size: int,
         loads: bool,
         stores: bool,
+        system: System = SYSTEM,
     ) -> None:
         self._settings = settings
         self._engine_id = engine_id
@@ -83,7 +84,8 @@ class SchedulerSide:
         self.chunk_size = 0
         self.on_joined: Callable[[int], None] = lambda _chunk_size: None
         self._unified = Geometry(groups, num_blocks=2).unified_block_size
-        self.channel = Channel(settings.address, self._join, log_state)
+        self.channel = Channel(settings.address, self._join, log_state, system)
+        self._now_s = system.now_s
 
     def start(self, strict: bool, advised: Sequence[str]) -> None:
         """Connect and join, without a server for a moment only. With `strict`, advice is an error."""
@@ -137,7 +139,7 @@ class SchedulerSide:
 
     def _ask(self, tracked: Tracked, computed: int, limit: int) -> bool:
         """Have an answer to the current question; False: ask again in the next step."""
-        now_s = time.monotonic()
+        now_s = self._now_s()
         if tracked.answer is not None:
             fresh = now_s - tracked.asked_s < tracked.answer.lease_s / 2
             # What the engine computed by itself since only makes the promise larger than needed.
@@ -298,7 +300,7 @@ class SchedulerSide:
         job_id = self._next_job
         self._next_job += 1
         self._pool.touch([self._pool.blocks[i] for i in block_ids])
-        self._jobs[job_id] = _Job(block_ids, self._world_size, time.monotonic())
+        self._jobs[job_id] = _Job(block_ids, self._world_size, self._now_s())
         return job_id
 
     def _may_hold(self, objects: Sequence[StoreObject]) -> bool:
@@ -339,7 +341,7 @@ class SchedulerSide:
         """Whether an idle engine must go on stepping so that held blocks come free. Not for ever: a
         server that hangs must not make an idle engine spin."""
         oldest_s = min((job.started_s for job in self._jobs.values()), default=0.0)
-        return bool(self._jobs) and time.monotonic() - oldest_s < DRAIN_S
+        return bool(self._jobs) and self._now_s() - oldest_s < DRAIN_S
 
     def finished(self, request: "Request") -> None:
         """vLLM's request_finished: touch what was used, give back what was promised."""

@@ -4,8 +4,6 @@ Every request to the server is submitted after the step's forward pass, so that 
 that precedes it; on a CPU that compute has ended by then.
 """
 
-import os
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,7 +16,8 @@ from lmcache_client.contract import protocol
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.protocol import Challenge, HostMemory, Prove, Register, Registered
-from lmcache_client.memory.host import ProofBuffer, allow_tracer
+from lmcache_client.memory.host import ProofBuffer
+from lmcache_client.system import SYSTEM, System
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -59,13 +58,14 @@ class WorkerSide:
         model: ModelTag,
         geometry: Geometry,
         buffers: tuple[tuple[int, int], ...],
+        system: System = SYSTEM,
     ) -> None:
         self._settings = settings
         self._register_message = (engine_id, rank, model, geometry, buffers)
         self._proof = ProofBuffer()
         self._jobs: dict[int, _InFlight] = {}
         self._settled: Counter[int] = Counter()
-        self.channel = Channel(settings.address, self._register, log_state)
+        self.channel = Channel(settings.address, self._register, log_state, system)
 
     def start(self) -> None:
         """Connect and register. Without a server this returns after a moment, and the engine runs
@@ -84,8 +84,8 @@ class WorkerSide:
 
     def _register(self, channel: Channel) -> None:
         engine_id, rank, model, geometry, buffers = self._register_message
-        allow_tracer(channel.server_pid)
-        memory = HostMemory(os.getpid(), buffers, self._proof.address)
+        channel.system.allow_tracer(channel.server_pid)
+        memory = HostMemory(channel.system.pid(), buffers, self._proof.address)
         challenge = channel.call(Register(engine_id, rank, model, geometry, memory), REGISTER_S)
         if not isinstance(challenge, Challenge):
             raise ChannelError("the server did not challenge the registration")
@@ -117,7 +117,7 @@ class WorkerSide:
             waited_for = next(iter(self._jobs.values())).pending
             self.channel.poll(waited_for, IDLE_WAIT_S)
             if not waited_for.done:
-                time.sleep(IDLE_WAIT_S)
+                self.channel.system.sleep(IDLE_WAIT_S)
         self.channel.poll()
         for job_id, job in list(self._jobs.items()):
             if job.load is not None and job.pending.done:

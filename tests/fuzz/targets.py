@@ -22,6 +22,7 @@ from lmcache_server.core.cache import Cache
 from lmcache_server.l1 import FRAME_BYTES, L1Memory
 from lmcache_server.metrics import Metrics
 from lmcache_server.router import Router
+from lmcache_server.system import System
 from lmcache_server.transfer import host
 from lmcache_server.transfer.plan import Pieces
 
@@ -84,11 +85,12 @@ class RouterTarget:
         self._questions: dict[tuple[bytes, int], Lookup] = {}
         self._expected: Counter[tuple[bytes, int]] = Counter()
         self._answered: Counter[tuple[bytes, int]] = Counter()
-        metrics = Metrics()
+        system, metrics = System(self.loop), Metrics()
+        system.now_s = lambda: self.now_s  # type: ignore[method-assign]
         self.l1 = L1Memory(L1_FRAMES * FRAME_BYTES, populate=False)
         self.cache = Cache(FRAME_BYTES, self.l1.num_frames, lease_s=30.0)
-        copies = Copies(self.l1, metrics, self.loop)
-        self.router = Router(Config(), self.cache, copies, metrics, self._sent, lambda: self.now_s)
+        copies = Copies(self.l1, metrics, system)
+        self.router = Router(Config(), self.cache, copies, metrics, self._sent, system)
 
     def close(self) -> None:
         self.loop.run_until_complete(self._end())
@@ -131,6 +133,9 @@ class RouterTarget:
     def _step(self, choices: Choices, number: int) -> None:
         identity = bytes([choices.below(CLIENTS)])
         how = choices.below(16)
+        if how == 5 and not choices.below(16):
+            self.router.disconnected(identity)
+            return
         if how == 0:
             self.now_s += choices.below(256)
             self.router.tick()
@@ -203,7 +208,7 @@ _LIFE = ((6, 0), (7, 1, 0, 0), (4,), (8,), (11, 1, 1), (9, 1, 0), (13, 0, 1), (1
 
 def _life(client: int, engine: int) -> list[bytes]:
     greeting = (6, client)
-    return [bytes([client, 5, engine, 0, *kind, 1]) for kind in (greeting, *_LIFE[1:])]
+    return [bytes([client, 5, 1, engine, 0, *kind, 1]) for kind in (greeting, *_LIFE[1:])]
 
 
 def router_seeds() -> list[bytes]:

@@ -267,6 +267,23 @@ def test_a_client_that_greets_twice_has_one_session(server: LMCacheServer) -> No
         assert len(server.status()["sessions"]) == 1
 
 
+@pytest.mark.parametrize("over_tcp", [False, True])
+def test_a_client_of_another_process_namespace_ends_with_its_connection(over_tcp: bool) -> None:
+    """Its process id says nothing to the server, and must not be mistaken for that of another."""
+    flags = {"host": "127.0.0.1"} if over_tcp else {}
+    with LMCacheServer(l1_size_gb=0.05, **flags) as server, zmq.Context() as context:
+        where = f"tcp://127.0.0.1:{server.port}" if over_tcp else address(server)
+        for name in (b"one", b"two"):
+            with context.socket(zmq.DEALER) as client:
+                client.setsockopt(zmq.LINGER, 0)
+                client.connect(where)
+                greeting = protocol.Hello(1 << 30, name.ljust(protocol.CLIENT_ID_BYTES), "test")
+                client.send(protocol.encode_request(1, greeting))
+                assert isinstance(protocol.decode_reply(client.recv())[2], protocol.Welcome)
+                assert len(server.status()["sessions"]) == 1
+            eventually(lambda: not server.status()["sessions"], 1.0)
+
+
 def test_garbage_is_answered_or_dropped_and_the_server_goes_on(server: LMCacheServer) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)

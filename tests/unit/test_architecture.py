@@ -15,7 +15,8 @@ MAY_IMPORT = {
     # Part of the house: (of this project, of others that matter). The longest prefix counts.
     "lmcache_client/contract": ({"lmcache_client.contract"}, {"msgpack"}),
     "lmcache_client/memory": ({"lmcache_client.contract", "lmcache_client.memory"}, set()),
-    "lmcache_client/channel.py": ({"lmcache_client.contract"}, {"zmq"}),
+    "lmcache_client/channel.py": ({"lmcache_client.contract", "lmcache_client.system"}, set()),
+    "lmcache_client/system.py": ({"lmcache_client.contract", "lmcache_client.memory"}, {"zmq"}),
     "lmcache_client/connector": ({"lmcache_client"}, {"torch", "vllm"}),
     "lmcache_server/core": ({"lmcache_client.contract", "lmcache_server.core"}, set()),
     "lmcache_server/transfer": (

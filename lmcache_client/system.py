@@ -1,0 +1,131 @@
+"""What the connector asks of the operating system and of ZeroMQ: time, threads, processes, a connection.
+
+The simulation in the tests replaces this as a whole; everything else of the connector runs there as it is.
+"""
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from lmcache_client.contract.codec import MAX_MESSAGE_BYTES
+from lmcache_client.memory.host import allow_tracer
+
+RECONNECT_MS = 100
+
+
+class ConnectionLostError(Exception):
+    """A frame could not be sent."""
+
+
+class Connection:
+    """A DEALER socket to one address, and what its monitor says of it. Not for two threads at a time."""
+
+    def __init__(self, address: str) -> None:
+        # With its context of its own, the end of this connection is the end of its thread and descriptors.
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        # Nothing is queued for a server that is not there: it would act on stale requests later.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.IPV6, 1)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
+        self._socket.connect(address)
+
+    def send(self, frame: bytes) -> None:
+        """Never blocks; raises ConnectionLostError."""
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise ConnectionLostError(str(error)) from error
+
+    def receive(self) -> bytes | None:
+        """The next frame, if one has arrived."""
+        try:
+            return self._socket.recv(zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return None
+
+    def event(self) -> bool | None:
+        """What became of the connection since the last call: True, it is up; False, it broke."""
+        try:
+            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+        except zmq.ZMQError:
+            return None
+        return bool(event != zmq.EVENT_DISCONNECTED)
+
+    def wait(self, wait_s: float) -> None:
+        """Until a frame has arrived. ZeroMQ counts in whole milliseconds: less is no wait at all."""
+        self._socket.poll(int(wait_s * 1000))
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)
+        self._context.term()
+
+
+class Process:
+    """Another process, by a descriptor that stays its own when its id is given to another."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def ended(self) -> bool:
+        """Whether it has: none of its threads does anything any more."""
+        return bool(select.select([self._descriptor], [], [], 0)[0])
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class System:
+    """See the module."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def now_s(self) -> float:
+        """Monotonic seconds."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def random_bytes(self, count: int) -> bytes:
+        return os.urandom(count)
+
+    def lock(self) -> "threading.RLock":
+        return threading.RLock()
+
+    def event(self) -> threading.Event:
+        return threading.Event()
+
+    def start_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def connect(self, address: str) -> Connection:
+        return Connection(address)
+
+    def open_process(self, pid: int) -> Process | None:
+        """None where the id means nothing here: another process namespace, or the process has ended."""
+        try:
+            return Process(os.pidfd_open(pid))
+        except OSError:
+            return None
+
+    def allow_tracer(self, pid: int) -> None:
+        allow_tracer(pid)
+
+
+SYSTEM = System()

@@ -1,0 +1,80 @@
+"""`make simulate SEEDS=…`: run the simulation over many seeds; a seed that fails prints itself."""
+
+import argparse
+import functools
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections import Counter
+
+from simulation.bugs import BUGS
+from simulation.scenario import Scenario
+
+
+def run_seed(seed: int, trace: bool = False) -> tuple[int, str, dict[str, int]]:
+    """(seed, what went wrong, what was counted and the digest of its history)."""
+    scenario = Scenario(seed, trace)
+    wrong = ""
+    try:
+        scenario.run()
+    except Exception:
+        wrong = traceback.format_exc(limit=-6)
+    if trace:
+        print(*scenario.world.trace or (), sep="\n")
+    return seed, wrong, scenario.world.counts
+
+
+def run_seeds(arguments: argparse.Namespace, bug: str = "") -> tuple[list[int], Counter[str]]:
+    """The seeds that failed, each of which has printed itself, and what was counted over all. With a
+    `bug` put in, it ends with the first that fails."""
+    seeds = range(arguments.first, arguments.first + arguments.seeds)
+    counts: Counter[str] = Counter()
+    failed = []
+    context = multiprocessing.get_context("fork")
+    with context.Pool(arguments.jobs, initializer=BUGS.get(bug)) as pool:
+        work = functools.partial(run_seed, trace=arguments.trace)
+        for seed, wrong, counted in pool.imap_unordered(work, seeds, chunksize=4):
+            counts.update(counted)
+            if wrong:
+                failed.append(seed)
+            if wrong and bug:
+                break
+            if wrong:
+                print(f"seed {seed} failed; again: make simulate FIRST={seed} SEEDS=1\n{wrong}", flush=True)
+    return sorted(failed), counts
+
+
+def find_bugs(arguments: argparse.Namespace) -> int:
+    """Put in one bug after the other; 1 if some is not found."""
+    missed = 0
+    for bug in BUGS:
+        failed, _ = run_seeds(arguments, bug)
+        missed += not failed
+        print(f"{bug}: found by seed {failed[0]}" if failed else f"{bug}: NOT FOUND", flush=True)
+    return int(bool(missed))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="simulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=1000, help="how many")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
+    parser.add_argument("--trace", action="store_true", help="print the history of each seed")
+    parser.add_argument("--bugs", action="store_true", help="put in bugs and say which seed finds each")
+    arguments = parser.parse_args()
+    if arguments.bugs:
+        return find_bugs(arguments)
+    started_s = time.monotonic()
+    failed, counts = run_seeds(arguments)
+    took_s = time.monotonic() - started_s
+    said = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
+    print(f"{arguments.seeds} seeds in {took_s:.0f} s: {said}")
+    if failed:
+        print(f"{len(failed)} failed: {failed[:50]}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

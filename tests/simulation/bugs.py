@@ -1,0 +1,87 @@
+"""Bugs to put in on purpose, each of which the simulation must find: a check that cannot fail is none."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lmcache_client.channel import Channel
+from lmcache_client.connector.scheduler import SchedulerSide
+from lmcache_client.contract.geometry import SLIDING_WINDOW, GroupSpec
+from lmcache_server.core.cache import Cache
+from lmcache_server.core.leases import LeaseTable
+
+
+def _blocks_not_held() -> None:
+    hold = SchedulerSide._hold
+
+    def careless(self: SchedulerSide, block_ids: list[int]) -> int:
+        return hold(self, [])
+
+    SchedulerSide._hold = careless  # type: ignore[method-assign]
+
+
+def _settled_when_broken() -> None:
+    Channel._settle_if_dead = Channel._settle  # type: ignore[method-assign]
+
+
+def _window_too_short() -> None:
+    first_needed_token = GroupSpec.first_needed_token
+
+    def short(self: GroupSpec, resume_tokens: int) -> int:
+        one_block = self.block_size if self.kind == SLIDING_WINDOW else 0
+        return first_needed_token(self, resume_tokens) + one_block
+
+    GroupSpec.first_needed_token = short  # type: ignore[method-assign]
+
+
+def _failed_store_committed() -> None:
+    def trusting(self: Cache, reservation: Any) -> None:
+        self.commit(reservation)
+
+    Cache.abort = trusting  # type: ignore[method-assign]
+
+
+def _load_of_an_evicted_chunk() -> None:
+    def blind(self: Cache, _chunk: Any) -> None:
+        return None
+
+    Cache._pin = blind  # type: ignore[method-assign]
+
+
+def _late_answer_kept() -> None:
+    SchedulerSide._found_late = lambda self, reply: None  # type: ignore[method-assign]
+
+
+def _leases_outlive_sessions() -> None:
+    LeaseTable.of_session = lambda self, session: []  # type: ignore[method-assign]
+
+
+def _overdue_never_noticed() -> None:
+    import lmcache_client.channel
+
+    lmcache_client.channel.OVERDUE_S = 1e9
+
+
+def _failed_load_offered_again() -> None:
+    worker_output = SchedulerSide.worker_output
+
+    def forgetful(self: SchedulerSide, output: Any) -> None:
+        output.failed_recving = set()
+        worker_output(self, output)
+
+    SchedulerSide.worker_output = forgetful  # type: ignore[method-assign]
+
+
+BUGS: dict[str, Callable[[], None]] = {
+    bug.__name__.strip("_"): bug
+    for bug in (
+        _blocks_not_held,
+        _settled_when_broken,
+        _window_too_short,
+        _failed_store_committed,
+        _load_of_an_evicted_chunk,
+        _late_answer_kept,
+        _leases_outlive_sessions,
+        _overdue_never_noticed,
+        _failed_load_offered_again,
+    )
+}

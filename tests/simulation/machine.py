@@ -1,0 +1,279 @@
+"""The server of this world: the real cache, router, registry and copy planning, on a fake system.
+
+Copies move real bytes between real buffers, a few pieces at a time, while everything else goes on.
+"""
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from lmcache_server.config import Config
+from lmcache_server.copies import Copies
+from lmcache_server.core.cache import Cache
+from lmcache_server.l1 import FRAME_BYTES
+from lmcache_server.metrics import Metrics
+from lmcache_server.router import Router
+from lmcache_server.transfer.base import CopyJob
+from lmcache_server.transfer.host import CopyError
+from simulation.network import Link, Network
+from simulation.world import Process, World
+
+TICK_S = 1.0
+
+
+class Faults:
+    """How badly copies go."""
+
+    copy_failure = 0.0
+    slow_copy = 0.0
+    piece_s = 0.0005
+
+
+class L1:
+    """L1 of one life of the server."""
+
+    def __init__(self, num_frames: int) -> None:
+        self.num_frames = num_frames
+        self.memory = np.zeros(num_frames * FRAME_BYTES, dtype=np.uint8)
+        self.base_address = int(self.memory.ctypes.data)
+        self.populated_bytes = 0
+
+
+class Watch:
+    """A process as the server sees it through a descriptor."""
+
+    def __init__(self, process: Process, server: "SimulatedServer") -> None:
+        self.process = process
+        self._server = server
+        self._closed = False
+
+    def alive(self) -> bool:
+        return not self._closed and not self.process.exited
+
+    def when_ended(self, function: Callable[..., object], *arguments: object) -> None:
+        def ended() -> None:
+            if not self._closed:
+                function(*arguments)
+
+        def soon() -> None:
+            self._server.run_soon(ended)
+
+        self.process.at_exit.append(soon)
+
+    def close(self) -> None:
+        self._closed = True
+
+
+class Copier:
+    """The hands for one registered memory: loads overtake stores between slices, as in the real one."""
+
+    def __init__(self, server: "SimulatedServer", pid: int, alive: Callable[[], bool]) -> None:
+        self._server = server
+        self._world = server.world
+        self._process = server.world.processes[pid]
+        self._pid = pid
+        self._alive = alive
+        self._waiting: dict[bool, deque[CopyJob]] = {True: deque(), False: deque()}
+        self._running: list[tuple[CopyJob, Any, int]] = []
+        """Jobs under way, the inner one last: (job, its pieces, how many are done)."""
+        self.closed = self._busy = False
+        server.copiers.append(self)
+
+    def submit(self, job: CopyJob) -> None:
+        if self.closed:
+            self._end(job, CopyError("the session of this memory has ended"), 0)
+            return
+        self._waiting[job.load].append(job)
+        self._go_on()
+
+    def close(self) -> None:
+        self.closed = True
+        for job, _, _ in self._running:
+            self._end(job, CopyError("the session of this memory has ended"), 0)
+        for queue in self._waiting.values():
+            for job in queue:
+                self._end(job, CopyError("the session of this memory has ended"), 0)
+            queue.clear()
+        self._running.clear()
+
+    def _go_on(self) -> None:
+        if self._busy or self.closed:
+            return
+        if self._waiting[True] and not (self._running and self._running[-1][0].load):
+            self._begin(self._waiting[True].popleft())
+        elif not self._running and self._waiting[False]:
+            self._begin(self._waiting[False].popleft())
+        if self._running:
+            self._busy = True
+            slow = self._world.chance(self._server.faults.slow_copy)
+            duration_s = self._world.random.uniform(0, self._server.faults.piece_s)
+            if self._server.process.killed:
+                # What runs in the kernel ends when it ends.
+                duration_s = self._world.random.uniform(0, 1)
+            self._world.after(duration_s * (2000 if slow else 1), self._slice)
+
+    def _begin(self, job: CopyJob) -> None:
+        self._running.append((job, job.build(), 0))
+        if job.load and self._server.dies_at_next_load:
+            self._server.process.kill()
+
+    def _slice(self) -> None:
+        self._busy = False
+        if self.closed or self._server.process.exited:
+            return
+        if (frozen_s := self._server.frozen_s()) > 0:
+            self._busy = True
+            self._world.after(frozen_s, self._slice)
+            return
+        job, pieces, done = self._running.pop()
+        stop = min(done + self._world.random.randint(1, 4), len(pieces.length))
+        if not self._alive():
+            self._end(job, CopyError("the process has ended"), 0)
+        elif self._world.chance(self._server.faults.copy_failure):
+            self._world.count("copies failed")
+            self._move(job, pieces, done, (done + stop) // 2)
+            self._end(job, CopyError("the kernel had enough"), 0)
+        else:
+            self._move(job, pieces, done, stop)
+            if stop == len(pieces.length):
+                self._end(job, None, pieces.num_bytes)
+            else:
+                self._running.append((job, pieces, stop))
+        self._go_on()
+
+    def _move(self, job: CopyJob, pieces: Any, first: int, stop: int) -> None:
+        assert self._world.processes[self._pid] is self._process, "copies memory of a stranger"
+        for index in range(first, stop):
+            ends = int(pieces.local[index]), int(pieces.remote[index])
+            target, source = reversed(ends) if job.load else ends
+            ctypes.memmove(target, source, int(pieces.length[index]))
+
+    def _end(self, job: CopyJob, error: Exception | None, num_bytes: int) -> None:
+        self._server.run_soon(job.on_done, error, num_bytes)
+
+
+class SimulatedServer:
+    """One life of the server, from its start to its kill; `lmcache_server.system.System` for itself."""
+
+    def __init__(
+        self,
+        network: Network,
+        process: Process,
+        num_frames: int,
+        chunk_size: int,
+        lease_s: float,
+        faults: Faults,
+    ) -> None:
+        self.network = network
+        self.world: World = network.world
+        self.process = process
+        self.pid = process.pid
+        self.faults = faults
+        self.hidden: set[int] = set()
+        """Process ids that mean nothing to the server."""
+        self.copiers: list[Copier] = []
+        self._links: dict[bytes, Link] = {}
+        self._frozen_until_s = 0.0
+        self.dies_at_next_load = False
+        self.cache = Cache(FRAME_BYTES, num_frames, lease_s)
+        self.l1 = L1(num_frames)
+        copies = Copies(self.l1, Metrics(), self)  # type: ignore[arg-type]
+        config = Config(chunk_size=chunk_size, lease_s=lease_s)
+        self.router = Router(config, self.cache, copies, copies._metrics, self._send, self)  # type: ignore[arg-type]
+        network.listener = self
+        process.at_kill.append(self._die)
+        self._tick()
+
+    # -- the system that the server sees ----------------------------------------------------------
+
+    def now_s(self) -> float:
+        return self.world.now_s
+
+    def random_bytes(self, count: int) -> bytes:
+        return self.world.random.randbytes(count)
+
+    def call_soon(self, function: Callable[..., object], *arguments: Any) -> None:
+        self.run_soon(function, *arguments)
+
+    def open_process(self, pid: int) -> Watch | None:
+        process = self.world.processes.get(pid)
+        if process is None or process.exited or pid in self.hidden:
+            return None
+        return Watch(process, self)
+
+    def read(self, pid: int, address: int, num_bytes: int) -> bytes:
+        if self.world.processes[pid].exited:
+            raise CopyError("no such process")
+        return ctypes.string_at(address, num_bytes)
+
+    def check_access(self, pid: int, address: int, num_bytes: int) -> None:
+        if self.world.processes[pid].exited:
+            raise CopyError("no such process")
+
+    def copier(self, name: str, pid: int, alive: Callable[[], bool]) -> Copier:
+        return Copier(self, pid, alive)
+
+    # -- events -----------------------------------------------------------------------------------
+
+    def run_soon(self, function: Callable[..., object], *arguments: Any, delay_s: float = 0.0) -> None:
+        """On the event loop, in the order of these calls unless the loop is frozen or delayed."""
+        self.world.after(delay_s, self._run, function, arguments)
+
+    def _run(self, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+        if self.process.killed:
+            return
+        if (frozen_s := self.frozen_s()) > 0:
+            self.run_soon(function, *arguments, delay_s=frozen_s)
+            return
+        function(*arguments)
+        self.cache.check_integrity()
+        sessions = {session.session_id for session in self.router.registry.sessions.values()}
+        assert all(lease.session in sessions for lease in self.cache._leases), "a lease outlives its session"
+
+    def freeze(self, seconds: float) -> None:
+        self._frozen_until_s = self.world.now_s + seconds
+
+    def frozen_s(self) -> float:
+        """For how long none of its threads will run."""
+        return max(0.0, self._frozen_until_s - self.world.now_s)
+
+    def _tick(self) -> None:
+        self.router.tick()
+        overdue = self.cache._leases.overdue(self.world.now_s)
+        assert not overdue, "a lease outlives its deadline"
+        self.run_soon(self._tick, delay_s=TICK_S)
+
+    def _die(self) -> None:
+        if self.network.listener is self:
+            self.network.listener = None
+        for link in list(self.network.links):
+            if link.server is self:
+                self.world.after(self.world.random.uniform(0, 0.02), link.break_off)
+
+    # -- connections ------------------------------------------------------------------------------
+
+    def accepted(self, link: Link) -> None:
+        self._links[link.identity] = link
+
+    def arrived(self, link: Link, frame: bytes) -> None:
+        self.run_soon(self._receive, link.identity, frame)
+
+    def ended(self, link: Link) -> None:
+        self.run_soon(self._disconnected, link.identity)
+
+    def _receive(self, identity: bytes, frame: bytes) -> None:
+        # The listener drops what a new client sent whose connection has ended.
+        if identity in self._links or self.router.knows(identity):
+            self.router.receive(identity, frame)
+
+    def _disconnected(self, identity: bytes) -> None:
+        self._links.pop(identity, None)
+        self.router.disconnected(identity)
+
+    def _send(self, identity: bytes, frame: bytes) -> None:
+        link = self._links.get(identity)
+        if link is not None and link.identity == identity:
+            link.reply(frame)

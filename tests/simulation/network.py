@@ -1,0 +1,196 @@
+"""Connections as ZeroMQ gives them: in order, delayed, broken at any moment, replies dropped when full."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from lmcache_client.contract.protocol import BOOT_ID_BYTES, decode_reply
+from lmcache_client.system import ConnectionLostError
+from simulation.world import Event, Lock, Process, Task, World
+
+RECONNECT_S = 0.1
+
+
+class Server(Protocol):
+    """Whoever listens at an address."""
+
+    process: Process
+
+    def accepted(self, link: "Link") -> None: ...
+    def arrived(self, link: "Link", frame: bytes) -> None: ...
+    def ended(self, link: "Link") -> None: ...
+
+
+class Network:
+    """Who listens, and how badly messages travel."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.listener: Server | None = None
+        self.links: list[Link] = []
+        self.delay_s = 0.0002
+        self.reply_loss = 0.0
+        self._next_identity = 1
+
+    def identity(self) -> bytes:
+        self._next_identity += 1
+        return self._next_identity.to_bytes(5, "little")
+
+    def travel_s(self) -> float:
+        return self.world.random.expovariate(1 / self.delay_s)
+
+
+class Link:
+    """One DEALER and the connection that it tries to have; the client's `Connection`."""
+
+    def __init__(self, network: Network, process: Process) -> None:
+        self.network = network
+        self.world = network.world
+        self.process = process
+        self.identity = b""
+        self.server: Server | None = None
+        """Whom it is connected to."""
+        self._closed = False
+        self._is_up = False
+        self._inbox: deque[bytes] = deque()
+        self._events: deque[bool] = deque()
+        self._to_server_s = self._to_client_s = 0.0
+        network.links.append(self)
+        process.at_kill.append(self.break_off)
+        self.world.after(network.travel_s(), self._try)
+
+    # -- the client's side ------------------------------------------------------------------------
+
+    def send(self, frame: bytes) -> None:
+        if not self._is_up:
+            raise ConnectionLostError("not connected")
+        self._to_server_s = max(self._to_server_s, self.world.now_s + self.network.travel_s())
+        self.world.after(self._to_server_s - self.world.now_s, self._arrive, self.server, frame)
+
+    def receive(self) -> bytes | None:
+        return self._inbox.popleft() if self._inbox else None
+
+    def event(self) -> bool | None:
+        return self._events.popleft() if self._events else None
+
+    def wait(self, wait_s: float) -> None:
+        limit_s = self.world.now_s + wait_s
+        while not self._inbox and not self._closed and self.world.now_s < limit_s:
+            self.world.sleep(0.0001)
+
+    def close(self) -> None:
+        self._closed = True
+        self._inbox.clear()
+        self._events.clear()
+        self.break_off()
+        if self in self.network.links:
+            self.network.links.remove(self)
+
+    # -- in between -------------------------------------------------------------------------------
+
+    def _try(self) -> None:
+        if self._closed or self._is_up or self.process.killed:
+            return
+        listener = self.network.listener
+        if listener is None or listener.process.killed:
+            self.world.after(RECONNECT_S, self._try)
+            return
+        self.server, self._is_up = listener, True
+        self.identity = self.network.identity()
+        self._events.append(True)
+        listener.accepted(self)
+
+    def break_off(self) -> None:
+        """The connection breaks; each side hears of it in its own time."""
+        if not self._is_up:
+            return
+        server, identity = self.server, self.identity
+        self._is_up, self.server = False, None
+        self.world.after(self.network.travel_s(), self._tell_server, server, identity)
+        self.world.after(self.network.travel_s(), self._tell_client)
+
+    def _tell_client(self) -> None:
+        if not self._closed:
+            self._events.append(False)
+            self.world.after(RECONNECT_S, self._try)
+
+    def _tell_server(self, server: Server, identity: bytes) -> None:
+        if not server.process.killed:
+            server.ended(_Ended(identity))  # type: ignore[arg-type]
+
+    def _arrive(self, server: Server, frame: bytes) -> None:
+        # What was on its way when the connection broke is lost.
+        if self._is_up and self.server is server and not server.process.killed:
+            server.arrived(self, frame)
+
+    # -- the server's side ------------------------------------------------------------------------
+
+    def reply(self, frame: bytes) -> None:
+        if self.world.chance(self.network.reply_loss):
+            self.world.count("replies lost")
+            return
+        self._to_client_s = max(self._to_client_s, self.world.now_s + self.network.travel_s())
+        self.world.after(self._to_client_s - self.world.now_s, self._deliver, self.identity, frame)
+
+    def _deliver(self, identity: bytes, frame: bytes) -> None:
+        if self._is_up and self.identity == identity:
+            assert len(decode_reply(frame)[0]) == BOOT_ID_BYTES
+            self._inbox.append(frame)
+
+
+class _Ended:
+    def __init__(self, identity: bytes) -> None:
+        self.identity = identity
+
+
+class Watched:
+    """A process as the client sees it through a descriptor."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    def ended(self) -> bool:
+        return self._process.exited
+
+    def close(self) -> None:
+        pass
+
+
+class ClientSystem:
+    """`lmcache_client.system.System` of one process of this world."""
+
+    def __init__(self, network: Network, process: Process) -> None:
+        self.network = network
+        self.world = network.world
+        self.process = process
+
+    def pid(self) -> int:
+        return self.process.pid
+
+    def now_s(self) -> float:
+        return self.world.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.world.sleep(seconds * self.world.random.uniform(1, 5))
+
+    def random_bytes(self, count: int) -> bytes:
+        return self.world.random.randbytes(count)
+
+    def lock(self) -> Lock:
+        return Lock(self.world)
+
+    def event(self) -> Event:
+        return Event(self.world)
+
+    def start_thread(self, target: Callable[[], None], name: str) -> Task:
+        return self.world.spawn(target, self.process)
+
+    def connect(self, address: str) -> Link:
+        return Link(self.network, self.process)
+
+    def open_process(self, pid: int) -> Watched | None:
+        process = self.world.processes.get(pid)
+        return None if process is None or process.exited else Watched(process)
+
+    def allow_tracer(self, pid: int) -> None:
+        pass

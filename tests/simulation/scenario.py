@@ -1,0 +1,249 @@
+"""One history: engines, tenants and a server under faults that a seed decides, and what must hold after."""
+
+import functools
+import logging
+import random
+from collections.abc import Callable
+
+from lmcache_client.connector.scheduler import FORGET_TIMEOUT_S
+from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW
+from simulation.engine import LOAD_TIMEOUT_S, Engine, Model
+from simulation.machine import TICK_S, Faults, SimulatedServer
+from simulation.network import Network
+from simulation.world import Process, World
+
+for _name in ("lmcache_server", "vllm.lmcache_mp", "vllm"):
+    logging.getLogger(_name).setLevel(logging.CRITICAL)
+
+FULL_8 = (FULL, 4, 0)
+SHAPES = (
+    (FULL_8,),
+    (FULL_8, (SLIDING_WINDOW, 4, 11)),
+    (FULL_8, (RECURRENT, 8, 0)),
+    ((CHUNKED_LOCAL, 4, 16), FULL_8),
+    ((RECURRENT, 8, 0), (FULL, 8, 0), (SLIDING_WINDOW, 4, 6)),
+)
+CHUNK_TOKENS = 8
+SALTS = ("", "", "tenant a", "tenant b")
+FAULTY_S = 25.0
+SETTLE_S = 900.0
+"""Longer than any deadline or silence that the product knows."""
+
+
+class Scenario:
+    """See the module. `run` raises AssertionError with what went wrong."""
+
+    def __init__(self, seed: int, trace: bool = False) -> None:
+        self.world = World(seed)
+        if trace:
+            self.world.trace = []
+        draw = self.world.random
+        self.network = Network(self.world)
+        self.faults = Faults()
+        self.engines: list[Engine] = []
+        self.lives: list[SimulatedServer] = []
+        """All there were: memory of the dead must stay for copies that are under way."""
+        self.frames = draw.choice((6, 12, 24, 60))
+        self.lease_s = draw.choice((2.0, 20.0, 120.0))
+        shapes = draw.sample(SHAPES, 2)
+        self.models = [
+            Model("one", "one", shapes[0], draw.choice((1, 1, 2))),
+            Model("two", "two", shapes[draw.choice((0, 1))], 1),
+        ]
+        self.prompts = _prompts(draw)
+        self._requests = 0
+        self._next_pid = 100
+
+    # -- who there is -----------------------------------------------------------------------------
+
+    def _process(self, name: str) -> Process:
+        """A process; sometimes with the id of one that has exited."""
+        free = [pid for pid, process in self.world.processes.items() if process.exited]
+        if free and self.world.chance(0.5):
+            pid = self.world.random.choice(free)
+        else:
+            self._next_pid += 1
+            pid = self._next_pid
+        self.world.processes[pid] = Process(self.world, pid, name)
+        return self.world.processes[pid]
+
+    def start_server(self) -> None:
+        if self.lives and not self.lives[-1].process.exited:
+            return
+        process = self._process(f"server {len(self.lives)}")
+        self.world.note(f"start {process.name}")
+        self.lives.append(
+            SimulatedServer(self.network, process, self.frames, CHUNK_TOKENS, self.lease_s, self.faults)
+        )
+
+    @property
+    def server(self) -> SimulatedServer | None:
+        return self.lives[-1] if self.lives and not self.lives[-1].process.killed else None
+
+    @property
+    def running(self) -> list[Engine]:
+        return [engine for engine in self.engines if not engine.processes[0].killed and not engine.closing]
+
+    def start_engine(self) -> None:
+        draw = self.world.random
+        model = draw.choice(self.models)
+        name = f"engine {len(self.engines)}"
+        processes = [self._process(f"{name}.{index}") for index in range(1 + model.ranks)]
+        self.world.note(f"start {name}")
+        engine = Engine(self.network, model, name, processes, draw.choice((24, 40, 80)))
+        self.engines.append(engine)
+        self.world.spawn(engine.run, processes[0])
+
+    # -- what happens -----------------------------------------------------------------------------
+
+    def request(self) -> None:
+        if not self.running:
+            return
+        draw = self.world.random
+        engine = draw.choice(self.running)
+        # A request must fit into the engine, or it waits for ever, with or without a cache.
+        limit = 4 * (engine.pool.num_gpu_blocks // len(engine.groups) - 3)
+        prompt = draw.choice(self.prompts)
+        tokens = prompt[: draw.randint(1, max(1, min(len(prompt), limit - 12)))]
+        self._requests += 1
+        self.world.count("requests")
+        engine.add(f"request {self._requests}", tokens, draw.choice(SALTS), draw.randint(1, 10))
+
+    def abort(self) -> None:
+        for engine in self.running:
+            engine.abort_one()
+
+    def kill_server(self) -> None:
+        if self.server is not None:
+            self.world.count("servers killed")
+            # The next one can have the address as soon as this one has exited.
+            later_s = self.world.random.choice((0.0, 0.05, 0.5, 8.0))
+            self.server.process.at_exit.append(lambda: self.world.after(later_s, self.start_server))
+            if self.world.chance(0.5):
+                self.server.dies_at_next_load = True
+            else:
+                self.server.process.kill()
+
+    def freeze_server(self) -> None:
+        if self.server is not None:
+            self.world.count("servers stopped")
+            self.server.freeze(self.world.random.choice((0.01, 0.5, 2.0, 12.0)))
+
+    def kill_engine(self) -> None:
+        if self.running:
+            self.world.count("engines killed")
+            engine = self.world.random.choice(self.running)
+            for process in engine.processes:
+                process.kill()
+            self.world.after(self.world.random.choice((0.0, 0.1, 3.0)), self.start_engine)
+
+    def pause_engine(self) -> None:
+        if self.running:
+            self.world.random.choice(self.running).pause(self.world.random.choice((0.3, 3.0, 20.0)))
+
+    def break_link(self) -> None:
+        if self.network.links:
+            self.world.count("connections broken")
+            self.world.random.choice(self.network.links).break_off()
+
+    def clear(self) -> None:
+        if self.server is not None and not self.server.frozen_s():
+            self.server.cache.clear()
+
+    def jump(self) -> None:
+        self.world.count("clock jumps")
+        self.world.jump(self.world.random.choice((1.0, 20.0, 400.0)))
+
+    def _every(self, mean_s: float, what: Callable[[], None], until_s: float) -> None:
+        def happen() -> None:
+            if self.world.now_s < until_s:
+                what()
+                self.world.after(self.world.random.expovariate(1 / mean_s), happen)
+
+        self.world.after(self.world.random.expovariate(1 / mean_s), happen)
+
+    # -- the whole --------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, int]:
+        """Returns what was counted."""
+        draw, world = self.world.random, self.world
+        end_s = world.now_s + FAULTY_S
+        if world.chance(0.8):
+            self.start_server()
+        else:
+            world.after(draw.uniform(0, 3), self.start_server)
+        for _ in range(draw.choice((1, 2, 2, 3))):
+            self.start_engine()
+        self._every(draw.choice((0.15, 0.3, 0.8)), self.request, end_s)
+        menu = (
+            (4.0, self.kill_server), (5.0, self.freeze_server), (5.0, self.kill_engine),
+            (5.0, self.pause_engine), (1.0, self.break_link), (3.0, self.clear), (0.7, self.abort),
+            (12.0, self.jump),
+        )  # fmt: skip
+        for mean_s, fault in menu:
+            if world.chance(0.4):
+                self._every(mean_s * draw.choice((0.5, 1, 3)), fault, end_s)
+        if world.chance(0.3):
+            self.network.reply_loss = draw.choice((0.002, 0.05))
+        if world.chance(0.4):
+            self.faults.copy_failure = draw.choice((0.01, 0.2))
+        if world.chance(0.4):
+            self.faults.slow_copy = draw.choice((0.01, 0.1))
+        self.faults.piece_s = draw.choice((0.0001, 0.001, 0.01))
+        self.network.delay_s = draw.choice((0.00002, 0.0002, 0.002))
+        world.run(lambda: False, FAULTY_S)
+        self._calm_down()
+        return world.counts
+
+    def _calm_down(self) -> None:
+        """No more faults: everything must come to an end, and nothing be left."""
+        world = self.world
+        for life in self.lives:
+            life.dies_at_next_load = False
+        self.network.reply_loss = self.faults.copy_failure = self.faults.slow_copy = 0.0
+        world.run(lambda: False, 12.0)
+        self.start_server()
+        idle = world.run(lambda: all(engine.idle for engine in self.running), SETTLE_S)
+        assert idle, "a request never ended"
+        for engine in self.running:
+            engine.forget_prefixes()
+        settled = world.run(lambda: all(map(_is_whole, self.running)), SETTLE_S)
+        assert settled, "an engine holds blocks for ever: " + str([*map(_held, self.running)])
+        server = self.server
+        assert server is not None
+        # The last words of the engines arrive; leases of those that were killed are over.
+        limit_s = SETTLE_S if world.counts.get("replies lost") else FORGET_TIMEOUT_S + TICK_S
+        still = world.run(functools.partial(_is_at_rest, server), limit_s)
+        assert still, f"the server holds {server.cache.num_leases} leases, {server.cache.num_readers} readers"
+        server.cache.check_integrity()
+        for engine in self.running:
+            world.spawn(engine.close, engine.processes[0])
+        gone = world.run(lambda: not server.router.registry.sessions, 30.0)
+        assert gone, "a session outlives its client"
+        assert not list(server.router.registry.engines)
+        assert all(copier.closed for copier in server.copiers), "a copy thread outlives its session"
+
+
+def _prompts(draw: random.Random) -> list[list[int]]:
+    """Prompts that share prefixes of many lengths."""
+    prompts = [[draw.randrange(50) for _ in range(60)]]
+    while len(prompts) < 5:
+        stem = draw.choice(prompts)[: draw.randrange(40)]
+        prompts.append(stem + [draw.randrange(50) for _ in range(60 - len(stem))])
+    return prompts
+
+
+def _is_whole(engine: Engine) -> bool:
+    return engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
+
+
+def _held(engine: Engine) -> tuple[int, int]:
+    return engine.pool.num_gpu_blocks - 1 - engine.pool.get_num_free_blocks(), len(engine.scheduler._jobs)
+
+
+def _is_at_rest(server: SimulatedServer) -> bool:
+    cache = server.cache
+    return not (cache.num_leases or cache.num_readers or cache.reserved_frames)
+
+
+assert LOAD_TIMEOUT_S < SETTLE_S

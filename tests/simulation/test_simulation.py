@@ -1,0 +1,50 @@
+"""The real server core and connector in a simulated world: thousands of histories with faults."""
+
+import os
+import re
+import subprocess
+import sys
+
+from harness.paths import ROOT
+
+from simulation.bugs import BUGS
+
+SEEDS = int(os.environ.get("SIMULATION_SEEDS", "2000"))
+BUG_SEEDS = 1500
+
+
+def simulate(*arguments: str, hash_seed: str = "random") -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "simulation", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}/tests:{ROOT}", "PYTHONHASHSEED": hash_seed},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_no_seed_gives_a_wrong_byte_a_leak_or_a_hang() -> None:
+    result = simulate("--seeds", str(SEEDS))
+    assert result.returncode == 0, result.stdout + result.stderr
+    counts = {what: int(count) for count, what in re.findall(r"(\d+) ([a-z ]+)", result.stdout)}
+    # Otherwise the histories would be of a cache that serves nothing, or in which nothing goes wrong.
+    for what in ("tokens loaded", "loads failed", "preemptions", "aborts", "clock jumps", "replies lost"):
+        assert counts[what] > SEEDS / 10, result.stdout
+    for what in ("servers killed", "servers stopped", "engines killed", "connections broken"):
+        assert counts[what] > SEEDS / 2, result.stdout
+
+
+def test_a_seed_reproduces() -> None:
+    arguments = ("--seeds", "4", "--first", "5", "--trace", "--jobs", "1")
+    first, second = (simulate(*arguments, hash_seed=hash_seed).stdout for hash_seed in "12")
+    assert first.count(" loaded request ") > 20
+    timing = re.compile(r" in \d+ s")
+    assert timing.sub("", first) == timing.sub("", second)
+
+
+def test_the_simulation_finds_bugs() -> None:
+    result = simulate("--bugs", "--seeds", str(BUG_SEEDS))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("found by seed") == len(BUGS) > 0
