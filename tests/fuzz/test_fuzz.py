@@ -1,10 +1,14 @@
 """A fixed portion of the fuzzing: the same frames on every run. `make fuzz SECONDS=600` does more."""
 
+import os
 import random
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+from harness.paths import TESTS
 
 from fuzz.targets import RouterTarget, check_decoder, decoder_seeds, owner, router_seeds
 
@@ -58,6 +62,22 @@ def test_the_router_takes_any_frames_of_any_clients() -> None:
     print(f"{target.frames} frames: {dict(target.replies.most_common())}")
     for reached in ("Stored", "Done", "Found", "Registered", "Joined", "expired", "bad_request", "no_access"):
         assert target.replies[reached] > 10, f"{reached}: the frames reach deep"
+
+
+@pytest.mark.parametrize("what", ["decoder", "router"])
+def test_fuzzing_guided_by_coverage_runs(what: str) -> None:
+    pytest.importorskip("atheris", reason="atheris is not installed: make fuzz needs it")
+    result = subprocess.run(
+        [sys.executable, "-m", "fuzz", what, "2"],
+        cwd=TESTS,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "Done " in result.stderr
 
 
 def test_the_target_fails_when_the_router_does(monkeypatch: pytest.MonkeyPatch) -> None:
