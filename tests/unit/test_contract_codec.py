@@ -56,6 +56,10 @@ def test_every_kind_of_field_survives():
         (4, [[1]], "expected an array of 2"),
         (4, [[1, 2, 3]], "expected an array of 2"),
         (5, [[1, None]], "from 0 to"),
+        (5, [[1], [7, -1]], "from 0 to"),
+        (5, [[2**63]], "from 0 to"),
+        (5, [[True]], "from 0 to"),
+        (5, [7], "expected an array"),
     ],
 )
 def test_a_field_of_another_type_is_refused(position, value, message):

@@ -59,9 +59,9 @@ def test_many_sessions_are_bounded_together_and_the_largest_gives_way(
 ) -> None:
     monkeypatch.setattr(leases, "MAX_COST", 4 * (LEASE_COST + 8))
     cache, keys = filled(8)
+    modest = lookup(cache, keys, MODEST)
     first = lookup(cache, keys, GREEDY)
     second = lookup(cache, keys, GREEDY)
-    modest = lookup(cache, keys, MODEST)
     strangers = [lookup(cache, keys, session) for session in range(20, 22)]
     assert not lives(cache, first)
     assert all(lives(cache, each) for each in (second, modest, *strangers))
