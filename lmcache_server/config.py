@@ -170,6 +170,13 @@ class Config:
         "Take the memory from the huge pages reserved with vm.nr_hugepages. Otherwise the system is "
         "asked for transparent huge pages.",
     )
+    verify: bool = _option(
+        False,
+        _flag,
+        "no",
+        "Take a checksum of every stored page and check it before the page is loaded. A damaged page "
+        "counts as a miss.",
+    )
     lease_s: float = _option(
         120.0,
         _number(1, 86400),

@@ -1,6 +1,5 @@
 """Between the cache and the hands: objects become pieces, ends of copies become commits."""
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 
@@ -11,6 +10,7 @@ from lmcache_server.metrics import Metrics
 from lmcache_server.sessions import Shard
 from lmcache_server.system import System
 from lmcache_server.transfer.base import CopyJob
+from lmcache_server.transfer.checksums import DamagedError, check, checksums
 from lmcache_server.transfer.plan import Page, Pieces, join, pieces
 
 logger = logging.getLogger(__name__)
@@ -19,8 +19,9 @@ logger = logging.getLogger(__name__)
 class Copies:
     """Starts copies for registered shards and reports their ends on the event loop."""
 
-    def __init__(self, l1: L1Memory, metrics: Metrics, system: System) -> None:
+    def __init__(self, l1: L1Memory, metrics: Metrics, system: System, verify: bool = False) -> None:
         self.l1 = l1
+        self._verify = verify
         self._metrics = metrics
         self._system = system
 
@@ -39,6 +40,7 @@ class Copies:
 
     def load(
         self,
+        cache: Cache,
         shard: Shard,
         read: Read,
         block_ids: Sequence[Sequence[int]],
@@ -52,7 +54,31 @@ class Copies:
             taken[part.group] = start + part.pages
             ids = block_ids[part.group][start : start + part.pages]
             pages.append((part.group, Page(part.runs, part.num_blocks, part.first_page, ids)))
-        self._submit(shard, "load", pages, ended)
+
+        def finish(error: Exception | None) -> None:
+            if isinstance(error, DamagedError):
+                damaged = read.parts[error.part]
+                cache.forget(damaged.chunk)
+                self._metrics.count("lmcache_verify_failures_total")
+                logger.warning(
+                    "chunk %s is damaged and forgotten, group %d: %s",
+                    damaged.chunk.key.hex()[:16],
+                    damaged.group,
+                    error,
+                )
+            ended(error)
+
+        groups = shard.geometry.groups
+
+        def build() -> Pieces:
+            found = self._pieces(shard, pages)
+            if self._verify:
+                for index, part in enumerate(read.parts):
+                    group, page = pages[index]
+                    check(index, found[index], page, groups[group].regions, part.checksums)
+            return join(found)
+
+        self._submit(shard, "load", bool(pages), build, finish)
 
     def store(
         self,
@@ -92,11 +118,23 @@ class Copies:
             reservations.append((each, reserved))
             pages.append((each.group, Page(reserved.runs, reserved.num_blocks, 0, each.block_ids)))
 
+        found: list[Pieces] = []
+        taken = [b""] * len(pages)
+
+        def build() -> Pieces:
+            found.extend(self._pieces(shard, pages))
+            return join(found)
+
+        def take_checksums() -> None:
+            for index, (group, page) in enumerate(pages):
+                taken[index] = checksums(found[index], page, shard.geometry.groups[group].regions)
+
         def finish(error: Exception | None) -> None:
             # In the order of the chain: a chunk finds its place by the one before it.
-            for _, reservation in sorted(reservations, key=lambda pair: pair[0].chunk_index):
+            in_order = sorted(zip(reservations, taken, strict=True), key=lambda pair: pair[0][0].chunk_index)
+            for (_, reservation), sums in in_order:
                 if error is None:
-                    cache.commit(reservation)
+                    cache.commit(reservation, sums)
                 else:
                     cache.abort(reservation)
             outcome = "stored" if error is None else "failed"
@@ -105,7 +143,7 @@ class Copies:
             ended(Stored(stored, present, dropped + len(reservations) - stored))
 
         if reservations:
-            self._submit(shard, "store", pages, finish)
+            self._submit(shard, "store", True, build, finish, take_checksums if self._verify else None)
         else:
             finish(None)
 
@@ -113,10 +151,12 @@ class Copies:
         self,
         shard: Shard,
         direction: str,
-        pages: Sequence[tuple[int, Page]],
+        has_work: bool,
+        build: Callable[[], Pieces],
         ended: Callable[[Exception | None], None],
+        after: Callable[[], None] | None = None,
     ) -> None:
-        if not pages:
+        if not has_work:
             self._system.call_soon(ended, None)
             return
         started_s = self._system.now_s()
@@ -132,14 +172,13 @@ class Copies:
             ended(error)
 
         assert shard.copier is not None
-        shard.copier.submit(CopyJob(direction == "load", functools.partial(self._pieces, shard, pages), done))
+        shard.copier.submit(CopyJob(direction == "load", build, done, after))
 
-    def _pieces(self, shard: Shard, pages: Sequence[tuple[int, Page]]) -> Pieces:
+    def _pieces(self, shard: Shard, pages: Sequence[tuple[int, Page]]) -> list[Pieces]:
         bases = [start for start, _ in shard.memory.buffers]
         groups = shard.geometry.groups
-        return join(
-            [pieces(page, groups[g].regions, bases, self.l1.base_address, FRAME_BYTES) for g, page in pages]
-        )
+        start = self.l1.base_address
+        return [pieces(page, groups[g].regions, bases, start, FRAME_BYTES) for g, page in pages]
 
 
 _OUTCOMES = {Refusal.PRESENT: "present", Refusal.BUSY: "busy", Refusal.NO_ROOM: "no_room"}

@@ -84,6 +84,12 @@ TABLE = (
         "Copies that failed; loads among them are recomputed.",
         _DIRECTION,
     ),
+    Metric(
+        "lmcache_verify_failures_total",
+        COUNTER,
+        "Stored pages that were found damaged (with --verify); their chunks were forgotten.",
+        {},
+    ),
     Metric("lmcache_lookup_seconds", HISTOGRAM, "Time to answer a lookup.", {}, _LOOKUP_S),
     Metric("lmcache_evicted_chunks_total", COUNTER, "Chunks evicted to make room.", {}),
     Metric("lmcache_evicted_bytes_total", COUNTER, "Payload bytes of evicted chunks.", {}),

@@ -206,7 +206,7 @@ class Router:
             reply = Done() if error is None else Refused(protocol.COPY_FAILED, str(error))
             self.reply(session.identity, request_id, reply)
 
-        self.copies.load(shard, read, message.block_ids, ended)
+        self.copies.load(self.cache, shard, read, message.block_ids, ended)
 
     def _store(self, session: Session, message: Store, request_id: int, frame_bytes: int) -> None:
         shard, layout = self.registry.shard(session, frame_bytes)

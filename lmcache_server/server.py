@@ -125,7 +125,7 @@ async def _serve(config: Config, listener: "_Listener", web: http.Server, l1: L1
     metrics = Metrics()
     cache = Cache(FRAME_BYTES, l1.num_frames, config.lease_s)
     system = System(loop)
-    copies = Copies(l1, metrics, system)
+    copies = Copies(l1, metrics, system, config.verify)
     router = Router(config, cache, copies, metrics, listener.send, system)
     listener.start(router, loop)
 

@@ -201,14 +201,15 @@ class Cache:
         self._reservations.add(reservation)
         return reservation
 
-    def commit(self, reservation: Reservation) -> None:
+    def commit(self, reservation: Reservation, checksums: bytes = b"") -> None:
         """The object is written: it becomes ready, and its chunk recently used."""
         chunk, runs = reservation.chunk, reservation.runs
         if chunk not in self._index:
             self.abort(reservation)
             return
         frames = self._end_reservation(reservation)
-        chunk.add(reservation.bit, StoredObject(reservation.num_blocks, reservation.num_bytes, runs), frames)
+        stored = StoredObject(reservation.num_blocks, reservation.num_bytes, runs, checksums)
+        chunk.add(reservation.bit, stored, frames)
         self.used_frames += frames
         self.stored_bytes += reservation.num_bytes
         self._unpin(chunk, self._place(chunk.namespace, reservation.parent))
@@ -258,11 +259,17 @@ class Cache:
         """Forgets every chunk and returns how many. Frames of pinned ones are freed at the last unpin."""
         chunks = list(self._index)
         for chunk in chunks:
-            self._index.remove(chunk)
-            if not chunk.pins:
-                self._order.remove(chunk)
-                self._free_objects(chunk)
+            self.forget(chunk)
         return len(chunks)
+
+    def forget(self, chunk: Chunk) -> None:
+        """No lookup finds this chunk any more; frames that are pinned are freed at the last unpin."""
+        if chunk not in self._index:
+            return
+        self._index.remove(chunk)
+        if not chunk.pins:
+            self._order.remove(chunk)
+            self._free_objects(chunk)
 
     def check_integrity(self) -> None:
         """Asserts the invariants of the cache; takes time linear in its size."""

@@ -6,25 +6,29 @@ from typing import NamedTuple
 
 from lmcache_server.core.pool import Runs
 
-_HEAD = struct.Struct("<IQ")
+_HEAD = struct.Struct("<IQI")
 _RUN = struct.Struct("<II")
 
 
 class StoredObject(NamedTuple):
-    """A ready object: how many blocks it holds, its payload in bytes, and where it is."""
+    """A ready object: how many blocks it holds, its payload in bytes, where it is, and the checksums of
+    its pages, which nobody looks at here (empty: none were taken)."""
 
     num_blocks: int
     num_bytes: int
     runs: Runs
+    checksums: bytes = b""
 
     def pack(self) -> bytes:
         """A ready object at rest, a fifth of the size of the tuples."""
-        return _HEAD.pack(self.num_blocks, self.num_bytes) + b"".join(_RUN.pack(*run) for run in self.runs)
+        head = _HEAD.pack(self.num_blocks, self.num_bytes, len(self.runs))
+        return head + b"".join(_RUN.pack(*run) for run in self.runs) + self.checksums
 
     @classmethod
     def unpack(cls, packed: bytes) -> "StoredObject":
-        num_blocks, num_bytes = _HEAD.unpack_from(packed)
-        return cls(num_blocks, num_bytes, tuple(_RUN.iter_unpack(packed[_HEAD.size :])))
+        num_blocks, num_bytes, num_runs = _HEAD.unpack_from(packed)
+        end = _HEAD.size + num_runs * _RUN.size
+        return cls(num_blocks, num_bytes, tuple(_RUN.iter_unpack(packed[_HEAD.size : end])), packed[end:])
 
 
 class Chunk:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from lmcache_server.core.index import Chunk
 from lmcache_server.core.layout import Layout
 from lmcache_server.core.leases import Lease
 from lmcache_server.core.pool import Runs
@@ -9,13 +10,16 @@ from lmcache_server.core.pool import Runs
 
 @dataclass(frozen=True)
 class ReadPart:
-    """Pages of one object: `pages` blocks, from position `first_page` of the `num_blocks` it holds."""
+    """Pages of one object: `pages` blocks, from position `first_page` of the `num_blocks` it holds.
+    `checksums` are those of all its pages."""
 
     group: int
+    chunk: Chunk
     runs: Runs
     num_blocks: int
     first_page: int
     pages: int
+    checksums: bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,10 +55,12 @@ def _plan_group(
     position = needed.start
     for index in range(first, lease.resume_tokens // layout.chunk_size):
         stored = spec.stored_blocks(index, layout.chunk_size)
-        found = lease.chunks[index - lease.first_chunk].get(bit)
+        chunk = lease.chunks[index - lease.first_chunk]
+        found = chunk.get(bit)
         if found is None or found.num_blocks != len(stored) or position not in stored:
             return None
         pages = min(stored.stop, needed.stop) - position
-        parts.append(ReadPart(group, found.runs, found.num_blocks, position - stored.start, pages))
+        first_page = position - stored.start
+        parts.append(ReadPart(group, chunk, found.runs, found.num_blocks, first_page, pages, found.checksums))
         position += pages
     return parts if position == needed.stop else None

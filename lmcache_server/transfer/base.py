@@ -16,13 +16,15 @@ SLICE_BYTES = 32 << 20
 class CopyJob:
     """A load (L1 to engine) or a store (engine to L1).
 
-    `build` gives the pieces and runs in the copy thread. `on_done` is called exactly once, through the
-    worker's `call_soon`, with None when every byte was copied, else with what happened.
+    `build` gives the pieces, and `after` follows when every byte was copied; both run in the copy thread
+    and may raise. `on_done` is called exactly once, through the worker's `call_soon`, with None when all
+    went well, else with what happened, and the bytes copied.
     """
 
     load: bool
     build: Callable[[], Pieces]
     on_done: Callable[[Exception | None, int], None]
+    after: Callable[[], None] | None = None
 
 
 class CopyWorker:
@@ -86,6 +88,8 @@ class CopyWorker:
                     raise _ended()
                 self._copy(part, load=job.load)
                 num_bytes += part.num_bytes
+            if job.after is not None:
+                job.after()
         except Exception as failure:  # whatever it is, the job's owner must hear of it
             error = failure
         self._call_soon(job.on_done, error, num_bytes)

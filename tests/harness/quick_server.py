@@ -33,9 +33,7 @@ class QuickServer(LMCacheServer):
 
     def __init__(self, **flags: Any) -> None:
         super().__init__(**flags)
-        command = [sys.executable, "-c", _NURSERY, "server"]
-        for name, value in self.flags.items():
-            command += ["--" + name.replace("_", "-"), str(value)]
+        command = [sys.executable, "-c", _NURSERY, "server", *self._options()]
         with self.log.open("ab") as log:
             self._nursery = subprocess.Popen(
                 tethered(command),

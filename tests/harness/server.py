@@ -43,9 +43,9 @@ class LMCacheServer:
     """`lmcache server` on free ports, with a runtime directory of its own. A context manager.
 
     `flags` are the server's options by their names in Python: `l1_size_gb=0.01, chunk_size=256`;
-    True stands for a flag without a value. `without_capability` is a number of capabilities(7) that the
-    server must not have even when the tests run as root. `descriptors` are the soft and the hard limit of
-    open files that it starts with.
+    True stands for a flag without a value, False for none; `--verify` is on unless a test says otherwise.
+    `without_capability` is a number of capabilities(7) that the server must not have even when the tests
+    run as root. `descriptors` are the soft and the hard limit of open files that it starts with.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class LMCacheServer:
     ) -> None:
         self._without_capability = without_capability
         self._descriptors = descriptors
-        self.flags = {"l1_size_gb": 0.5, "chunk_size": "auto", **flags}
+        self.flags = {"l1_size_gb": 0.5, "chunk_size": "auto", "verify": True, **flags}
         self.port = int(self.flags.setdefault("port", free_port()))
         self.http_port = int(self.flags.setdefault("http_port", free_port()))
         self.runtime_dir = tempfile.mkdtemp(prefix="lmcache-test-", dir="/tmp")
@@ -88,8 +88,7 @@ class LMCacheServer:
             command = [sys.executable, "-c", _WITHOUT, str(self._without_capability), *command]
         if self._descriptors is not None:
             command = [sys.executable, "-c", _WITH_FILES, *map(str, self._descriptors), *command]
-        for name, value in self.flags.items():
-            command += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
+        command += self._options()
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 tethered(command),
@@ -107,6 +106,13 @@ class LMCacheServer:
                 self.kill()
                 raise RuntimeError(f"the server did not start (exit code {code})\n{tail(self.log)}")
             time.sleep(0.02)
+
+    def _options(self) -> list[str]:
+        options = []
+        for name, value in self.flags.items():
+            if value is not False:
+                options += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
+        return options
 
     def _is_ready(self) -> bool:
         try:

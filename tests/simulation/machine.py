@@ -116,7 +116,12 @@ class Copier:
             self._world.after(duration_s * (2000 if slow else 1), self._slice)
 
     def _begin(self, job: CopyJob) -> None:
-        self._running.append((job, job.build(), 0))
+        try:
+            pieces = job.build()
+        except CopyError as error:
+            self._end(job, error, 0)
+            return
+        self._running.append((job, pieces, 0))
         if job.load and self._server.dies_at_next_load:
             self._server.process.kill()
 
@@ -139,6 +144,8 @@ class Copier:
         else:
             self._move(job, pieces, done, stop)
             if stop == len(pieces.length):
+                if job.after is not None:
+                    job.after()
                 self._end(job, None, pieces.num_bytes)
             else:
                 self._running.append((job, pieces, stop))
@@ -180,7 +187,7 @@ class SimulatedServer:
         self.dies_at_next_load = False
         self.cache = Cache(FRAME_BYTES, num_frames, lease_s)
         self.l1 = L1(num_frames)
-        copies = Copies(self.l1, Metrics(), self)  # type: ignore[arg-type]
+        copies = Copies(self.l1, Metrics(), self, verify=True)  # type: ignore[arg-type]
         config = Config(chunk_size=chunk_size, lease_s=lease_s)
         self.router = Router(config, self.cache, copies, copies._metrics, self._send, self)  # type: ignore[arg-type]
         network.listener = self

@@ -1,0 +1,86 @@
+"""`--verify`: a page that was damaged in L1 is never loaded, is forgotten, counted and logged."""
+
+import numpy as np
+import pytest
+from harness.rawclient import RawEngine, chain, group
+from harness.server import LMCacheServer
+
+from lmcache_client.channel import RefusedError
+from lmcache_client.contract import protocol
+
+GROUPS = [group(layers=3, page_bytes=6000), group("sliding_window", window=40, layers=2, page_bytes=70_000)]
+
+
+def damage(server: LMCacheServer, page: bytes) -> None:
+    """Flip a bit in the middle of the one copy of `page` in the server's memory."""
+    assert server.process is not None
+    pid = server.process.pid
+    with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+        for line in maps:
+            extent, access = line.split()[:2]
+            start, end = (int(each, 16) for each in extent.split("-"))
+            # L1 is the one mapping of its size.
+            if (
+                end - start != int(server.flags["l1_size_gb"] * (1 << 30)) // 65536 * 65536
+                or "w" not in access
+            ):
+                continue
+            memory.seek(start)
+            at = memory.read(end - start).find(page)
+            assert at >= 0, "the page is in L1"
+            middle = start + at + len(page) // 2
+            memory.seek(middle)
+            byte = memory.read(1)[0]
+            memory.seek(middle)
+            memory.write(bytes([byte ^ 16]))
+            return
+    raise AssertionError("no such mapping")
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_damaged_page_is_a_miss(verify: bool) -> None:
+    with LMCacheServer(l1_size_gb=0.0625, verify=verify) as server:
+        engine = RawEngine(f"ipc://{server.runtime_dir}/{server.port}.sock", GROUPS, num_blocks=140).start()
+        try:
+            size = engine.chunk_size
+            prompts = [chain(range(start, start + 2 * size), size) for start in (0, 5000)]
+            tables = [list(range(1, 1 + 2 * size // 16))] * 2
+            for seed, keys in enumerate(prompts):
+                for block in tables[0]:
+                    for index in range(2):
+                        engine.fill(index, block, 10_000 * seed + 100 * block + index)
+                engine.store_prompt(keys, tables)
+            # The middle of a page of the second chunk of the last prompt that was stored.
+            damaged_block = tables[0][-3]
+            page = engine.pages(0, damaged_block)[6000:12000].tobytes()
+            damage(server, page)
+            elsewhere = [list(range(80, 80 + 2 * size // 16))] * 2
+            before = engine.memory.copy()
+            found = engine.lookup(prompts[1])
+            assert found.resume_tokens == 2 * size
+            if not verify:
+                engine.retrieve(found, prompts[1], elsewhere)
+                wrong = engine.pages(0, elsewhere[0][-3]) != engine.pages(0, damaged_block)
+                assert int(np.count_nonzero(wrong)) == 1, "the test does damage what would be loaded"
+                return
+            with pytest.raises(RefusedError) as refusal:
+                engine.retrieve(found, prompts[1], elsewhere)
+            assert refusal.value.code == protocol.COPY_FAILED
+            assert (engine.memory == before).all(), "not a byte reached the engine"
+            engine.end(found)
+            assert server.metrics()["lmcache_verify_failures_total"] == 1
+            lines = [line for line in server.log.read_text().splitlines() if "damaged" in line]
+            assert len([line for line in lines if "WARNING" in line]) == 1
+            assert prompts[1][1].hex()[:16] in lines[0] or prompts[1][1].hex()[:16] in lines[-1]
+            # That chunk is forgotten, the one before it and the other prompt are not.
+            assert engine.lookup(prompts[1]).resume_tokens == size
+            other = engine.lookup(prompts[0])
+            engine.retrieve(other, prompts[0], elsewhere)
+            for position in range(2 * size // 16):
+                for index in range(2):
+                    if position in engine.groups[index].needed_blocks(2 * size):
+                        right = engine.fill(index, 130, 100 * tables[index][position] + index)
+                        assert (engine.pages(index, elsewhere[index][position]) == right).all()
+            assert server.terminate() == 0
+        finally:
+            engine.close()
