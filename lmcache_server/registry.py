@@ -233,6 +233,9 @@ class Registry:
         engine = self.engines.get(shard.engine_id) if shard is not None else None
         if shard is None or shard.copier is None or engine is None or engine.layout is None:
             raise Refusal(protocol.NOT_REGISTERED, "the engine of this worker is not (yet) registered")
+        if engine.shards.get(shard.rank) is not shard:
+            # The layout is of whoever came later: pages would go into another model's namespace.
+            raise Refusal(protocol.NOT_REGISTERED, "another worker has registered as this one")
         if session.jobs >= MAX_JOBS:
             raise Refusal(protocol.OVERLOADED, f"{MAX_JOBS} copies of this worker are waiting already")
         if session.waiting_bytes + frame_bytes > MAX_WAITING_BYTES:

@@ -89,7 +89,7 @@ class RouterTarget:
         system.now_s = lambda: self.now_s  # type: ignore[method-assign]
         self.l1 = L1Memory(L1_FRAMES * FRAME_BYTES, populate=False)
         self.cache = Cache(FRAME_BYTES, self.l1.num_frames, lease_s=30.0)
-        copies = Copies(self.l1, metrics, system)
+        copies = Copies(self.l1, metrics, system, verify=True)
         self.router = Router(Config(), self.cache, copies, metrics, self._sent, system)
 
     def close(self) -> None:

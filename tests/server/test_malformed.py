@@ -323,6 +323,20 @@ def test_lies_about_leases_load_nothing(peer: Peer, server: LMCacheServer) -> No
     assert not peer.memory[4096 : 33 * 4096].any(), "the honest one loads"
 
 
+def test_of_two_engines_of_one_name_the_later_counts(peer: Peer, server: LMCacheServer) -> None:
+    """Pages of the earlier one, of another model, must not come to lie in the later one's namespace."""
+    peer.live("join")
+    with Peer(server.address) as later:
+        later.model = ModelTag("another model", (), 1, 1)
+        later.live("join")
+        refused(peer.ask(peer.store()), protocol.NOT_REGISTERED)
+        found = later.ask(later.lookup())
+        assert isinstance(found, protocol.Found)
+        assert found.resume_tokens == 0
+        assert isinstance(later.ask(later.store()), protocol.Stored)
+        later.ask(protocol.Goodbye())
+
+
 def test_after_all_that_the_cache_serves(server: LMCacheServer) -> None:
     engine = new_engine(server.address, "honest")
     try:
