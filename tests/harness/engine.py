@@ -237,6 +237,19 @@ class Engine:
         """Serve one prompt alone; options as for `generate`."""
         return self.generate([prompt], max_tokens, **options)[0]
 
+    def run_embeds(self, length: int, seed: int) -> Result:
+        """Serve one prompt of `length` embeddings that `seed` determines."""
+        (fields,) = self.call(
+            "generate",
+            prompts=[[0] * length],
+            max_tokens=8,
+            logprobs=5,
+            cache_salt=None,
+            settle=True,
+            embeds_seed=seed,
+        )
+        return _result(fields)
+
     def submit(
         self,
         prompts: Sequence[Prompt],
