@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
 from numpy.typing import NDArray
 
+from lmcache_client.channel import ChannelError
 from lmcache_server.l1 import FRAME_BYTES
 from lmcache_server.l1_file import HEADER_BYTES
 
@@ -77,11 +79,14 @@ class Prompt:
         self.tables = [list(range(start, start + blocks)) for start in starts]
         self.pages: list[list[NDArray[np.uint8]]] = []
 
-    def store(self) -> None:
+    def fill(self) -> None:
         self.pages = [
             [self.engine.fill(of, block, 1000 * of + block) for block in table]
             for of, table in enumerate(self.tables)
         ]
+
+    def store(self) -> None:
+        self.fill()
         assert self.engine.store_prompt(self.keys, self.tables).dropped == 0
 
     def held_chunks(self) -> int:
@@ -89,11 +94,11 @@ class Prompt:
         held = self.engine.lookup(self.keys, limit=0).held
         return min(int.from_bytes(bitmap, "little").bit_count() for bitmap in held)
 
-    def load(self) -> None:
-        """All of it, byte by byte."""
+    def load(self, chunks: int = CHUNKS) -> None:
+        """So much of it, byte by byte."""
         self.engine.memory[:] = 0
         found = self.engine.lookup(self.keys)
-        assert found.resume_tokens == CHUNKS * self.engine.chunk_size
+        assert found.resume_tokens == chunks * self.engine.chunk_size
         self.engine.retrieve(found, self.keys, self.tables)
         self.engine.end(found)
         for of, each in enumerate(self.engine.groups):
@@ -191,6 +196,38 @@ def test_a_kill_at_any_moment_of_the_stop_leaves_everything_or_nothing(
     assert CHUNKS in outcomes, "after a second the server has ended in order"
 
 
+def test_a_stop_in_the_middle_of_stores_keeps_only_whole_chunks(path: Path, connect: Connect) -> None:
+    with LMCacheServer(l1_size_gb=0.5, l1_path=path) as server:
+        prompt = Prompt(connect(server))
+        engine, size = prompt.engine, prompt.engine.chunk_size
+        keys = [chain([1000 + nth] * (CHUNKS * size), size) for nth in range(400)]
+
+        def store_until_the_server_ends() -> None:
+            with contextlib.suppress(ChannelError):
+                for each in keys:
+                    engine.store_prompt(each, prompt.tables)
+
+        for _ in range(3):
+            prompt.fill()
+            stores = threading.Thread(target=store_until_the_server_ends)
+            stores.start()
+            time.sleep(random.uniform(0.02, 0.1))
+            assert server.terminate() == 0
+            stores.join()
+            server.start()
+            reconnect(engine, server)
+            whole = 0
+            for prompt.keys in keys:
+                found = engine.lookup(prompt.keys)
+                engine.end(found)
+                held = found.resume_tokens // size
+                whole += held == CHUNKS
+                if held:
+                    prompt.load(held)
+            assert 0 < whole < len(keys), "it was stopped in the middle"
+            assert server.cli("clear").returncode == 0
+
+
 @in_memory_and_on_disk
 def test_a_stop_while_the_file_still_grows(path: Path, connect: Connect) -> None:
     with LMCacheServer(l1_size_gb=1, l1_path=path) as server:
@@ -205,6 +242,7 @@ def test_a_stop_while_the_file_still_grows(path: Path, connect: Connect) -> None
         prompt.load()
         restart_warm(server, prompt.engine)
         prompt.load()
+    assert "Traceback" not in server.log.read_text()
 
 
 @pytest.mark.parametrize(
