@@ -18,6 +18,7 @@ from lmcache_server.core.leases import Lease, LeaseTable
 from lmcache_server.core.pool import FramePool, Runs, count_frames
 from lmcache_server.core.reads import Read, ReadPart, plan_parts
 from lmcache_server.core.reservation import Reservation
+from lmcache_server.core.snapshot import Snapshot, rebuild, take
 
 __all__ = ["Cache", "Hit", "Layout", "Read", "ReadPart", "Refusal", "Reservation", "Runs"]
 
@@ -270,6 +271,19 @@ class Cache:
         if not chunk.pins:
             self._order.remove(chunk)
             self._free_objects(chunk)
+
+    def snapshot(self, now_s: float) -> Snapshot:
+        """All ready chunks that nobody uses, for `restore`."""
+        return take(self.total_frames, self._order, now_s)
+
+    def restore(self, snapshot: Snapshot, now_s: float) -> None:
+        """Makes an empty cache hold what `snapshot` says; raises SnapshotError, and stays empty, unless all
+        of it fits together."""
+        contents = rebuild(snapshot, self.frame_bytes, now_s)
+        assert not self.num_chunks, "only an empty cache is restored"
+        self._advance(now_s)
+        self._pool, self._index, self._order = contents.pool, contents.index, contents.order
+        self.used_frames, self.stored_bytes = contents.order.frames, contents.stored_bytes
 
     def check_integrity(self) -> None:
         """Asserts the invariants of the cache; takes time linear in its size."""
