@@ -37,7 +37,7 @@ class L1File:
     """
 
     def __init__(self, path: str, size_bytes: int) -> None:
-        """Raises StartError, and has changed nothing then, when the file cannot be used."""
+        """Raises StartError, and has changed no content then, when the file cannot be used."""
         self.path = path
         self.num_frames = size_bytes // FRAME_BYTES
         self._end = HEADER_BYTES + self.num_frames * FRAME_BYTES
@@ -154,8 +154,8 @@ class L1File:
 
     def _write_header(self, state: int, index: bytes) -> None:
         fields = _FIELDS.pack(*_VERSION, self.num_frames, state, len(index), _sha256(index))
-        os.pwrite(self._descriptor, fields + _sha256(fields), 0)
-        os.fsync(self._descriptor)
+        # On the disk when this returns, without waiting for frames that a crash may have left to write.
+        os.pwritev(self._descriptor, [fields + _sha256(fields)], 0, os.RWF_DSYNC)
 
 
 def _sha256(data: bytes) -> bytes:

@@ -252,7 +252,7 @@ def test_a_crash_between_any_two_steps_of_a_clean_stop_starts_empty(tmp_path, mo
         steps.clear()
         with opened(finished(tmp_path / "l1")) as file, monkeypatch.context() as patch:
             file.begin()
-            for function in (os.fsync, os.pwrite):
+            for function in (os.fsync, os.pwritev):
                 patch.setattr(os, function.__name__, crashing(function, after))
             file.finish(INDEX)
 
@@ -262,7 +262,7 @@ def test_a_crash_between_any_two_steps_of_a_clean_stop_starts_empty(tmp_path, mo
         with opened(tmp_path / "l1") as file:
             assert file.index is None
     stop_in_order(100)
-    assert steps == ["fsync", "pwrite", "fsync"], "the header is written when all else is on the disk"
+    assert steps == ["fsync", "pwritev"], "the header is written when all else is on the disk"
     with opened(tmp_path / "l1") as file:
         assert file.index == INDEX
 
