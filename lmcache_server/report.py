@@ -106,6 +106,7 @@ class Report:
                             "window": group.window,
                             "layers": len(group.regions),
                             "block_bytes": group.block_bytes,
+                            "replicated": group.replicated,
                         }
                         for group in layout.groups
                     ],

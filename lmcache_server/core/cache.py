@@ -168,7 +168,8 @@ class Cache:
         session: int,
         parent: bytes = b"",
     ) -> Reservation | Refusal:
-        """Takes frames for an object of `num_bytes` payload, evicting chunks if need be.
+        """Takes frames for an object of `num_bytes` payload, evicting chunks if need be. Of a replicated
+        group any rank may write the one object; the others are told PRESENT or BUSY.
 
         `parent` is the key of the chunk before it in its chain, never evicted for its child: a chain
         longer than L1 is cut at its tail, not its head. Nothing is evicted where that makes no room.
@@ -194,7 +195,8 @@ class Cache:
         assert runs is not None, "there was room"
         chunk.reserved |= 1 << bit
         self.reserved_frames += frames
-        reservation = Reservation(chunk, group, shard, bit, runs, num_blocks, num_bytes, session, parent)
+        holder = layout.holder(group, shard)
+        reservation = Reservation(chunk, group, holder, bit, runs, num_blocks, num_bytes, session, parent)
         self._reservations.add(reservation)
         return reservation
 

@@ -277,6 +277,11 @@ class Engine:
         """Overwrite the whole KV cache with random numbers; returns its bytes."""
         return int(self.call("corrupt_kv", seed=seed))
 
+    def kv_digests(self) -> list[str]:
+        """Per worker, a digest of the whole KV cache but the null block."""
+        digests: list[str] = self.call("kv_digests")
+        return digests
+
     def compare_stored(self, prompt: Prompt, resume_tokens: int) -> int:
         """Compute a prompt and compare its pages with what the server stored; returns bytes compared."""
         return int(self.call("compare_stored", prompt=list(prompt), resume_tokens=resume_tokens))

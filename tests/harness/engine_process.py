@@ -144,6 +144,10 @@ class EngineProcess:
         """Overwrite every page with random finite numbers; returns the bytes overwritten."""
         return sum(self.llm.collective_rpc(_corrupt_kv, args=(seed,)))
 
+    def do_kv_digests(self) -> list[str]:
+        """Per worker, a digest of all its pages but the null block's."""
+        return list(self.llm.collective_rpc(_kv_digest))
+
     def do_metrics(self) -> dict[str, float]:
         totals: dict[str, float] = {}
         for metric in self.llm.get_metrics():
@@ -241,6 +245,17 @@ def _corrupt_kv(worker: Any, seed: int) -> int:
         noise = torch.randn(buffer.numel() // 2, dtype=torch.float32).to(torch.bfloat16)
         buffer[: noise.numel() * 2].copy_(noise.view(torch.uint8))
     return sum(buffer.numel() for buffer in buffers.values())
+
+
+def _kv_digest(worker: Any) -> str:
+    import hashlib
+
+    import torch
+
+    digest = hashlib.sha256()
+    for cache in getattr(worker, "worker", worker).model_runner.kv_caches:
+        digest.update(cache[1:].contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _take_over_streams() -> tuple[TextIO, TextIO]:
