@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMPS := .venv/stamps
 
-.PHONY: help install lint test simulate demo clean
+.PHONY: help install lint test simulate fuzz demo clean
 
 help:
 	@echo "make install   create .venv and install vLLM (CPU build unless there is one) and this package"
@@ -11,6 +11,7 @@ help:
 	@echo "make lint      ruff and mypy"
 	@echo "make test      install, lint and all tests"
 	@echo "make simulate  SEEDS=1000 histories of the real core in a simulated world, from seed FIRST=0 on"
+	@echo "make fuzz      SECONDS=600 of mutated messages into the decoder, then as many into the router"
 	@echo "make clean     remove everything that was generated, .venv and .cache included"
 
 install: $(STAMPS)/package
@@ -43,6 +44,11 @@ SEEDS ?= 1000
 FIRST ?= 0
 simulate: install
 	PYTHONPATH=tests:. $(BIN)/python -m simulation --seeds $(SEEDS) --first $(FIRST)
+
+SECONDS ?= 600
+fuzz: install
+	cd tests && PYTHONPATH=.. ../$(BIN)/python -m fuzz decoder $(SECONDS)
+	cd tests && PYTHONPATH=.. ../$(BIN)/python -m fuzz router $(SECONDS)
 
 demo: install
 	@$(BIN)/python scripts/demo.py

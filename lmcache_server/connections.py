@@ -5,9 +5,18 @@ and every message knows the descriptor that it came through (ZMQ_SRCFD). This ho
 namespace and over TCP, where a process id says nothing.
 """
 
+import logging
+import time
+
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from lmcache_server import descriptors
+
+logger = logging.getLogger(__name__)
+
+TOLD_AGAIN_S = 60.0
+_MONITOR = "inproc://connections"
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
@@ -20,7 +29,13 @@ class Connections:
 
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
         self._socket = socket
-        self._monitor = socket.get_monitor_socket(_EVENTS)
+        # Not get_monitor_socket, whose queue is twice as long: libzmq accepts no faster than this is read.
+        socket.monitor(_MONITOR, _EVENTS)
+        self._monitor = socket.context.socket(zmq.PAIR)
+        self._monitor.setsockopt(zmq.RCVHWM, 1)
+        self._monitor.connect(_MONITOR)
+        self._most = descriptors.for_connections()
+        self._told_s = -TOLD_AGAIN_S
         self._open: dict[int, bytes] = {}
         """The client of each open connection, by descriptor; empty while it has said nothing."""
 
@@ -43,14 +58,30 @@ class Connections:
                 gone.append(identity)
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._open[event["value"]] = b""
+                if event["value"] >= self._most:
+                    self._turn_away(event["value"])
 
     def belongs(self, frame: zmq.Frame, identity: bytes) -> bool:
         """Note that this message came from the client `identity`; False when its connection has ended."""
-        descriptor = frame.get(zmq.SRCFD)
+        try:
+            descriptor = frame.get(zmq.SRCFD)
+        except zmq.ZMQError:  # an empty frame does not know
+            return False
         if descriptor not in self._open:
             return False
         self._open[descriptor] = identity
         return True
+
+    def _turn_away(self, descriptor: int) -> None:
+        descriptors.shut_down(descriptor)
+        if time.monotonic() - self._told_s >= TOLD_AGAIN_S:
+            self._told_s = time.monotonic()
+            logger.warning(
+                "connections are turned away: %d file descriptors are in use; close clients that are not "
+                "needed, or raise the limit of open files (ulimit -n) to %d",
+                self._most,
+                2 * descriptors.CONNECTIONS,
+            )
 
     def close(self) -> None:
         self._socket.disable_monitor()

@@ -7,6 +7,7 @@ loop turns.
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -17,6 +18,7 @@ from lmcache_server.config import StartError
 Ask = Callable[[str], bytes]
 REQUEST_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 32
+RETRY_S = 0.1
 
 _TEXT = "text/plain; charset=utf-8"
 _INDEX = b"lmcache server: /metrics /healthz /readyz /status\n"
@@ -98,6 +100,14 @@ class Server(ThreadingHTTPServer):
     def server_bind(self) -> None:
         # Not HTTPServer's, which asks the DNS for the name of this machine and may wait for it.
         socketserver.TCPServer.server_bind(self)
+
+    def get_request(self) -> Any:
+        try:
+            return super().get_request()
+        except OSError:
+            # Without a descriptor for it the connection goes on waiting, and would be tried at once again.
+            time.sleep(RETRY_S)
+            raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         # Waiting here would stop the accepting thread, and with it the end of the server.

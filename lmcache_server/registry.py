@@ -2,10 +2,10 @@
 
 import hmac
 import logging
+from typing import Any
 
 from lmcache_client.contract import protocol
 from lmcache_client.contract.geometry import GeometryError, chunk_size_warning, resolve_chunk_size
-from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.protocol import (
     Challenge,
     Done,
@@ -23,8 +23,17 @@ from lmcache_client.contract.version import VERSION
 from lmcache_server.config import Config
 from lmcache_server.copies import Copies
 from lmcache_server.core.cache import Cache, Layout
-from lmcache_server.sessions import MAX_JOBS, MAX_SESSIONS, Engines, Session, Shard
-from lmcache_server.system import System
+from lmcache_server.sessions import (
+    MAX_JOBS,
+    MAX_SESSIONS,
+    MAX_WAITING_BYTES,
+    MAX_WORKERS,
+    Engines,
+    Session,
+    Shard,
+    namespace_summary,
+)
+from lmcache_server.system import Process, ScarceError, System
 from lmcache_server.transfer import host
 
 logger = logging.getLogger(__name__)
@@ -51,7 +60,7 @@ class Registry:
         self.sessions: dict[bytes, Session] = {}
         """By ROUTER's name for the client."""
         self.engines = Engines()
-        self.known: dict[bytes, tuple[ModelTag, Layout]] = {}
+        self.known: dict[bytes, dict[str, Any]] = {}
         """Namespaces that have chunks or engines, for the status report."""
         self._config = config
         self._cache = cache
@@ -65,6 +74,7 @@ class Registry:
             self.drop(old, "connected again")
         if len(self.sessions) >= MAX_SESSIONS:
             raise Refusal(protocol.OVERLOADED, f"the server has {MAX_SESSIONS} sessions already")
+        process = self._watched(message.pid)
         now_s = self._system.now_s()
         session = Session(
             self._next_session,
@@ -74,7 +84,7 @@ class Registry:
             message.client_version,
             now_s,
             now_s,
-            self._system.open_process(message.pid),
+            process,
         )
         self._next_session += 1
         self.sessions[identity] = session
@@ -82,20 +92,28 @@ class Registry:
             session.process.when_ended(self.drop, session, "its process ended")
         return Welcome(self.boot_id, self._system.pid, VERSION, session.session_id)
 
+    def _watched(self, pid: int) -> Process | None:
+        try:
+            return self._system.open_process(pid)
+        except ScarceError as error:
+            raise Refusal(
+                protocol.OVERLOADED,
+                "the server has no file descriptor left to watch a process with: raise its limit (ulimit -n)",
+            ) from error
+
     def drop(self, session: Session, reason: str) -> None:
         """End a session: its leases at once, its copies when the slice that runs has ended, then its
         reservations. When this returns none of its memory is being copied."""
         if self.sessions.get(session.identity) is not session:
             return
         del self.sessions[session.identity]
+        role = session.role
         self._drop_shard(session)
         self._cache.drop_session(session.session_id)
         if session.process is not None:
             session.process.close()
-        level = logging.DEBUG if session.role == "client" else logging.INFO
-        logger.log(
-            level, "session %d (%s, pid %d) ended: %s", session.session_id, session.role, session.pid, reason
-        )
+        level = logging.DEBUG if role == "client" else logging.INFO
+        logger.log(level, "session %d (%s, pid %d) ended: %s", session.session_id, role, session.pid, reason)
 
     def _drop_shard(self, session: Session) -> None:
         shard, session.shard = session.shard, None
@@ -122,6 +140,9 @@ class Registry:
 
     def register(self, session: Session, message: Register) -> Message:
         geometry, memory = message.geometry, message.memory
+        others = sum(each.shard is not None for each in self.sessions.values() if each is not session)
+        if others >= MAX_WORKERS:
+            raise Refusal(protocol.OVERLOADED, f"the server has {MAX_WORKERS} workers already")
         if not 0 <= message.rank < message.model.world_size:
             raise Refusal(protocol.BAD_REQUEST, f"rank {message.rank} of {message.model.world_size} workers")
         try:
@@ -147,7 +168,7 @@ class Registry:
         if shard is None or shard.copier is not None:
             raise Refusal(protocol.BAD_REQUEST, "there is no registration to prove")
         # Opened before the nonce is read: from then on the descriptor, not the number, is the process.
-        shard.process = self._system.open_process(shard.memory.pid)
+        shard.process = self._watched(shard.memory.pid)
         try:
             if shard.process is None:
                 raise host.NoAccessError(
@@ -172,7 +193,8 @@ class Registry:
             self._drop_shard(session)
             raise Refusal(protocol.CONFIGURATION, str(error)) from error
         if layout is not None:
-            self.known[layout.namespace] = (shard.model, layout)
+            self.forget_namespaces()
+            self.known[layout.namespace] = namespace_summary(shard.model, layout)
             logger.info(
                 "engine %s of %s is registered: %d groups, chunk size %d, namespace %s",
                 shard.engine_id,
@@ -182,6 +204,13 @@ class Registry:
                 layout.namespace.hex()[:16],
             )
         return Registered(shard.chunk_size, chunk_size_warning(shard.chunk_size, shard.geometry.groups))
+
+    def forget_namespaces(self) -> None:
+        """What has neither chunks nor engines is known no more."""
+        chunks = self._cache.namespaces()
+        live = {engine.layout.namespace for engine in self.engines if engine.layout is not None}
+        for namespace in [each for each in self.known if each not in chunks and each not in live]:
+            del self.known[namespace]
 
     def join(self, session: Session, message: Join) -> Message:
         engine = self.engines.get(message.engine_id)
@@ -198,14 +227,19 @@ class Registry:
             raise Refusal(protocol.NOT_REGISTERED, f"engine {engine_id!r} is not registered")
         return engine.layout
 
-    def shard(self, session: Session) -> tuple[Shard, Layout]:
-        """The session's proven shard and its engine's layout."""
+    def shard(self, session: Session, frame_bytes: int) -> tuple[Shard, Layout]:
+        """The session's proven shard and its engine's layout, for a copy asked for in `frame_bytes`."""
         shard = session.shard
         engine = self.engines.get(shard.engine_id) if shard is not None else None
         if shard is None or shard.copier is None or engine is None or engine.layout is None:
             raise Refusal(protocol.NOT_REGISTERED, "the engine of this worker is not (yet) registered")
+        if engine.shards.get(shard.rank) is not shard:
+            # The layout is of whoever came later: pages would go into another model's namespace.
+            raise Refusal(protocol.NOT_REGISTERED, "another worker has registered as this one")
         if session.jobs >= MAX_JOBS:
             raise Refusal(protocol.OVERLOADED, f"{MAX_JOBS} copies of this worker are waiting already")
+        if session.waiting_bytes + frame_bytes > MAX_WAITING_BYTES:
+            raise Refusal(protocol.OVERLOADED, f"{MAX_WAITING_BYTES} bytes of this worker's requests wait")
         return shard, engine.layout
 
     def close(self) -> None:

@@ -85,34 +85,11 @@ class Report:
         for engine in self._registry.engines:
             if engine.layout is not None:
                 engines.setdefault(engine.layout.namespace, []).append(engine.engine_id)
-        for namespace in [
-            each for each in self._registry.known if each not in chunks and each not in engines
-        ]:
-            del self._registry.known[namespace]
-        reports = []
-        for namespace, (model, layout) in self._registry.known.items():
-            reports.append(
-                {
-                    "namespace": namespace.hex(),
-                    "model": model.model,
-                    "chunk_size": layout.chunk_size,
-                    "chunks": chunks.get(namespace, 0),
-                    "world_size": model.world_size,
-                    "engines": engines.get(namespace, []),
-                    "groups": [
-                        {
-                            "kind": group.kind,
-                            "block_size": group.block_size,
-                            "window": group.window,
-                            "layers": len(group.regions),
-                            "block_bytes": group.block_bytes,
-                            "replicated": group.replicated,
-                        }
-                        for group in layout.groups
-                    ],
-                }
-            )
-        return reports
+        self._registry.forget_namespaces()
+        return [
+            {**summary, "chunks": chunks.get(namespace, 0), "engines": engines.get(namespace, [])}
+            for namespace, summary in self._registry.known.items()
+        ]
 
     def update_gauges(self) -> None:
         """Bring the gauges of /metrics up to date; counters are counted where things happen."""

@@ -76,7 +76,7 @@ class Router:
             EndRequest: self._end_request,
             Goodbye: self.registry.goodbye,
         }
-        self._copiers: dict[type[Any], Callable[[Session, Any, int], None]] = {
+        self._copiers: dict[type[Any], Callable[[Session, Any, int, int], None]] = {
             Retrieve: self._retrieve,
             Store: self._store,
         }
@@ -97,7 +97,7 @@ class Router:
             return
         operation = _OPERATIONS.get(type(message), "other")
         try:
-            reply = self._handle(identity, message, request_id)
+            reply = self._handle(identity, message, request_id, len(frame))
         except Refusal as refusal:
             self._count(operation, "refused")
             reply = Refused(refusal.code, str(refusal))
@@ -128,7 +128,7 @@ class Router:
     def _count(self, operation: str, outcome: str) -> None:
         self.metrics.count("lmcache_requests_total", 1, op=operation, outcome=outcome)
 
-    def _handle(self, identity: bytes, message: Message, request_id: int) -> Message | None:
+    def _handle(self, identity: bytes, message: Message, request_id: int, frame_bytes: int) -> Message | None:
         session = self.registry.sessions.get(identity)
         if session is not None:
             session.heard_s = self.clock()
@@ -149,7 +149,7 @@ class Router:
         if type(message) in self._handlers:
             return self._handlers[type(message)](session, message)
         if type(message) in self._copiers:
-            self._copiers[type(message)](session, message, request_id)
+            self._copiers[type(message)](session, message, request_id, frame_bytes)
             return None
         raise Refusal(protocol.BAD_REQUEST, f"a client does not send {type(message).__name__}")
 
@@ -181,8 +181,8 @@ class Router:
         self.cache.touch(self.registry.joined_layout(session, message.engine_id).namespace, message.keys)
         return Done()
 
-    def _retrieve(self, session: Session, message: Retrieve, request_id: int) -> None:
-        shard, layout = self.registry.shard(session)
+    def _retrieve(self, session: Session, message: Retrieve, request_id: int, frame_bytes: int) -> None:
+        shard, layout = self.registry.shard(session, frame_bytes)
         groups = shard.geometry.groups
         resume, computed = message.resume_tokens, message.computed_tokens
         if len(message.block_ids) != len(groups) or resume % layout.chunk_size:
@@ -193,9 +193,11 @@ class Router:
         if read is None:
             raise Refusal(protocol.EXPIRED, "what was promised to this request is no longer held for it")
         session.jobs += 1
+        session.waiting_bytes += frame_bytes
 
         def ended(error: Exception | None) -> None:
             session.jobs -= 1
+            session.waiting_bytes -= frame_bytes
             self.cache.close_read(read)
             self._count("retrieve", "ok" if error is None else "failed")
             logger.debug(
@@ -206,8 +208,8 @@ class Router:
 
         self.copies.load(self.cache, shard, read, message.block_ids, ended)
 
-    def _store(self, session: Session, message: Store, request_id: int) -> None:
-        shard, layout = self.registry.shard(session)
+    def _store(self, session: Session, message: Store, request_id: int, frame_bytes: int) -> None:
+        shard, layout = self.registry.shard(session, frame_bytes)
         for each in message.objects:
             if each.group >= len(layout.groups) or each.chunk_index >= protocol.MAX_CHUNKS:
                 raise Refusal(
@@ -216,9 +218,11 @@ class Router:
             positions = layout.groups[each.group].stored_blocks(each.chunk_index, layout.chunk_size)
             _check_blocks(shard, each.block_ids, len(positions))
         session.jobs += 1
+        session.waiting_bytes += frame_bytes
 
         def ended(stored: protocol.Stored) -> None:
             session.jobs -= 1
+            session.waiting_bytes -= frame_bytes
             self._count("store", "ok")
             self.reply(session.identity, request_id, stored)
 
@@ -226,7 +230,9 @@ class Router:
 
 
 def _check_blocks(shard: Shard, block_ids: tuple[int, ...], count: int) -> None:
-    if len(block_ids) != count or not all(0 < block < shard.geometry.num_blocks for block in block_ids):
+    if len(block_ids) != count or (
+        block_ids and not 0 < min(block_ids) <= max(block_ids) < shard.geometry.num_blocks
+    ):
         raise Refusal(
             protocol.BAD_REQUEST,
             f"expected {count} block ids from 1 to {shard.geometry.num_blocks - 1}, got {len(block_ids)}",

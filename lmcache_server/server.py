@@ -23,7 +23,7 @@ from lmcache_client.contract.endpoint import (
     runtime_directory,
 )
 from lmcache_client.contract.version import VERSION
-from lmcache_server import http
+from lmcache_server import descriptors, http
 from lmcache_server.config import Config, StartError, describe
 from lmcache_server.connections import Connections
 from lmcache_server.copies import Copies
@@ -38,8 +38,13 @@ logger = logging.getLogger("lmcache_server")
 TICK_S = 1.0
 BURST_FRAMES = 64
 """Requests handled in one go before the loop looks after everything else."""
-SEND_HIGH_WATER = 4096
-"""Replies queued for a client that does not read; beyond it they are dropped, and it times out."""
+BURST_S = 0.005
+RECEIVE_HIGH_WATER = 8
+"""Frames queued from one client, 32 MiB at most; beyond it the client's own queue fills."""
+SEND_HIGH_WATER = 1024
+"""Replies queued for a client that does not read; beyond it they are dropped, and it times out. More than
+the copies that it may have waiting: one whose end it never hears of would hold its blocks."""
+HANDSHAKE_MS = 5000
 ASK_TIMEOUT_S = 1.0
 
 
@@ -49,6 +54,7 @@ def run(config: Config) -> int:
         stream=sys.stderr, level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
     )
     logger.info("lmcache server %s, %s", VERSION, describe(config))
+    descriptors.raise_limit()
     with contextlib.ExitStack() as stack:
         socket, connections = stack.enter_context(_bound_socket(config))
         web = http.bind(config.http_host, config.http_port)
@@ -72,7 +78,9 @@ def _bound_socket(config: Config) -> Iterator[tuple["zmq.Socket[bytes]", Connect
         socket = stack.enter_context(context.socket(zmq.ROUTER))
         socket.setsockopt(zmq.LINGER, 200)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER)
         socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         socket.setsockopt(zmq.IPV6, int(":" in host_name(config.host)))
         connections = Connections(socket)
         stack.callback(connections.close)
@@ -193,9 +201,10 @@ class _Listener:
 
     def _drain(self) -> None:
         self._scheduled = False
-        if self._router is None:
+        if self._router is None or self._loop is None:
             return
         self._end_sessions(self._router)
+        end_s = self._loop.time() + BURST_S
         for _ in range(BURST_FRAMES):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -205,6 +214,8 @@ class _Listener:
                 identity, frame = frames[0].bytes, frames[1]
                 if self._router.knows(identity) or self._is_connected(self._router, identity, frame):
                     self._router.receive(identity, frame.bytes)
+            if self._loop.time() > end_s:
+                break
         self._wake()
 
     def _is_connected(self, router: Router, identity: bytes, frame: zmq.Frame) -> bool:

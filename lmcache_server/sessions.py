@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from lmcache_client.contract.geometry import Geometry, GeometryError, GroupSpec
 from lmcache_client.contract.keys import ModelTag, namespace_id
@@ -10,9 +11,13 @@ from lmcache_server.core.layout import Layout
 from lmcache_server.system import Process
 from lmcache_server.transfer.base import CopyWorker
 
-MAX_SESSIONS = 4096
+MAX_SESSIONS = 1024
+MAX_WORKERS = 256
+"""Sessions that have registered memory; each has a copy thread."""
 MAX_JOBS = 256
 """Copies that one session may have waiting: beyond it stores are dropped and loads refused."""
+MAX_WAITING_BYTES = 8 << 20
+"""Frames of the requests whose copies wait, of one session; decoded they take up to twenty times that."""
 
 
 @dataclass
@@ -45,6 +50,7 @@ class Session:
     joined: str = ""
     shard: Shard | None = None
     jobs: int = 0
+    waiting_bytes: int = 0
 
     @property
     def role(self) -> str:
@@ -130,3 +136,24 @@ class Engines:
         engine.layout = None
         if not engine.shards:
             del self._engines[shard.engine_id]
+
+
+def namespace_summary(model: ModelTag, layout: Layout) -> dict[str, Any]:
+    """What the status report says of a namespace; kept after its engines have gone, so it is small."""
+    return {
+        "namespace": layout.namespace.hex(),
+        "model": model.model,
+        "chunk_size": layout.chunk_size,
+        "world_size": model.world_size,
+        "groups": [
+            {
+                "kind": group.kind,
+                "block_size": group.block_size,
+                "window": group.window,
+                "layers": len(group.regions),
+                "block_bytes": group.block_bytes,
+                "replicated": group.replicated,
+            }
+            for group in layout.groups
+        ],
+    }

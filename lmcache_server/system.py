@@ -4,14 +4,20 @@ The simulation in the tests replaces this as a whole; everything else of the ser
 """
 
 import asyncio
+import errno
 import functools
 import os
 import select
 import time
 from collections.abc import Callable
 
+from lmcache_server import descriptors
 from lmcache_server.transfer import host
 from lmcache_server.transfer.base import CopyWorker
+
+
+class ScarceError(Exception):
+    """There is no file descriptor to spare."""
 
 
 class Process:
@@ -59,11 +65,20 @@ class System:
         self._loop.call_soon(function, *arguments)
 
     def open_process(self, pid: int) -> Process | None:
-        """None where the id means nothing here: another process namespace, or the process has ended."""
+        """None where the id means nothing here: another process namespace, or the process has ended.
+        Raises ScarceError."""
         try:
-            return Process(os.pidfd_open(pid), self._loop)
-        except (OSError, OverflowError):
+            descriptor = os.pidfd_open(pid)
+        except OverflowError:
             return None
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                raise ScarceError from error
+            return None
+        if descriptor >= descriptors.usable():
+            os.close(descriptor)
+            raise ScarceError
+        return Process(descriptor, self._loop)
 
     def read(self, pid: int, address: int, num_bytes: int) -> bytes:
         """Bytes of a process's memory; raises CopyError."""

@@ -16,6 +16,8 @@ from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.tracked import Tracked, parent_of
 from lmcache_client.contract.geometry import RECURRENT, Geometry, GroupSpec
 from lmcache_client.contract.protocol import (
+    MAX_CHUNKS,
+    MAX_OBJECTS,
     Clear,
     EndRequest,
     Found,
@@ -122,7 +124,7 @@ class SchedulerSide:
         tracked = self._current(request.request_id)
         if tracked is None or not self._loads or request.skip_reading_prefix_cache:
             return 0, False
-        limit = (request.num_tokens - 1) // self.chunk_size * self.chunk_size
+        limit = min((request.num_tokens - 1) // self.chunk_size, MAX_CHUNKS) * self.chunk_size
         if tracked.no_load or limit <= computed:
             return 0, False
         if not self._ask(tracked, computed, limit):
@@ -230,9 +232,11 @@ class SchedulerSide:
         self._queued = []
         if self._stores and self.channel.ready:
             objects = [*self._computed_objects(output), *self._state_objects(output)]
-            if objects and self._may_hold(objects):
-                job_id = self._hold([block for each in objects for block in each.block_ids])
-                metadata.saves.append(Save(job_id, Store(tuple(objects))))
+            for start in range(0, len(objects), MAX_OBJECTS):
+                part = objects[start : start + MAX_OBJECTS]
+                if self._may_hold(part):
+                    job_id = self._hold([block for each in part for block in each.block_ids])
+                    metadata.saves.append(Save(job_id, Store(tuple(part))))
         return metadata
 
     def _computed_objects(self, output: "SchedulerOutput") -> Iterable[StoreObject]:
@@ -246,7 +250,7 @@ class SchedulerSide:
                 continue
             # Tokens beyond num_tokens are drafts, or not sampled yet: their KV may not stay.
             computed = min(computed_before[request_id] + scheduled, tracked.request.num_tokens)
-            complete = computed // self.chunk_size
+            complete = min(computed // self.chunk_size, MAX_CHUNKS)
             if complete <= tracked.next_chunk:
                 continue
             state = output.kv_connector_block_state
@@ -282,6 +286,8 @@ class SchedulerSide:
             for group, block_id, tokens in offers:
                 chunk = tokens // self.chunk_size - 1
                 if tokens % self.chunk_size or tokens > tracked.request.num_tokens or not block_id:
+                    continue
+                if chunk >= MAX_CHUNKS:
                     continue
                 if self.groups[group].kind == RECURRENT and not tracked.holds(group, chunk):
                     keys = tracked.keys_of(chunk + 1)
@@ -350,4 +356,4 @@ class SchedulerSide:
                 self._found_late(tracked.lookup.reply)
         leases = (tracked.answer.lease_id,) if tracked.answer is not None and tracked.answer.lease_id else ()
         if leases or tracked.keys:
-            self._tell(EndRequest(self._engine_id, leases, tuple(tracked.keys)))
+            self._tell(EndRequest(self._engine_id, leases, tuple(tracked.keys[:MAX_CHUNKS])))

@@ -18,7 +18,8 @@ AUTO_CHUNK_TOKENS = 256
 """`--chunk-size auto` gives at least this many tokens where no group is recurrent."""
 
 MAX_GROUPS = 64
-MAX_REGIONS = 4096
+MAX_REGIONS = 8192
+"""In all groups of one worker together."""
 MAX_BLOCKS = 1 << 31
 MAX_PAGE_BYTES = 1 << 32
 MAX_CHUNK_TOKENS = 1 << 22
@@ -66,8 +67,6 @@ class GroupSpec:
             raise GeometryError(f"a block holds 1 to {MAX_CHUNK_TOKENS} tokens, not {self.block_size}")
         if (self.window > 0) != windowed:
             raise GeometryError(f"window {self.window} does not fit a group of kind {self.kind}")
-        if len(self.regions) > MAX_REGIONS:
-            raise GeometryError(f"a group has at most {MAX_REGIONS} regions, not {len(self.regions)}")
 
     @property
     def block_bytes(self) -> int:
@@ -109,6 +108,9 @@ class Geometry:
     def __post_init__(self) -> None:
         if not 0 < len(self.groups) <= MAX_GROUPS:
             raise GeometryError(f"an engine has 1 to {MAX_GROUPS} KV cache groups, not {len(self.groups)}")
+        regions = sum(len(group.regions) for group in self.groups)
+        if regions > MAX_REGIONS:
+            raise GeometryError(f"an engine has at most {MAX_REGIONS} regions, not {regions}")
         if not 1 < self.num_blocks <= MAX_BLOCKS:
             raise GeometryError(f"an engine has 2 to {MAX_BLOCKS} blocks, not {self.num_blocks}")
 
@@ -142,6 +144,11 @@ def resolve_chunk_size(chunk_size: int | None, groups: Iterable[GroupSpec]) -> i
     """
     specs = tuple(groups)
     unified = math.lcm(*(group.block_size for group in specs))
+    if unified > MAX_CHUNK_TOKENS:
+        raise GeometryError(
+            f"the block sizes of this model's groups have no common multiple up to {MAX_CHUNK_TOKENS}: "
+            "start vLLM with another --block-size"
+        )
     if chunk_size is None:
         if any(group.kind == RECURRENT for group in specs):
             # A state can end at any block boundary and only a chunk boundary can be resumed at.

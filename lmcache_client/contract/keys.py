@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from lmcache_client.contract.geometry import Geometry
 
 KEY_BYTES = 32
+MAX_DETAIL = 4096
+"""Characters of a model's name, and of each name and value that an engine says of it."""
+MAX_DETAILS = 64
 SCHEMA = 1
 """Changes whenever keys, namespaces or the order of bytes in an object change."""
 
@@ -73,6 +76,11 @@ class ModelTag:
     details: tuple[tuple[str, str], ...]
     tensor_parallel_size: int
     pipeline_parallel_size: int
+
+    def __post_init__(self) -> None:
+        texts = [self.model, *(text for pair in self.details for text in pair)]
+        if len(self.details) > MAX_DETAILS or max(map(len, texts)) > MAX_DETAIL:
+            raise ValueError(f"a model has at most {MAX_DETAILS} details, of {MAX_DETAIL} characters each")
 
     @property
     def world_size(self) -> int:

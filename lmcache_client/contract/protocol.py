@@ -22,6 +22,8 @@ NONCE_BYTES = 32
 MAX_NAME = 256
 MAX_BUFFERS = 1024
 MAX_CHUNKS = 1 << 16
+MAX_LEASES = 4096
+MAX_OBJECTS = 4096
 
 # Codes of Refused. A client acts on the code and shows the message.
 BAD_REQUEST = "bad_request"
@@ -76,8 +78,8 @@ class HostMemory:
     proof_address: int
 
     def __post_init__(self) -> None:
-        if len(self.buffers) > MAX_BUFFERS:
-            raise ProtocolError(f"at most {MAX_BUFFERS} buffers, not {len(self.buffers)}")
+        if len(self.buffers) > MAX_BUFFERS or not all(size for _, size in self.buffers):
+            raise ProtocolError(f"at most {MAX_BUFFERS} buffers, none of them empty")
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,8 @@ class EndRequest:
 
     def __post_init__(self) -> None:
         _check_keys(self.keys)
+        if len(self.lease_ids) > MAX_LEASES:
+            raise ProtocolError(f"at most {MAX_LEASES} leases, not {len(self.lease_ids)}")
 
 
 @dataclass(frozen=True)
@@ -213,6 +217,10 @@ class Store:
     """Copy pages out of the worker's blocks. The blocks must not change until Stored has come."""
 
     objects: tuple[StoreObject, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.objects) > MAX_OBJECTS:
+            raise ProtocolError(f"at most {MAX_OBJECTS} objects, not {len(self.objects)}")
 
 
 @dataclass(frozen=True)

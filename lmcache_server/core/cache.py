@@ -114,7 +114,8 @@ class Cache:
     ) -> Hit:
         """The largest resume point of a chain of chunks beyond `computed_tokens`, at most `limit_tokens`.
 
-        If there is one, what it needs is leased to `session`, and the chain up to it is recently used.
+        If there is one, what it needs is leased to `session`, and the chain up to it is recently used. A
+        session that holds too much loses its oldest lease for it.
         """
         self._advance(now_s)
         found = list(map(self._index.chunks(layout.namespace).get, keys))
@@ -130,6 +131,8 @@ class Cache:
         self._use(found[:end])
         for chunk in leased:
             self._pin(chunk)
+        while (old := self._leases.crowded_out(session, len(leased))) is not None:
+            self.release(old.lease_id, old.session)
         lease = self._leases.grant(session, layout.namespace, resume_tokens, first, leased, now_s)
         return Hit(resume_tokens, lease.lease_id, held)
 

@@ -1,9 +1,16 @@
 """Leases: promises, bound to a session, that the chunks of a resume point stay."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lmcache_server.core.index import Chunk
+
+LEASE_COST = 256
+"""What a lease costs beside its chunks, in references to chunks."""
+MAX_SESSION_COST = 1 << 20
+"""All leases of one session: 4,080 short ones, or 15 of the longest chains."""
+MAX_COST = 1 << 24
+"""All leases: 128 MiB of references."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,6 +25,18 @@ class Lease:
     chunks: tuple[Chunk, ...]
     deadline_s: float
 
+    @property
+    def cost(self) -> int:
+        return LEASE_COST + len(self.chunks)
+
+
+@dataclass(eq=False)
+class _Held:
+    """The leases of one session, the oldest first."""
+
+    leases: dict[int, Lease] = field(default_factory=dict)
+    cost: int = 0
+
 
 class LeaseTable:
     """Live leases. It pins nothing itself: whoever takes a lease out of it unpins the chunks."""
@@ -26,7 +45,8 @@ class LeaseTable:
         self.lease_s = lease_s
         self._last_id = 0
         self._leases: dict[int, Lease] = {}
-        self._by_session: dict[int, set[int]] = {}
+        self._by_session: dict[int, _Held] = {}
+        self._cost = 0
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -36,6 +56,16 @@ class LeaseTable:
 
     def get(self, lease_id: int) -> Lease | None:
         return self._leases.get(lease_id)
+
+    def crowded_out(self, session: int, num_chunks: int) -> Lease | None:
+        """What has to end before `session` may get a lease of `num_chunks` chunks, if anything has to: the
+        oldest lease of the session itself or, when all leases are too many, of the one that has most."""
+        held = self._by_session.get(session)
+        if held is None or held.cost + LEASE_COST + num_chunks <= MAX_SESSION_COST:
+            if self._cost + LEASE_COST + num_chunks <= MAX_COST:
+                return None
+            held = max(self._by_session.values(), key=lambda each: each.cost)
+        return next(iter(held.leases.values()))
 
     def grant(
         self,
@@ -50,7 +80,10 @@ class LeaseTable:
         deadline_s = now_s + self.lease_s
         lease = Lease(self._last_id, session, namespace, resume_tokens, first_chunk, chunks, deadline_s)
         self._leases[lease.lease_id] = lease
-        self._by_session.setdefault(session, set()).add(lease.lease_id)
+        held = self._by_session.setdefault(session, _Held())
+        held.leases[lease.lease_id] = lease
+        held.cost += lease.cost
+        self._cost += lease.cost
         return lease
 
     def end(self, lease_id: int, session: int) -> Lease | None:
@@ -59,9 +92,11 @@ class LeaseTable:
         if lease is None or lease.session != session:
             return None
         del self._leases[lease_id]
-        ids = self._by_session[session]
-        ids.remove(lease_id)
-        if not ids:
+        held = self._by_session[session]
+        del held.leases[lease_id]
+        held.cost -= lease.cost
+        self._cost -= lease.cost
+        if not held.leases:
             del self._by_session[session]
         return lease
 
@@ -76,4 +111,4 @@ class LeaseTable:
         return due
 
     def of_session(self, session: int) -> list[Lease]:
-        return [self._leases[lease_id] for lease_id in sorted(self._by_session.get(session, ()))]
+        return list(self._by_session[session].leases.values()) if session in self._by_session else []

@@ -27,6 +27,24 @@ def test_tensor_parallel_engines_store_and_restore_their_shards(server: LMCacheS
         assert engine.run(cached).external_tokens == 0
 
 
+def test_pipeline_stages_store_and_restore_what_they_hold(server: LMCacheServer) -> None:
+    """A stage has layers of some groups only, and its own share of the others."""
+    cached = prompt(700, 1)
+    with Engine(
+        "gemma3", server=server, pipeline_parallel_size=2, extra_config=PATIENT, **TWO_RANKS
+    ) as engine:
+        cold = engine.run(cached)
+        (namespace,) = server.status()["namespaces"]
+        assert namespace["world_size"] == 2
+        assert engine.reset_prefix_cache()
+        restored = engine.run(cached)
+        assert restored.cached_tokens == 512
+        assert restored.output == cold.output
+        assert server.tokens() == 512
+    with Engine("gemma3", server=server) as engine:
+        assert engine.run(cached).external_tokens == 0
+
+
 def test_mla_of_two_ranks_is_stored_once(server: LMCacheServer) -> None:
     """By its bytes alone: the CPU backend of vLLM cannot resume MLA, so the connector does not load it."""
     with Engine("dsv2", server=server, tensor_parallel_size=2, extra_config=PATIENT, **TWO_RANKS) as engine:

@@ -35,6 +35,8 @@ class EngineProcess:
         self.prefills: dict[str, Any] = {}
         self.adapters: dict[str, int] = {}
         self._watch_prefills()
+        if arguments.get("pipeline_parallel_size", 1) > 1:
+            self.llm.collective_rpc(_make_room_for_intermediate_tensors)
 
     def _watch_prefills(self) -> None:
         """Keep what the scheduler says about each prefill: it alone tells local hits from external ones."""
@@ -224,6 +226,16 @@ class EngineProcess:
 
     def do_close(self) -> None:
         self.engine.engine_core.shutdown()
+
+
+def _make_room_for_intermediate_tensors(worker: Any) -> None:
+    """In a worker: what vLLM 0.32 does on the side of its warm-up, which it skips on a CPU, so that without
+    this no pipeline runs there."""
+    runner = worker.model_runner
+    if runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
 
 
 def _corrupt_kv(worker: Any, seed: int) -> int:

@@ -154,10 +154,12 @@ class RawEngine:
                     objects.append(StoreObject(key, parent, chunk, index, ids))
         return self.store(objects)
 
-    def lookup(self, keys: Sequence[bytes], computed: int = 0, limit: int | None = None) -> Found:
+    def lookup_message(self, keys: Sequence[bytes], computed: int = 0, limit: int | None = None) -> Lookup:
         limit = len(keys) * self.chunk_size if limit is None else limit
-        message = Lookup(self.engine_id, "request", tuple(keys), computed, limit, limit + 1)
-        found = self.scheduler.call(message, TIMEOUT_S)
+        return Lookup(self.engine_id, "request", tuple(keys), computed, limit, limit + 1)
+
+    def lookup(self, keys: Sequence[bytes], computed: int = 0, limit: int | None = None) -> Found:
+        found = self.scheduler.call(self.lookup_message(keys, computed, limit), TIMEOUT_S)
         assert isinstance(found, Found)
         return found
 

@@ -11,6 +11,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,6 +31,13 @@ _WITHOUT = (
     "os.execv(sys.argv[2], sys.argv[2:])"
 )
 
+# Limits its open files, then becomes the program in its arguments.
+_WITH_FILES = (
+    "import os, resource, sys; "
+    "resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2]))); "
+    "os.execv(sys.argv[3], sys.argv[3:])"
+)
+
 
 class LMCacheServer:
     """`lmcache server` on free ports, with a runtime directory of its own. A context manager.
@@ -36,11 +45,18 @@ class LMCacheServer:
     `flags` are the server's options by their names in Python: `l1_size_gb=0.01, chunk_size=256`;
     True stands for a flag without a value, False for none; `--verify` is on unless a test says otherwise.
     `without_capability` is a number of capabilities(7) that the server must not have even when the tests
-    run as root.
+    run as root. `descriptors` are the soft and the hard limit of open files that it starts with.
     """
 
-    def __init__(self, *, without_capability: int | None = None, **flags: Any) -> None:
+    def __init__(
+        self,
+        *,
+        without_capability: int | None = None,
+        descriptors: tuple[int, int] | None = None,
+        **flags: Any,
+    ) -> None:
         self._without_capability = without_capability
+        self._descriptors = descriptors
         self.flags = {"l1_size_gb": 0.5, "chunk_size": "auto", "verify": True, **flags}
         self.port = int(self.flags.setdefault("port", free_port()))
         self.http_port = int(self.flags.setdefault("http_port", free_port()))
@@ -70,9 +86,9 @@ class LMCacheServer:
         command = [sys.executable, "-m", "lmcache_server", "server"]
         if self._without_capability is not None:
             command = [sys.executable, "-c", _WITHOUT, str(self._without_capability), *command]
-        for name, value in self.flags.items():
-            if value is not False:
-                command += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
+        if self._descriptors is not None:
+            command = [sys.executable, "-c", _WITH_FILES, *map(str, self._descriptors), *command]
+        command += self._options()
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 tethered(command),
@@ -90,6 +106,13 @@ class LMCacheServer:
                 self.kill()
                 raise RuntimeError(f"the server did not start (exit code {code})\n{tail(self.log)}")
             time.sleep(0.02)
+
+    def _options(self) -> list[str]:
+        options = []
+        for name, value in self.flags.items():
+            if value is not False:
+                options += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
+        return options
 
     def _is_ready(self) -> bool:
         try:
@@ -120,6 +143,48 @@ class LMCacheServer:
     def status(self) -> dict[str, Any]:
         status: dict[str, Any] = json.loads(self.get("/status"))
         return status
+
+    @property
+    def address(self) -> str:
+        """Where it listens, for ZeroMQ."""
+        if "host" in self.flags:
+            return f"tcp://{self.flags['host']}:{self.port}"
+        return f"ipc://{self.runtime_dir}/{self.port}.sock"
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None, "the server is not running"
+        return self.process.pid
+
+    def rss_bytes(self) -> int:
+        """Resident memory, what is populated of L1 included."""
+        text = Path(f"/proc/{self.pid}/status").read_text()
+        return int(text.split("VmRSS:")[1].split()[0]) << 10
+
+    def wait_until(self, condition: Callable[[dict[str, int]], bool], timeout_s: float = 5.0) -> None:
+        """Wait until what /status says of L1 is as the condition wants it."""
+        deadline = time.monotonic() + timeout_s
+        while not condition(l1 := self.status()["l1"]):
+            assert time.monotonic() < deadline, f"it did not happen in time: {l1}"
+            time.sleep(0.02)
+
+    def wait_until_populated(self) -> None:
+        self.wait_until(lambda l1: l1["populated_bytes"] == l1["total_bytes"])
+
+    def wait_at_rest(self, sessions: int = 0, timeout_s: float = 1.0) -> None:
+        """Wait until only `sessions` sessions are left and nothing is held by any: no lease, no reader, no
+        reserved frame, every frame free or ready."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            status = self.status()
+            l1 = status["l1"]
+            held = {name: l1[name] for name in ("leases", "readers", "reserved_bytes") if l1[name]}
+            lost = l1["total_bytes"] - l1["free_bytes"] - l1["ready_bytes"] - l1["reserved_bytes"]
+            assert lost == 0, f"{lost} bytes of L1 are neither free nor ready"
+            if len(status["sessions"]) == sessions and not held:
+                return
+            assert time.monotonic() < deadline, f"not at rest: {held}, sessions {status['sessions']}"
+            time.sleep(0.02)
 
     def cli(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
         """Run `lmcache` with this server's port and runtime directory."""

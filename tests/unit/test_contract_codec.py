@@ -1,12 +1,13 @@
 """The codec: bounded, typed, and deaf to everything that is not plain data."""
 
+import tracemalloc
 from dataclasses import dataclass
 
 import msgpack
 import pytest
 
 from lmcache_client.contract import codec
-from lmcache_client.contract.codec import MAX_MESSAGE_BYTES, MAX_TEXT, ProtocolError
+from lmcache_client.contract.codec import MAX_ARRAYS, MAX_MESSAGE_BYTES, MAX_TEXT, ProtocolError
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,10 @@ def test_every_kind_of_field_survives():
         (4, [[1]], "expected an array of 2"),
         (4, [[1, 2, 3]], "expected an array of 2"),
         (5, [[1, None]], "from 0 to"),
+        (5, [[1], [7, -1]], "from 0 to"),
+        (5, [[2**63]], "from 0 to"),
+        (5, [[True]], "from 0 to"),
+        (5, [7], "expected an array"),
     ],
 )
 def test_a_field_of_another_type_is_refused(position, value, message):
@@ -85,10 +90,23 @@ def test_a_type_that_the_codec_does_not_know_is_a_mistake_of_ours():
         b"\xc6\xff\xff\xff\xff",
         b"\x91" * 5000,
         bytes(MAX_MESSAGE_BYTES + 1),
+        msgpack.packb([[]] * MAX_ARRAYS),
     ],
     ids=["nothing", "reserved", "cut off", "more", "map", "extension", "timestamp", "long text", "not utf-8",
-         "huge array", "huge blob", "deep", "long"],
+         "huge array", "huge blob", "deep", "long", "many arrays"],
 )  # fmt: skip
 def test_what_is_no_plain_data_within_bounds_is_refused(data):
     with pytest.raises(ProtocolError):
         codec.unpack(data)
+
+
+def test_a_message_takes_little_more_memory_than_its_bound():
+    """The worst that fits: arrays that are empty, numbers that are objects, texts of two characters."""
+    for worst in ([[]] * (MAX_ARRAYS - 1), [1 << 15] * (MAX_MESSAGE_BYTES // 3 - 9), ["ab"] * 1_390_000):
+        frame = msgpack.packb(worst)
+        assert len(frame) <= MAX_MESSAGE_BYTES
+        tracemalloc.start()
+        codec.unpack(frame)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak_bytes < 120 << 20

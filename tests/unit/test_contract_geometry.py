@@ -116,7 +116,6 @@ def test_stored_blocks_of_the_second_chunk_of_64_tokens(spec, expected):
         ((RECURRENT, 16, 8), "window 8 does not fit"),
         ((SLIDING_WINDOW, 16, 0), "window 0 does not fit"),
         ((CHUNKED_LOCAL, 16, -1), "window -1 does not fit"),
-        ((FULL, 16, 0, (Region(0, 0, 1, 1),) * (MAX_REGIONS + 1)), "a group has at most"),
     ],
 )
 def test_impossible_groups_are_refused(arguments, message):
@@ -131,6 +130,20 @@ def test_impossible_groups_are_refused(arguments, message):
 def test_impossible_geometries_are_refused(count, blocks, message):
     with pytest.raises(GeometryError, match=message):
         Geometry((group(FULL, 16),) * count, blocks)
+
+
+def test_regions_are_counted_over_all_groups():
+    half = group(FULL, 16, regions=(Region(0, 0, 1, 1),) * (MAX_REGIONS // 2))
+    Geometry((half, half), 8)
+    with pytest.raises(GeometryError, match=f"at most {MAX_REGIONS} regions"):
+        Geometry((half, half, group(FULL, 16, regions=(Region(0, 0, 1, 1),))), 8)
+
+
+def test_block_sizes_without_a_common_multiple_of_use_are_refused():
+    primes = [group(FULL, size) for size in (4099, 4111)]
+    for asked in (None, 1 << 20):
+        with pytest.raises(GeometryError, match=r"no common multiple up to .*--block-size"):
+            resolve_chunk_size(asked, primes)
 
 
 def test_sizes_of_a_hybrid_model():

@@ -12,18 +12,25 @@ from hypothesis import strategies as st
 from lmcache_client.contract import codec, protocol
 from lmcache_client.contract.codec import ProtocolError
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, KINDS, SLIDING_WINDOW, Geometry, GroupSpec, Region
-from lmcache_client.contract.keys import ROOT_KEY
+from lmcache_client.contract.keys import MAX_DETAIL, MAX_DETAILS, ROOT_KEY, ModelTag
 from lmcache_client.contract.protocol import (
     BAD_REQUEST,
     BOOT_ID_BYTES,
+    MAX_BUFFERS,
     MAX_CHUNKS,
+    MAX_LEASES,
+    MAX_OBJECTS,
     PROTOCOL_VERSION,
     WRONG_VERSION,
     BadRequestError,
     EndRequest,
+    HostMemory,
+    Lookup,
     Ping,
     Refused,
+    Register,
     Retrieve,
+    Store,
     StoreObject,
     decode_reply,
     decode_request,
@@ -164,7 +171,7 @@ def test_a_damaged_message_never_raises_anything_else(message, data):
         (MESSAGES.index(Refused), ["a", 1], "Refused: expected str, got int"),
         (MESSAGES.index(Retrieve), ["r", -1, ROOT_KEY, 0, 0, []], "Retrieve: expected an integer from 0"),
         (MESSAGES.index(Retrieve), ["r", True, ROOT_KEY, 0, 0, []], "Retrieve: expected an integer from 0"),
-        (MESSAGES.index(Retrieve), ["r", 1, ROOT_KEY, 0, 0, [[1.0]]], "Retrieve: expected an integer from 0"),
+        (MESSAGES.index(Retrieve), ["r", 1, ROOT_KEY, 0, 0, [[1.0]]], "Retrieve: expected integers from 0"),
         (MESSAGES.index(Retrieve), ["r", 1, ROOT_KEY, 0, 0, [7]], "Retrieve: expected an array"),
         (MESSAGES.index(StoreObject) if StoreObject in MESSAGES else 999, [], "unknown message code"),
         (-1, [], "unknown message code -1"),
@@ -222,6 +229,48 @@ def test_keys_are_counted_and_measured():
             EndRequest("e", (), bad)
     with pytest.raises(ProtocolError, match="keys of 32 bytes"):
         StoreObject(b"short", ROOT_KEY, 0, 0, ())
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Store((StoreObject(ROOT_KEY, ROOT_KEY, 0, 0, ()),) * (MAX_OBJECTS + 1)), "objects"),
+        (lambda: EndRequest("e", (1,) * (MAX_LEASES + 1), ()), "leases"),
+        (lambda: HostMemory(1, ((1, 1),) * (MAX_BUFFERS + 1), 1), "buffers"),
+        (lambda: HostMemory(1, ((1, 1), (1, 0)), 1), "none of them empty"),
+        (lambda: ModelTag("m" * (MAX_DETAIL + 1), (), 1, 1), "characters each"),
+        (lambda: ModelTag("m", (("n", "v" * (MAX_DETAIL + 1)),), 1, 1), "characters each"),
+        (lambda: ModelTag("m", (("n", "v"),) * (MAX_DETAILS + 1), 1, 1), "at most 64 details"),
+    ],
+)
+def test_what_a_message_may_hold_is_bounded(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_the_largest_legitimate_messages_fit():
+    """A prompt of 65,536 chunks; a load of half a million blocks; a model of 100 layers in 4 groups with K
+    and V apart; the most objects that the connector puts in one store."""
+    regions = tuple(Region(0, 1 << 40, 1 << 30, 1 << 20) for _ in range(200))
+    register = Register(
+        "e" * 256,
+        7,
+        ModelTag("m" * 200, (("configuration", "c" * 64),) * 9, 8, 1),
+        Geometry((GroupSpec("full", 16, 0, "t" * 8000, regions),) * 4, 1 << 20),
+        HostMemory(1 << 22, ((1 << 46, 1 << 40),) * 100, 1 << 46),
+    )
+    chain = (bytes(32),) * MAX_CHUNKS
+    each = StoreObject(bytes(32), bytes(32), MAX_CHUNKS - 1, 3, (1 << 20,) * 64)
+    for message in (
+        register,
+        Lookup("e", "r", chain, 0, 0, 1),
+        EndRequest("e", (1,), chain),
+        Retrieve("r", 1, bytes(32), 1 << 23, 0, ((1 << 20,) * (1 << 19), (1 << 20,) * 1000)),
+        Store((each,) * MAX_OBJECTS),
+    ):
+        frame = encode_request(1, message)
+        assert len(frame) <= codec.MAX_MESSAGE_BYTES
+        assert decode_request(frame) == (1, message)
 
 
 def test_values_that_a_message_refuses_are_a_bad_request():

@@ -1,0 +1,120 @@
+"""Real messages of clients, from which mutation starts."""
+
+from typing import Any
+
+from fuzz.choices import Choices
+from lmcache_client.contract import codec
+from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
+from lmcache_client.contract.keys import ROOT_KEY, ModelTag
+from lmcache_client.contract.protocol import (
+    Clear,
+    EndRequest,
+    Found,
+    Goodbye,
+    Hello,
+    HostMemory,
+    Join,
+    Lookup,
+    Message,
+    Ping,
+    Prove,
+    Register,
+    Retrieve,
+    Status,
+    Store,
+    StoreObject,
+)
+
+BLOCKS = 40
+PAGE_BYTES = 1024
+CHUNK_SIZE = 256
+CHAIN = 2
+ENGINES = 3
+
+
+def chain(number: int) -> tuple[bytes, ...]:
+    return tuple(bytes([number, index]) * 16 for index in range(CHAIN))
+
+
+def geometry(kind: int) -> Geometry:
+    """Attention alone, or with a window and a recurrent state. One buffer."""
+
+    def spec(name: str, window: int, number: int) -> GroupSpec:
+        region = Region(0, number * BLOCKS * PAGE_BYTES, PAGE_BYTES, PAGE_BYTES)
+        return GroupSpec(name, CHUNK_SIZE if name == "recurrent" else 16, window, "", (region,))
+
+    groups = (spec("full", 0, 0), spec("sliding_window", 40, 1), spec("recurrent", 0, 2))
+    return Geometry(groups[: 1 + 2 * kind], BLOCKS)
+
+
+BUFFER_BYTES = 3 * BLOCKS * PAGE_BYTES
+
+
+class Speaker:
+    """Makes what a client may say next. `memory` is the honest one; `promised` is what it was told."""
+
+    def __init__(self, pid: int, memory: HostMemory) -> None:
+        self.pid = pid
+        self.memory = memory
+        self.promised: list[tuple[Found, Lookup]] = []
+
+    def message(self, choices: Choices) -> Message:
+        """An honest message, though perhaps not at its time."""
+        engine_id, branch = f"e{choices.below(ENGINES)}", choices.below(4)
+        made = _SIMPLE.get(kind := choices.below(16))
+        if made is not None:
+            return made
+        if kind == 6:
+            return Hello(self.pid, bytes([choices.below(4)]) * 16, "fuzz")
+        if kind == 7:
+            model, workers = choices.below(2), 1 + choices.below(2)
+            return Register(
+                engine_id,
+                choices.below(workers),
+                ModelTag(f"m{model}", (("a", "b"),), workers, 1),
+                geometry(model),
+                self.memory,
+            )
+        if kind == 8:
+            return Join(engine_id)
+        if kind in (9, 10):
+            limit = CHUNK_SIZE * (1 + choices.below(CHAIN))
+            return Lookup(engine_id, "r", chain(branch), 0, limit, limit + 1 + choices.below(300))
+        if kind in (11, 12):
+            return self._store(branch, choices)
+        found = self.promised[choices.below(len(self.promised))] if self.promised else None
+        if kind in (13, 14):
+            return self._retrieve(found, choices)
+        return EndRequest(engine_id, (found[0].lease_id,) if found else (), chain(branch))
+
+    def _store(self, branch: int, choices: Choices) -> Store:
+        specs, keys, objects = geometry(choices.below(2)).groups, (ROOT_KEY, *chain(branch)), []
+        for index in range(1 + choices.below(CHAIN)):
+            for number, spec in enumerate(specs):
+                count = len(spec.stored_blocks(index, CHUNK_SIZE))
+                ids = tuple(1 + (index * 16 + at) % (BLOCKS - 1) for at in range(count))
+                objects.append(StoreObject(keys[index + 1], keys[index], index, number, ids))
+        return Store(tuple(objects))
+
+    def _retrieve(self, promise: tuple[Found, Lookup] | None, choices: Choices) -> Retrieve:
+        found, question = promise or (Found(CHUNK_SIZE, 1, 1, ()), None)
+        resume = found.resume_tokens
+        ids = tuple(
+            tuple(1 + at % (BLOCKS - 1) for at in spec.needed_blocks(resume))
+            for spec in geometry(choices.below(2)).groups
+        )
+        keys = question.keys if question is not None else chain(0)
+        last = max(resume // CHUNK_SIZE - 1, 0) % len(keys)
+        return Retrieve("r", found.lease_id, keys[last], resume, 0, ids)
+
+
+# 4 and 5 are the most frequent on purpose: nothing is stored before a registration is proven.
+_SIMPLE: dict[int, Message] = {
+    0: Ping(), 1: Status(), 2: Clear(), 3: Goodbye(), 4: Prove(), 5: Prove(),
+}  # fmt: skip
+
+
+def plain(message: Message) -> list[Any]:
+    """The fields as lists and plain values, to be bent."""
+    fields: list[Any] = codec.unpack(codec.pack(codec.to_fields(message)))
+    return fields

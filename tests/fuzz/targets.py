@@ -1,0 +1,218 @@
+"""What is fuzzed, and what must hold whatever comes in."""
+
+import asyncio
+import contextlib
+import ctypes
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from fuzz.choices import Choices, bend
+from fuzz.messages import BUFFER_BYTES, Speaker, plain
+from lmcache_client.contract import codec, protocol
+from lmcache_client.contract.codec import ProtocolError
+from lmcache_client.contract.protocol import BadRequestError, Challenge, Found, HostMemory, Lookup
+from lmcache_server.config import Config
+from lmcache_server.copies import Copies
+from lmcache_server.core.cache import Cache
+from lmcache_server.l1 import FRAME_BYTES, L1Memory
+from lmcache_server.metrics import Metrics
+from lmcache_server.router import Router
+from lmcache_server.system import System
+from lmcache_server.transfer import host
+from lmcache_server.transfer.plan import Pieces
+
+L1_FRAMES = 24
+CLIENTS = 4
+MAX_STEPS = 64
+ANSWER_S = 10.0
+
+
+def check_decoder(data: bytes) -> None:
+    """A frame is a message, which is the same after another journey, or ProtocolError; nothing else."""
+    with contextlib.suppress(ProtocolError):
+        request_id, message = protocol.decode_request(data)
+        assert protocol.decode_request(protocol.encode_request(request_id, message)) == (request_id, message)
+    with contextlib.suppress(ProtocolError):
+        boot_id, request_id, message = protocol.decode_reply(data)
+        again = protocol.decode_reply(protocol.encode_reply(boot_id, request_id, message))
+        assert again == (boot_id, request_id, message)
+
+
+_OWNER = """
+import ctypes, sys
+memory = (ctypes.c_char * int(sys.argv[1]))()
+print(ctypes.addressof(memory), flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def owner() -> Iterator[tuple[int, int]]:
+    """(pid, address) of a process that owns BUFFER_BYTES and then 32 bytes, and does nothing: what a lie
+    makes the server write somewhere is written into it, and not into the fuzzer."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _OWNER, str(BUFFER_BYTES + protocol.NONCE_BYTES)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield process.pid, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+class RouterTarget:
+    """A router over a real cache and real copies. `run` plays one sequence of frames of several clients,
+    starting from nothing; what is stored stays for the next."""
+
+    def __init__(self, pid: int, address: int) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.now_s = 0.0
+        self.frames = 0
+        self.replies: Counter[str] = Counter()
+        self._memory = HostMemory(pid, ((address, BUFFER_BYTES),), address + BUFFER_BYTES)
+        self._speakers = {bytes([number]): Speaker(pid, self._memory) for number in range(CLIENTS)}
+        self._questions: dict[tuple[bytes, int], Lookup] = {}
+        self._expected: Counter[tuple[bytes, int]] = Counter()
+        self._answered: Counter[tuple[bytes, int]] = Counter()
+        system, metrics = System(self.loop), Metrics()
+        system.now_s = lambda: self.now_s  # type: ignore[method-assign]
+        self.l1 = L1Memory(L1_FRAMES * FRAME_BYTES, populate=False)
+        self.cache = Cache(FRAME_BYTES, self.l1.num_frames, lease_s=30.0)
+        copies = Copies(self.l1, metrics, system, verify=True)
+        self.router = Router(Config(), self.cache, copies, metrics, self._sent, system)
+
+    def close(self) -> None:
+        self.loop.run_until_complete(self._end())
+        self.l1.close()
+        self.loop.close()
+
+    def run(self, data: bytes) -> None:
+        self.loop.run_until_complete(asyncio.wait_for(self._play(Choices(data)), ANSWER_S))
+
+    async def _play(self, choices: Choices) -> None:
+        self._expected.clear()
+        self._answered.clear()
+        for number in range(MAX_STEPS):
+            if not choices.left:
+                break
+            self._step(choices, number)
+            if not choices.below(8):
+                await asyncio.sleep(0)
+        while self._answered.total() < self._expected.total():
+            await asyncio.sleep(0.0001)
+        assert self._answered == self._expected, "every request that can be answered gets one reply"
+        self._check()
+        await self._end()
+        self._check()
+        assert self.cache.num_leases == self.cache.num_readers == self.cache.reserved_frames == 0
+        assert not list(self.router.registry.engines)
+        self._questions.clear()
+        for speaker in self._speakers.values():
+            speaker.promised.clear()
+
+    async def _end(self) -> None:
+        self.router.registry.close()
+        await asyncio.sleep(0)
+
+    def _check(self) -> None:
+        self.cache.check_integrity()
+        for session in self.router.registry.sessions.values():
+            assert session.jobs == session.waiting_bytes == 0
+
+    def _step(self, choices: Choices, number: int) -> None:
+        identity = bytes([choices.below(CLIENTS)])
+        how = choices.below(16)
+        if how == 5 and not choices.below(16):
+            self.router.disconnected(identity)
+            return
+        if how == 0:
+            self.now_s += choices.below(256)
+            self.router.tick()
+            return
+        if how == 1:
+            self._receive(identity, choices.take(choices.below(256)))
+            return
+        message = self._speakers[identity].message(choices)
+        fields = plain(message)
+        for _ in range(max(0, how - 10)):
+            bend(fields, choices)
+        envelope = [protocol.PROTOCOL_VERSION, number, protocol._CODES[type(message)], fields]
+        try:
+            frame = codec.pack(bend(envelope, choices) if how == 2 else envelope)
+        except (OverflowError, ValueError):
+            return
+        if how == 3:
+            at = choices.below(256) % len(frame)
+            frame = frame[:at] + choices.take(1) + frame[at + 1 :]
+        elif how == 4:
+            frame = frame[: choices.below(256)]
+        if isinstance(message, Lookup):
+            self._questions[identity, number] = message
+        self._receive(identity, frame)
+
+    def _receive(self, identity: bytes, frame: bytes) -> None:
+        self.frames += 1
+        try:
+            request_id, _ = protocol.decode_request(frame)
+        except BadRequestError as error:
+            request_id = error.request_id
+        except ProtocolError:
+            self.router.receive(identity, frame)
+            return
+        self._expected[identity, request_id] += 1
+        self.router.receive(identity, frame)
+
+    def _sent(self, identity: bytes, frame: bytes) -> None:
+        _, request_id, reply = protocol.decode_reply(frame)
+        self._answered[identity, request_id] += 1
+        self.replies[reply.code if isinstance(reply, protocol.Refused) else type(reply).__name__] += 1
+        assert not (isinstance(reply, protocol.Refused) and reply.code == protocol.INTERNAL), reply
+        if isinstance(reply, Challenge):
+            self._write(reply.nonce)
+        question = self._questions.get((identity, request_id))
+        if isinstance(reply, Found) and question is not None and reply.lease_id:
+            self._speakers[identity].promised.append((reply, question))
+
+    def _write(self, nonce: bytes) -> None:
+        """As the client does: into its memory, where it said that it would."""
+        buffer = ctypes.create_string_buffer(nonce, len(nonce))
+        place = (ctypes.addressof(buffer), self._memory.proof_address, len(nonce))
+        host.copy(self._memory.pid, Pieces(*(np.array([each], np.uint64) for each in place)), load=True)
+
+
+def decoder_seeds() -> list[bytes]:
+    """Frames of real messages, as requests and as replies."""
+    speaker, seeds = Speaker(1, HostMemory(1, ((1 << 46, BUFFER_BYTES),), 1 << 46)), []
+    for kind in range(16):
+        message = speaker.message(Choices(bytes([0, 1, kind, 1, 1, 1])))
+        seeds.append(protocol.encode_request(kind, message))
+        seeds.append(protocol.encode_reply(bytes(16), kind, message))
+    return seeds
+
+
+# A life with each message honest: greet, register, prove, join, store, look up, load, end, goodbye. Per
+# message the choices that Speaker makes; before them the client and "as it is", after them "no pause".
+_LIFE = ((6, 0), (7, 1, 0, 0), (4,), (8,), (11, 1, 1), (9, 1, 0), (13, 0, 1), (15, 0), (3,))
+
+
+def _life(client: int, engine: int) -> list[bytes]:
+    greeting = (6, client)
+    return [bytes([client, 5, 1, engine, 0, *kind, 1]) for kind in (greeting, *_LIFE[1:])]
+
+
+def router_seeds() -> list[bytes]:
+    first, second, third = _life(0, 0), _life(1, 1), _life(2, 0)
+    together = [piece for pair in zip(first, second, strict=True) for piece in pair]
+    lives = (first, first[:-1] + first, together, first[:6] + second, first[:5] + third)
+    return [b"".join(life) for life in lives]

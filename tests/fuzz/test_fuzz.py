@@ -1,0 +1,94 @@
+"""A fixed portion of the fuzzing: the same frames on every run. `make fuzz SECONDS=600` does more."""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness.paths import TESTS
+
+from fuzz.targets import RouterTarget, check_decoder, decoder_seeds, owner, router_seeds
+
+DECODER_FRAMES = 60_000
+ROUTER_RUNS = 4000
+
+
+def mutated(seed: bytes, draw: random.Random, most: int) -> bytes:
+    """Up to `most` bytes changed, cut out, put in, or doubled."""
+    data = bytearray(seed)
+    for _ in range(draw.randint(0, most)):
+        at = draw.randrange(len(data) + 1)
+        how = draw.randrange(5)
+        if how == 0:
+            data[at : at + 1] = draw.randbytes(1)
+        elif how == 1:
+            del data[at : at + draw.randint(1, 8)]
+        elif how == 2:
+            data[at:at] = draw.randbytes(draw.randint(1, 8))
+        elif how == 3:
+            data[at:at] = data[at : at + draw.randint(1, 40)]
+        else:
+            data[at : at + 1] = draw.choice((b"\x00", b"\x7f", b"\x80", b"\x90", b"\xc0", b"\xdd", b"\xff"))
+    return bytes(data)
+
+
+def test_the_decoder_takes_any_bytes() -> None:
+    draw, seeds = random.Random(1), decoder_seeds()
+    for _ in range(DECODER_FRAMES):
+        check_decoder(mutated(draw.choice(seeds), draw, 6))
+
+
+def rss_bytes() -> int:
+    return int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0]) << 10
+
+
+def test_the_router_takes_any_frames_of_any_clients() -> None:
+    """No exception escapes, every request that can be answered gets exactly one reply, the invariants hold
+    after every sequence, and nothing grows."""
+    draw, seeds = random.Random(2), router_seeds()
+    with owner() as (pid, address):
+        target = RouterTarget(pid, address)
+        try:
+            for number in range(ROUTER_RUNS):
+                if number == ROUTER_RUNS // 4:
+                    before = rss_bytes()
+                target.run(mutated(draw.choice(seeds), draw, 30) + draw.randbytes(draw.choice((0, 50))))
+            assert rss_bytes() - before < 16 << 20
+        finally:
+            target.close()
+    print(f"{target.frames} frames: {dict(target.replies.most_common())}")
+    for reached in ("Stored", "Done", "Found", "Registered", "Joined", "expired", "bad_request", "no_access"):
+        assert target.replies[reached] > 10, f"{reached}: the frames reach deep"
+
+
+@pytest.mark.parametrize("what", ["decoder", "router"])
+def test_fuzzing_guided_by_coverage_runs(what: str) -> None:
+    pytest.importorskip("atheris", reason="atheris is not installed: make fuzz needs it")
+    result = subprocess.run(
+        [sys.executable, "-m", "fuzz", what, "2"],
+        cwd=TESTS,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "Done " in result.stderr
+
+
+def test_the_target_fails_when_the_router_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks of the target can fail."""
+    (life, *_) = router_seeds()
+    with owner() as (pid, address):
+        target = RouterTarget(pid, address)
+        monkeypatch.setattr(target.router, "reply", lambda *_: None)
+        monkeypatch.setattr("fuzz.targets.ANSWER_S", 0.2)
+        started_s = time.monotonic()
+        with pytest.raises(TimeoutError):
+            target.run(life)
+        assert time.monotonic() - started_s < 5
+        target.close()

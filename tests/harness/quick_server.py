@@ -1,0 +1,86 @@
+"""The real server, killed and there again within milliseconds, hundreds of times."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+from harness.processes import tail, tethered
+from harness.server import START_TIMEOUT_S, LMCacheServer
+
+# Has everything imported, on which `lmcache server` spends most of its start, and forks it again and again.
+_NURSERY = """
+import ctypes, os, signal, sys
+import lmcache_server.server
+from lmcache_server.cli import main
+for _ in sys.stdin:
+    pid = os.fork()
+    if not pid:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        os.dup2(2, 1)
+        main(sys.argv[1:])
+    print(pid, flush=True)
+    os.waitpid(pid, 0)
+    print("gone", flush=True)
+"""
+
+
+class QuickServer(LMCacheServer):
+    """A server whose `start` and `kill` take milliseconds."""
+
+    def __init__(self, **flags: Any) -> None:
+        super().__init__(**flags)
+        command = [sys.executable, "-c", _NURSERY, "server", *self._options()]
+        with self.log.open("ab") as log:
+            self._nursery = subprocess.Popen(
+                tethered(command),
+                env={**self.environment, "PYTHONPATH": os.pathsep.join(sys.path)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+            )
+        self._pid = 0
+
+    @property
+    def pid(self) -> int:
+        assert self._pid, "the server is not running"
+        return self._pid
+
+    def start(self) -> None:
+        self.spawn()
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._is_ready():
+            if time.monotonic() > deadline:
+                self.kill()
+                raise RuntimeError(f"the server did not start\n{tail(self.log)}")
+            time.sleep(0.001)
+
+    def spawn(self) -> None:
+        """Start it, and do not wait until it is ready."""
+        assert not self._pid, "the server is running"
+        assert self._nursery.stdin is not None
+        self._nursery.stdin.write(b"\n")
+        self._nursery.stdin.flush()
+        self._pid = int(self._line())
+
+    def kill(self) -> None:
+        if self._pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            assert self._line() == b"gone\n"
+            self._pid = 0
+
+    def _line(self) -> bytes:
+        assert self._nursery.stdout is not None
+        return self._nursery.stdout.readline()
+
+    def _remove(self) -> None:
+        super()._remove()
+        self._nursery.kill()
+        self._nursery.wait()
+        for pipe in (self._nursery.stdin, self._nursery.stdout):
+            assert pipe is not None
+            pipe.close()

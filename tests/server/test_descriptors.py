@@ -1,0 +1,155 @@
+"""File descriptors run short: the server turns new clients away with a sentence and serves the old ones."""
+
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from harness.clients import client, cpu_s
+from harness.exercise import exercise, new_engine
+from harness.peer import Peer
+from harness.server import LMCacheServer
+
+from lmcache_client.contract import protocol
+from lmcache_client.contract.protocol import Done, Ping, Refused, Welcome
+from lmcache_server.descriptors import ENOUGH_LIMIT, LEAST_LIMIT
+
+LIMIT = LEAST_LIMIT
+SMALL_LIMIT = 512
+FLOOD_S = 4.0
+TURNED_AWAY = "connections are turned away"
+
+
+@pytest.fixture(autouse=True)
+def many_descriptors_for_the_tests_themselves() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 3 * LIMIT:
+        pytest.skip(f"needs a limit of open files of {3 * LIMIT}, not {hard}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
+def narrow_server(limit: int = LIMIT, hard: int | None = None) -> Iterator[LMCacheServer]:
+    """A server that starts with `limit` descriptors and may not have more than `hard`."""
+    with LMCacheServer(l1_size_gb=0.2, descriptors=(limit, limit if hard is None else hard)) as server:
+        yield server
+
+
+def connected(server: LMCacheServer, stack: ExitStack) -> socket.socket:
+    raw = stack.enter_context(socket.socket(socket.AF_UNIX))
+    raw.connect(server.address.removeprefix("ipc://"))
+    return raw
+
+
+def descriptors(server: LMCacheServer) -> int:
+    return len(list(Path(f"/proc/{server.pid}/fd").iterdir()))
+
+
+def test_the_hard_limit_is_used() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for hard in {1000, 20_000, most}:
+        if hard <= most:
+            with narrow_server(64, hard) as server:
+                assert resource.prlimit(server.pid, resource.RLIMIT_NOFILE) == (min(hard, ENOUGH_LIMIT), hard)
+
+
+def test_a_limit_that_is_too_low_is_said_at_start() -> None:
+    with narrow_server(1000) as server:
+        assert "the limit of open files is 1000" in server.log.read_text()
+        assert "raise it to 4096 or more (ulimit -n" in server.log.read_text()
+
+
+def test_more_connections_than_fit_are_turned_away_and_the_old_are_served() -> None:
+    with narrow_server() as server, ExitStack() as stack:
+        old = new_engine(server.address, "old")
+        stack.callback(old.close)
+        for _ in range(2 * LIMIT):
+            connected(server, stack)
+        deadline = time.monotonic() + 5
+        while TURNED_AWAY not in server.log.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        exercise(old, 1)
+        assert exercise(old, 1) == 3 * old.chunk_size
+        assert server.status()["sessions"], "HTTP answers"
+        assert descriptors(server) < LIMIT
+        before_s = cpu_s(server.pid)
+        time.sleep(1.0)
+        assert cpu_s(server.pid) - before_s < 0.3, "it does not spin"
+        stack.pop_all().close()
+        late = new_engine(server.address, "late")
+        try:
+            exercise(late, 2)
+            assert exercise(late, 2) == 3 * late.chunk_size, "afterwards new ones are served"
+        finally:
+            late.close()
+        assert server.log.read_text().count(TURNED_AWAY) == 1, "it says so once"
+        assert server.terminate() == 0
+
+
+FLOODER = """
+import socket, sys
+print("up", flush=True)
+held = []
+while True:
+    raw = socket.socket(socket.AF_UNIX)
+    raw.setblocking(False)
+    try:
+        raw.connect(sys.argv[1])
+    except OSError:
+        raw.close()
+        continue
+    held.append(raw)
+    if len(held) > 8000:
+        held.clear()
+"""
+
+
+def test_a_flood_of_connections_does_not_end_the_server() -> None:
+    """libzmq ends the process when it has no descriptor for a connection that it accepts."""
+    with narrow_server() as server:
+        old = new_engine(server.address, "old")
+        try:
+            path = server.address.removeprefix("ipc://")
+            with client(FLOODER, path), client(FLOODER, path):
+                end_s = time.monotonic() + FLOOD_S
+                while time.monotonic() < end_s:
+                    exercise(old, 1)
+                    assert descriptors(server) < LIMIT
+            assert TURNED_AWAY in server.log.read_text()
+            assert exercise(old, 1) == 3 * old.chunk_size
+            server.wait_at_rest(sessions=2)
+        finally:
+            old.close()
+        assert server.terminate() == 0
+
+
+def test_a_worker_for_whom_no_descriptor_is_left_is_told_to_come_again() -> None:
+    """Not that its memory cannot be reached, which would end an engine's start."""
+    with narrow_server(SMALL_LIMIT) as server, ExitStack() as stack:
+        count = SMALL_LIMIT // 2 - descriptors(server) - 1
+        # All connect before one greets: half of the limit is connections, a quarter is left to greet.
+        peers = [stack.enter_context(Peer(server.address, f"peer {n}")) for n in range(count)]
+        for peer in peers:
+            assert isinstance(peer.ask(Ping()), Done)
+        replies = [peer.ask(peer.hello()) for peer in peers]
+        greeted = [peer for peer, reply in zip(peers, replies, strict=True) if isinstance(reply, Welcome)]
+        refusals = [reply for reply in replies if isinstance(reply, Refused)]
+        assert greeted
+        assert refusals
+        assert {reply.code for reply in refusals} == {protocol.OVERLOADED}
+        assert "ulimit -n" in refusals[0].message
+        greeted[0].ask(greeted[0].register())
+        reply = greeted[0].ask(protocol.Prove())
+        assert isinstance(reply, Refused)
+        assert reply.code == protocol.OVERLOADED
+        for peer in greeted[1:]:
+            peer.ask(protocol.Goodbye())
+        greeted[0].live("goodbye")
+        server.wait_at_rest()
+        assert server.terminate() == 0

@@ -1,0 +1,346 @@
+"""Frames that are no messages, and messages that lie: refused or dropped, and nothing is harmed by them."""
+
+import dataclasses
+import itertools
+import random
+import socket
+from collections.abc import Iterator
+
+import pytest
+import zmq
+from harness.exercise import exercise, new_engine
+from harness.peer import CHUNK_BLOCKS, CHUNK_SIZE, Peer
+from harness.server import LMCacheServer
+
+from lmcache_client.contract import protocol
+from lmcache_client.contract.codec import MAX_MESSAGE_BYTES, pack
+from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
+from lmcache_client.contract.keys import ModelTag
+from lmcache_client.contract.protocol import (
+    Done,
+    EndRequest,
+    Hello,
+    HostMemory,
+    Join,
+    Joined,
+    Message,
+    Ping,
+    Prove,
+    Refused,
+    Store,
+    StoreObject,
+)
+
+BIG = (1 << 63) - 1
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LMCacheServer]:
+    """One for all tests of this file; at its end the invariants are checked."""
+    with LMCacheServer(l1_size_gb=0.1) as running:
+        yield running
+        running.wait_at_rest()
+        log = running.log.read_text()
+        assert " ERROR " not in log, "no request met a fault of the server"
+        assert "Traceback" not in log
+        assert running.terminate() == 0
+
+
+@pytest.fixture
+def peer(server: LMCacheServer) -> Iterator[Peer]:
+    with Peer(server.address) as one:
+        yield one
+        # Whatever was said before, the server answers, and to the one that said it.
+        with Peer(server.address) as other:
+            assert isinstance(other.ask(Ping()), Done)
+        if not one.socket.closed:
+            one.ask(one.hello())
+            one.ask(protocol.Goodbye())
+
+
+def refused(reply: Message, *codes: str) -> str:
+    assert isinstance(reply, Refused), reply
+    assert reply.code in codes, reply
+    return reply.message
+
+
+def drained(peer: Peer) -> int:
+    """How many replies come until an honest Ping is answered."""
+    request_id, count = peer.send(Ping()), 0
+    while peer.receive()[0] != request_id:
+        count += 1
+    return count
+
+
+# -- frames -------------------------------------------------------------------------------------------
+
+
+def test_a_message_cut_off_anywhere_is_no_message(peer: Peer) -> None:
+    for name in Peer.LIFE:
+        frame = protocol.encode_request(1 << 40, peer.message(name))
+        for length in range(len(frame)):
+            peer.socket.send(frame[:length])
+        assert drained(peer) == 0, "what has no whole request id gets no answer"
+
+
+def test_garbage_of_every_length(peer: Peer, server: LMCacheServer) -> None:
+    draw = random.Random(1)
+    for length in range(2000):
+        peer.socket.send(draw.randbytes(length))
+    drained(peer)
+
+
+def test_empty_frames_and_multipart_messages_are_dropped(peer: Peer) -> None:
+    honest = protocol.encode_request(77, Ping())
+    for parts in ([b""], [b"", b""], [b"", honest], [honest, honest], [honest] * 50, [honest, b""]):
+        peer.socket.send_multipart(parts)
+    assert drained(peer) == 0
+
+
+def test_the_largest_frame_is_read_and_a_larger_one_ends_the_connection(server: LMCacheServer) -> None:
+    with Peer(server.address) as peer:
+        peer.live("join")
+        frame = pack([protocol.PROTOCOL_VERSION, 5, 11, ["r", 1, bytes(32), 0, 0, [[1] * 4_000_000]]])
+        assert MAX_MESSAGE_BYTES - 200_000 < len(frame) <= MAX_MESSAGE_BYTES
+        peer.socket.send(frame)
+        refused(peer.wait_for(5), protocol.BAD_REQUEST)
+        events = peer.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        peer.socket.send(bytes(MAX_MESSAGE_BYTES + 1))
+        assert events.poll(5000), "the connection is closed, before the frame is read"
+        peer.socket.disable_monitor()
+        events.close(0)
+        # It connects again by itself, is nobody, and can greet.
+        refused(peer.ask(Join("peer")), protocol.NOT_REGISTERED)
+        peer.live("goodbye")
+
+
+def test_bytes_that_are_no_zeromq_close_their_connection(server: LMCacheServer) -> None:
+    draw = random.Random(2)
+    for number in range(30):
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.connect(server.address.removeprefix("ipc://"))
+            raw.sendall(b"GET / HTTP/1.1\r\n\r\n" if not number else draw.randbytes(number * 10))
+    with Peer(server.address) as peer:
+        assert isinstance(peer.ask(Ping()), Done)
+
+
+@pytest.mark.parametrize("code", range(24))
+def test_each_message_before_a_greeting_and_with_fields_of_other_types(peer: Peer, code: int) -> None:
+    """Every request with a whole id gets exactly one answer."""
+    draw = random.Random(code)
+    values = [
+        0,
+        BIG,
+        -1,
+        (1 << 64) - 1,
+        "",
+        "text",
+        b"",
+        bytes(32),
+        True,
+        None,
+        1.5,
+        [],
+        [[]],
+        [[0]],
+        [b"x" * 32] * 3,
+    ]
+    sent = 0
+    for count in range(8):
+        for _ in range(20):
+            fields = [draw.choice(values) for _ in range(count)]
+            peer.socket.send(pack([protocol.PROTOCOL_VERSION, 1 << 40, code, fields]))
+            sent += 1
+    assert drained(peer) == sent
+
+
+# -- lies ---------------------------------------------------------------------------------------------
+
+
+def test_lies_about_the_shape_of_an_engine(peer: Peer) -> None:
+    peer.live("hello")
+    size = peer.memory.nbytes
+    honest = peer.register()
+
+    def geometry(*regions: Region, block_size: int = 16, kind: str = "full", blocks: int = 40) -> Geometry:
+        return Geometry((GroupSpec(kind, block_size, 0, "", regions),), blocks)
+
+    lies = [
+        {"rank": 1},
+        {"rank": BIG},
+        {"model": ModelTag("m", (), 0, 0)},
+        {"geometry": geometry(Region(0, 0, 4096, 4097))},
+        {"geometry": geometry(Region(0, 1, 4096, 4096))},
+        {"geometry": geometry(Region(1, 0, 4096, 4096))},
+        {"geometry": geometry(Region(BIG, BIG, BIG, 1))},
+        {"geometry": geometry(Region(0, size, 1, 1))},
+        {"geometry": geometry(Region(0, 0, 0, 0))},
+        {"geometry": geometry(Region(0, 0, 4096, 4096), blocks=1 << 31)},
+        {"geometry": Geometry(tuple(GroupSpec("full", 4194301 - 2 * n, 0, "", ()) for n in range(64)), 2)},
+    ]
+    for lie in lies:
+        refused(
+            peer.ask(dataclasses.replace(honest, **lie)),  # type: ignore[arg-type]
+            protocol.BAD_REQUEST,
+            protocol.CONFIGURATION,
+        )
+    refused(peer.ask(Prove()), protocol.BAD_REQUEST)
+
+
+@pytest.mark.parametrize(
+    ("pid", "start", "size", "proof"),
+    [
+        (1, None, None, None),
+        (0, None, None, None),
+        (BIG, None, None, None),
+        (1 << 31, None, None, None),
+        ((1 << 32) + 1, None, None, None),
+        (None, 0, BIG, None),
+        (None, BIG, BIG, None),
+        (None, 1 << 46, None, None),
+        (None, None, None, 0),
+        (None, None, None, BIG),
+        (None, None, BIG, None),
+    ],
+)
+def test_lies_about_memory(
+    peer: Peer, pid: int | None, start: int | None, size: int | None, proof: int | None
+) -> None:
+    peer.live("hello")
+    own = peer.host_memory()
+    memory = HostMemory(
+        own.pid if pid is None else pid,
+        ((own.buffers[0][0] if start is None else start, own.buffers[0][1] if size is None else size),),
+        own.proof_address if proof is None else proof,
+    )
+    peer.ask(dataclasses.replace(peer.register(), memory=memory))
+    refused(peer.ask(Prove()), protocol.NO_ACCESS)
+    refused(peer.ask(peer.store()), protocol.NOT_REGISTERED)
+
+
+@pytest.mark.parametrize("pid", [0, 1, 1 << 22, 1 << 31, BIG])
+def test_lies_about_the_process_of_a_session(peer: Peer, pid: int) -> None:
+    assert isinstance(peer.ask(Hello(pid, peer.client_id, "peer")), protocol.Welcome)
+    for name in Peer.LIFE[1:]:
+        assert not isinstance(peer.ask(peer.message(name)), Refused)
+
+
+def test_lies_about_stores_change_nothing(peer: Peer, server: LMCacheServer) -> None:
+    peer.live("join")
+    (first, *_) = peer.store().objects
+    ids = first.block_ids
+    lies = [
+        {"group": 1},
+        {"group": BIG},
+        {"chunk_index": 1 << 16},
+        {"chunk_index": BIG},
+        {"block_ids": ()},
+        {"block_ids": ids[1:]},
+        {"block_ids": (*ids, 1)},
+        {"block_ids": (0, *ids[1:])},
+        {"block_ids": (40, *ids[1:])},
+        {"block_ids": (*ids[1:], BIG)},
+    ]
+    before = server.status()["l1"]
+    for lie in lies:
+        # The whole message is refused, the object that is right in it as well.
+        wrong = dataclasses.replace(first, **lie)  # type: ignore[arg-type]
+        refused(peer.ask(Store((first, wrong))), protocol.BAD_REQUEST)
+    assert server.status()["l1"] == before
+
+
+def test_lies_about_chains_store_what_nobody_finds(peer: Peer, server: LMCacheServer) -> None:
+    """A key is whatever a client says; only those who say the same find it, in the same namespace."""
+    peer.live("join")
+    ids = Peer.chunk_blocks(0)
+    for number, parent in enumerate((bytes(32), b"\xff" * 32, bytes([7]) * 32)):
+        key = bytes([7 + number]) * 32  # the last is its own parent
+        for chunk in (0, (1 << 16) - 1):
+            reply = peer.ask(Store((StoreObject(key, parent, chunk, 0, ids),) * 3))
+            assert isinstance(reply, protocol.Stored)
+            assert reply.present >= 2
+    server.cli("clear")
+
+
+def test_lies_about_lookups(peer: Peer) -> None:
+    peer.live("store")
+    honest = peer.lookup()
+    for computed, limit, num in itertools.product(
+        (0, 16, 512, BIG), (0, 16, 512, 768, BIG), (0, 1, 513, BIG)
+    ):
+        reply = peer.ask(
+            dataclasses.replace(honest, computed_tokens=computed, limit_tokens=limit, num_tokens=num)
+        )
+        if computed <= limit < num and limit <= 512:
+            assert isinstance(reply, protocol.Found)
+        else:
+            refused(reply, protocol.BAD_REQUEST)
+    for keys in ((), (bytes(32),) * (1 << 16), peer.keys * (1 << 14)):
+        assert isinstance(peer.ask(dataclasses.replace(honest, keys=keys, limit_tokens=0)), protocol.Found)
+    refused(peer.ask(dataclasses.replace(honest, engine_id="another")), protocol.NOT_REGISTERED)
+    reply = peer.ask(Join("another"))
+    assert isinstance(reply, Joined)
+    assert not reply.ready
+
+
+def test_lies_about_leases_load_nothing(peer: Peer, server: LMCacheServer) -> None:
+    peer.live("lookup")
+    honest = peer.retrieve()
+    peer.memory[:] = 9
+    ids = honest.block_ids[0]
+    lies = [
+        {"lease_id": 0},
+        {"lease_id": honest.lease_id + 1},
+        {"lease_id": BIG},
+        {"key": peer.keys[0]},
+        {"key": bytes(32)},
+        {"resume_tokens": CHUNK_SIZE, "block_ids": (ids[:CHUNK_BLOCKS],)},
+        {"resume_tokens": 3 * CHUNK_SIZE, "block_ids": (ids[:39] + (1,) * 9,)},
+        {"resume_tokens": BIG},
+        {"resume_tokens": BIG // CHUNK_SIZE * CHUNK_SIZE},
+        {"computed_tokens": BIG},
+        {"computed_tokens": 16},
+        {"computed_tokens": 1 << 40, "block_ids": ((),)},
+        {"block_ids": ()},
+        {"block_ids": ((),)},
+        {"block_ids": (ids, ids)},
+        {"block_ids": ((0, *ids[1:]),)},
+        {"block_ids": ((*ids[1:], 40),)},
+        {"block_ids": ((*ids[1:], BIG),)},
+    ]
+    for lie in lies:
+        reply = peer.ask(dataclasses.replace(honest, **lie))  # type: ignore[arg-type]
+        if isinstance(reply, Refused):
+            refused(reply, protocol.BAD_REQUEST, protocol.EXPIRED)
+    assert (peer.memory == 9).all(), "not a byte was written"
+    with Peer(server.address, "thief") as thief:
+        thief.live("join")
+        # Leases end for their owner alone, whoever names them.
+        thief.ask(EndRequest("thief", tuple(range(4096)), ()))
+        assert server.status()["l1"]["leases"] == 1
+        thief.ask(protocol.Goodbye())
+    assert isinstance(peer.ask(honest), Done)
+    assert not peer.memory[4096 : 33 * 4096].any(), "the honest one loads"
+
+
+def test_of_two_engines_of_one_name_the_later_counts(peer: Peer, server: LMCacheServer) -> None:
+    """Pages of the earlier one, of another model, must not come to lie in the later one's namespace."""
+    peer.live("join")
+    with Peer(server.address) as later:
+        later.model = ModelTag("another model", (), 1, 1)
+        later.live("join")
+        refused(peer.ask(peer.store()), protocol.NOT_REGISTERED)
+        found = later.ask(later.lookup())
+        assert isinstance(found, protocol.Found)
+        assert found.resume_tokens == 0
+        assert isinstance(later.ask(later.store()), protocol.Stored)
+        later.ask(protocol.Goodbye())
+
+
+def test_after_all_that_the_cache_serves(server: LMCacheServer) -> None:
+    engine = new_engine(server.address, "honest")
+    try:
+        exercise(engine, 1)
+        assert exercise(engine, 1) == 3 * engine.chunk_size
+    finally:
+        engine.close()

@@ -1,0 +1,73 @@
+"""A client that dies at any point of its life, before and after each answer, leaves nothing behind."""
+
+import signal
+
+from harness.clients import client
+from harness.exercise import exercise, new_engine
+from harness.peer import CHUNK_BLOCKS, CHUNKS, Peer
+from harness.server import LMCacheServer
+
+ROUNDS = 4
+
+# Forks once per line of stdin: the child lives up to a message and dies before or after its answer.
+MORTALS = """
+import os, signal, sys
+from harness.peer import Peer
+print("up", flush=True)
+for line in sys.stdin:
+    name, moment, number = line.split()
+    pid = os.fork()
+    if not pid:
+        peer = Peer(sys.argv[1], "mortal " + number)
+        before = Peer.LIFE[: Peer.LIFE.index(name)]
+        if before:
+            peer.live(before[-1])
+        request_id = peer.send(peer.message(name))
+        if moment == "answered":
+            peer.wait_for(request_id)
+        else:
+            peer.socket.poll(1)  # enough for the frame to leave
+        os.kill(os.getpid(), signal.SIGKILL)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+def test_a_client_that_dies_at_any_message_leaves_nothing_behind() -> None:
+    with LMCacheServer(l1_size_gb=0.2) as server, client(MORTALS, server.address) as mortals:
+        assert mortals.stdin is not None
+        assert mortals.stdout is not None
+        bystander = new_engine(server.address, "bystander")
+        try:
+            deaths = 0
+            for _ in range(ROUNDS):
+                for name in Peer.LIFE:
+                    for moment in ("sent", "answered"):
+                        deaths += 1
+                        mortals.stdin.write(f"{name} {moment} {deaths}\n".encode())
+                        mortals.stdin.flush()
+                        assert int(mortals.stdout.readline()) == -signal.SIGKILL, f"{name} {moment}"
+                        server.wait_at_rest(sessions=2)
+                        exercise(bystander, deaths % 4)
+            assert exercise(bystander, 0) == 3 * bystander.chunk_size
+        finally:
+            bystander.close()
+        server.wait_at_rest()
+        assert server.terminate() == 0, "the invariants are checked at the end"
+
+
+def test_the_life_that_is_cut_short_is_a_whole_one() -> None:
+    """What the test above kills does store and load."""
+    with LMCacheServer(l1_size_gb=0.05) as server, Peer(server.address) as peer:
+        peer.live("store")
+        peer.memory[:] = 7
+        metrics = server.metrics()
+        assert metrics['lmcache_objects_total{outcome="stored"}'] == CHUNKS
+        for name in ("lookup", "retrieve"):
+            peer.ask(peer.message(name))
+        loaded = peer.memory.reshape(len(peer.memory) // 4096, -1)[1 : 1 + CHUNKS * CHUNK_BLOCKS]
+        assert not loaded.any(), "pages of zeros were stored and came back"
+        assert server.status()["l1"]["leases"] == 1
+        peer.ask(peer.message("end_request"))
+        assert server.status()["l1"]["leases"] == 0
+        peer.ask(peer.message("goodbye"))
+        server.wait_at_rest()

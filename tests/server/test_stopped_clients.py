@@ -1,0 +1,93 @@
+"""Clients that stand still: in the middle of copies, for ever, or only in reading what they are told."""
+
+import random
+import time
+
+import pytest
+from harness.clients import client, go_on, stop
+from harness.exercise import exercise, new_engine
+from harness.peer import Peer
+from harness.server import LMCacheServer
+
+from lmcache_client.contract.protocol import Done, Ping, Refused, Status, Stored
+
+CLIENT = """
+import random, sys
+from harness.exercise import exercise, keep_the_server_copying, new_engine
+engine = new_engine(sys.argv[1], sys.argv[2])
+draw = random.Random(sys.argv[2])
+for turn in range(1_000_000):
+    keep_the_server_copying(engine, draw.randrange(1 << 30))
+    exercise(engine, draw.randrange(12))
+    if turn < 2:
+        print("up" if not turn else "again", flush=True)
+    if turn == 40:
+        print("on", flush=True)
+"""
+
+
+def test_a_client_stopped_in_mid_copy_disturbs_nobody_and_goes_on() -> None:
+    """The kernel copies from and to a stopped process as to any other: its copies end, their answers wait."""
+    draw = random.Random(5)
+    with LMCacheServer(l1_size_gb=0.2) as server, client(CLIENT, server.address, "stopped") as stopped:
+        bystander, busy = new_engine(server.address, "bystander"), 0
+        try:
+            for number in range(12):
+                time.sleep(draw.random() * 0.05)
+                stop(stopped.pid)
+                busy += server.status()["l1"]["reserved_bytes"] > 0
+                assert exercise(bystander, 20 + number % 2) == (0 if number < 2 else 3 * 256)
+                server.wait_until(lambda l1: l1["readers"] == l1["reserved_bytes"] == 0)
+                go_on(stopped.pid)
+            assert busy, "some stops found a copy under way"
+            assert stopped.stdout is not None
+            assert stopped.stdout.readline() == b"again\n"
+            assert stopped.stdout.readline() == b"on\n", "it went on and saw only right bytes"
+            stop(stopped.pid)
+            stopped.kill()
+            server.wait_at_rest(sessions=2)
+        finally:
+            bystander.close()
+        assert server.terminate() == 0, "the invariants are checked at the end"
+
+
+def test_a_client_that_is_stopped_and_killed_leaves_nothing_behind() -> None:
+    draw = random.Random(6)
+    with LMCacheServer(l1_size_gb=0.2) as server:
+        for number in range(10):
+            with client(CLIENT, server.address, f"client {number}") as stopped:
+                time.sleep(draw.random() * 0.05)
+                stop(stopped.pid)
+                time.sleep(draw.random() * 0.05)
+                stopped.kill()
+                server.wait_at_rest()
+        assert server.terminate() == 0, "the invariants are checked at the end"
+
+
+@pytest.mark.parametrize("kind", ["ping", "status", "store", "lookup"])
+def test_a_client_that_never_reads_its_replies_costs_little(kind: str) -> None:
+    with LMCacheServer(l1_size_gb=0.05) as server, Peer(server.address) as deaf:
+        server.wait_until_populated()
+        bystander = new_engine(server.address, "bystander")
+        try:
+            deaf.live("store")
+            message = {"ping": Ping(), "status": Status(), "store": deaf.store(), "lookup": deaf.lookup()}[
+                kind
+            ]
+            before = server.rss_bytes()
+            for _ in range(20_000):
+                deaf.send(message)
+            exercise(bystander, 0)
+            assert exercise(bystander, 0) == 3 * bystander.chunk_size
+            assert server.rss_bytes() - before < 64 << 20
+            # It hears what was kept for it, then what it asks now.
+            replies = 0
+            while deaf.socket.poll(200):
+                _, reply = deaf.receive()
+                replies += 1
+            assert 1000 <= replies < 20_000
+            assert not isinstance(reply, Refused)
+            assert isinstance(deaf.ask(Ping()), Done)
+            assert isinstance(deaf.ask(deaf.store()), Stored)
+        finally:
+            bystander.close()
