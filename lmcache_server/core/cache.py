@@ -136,6 +136,11 @@ class Cache:
         lease = self._leases.grant(session, layout.namespace, resume_tokens, first, leased, now_s)
         return Hit(resume_tokens, lease.lease_id, held)
 
+    def is_partial(self, layout: Layout, key: bytes) -> bool:
+        """Whether some shards have stored their part of a chunk and others neither have nor are at it."""
+        chunk = self._index.get(layout.namespace, key)
+        return chunk is not None and layout.is_partial(chunk.ready, chunk.reserved)
+
     def release(self, lease_id: int, session: int) -> bool:
         """Ends a lease of `session`; False if it has no such lease (any more)."""
         lease = self._leases.end(lease_id, session)

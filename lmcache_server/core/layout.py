@@ -64,6 +64,11 @@ class Layout:
             )
         return tuple(flags)
 
+    def is_partial(self, ready: int, reserved: int) -> bool:
+        """Whether some holders of a group have their object of a chunk and others, which are not writing it,
+        have not."""
+        return any(ready & mask not in (0, mask) and not reserved & mask for mask in self.masks)
+
     def first_needed_chunk(self, group: int, resume_tokens: int, computed_tokens: int) -> int:
         """The chunk of the first block that `group` needs; the chunk of `resume_tokens` if none."""
         spec = self.groups[group]

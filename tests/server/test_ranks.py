@@ -1,6 +1,9 @@
 """Engines of several workers: a real server, the real channel, memory of this process."""
 
+import ctypes
 import dataclasses
+import mmap
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -8,9 +11,11 @@ import pytest
 from harness.rawclient import RawEngine, chain, group, start_ranks
 from harness.server import LMCacheServer
 
+from lmcache_client.channel import RefusedError
 from lmcache_client.contract import protocol
 from lmcache_client.contract.geometry import GroupSpec
 from lmcache_client.contract.protocol import Found, Stored
+from lmcache_server.partial import PATIENCE_S
 
 MLA = group(layers=3, page_bytes=1000, replicated=True)
 FULL = group()
@@ -76,10 +81,11 @@ def check_restored(
         assert (pages == engine.fill(index, block, seed_of(engine, index, block))).all()
 
 
-def served_to_all(engines: Sequence[RawEngine], keys: Sequence[bytes]) -> None:
-    """Every rank gets its own pages of the whole prompt back, at other places."""
+def served_to_all(
+    engines: Sequence[RawEngine], keys: Sequence[bytes], stored: Sequence[Sequence[int]]
+) -> None:
+    """Every rank gets its own pages of these chunks back, at other places."""
     size = engines[0].chunk_size
-    stored = tables(engines[0].groups, len(keys) * size, 1)
     loaded = [[63 - block for block in table] for table in stored]
     found = engines[0].lookup(keys)
     assert found.resume_tokens == len(keys) * size
@@ -126,7 +132,7 @@ def test_every_rank_gets_its_pages_back_and_replicated_ones_are_stored_once(
         )
         assert server.status()["l1"]["stored_bytes"] == payload
         assert len(holders) == objects
-        served_to_all(engines, keys)
+        served_to_all(engines, keys, stored)
 
 
 def test_whichever_rank_stores_first_serves_all_ranks(server: LMCacheServer) -> None:
@@ -138,7 +144,7 @@ def test_whichever_rank_stores_first_serves_all_ranks(server: LMCacheServer) -> 
         fill(engines, stored)
         assert engines[1].store_prompt(keys[:1], stored).stored == 1
         assert engines[0].store_prompt(keys, stored) == Stored(1, 1, 0)
-        served_to_all(engines, keys)
+        served_to_all(engines, keys, stored)
 
 
 def test_ranks_whose_replicated_pages_differ_are_refused(server: LMCacheServer) -> None:
@@ -159,3 +165,61 @@ def test_replicated_or_not_is_part_of_the_namespace(server: LMCacheServer) -> No
         assert [engine.store_prompt(keys, stored).stored for engine in once] == [1, 0]
         assert each[0].lookup(keys).resume_tokens == 0
         assert [engine.store_prompt(keys, stored).stored for engine in each] == [1, 1]
+
+
+def test_ranks_that_disagree_shorten_the_hit_and_are_warned_of_once(server: LMCacheServer) -> None:
+    groups = [FULL, STATE]
+    with ranks(server, [groups] * 2, 2) as engines:
+        size = engines[0].chunk_size
+        keys = chain(range(3 * size), size)
+        stored = tables(groups, 3 * size, 1)
+        fill(engines, stored)
+        engines[0].store_prompt(keys, stored)
+        engines[1].store_prompt(keys[:1], stored)
+        for _ in range(3):
+            found = engines[0].lookup(keys)
+            assert found.resume_tokens == size
+            engines[0].end(found)
+        assert "some workers" not in server.log.read_text(), "they may be at it"
+        time.sleep(PATIENCE_S + 0.1)
+        for _ in range(3):
+            engines[0].end(engines[0].lookup(keys))
+        assert server.metrics()["lmcache_partial_chunks_total"] == 1
+        assert server.log.read_text().count("some workers of an engine have stored a chunk") == 1
+        served_to_all(engines, keys[:1], stored)
+        # Whoever computes the chunks anew makes them whole.
+        fill(engines, stored)
+        assert engines[1].store_prompt(keys, stored).dropped == 0
+        served_to_all(engines, keys, stored)
+
+
+@contextmanager
+def closed(engine: RawEngine) -> Iterator[None]:
+    """Nobody can write to the engine's memory."""
+    page = mmap.PAGESIZE
+    start = -(-engine.memory.ctypes.data // page) * page
+    size = (engine.memory.ctypes.data + engine.memory.nbytes - start) // page * page
+    protect = ctypes.CDLL(None).mprotect
+    assert protect(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.PROT_READ) == 0
+    yield
+    assert protect(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.PROT_READ | mmap.PROT_WRITE) == 0
+
+
+def test_a_load_that_fails_on_one_rank_is_that_ranks_failure_alone(server: LMCacheServer) -> None:
+    """The engine recomputes; the other rank, the promise and later loads are as before."""
+    with ranks(server, [[FULL]] * 2, 2) as engines:
+        size = engines[0].chunk_size
+        keys = chain(range(size), size)
+        stored = tables([FULL], size, 1)
+        fill(engines, stored)
+        for engine in engines:
+            engine.store_prompt(keys, stored)
+        found = engines[0].lookup(keys)
+        engines[0].retrieve(found, keys, stored)
+        with closed(engines[1]), pytest.raises(RefusedError) as refused:
+            engines[1].retrieve(found, keys, stored)
+        assert refused.value.code == protocol.COPY_FAILED
+        engines[0].end(found, keys)
+        assert server.status()["l1"]["leases"] == 0
+        served_to_all(engines, keys, stored)
+        assert server.metrics()["lmcache_partial_chunks_total"] == 0
