@@ -287,7 +287,8 @@ class Engine:
         return int(self.call("compare_stored", prompt=list(prompt), resume_tokens=resume_tokens))
 
     def metrics(self) -> dict[str, float]:
-        """vLLM's own counters and gauges, summed over labels, for example `vllm:num_preemptions`."""
+        """vLLM's own counters and gauges, summed over labels, for example `vllm:num_preemptions`; of
+        histograms how often they observed something (`…_count`)."""
         metrics: dict[str, float] = self.call("metrics")
         return metrics
 

@@ -155,6 +155,9 @@ class EngineProcess:
         for metric in self.llm.get_metrics():
             if hasattr(metric, "value"):
                 totals[metric.name] = totals.get(metric.name, 0.0) + float(metric.value)
+            elif hasattr(metric, "count"):
+                name = f"{metric.name}_count"
+                totals[name] = totals.get(name, 0.0) + float(metric.count)
         return totals
 
     def do_info(self) -> dict[str, Any]:
