@@ -216,11 +216,12 @@ class Engine:
         logprobs: int | None = 5,
         cache_salt: str | None = None,
         lora: str | None = None,
+        embeds: int | None = None,
         settle: bool = True,
         timeout_s: float = COMMAND_TIMEOUT_S,
     ) -> list[Result]:
         """Serve all prompts as one batch, greedily; with `settle`, then let the connector finish. `lora` is
-        the directory of an adapter."""
+        the directory of an adapter; `embeds` a seed for embeddings to give instead of each prompt."""
         results = self.call(
             "generate",
             prompts=[list(prompt) for prompt in prompts],
@@ -228,6 +229,7 @@ class Engine:
             logprobs=logprobs,
             cache_salt=cache_salt,
             lora=lora,
+            embeds=embeds,
             settle=settle,
             timeout_s=timeout_s,
         )

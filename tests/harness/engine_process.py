@@ -72,7 +72,7 @@ class EngineProcess:
                 sorted((token, float(entry.logprob).hex()) for token, entry in position.items())
                 for position in completion.logprobs or []
             ],
-            "prompt_tokens": len(output.prompt_token_ids),
+            "prompt_tokens": len(output.prompt_token_ids or ()),
             "cached_tokens": output.num_cached_tokens or 0,
             "local_tokens": prefill.num_local_cached_tokens if prefill else 0,
             "external_tokens": prefill.num_external_cached_tokens if prefill else 0,
@@ -86,6 +86,7 @@ class EngineProcess:
         logprobs: int | None,
         cache_salt: str | None,
         lora: str | None = None,
+        embeds: int | None = None,
     ) -> list[str]:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
@@ -101,11 +102,20 @@ class EngineProcess:
         for prompt in prompts:
             name = str(next(self.numbers))
             request: dict[str, Any] = {"prompt_token_ids": prompt}
+            if embeds is not None:
+                request = {"prompt_embeds": self._embeddings(len(prompt), embeds)}
             if cache_salt is not None:
                 request["cache_salt"] = cache_salt
             self.engine.add_request(name, request, params.clone(), lora_request=adapter)
             names.append(name)
         return names
+
+    def _embeddings(self, length: int, seed: int) -> Any:
+        import torch
+
+        config = self.llm.model_config
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(length, config.get_hidden_size(), generator=generator).to(config.dtype)
 
     def do_step(self, count: int) -> int:
         for _ in range(count):
