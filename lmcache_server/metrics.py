@@ -91,6 +91,13 @@ TABLE = (
         {},
     ),
     Metric("lmcache_lookup_seconds", HISTOGRAM, "Time to answer a lookup.", {}, _LOOKUP_S),
+    Metric(
+        "lmcache_partial_chunks_total",
+        COUNTER,
+        "Times that a lookup ended before a chunk which, for 5 s or more, some workers of the engine had "
+        "stored and others had not.",
+        {},
+    ),
     Metric("lmcache_evicted_chunks_total", COUNTER, "Chunks evicted to make room.", {}),
     Metric("lmcache_evicted_bytes_total", COUNTER, "Payload bytes of evicted chunks.", {}),
     Metric(

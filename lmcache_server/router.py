@@ -36,6 +36,7 @@ from lmcache_server.config import Config
 from lmcache_server.copies import Copies
 from lmcache_server.core.cache import Cache
 from lmcache_server.metrics import Metrics
+from lmcache_server.partial import PartialChunks
 from lmcache_server.registry import Refusal, Registry
 from lmcache_server.report import Report
 from lmcache_server.sessions import Session, Shard
@@ -67,6 +68,7 @@ class Router:
         self.clock = system.now_s
         self.registry = Registry(config, cache, copies, system)
         self.report = Report(config, cache, copies, self.registry, metrics, system)
+        self._partial = PartialChunks()
         self._send = send
         self._handlers: dict[type[Any], Callable[[Session, Any], Message]] = {
             Register: self.registry.register,
@@ -168,6 +170,10 @@ class Router:
             raise Refusal(protocol.BAD_REQUEST, "computed_tokens <= limit_tokens < num_tokens does not hold")
         hit = self.cache.lookup(layout, message.keys, computed, limit, session.session_id, started_s)
         served = max(hit.resume_tokens - computed, 0)
+        beyond = (computed + served) // layout.chunk_size
+        if beyond < limit // layout.chunk_size and self.cache.is_partial(layout, message.keys[beyond]):
+            partial = self._partial.seen(layout.namespace, message.keys[beyond], started_s)
+            self.metrics.count("lmcache_partial_chunks_total", int(partial))
         self.metrics.count_tokens(message.num_tokens, computed=computed, hit=served, limit=limit)
         self.metrics.observe("lmcache_lookup_seconds", self.clock() - started_s)
         logger.debug(

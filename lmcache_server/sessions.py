@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmcache_client.contract.geometry import Geometry, GeometryError
+from lmcache_client.contract.geometry import Geometry, GeometryError, GroupSpec
 from lmcache_client.contract.keys import ModelTag, namespace_id
 from lmcache_client.contract.protocol import HostMemory
 from lmcache_server.core.layout import Layout
@@ -79,17 +79,32 @@ class Engine:
 
 
 def _layout(model: ModelTag, shards: Sequence[Shard]) -> Layout:
+    """`shards` has all of an engine's, in rank order: tensor-parallel ranks of a stage are neighbours."""
     groups = shards[0].geometry.groups
-    shape = [(group.kind, group.block_size, group.window) for group in groups]
+    shape = [(group.kind, group.block_size, group.window, group.replicated) for group in groups]
+    tensor_ranks = model.tensor_parallel_size
     for shard in shards:
-        if [(group.kind, group.block_size, group.window) for group in shard.geometry.groups] != shape:
+        own = shard.geometry.groups
+        if [(group.kind, group.block_size, group.window, group.replicated) for group in own] != shape:
             raise GeometryError("the workers of this engine registered different KV cache groups")
+        first = shards[shard.rank - shard.rank % tensor_ranks].geometry.groups
+        # One rank's object is read into another's pages: it must have the same bytes in the same order.
+        if any(a.replicated and _contents(a) != _contents(b) for a, b in zip(own, first, strict=True)):
+            raise GeometryError("the workers of this engine registered different pages as replicated")
     holders = tuple(
-        tuple(shard.rank for shard in shards if shard.geometry.groups[index].regions)
-        for index in range(len(groups))
+        tuple(
+            shard.rank
+            for shard in shards
+            if shard.geometry.groups[index].regions and not (group.replicated and shard.rank % tensor_ranks)
+        )
+        for index, group in enumerate(groups)
     )
     namespace = namespace_id(model, [shard.geometry for shard in shards])
-    return Layout(namespace, shards[0].chunk_size, groups, holders)
+    return Layout(namespace, shards[0].chunk_size, groups, holders, tensor_ranks)
+
+
+def _contents(group: GroupSpec) -> tuple[str, list[int]]:
+    return group.tag, [region.page_bytes for region in group.regions]
 
 
 class Engines:
@@ -137,6 +152,7 @@ def namespace_summary(model: ModelTag, layout: Layout) -> dict[str, Any]:
                 "window": group.window,
                 "layers": len(group.regions),
                 "block_bytes": group.block_bytes,
+                "replicated": group.replicated,
             }
             for group in layout.groups
         ],

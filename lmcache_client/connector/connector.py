@@ -21,11 +21,13 @@ from lmcache_client.connector.log import logger
 from lmcache_client.connector.metadata import StepMetadata, WorkerReport
 from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.connector.settings import parse
+from lmcache_client.connector.stats import PromMetrics, TransferStats
 from lmcache_client.connector.worker import Results, WorkerSide, transfer_results, worker_report
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -195,6 +197,24 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
         return report
 
     # -- both -------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> TransferStats | None:
+        side = self._scheduler or self._worker
+        return side.stats.take() if side is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
+        return TransferStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: "dict[type[PromMetric], Any]",
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PromMetrics:
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def reset_cache(self) -> bool | None:
         """vLLM's prefix cache was reset together with its connector's: forget what nobody uses."""

@@ -58,9 +58,16 @@ def group_specs(config: KVCacheConfig) -> tuple[GroupSpec, ...]:
 
 
 def _group(group_spec: KVCacheSpec, tag: str, regions: tuple[Region, ...]) -> GroupSpec:
-    spec = layer_spec(group_spec)
-    kind, window = _kind(spec)
-    return GroupSpec(kind, group_spec.block_size, window, tag, regions)
+    kind, window = _kind(layer_spec(group_spec))
+    return GroupSpec(kind, group_spec.block_size, window, tag, regions, _is_replicated(group_spec))
+
+
+def _is_replicated(group_spec: KVCacheSpec) -> bool:
+    """Whether every tensor-parallel rank holds all of this group's KV. vLLM says so of MLA alone; of
+    grouped-query attention with fewer heads than ranks it does not say which ranks hold the same."""
+    uniform = isinstance(group_spec, UniformTypeKVCacheSpecs)
+    specs = group_spec.kv_cache_specs.values() if uniform else (group_spec,)
+    return all(type(spec) is MLAAttentionSpec and spec.max_tp_shards == 1 for spec in specs)
 
 
 def _kind(spec: KVCacheSpec) -> tuple[str, int]:

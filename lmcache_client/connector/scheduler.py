@@ -13,6 +13,7 @@ from lmcache_client.channel import Channel, ChannelError
 from lmcache_client.connector.log import log_state, logger
 from lmcache_client.connector.metadata import Load, Save, StepMetadata, WorkerReport
 from lmcache_client.connector.settings import Settings
+from lmcache_client.connector.stats import FAILED_LOADS, LOADED_TOKENS, LOADS, TransferStats
 from lmcache_client.connector.tracked import Tracked, parent_of
 from lmcache_client.contract.geometry import RECURRENT, Geometry, GroupSpec
 from lmcache_client.contract.protocol import (
@@ -81,6 +82,7 @@ class SchedulerSide:
         self._queued: list[Load] = []
         self._jobs: dict[int, _Job] = {}
         self._next_job = 1
+        self.stats = TransferStats()
         self.chunk_size = 0
         self.on_joined: Callable[[int], None] = lambda _chunk_size: None
         self._unified = Geometry(groups, num_blocks=2).unified_block_size
@@ -221,7 +223,7 @@ class SchedulerSide:
         message = Retrieve(request.request_id, answer.lease_id, key, answer.resume_tokens, computed, wanted)
         job_id = self._hold([block for ids in wanted for block in ids])
         self._queued.append(Load(job_id, request.request_id, message))
-        tracked.loading = True
+        tracked.loading = external_tokens
 
     # -- store ------------------------------------------------------------------------------------
 
@@ -320,7 +322,9 @@ class SchedulerSide:
         for request_id in output.finished_recving or ():
             tracked = self._tracked.get(request_id)
             if tracked is not None:
-                tracked.loading = False
+                self.stats.count(FAILED_LOADS if tracked.no_load else LOADS)
+                self.stats.count(LOADED_TOKENS, 0 if tracked.no_load else tracked.loading)
+                tracked.loading = 0
                 self._release(tracked)
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):

@@ -30,7 +30,8 @@ class Tracked:
     held: tuple[bytes, ...] = ()
     next_chunk: int = 0
     """Chunks before this one have been offered for storing."""
-    loading: bool = False
+    loading: int = 0
+    """Tokens of the load under way."""
     no_load: bool = False
     """A load failed: vLLM asks again, and the same offer would fail for ever."""
 

@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lmcache_client.channel import Channel, ChannelError, Pending, RefusedError
+from lmcache_client.connector import stats
 from lmcache_client.connector.log import log_state, logger
 from lmcache_client.connector.metadata import Load, StepMetadata, WorkerReport
 from lmcache_client.connector.settings import Settings
+from lmcache_client.connector.stats import TransferStats
 from lmcache_client.contract import protocol
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import ModelTag
-from lmcache_client.contract.protocol import Challenge, HostMemory, Prove, Register, Registered
+from lmcache_client.contract.protocol import Challenge, HostMemory, Prove, Register, Registered, Stored
 from lmcache_client.memory.host import ProofBuffer
 from lmcache_client.system import SYSTEM, System
 
@@ -32,10 +34,12 @@ FATAL_AT_START = (protocol.CONFIGURATION, protocol.NO_ACCESS, protocol.WRONG_VER
 
 @dataclass
 class _InFlight:
-    """A job and its request; `load` is None for stores, and once vLLM has been told of the load."""
+    """A job and its request; `load` is None for stores, `open` until it has been accounted for."""
 
     pending: Pending
     load: Load | None
+    started_s: float
+    open: bool = True
 
 
 @dataclass
@@ -62,9 +66,11 @@ class WorkerSide:
     ) -> None:
         self._settings = settings
         self._register_message = (engine_id, rank, model, geometry, buffers)
+        self._geometry = geometry
         self._proof = ProofBuffer()
         self._jobs: dict[int, _InFlight] = {}
         self._settled: Counter[int] = Counter()
+        self.stats = TransferStats()
         self.channel = Channel(settings.address, self._register, log_state, system)
 
     def start(self) -> None:
@@ -99,7 +105,7 @@ class WorkerSide:
     def submit_loads(self, metadata: StepMetadata) -> None:
         for load in metadata.loads:
             pending = self.channel.submit(load.message, self._settings.load_timeout_s)
-            self._jobs[load.job_id] = _InFlight(pending, load)
+            self._jobs[load.job_id] = _InFlight(pending, load, self.channel.system.now_s())
 
     def submit_saves(self, metadata: StepMetadata) -> None:
         for save in metadata.saves:
@@ -107,7 +113,7 @@ class WorkerSide:
                 self._settled[save.job_id] += 1
                 continue
             pending = self.channel.submit(save.message, STORE_TIMEOUT_S)
-            self._jobs[save.job_id] = _InFlight(pending, None)
+            self._jobs[save.job_id] = _InFlight(pending, None, self.channel.system.now_s())
 
     def collect(self, idle: bool) -> Results:
         """Take in the server's answers; an `idle` step may wait a moment for one."""
@@ -120,16 +126,35 @@ class WorkerSide:
                 self.channel.system.sleep(IDLE_WAIT_S)
         self.channel.poll()
         for job_id, job in list(self._jobs.items()):
-            if job.load is not None and job.pending.done:
-                results.loaded.add(job.load.request_id)
-                if job.pending.error is not None:
-                    results.failed.add(job.load.request_id)
-                    _log_failed_load(job.load, job.pending.error)
-                job.load = None
+            if job.open and job.pending.done:
+                job.open = False
+                if job.load is not None:
+                    self._loaded(job.load, job, results)
+                else:
+                    self._stored(job.pending)
             if job.pending.settled:
                 del self._jobs[job_id]
                 results.settled[job_id] += 1
         return results
+
+    def _loaded(self, load: Load, job: _InFlight, results: Results) -> None:
+        results.loaded.add(load.request_id)
+        self.stats.observe_load(self.channel.system.now_s() - job.started_s)
+        if job.pending.error is not None:
+            results.failed.add(load.request_id)
+            _log_failed_load(load, job.pending.error)
+            return
+        blocks = zip(self._geometry.groups, load.message.block_ids, strict=True)
+        self.stats.count(stats.LOADED_BYTES, sum(group.block_bytes * len(ids) for group, ids in blocks))
+
+    def _stored(self, pending: Pending) -> None:
+        reply = pending.reply
+        if isinstance(reply, Stored):
+            self.stats.count(stats.STORED, reply.stored)
+            self.stats.count(stats.PRESENT, reply.present)
+            self.stats.count(stats.DROPPED, reply.dropped)
+        else:
+            self.stats.count(stats.FAILED_STORES)
 
 
 def transfer_results(results: Results) -> "KVConnectorTransferResults":

@@ -48,7 +48,8 @@ class GroupSpec:
 
     `window` is the sliding window or the attention chunk in tokens, 0 for other kinds. `tag` names
     whatever else must be equal before two engines may share pages (dtype, attention backend, kernel
-    block size); it is compared, never parsed.
+    block size); it is compared, never parsed. `replicated` says that all tensor-parallel ranks of a
+    pipeline stage hold the same bytes: they are stored once.
     """
 
     kind: str
@@ -56,6 +57,7 @@ class GroupSpec:
     window: int
     tag: str
     regions: tuple[Region, ...]
+    replicated: bool = False
 
     def __post_init__(self) -> None:
         windowed = self.kind in (SLIDING_WINDOW, CHUNKED_LOCAL)

@@ -109,6 +109,13 @@ def namespace_id(model: ModelTag, shards: Sequence[Geometry]) -> bytes:
 
 def _shape(geometry: Geometry) -> list[object]:
     return [
-        [group.kind, group.block_size, group.window, group.tag, [r.page_bytes for r in group.regions]]
+        [
+            group.kind,
+            group.block_size,
+            group.window,
+            group.tag,
+            [region.page_bytes for region in group.regions],
+            *(["replicated"] if group.replicated else []),
+        ]
         for group in geometry.groups
     ]

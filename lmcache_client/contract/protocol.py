@@ -14,7 +14,7 @@ from lmcache_client.contract.codec import ProtocolError
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import KEY_BYTES, ModelTag
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 DEFAULT_PORT = 5555
 BOOT_ID_BYTES = 16
 CLIENT_ID_BYTES = 16

@@ -13,7 +13,7 @@ from lmcache_server.core import integrity
 from lmcache_server.core.eviction import EvictionOrder
 from lmcache_server.core.hits import resume_point
 from lmcache_server.core.index import Chunk, Index, StoredObject
-from lmcache_server.core.layout import Layout
+from lmcache_server.core.layout import Layout, bitmap
 from lmcache_server.core.leases import Lease, LeaseTable
 from lmcache_server.core.pool import FramePool, Runs, count_frames
 from lmcache_server.core.reads import Read, ReadPart, plan_parts
@@ -121,7 +121,7 @@ class Cache:
         self._advance(now_s)
         found = list(map(self._index.chunks(layout.namespace).get, keys))
         present = layout.present([chunk.ready if chunk else 0 for chunk in found])
-        held = tuple(map(_bitmap, present))
+        held = tuple(map(bitmap, present))
         resume_tokens = resume_point(layout.groups, layout.chunk_size, present, computed_tokens, limit_tokens)
         if not resume_tokens:
             return Hit(0, 0, held)
@@ -136,6 +136,11 @@ class Cache:
             self.release(old.lease_id, old.session)
         lease = self._leases.grant(session, layout.namespace, resume_tokens, first, leased, now_s)
         return Hit(resume_tokens, lease.lease_id, held)
+
+    def is_partial(self, layout: Layout, key: bytes) -> bool:
+        """Whether some shards have stored their part of a chunk and others neither have nor are at it."""
+        chunk = self._index.get(layout.namespace, key)
+        return chunk is not None and layout.is_partial(chunk.ready, chunk.reserved)
 
     def release(self, lease_id: int, session: int) -> bool:
         """Ends a lease of `session`; False if it has no such lease (any more)."""
@@ -172,7 +177,8 @@ class Cache:
         session: int,
         parent: bytes = b"",
     ) -> Reservation | Refusal:
-        """Takes frames for an object of `num_bytes` payload, evicting chunks if need be.
+        """Takes frames for an object of `num_bytes` payload, evicting chunks if need be. Of a replicated
+        group any rank may write the one object; the others are told PRESENT or BUSY.
 
         `parent` is the key of the chunk before it in its chain, never evicted for its child: a chain
         longer than L1 is cut at its tail, not its head. Nothing is evicted where that makes no room.
@@ -198,7 +204,8 @@ class Cache:
         assert runs is not None, "there was room"
         chunk.reserved |= 1 << bit
         self.reserved_frames += frames
-        reservation = Reservation(chunk, group, shard, bit, runs, num_blocks, num_bytes, session, parent)
+        holder = layout.holder(group, shard)
+        reservation = Reservation(chunk, group, holder, bit, runs, num_blocks, num_bytes, session, parent)
         self._reservations.add(reservation)
         return reservation
 
@@ -384,14 +391,3 @@ class Cache:
         frames = count_frames(reservation.runs)
         self.reserved_frames -= frames
         return frames
-
-
-def _bitmap(flags: bytes) -> bytes:
-    """Flags as bits, the first in the least significant bit of the first byte."""
-    if not flags:
-        return b""
-    digits = flags[::-1].translate(_DIGITS)
-    return int(digits, 2).to_bytes((len(flags) + 7) // 8, "little")
-
-
-_DIGITS = bytes.maketrans(b"\x00\x01", b"01")

@@ -11,14 +11,16 @@ from lmcache_client.contract.geometry import GroupSpec
 class Layout:
     """The same for every engine of a namespace.
 
-    `chunk_size` is in tokens. `holders` has, per group, the ranks of the shards that have bytes for it:
-    with pipeline parallelism a shard may have none.
+    `chunk_size` is in tokens. `holders` has, per group, the ranks of the shards that have bytes of their
+    own for it: with pipeline parallelism a shard may have none, and of a replicated group all
+    `tensor_parallel_size` ranks of a pipeline stage write and read the objects of the stage's first.
     """
 
     namespace: bytes
     chunk_size: int
     groups: tuple[GroupSpec, ...]
     holders: tuple[tuple[int, ...], ...]
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         if len(self.holders) != len(self.groups):
@@ -26,9 +28,13 @@ class Layout:
         if any(self.chunk_size % group.block_size for group in self.groups):
             raise ValueError(f"chunk size {self.chunk_size} is not a multiple of every block size")
 
+    def holder(self, group: int, shard: int) -> int:
+        """The shard whose objects `shard` writes and reads: itself, unless the group is replicated."""
+        return shard - shard % self.tensor_parallel_size if self.groups[group].replicated else shard
+
     def bit(self, group: int, shard: int) -> int:
         """The number of an object within its chunk."""
-        return shard * len(self.groups) + group
+        return self.holder(group, shard) * len(self.groups) + group
 
     @cached_property
     def masks(self) -> tuple[int, ...]:
@@ -58,6 +64,11 @@ class Layout:
             )
         return tuple(flags)
 
+    def is_partial(self, ready: int, reserved: int) -> bool:
+        """Whether some holders of a group have their object of a chunk and others, which are not writing it,
+        have not."""
+        return any(ready & mask not in (0, mask) and not reserved & mask for mask in self.masks)
+
     def first_needed_chunk(self, group: int, resume_tokens: int, computed_tokens: int) -> int:
         """The chunk of the first block that `group` needs; the chunk of `resume_tokens` if none."""
         spec = self.groups[group]
@@ -74,3 +85,14 @@ class Layout:
             ),
             default=resume_tokens // self.chunk_size,
         )
+
+
+def bitmap(flags: bytes) -> bytes:
+    """Flags as bits, the first in the least significant bit of the first byte."""
+    if not flags:
+        return b""
+    digits = flags[::-1].translate(_DIGITS)
+    return int(digits, 2).to_bytes((len(flags) + 7) // 8, "little")
+
+
+_DIGITS = bytes.maketrans(b"\x00\x01", b"01")

@@ -35,7 +35,7 @@ def plan_parts(lease: Lease, layout: Layout, shard: int, computed_tokens: int) -
     """What `shard` reads to resume at the lease's resume point; None if any of it is not there."""
     parts: list[ReadPart] = []
     for group, ranks in enumerate(layout.holders):
-        if shard in ranks:
+        if layout.holder(group, shard) in ranks:
             group_parts = _plan_group(lease, layout, group, shard, computed_tokens)
             if group_parts is None:
                 return None

@@ -43,3 +43,27 @@ def test_pipeline_stages_store_and_restore_what_they_hold(server: LMCacheServer)
         assert server.tokens() == 512
     with Engine("gemma3", server=server) as engine:
         assert engine.run(cached).external_tokens == 0
+
+
+def test_mla_of_two_ranks_is_stored_once(server: LMCacheServer) -> None:
+    """By its bytes alone: the CPU backend of vLLM cannot resume MLA, so the connector does not load it."""
+    with Engine("dsv2", server=server, tensor_parallel_size=2, extra_config=PATIENT, **TWO_RANKS) as engine:
+        engine.run(prompt(700, 1))
+        assert len(set(engine.kv_digests())) == 1, "both ranks hold the same bytes"
+        (namespace,) = server.status()["namespaces"]
+        (group,) = namespace["groups"]
+        assert namespace["world_size"] == 2
+        assert group["replicated"]
+        blocks = namespace["chunks"] * namespace["chunk_size"] // group["block_size"]
+        assert namespace["chunks"] == 700 // namespace["chunk_size"]
+        assert server.status()["l1"]["stored_bytes"] == blocks * group["block_bytes"]
+    server.clear()
+    # What each rank has of its own is different, and stored twice.
+    with Engine("llama", server=server, tensor_parallel_size=2, extra_config=PATIENT, **TWO_RANKS) as engine:
+        engine.run(prompt(700, 1))
+        assert len(set(engine.kv_digests())) == 2
+        (namespace,) = [each for each in server.status()["namespaces"] if each["engines"]]
+        (group,) = namespace["groups"]
+        assert not group["replicated"]
+        blocks = namespace["chunks"] * namespace["chunk_size"] // group["block_size"]
+        assert server.status()["l1"]["stored_bytes"] == 2 * blocks * group["block_bytes"]

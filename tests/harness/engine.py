@@ -216,11 +216,12 @@ class Engine:
         logprobs: int | None = 5,
         cache_salt: str | None = None,
         lora: str | None = None,
+        embeds: int | None = None,
         settle: bool = True,
         timeout_s: float = COMMAND_TIMEOUT_S,
     ) -> list[Result]:
         """Serve all prompts as one batch, greedily; with `settle`, then let the connector finish. `lora` is
-        the directory of an adapter."""
+        the directory of an adapter; `embeds` a seed for embeddings to give instead of each prompt."""
         results = self.call(
             "generate",
             prompts=[list(prompt) for prompt in prompts],
@@ -228,6 +229,7 @@ class Engine:
             logprobs=logprobs,
             cache_salt=cache_salt,
             lora=lora,
+            embeds=embeds,
             settle=settle,
             timeout_s=timeout_s,
         )
@@ -236,19 +238,6 @@ class Engine:
     def run(self, prompt: Prompt, max_tokens: int = 8, **options: Any) -> Result:
         """Serve one prompt alone; options as for `generate`."""
         return self.generate([prompt], max_tokens, **options)[0]
-
-    def run_embeds(self, length: int, seed: int) -> Result:
-        """Serve one prompt of `length` embeddings that `seed` determines."""
-        (fields,) = self.call(
-            "generate",
-            prompts=[[0] * length],
-            max_tokens=8,
-            logprobs=5,
-            cache_salt=None,
-            settle=True,
-            embeds_seed=seed,
-        )
-        return _result(fields)
 
     def submit(
         self,
@@ -290,12 +279,18 @@ class Engine:
         """Overwrite the whole KV cache with random numbers; returns its bytes."""
         return int(self.call("corrupt_kv", seed=seed))
 
+    def kv_digests(self) -> list[str]:
+        """Per worker, a digest of the whole KV cache but the null block."""
+        digests: list[str] = self.call("kv_digests")
+        return digests
+
     def compare_stored(self, prompt: Prompt, resume_tokens: int) -> int:
         """Compute a prompt and compare its pages with what the server stored; returns bytes compared."""
         return int(self.call("compare_stored", prompt=list(prompt), resume_tokens=resume_tokens))
 
     def metrics(self) -> dict[str, float]:
-        """vLLM's own counters and gauges, summed over labels, for example `vllm:num_preemptions`."""
+        """vLLM's own counters and gauges, summed over labels, for example `vllm:num_preemptions`; of
+        histograms how often they observed something (`…_count`)."""
         metrics: dict[str, float] = self.call("metrics")
         return metrics
 

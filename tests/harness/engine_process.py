@@ -86,7 +86,7 @@ class EngineProcess:
         logprobs: int | None,
         cache_salt: str | None,
         lora: str | None = None,
-        embeds_seed: int | None = None,
+        embeds: int | None = None,
     ) -> list[str]:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
@@ -102,19 +102,18 @@ class EngineProcess:
         for prompt in prompts:
             name = str(next(self.numbers))
             request: dict[str, Any] = {"prompt_token_ids": prompt}
-            if embeds_seed is not None:
-                request = {"prompt_embeds": self._embeds(len(prompt), embeds_seed)}
+            if embeds is not None:
+                request = {"prompt_embeds": self._embeddings(len(prompt), embeds)}
             if cache_salt is not None:
                 request["cache_salt"] = cache_salt
             self.engine.add_request(name, request, params.clone(), lora_request=adapter)
             names.append(name)
         return names
 
-    def _embeds(self, length: int, seed: int) -> Any:
-        """Prompt embeddings (length, hidden size) that `seed` determines."""
+    def _embeddings(self, length: int, seed: int) -> Any:
         import torch
 
-        config = self.engine.vllm_config.model_config
+        config = self.llm.model_config
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(length, config.get_hidden_size(), generator=generator).to(config.dtype)
 
@@ -157,11 +156,18 @@ class EngineProcess:
         """Overwrite every page with random finite numbers; returns the bytes overwritten."""
         return sum(self.llm.collective_rpc(_corrupt_kv, args=(seed,)))
 
+    def do_kv_digests(self) -> list[str]:
+        """Per worker, a digest of all its pages but the null block's."""
+        return list(self.llm.collective_rpc(_kv_digest))
+
     def do_metrics(self) -> dict[str, float]:
         totals: dict[str, float] = {}
         for metric in self.llm.get_metrics():
             if hasattr(metric, "value"):
                 totals[metric.name] = totals.get(metric.name, 0.0) + float(metric.value)
+            elif hasattr(metric, "count"):
+                name = f"{metric.name}_count"
+                totals[name] = totals.get(name, 0.0) + float(metric.count)
         return totals
 
     def do_info(self) -> dict[str, Any]:
@@ -264,6 +270,17 @@ def _corrupt_kv(worker: Any, seed: int) -> int:
         noise = torch.randn(buffer.numel() // 2, dtype=torch.float32).to(torch.bfloat16)
         buffer[: noise.numel() * 2].copy_(noise.view(torch.uint8))
     return sum(buffer.numel() for buffer in buffers.values())
+
+
+def _kv_digest(worker: Any) -> str:
+    import hashlib
+
+    import torch
+
+    digest = hashlib.sha256()
+    for cache in getattr(worker, "worker", worker).model_runner.kv_caches:
+        digest.update(cache[1:].contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _take_over_streams() -> tuple[TextIO, TextIO]:

@@ -1,11 +1,13 @@
 """A client without vLLM: real memory of this process, the real channel, a real server.
 
 `RawEngine` registers numpy buffers as one engine with one worker and gives the calls of the connector,
-so that tests can say exactly which bytes are stored and restored.
+so that tests can say exactly which bytes are stored and restored; `start_ranks` makes one engine of
+several.
 """
 
+import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,11 +39,16 @@ TIMEOUT_S = 20.0
 
 
 def group(
-    kind: str = "full", block_size: int = 16, window: int = 0, layers: int = 2, page_bytes: int = 4096
+    kind: str = "full",
+    block_size: int = 16,
+    window: int = 0,
+    layers: int = 2,
+    page_bytes: int = 4096,
+    replicated: bool = False,
 ) -> GroupSpec:
     """A group whose regions `RawEngine` lays out."""
     regions = tuple(Region(0, 0, page_bytes, page_bytes) for _ in range(layers))
-    return GroupSpec(kind, block_size, window, "test", regions)
+    return GroupSpec(kind, block_size, window, "test", regions, replicated)
 
 
 def chain(tokens: Sequence[int], chunk_size: int) -> tuple[bytes, ...]:
@@ -55,7 +62,7 @@ def chain(tokens: Sequence[int], chunk_size: int) -> tuple[bytes, ...]:
 
 class RawEngine:
     """One engine with one worker and one buffer, in which each region of each group has its own pages,
-    `pad` bytes apart."""
+    `pad` bytes apart; or one rank of several (see `start_ranks`), of which any can ask as scheduler."""
 
     def __init__(
         self,
@@ -65,6 +72,9 @@ class RawEngine:
         engine_id: str = "engine",
         model: str = "model",
         pad: int = 0,
+        rank: int = 0,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
     ) -> None:
         self.engine_id = engine_id
         self.num_blocks = num_blocks
@@ -75,7 +85,8 @@ class RawEngine:
         self.groups = tuple(laid_out)
         self.memory: NDArray[np.uint8] = np.zeros(size, dtype=np.uint8)
         self.geometry = Geometry(self.groups, num_blocks)
-        self.model = ModelTag(model, (), 1, 1)
+        self.rank = rank
+        self.model = ModelTag(model, (), tensor_parallel_size, pipeline_parallel_size)
         self.proof = ProofBuffer()
         self.chunk_size = 0
         self.states: list[tuple[bool, str]] = []
@@ -93,7 +104,7 @@ class RawEngine:
     def _register(self, channel: Channel) -> None:
         allow_tracer(channel.server_pid)
         challenge = channel.call(
-            Register(self.engine_id, 0, self.model, self.geometry, self.host_memory()), TIMEOUT_S
+            Register(self.engine_id, self.rank, self.model, self.geometry, self.host_memory()), TIMEOUT_S
         )
         assert isinstance(challenge, Challenge)
         self.proof.write(challenge.nonce)
@@ -109,7 +120,8 @@ class RawEngine:
 
     def pages(self, group_index: int, block: int) -> NDArray[np.uint8]:
         """The bytes of a block over all regions of a group, as one array (a copy)."""
-        return np.concatenate([self._page(region, block) for region in self.groups[group_index].regions])
+        pages = [self._page(region, block) for region in self.groups[group_index].regions]
+        return np.concatenate([*pages, np.zeros(0, dtype=np.uint8)])
 
     def fill(self, group_index: int, block: int, seed: int) -> NDArray[np.uint8]:
         """Write pages that `seed` determines into a block; returns them."""
@@ -127,13 +139,16 @@ class RawEngine:
         assert isinstance(stored, Stored)
         return stored
 
-    def store_prompt(self, keys: Sequence[bytes], tables: Sequence[Sequence[int]]) -> Stored:
-        """Store all chunks of a prompt whose blocks are in `tables` (per group, by position)."""
+    def store_prompt(
+        self, keys: Sequence[bytes], tables: Sequence[Sequence[int]], without: Collection[int] = ()
+    ) -> Stored:
+        """Store all chunks of a prompt whose blocks are in `tables` (per group, by position), but not of
+        the groups `without`."""
         objects = []
         for chunk, key in enumerate(keys):
             for index, each in enumerate(self.groups):
                 positions = each.stored_blocks(chunk, self.chunk_size)
-                if positions:
+                if positions and index not in without:
                     ids = tuple(tables[index][i] for i in positions)
                     parent = keys[chunk - 1] if chunk else ROOT_KEY
                     objects.append(StoreObject(key, parent, chunk, index, ids))
@@ -178,4 +193,34 @@ def _laid_out(spec: GroupSpec, num_blocks: int, pad: int, offset: int) -> tuple[
         stride = region.page_bytes + pad
         regions.append(Region(0, offset, stride, region.page_bytes))
         offset += num_blocks * stride
-    return GroupSpec(spec.kind, spec.block_size, spec.window, spec.tag, tuple(regions)), offset
+    return dataclasses.replace(spec, regions=tuple(regions)), offset
+
+
+def start_ranks(
+    address: str,
+    groups: Sequence[Sequence[GroupSpec]],
+    tensor_parallel_size: int,
+    num_blocks: int = 64,
+    engine_id: str = "engine",
+    model: str = "model",
+) -> list[RawEngine]:
+    """One engine of several workers, `groups` those of each in rank order: tensor-parallel ranks of a
+    pipeline stage are neighbours."""
+    ranks = [
+        RawEngine(
+            address,
+            each,
+            num_blocks,
+            engine_id,
+            model,
+            rank=rank,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=len(groups) // tensor_parallel_size,
+        )
+        for rank, each in enumerate(groups)
+    ]
+    for engine in ranks:
+        engine.worker.start(5.0, 5.0)
+    for engine in ranks:
+        engine.scheduler.start(5.0, 5.0)
+    return ranks

@@ -21,8 +21,8 @@ LEASE_S = 5.0
 CHAIN_CHUNKS = 6
 
 
-def group(kind, block_size, window=0):
-    return GroupSpec(kind, block_size, window, "", ())
+def group(kind, block_size, window=0, replicated=False):
+    return GroupSpec(kind, block_size, window, "", (), replicated)
 
 
 LAYOUTS = (
@@ -39,7 +39,24 @@ LAYOUTS = (
         (group(SLIDING_WINDOW, 4, 10), group(RECURRENT, 8), group(FULL, 8)),
         ((0, 1), (1,), ()),
     ),
+    Layout(
+        b"replicated",
+        CHUNK_SIZE,
+        (group(FULL, 4, replicated=True), group(SLIDING_WINDOW, 4, 10, replicated=True), group(FULL, 8)),
+        ((0, 2), (2,), (0, 1)),
+        tensor_parallel_size=2,
+    ),
 )
+SHARDS = range(4)
+
+
+def owner(layout: Layout, of: int, shard: int) -> int:
+    """Ranks 0 and 1 are a stage, as are 2 and 3: what is replicated is the first one's."""
+    return {1: 0, 3: 2}.get(shard, shard) if layout.groups[of].replicated else shard
+
+
+def writers(layout: Layout, of: int) -> list[int]:
+    return [shard for shard in SHARDS if owner(layout, of, shard) in layout.holders[of]]
 
 
 def chain_keys(branch: int) -> list[bytes]:
@@ -232,8 +249,8 @@ class CacheMachine(RuleBasedStateMachine):
     def reserve(self, layout, branch, index, place, num_bytes, session, chained):
         objects = [
             (of, shard)
-            for of, ranks in enumerate(layout.holders)
-            for shard in ranks
+            for of in range(len(layout.groups))
+            for shard in writers(layout, of)
             if layout.groups[of].stored_blocks(index, CHUNK_SIZE)
         ]
         if objects:
@@ -243,8 +260,9 @@ class CacheMachine(RuleBasedStateMachine):
         key = chain_keys(branch)[index]
         self.serial += 1
         parent = PARENTS[key] if chained else b""
-        tag = (layout.namespace, key, of, shard, self.serial)
-        expected = self.model.reserve((layout.namespace, key), (of, shard), num_bytes, tag, parent)
+        place = (of, owner(layout, of, shard))
+        tag = (layout.namespace, key, *place, self.serial)
+        expected = self.model.reserve((layout.namespace, key), place, num_bytes, tag, parent)
         blocks = len(layout.groups[of].stored_blocks(index, CHUNK_SIZE))
         got = self.cache.reserve(layout, key, index, of, shard, blocks, num_bytes, session, parent)
         if isinstance(expected, Refusal):
@@ -268,8 +286,8 @@ class CacheMachine(RuleBasedStateMachine):
     )
     def store_a_chain_and_look_it_up(self, layout, branch, count, num_bytes, computed, session):
         for index in range(count):
-            for of, ranks in enumerate(layout.holders):
-                for shard in ranks:
+            for of in range(len(layout.groups)):
+                for shard in writers(layout, of):
                     if layout.groups[of].stored_blocks(index, CHUNK_SIZE) and self._reserve(
                         layout, branch, index, of, shard, num_bytes, session
                     ):
@@ -366,12 +384,12 @@ class CacheMachine(RuleBasedStateMachine):
         self.model.use([(layout.namespace, key) for key in keys])
 
     @precondition(lambda self: self.model.leases)
-    @rule(place=places, shard=st.integers(0, 1), computed=st.just(0) | st.integers(0, 12))
+    @rule(place=places, shard=st.sampled_from(SHARDS), computed=st.just(0) | st.integers(0, 12))
     def open_read(self, place, shard, computed):
         lease_id = sorted(self.model.leases)[place % len(self.model.leases)]
         lease, computed = self.model.leases[lease_id], computed * UNIFIED
         layout, resume = lease.layout, lease.resume_tokens
-        mine = [of for of, ranks in enumerate(layout.holders) if shard in ranks]
+        mine = [of for of in range(len(layout.groups)) if shard in writers(layout, of)]
         needed = set().union(*(self.model.needed_chunks(layout, of, resume, computed) for of in mine))
         key = lease.chunks[max(lease.chunks)].name[1] if lease.chunks else b""
         assert (
@@ -398,7 +416,7 @@ class CacheMachine(RuleBasedStateMachine):
             stored = spec.stored_blocks(index, CHUNK_SIZE)
             assert part.num_blocks == len(stored)
             positions += stored[part.first_page : part.first_page + part.pages]
-            tag = lease.chunks[index].objects[of, shard].tag
+            tag = lease.chunks[index].objects[of, owner(lease.layout, of, shard)].tag
             expected |= {frame: (*tag, nth) for nth, frame in enumerate(frames_of(part.runs))}
         assert positions == list(spec.needed_blocks(lease.resume_tokens, computed))
         return expected

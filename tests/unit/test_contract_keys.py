@@ -131,6 +131,7 @@ def replace_group(**change):
         (MODEL, [GEOMETRY, Geometry(GROUPS[::-1], 100)]),
         (MODEL, [GEOMETRY, replace_group(block_size=32)]),
         (MODEL, [GEOMETRY, replace_group(tag="fp8")]),
+        (MODEL, [replace_group(replicated=True)] * 2),
         (MODEL, [GEOMETRY, replace_group(kind=SLIDING_WINDOW, window=128)]),
         (MODEL, [GEOMETRY, replace_group(regions=(Region(0, 0, 64, 33),))]),
         (MODEL, [GEOMETRY, replace_group(regions=(Region(0, 0, 64, 32),) * 2)]),

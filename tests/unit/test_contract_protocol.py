@@ -49,7 +49,14 @@ def groups(draw):
     kind = draw(st.sampled_from(KINDS))
     window = draw(st.integers(1, 4096)) if kind in (SLIDING_WINDOW, CHUNKED_LOCAL) else 0
     regions = draw(st.lists(st.builds(Region, naturals, naturals, naturals, naturals), max_size=2))
-    return GroupSpec(kind, draw(st.integers(1, 4096)), window, draw(st.text(max_size=5)), tuple(regions))
+    return GroupSpec(
+        kind,
+        draw(st.integers(1, 4096)),
+        window,
+        draw(st.text(max_size=5)),
+        tuple(regions),
+        draw(st.booleans()),
+    )
 
 
 geometries = st.builds(
@@ -276,4 +283,4 @@ def test_values_that_a_message_refuses_are_a_bad_request():
 def test_a_geometry_that_is_refused_is_a_bad_request():
     region = codec.to_fields(Region(0, 0, 1, 1))
     with pytest.raises(ProtocolError, match="GroupSpec: a group's kind is one of"):
-        codec.from_fields(GroupSpec, ["linear", 16, 0, "", [region]])
+        codec.from_fields(GroupSpec, ["linear", 16, 0, "", [region], False])

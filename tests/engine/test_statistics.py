@@ -1,0 +1,104 @@
+"""What vLLM says of the connector: its log line of KV transfers and its Prometheus series."""
+
+import time
+
+from harness.engine import Engine
+from harness.prompts import prompt
+from harness.server import LMCacheServer
+
+from lmcache_client.connector.stats import COUNTERS, LOAD_SECONDS, LOADS, PREFIX, STORED, TransferStats
+
+CACHED = prompt(700, 1)
+
+
+def series(engine: Engine) -> dict[str, int]:
+    """The connector's series of the engine, without their prefix; all must exist."""
+    metrics = engine.metrics()
+    return {name: int(metrics[PREFIX + name]) for name in (*COUNTERS, f"{LOAD_SECONDS}_count")}
+
+
+def check_stores_and_bytes(server: LMCacheServer, found: dict[str, int]) -> None:
+    """The engine counts what the server counts."""
+    counts = server.metrics()
+    assert found["stored_objects"] == counts['lmcache_objects_total{outcome="stored"}'] > 0
+    assert found["loaded_bytes"] == counts['lmcache_transfer_bytes_total{direction="load"}'] > 0
+
+
+def test_loads_and_stores_are_in_vllms_log_and_metrics(server: LMCacheServer) -> None:
+    log_often = {"VLLM_LOG_STATS_INTERVAL": "0.1"}
+    with Engine("gemma3", server=server, env=log_often) as engine:
+        assert set(series(engine).values()) == {0}
+        engine.run(CACHED)
+        assert engine.reset_prefix_cache()
+        assert engine.run(CACHED).external_tokens == 512
+        found = series(engine)
+        assert (found["loads"], found["failed_loads"], found["loaded_tokens"]) == (1, 0, 512)
+        assert found[f"{LOAD_SECONDS}_count"] == 1
+        assert found["dropped_objects"] == found["failed_stores"] == 0
+        check_stores_and_bytes(server, found)
+        time.sleep(0.2)
+        engine.run(prompt(20, 2))
+        lines = [line for line in engine.log.read_text().splitlines() if "KV Transfer metrics:" in line]
+        assert any("loads=1, loaded_tokens=512" in line and "mean_load_ms=" in line for line in lines)
+
+        assert engine.reset_prefix_cache()
+        assert server.process is not None
+        engine.call("kill_server_at_load", pid=server.process.pid)
+        assert engine.run(CACHED).external_tokens == 0
+        found = series(engine)
+        assert (found["loads"], found["failed_loads"], found["loaded_tokens"]) == (1, 1, 512)
+        assert found[f"{LOAD_SECONDS}_count"] == 2
+
+
+def test_all_workers_and_both_sides_add_up_in_vllms_multi_connector(server: LMCacheServer) -> None:
+    child = {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"lmcache.mp.port": server.port, "lmcache.mp.lookup_timeout_s": 20},
+    }
+    multi = {
+        "kv_connector": "MultiConnector",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [child]},
+    }
+    with Engine(
+        "gemma3",
+        server=server,
+        connector=multi,
+        tensor_parallel_size=2,
+        multiprocessing=True,
+        env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    ) as engine:
+        engine.run(CACHED)
+        assert engine.reset_prefix_cache()
+        assert engine.run(CACHED).external_tokens == 512
+        found = series(engine)
+        assert (found["loads"], found["loaded_tokens"]) == (1, 512), "requests count once, not per worker"
+        assert found[f"{LOAD_SECONDS}_count"] == 2
+        check_stores_and_bytes(server, found)
+
+
+def test_what_is_taken_is_counted_once() -> None:
+    stats = TransferStats()
+    stats.count(STORED, 0)
+    assert stats.take() is None
+    stats.count(STORED, 3)
+    stats.observe_load(0.5)
+    taken = stats.take()
+    assert taken is not None
+    assert taken.to_dict() == {STORED: 3, LOAD_SECONDS: [0.5]}
+    assert stats.is_empty()
+    stats.count(STORED, 1)
+    assert taken.data[STORED] == 3
+
+
+def test_sums_leave_their_parts_alone() -> None:
+    first, second = (
+        TransferStats({STORED: 3, LOAD_SECONDS: [0.5]}),
+        TransferStats({LOAD_SECONDS: [1.5], LOADS: 1}),
+    )
+    total = first.aggregate(second).aggregate(second)
+    assert total.data == {STORED: 3, LOADS: 2, LOAD_SECONDS: [0.5, 1.5, 1.5]}
+    assert first.data == {STORED: 3, LOAD_SECONDS: [0.5]}
+    assert total.reduce() == {LOADS: 2, STORED: 3, "mean_load_ms": 1166.667, "max_load_ms": 1500.0}
+    assert not TransferStats().reduce()
