@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 
 LOOKUP_WAIT_S = 0.0005
+IDLE_WAIT_S = 0.002
 CONNECT_S = 1.0
 JOIN_TIMEOUT_S = 2.0
 FORGET_TIMEOUT_S = 5.0
@@ -229,8 +230,12 @@ class SchedulerSide:
 
     def step(self, output: "SchedulerOutput") -> StepMetadata:
         """vLLM's build_connector_meta: what the workers are to do in this step."""
-        self.channel.poll()
-        metadata = StepMetadata(loads=self._queued, idle=not output.num_scheduled_tokens)
+        idle = not output.num_scheduled_tokens
+        asked = (each.lookup for each in self._tracked.values()) if idle else ()
+        # A step that computes nothing, with a request that waits for an answer: without a rest the engine
+        # would turn on the spot, and on few cores keep the server from answering.
+        self.channel.poll(next((each for each in asked if each is not None), None), IDLE_WAIT_S)
+        metadata = StepMetadata(loads=self._queued, idle=idle)
         self._queued = []
         if self._stores and self.channel.ready:
             objects = [*self._computed_objects(output), *self._state_objects(output)]

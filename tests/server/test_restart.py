@@ -17,7 +17,7 @@ from harness.server import LMCacheServer
 from lmcache_client.channel import ChannelError
 from lmcache_client.contract.protocol import Ping
 
-KILLS = int(os.environ.get("KILLS", "100"))
+KILLS = int(os.environ.get("KILLS", "60"))
 PROMPTS = 6
 BACK_WITHIN_S = 2.0
 

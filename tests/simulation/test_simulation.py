@@ -9,7 +9,7 @@ from harness.paths import ROOT
 
 from simulation.bugs import BUGS
 
-SEEDS = int(os.environ.get("SIMULATION_SEEDS", "1200"))
+SEEDS = int(os.environ.get("SIMULATION_SEEDS", "800"))
 BUG_SEEDS = 1500
 
 
