@@ -1,0 +1,50 @@
+"""Which pieces a copy engine of a GPU moves and which the copy kernel, and in what batches.
+
+A copy engine moves a large piece at the speed of the bus and takes nothing from the engine's compute, but
+pays for every piece; the kernel moves many small ones at once, on multiprocessors that the engine would use.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from lmcache_server.transfer.plan import Pieces
+
+SMALL_BYTES = 28 << 10
+"""Shorter pieces are small. Not measured here; see docs/gpu.md for where the figure is from."""
+MIN_KERNEL_PIECES = 16
+"""Fewer small pieces are not worth a launch."""
+MAX_BATCH_PIECES = 8192
+
+
+class Batch(NamedTuple):
+    """What one call moves: one launch of the kernel or one batch of a copy engine."""
+
+    by_kernel: bool
+    pieces: Pieces
+
+
+def batches(
+    whole: Pieces, *, small_bytes: int = SMALL_BYTES, max_batch_pieces: int = MAX_BATCH_PIECES
+) -> Iterator[Batch]:
+    """Every byte of `whole` in exactly one batch. Batches may run in any order, or at the same time."""
+    joined = _joined(whole)
+    small = joined.length < np.uint64(small_bytes)
+    if np.count_nonzero(small) < MIN_KERNEL_PIECES:
+        small[:] = False
+    for by_kernel in (False, True):
+        chosen = Pieces(*(array[small == by_kernel] for array in joined))
+        for first in range(0, len(chosen.length), max_batch_pieces):
+            yield Batch(by_kernel, Pieces(*(array[first : first + max_batch_pieces] for array in chosen)))
+
+
+def _joined(whole: Pieces) -> Pieces:
+    """The same bytes, each run of pieces that follow each other on both sides as one piece."""
+    local, remote, length = whole
+    if not len(length):
+        return whole
+    fresh = np.ones(len(length), dtype=bool)
+    fresh[1:] = (local[1:] != local[:-1] + length[:-1]) | (remote[1:] != remote[:-1] + length[:-1])
+    first = np.flatnonzero(fresh)
+    return Pieces(local[first], remote[first], np.add.reduceat(length, first))
