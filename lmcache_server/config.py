@@ -170,6 +170,15 @@ class Config:
         "Take the memory from the huge pages reserved with vm.nr_hugepages. Otherwise the system is "
         "asked for transparent huge pages.",
     )
+    l1_path: str = _option(
+        "",
+        _text,
+        "none",
+        "File that holds the cache, best in a memory file system such as /dev/shm: after a clean stop the "
+        "next server with the same file and --l1-size-gb has the whole cache back. Without it the cache is "
+        "memory that ends with the server.",
+        "FILE",
+    )
     verify: bool = _option(
         False,
         _flag,
@@ -244,6 +253,8 @@ def load(flags: Mapping[str, object], environment: Mapping[str, str], config_fil
                 f"{flag_name(name)} {host} lets other machines connect, without password or encryption: "
                 f"add --allow-remote if that is wanted, or use 127.0.0.1"
             )
+    if config.l1_path and config.l1_hugetlb:
+        raise StartError("--l1-path and --l1-hugetlb exclude each other: leave one of them out")
     if not config.http_host:
         raise StartError("--http-host must name an address, for example 127.0.0.1")
     return config

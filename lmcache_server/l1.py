@@ -7,9 +7,14 @@ import logging
 import mmap
 import os
 import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from lmcache_server.config import GB_BYTES, StartError
 from lmcache_server.machine import available_bytes, memory_info
+
+if TYPE_CHECKING:
+    from lmcache_server.l1_file import L1File
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +35,21 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class L1Memory:
-    """One anonymous mapping of whole frames, usable at once and populated in the background.
+    """One mapping of whole frames: anonymous, usable at once and populated in the background, or of a file,
+    usable as far as `fill` has come.
 
     Populating a page never changes what is in it, so copies need not wait for it; it only spares them the
     cost of the first touch.
     """
 
-    def __init__(self, size_bytes: int, *, hugetlb: bool = False, populate: bool = True) -> None:
+    def __init__(
+        self,
+        size_bytes: int,
+        *,
+        hugetlb: bool = False,
+        populate: bool = True,
+        file: "L1File | None" = None,
+    ) -> None:
         """Maps `size_bytes`, rounded down to whole frames.
 
         Raises StartError when the machine, its cgroup or its pool of huge pages has not as much.
@@ -45,28 +58,73 @@ class L1Memory:
         self.num_bytes = self.num_frames * FRAME_BYTES
         if not self.num_frames:
             raise StartError(f"--l1-size-gb must give at least one frame of {FRAME_BYTES} bytes")
-        self._mapping = _map_hugetlb(self.num_bytes) if hugetlb else _map(self.num_bytes)
+        self.file = file
+        if file is not None:
+            self._mapping = _map_file(file)
+        else:
+            self._mapping = _map_hugetlb(self.num_bytes) if hugetlb else _map(self.num_bytes)
         self.base_address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self._lock = threading.Lock()
         self._next_offset = 0
         self._populated_bytes = 0
         self._closing = False
         self._threads: list[threading.Thread] = []
-        if populate:
+        if populate and file is None:
             self._start_populating()
 
     @property
     def populated_bytes(self) -> int:
-        """How much of it the background threads have populated so far."""
+        """How much of it the background threads have populated so far; of a file, what has its space."""
         return self._populated_bytes
 
-    def close(self) -> None:
-        """Stops populating and unmaps. No copy may be under way."""
+    def fill(self, usable_frames: int, grow: Callable[[int], object]) -> None:
+        """Takes the space of the file in the background, without which a write to the mapping could end the
+        process. The first `usable_frames` frames have theirs; `grow(frames)` says, in a thread of its own,
+        that so many more can be used."""
+        assert self.file is not None
+        arguments = (self.file, usable_frames * FRAME_BYTES, grow)
+        self._threads.append(threading.Thread(target=self._fill, args=arguments, name="l1-fill", daemon=True))
+        self._threads[-1].start()
+
+    def stop(self) -> None:
+        """Stops what goes on in the background."""
         with self._lock:
             self._closing = True
         for thread in self._threads:
             thread.join()
+
+    def close(self) -> None:
+        """Stops populating and unmaps. No copy may be under way."""
+        self.stop()
         self._mapping.close()
+
+    def _fill(self, file: "L1File", usable_bytes: int, grow: Callable[[int], object]) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), POPULATE_NICENESS)
+        # Populating a file on a disk would read all of it, and write all of it back.
+        populate = file.in_memory
+        for offset in range(0, self.num_bytes, PIECE_BYTES):
+            if self._closing:
+                return
+            end = min(offset + PIECE_BYTES, self.num_bytes)
+            fresh = max(offset, usable_bytes)
+            if fresh < end:
+                try:
+                    file.allocate(fresh, end - fresh)
+                except OSError as error:
+                    logger.error(
+                        "L1 has %.2f of %.2f GB and gets no more: no space for %s (%s); free some and start "
+                        "again, or ask for less with --l1-size-gb",
+                        fresh / GB_BYTES,
+                        self.num_bytes / GB_BYTES,
+                        file.path,
+                        error.strerror,
+                    )
+                    return
+                grow((end - fresh) // FRAME_BYTES)
+            if populate and (failure := _populate_piece(self.base_address + offset, end - offset)):
+                logger.warning("L1 is not populated beforehand but on first use: %s", os.strerror(failure))
+                populate = False
+            self._populated_bytes = end
 
     def _start_populating(self) -> None:
         count = max(1, min(MAX_POPULATE_THREADS, (os.cpu_count() or 1) // 2))
@@ -116,7 +174,17 @@ def _map(num_bytes: int) -> mmap.mmap:
             f"--l1-size-gb asks for {num_bytes / GB_BYTES:.2f} GB and {available / GB_BYTES:.2f} GB are "
             f"available ({reason}): ask for less or free memory"
         )
-    mapping = _anonymous(num_bytes, 0)
+    return _advised(_anonymous(num_bytes, 0))
+
+
+def _map_file(file: "L1File") -> mmap.mmap:
+    try:
+        return _advised(file.map())
+    except OSError as error:
+        raise StartError(f"the system refuses to map --l1-path {file.path}: {error.strerror}") from error
+
+
+def _advised(mapping: mmap.mmap) -> mmap.mmap:
     with contextlib.suppress(OSError):  # a kernel built without transparent huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
     mapping.madvise(mmap.MADV_DONTDUMP)

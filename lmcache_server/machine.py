@@ -1,10 +1,19 @@
-"""How much memory this machine, or the container the server runs in, can still give."""
+"""What this machine, or the container the server runs in, can still give."""
 
+import ctypes
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 _UNLIMITED_BYTES = 1 << 60
 """cgroup v1 shows "no limit" as a number near 2**63."""
+
+
+HUGETLBFS = 0x958458F6
+MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
+"""tmpfs and ramfs: what their files take is memory."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def memory_info() -> dict[str, int]:
@@ -15,6 +24,15 @@ def memory_info() -> dict[str, int]:
         number, *unit = value.split()
         info[name] = int(number) * (1024 if unit else 1)
     return info
+
+
+def file_system_type(descriptor: int) -> int:
+    """The magic number of the file system that an open file is on. Raises OSError."""
+    # struct statfs begins with it, a long; the rest of it is shorter than this everywhere.
+    answer = (ctypes.c_long * 64)()
+    if _libc.fstatfs(descriptor, ctypes.byref(answer)):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return int(answer[0])
 
 
 def available_bytes(root: Path = Path("/")) -> tuple[int, str]:

@@ -107,7 +107,12 @@ TABLE = (
     Metric("lmcache_l1_ready_bytes", GAUGE, "L1 taken by stored objects, in whole frames.", {}),
     Metric("lmcache_l1_reserved_bytes", GAUGE, "L1 taken by objects that are being written.", {}),
     Metric("lmcache_l1_free_bytes", GAUGE, "L1 that is free.", {}),
-    Metric("lmcache_l1_populated_bytes", GAUGE, "L1 that the system has backed with memory.", {}),
+    Metric(
+        "lmcache_l1_populated_bytes",
+        GAUGE,
+        "L1 that the system has backed with memory or, in a file, with space.",
+        {},
+    ),
     Metric("lmcache_l1_largest_free_bytes", GAUGE, "The largest contiguous free piece of L1.", {}),
     Metric("lmcache_chunks", GAUGE, "Chunks in the index.", {}),
     Metric("lmcache_leases", GAUGE, "Leases that hold chunks for requests.", {}),

@@ -23,12 +23,13 @@ from lmcache_client.contract.endpoint import (
     runtime_directory,
 )
 from lmcache_client.contract.version import VERSION
-from lmcache_server import descriptors, http
+from lmcache_server import descriptors, http, warm
 from lmcache_server.config import Config, StartError, describe
 from lmcache_server.connections import Connections
 from lmcache_server.copies import Copies
 from lmcache_server.core.cache import Cache
 from lmcache_server.l1 import FRAME_BYTES, L1Memory
+from lmcache_server.l1_file import L1File
 from lmcache_server.metrics import Metrics
 from lmcache_server.router import Router
 from lmcache_server.system import System
@@ -59,7 +60,10 @@ def run(config: Config) -> int:
         socket, connections = stack.enter_context(_bound_socket(config))
         web = http.bind(config.http_host, config.http_port)
         stack.callback(web.server_close)
-        l1 = L1Memory(config.l1_size_bytes, hugetlb=config.l1_hugetlb)
+        file = L1File(config.l1_path, config.l1_size_bytes) if config.l1_path else None
+        if file is not None:
+            stack.callback(file.close)
+        l1 = L1Memory(config.l1_size_bytes, hugetlb=config.l1_hugetlb, file=file)
         stack.callback(l1.close)
         return uvloop.run(_serve(config, _Listener(socket, connections), web, l1))
 
@@ -122,11 +126,18 @@ def _claimed(path: Path, port: int) -> Iterator[None]:
 
 async def _serve(config: Config, listener: "_Listener", web: http.Server, l1: L1Memory) -> int:
     loop = asyncio.get_running_loop()
+    # From here on a signal ends the server in order: what a file holds is restored below, and kept.
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
     metrics = Metrics()
-    cache = Cache(FRAME_BYTES, l1.num_frames, config.lease_s)
+    cache = Cache(FRAME_BYTES, 0 if l1.file else l1.num_frames, config.lease_s)
     system = System(loop)
     copies = Copies(l1, metrics, system, config.verify)
     router = Router(config, cache, copies, metrics, listener.send, system)
+    if l1.file is not None:
+        warm.restore(l1.file, cache, router.registry.known)
+        l1.fill(cache.total_frames, lambda frames: loop.call_soon_threadsafe(cache.grow, frames))
     listener.start(router, loop)
 
     async def answer(what: str) -> bytes:
@@ -138,9 +149,6 @@ async def _serve(config: Config, listener: "_Listener", web: http.Server, l1: L1
         return b"ok" if cache.total_frames else b""
 
     web.start(lambda what: asyncio.run_coroutine_threadsafe(answer(what), loop).result(ASK_TIMEOUT_S))
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
     logger.info("ready: engines at %s, HTTP at %s", listener.endpoint, web.url)
     try:
         while not stop.is_set():
@@ -148,14 +156,17 @@ async def _serve(config: Config, listener: "_Listener", web: http.Server, l1: L1
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(stop.wait(), TICK_S)
         logger.info("ending: %d sessions", len(router.registry.sessions))
-        return 0
     finally:
         web.stop()
+        l1.stop()
         router.registry.close()
         # Copies that ended in time have their last word to say; then nothing is held any more.
         await asyncio.sleep(0)
         cache.check_integrity()
         listener.stop()
+    if l1.file is not None:
+        warm.save(l1.file, cache, router.registry.known)
+    return 0
 
 
 class _Listener:

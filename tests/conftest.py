@@ -7,6 +7,11 @@ from typing import Any
 import pytest
 from harness.engine import Engine
 from harness.server import LMCacheServer
+from hypothesis import HealthCheck, settings
+
+# How fast the machine is at the moment is no property of the code.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 @pytest.fixture

@@ -5,8 +5,11 @@ Interfaces: vLLM 0.32, v1/kv_cache_interface.py (KVCacheConfig, KVCacheTensor an
 
 import hashlib
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from vllm import __version__ as VLLM_VERSION
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -31,9 +34,9 @@ from lmcache_client.contract.geometry import (
 from lmcache_client.contract.keys import ModelTag
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
 
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 FULL_SPECS = (FullAttentionSpec, MLAAttentionSpec)
 """Exactly these: their subclasses (sinks with blocks of their own, scratch states, …) need more."""
 
@@ -202,14 +205,18 @@ def _group_tag(
 def model_tag(vllm_config: "VllmConfig") -> ModelTag:
     """What must be equal before two engines may share pages, apart from their geometry."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    load = vllm_config.load_config
+    load, device = vllm_config.load_config, vllm_config.device_config.device_type
     details: dict[str, Any] = {
         "revision": model.revision,
         "dtype": model.dtype,
         "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
         "quantization": model.quantization,
         "configuration": _digest(model.hf_config),
-        "device": vllm_config.device_config.device_type,
+        "weights": weights_mark(model.model) or getattr(model.hf_config, "_commit_hash", ""),
+        # The layout inside a page is vLLM's own, and on a CPU that of its instruction set.
+        "vllm": VLLM_VERSION,
+        "processor": torch.backends.cpu.get_cpu_capability() if device == "cpu" else "",
+        "device": device,
         "load_format": load.load_format,
         # Dummy weights depend on the seed alone.
         "seed": model.seed if str(load.load_format) == "dummy" else "",
@@ -222,6 +229,19 @@ def model_tag(vllm_config: "VllmConfig") -> ModelTag:
         parallel.tensor_parallel_size,
         parallel.pipeline_parallel_size,
     )
+
+
+def weights_mark(model: str) -> str:
+    """Changes when the weights in a directory (or file) are replaced in place; empty for a name of a hub.
+
+    By names, sizes and times of the files: reading them would take as long as loading the model.
+    """
+    path = Path(model)
+    files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
+    if not files:
+        return ""
+    stats = [(file.name, file.stat()) for file in files if file.suffix in WEIGHTS]
+    return hashlib.sha256(repr([(name, s.st_size, s.st_mtime_ns) for name, s in stats]).encode()).hexdigest()
 
 
 def _digest(hf_config: Any) -> str:

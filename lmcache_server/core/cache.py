@@ -13,11 +13,12 @@ from lmcache_server.core import integrity
 from lmcache_server.core.eviction import EvictionOrder
 from lmcache_server.core.hits import resume_point
 from lmcache_server.core.index import Chunk, Index, StoredObject
-from lmcache_server.core.layout import Layout
+from lmcache_server.core.layout import Layout, bitmap
 from lmcache_server.core.leases import Lease, LeaseTable
 from lmcache_server.core.pool import FramePool, Runs, count_frames
 from lmcache_server.core.reads import Read, ReadPart, plan_parts
 from lmcache_server.core.reservation import Reservation
+from lmcache_server.core.snapshot import Snapshot, rebuild, take
 
 __all__ = ["Cache", "Hit", "Layout", "Read", "ReadPart", "Refusal", "Reservation", "Runs"]
 
@@ -120,7 +121,7 @@ class Cache:
         self._advance(now_s)
         found = list(map(self._index.chunks(layout.namespace).get, keys))
         present = layout.present([chunk.ready if chunk else 0 for chunk in found])
-        held = tuple(map(_bitmap, present))
+        held = tuple(map(bitmap, present))
         resume_tokens = resume_point(layout.groups, layout.chunk_size, present, computed_tokens, limit_tokens)
         if not resume_tokens:
             return Hit(0, 0, held)
@@ -278,6 +279,19 @@ class Cache:
             self._order.remove(chunk)
             self._free_objects(chunk)
 
+    def snapshot(self, now_s: float) -> Snapshot:
+        """All ready chunks that nobody uses, for `restore`."""
+        return take(self.total_frames, self._order, now_s)
+
+    def restore(self, snapshot: Snapshot, now_s: float) -> None:
+        """Makes an empty cache hold what `snapshot` says; raises SnapshotError, and stays empty, unless all
+        of it fits together."""
+        contents = rebuild(snapshot, self.frame_bytes, now_s)
+        assert not self.num_chunks, "only an empty cache is restored"
+        self._advance(now_s)
+        self._pool, self._index, self._order = contents.pool, contents.index, contents.order
+        self.used_frames, self.stored_bytes = contents.order.frames, contents.stored_bytes
+
     def check_integrity(self) -> None:
         """Asserts the invariants of the cache; takes time linear in its size."""
         self._pool.check_integrity()
@@ -377,14 +391,3 @@ class Cache:
         frames = count_frames(reservation.runs)
         self.reserved_frames -= frames
         return frames
-
-
-def _bitmap(flags: bytes) -> bytes:
-    """Flags as bits, the first in the least significant bit of the first byte."""
-    if not flags:
-        return b""
-    digits = flags[::-1].translate(_DIGITS)
-    return int(digits, 2).to_bytes((len(flags) + 7) // 8, "little")
-
-
-_DIGITS = bytes.maketrans(b"\x00\x01", b"01")

@@ -8,6 +8,8 @@ from lmcache_server.core.pool import Runs
 
 _HEAD = struct.Struct("<IQI")
 _RUN = struct.Struct("<II")
+CHECKSUM_BYTES = 4
+"""Of each page of an object that has any."""
 
 
 class StoredObject(NamedTuple):

@@ -85,3 +85,14 @@ class Layout:
             ),
             default=resume_tokens // self.chunk_size,
         )
+
+
+def bitmap(flags: bytes) -> bytes:
+    """Flags as bits, the first in the least significant bit of the first byte."""
+    if not flags:
+        return b""
+    digits = flags[::-1].translate(_DIGITS)
+    return int(digits, 2).to_bytes((len(flags) + 7) // 8, "little")
+
+
+_DIGITS = bytes.maketrans(b"\x00\x01", b"01")

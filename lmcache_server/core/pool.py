@@ -4,6 +4,8 @@ Every operation costs a constant per run. Free runs are kept merged with their n
 classes by size (class c holds runs of 2**(c-1) to 2**c - 1 frames), so that an object gets few runs.
 """
 
+from collections.abc import Iterable
+
 Runs = tuple[tuple[int, int], ...]
 """Frames of one object, in the order of its bytes: (first frame, count) pairs."""
 
@@ -22,6 +24,28 @@ class FramePool:
         self._start_by_end: dict[int, int] = {}
         self._starts_by_class: list[dict[int, None]] = []
         self.grow(total_frames)
+
+    @classmethod
+    def around(cls, total_frames: int, taken: Iterable[Runs]) -> "FramePool":
+        """A pool of which exactly the frames in `taken` are not free.
+
+        Raises ValueError unless they are frames of the pool, each taken once.
+        """
+        pool, marks, frames = cls(), bytearray(total_frames), 0
+        for runs in taken:
+            for start, count in runs:
+                if not 0 <= start < start + count <= total_frames:
+                    raise ValueError(f"frames {start} to {start + count} are none of this pool's")
+                marks[start : start + count] = b"\x01" * count
+                frames += count
+        if marks.count(1) != frames:
+            raise ValueError("a frame is taken twice")
+        pool._total_frames, end = total_frames, 0
+        while (start := marks.find(0, end)) >= 0:
+            end = marks.find(1, start)
+            end = total_frames if end < 0 else end
+            pool._add(start, end - start)
+        return pool
 
     @property
     def total_frames(self) -> int:

@@ -14,8 +14,6 @@ from lmcache_client.contract.geometry import Region
 from lmcache_server.transfer.host import CopyError
 from lmcache_server.transfer.plan import Page, Pieces
 
-CHECKSUM_BYTES = 4
-
 
 class DamagedError(CopyError):
     """A page is not what was stored; `part` is the position of its object among those to be loaded."""

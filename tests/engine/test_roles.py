@@ -1,15 +1,16 @@
 """Producers, consumers, several connectors in one engine, adapters: who stores, who loads, what is shared."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from harness.engine import Engine
-from harness.models import configs
+from harness.models import configs, model_path
 from harness.prompts import prompt
 from harness.server import LMCacheServer
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 CACHED = prompt(700, 1)
 
@@ -118,3 +119,20 @@ def test_an_adapter_never_gets_the_kv_of_another_or_of_the_base_model(
             again = engine.run(CACHED, lora=lora)
             assert again.external_tokens == 512
             assert again.output == outputs[lora].output
+
+
+def test_weights_that_are_replaced_in_place_share_nothing(server: LMCacheServer, tmp_path: Path) -> None:
+    model = shutil.copytree(model_path("llama"), tmp_path / "model")
+    with Engine(str(model), server=server) as engine:
+        before = engine.run(CACHED)
+    with Engine(str(model), server=server) as engine:
+        again = engine.run(CACHED)
+        assert again.external_tokens == 512
+        assert again.output == before.output
+    (weights,) = model.glob("*.safetensors")
+    tensors = {name: tensor * 1.1 for name, tensor in load_file(weights).items()}
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with Engine(str(model), server=server) as engine:
+        other = engine.run(CACHED)
+        assert other.external_tokens == 0
+        assert other.output != before.output

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from harness.engine import Engine, EngineError
@@ -132,6 +133,31 @@ def test_an_engine_outlives_the_server_and_uses_it_when_it_is_there(server: LMCa
             alone = engine.run(cached)
             assert alone.external_tokens == 0
             assert alone.output == cold.output
+
+
+def test_an_engine_is_served_by_a_server_that_was_stopped_in_order_and_started_again(tmp_path: Path) -> None:
+    cached = prompt(700, 7)
+    with (
+        LMCacheServer(l1_size_gb=0.1, l1_path=tmp_path / "l1") as server,
+        Engine("gemma3", server=server) as engine,
+    ):
+        cold = engine.run(cached)
+        assert cold.external_tokens == 0
+        chunks = server.status()["l1"]["chunks"]
+        assert server.terminate() == 0
+        server.start()
+        assert server.status()["l1"]["chunks"] == chunks > 0
+        _wait_for_engine(server)
+        assert engine.reset_prefix_cache()
+        restored = engine.run(cached)
+        assert restored.external_tokens == 512
+        assert restored.output == cold.output
+        server.restart()
+        _wait_for_engine(server)
+        assert engine.reset_prefix_cache()
+        computed = engine.run(cached)
+        assert computed.external_tokens == 0, "after a crash it is empty"
+        assert computed.output == cold.output
 
 
 def _wait_for_engine(server: LMCacheServer) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
+from lmcache_server import warm
 from lmcache_server.core.cache import Cache, Layout, Read, Refusal, Reservation
 
 FRAME_BYTES = 10
@@ -434,6 +435,17 @@ class CacheMachine(RuleBasedStateMachine):
         if not really:
             assert self.cache.clear() == self.model.clear()
 
+    @rule(really=st.integers(0, 3))
+    def restart(self, really):
+        """What the cache holds then comes back as it is; its leases do not."""
+        if not really:
+            self.everybody_goes()
+            index = warm.encode(self.cache.snapshot(self.now_s), {})
+            self.now_s = 0.0
+            self.cache = Cache(FRAME_BYTES, lease_s=LEASE_S)
+            self.cache.restore(warm.decode(index, self.model.total_frames)[0], self.now_s)
+            self.model.evicted = [0, 0]
+
     @invariant()
     def nothing_is_written_where_a_read_reads(self):
         for _, _, expected in self.reads:
@@ -462,14 +474,17 @@ class CacheMachine(RuleBasedStateMachine):
         assert [(chunk.namespace, chunk.key) for chunk in cache._order] == [each.name for each in model.order]
         assert [cache.evicted_chunks, cache.evicted_bytes] == model.evicted
 
-    def teardown(self):
-        """Whatever happened, nothing leaks once everybody is gone."""
+    def everybody_goes(self):
         while self.reservations:
             self.abort(0)
         while self.reads:
             self.close_read(0)
         for session in (1, 2, 3):
             self.drop_session(session)
+
+    def teardown(self):
+        """Whatever happened, nothing leaks once everybody is gone."""
+        self.everybody_goes()
         self.the_cache_holds_what_the_model_holds()
         self.cache.clear()
         assert self.cache.free_frames == self.cache.total_frames

@@ -1,6 +1,7 @@
 """The server killed in mid-store and mid-load, or stopped for a while: clients come back by themselves, what
 they get is right, and nothing is kept for those who were there before."""
 
+import os
 import random
 import statistics
 import threading
@@ -16,7 +17,7 @@ from harness.server import LMCacheServer
 from lmcache_client.channel import ChannelError
 from lmcache_client.contract.protocol import Ping
 
-KILLS = 200
+KILLS = int(os.environ.get("KILLS", "100"))
 PROMPTS = 6
 BACK_WITHIN_S = 2.0
 

@@ -33,7 +33,8 @@ def run_seeds(arguments: argparse.Namespace, bug: str = "") -> tuple[list[int], 
     counts: Counter[str] = Counter()
     failed = []
     context = multiprocessing.get_context("fork")
-    with context.Pool(arguments.jobs, initializer=BUGS.get(bug)) as pool:
+    # Tasks that wait when a world ends keep it alive: a process ends after some worlds.
+    with context.Pool(arguments.jobs, initializer=BUGS.get(bug), maxtasksperchild=25) as pool:
         work = functools.partial(run_seed, trace=arguments.trace)
         for seed, wrong, counted in pool.imap_unordered(work, seeds, chunksize=4):
             counts.update(counted)

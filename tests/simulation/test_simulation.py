@@ -9,7 +9,7 @@ from harness.paths import ROOT
 
 from simulation.bugs import BUGS
 
-SEEDS = int(os.environ.get("SIMULATION_SEEDS", "2000"))
+SEEDS = int(os.environ.get("SIMULATION_SEEDS", "1200"))
 BUG_SEEDS = 1500
 
 

@@ -52,14 +52,15 @@ def test_the_environment_can_name_the_file_and_the_flag_goes_before_it(tmp_path)
 def test_every_option_can_be_set_in_each_way(tmp_path):
     values = {
         "host": "127.0.0.1", "port": 1, "allow_remote": True, "http_host": "::1", "http_port": 0,
-        "chunk_size": 544, "l1_size_gb": 0.5, "eviction_policy": "lru", "l1_hugetlb": True, "verify": True,
-        "lease_s": 7.5, "log_level": "DEBUG",
+        "chunk_size": 544, "l1_size_gb": 0.5, "eviction_policy": "lru", "l1_hugetlb": False,
+        "l1_path": "/dev/shm/l1", "verify": True, "lease_s": 7.5, "log_level": "DEBUG",
     }  # fmt: skip
     assert list(values) == list(OPTIONS) == [field.name for field in dataclasses.fields(Config)]
     expected = Config(**(values | {"eviction_policy": "LRU", "log_level": "debug"}))
     texts = {name: str(value) for name, value in values.items()}
     lines = [
-        f"{name} = {str(value).lower() if value is True else repr(value)}" for name, value in values.items()
+        f"{name} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
+        for name, value in values.items()
     ]
     assert load(texts, {}, None) == expected
     assert load({}, {variable_name(name): text for name, text in texts.items()}, None) == expected
@@ -157,6 +158,12 @@ def test_http_needs_an_address():
     assert sentence({"http_host": ""}, {}, None) == "--http-host must name an address, for example 127.0.0.1"
 
 
+def test_a_file_has_no_huge_pages_of_its_own():
+    assert sentence({"l1_path": "/dev/shm/l1", "l1_hugetlb": "yes"}, {}, None) == (
+        "--l1-path and --l1-hugetlb exclude each other: leave one of them out"
+    )
+
+
 def test_commands_read_only_what_they_need():
     environment = {"LMCACHE_L1_SIZE_GB": "rubbish", "LMCACHE_PORT": "77"}
     assert resolve(("host", "port"), {}, environment) == {"host": "", "port": 77}
@@ -166,5 +173,6 @@ def test_the_configuration_is_one_line_with_every_option():
     line = describe(load({"port": "7", "chunk_size": "544", "l1_hugetlb": True}, {}, None))
     assert line == (
         "configuration: host='a Unix socket' port=7 allow_remote=no http_host=127.0.0.1 http_port=8080 "
-        "chunk_size=544 l1_size_gb=4 eviction_policy=LRU l1_hugetlb=yes verify=no lease_s=120 log_level=info"
+        "chunk_size=544 l1_size_gb=4 eviction_policy=LRU l1_hugetlb=yes l1_path=none verify=no "
+        "lease_s=120 log_level=info"
     )

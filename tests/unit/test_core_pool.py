@@ -113,3 +113,25 @@ def test_every_frame_has_one_owner_at_any_time(steps):
         frames = [frame for runs in (*owned, pool.free_runs()) for frame in frames_of(runs)]
         assert sorted(frames) == list(range(pool.total_frames))
         assert pool.largest_free_run() == max((count for _, count in pool.free_runs()), default=0)
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 60), st.lists(st.integers(1, 9)), st.randoms(use_true_random=False))
+def test_a_pool_around_what_is_taken_has_the_same_free_frames(total, sizes, random):
+    pool = FramePool(total)
+    taken = [runs for size in sizes if (runs := pool.allocate(size)) is not None]
+    while taken and random.random() < 0.7:
+        pool.free(taken.pop(random.randrange(len(taken))))
+    again = FramePool.around(total, taken)
+    again.check_integrity()
+    assert (again.total_frames, again.free_frames) == (total, pool.free_frames)
+    assert sorted(again.free_runs()) == sorted(pool.free_runs())
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [((0, 4), (3, 1)), ((2, 2), (2, 2)), ((9, 2),), ((11, 1),), ((3, 0),), ((-1, 2),), ((0, 1 << 60),)],
+)
+def test_no_pool_is_around_what_is_taken_twice_or_not_there(taken):
+    with pytest.raises(ValueError):
+        FramePool.around(10, [taken])

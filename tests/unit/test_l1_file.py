@@ -1,0 +1,372 @@
+"""The file behind L1: a whole index or none, one server, no file of others, no more space than there is."""
+
+import contextlib
+import os
+import re
+import struct
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmcache_server import l1, l1_file
+from lmcache_server.config import StartError
+from lmcache_server.l1 import FRAME_BYTES, L1Memory
+from lmcache_server.l1_file import HEADER_BYTES, MAGIC, L1File
+
+FRAMES = 3
+SIZE_BYTES = FRAMES * FRAME_BYTES
+END = HEADER_BYTES + SIZE_BYTES
+INDEX = bytes(range(256)) * 3
+HEAD_BYTES = l1_file._FIELDS.size + 32
+
+
+@contextlib.contextmanager
+def opened(path, size_bytes=SIZE_BYTES):
+    file = L1File(str(path), size_bytes)
+    try:
+        yield file
+    finally:
+        file.close()
+
+
+def finished(path):
+    """A file after a clean stop, with content in every frame."""
+    with opened(path) as file:
+        mapping = file.map()
+        mapping[:] = b"".join(bytes([65 + frame]) * FRAME_BYTES for frame in range(FRAMES))
+        mapping.close()
+        file.finish(INDEX)
+    return path
+
+
+def sentence(path, size_bytes=SIZE_BYTES):
+    """With what a file is refused."""
+    with pytest.raises(StartError) as caught:
+        L1File(str(path), size_bytes)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def mounted(tmp_path):
+    """Call it with options of mount to get a directory with a file system of its own."""
+    directories = []
+
+    def mount(options, kind="tmpfs"):
+        directory = tmp_path / f"mount{len(directories)}"
+        directory.mkdir()
+        done = subprocess.run(
+            ["mount", "-t", kind, "-o", options, "none", str(directory)], capture_output=True, check=False
+        )
+        if done.returncode:
+            pytest.skip("only root can mount a file system to test with")
+        directories.append(directory)
+        return directory
+
+    yield mount
+    for directory in directories:
+        subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+def test_a_new_file_is_closed_to_others_and_has_no_index(tmp_path):
+    with opened(tmp_path / "l1") as file:
+        assert (file.index, file.reason) == (None, "")
+        info = os.stat(tmp_path / "l1")
+        assert (info.st_mode & 0o777, info.st_size) == (0o600, END)
+
+
+def test_frames_and_index_come_back_and_the_index_once_only(tmp_path):
+    path = finished(tmp_path / "l1")
+    with opened(path) as file:
+        assert (file.index, file.reason) == (INDEX, "")
+    with opened(path) as file:
+        assert file.index == INDEX, "nothing was begun"
+        file.begin()
+        assert path.stat().st_size == END
+        mapping = file.map()
+        assert mapping[:] == b"".join(bytes([65 + frame]) * FRAME_BYTES for frame in range(FRAMES))
+        mapping.close()
+    with opened(path) as file:
+        assert (file.index, file.reason) == (None, "the server before it did not end in order")
+
+
+def test_another_server_of_the_same_file_is_refused(tmp_path):
+    with opened(tmp_path / "l1") as file:
+        mapping = file.map()
+        assert "is in use by another lmcache server: stop it" in sentence(tmp_path / "l1")
+        mapping.close()
+    with opened(tmp_path / "l1"):
+        pass
+
+
+@pytest.mark.parametrize("content", [b"x", b"#!/bin/sh\n", MAGIC[:-1], b"\0" * END])
+def test_a_file_of_something_else_is_left_as_it_is(tmp_path, content):
+    path = tmp_path / "l1"
+    path.write_bytes(content)
+    path.chmod(0o600)
+    assert "is not a file of lmcache and is left as it is: name another file" in sentence(path)
+    assert path.read_bytes() == content
+
+
+def test_what_is_no_file_or_not_ours_is_refused(tmp_path):
+    assert sentence(tmp_path).endswith("it is a directory; name a file in it")
+    link = tmp_path / "link"
+    link.symlink_to(finished(tmp_path / "l1"))
+    assert sentence(link).endswith("it is a symbolic link; name the file that it leads to")
+    assert sentence(tmp_path / "none/l1").endswith("there is no such directory; create it")
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    assert "is not a regular file" in sentence(tmp_path / "fifo")
+    (tmp_path / "l1").chmod(0o640)
+    assert "run 'chmod 600" in sentence(tmp_path / "l1")
+    (tmp_path / "l1").chmod(0o600)
+    with opened(tmp_path / "l1") as file:
+        assert file.index == INDEX, "refusals change nothing"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_file_of_another_user_is_refused(tmp_path):
+    os.chown(finished(tmp_path / "l1"), 12345, -1)
+    assert "must belong to user id 0 and be closed to all others" in sentence(tmp_path / "l1")
+
+
+def test_a_read_only_file_system_is_refused(mounted):
+    assert sentence(mounted("ro") / "l1").endswith("its file system is read-only; name a file on another")
+
+
+def test_a_file_of_huge_pages_is_refused(mounted):
+    path = mounted("pagesize=2M", "hugetlbfs") / "l1"
+    assert "is on hugetlbfs, which cannot hold it: name a file in /dev/shm" in sentence(path)
+
+
+def rewritten(path, position, content):
+    with path.open("r+b") as file:
+        file.seek(position)
+        file.write(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda path: os.truncate(path, END + len(INDEX) - 1), "it has 262911 bytes instead of 262912"),
+        (lambda path: os.truncate(path, END + len(INDEX) + 1), "it has 262913 bytes instead of 262912"),
+        (lambda path: os.truncate(path, len(MAGIC)), "another version of lmcache wrote it"),
+        (lambda path: os.truncate(path, HEAD_BYTES - 1), "its header is damaged"),
+        (lambda path: rewritten(path, END + 5, b"\xff"), "its index is damaged"),
+        (lambda path: rewritten(path, HEAD_BYTES - 40, b"\xff\xff"), "its header is damaged"),
+        (lambda path: rewritten(path, 16, struct.pack("<I", 99)), "another version of lmcache wrote it"),
+    ],
+)
+def test_a_damaged_file_starts_empty_and_says_why(tmp_path, damage, reason):
+    path = finished(tmp_path / "l1")
+    damage(path)
+    with opened(path) as file:
+        assert (file.index, file.reason) == (None, reason)
+        assert path.stat().st_size == END
+        file.finish(b"anew")
+    with opened(path) as file:
+        assert file.index == b"anew"
+
+
+@pytest.mark.parametrize("name", ["FORMAT", "SCHEMA", "FRAME_BYTES"])
+def test_what_changes_the_meaning_of_bytes_discards_them(tmp_path, monkeypatch, name):
+    finished(tmp_path / "l1")
+    values = [getattr(l1_file, each) + (each == name) for each in ("FORMAT", "SCHEMA", "FRAME_BYTES")]
+    monkeypatch.setattr(l1_file, "_VERSION", (MAGIC, *values))
+    with opened(tmp_path / "l1") as file:
+        assert (file.index, file.reason) == (None, "another version of lmcache wrote it")
+
+
+@pytest.mark.parametrize("frames", [FRAMES - 1, FRAMES + 1])
+def test_another_size_starts_empty_in_the_same_blocks(tmp_path, frames):
+    path = finished(tmp_path / "l1")
+    with opened(path, frames * FRAME_BYTES + 17) as file:
+        assert file.index is None
+        assert re.fullmatch(r"it was made for --l1-size-gb 0\.00018\d+", file.reason)
+        info = path.stat()
+        assert info.st_size == HEADER_BYTES + frames * FRAME_BYTES
+        assert info.st_blocks * 512 >= min(frames, FRAMES) * FRAME_BYTES, "what it had is used again"
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory):
+    """The bytes of a file after a clean stop."""
+    return finished(tmp_path_factory.mktemp("image") / "l1").read_bytes()
+
+
+def index_in(content):
+    """What a file of these bytes gives; None also where it is refused, and then left as it is."""
+    path = Path(f"/dev/shm/lmcache-test-{os.getpid()}.flip")
+    path.write_bytes(content)
+    path.chmod(0o600)
+    try:
+        with opened(path) as file:
+            return file.index
+    except StartError:
+        assert path.read_bytes() == content
+        return None
+    finally:
+        path.unlink()
+
+
+def test_the_file_of_the_two_tests_below_gives_its_index(image):
+    assert index_in(image) == INDEX
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, HEAD_BYTES + len(INDEX) - 1), min_size=1, unique=True), st.integers(1, 255))
+def test_no_index_survives_a_flipped_byte(image, places, bits):
+    content = bytearray(image)
+    for place in places:
+        content[place if place < HEAD_BYTES else END + place - HEAD_BYTES] ^= bits
+    assert index_in(content) is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, END + len(INDEX) - 1), st.integers(1, 100))
+def test_no_index_survives_a_cut_or_an_addition(image, length, surplus):
+    assert index_in(image[:length]) is None
+    assert index_in(image + bytes(surplus)) is None
+
+
+class Crash(BaseException):
+    pass
+
+
+def test_a_crash_between_any_two_steps_of_a_clean_stop_starts_empty(tmp_path, monkeypatch):
+    steps = []
+
+    def crashing(function, after):
+        def call(*arguments):
+            if len(steps) == after:
+                raise Crash
+            steps.append(function.__name__)
+            return function(*arguments)
+
+        return call
+
+    def stop_in_order(after):
+        steps.clear()
+        with opened(finished(tmp_path / "l1")) as file, monkeypatch.context() as patch:
+            file.begin()
+            for function in (os.fsync, os.pwritev):
+                patch.setattr(os, function.__name__, crashing(function, after))
+            file.finish(INDEX)
+
+    for after in range(2):
+        with pytest.raises(Crash):
+            stop_in_order(after)
+        with opened(tmp_path / "l1") as file:
+            assert file.index is None
+    stop_in_order(100)
+    assert steps == ["fsync", "pwritev"], "the header is written when all else is on the disk"
+    with opened(tmp_path / "l1") as file:
+        assert file.index == INDEX
+
+
+# -- space ----------------------------------------------------------------------------------------------
+
+
+def test_what_the_file_system_cannot_hold_is_refused_with_both_figures(mounted):
+    assert sentence(mounted("size=8m") / "l1", 1 << 30).endswith(
+        "/l1 and 0.01 GB are available (its file system): ask for less or free space"
+    )
+
+
+def test_a_memory_file_system_takes_memory_that_must_be_there(mounted, monkeypatch):
+    monkeypatch.setattr(l1_file, "available_bytes", lambda: (1 << 20, "MemAvailable of this machine"))
+    path = mounted("size=8m") / "l1"
+    assert sentence(path, 4 << 20) == (
+        f"--l1-size-gb asks for 0.00 GB more in --l1-path {path} and 0.00 GB are available (MemAvailable of "
+        "this machine): ask for less or free space"
+    )
+    monkeypatch.undo()
+    with opened(path, 4 << 20) as file:
+        file.allocate(0, 4 << 20)
+    monkeypatch.setattr(l1_file, "available_bytes", lambda: (1 << 20, "MemAvailable of this machine"))
+    with opened(path, 4 << 20):
+        """What the file has already is not asked for again."""
+
+
+@contextlib.contextmanager
+def filling(file, usable_frames=0):
+    memory = L1Memory(file.num_frames * FRAME_BYTES, file=file)
+    grown = []
+    memory.fill(usable_frames, grown.append)
+    try:
+        yield memory, grown
+    finally:
+        memory.close()
+
+
+def wait_for_end(memory):
+    for thread in memory._threads:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_a_file_grows_piece_by_piece_to_its_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(l1, "PIECE_BYTES", 4 * FRAME_BYTES)
+    for path in (tmp_path / "l1", Path(f"/dev/shm/lmcache-test-{os.getpid()}.grow")):
+        try:
+            with opened(path, 10 * FRAME_BYTES) as file, filling(file) as (memory, grown):
+                wait_for_end(memory)
+                assert grown == [4, 4, 2]
+                assert memory.populated_bytes == memory.num_bytes == 10 * FRAME_BYTES
+                assert path.stat().st_blocks * 512 >= 10 * FRAME_BYTES
+            with opened(path, 10 * FRAME_BYTES) as file, filling(file, 6) as (memory, grown):
+                wait_for_end(memory)
+                assert grown == [2, 2], "the first six frames were there"
+        finally:
+            path.unlink()
+
+
+def test_a_full_file_system_costs_the_rest_not_the_server(mounted, monkeypatch, caplog):
+    """The space was there at the start and somebody else took it."""
+    monkeypatch.setattr(l1, "PIECE_BYTES", 1 << 20)
+    directory = mounted("size=8m")
+    with opened(directory / "l1", 6 << 20) as file:
+        (directory / "other").write_bytes(bytes(4 << 20))
+        with filling(file) as (memory, grown):
+            wait_for_end(memory)
+            assert grown == [16] * 3
+            memory._mapping[: 3 << 20] = b"x" * (3 << 20)
+        assert "L1 has 0.00 of 0.01 GB and gets no more: no space for" in caplog.text
+        assert "No space left on device" in caplog.text
+        file.finish(INDEX)
+    with opened(directory / "l1", 6 << 20) as file:
+        assert file.index == INDEX, "nor what it has at the next start"
+
+
+def test_an_index_for_which_there_is_no_space_is_none(mounted):
+    directory = mounted("size=8m")
+    with opened(directory / "l1", 6 << 20) as file:
+        file.allocate(0, 6 << 20)
+        with pytest.raises(OSError):
+            file.finish(bytes(4 << 20))
+    with opened(directory / "l1", 6 << 20) as file:
+        assert (file.index, file.reason) == (None, "the server before it did not end in order")
+
+
+def test_holes_of_a_copied_file_get_space_or_are_not_used(mounted):
+    directory = mounted("size=8m")
+    with opened(directory / "l1", 6 << 20) as file:
+        file.ensure(32)
+        assert (directory / "l1").stat().st_blocks * 512 >= 32 * FRAME_BYTES
+        (directory / "other").write_bytes(bytes(4 << 20))
+        with pytest.raises(OSError):
+            file.ensure(96)
+
+
+def test_closing_does_not_wait_for_all_of_a_large_file(tmp_path):
+    path = Path(f"/dev/shm/lmcache-test-{os.getpid()}.close")
+    try:
+        with opened(path, 2 << 30) as file, filling(file) as (memory, _):
+            started_s = time.monotonic()
+            memory.close()
+            assert time.monotonic() - started_s < 2
+    finally:
+        path.unlink()

@@ -1,0 +1,179 @@
+"""The index at rest: all of it comes back, or nothing does, whatever became of it."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmcache_client.contract import codec
+from lmcache_client.contract.geometry import GroupSpec, Region
+from lmcache_server import warm
+from lmcache_server.core.cache import Cache, Layout, Reservation
+from lmcache_server.core.index import StoredObject
+from lmcache_server.core.snapshot import Snapshot, SnapshotError
+
+FRAME_BYTES = 100
+TOTAL_FRAMES = 60
+GROUPS = (GroupSpec("full", 16, 0, "tag", (Region(0, 0, 64, 64),)), GroupSpec("recurrent", 16, 0, "", ()))
+LAYOUTS = tuple(Layout(bytes([name]) * 32, 16, GROUPS, ((0, 1), (0,))) for name in (1, 2))
+KNOWN = {layout.namespace: {"model": "some/model", "world_size": 2} for layout in LAYOUTS}
+
+
+def filled(now_s=50.0):
+    """A cache with chunks of two namespaces, used at different times; the last is not complete."""
+    cache = Cache(FRAME_BYTES, TOTAL_FRAMES)
+    for nth in range(9):
+        layout = LAYOUTS[nth % 2]
+        for of, shard in ((0, 0), (0, 1), (1, 0)) if nth < 8 else ((0, 1),):
+            cache.expire(now_s - 10 + nth)
+            reservation = cache.reserve(layout, bytes([nth]) * 32, 0, of, shard, 1, 150 + nth, 1)
+            assert isinstance(reservation, Reservation)
+            cache.commit(reservation)
+    return cache
+
+
+def restored(index, now_s=7.0):
+    cache = Cache(FRAME_BYTES)
+    cache.restore(warm.decode(index, TOTAL_FRAMES)[0], now_s)
+    cache.check_integrity()
+    return cache
+
+
+def content(cache, now_s):
+    return [
+        (chunk.namespace, chunk.key, chunk.ready, chunk.objects, round(now_s - chunk.last_used_s, 6))
+        for chunk in cache._order
+    ]
+
+
+def test_everything_comes_back_ages_included():
+    cache = filled()
+    index = warm.encode(cache.snapshot(50.0), KNOWN)
+    again = restored(index)
+    assert content(again, 7.0) == content(cache, 50.0)
+    assert len(content(again, 7.0)) == 9
+    for name in ("total_frames", "free_frames", "used_frames", "stored_bytes", "num_chunks"):
+        assert getattr(again, name) == getattr(cache, name)
+    assert warm.decode(index, TOTAL_FRAMES)[1] == KNOWN
+    assert warm.encode(again.snapshot(7.0), KNOWN) == index
+
+
+def test_an_empty_cache_comes_back_empty():
+    again = restored(warm.encode(Cache(FRAME_BYTES, 3).snapshot(0.0), {}))
+    assert (again.num_chunks, again.total_frames, again.free_frames) == (0, 3, 3)
+
+
+def test_what_is_in_use_is_not_taken():
+    cache = filled()
+    layout = LAYOUTS[0]
+    hit = cache.lookup(layout, [bytes(32)], 0, 16, 1, 50.0)
+    assert hit.lease_id
+    writing = cache.reserve(layout, b"w" * 32, 0, 0, 0, 1, 10, 1)
+    assert isinstance(writing, Reservation)
+    again = restored(warm.encode(cache.snapshot(50.0), {}))
+    assert again.num_chunks == 8
+    assert not again._index.chunks(layout.namespace).keys() & {bytes(32), b"w" * 32}
+
+
+def row(**changes):
+    values = {
+        "number": 0, "key": b"k" * 32, "age_s": 1.5, "ready": b"\x03",
+        "objects": [StoredObject(1, 150, ((0, 2),)).pack(), StoredObject(1, 250, ((4, 1), (2, 2))).pack()],
+    }  # fmt: skip
+    return list((values | changes).values())
+
+
+def one(*runs, num_bytes=150):
+    return {"ready": b"\x01", "objects": [StoredObject(1, num_bytes, runs).pack()]}
+
+
+def test_the_row_of_the_tests_below_is_good():
+    cache = Cache(FRAME_BYTES)
+    cache.restore(Snapshot(10, [b"n" * 32], [row()]), 0.0)
+    cache.check_integrity()
+    assert (cache.used_frames, cache.stored_bytes) == (5, 400)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [row(), row()],
+        [row(), row(key=b"l" * 32)],
+        [row(**one((9, 2)))],
+        [row(**one((0, 2), num_bytes=201))],
+        [row(**one((0, 2), num_bytes=100))],
+        [row(**one((0, 2), num_bytes=0))],
+        [row(**one(num_bytes=0))],
+        [row(**one((0, 1), (0, 1)))],
+        [row(ready=b"\x07")],
+        [row(ready=b"\x01")],
+        [row(ready=b"")],
+        [row(ready=b"", objects=[])],
+        [row(ready=3)],
+        [row(number=1)],
+        [row(number=-1)],
+        [row(number="0")],
+        [row(key="k" * 32)],
+        [row(age_s=-1.0)],
+        [row(age_s=math.nan)],
+        [row(age_s=math.inf)],
+        [row(age_s=1)],
+        [row(objects=["text", "text"])],
+        [row(objects=[b"short", b"short"])],
+        [row(objects=[row()[4][0], row()[4][1] + b"\0"])],
+        [row(objects=7)],
+        [row()[:4]],
+        [7],
+        [None],
+    ],
+)
+def test_rows_that_do_not_fit_together_restore_nothing(rows):
+    cache = Cache(FRAME_BYTES)
+    with pytest.raises(SnapshotError):
+        cache.restore(Snapshot(10, [b"n" * 32], rows), 0.0)
+    cache.check_integrity()
+    assert (cache.num_chunks, cache.total_frames) == (0, 0)
+
+
+def index_of(total_frames=10, namespaces=(b"n" * 32,), described=("null",), rows=()):
+    return codec.pack([total_frames, namespaces, described, rows])
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        b"",
+        b"\xc1",
+        codec.pack(7),
+        codec.pack([1, 2, 3]),
+        codec.pack({}),
+        index_of(total_frames=TOTAL_FRAMES + 1),
+        index_of(total_frames=-1),
+        index_of(total_frames=1.0),
+        index_of(namespaces=7),
+        index_of(namespaces=([],), described=('{"model": "some/model"}',)),
+        index_of(described=()),
+        index_of(described=("no JSON",)),
+        index_of(described=(7,)),
+        index_of(rows=7),
+        index_of() + b"\0",
+    ],
+)
+def test_an_index_of_another_shape_restores_nothing(index):
+    with pytest.raises(SnapshotError):
+        restored(index)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(1, 255)), min_size=1, max_size=3))
+def test_an_index_with_flipped_bytes_restores_a_sound_cache_or_nothing(flips):
+    """As if its digest had been right: this is the second line of defence."""
+    index = bytearray(warm.encode(filled().snapshot(50.0), KNOWN))
+    for position, bits in flips:
+        index[position % len(index)] ^= bits
+    try:
+        cache = restored(bytes(index))
+    except SnapshotError:
+        return
+    assert cache.num_chunks <= 9
