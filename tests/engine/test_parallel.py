@@ -6,7 +6,7 @@ from harness.prompts import prompt
 from harness.server import LMCacheServer
 
 TWO_RANKS = {"multiprocessing": True, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
-PATIENT = {"lmcache.mp.lookup_timeout_s": 20}
+PATIENT = {"lmcache.mp.lookup_timeout_s": 100}
 """Two ranks and the server on two cores: an answer can take long."""
 
 

@@ -54,7 +54,7 @@ def test_all_workers_and_both_sides_add_up_in_vllms_multi_connector(server: LMCa
     child = {
         "kv_connector": "LMCacheMPConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"lmcache.mp.port": server.port, "lmcache.mp.lookup_timeout_s": 20},
+        "kv_connector_extra_config": {"lmcache.mp.port": server.port, "lmcache.mp.lookup_timeout_s": 100},
     }
     multi = {
         "kv_connector": "MultiConnector",

@@ -109,7 +109,7 @@ class Engine:
                 "kv_connector_extra_config": {**extra, **(extra_config or {})},
                 **(connector or {}),
             }
-        self._environment = self._make_environment(model, multiprocessing, env or {})
+        self.environment = self._make_environment(model, multiprocessing, env or {})
 
     def _make_environment(
         self, model: str, multiprocessing: bool, env: Mapping[str, str | None]
@@ -143,7 +143,7 @@ class Engine:
                     json.dumps(self._arguments),
                 ],
                 cwd=ROOT,
-                env=self._environment,
+                env=self.environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

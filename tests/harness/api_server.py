@@ -1,0 +1,99 @@
+"""vLLM's OpenAI server as a child process."""
+
+import json
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from harness.engine import START_TIMEOUT_S, Engine
+from harness.models import model_path
+from harness.paths import ROOT
+from harness.processes import free_port, kill_group, new_log, tail
+from harness.server import LMCacheServer
+
+
+class ApiServer:
+    """`vllm serve` of a tiny model that uses `server`. A context manager; `flags` are vLLM's options."""
+
+    def __init__(self, model: str, server: LMCacheServer, *flags: str, **extra_config: Any) -> None:
+        connector = {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"lmcache.mp.port": server.port, **extra_config},
+        }
+        self.port = free_port()
+        self.log = new_log(f"api-{model}")
+        self.model = str(model_path(model))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._environment = Engine(model, server=server, multiprocessing=True).environment
+        self._command = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model),
+            *("--host", "127.0.0.1", "--port", str(self.port), "--skip-tokenizer-init", "--enforce-eager"),
+            *("--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "8"),
+            *("--kv-cache-memory-bytes", str(64 << 20), "--kv-transfer-config", json.dumps(connector)),
+            *flags,
+        ]
+
+    def __enter__(self) -> Self:
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                cwd=ROOT,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        limit_s = time.monotonic() + START_TIMEOUT_S
+        while not self._is_ready():
+            if self._process.poll() is not None or time.monotonic() > limit_s:
+                kill_group(self._process)
+                raise AssertionError(f"vLLM's server did not start\n{tail(self.log)}")
+            time.sleep(0.2)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process is not None
+        kill_group(self._process)
+        if error is not None:
+            error.add_note(tail(self.log))
+
+    def _is_ready(self) -> bool:
+        try:
+            self.get("/health")
+        except OSError:
+            return False
+        return True
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as response:
+            body: bytes = response.read()
+        return body.decode()
+
+    def complete(self, prompt: Sequence[int], replica: int, max_tokens: int = 8) -> list[int]:
+        """The tokens that follow `prompt`, from the data-parallel replica of this number."""
+        question = {
+            "model": self.model,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "detokenize": False,
+            "return_token_ids": True,
+        }
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions",
+            json.dumps(question).encode(),
+            {"Content-Type": "application/json", "X-data-parallel-rank": str(replica)},
+        )
+        with urllib.request.urlopen(request, timeout=120) as response:
+            tokens: list[int] = json.load(response)["choices"][0]["token_ids"]
+        return tokens
