@@ -83,8 +83,10 @@ def shared(first: Request, second: Request) -> list[bool]:
 def requests(draw: st.DrawFn) -> Request:
     images, offset = [], draw(st.integers(0, 20))
     for _ in range(draw(st.integers(0, 2))):
-        length = draw(st.sampled_from([1, 8, 20]))
-        images.append((draw(st.sampled_from("ab")), offset, length))
+        # What is the same takes up the same room: vLLM does not tell lengths apart inside a block either.
+        name = draw(st.sampled_from("abc"))
+        length = {"a": 1, "b": 8, "c": 20}[name]
+        images.append((name, offset, length))
         offset += length + draw(st.sampled_from([0, 5]))
     return request(
         images,
