@@ -1,0 +1,314 @@
+"""CUDA's driver API, as far as this project needs it, by ctypes.
+
+The connector inside vLLM and the server both call the driver itself: no version of torch, cupy or CUDA's
+runtime has a say in what a handle means on either side. Signatures: CUDA Toolkit documentation, CUDA Driver
+API; each is the one that the exported name has had since the CUDA version given below or earlier.
+"""
+
+import ctypes
+import functools
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_ulonglong, c_void_p
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+HANDLE_BYTES = 64
+UUID_BYTES = 16
+NON_BLOCKING = 1
+"""Of a stream: not ordered with the legacy default stream."""
+
+_BLOCKING_SYNC_NO_TIMING = 1 | 2
+_SCHED_BLOCKING_SYNC = 4
+_PORTABLE_DEVICEMAP = 1 | 2
+_LAZY_PEER_ACCESS = 1
+_ORDINAL, _LEGACY_IPC = 9, 10
+_COMPUTE_MAJOR, _COMPUTE_MINOR, _HOST_POINTER = 75, 76, 91
+_CAPTURE_RELAXED = 2
+_BATCH_VERSION = 12080
+_STREAM_ORDER = 1
+
+_U64 = c_ulonglong
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuInit": (c_uint,),
+    "cuDriverGetVersion": (POINTER(c_int),),
+    "cuGetErrorString": (c_int, POINTER(c_char_p)),
+    "cuGetProcAddress_v2": (c_char_p, POINTER(c_void_p), c_int, _U64, c_void_p),
+    "cuDeviceGetCount": (POINTER(c_int),),
+    "cuDeviceGetUuid_v2": (c_void_p, c_int),
+    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuDeviceGetPCIBusId": (c_void_p, c_int, c_int),
+    "cuDevicePrimaryCtxSetFlags_v2": (c_int, c_uint),
+    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuDevicePrimaryCtxRelease_v2": (c_int,),
+    "cuCtxGetCurrent": (POINTER(c_void_p),),
+    "cuCtxSetCurrent": (c_void_p,),
+    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
+    "cuPointerGetAttribute": (c_void_p, c_int, _U64),
+    "cuMemGetAddressRange_v2": (POINTER(_U64), POINTER(c_size_t), _U64),
+    "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
+    "cuMemAlloc_v2": (POINTER(_U64), c_size_t),
+    "cuMemFree_v2": (_U64,),
+    "cuIpcGetMemHandle": (c_void_p, _U64),
+    "cuIpcCloseMemHandle": (_U64,),
+    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
+    "cuMemHostUnregister": (c_void_p,),
+    "cuMemcpyAsync": (_U64, _U64, c_size_t, c_void_p),
+    "cuStreamCreateWithPriority": (POINTER(c_void_p), c_uint, c_int),
+    "cuStreamSynchronize": (c_void_p,),
+    "cuStreamDestroy_v2": (c_void_p,),
+    "cuEventCreate": (POINTER(c_void_p), c_uint),
+    "cuEventRecord": (c_void_p, c_void_p),
+    "cuEventSynchronize": (c_void_p,),
+    "cuEventDestroy_v2": (c_void_p,),
+    "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
+    "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
+    "cuLaunchKernel": (c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p),
+}
+
+
+class CudaError(Exception):
+    """A call of the driver failed with `code` (a CUresult)."""
+
+    def __init__(self, call: str, code: int, text: str) -> None:
+        super().__init__(f"{call}: {text} (CUDA error {code})")
+        self.code = code
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = (("reserved", c_ubyte * HANDLE_BYTES),)
+
+
+class _CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes; both location hints stay empty."""
+
+    _fields_ = (("source_order", c_int), ("hints", c_int * 4), ("flags", c_uint))
+
+
+class Driver:
+    """Calls that raise CudaError. Contexts, streams and events are the driver's own handles, as integers.
+
+    Unless said otherwise a call is about the context that is current on the calling thread.
+    """
+
+    def __init__(self) -> None:
+        """Raises OSError where there is no driver, AttributeError where it is older than CUDA 12, and
+        CudaError where it has no GPU."""
+        self._library = ctypes.CDLL("libcuda.so.1")
+        for name, argument_types in _SIGNATURES.items():
+            function = getattr(self._library, name)
+            function.argtypes, function.restype = argument_types, c_int
+        # By value: the one argument of this API that is no plain number or pointer.
+        self._library.cuIpcOpenMemHandle_v2.argtypes = (POINTER(_U64), _IpcHandle, c_uint)
+        self._call("cuInit", 0)
+        self._batch = self._find_batch()
+
+    def _call(self, name: str, *arguments: object) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            raise self._error(name, code)
+
+    def _error(self, name: str, code: int) -> CudaError:
+        text = c_char_p()
+        self._library.cuGetErrorString(code, ctypes.byref(text))
+        return CudaError(name, code, (text.value or b"unknown error").decode())
+
+    def _out(self, name: str, kind: type, *arguments: object) -> Any:
+        """The value that `name` stores behind its first argument."""
+        out = kind()
+        self._call(name, ctypes.byref(out), *arguments)
+        return out.value
+
+    def version(self) -> int:
+        """The newest CUDA that the driver knows: 12080 is 12.8."""
+        return int(self._out("cuDriverGetVersion", c_int))
+
+    # -- devices and contexts ---------------------------------------------------------------------
+
+    def num_devices(self) -> int:
+        return int(self._out("cuDeviceGetCount", c_int))
+
+    def uuid(self, ordinal: int) -> bytes:
+        """UUID_BYTES that name the device (of MIG, the instance) in every process."""
+        found = ctypes.create_string_buffer(UUID_BYTES)
+        self._call("cuDeviceGetUuid_v2", found, ordinal)
+        return found.raw
+
+    def pci_bus_id(self, ordinal: int) -> str:
+        found = ctypes.create_string_buffer(32)
+        self._call("cuDeviceGetPCIBusId", found, len(found), ordinal)
+        return found.value.decode()
+
+    def compute_capability(self, ordinal: int) -> str:
+        """As in `sm_90`: "90"."""
+        parts = (
+            self._out("cuDeviceGetAttribute", c_int, a, ordinal) for a in (_COMPUTE_MAJOR, _COMPUTE_MINOR)
+        )
+        return "".join(map(str, parts))
+
+    def sees_host_pointers(self, ordinal: int) -> bool:
+        """Whether a kernel reaches registered host memory at the address that the process has for it."""
+        return bool(self._out("cuDeviceGetAttribute", c_int, _HOST_POINTER, ordinal))
+
+    def retain_context(self, ordinal: int) -> int:
+        """The device's one context of this process. Who waits in it sleeps."""
+        self._call("cuDevicePrimaryCtxSetFlags_v2", ordinal, _SCHED_BLOCKING_SYNC)
+        return int(self._out("cuDevicePrimaryCtxRetain", c_void_p, ordinal))
+
+    def release_context(self, ordinal: int) -> None:
+        self._call("cuDevicePrimaryCtxRelease_v2", ordinal)
+
+    def current_context(self) -> int:
+        """0 where none is current."""
+        return int(self._out("cuCtxGetCurrent", c_void_p) or 0)
+
+    def enter(self, context: int) -> None:
+        """Make it current on this thread, which another thread's capture of a graph does not disturb (nor
+        it the capture)."""
+        self._call("cuCtxSetCurrent", context)
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(c_int(_CAPTURE_RELAXED)))
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def ordinal_of(self, address: int) -> int:
+        """The device whose memory this is."""
+        found = c_int()
+        self._call("cuPointerGetAttribute", ctypes.byref(found), _ORDINAL, address)
+        return found.value
+
+    def has_ipc_handle(self, address: int) -> bool:
+        """False for memory of the virtual memory API and of memory pools."""
+        found = c_uint()
+        self._call("cuPointerGetAttribute", ctypes.byref(found), _LEGACY_IPC, address)
+        return bool(found.value)
+
+    def allocation(self, address: int) -> tuple[int, int]:
+        """(first address, bytes) of the allocation that `address` lies in."""
+        base, num_bytes = _U64(), c_size_t()
+        self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(num_bytes), address)
+        return base.value, num_bytes.value
+
+    def memory_info(self) -> tuple[int, int]:
+        """(free, all) bytes of the device."""
+        free, total = c_size_t(), c_size_t()
+        self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return free.value, total.value
+
+    def allocate(self, num_bytes: int) -> int:
+        return int(self._out("cuMemAlloc_v2", _U64, num_bytes))
+
+    def free(self, address: int) -> None:
+        self._call("cuMemFree_v2", address)
+
+    def ipc_handle(self, address: int) -> bytes:
+        """HANDLE_BYTES that another process opens to the first address of the same allocation."""
+        handle = ctypes.create_string_buffer(HANDLE_BYTES)
+        self._call("cuIpcGetMemHandle", handle, address)
+        return handle.raw
+
+    def open_handle(self, handle: bytes) -> int:
+        """The address, in this process, of the allocation that another process exported."""
+        by_value = _IpcHandle.from_buffer_copy(handle)
+        return int(self._out("cuIpcOpenMemHandle_v2", _U64, by_value, _LAZY_PEER_ACCESS))
+
+    def close_handle(self, address: int) -> None:
+        self._call("cuIpcCloseMemHandle", address)
+
+    def register_host(self, address: int, num_bytes: int) -> None:
+        """Pin host memory for every context of this process, kernels included."""
+        self._call("cuMemHostRegister_v2", address, num_bytes, _PORTABLE_DEVICEMAP)
+
+    def unregister_host(self, address: int) -> None:
+        self._call("cuMemHostUnregister", address)
+
+    # -- streams, events, copies ------------------------------------------------------------------
+
+    def create_stream(self) -> int:
+        return int(self._out("cuStreamCreateWithPriority", c_void_p, NON_BLOCKING, 0))
+
+    def synchronize(self, stream: int) -> None:
+        self._call("cuStreamSynchronize", stream)
+
+    def destroy_stream(self, stream: int) -> None:
+        self._call("cuStreamDestroy_v2", stream)
+
+    def create_event(self) -> int:
+        """Who waits for it sleeps."""
+        return int(self._out("cuEventCreate", c_void_p, _BLOCKING_SYNC_NO_TIMING))
+
+    def record(self, event: int, stream: int) -> None:
+        self._call("cuEventRecord", event, stream)
+
+    def wait_for(self, event: int) -> None:
+        """Until everything that its stream had before the event was recorded has happened."""
+        self._call("cuEventSynchronize", event)
+
+    def destroy_event(self, event: int) -> None:
+        self._call("cuEventDestroy_v2", event)
+
+    def copy(self, destination: int, source: int, num_bytes: int, stream: int) -> None:
+        """Enqueue one copy; the addresses say which side is host memory."""
+        self._call("cuMemcpyAsync", destination, source, num_bytes, stream)
+
+    def copy_batch(
+        self,
+        destination: NDArray[np.uint64],
+        source: NDArray[np.uint64],
+        length: NDArray[np.uint64],
+        stream: int,
+    ) -> None:
+        """Enqueue copies in one call where the driver has that (CUDA 12.8), else one by one; in no order
+        among each other. The arrays may change when this returns."""
+        if self._batch is None:
+            for to, at, size in zip(destination.tolist(), source.tolist(), length.tolist(), strict=True):
+                self.copy(to, at, size, stream)
+            return
+        arrays = [np.ascontiguousarray(array, np.uint64) for array in (destination, source, length)]
+        # Sources are read in the order of the stream: in "any" order a page could be read too early.
+        attributes = _CopyAttributes(_STREAM_ORDER)
+        first, failed = c_size_t(0), c_size_t()
+        code = self._batch(
+            *(array.ctypes.data for array in arrays),
+            len(length),
+            ctypes.byref(attributes),
+            ctypes.byref(first),
+            1,
+            ctypes.byref(failed),
+            stream,
+        )
+        if code:
+            raise self._error("cuMemcpyBatchAsync", code)
+
+    def _find_batch(self) -> Any:
+        address, status = c_void_p(), c_int()
+        name = b"cuMemcpyBatchAsync"
+        code = self._library.cuGetProcAddress_v2(
+            name, ctypes.byref(address), _BATCH_VERSION, 0, ctypes.byref(status)
+        )
+        if code or not address.value:
+            return None
+        kind = ctypes.CFUNCTYPE(
+            c_int, *[c_void_p] * 3, c_size_t, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p
+        )
+        return kind(address.value)
+
+    # -- kernels ----------------------------------------------------------------------------------
+
+    def load_kernel(self, image: bytes, name: str) -> int:
+        """A function of a module (a cubin, or PTX), which stays loaded."""
+        module = self._out("cuModuleLoadData", c_void_p, image)
+        return int(self._out("cuModuleGetFunction", c_void_p, module, name.encode()))
+
+    def launch(self, function: int, blocks: int, threads: int, stream: int, *arguments: Any) -> None:
+        """Enqueue a kernel; `arguments` are ctypes values, read before this returns."""
+        pointers = (c_void_p * len(arguments))(*[ctypes.addressof(each) for each in arguments])
+        self._call("cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, None)
+
+
+@functools.cache
+def load() -> Driver | None:
+    """The driver, if this machine has one and it shows this process a GPU."""
+    try:
+        return Driver()
+    except (OSError, AttributeError, CudaError):
+        return None
