@@ -53,6 +53,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuIpcCloseMemHandle": (_U64,),
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
     "cuMemHostUnregister": (c_void_p,),
+    "cuMemcpyDtoH_v2": (c_void_p, _U64, c_size_t),
+    "cuMemcpyHtoD_v2": (_U64, c_void_p, c_size_t),
     "cuMemcpyAsync": (_U64, _U64, c_size_t, c_void_p),
     "cuStreamCreateWithPriority": (POINTER(c_void_p), c_uint, c_int),
     "cuStreamSynchronize": (c_void_p,),
@@ -213,6 +215,17 @@ class Driver:
 
     def close_handle(self, address: int) -> None:
         self._call("cuIpcCloseMemHandle", address)
+
+    def read(self, address: int, num_bytes: int) -> bytes:
+        """Bytes of the device, for a few of them."""
+        found = ctypes.create_string_buffer(num_bytes)
+        self._call("cuMemcpyDtoH_v2", found, address, num_bytes)
+        return found.raw
+
+    def write(self, address: int, data: bytes) -> None:
+        """A few bytes to the device; when this returns they are there, for other processes as well."""
+        self._call("cuMemcpyHtoD_v2", address, data, len(data))
+        self.synchronize(0)
 
     def register_host(self, address: int, num_bytes: int) -> None:
         """Pin host memory for every context of this process, kernels included."""

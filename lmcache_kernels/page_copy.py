@@ -1,16 +1,16 @@
 """Launches page_copy.cu: a list of pieces, copied by one kernel in stream order.
 
-It has been compiled, and its source is tested on a CPU; it has never run on a GPU (docs/gpu.md).
+cupy brings the compiler (NVRTC) and nothing else: the driver loads and launches what it made.
 """
 
+import ctypes
+import mmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    import cupy
+from lmcache_kernels.driver import CudaError, Driver
 
 SOURCE = Path(__file__).with_suffix(".cu")
 TILE_BYTES = 4096
@@ -19,46 +19,97 @@ THREADS = 512
 """Of a block; at 16 bytes a load and four loads a thread, 32 KiB are on their way."""
 BLOCKS = 8
 """At most as many multiprocessors are taken from the engine."""
+MAX_PIECES = 8192
+"""Of one launch."""
 
 _MAX_ITEMS = 1 << 31
+_ROW_BYTES = 24
+_TABLES = 4
+"""Launches that may be on their way at a time."""
+
+
+class KernelError(Exception):
+    """There is no kernel for this device; the message says what to install."""
+
+
+def compiled(architecture: str) -> bytes:
+    """The kernel for compute capability `architecture` ("90"), by cupy's NVRTC. Raises KernelError."""
+    try:
+        from cupy.cuda import nvrtc
+    except ImportError as error:
+        raise KernelError(
+            "small pages are copied one by one; a kernel that is faster comes with pip install "
+            "'lmcache-mp[cuda13]', or 'lmcache-mp[cuda12]' for a driver before 580"
+        ) from error
+    try:
+        program = nvrtc.createProgram(SOURCE.read_text(), SOURCE.name, (), ())
+        nvrtc.compileProgram(program, (f"--gpu-architecture=sm_{architecture}", "--std=c++17"))
+        image: bytes = nvrtc.getCUBIN(program)
+    except Exception as error:  # cupy's own types, of which it exports none
+        raise KernelError(
+            f"cupy's NVRTC did not compile the copy kernel for sm_{architecture}: {error}"
+        ) from error
+    return image
 
 
 class PageCopy:
-    """The kernel on cupy's current device, compiled for it by NVRTC."""
+    """The kernel and the tables of its launches, for one thread whose context is current."""
 
-    def __init__(self) -> None:
-        """Raises ImportError, with what to install, where there is no cupy."""
+    def __init__(self, driver: Driver, function: int) -> None:
+        """`function` is `page_copy` of the compiled module. Raises CudaError."""
+        self._driver = driver
+        self._function = function
+        size_bytes = _TABLES * MAX_PIECES * _ROW_BYTES
+        # Of whole pages, so that no other registration has part of them.
+        self._staging = mmap.mmap(-1, size_bytes)
+        self._host = np.frombuffer(self._staging, np.uint64).reshape(_TABLES, MAX_PIECES, 3)
+        self._events: list[int] = []
+        self._next = 0
+        self._device = driver.allocate(size_bytes)
         try:
-            import cupy
-        except ImportError as error:
-            raise ImportError(
-                "copies on a GPU need cupy: pip install 'lmcache-mp[cuda13]', or 'lmcache-mp[cuda12]' for a "
-                "driver before 580"
-            ) from error
-        self._cupy: Any = cupy
-        self._kernel: Any = cupy.RawModule(code=SOURCE.read_text()).get_function("page_copy")
+            driver.register_host(self._host.ctypes.data, size_bytes)
+        except CudaError:
+            driver.free(self._device)
+            raise
+        self._events = [driver.create_event() for _ in range(_TABLES)]
 
     def launch(
         self,
         source: NDArray[np.uint64],
         destination: NDArray[np.uint64],
         length: NDArray[np.uint64],
-        stream: "cupy.cuda.Stream",
+        stream: int,
         num_blocks: int = BLOCKS,
     ) -> None:
-        """Enqueue the copy of `length[i]` bytes from `source[i]` to `destination[i]`, for every i.
+        """Enqueue the copy of `length[i]` bytes from `source[i]` to `destination[i]`, for every i; at most
+        MAX_PIECES.
 
         Addresses are those the device sees: of its own memory, or of pinned host memory. The arrays may
-        change when this returns. Raises ValueError, or what cupy raises when the launch fails.
+        change when this returns. Raises ValueError or CudaError.
         """
         if not len(length):
             return
         table, tiles = arguments(source, destination, length)
-        with stream:
-            # cupy gives the table's memory to nothing but later work of this stream.
-            on_device = self._cupy.asarray(table)
-            plain = (np.uint32(len(table)), np.uint32(tiles), np.uint32(TILE_BYTES))
-            self._kernel((num_blocks,), (THREADS,), (on_device, *plain))
+        slot, self._next = self._next, (self._next + 1) % _TABLES
+        event = self._events[slot]
+        # An event that was never recorded has happened.
+        self._driver.wait_for(event)
+        self._host[slot, : len(table)] = table
+        at = slot * MAX_PIECES * _ROW_BYTES
+        on_device = self._device + at
+        self._driver.copy(on_device, self._host.ctypes.data + at, table.nbytes, stream)
+        plain = map(ctypes.c_uint, (len(table), tiles, TILE_BYTES))
+        self._driver.launch(
+            self._function, num_blocks, THREADS, stream, ctypes.c_ulonglong(on_device), *plain
+        )
+        self._driver.record(event, stream)
+
+    def close(self) -> None:
+        """No launch may be on its way. Raises CudaError."""
+        for event in self._events:
+            self._driver.destroy_event(event)
+        self._driver.unregister_host(self._host.ctypes.data)
+        self._driver.free(self._device)
 
 
 def arguments(

@@ -25,12 +25,13 @@ class Copies:
         self._metrics = metrics
         self._system = system
 
-    def attach(self, shard: Shard) -> None:
-        """Give a proven shard its copy thread."""
-        assert shard.process is not None
+    def attach(self, shard: Shard, opened: Callable[[Exception | None, list[bytes]], None]) -> None:
+        """Give a shard its copy thread, which maps its memory and calls `opened` with what stands where the
+        nonce should be."""
         name = f"copy-{shard.engine_id[:8]}-{shard.rank}"
         # Asked before each slice, because the process id may be given to another.
-        shard.copier = self._system.copier(name, shard.memory.pid, shard.process.alive)
+        alive = shard.process.alive if shard.process is not None else lambda: True
+        shard.copier = self._system.copier(name, shard.memory, opened, alive)
 
     def detach(self, shard: Shard) -> None:
         """End the shard's copies; when this returns none of its memory is being copied."""
@@ -175,7 +176,8 @@ class Copies:
         shard.copier.submit(CopyJob(direction == "load", build, done, after))
 
     def _pieces(self, shard: Shard, pages: Sequence[tuple[int, Page]]) -> list[Pieces]:
-        bases = [start for start, _ in shard.memory.buffers]
+        assert shard.copier is not None
+        bases = shard.copier.bases
         groups = shard.geometry.groups
         start = self.l1.base_address
         return [pieces(page, groups[g].regions, bases, start, FRAME_BYTES) for g, page in pages]

@@ -15,14 +15,17 @@ from lmcache_server.machine import available_bytes, memory_info
 
 if TYPE_CHECKING:
     from lmcache_server.l1_file import L1File
+    from lmcache_server.transfer.pins import Pins
 
 logger = logging.getLogger(__name__)
 
 FRAME_BYTES = 64 << 10
 PIECE_BYTES = 32 << 20
 """What one thread populates at a time; closing waits for a piece."""
-MAX_POPULATE_THREADS = 4
-POPULATE_NICENESS = 10
+UNIT_BYTES = 8 * PIECE_BYTES
+"""What one thread takes on, and what is pinned for GPUs at a time."""
+MAX_FILL_THREADS = 4
+FILL_NICENESS = 10
 
 _MADV_POPULATE_WRITE = 23
 _MAP_HUGETLB = 0x40000
@@ -35,8 +38,8 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class L1Memory:
-    """One mapping of whole frames: anonymous, usable at once and populated in the background, or of a file,
-    usable as far as `fill` has come.
+    """One mapping of whole frames: anonymous and usable at once, or of a file and usable as far as `fill` has
+    come.
 
     Populating a page never changes what is in it, so copies need not wait for it; it only spares them the
     cost of the first touch.
@@ -47,7 +50,6 @@ class L1Memory:
         size_bytes: int,
         *,
         hugetlb: bool = False,
-        populate: bool = True,
         file: "L1File | None" = None,
     ) -> None:
         """Maps `size_bytes`, rounded down to whole frames.
@@ -59,6 +61,8 @@ class L1Memory:
         if not self.num_frames:
             raise StartError(f"--l1-size-gb must give at least one frame of {FRAME_BYTES} bytes")
         self.file = file
+        self.pins: Pins | None = None
+        """Set before `fill`, where GPUs are to be served."""
         if file is not None:
             self._mapping = _map_file(file)
         else:
@@ -69,22 +73,35 @@ class L1Memory:
         self._populated_bytes = 0
         self._closing = False
         self._threads: list[threading.Thread] = []
-        if populate and file is None:
-            self._start_populating()
 
     @property
     def populated_bytes(self) -> int:
         """How much of it the background threads have populated so far; of a file, what has its space."""
         return self._populated_bytes
 
-    def fill(self, usable_frames: int, grow: Callable[[int], object]) -> None:
-        """Takes the space of the file in the background, without which a write to the mapping could end the
-        process. The first `usable_frames` frames have theirs; `grow(frames)` says, in a thread of its own,
-        that so many more can be used."""
-        assert self.file is not None
-        arguments = (self.file, usable_frames * FRAME_BYTES, grow)
-        self._threads.append(threading.Thread(target=self._fill, args=arguments, name="l1-fill", daemon=True))
-        self._threads[-1].start()
+    @property
+    def pinned_bytes(self) -> int:
+        return self.pins.pinned_bytes if self.pins is not None else 0
+
+    def fill(
+        self,
+        usable_frames: int = 0,
+        grow: Callable[[int], object] = lambda _frames: None,
+    ) -> None:
+        """Backs it with memory in the background, and pins it where there are GPUs.
+
+        A file first takes its space, without which a write to the mapping could end the process: its first
+        `usable_frames` frames have theirs, and `grow(frames)` says, in another thread, that so many more can
+        be used.
+        """
+        count = 1 if self.file is not None else max(1, min(MAX_FILL_THREADS, (os.cpu_count() or 1) // 2))
+        for number in range(count):
+            arguments = (number, usable_frames * FRAME_BYTES, grow)
+            thread = threading.Thread(
+                target=self._fill, args=arguments, name=f"l1-fill-{number}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
 
     def stop(self) -> None:
         """Stops what goes on in the background."""
@@ -94,61 +111,57 @@ class L1Memory:
             thread.join()
 
     def close(self) -> None:
-        """Stops populating and unmaps. No copy may be under way."""
+        """Stops what goes on in the background and unmaps. No copy may be under way."""
         self.stop()
         self._mapping.close()
 
-    def _fill(self, file: "L1File", usable_bytes: int, grow: Callable[[int], object]) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), POPULATE_NICENESS)
-        # Populating a file on a disk would read all of it, and write all of it back.
-        populate = file.in_memory
-        for offset in range(0, self.num_bytes, PIECE_BYTES):
-            if self._closing:
-                return
-            end = min(offset + PIECE_BYTES, self.num_bytes)
-            fresh = max(offset, usable_bytes)
-            if fresh < end:
-                try:
-                    file.allocate(fresh, end - fresh)
-                except OSError as error:
-                    logger.error(
-                        "L1 has %.2f of %.2f GB and gets no more: no space for %s (%s); free some and start "
-                        "again, or ask for less with --l1-size-gb",
-                        fresh / GB_BYTES,
-                        self.num_bytes / GB_BYTES,
-                        file.path,
-                        error.strerror,
-                    )
-                    return
-                grow((end - fresh) // FRAME_BYTES)
-            if populate and (failure := _populate_piece(self.base_address + offset, end - offset)):
-                logger.warning("L1 is not populated beforehand but on first use: %s", os.strerror(failure))
-                populate = False
-            self._populated_bytes = end
-
-    def _start_populating(self) -> None:
-        count = max(1, min(MAX_POPULATE_THREADS, (os.cpu_count() or 1) // 2))
-        for number in range(count):
-            thread = threading.Thread(target=self._populate, name=f"l1-populate-{number}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
-
-    def _populate(self) -> None:
+    def _fill(self, number: int, usable_bytes: int, grow: Callable[[int], object]) -> None:
         # On Linux this is the niceness of this thread alone: engines and copies come first.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), POPULATE_NICENESS)
-        while True:
-            with self._lock:
-                offset = self._next_offset
-                if self._closing or offset >= self.num_bytes:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), FILL_NICENESS)
+        pins = self.pins
+        pin = pins is not None and pins.prepare(number)
+        # Populating a file on a disk would read all of it, and write all of it back.
+        populate = self.file is None or self.file.in_memory
+        while (unit := self._take_unit()) is not None:
+            for offset in range(unit, min(unit + UNIT_BYTES, self.num_bytes), PIECE_BYTES):
+                end = min(offset + PIECE_BYTES, self.num_bytes)
+                if self._closing or not self._take_space(max(offset, usable_bytes), end, grow):
                     return
-                self._next_offset += PIECE_BYTES
-            size_bytes = min(PIECE_BYTES, self.num_bytes - offset)
-            failure = _populate_piece(self.base_address + offset, size_bytes)
-            if failure:
-                logger.warning("L1 is not populated beforehand but on first use: %s", os.strerror(failure))
-                return
-            with self._lock:
-                self._populated_bytes += size_bytes
+                if populate and (failure := _populate_piece(self.base_address + offset, end - offset)):
+                    logger.warning(
+                        "L1 is not populated beforehand but on first use: %s", os.strerror(failure)
+                    )
+                    populate = False
+                if populate or self.file is not None:
+                    with self._lock:
+                        self._populated_bytes += end - offset
+            if pin and pins is not None:
+                pin = pins.pin_unit(unit // UNIT_BYTES)
+
+    def _take_unit(self) -> int | None:
+        with self._lock:
+            unit = self._next_offset
+            self._next_offset += UNIT_BYTES
+        return unit if unit < self.num_bytes and not self._closing else None
+
+    def _take_space(self, start: int, end: int, grow: Callable[[int], object]) -> bool:
+        """Bytes of a file that have no space yet get it; False if there is none."""
+        if self.file is None or start >= end:
+            return True
+        try:
+            self.file.allocate(start, end - start)
+        except OSError as error:
+            logger.error(
+                "L1 has %.2f of %.2f GB and gets no more: no space for %s (%s); free some and start again, "
+                "or ask for less with --l1-size-gb",
+                start / GB_BYTES,
+                self.num_bytes / GB_BYTES,
+                self.file.path,
+                error.strerror,
+            )
+            return False
+        grow((end - start) // FRAME_BYTES)
+        return True
 
 
 def _populate_piece(address: int, size_bytes: int) -> int:

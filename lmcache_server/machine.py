@@ -35,6 +35,20 @@ def file_system_type(descriptor: int) -> int:
     return int(answer[0])
 
 
+def local_processors(pci_bus_id: str, root: Path = Path("/")) -> set[int]:
+    """The processors of the NUMA node that a device is at; empty where the system does not say."""
+    try:
+        text = (root / "sys/bus/pci/devices" / pci_bus_id.lower() / "local_cpulist").read_text()
+    except OSError:
+        return set()
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            found.update(range(int(first), int(last or first) + 1))
+    return found
+
+
 def available_bytes(root: Path = Path("/")) -> tuple[int, str]:
     """(bytes that can still be allocated, where that figure is from)."""
     available = memory_info().get("MemAvailable", _UNLIMITED_BYTES)

@@ -113,6 +113,9 @@ TABLE = (
         "L1 that the system has backed with memory or, in a file, with space.",
         {},
     ),
+    Metric(
+        "lmcache_l1_pinned_bytes", GAUGE, "L1 that is pinned for copies of GPUs; 0 where there are none.", {}
+    ),
     Metric("lmcache_l1_largest_free_bytes", GAUGE, "The largest contiguous free piece of L1.", {}),
     Metric("lmcache_chunks", GAUGE, "Chunks in the index.", {}),
     Metric("lmcache_leases", GAUGE, "Leases that hold chunks for requests.", {}),

@@ -1,7 +1,9 @@
 """Who may use the cache: sessions come and go, workers register memory and prove that it is theirs."""
 
+import functools
 import hmac
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from lmcache_client.contract import protocol
@@ -14,7 +16,6 @@ from lmcache_client.contract.protocol import (
     Join,
     Joined,
     Message,
-    Prove,
     Register,
     Registered,
     Welcome,
@@ -34,7 +35,6 @@ from lmcache_server.sessions import (
     namespace_summary,
 )
 from lmcache_server.system import Process, ScarceError, System
-from lmcache_server.transfer import host
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +135,8 @@ class Registry:
             limit_s = SILENT_SESSION_S if session.process is None else SILENT_PROCESS_S
             if now_s - session.heard_s > limit_s:
                 self.drop(session, f"silent for {limit_s:.0f} s")
+            elif session.shard is not None and session.shard.copier is not None and session.shard.copier.lost:
+                self.drop(session, "its GPU has failed")
 
     # -- registration -----------------------------------------------------------------------------
 
@@ -159,39 +161,48 @@ class Registry:
             geometry,
             memory,
             chunk_size,
-            nonce=self._system.random_bytes(protocol.NONCE_BYTES),
+            # As a number it is harmless: see Challenge.
+            nonce=bytes(byte & 0x3F for byte in self._system.random_bytes(protocol.NONCE_BYTES)),
         )
         return Challenge(session.shard.nonce)
 
-    def prove(self, session: Session, _message: Prove) -> Message:
+    def prove(self, session: Session, respond: Callable[[Callable[[], Message]], None]) -> None:
+        """Has the memory mapped; then `respond` is called with what says how it went."""
         shard = session.shard
         if shard is None or shard.copier is not None:
             raise Refusal(protocol.BAD_REQUEST, "there is no registration to prove")
         # Opened before the nonce is read: from then on the descriptor, not the number, is the process.
         shard.process = self._watched(shard.memory.pid)
-        try:
-            if shard.process is None:
-                raise host.NoAccessError(
-                    f"the server cannot see process {shard.memory.pid}: run it in the same process "
-                    "namespace as vLLM (containers: a shared pid namespace)"
-                )
-            found = self._system.read(shard.memory.pid, shard.memory.proof_address, len(shard.nonce))
-            for start, size in shard.memory.buffers:
-                self._system.check_access(shard.memory.pid, start, size)
-        except host.CopyError as error:
+        if shard.process is None and not shard.memory.device:
+            self._drop_shard(session)
+            raise Refusal(
+                protocol.NO_ACCESS,
+                f"the server cannot see process {shard.memory.pid}: run it in the same process namespace as "
+                "vLLM (containers: a shared pid namespace)",
+            )
+
+        def opened(error: Exception | None, found: list[bytes]) -> None:
+            respond(functools.partial(self._proven, session, shard, error, found))
+
+        self._copies.attach(shard, opened)
+
+    def _proven(self, session: Session, shard: Shard, error: Exception | None, found: list[bytes]) -> Message:
+        if session.shard is not shard:
+            raise Refusal(protocol.BAD_REQUEST, "the registration was given up before it was proven")
+        if error is not None:
             self._drop_shard(session)
             logger.warning("refused a worker of %s: %s", shard.model.model, error)
             raise Refusal(protocol.NO_ACCESS, str(error)) from error
-        if not hmac.compare_digest(found, shard.nonce):
+        if not all(hmac.compare_digest(each, shard.nonce) for each in found):
             self._drop_shard(session)
             raise Refusal(protocol.NO_ACCESS, "the nonce is not in the memory that was registered")
-        self._copies.attach(shard)
+        shard.proven = True
         engine = self.engines.add(shard)
         try:
             layout = engine.complete()
-        except GeometryError as error:
+        except GeometryError as misfit:
             self._drop_shard(session)
-            raise Refusal(protocol.CONFIGURATION, str(error)) from error
+            raise Refusal(protocol.CONFIGURATION, str(misfit)) from misfit
         if layout is not None:
             self.forget_namespaces()
             self.known[layout.namespace] = namespace_summary(shard.model, layout)
@@ -231,7 +242,7 @@ class Registry:
         """The session's proven shard and its engine's layout, for a copy asked for in `frame_bytes`."""
         shard = session.shard
         engine = self.engines.get(shard.engine_id) if shard is not None else None
-        if shard is None or shard.copier is None or engine is None or engine.layout is None:
+        if shard is None or not shard.proven or engine is None or engine.layout is None:
             raise Refusal(protocol.NOT_REGISTERED, "the engine of this worker is not (yet) registered")
         if engine.shards.get(shard.rank) is not shard:
             # The layout is of whoever came later: pages would go into another model's namespace.

@@ -73,6 +73,7 @@ class Report:
             "reserved_bytes": cache.reserved_frames * FRAME_BYTES,
             "stored_bytes": cache.stored_bytes,
             "populated_bytes": self._copies.l1.populated_bytes,
+            "pinned_bytes": self._copies.l1.pinned_bytes,
             "largest_free_bytes": cache.largest_free_run() * FRAME_BYTES,
             "chunks": cache.num_chunks,
             "leases": cache.num_leases,
@@ -95,7 +96,7 @@ class Report:
         """Bring the gauges of /metrics up to date; counters are counted where things happen."""
         l1, gauge = self._l1(), self._metrics.set
         gauge("lmcache_l1_capacity_bytes", l1["total_bytes"])
-        for name in ("ready", "reserved", "free", "populated", "largest_free"):
+        for name in ("ready", "reserved", "free", "populated", "pinned", "largest_free"):
             gauge(f"lmcache_l1_{name}_bytes", l1[f"{name}_bytes"])
         gauge("lmcache_chunks", l1["chunks"])
         gauge("lmcache_leases", l1["leases"])

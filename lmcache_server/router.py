@@ -72,7 +72,6 @@ class Router:
         self._send = send
         self._handlers: dict[type[Any], Callable[[Session, Any], Message]] = {
             Register: self.registry.register,
-            Prove: self.registry.prove,
             Join: self.registry.join,
             Lookup: self._lookup,
             EndRequest: self._end_request,
@@ -81,6 +80,7 @@ class Router:
         self._copiers: dict[type[Any], Callable[[Session, Any, int, int], None]] = {
             Retrieve: self._retrieve,
             Store: self._store,
+            Prove: self._prove,
         }
 
     # -- in and out -------------------------------------------------------------------------------
@@ -98,14 +98,22 @@ class Router:
             logger.debug("dropped a frame of %d bytes: %s", len(frame), error)
             return
         operation = _OPERATIONS.get(type(message), "other")
+        self._respond(
+            identity, request_id, operation, lambda: self._handle(identity, message, request_id, len(frame))
+        )
+
+    def _respond(
+        self, identity: bytes, request_id: int, operation: str, handle: Callable[[], Message | None]
+    ) -> None:
+        """Reply what `handle` returns, or why it does not; nothing when it returns None."""
         try:
-            reply = self._handle(identity, message, request_id, len(frame))
+            reply = handle()
         except Refusal as refusal:
             self._count(operation, "refused")
             reply = Refused(refusal.code, str(refusal))
         except Exception:
             # A fault here must cost one request, not the server; state changes before it are complete.
-            logger.exception("request %s failed", type(message).__name__)
+            logger.exception("request %s failed", operation)
             self._count(operation, "failed")
             reply = Refused(protocol.INTERNAL, "the server failed on this request; its log says why")
         else:
@@ -159,6 +167,11 @@ class Router:
         """Once a second: what time ends."""
         self.cache.expire(self.clock())
         self.registry.tick()
+
+    def _prove(self, session: Session, _message: Prove, request_id: int, _frame_bytes: int) -> None:
+        self.registry.prove(
+            session, lambda finish: self._respond(session.identity, request_id, "register", finish)
+        )
 
     # -- the cache --------------------------------------------------------------------------------
 

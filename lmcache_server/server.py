@@ -28,11 +28,13 @@ from lmcache_server.config import Config, StartError, describe
 from lmcache_server.connections import Connections
 from lmcache_server.copies import Copies
 from lmcache_server.core.cache import Cache
-from lmcache_server.l1 import FRAME_BYTES, L1Memory
+from lmcache_server.l1 import FRAME_BYTES, UNIT_BYTES, L1Memory
 from lmcache_server.l1_file import L1File
 from lmcache_server.metrics import Metrics
 from lmcache_server.router import Router
 from lmcache_server.system import System
+from lmcache_server.transfer.gpus import Gpus
+from lmcache_server.transfer.pins import Pins
 
 logger = logging.getLogger("lmcache_server")
 
@@ -132,12 +134,14 @@ async def _serve(config: Config, listener: "_Listener", web: http.Server, l1: L1
         loop.add_signal_handler(number, stop.set)
     metrics = Metrics()
     cache = Cache(FRAME_BYTES, 0 if l1.file else l1.num_frames, config.lease_s)
-    system = System(loop)
+    gpus = Gpus()
+    l1.pins = Pins(gpus, l1.base_address, l1.num_bytes, UNIT_BYTES)
+    system = System(loop, gpus, l1.pins)
     copies = Copies(l1, metrics, system, config.verify)
     router = Router(config, cache, copies, metrics, listener.send, system)
     if l1.file is not None:
         warm.restore(l1.file, cache, router.registry.known)
-        l1.fill(cache.total_frames, lambda frames: loop.call_soon_threadsafe(cache.grow, frames))
+    l1.fill(cache.total_frames, lambda frames: loop.call_soon_threadsafe(cache.grow, frames))
     listener.start(router, loop)
 
     async def answer(what: str) -> bytes:

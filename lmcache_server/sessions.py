@@ -6,7 +6,7 @@ from typing import Any
 
 from lmcache_client.contract.geometry import Geometry, GeometryError, GroupSpec
 from lmcache_client.contract.keys import ModelTag, namespace_id
-from lmcache_client.contract.protocol import HostMemory
+from lmcache_client.contract.protocol import Memory
 from lmcache_server.core.layout import Layout
 from lmcache_server.system import Process
 from lmcache_server.transfer.base import CopyWorker
@@ -22,17 +22,18 @@ MAX_WAITING_BYTES = 8 << 20
 
 @dataclass
 class Shard:
-    """What one worker registered. `copier` exists once the worker has proven the memory its own."""
+    """What one worker registered. `copier` exists from its attempt to prove the memory its own on."""
 
     engine_id: str
     rank: int
     model: ModelTag
     geometry: Geometry
-    memory: HostMemory
+    memory: Memory
     chunk_size: int
     nonce: bytes
     process: Process | None = None
     copier: CopyWorker | None = None
+    proven: bool = False
 
 
 @dataclass

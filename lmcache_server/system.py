@@ -5,15 +5,18 @@ The simulation in the tests replaces this as a whole; everything else of the ser
 
 import asyncio
 import errno
-import functools
 import os
 import select
 import time
 from collections.abc import Callable
 
+from lmcache_client.contract.protocol import Memory
 from lmcache_server import descriptors
-from lmcache_server.transfer import host
 from lmcache_server.transfer.base import CopyWorker
+from lmcache_server.transfer.cuda import CudaMapping
+from lmcache_server.transfer.gpus import Gpus
+from lmcache_server.transfer.host import HostMapping
+from lmcache_server.transfer.pins import Pins
 
 
 class ScarceError(Exception):
@@ -49,8 +52,10 @@ class Process:
 class System:
     """See the module."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, gpus: Gpus, pins: Pins) -> None:
         self._loop = loop
+        self._gpus = gpus
+        self._pins = pins
         self.pid = os.getpid()
 
     def now_s(self) -> float:
@@ -80,15 +85,13 @@ class System:
             raise ScarceError
         return Process(descriptor, self._loop)
 
-    def read(self, pid: int, address: int, num_bytes: int) -> bytes:
-        """Bytes of a process's memory; raises CopyError."""
-        return host.read(pid, address, num_bytes)
-
-    def check_access(self, pid: int, address: int, num_bytes: int) -> None:
-        """Raises CopyError unless the first and the last of these bytes can be read."""
-        host.check_access(pid, address, num_bytes)
-
-    def copier(self, name: str, pid: int, alive: Callable[[], bool]) -> CopyWorker:
-        """The thread that copies to and from the memory of process `pid`."""
-        copy = functools.partial(host.copy, pid)
-        return CopyWorker(name, copy, alive, self._loop.call_soon_threadsafe)
+    def copier(
+        self,
+        name: str,
+        memory: Memory,
+        opened: Callable[[Exception | None, list[bytes]], None],
+        alive: Callable[[], bool],
+    ) -> CopyWorker:
+        """The thread that copies to and from a worker's memory."""
+        mapping = CudaMapping(memory, self._gpus, self._pins) if memory.device else HostMapping(memory)
+        return CopyWorker(name, mapping, opened, alive, self._loop.call_soon_threadsafe)

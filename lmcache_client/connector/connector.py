@@ -6,6 +6,7 @@ Interface: vLLM 0.32, distributed/kv_transfer/kv_connector/v1/base.py.
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -23,9 +24,10 @@ from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.connector.settings import parse
 from lmcache_client.connector.stats import PromMetrics, TransferStats
 from lmcache_client.connector.worker import Results, WorkerSide, transfer_results, worker_report
+from lmcache_client.memory.cuda import CudaExport, ExportError
+from lmcache_client.memory.host import HostExport
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric
     from vllm.v1.core.block_pool import BlockPool
@@ -107,6 +109,11 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.on_joined = advise
         self._scheduler.start(self._settings.strict_resume_points, advised)
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        """A wish: vLLM keeps its own choice where a backend does not have this one."""
+        return layout.preferred_layout(vllm_config)
+
     @property
     def requires_kv_delivery(self) -> bool:
         """A cache: a store that is dropped is a later miss, nothing else."""
@@ -163,12 +170,20 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
         geometry, buffers = layout.geometry(self._vllm_config, self._kv_cache_config, kv_caches)
         rank = self._vllm_config.parallel_config.rank
         model = layout.model_tag(self._vllm_config)
-        self._worker = WorkerSide(self._settings, self._engine_id, rank, model, geometry, buffers)
+        export: HostExport | CudaExport
+        if self._vllm_config.device_config.device_type == "cpu":
+            export = HostExport(buffers)
+        else:
+            try:
+                export = CudaExport(buffers, lambda: int(torch.cuda.current_stream().cuda_stream))
+            except ExportError as error:
+                logger.warning("lmcache: this engine is not cached, because it has %s", error)
+                return
+        self._worker = WorkerSide(self._settings, self._engine_id, rank, model, geometry, export)
         self._worker.start()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        if self._worker is not None:
-            self._worker.submit_loads(self._step_metadata())
+        """Loads are asynchronous and start with the step's stores."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: nothing to wait for."""
@@ -178,12 +193,13 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         if self._worker is not None:
-            self._worker.submit_saves(self._step_metadata())
+            metadata = self._step_metadata()
+            self._worker.submit(metadata)
+            self._idle = metadata.idle
 
     def _step_metadata(self) -> StepMetadata:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
-        self._idle = metadata.idle
         return metadata
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -221,7 +237,8 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.clear() if self._scheduler is not None else None
 
     def shutdown(self) -> None:
-        for side in (self._scheduler, self._worker):
-            if side is not None:
-                side.channel.close()
+        if self._scheduler is not None:
+            self._scheduler.channel.close()
+        if self._worker is not None:
+            self._worker.close()
         self._scheduler = self._worker = None

@@ -5,6 +5,8 @@ Interfaces: vLLM 0.32, v1/kv_cache_interface.py (KVCacheConfig, KVCacheTensor an
 
 import hashlib
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,8 +92,8 @@ def _kind(spec: KVCacheSpec) -> tuple[str, int]:
 def check_supported(vllm_config: "VllmConfig", config: KVCacheConfig) -> None:
     """Raises UnsupportedError for whatever is not proven to be restored exactly."""
     device = vllm_config.device_config.device_type
-    if device != "cpu":
-        raise UnsupportedError(f"its KV cache on a {device} device, which this version does not copy yet")
+    if device not in ("cpu", "cuda"):
+        raise UnsupportedError(f"its KV cache on a {device} device, which this version does not copy")
     groups = group_specs(config)
     for group in config.kv_cache_groups:
         if group.host_resident or not group.enable_kv_transfer or not group.kv_cache_spec.prefix_cacheable:
@@ -108,6 +110,14 @@ def check_supported(vllm_config: "VllmConfig", config: KVCacheConfig) -> None:
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise UnsupportedError("context parallelism")
+
+
+def preferred_layout(vllm_config: "VllmConfig") -> str | None:
+    """A KV cache layout in which one block of all layers is one piece, for copies by the bus of a GPU."""
+    if vllm_config.device_config.device_type != "cuda":
+        return None
+    # FlashInfer has one such layout alone on compute capability 10, and no preference elsewhere.
+    return "BLHNC" if torch.cuda.get_device_capability()[0] == 10 else "BLNHC"
 
 
 def restore_block_size(vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...]) -> int:
@@ -164,8 +174,26 @@ def geometry(
     for group in config.kv_cache_groups:
         layers = [layer for layer in group.layer_names if layer in regions]
         tag = _group_tag(vllm_config, config, group.kv_cache_spec, layers, kv_caches)
-        groups.append(_group(group.kv_cache_spec, tag, tuple(regions[layer] for layer in layers)))
+        groups.append(_group(group.kv_cache_spec, tag, merged([regions[layer] for layer in layers])))
+    for index in range(len(buffers)):
+        # A GPU's worker proves there that the memory is its own.
+        if not any(each.buffer == index and not each.offset for group in groups for each in group.regions):
+            raise UnsupportedError("KV cache memory that does not begin with a page of the null block")
     return Geometry(tuple(groups), config.num_blocks), tuple(buffers)
+
+
+def merged(regions: Sequence[Region]) -> tuple[Region, ...]:
+    """Regions whose pages follow each other in every block as one: a longer page is copied faster."""
+    found: list[Region] = []
+    for region in regions:
+        before = found[-1] if found else None
+        if before is not None and region == replace(
+            before, offset=before.offset + before.page_bytes, page_bytes=region.page_bytes
+        ):
+            found[-1] = replace(before, page_bytes=before.page_bytes + region.page_bytes)
+        else:
+            found.append(region)
+    return tuple(found)
 
 
 def _spec_of(config: KVCacheConfig, layer: str) -> KVCacheSpec:

@@ -1,7 +1,7 @@
 """The worker side of the connector: registers the KV cache memory, passes loads and stores on, reports.
 
-Every request to the server is submitted after the step's forward pass, so that it follows the compute
-that precedes it; on a CPU that compute has ended by then.
+Every request to the server is sent when the compute that was submitted before it is over: after a step's
+forward pass, and on a GPU when the GPU has come as far.
 """
 
 from collections import Counter
@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 from lmcache_client.channel import Channel, ChannelError, Pending, RefusedError
 from lmcache_client.connector import stats
 from lmcache_client.connector.log import log_state, logger
-from lmcache_client.connector.metadata import Load, StepMetadata, WorkerReport
+from lmcache_client.connector.metadata import Load, Save, StepMetadata, WorkerReport
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import TransferStats
 from lmcache_client.contract import protocol
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import ModelTag
-from lmcache_client.contract.protocol import Challenge, HostMemory, Prove, Register, Registered, Stored
-from lmcache_client.memory.host import ProofBuffer
+from lmcache_client.contract.protocol import Challenge, Prove, Register, Registered, Stored
+from lmcache_client.memory.cuda import CudaExport
+from lmcache_client.memory.host import HostExport
 from lmcache_client.system import SYSTEM, System
 
 if TYPE_CHECKING:
@@ -34,11 +35,12 @@ FATAL_AT_START = (protocol.CONFIGURATION, protocol.NO_ACCESS, protocol.WRONG_VER
 
 @dataclass
 class _InFlight:
-    """A job and its request; `load` is None for stores, `open` until it has been accounted for."""
+    """A job and its request, once that is sent; `load` is None for stores, `open` until it has been
+    accounted for."""
 
-    pending: Pending
     load: Load | None
     started_s: float
+    pending: Pending | None = None
     open: bool = True
 
 
@@ -52,7 +54,7 @@ class Results:
 
 
 class WorkerSide:
-    """See the module. `buffers` are (address, bytes) of this process."""
+    """See the module. `export` has the memory that `geometry` describes."""
 
     def __init__(
         self,
@@ -61,13 +63,13 @@ class WorkerSide:
         rank: int,
         model: ModelTag,
         geometry: Geometry,
-        buffers: tuple[tuple[int, int], ...],
+        export: HostExport | CudaExport,
         system: System = SYSTEM,
     ) -> None:
         self._settings = settings
-        self._register_message = (engine_id, rank, model, geometry, buffers)
+        self._register_message = (engine_id, rank, model, geometry)
         self._geometry = geometry
-        self._proof = ProofBuffer()
+        self._export = export
         self._jobs: dict[int, _InFlight] = {}
         self._settled: Counter[int] = Counter()
         self.stats = TransferStats()
@@ -79,7 +81,7 @@ class WorkerSide:
         self.channel.start(CONNECT_S, REGISTER_S)
         refusal = self.channel.refusal
         if refusal is not None and refusal.code in FATAL_AT_START:
-            self.channel.close()
+            self.close()
             raise ValueError(f"the lmcache server refused this engine: {refusal}")
         if not self.channel.ready:
             logger.warning(
@@ -89,31 +91,45 @@ class WorkerSide:
             )
 
     def _register(self, channel: Channel) -> None:
-        engine_id, rank, model, geometry, buffers = self._register_message
+        engine_id, rank, model, geometry = self._register_message
         channel.system.allow_tracer(channel.server_pid)
-        memory = HostMemory(channel.system.pid(), buffers, self._proof.address)
+        memory = self._export.memory(channel.system.pid())
         challenge = channel.call(Register(engine_id, rank, model, geometry, memory), REGISTER_S)
         if not isinstance(challenge, Challenge):
             raise ChannelError("the server did not challenge the registration")
-        self._proof.write(challenge.nonce)
-        registered = channel.call(Prove(), REGISTER_S)
+        with self._export.proving(challenge.nonce):
+            registered = channel.call(Prove(), REGISTER_S)
         if not isinstance(registered, Registered):
             raise ChannelError("the server did not confirm the registration")
         if registered.warning:
             logger.warning("lmcache: %s", registered.warning)
 
-    def submit_loads(self, metadata: StepMetadata) -> None:
-        for load in metadata.loads:
-            pending = self.channel.submit(load.message, self._settings.load_timeout_s)
-            self._jobs[load.job_id] = _InFlight(pending, load, self.channel.system.now_s())
-
-    def submit_saves(self, metadata: StepMetadata) -> None:
+    def submit(self, metadata: StepMetadata) -> None:
+        """Start the step's loads and stores; called when its forward pass has been submitted."""
+        now_s = self.channel.system.now_s()
+        sent: list[tuple[_InFlight, Load | Save]] = [
+            (_InFlight(each, now_s), each) for each in metadata.loads
+        ]
         for save in metadata.saves:
-            if not self.channel.ready:
+            if self.channel.ready:
+                sent.append((_InFlight(None, now_s), save))
+            else:
                 self._settled[save.job_id] += 1
-                continue
-            pending = self.channel.submit(save.message, STORE_TIMEOUT_S)
-            self._jobs[save.job_id] = _InFlight(pending, None, self.channel.system.now_s())
+        if not sent:
+            return
+        self._jobs.update((job.job_id, flying) for flying, job in sent)
+
+        def send() -> None:
+            for flying, job in sent:
+                timeout_s = STORE_TIMEOUT_S if flying.load is None else self._settings.load_timeout_s
+                flying.pending = self.channel.submit(job.message, timeout_s)
+
+        # A destination may still be read, and a source is still written, by what is being computed.
+        self._export.after_compute(send)
+
+    def close(self) -> None:
+        self._export.close()
+        self.channel.close()
 
     def collect(self, idle: bool) -> Results:
         """Take in the server's answers; an `idle` step may wait a moment for one."""
@@ -122,27 +138,30 @@ class WorkerSide:
         if idle and self._jobs:
             waited_for = next(iter(self._jobs.values())).pending
             self.channel.poll(waited_for, IDLE_WAIT_S)
-            if not waited_for.done:
+            if waited_for is None or not waited_for.done:
                 self.channel.system.sleep(IDLE_WAIT_S)
         self.channel.poll()
         for job_id, job in list(self._jobs.items()):
-            if job.open and job.pending.done:
+            pending = job.pending
+            if pending is None:
+                continue
+            if job.open and pending.done:
                 job.open = False
                 if job.load is not None:
-                    self._loaded(job.load, job, results)
+                    self._loaded(job.load, pending, job.started_s, results)
                 else:
-                    self._stored(job.pending)
-            if job.pending.settled:
+                    self._stored(pending)
+            if pending.settled:
                 del self._jobs[job_id]
                 results.settled[job_id] += 1
         return results
 
-    def _loaded(self, load: Load, job: _InFlight, results: Results) -> None:
+    def _loaded(self, load: Load, pending: Pending, started_s: float, results: Results) -> None:
         results.loaded.add(load.request_id)
-        self.stats.observe_load(self.channel.system.now_s() - job.started_s)
-        if job.pending.error is not None:
+        self.stats.observe_load(self.channel.system.now_s() - started_s)
+        if pending.error is not None:
             results.failed.add(load.request_id)
-            _log_failed_load(load, job.pending.error)
+            _log_failed_load(load, pending.error)
             return
         blocks = zip(self._geometry.groups, load.message.block_ids, strict=True)
         self.stats.count(stats.LOADED_BYTES, sum(group.block_bytes * len(ids) for group, ids in blocks))

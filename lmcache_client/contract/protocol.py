@@ -14,11 +14,13 @@ from lmcache_client.contract.codec import ProtocolError
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import KEY_BYTES, ModelTag
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 DEFAULT_PORT = 5555
 BOOT_ID_BYTES = 16
 CLIENT_ID_BYTES = 16
 NONCE_BYTES = 32
+HANDLE_BYTES = 64
+UUID_BYTES = 16
 MAX_NAME = 256
 MAX_BUFFERS = 1024
 MAX_CHUNKS = 1 << 16
@@ -70,16 +72,29 @@ class Welcome:
 
 
 @dataclass(frozen=True)
-class HostMemory:
-    """Address ranges (start, bytes) of process `pid`; `proof_address` is NONCE_BYTES of it, writable."""
+class Memory:
+    """Where the pages of process `pid` are, as ranges (start, bytes).
+
+    On a CPU they start at addresses, and NONCE_BYTES at `proof_address` are for the nonce. On the GPU with
+    the UUID `device` each counts from the first byte of the allocation that has the raw memory handle of
+    the same position in `handles`, and the nonce is for the first bytes of every range.
+    """
 
     pid: int
     buffers: tuple[tuple[int, int], ...]
     proof_address: int
+    device: bytes = b""
+    handles: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.buffers) > MAX_BUFFERS or not all(size for _, size in self.buffers):
             raise ProtocolError(f"at most {MAX_BUFFERS} buffers, none of them empty")
+        if self.device and (len(self.device) != UUID_BYTES or len(self.handles) != len(self.buffers)):
+            raise ProtocolError(f"a GPU has a UUID of {UUID_BYTES} bytes and each of its buffers a handle")
+        if any(len(handle) != HANDLE_BYTES for handle in self.handles):
+            raise ProtocolError(f"a memory handle has {HANDLE_BYTES} bytes")
+        if self.device and any(size < NONCE_BYTES for _, size in self.buffers):
+            raise ProtocolError(f"a buffer on a GPU has at least {NONCE_BYTES} bytes")
 
 
 @dataclass(frozen=True)
@@ -90,7 +105,7 @@ class Register:
     rank: int
     model: ModelTag
     geometry: Geometry
-    memory: HostMemory
+    memory: Memory
 
     def __post_init__(self) -> None:
         if len(self.engine_id) > MAX_NAME:
@@ -99,14 +114,15 @@ class Register:
 
 @dataclass(frozen=True)
 class Challenge:
-    """The client writes `nonce` at its proof address, then sends Prove."""
+    """The client writes `nonce` where its memory says, then sends Prove. No byte of it has one of its two
+    high bits: as a number of any format that KV caches have, it is finite and small."""
 
     nonce: bytes
 
 
 @dataclass(frozen=True)
 class Prove:
-    """Answered with Registered once the server has read the nonce in the client's memory."""
+    """Answered with Registered once the server has mapped the client's memory and read the nonce there."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
 """The client's half of copies between host memories: it lets the server in and proves what is its own."""
 
+import contextlib
 import ctypes
 import errno
 import os
+from collections.abc import Callable, Iterator
 
-from lmcache_client.contract.protocol import NONCE_BYTES
+from lmcache_client.contract.protocol import NONCE_BYTES, Memory
 
 _PR_SET_PTRACER = 0x59616D61
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -40,3 +42,28 @@ class ProofBuffer:
         if len(nonce) != NONCE_BYTES:
             raise ValueError(f"a nonce has {NONCE_BYTES} bytes, not {len(nonce)}")
         ctypes.memmove(self._bytes, nonce, NONCE_BYTES)
+
+
+class HostExport:
+    """KV cache memory of this process on a CPU; `buffers` are (address, bytes). A step has been computed
+    when its forward pass returns."""
+
+    def __init__(self, buffers: tuple[tuple[int, int], ...]) -> None:
+        self._buffers = buffers
+        self._proof = ProofBuffer()
+
+    def memory(self, pid: int) -> Memory:
+        return Memory(pid, self._buffers, self._proof.address)
+
+    @contextlib.contextmanager
+    def proving(self, nonce: bytes) -> Iterator[None]:
+        """While this lasts the nonce is where `memory` says."""
+        self._proof.write(nonce)
+        yield
+
+    def after_compute(self, function: Callable[[], None]) -> None:
+        """Call `function` when all that the engine has submitted so far has been computed: at once."""
+        function()
+
+    def close(self) -> None:
+        """Nothing waits."""

@@ -1,9 +1,11 @@
-"""The hands: a thread per registered device memory that works off copies. It decides nothing."""
+"""The hands: a thread per registered memory that works off copies. It decides nothing."""
 
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from lmcache_server.transfer.host import CopyError
 from lmcache_server.transfer.plan import Pieces, slices
@@ -27,21 +29,47 @@ class CopyJob:
     after: Callable[[], None] | None = None
 
 
+class Mapping(Protocol):
+    """A worker's memory, for the one thread that copies it."""
+
+    @property
+    def bases(self) -> Sequence[int]:
+        """Where its buffers are for a copy, once it is open."""
+
+    @property
+    def lost(self) -> bool:
+        """No copy will ever succeed any more."""
+
+    def open(self) -> list[bytes]:
+        """Make it accessible; returns what is where the nonce should be. Raises CopyError."""
+
+    def copy(self, pieces: Pieces, *, load: bool) -> None:
+        """Copy, or only begin to. Raises CopyError."""
+
+    def finish(self, *, load: bool) -> None:
+        """Until everything that was begun in this direction has ended. Raises CopyError."""
+
+    def close(self) -> None:
+        """Give back what `open` took. Never raises."""
+
+
 class CopyWorker:
     """One thread that copies for one registered memory.
 
-    `copy(pieces, load=...)` moves bytes and raises CopyError. `alive` is asked before each slice.
-    `call_soon(function, *arguments)` hands a call to the event loop from any thread.
+    `opened` is called once, with an error or with what `mapping.open` returned. `alive` is asked before
+    each slice. `call_soon(function, *arguments)` hands a call to the event loop from any thread.
     """
 
     def __init__(
         self,
         name: str,
-        copy: Callable[..., None],
+        mapping: Mapping,
+        opened: Callable[[Exception | None, list[bytes]], None],
         alive: Callable[[], bool],
         call_soon: Callable[..., object],
     ) -> None:
-        self._copy = copy
+        self._mapping = mapping
+        self._opened = opened
         self._alive = alive
         self._call_soon = call_soon
         self._loads: deque[CopyJob] = deque()
@@ -50,6 +78,14 @@ class CopyWorker:
         self._closing = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def bases(self) -> Sequence[int]:
+        return self._mapping.bases
+
+    @property
+    def lost(self) -> bool:
+        return self._mapping.lost
 
     def submit(self, job: CopyJob) -> None:
         """Never blocks. On a worker that is closing the job fails."""
@@ -61,13 +97,23 @@ class CopyWorker:
         self._call_soon(job.on_done, _ended(), 0)
 
     def close(self) -> None:
-        """Fail what waits. When this returns, no byte of the memory is being copied any more."""
+        """Fail what waits. When this returns, no byte of the memory is mapped or being copied any more."""
         with self._changed:
             self._closing = True
             self._changed.notify()
         self._thread.join()
 
     def _work(self) -> None:
+        error, found = None, []
+        try:
+            found = self._mapping.open()
+        except Exception as failure:  # the worker that registered must hear of it
+            error = failure
+        self._call_soon(self._opened, error, found)
+        self._work_off()
+        self._mapping.close()
+
+    def _work_off(self) -> None:
         while True:
             with self._changed:
                 while not (self._loads or self._stores or self._closing):
@@ -81,18 +127,28 @@ class CopyWorker:
         error: Exception | None = None
         num_bytes = 0
         try:
-            for part in slices(job.build(), SLICE_BYTES):
-                if not job.load:
-                    self._let_loads_overtake()
-                if self._closing or not self._alive():
-                    raise _ended()
-                self._copy(part, load=job.load)
-                num_bytes += part.num_bytes
+            with self._finished(job.load):
+                for part in slices(job.build(), SLICE_BYTES):
+                    if not job.load:
+                        self._let_loads_overtake()
+                    if self._closing or not self._alive():
+                        raise _ended()
+                    self._mapping.copy(part, load=job.load)
+                    num_bytes += part.num_bytes
             if job.after is not None:
                 job.after()
         except Exception as failure:  # whatever it is, the job's owner must hear of it
             error = failure
         self._call_soon(job.on_done, error, num_bytes)
+
+    @contextlib.contextmanager
+    def _finished(self, load: bool) -> Iterator[None]:
+        """Whatever happens, the end of a job comes after that of all its copies: then frames and blocks
+        get other uses."""
+        try:
+            yield
+        finally:
+            self._mapping.finish(load=load)
 
     def _let_loads_overtake(self) -> None:
         while True:

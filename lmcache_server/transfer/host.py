@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from lmcache_client.contract.protocol import NONCE_BYTES, Memory
 from lmcache_server.transfer.plan import U64, Pieces, merged
 
 MAX_PIECES = 1024
@@ -80,10 +81,32 @@ def read(pid: int, address: int, num_bytes: int) -> bytes:
     return buffer.raw
 
 
-def check_access(pid: int, address: int, num_bytes: int) -> None:
-    """Raises CopyError unless the first and the last of these bytes can be read."""
-    read(pid, address, 1)
-    read(pid, address + num_bytes - 1, 1)
+class HostMapping:
+    """The memory of another process; see `transfer.base.Mapping`. Its copies end before they return."""
+
+    lost = False
+
+    def __init__(self, memory: Memory) -> None:
+        self.bases = [start for start, _ in memory.buffers]
+        self._memory = memory
+
+    def open(self) -> list[bytes]:
+        """The nonce, once the first and the last byte of every buffer could be read. Raises CopyError."""
+        pid = self._memory.pid
+        found = read(pid, self._memory.proof_address, NONCE_BYTES)
+        for start, size in self._memory.buffers:
+            read(pid, start, 1)
+            read(pid, start + size - 1, 1)
+        return [found]
+
+    def copy(self, pieces: Pieces, *, load: bool) -> None:
+        copy(self._memory.pid, pieces, load=load)
+
+    def finish(self, *, load: bool) -> None:
+        """Nothing is ever on its way."""
+
+    def close(self) -> None:
+        """Nothing is mapped."""
 
 
 def _error(pid: int, number: int) -> CopyError:

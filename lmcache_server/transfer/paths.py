@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lmcache_kernels.page_copy import MAX_PIECES
 from lmcache_server.transfer.plan import Pieces
 
 SMALL_BYTES = 28 << 10
 """Shorter pieces are small. Not measured here; see docs/gpu.md for where the figure is from."""
 MIN_KERNEL_PIECES = 16
 """Fewer small pieces are not worth a launch."""
-MAX_BATCH_PIECES = 8192
 
 
 class Batch(NamedTuple):
@@ -26,12 +26,13 @@ class Batch(NamedTuple):
 
 
 def batches(
-    whole: Pieces, *, small_bytes: int = SMALL_BYTES, max_batch_pieces: int = MAX_BATCH_PIECES
+    whole: Pieces, *, kernel: bool = True, small_bytes: int = SMALL_BYTES, max_batch_pieces: int = MAX_PIECES
 ) -> Iterator[Batch]:
-    """Every byte of `whole` in exactly one batch. Batches may run in any order, or at the same time."""
+    """Every byte of `whole` in exactly one batch, of the copy engine alone where there is no `kernel`.
+    Batches may run in any order, or at the same time."""
     joined = _joined(whole)
     small = joined.length < np.uint64(small_bytes)
-    if np.count_nonzero(small) < MIN_KERNEL_PIECES:
+    if not kernel or np.count_nonzero(small) < MIN_KERNEL_PIECES:
         small[:] = False
     for by_kernel in (False, True):
         chosen = Pieces(*(array[small == by_kernel] for array in joined))

@@ -61,7 +61,7 @@ def pieces(
     inside = (starts[:, None] + positions[None, :] * sizes[:, None]).ravel()
     remote = (origins[:, None] + blocks[None, :] * strides[:, None]).ravel()
     length = np.repeat(sizes, len(blocks))
-    inside, remote, length = _cut(inside, remote, length, _boundaries(page.runs, frame_bytes))
+    inside, remote, length = cut(inside, remote, length, _boundaries(page.runs, frame_bytes))
     return Pieces(_addresses(inside, page.runs, l1_address, frame_bytes), remote, length)
 
 
@@ -72,8 +72,8 @@ def _boundaries(runs: Runs, frame_bytes: int) -> U64:
     return ends
 
 
-def _cut(inside: U64, remote: U64, length: U64, boundaries: U64) -> tuple[U64, U64, U64]:
-    """Cut the pages that a boundary goes through; most go through none."""
+def cut(inside: U64, remote: U64, length: U64, boundaries: U64) -> tuple[U64, U64, U64]:
+    """Cut the pages that a boundary of their place `inside` goes through; most go through none."""
     if not len(boundaries):
         return inside, remote, length
     first = np.searchsorted(boundaries, inside, side="right")

@@ -1,5 +1,6 @@
 """Real messages of clients, from which mutation starts."""
 
+from dataclasses import replace
 from typing import Any
 
 from fuzz.choices import Choices
@@ -12,9 +13,9 @@ from lmcache_client.contract.protocol import (
     Found,
     Goodbye,
     Hello,
-    HostMemory,
     Join,
     Lookup,
+    Memory,
     Message,
     Ping,
     Prove,
@@ -53,7 +54,7 @@ BUFFER_BYTES = 3 * BLOCKS * PAGE_BYTES
 class Speaker:
     """Makes what a client may say next. `memory` is the honest one; `promised` is what it was told."""
 
-    def __init__(self, pid: int, memory: HostMemory) -> None:
+    def __init__(self, pid: int, memory: Memory) -> None:
         self.pid = pid
         self.memory = memory
         self.promised: list[tuple[Found, Lookup]] = []
@@ -68,12 +69,15 @@ class Speaker:
             return Hello(self.pid, bytes([choices.below(4)]) * 16, "fuzz")
         if kind == 7:
             model, workers = choices.below(2), 1 + choices.below(2)
+            memory = self.memory
+            if not choices.below(8):
+                memory = replace(memory, device=bytes(16), handles=(bytes(64),))
             return Register(
                 engine_id,
                 choices.below(workers),
                 ModelTag(f"m{model}", (("a", "b"),), workers, 1),
                 geometry(model),
-                self.memory,
+                memory,
             )
         if kind == 8:
             return Join(engine_id)

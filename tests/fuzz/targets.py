@@ -15,7 +15,7 @@ from fuzz.choices import Choices, bend
 from fuzz.messages import BUFFER_BYTES, Speaker, plain
 from lmcache_client.contract import codec, protocol
 from lmcache_client.contract.codec import ProtocolError
-from lmcache_client.contract.protocol import BadRequestError, Challenge, Found, HostMemory, Lookup
+from lmcache_client.contract.protocol import BadRequestError, Challenge, Found, Lookup, Memory, Prove
 from lmcache_server.config import Config
 from lmcache_server.copies import Copies
 from lmcache_server.core.cache import Cache
@@ -24,6 +24,8 @@ from lmcache_server.metrics import Metrics
 from lmcache_server.router import Router
 from lmcache_server.system import System
 from lmcache_server.transfer import host
+from lmcache_server.transfer.gpus import Gpus
+from lmcache_server.transfer.pins import Pins
 from lmcache_server.transfer.plan import Pieces
 
 L1_FRAMES = 24
@@ -80,14 +82,15 @@ class RouterTarget:
         self.now_s = 0.0
         self.frames = 0
         self.replies: Counter[str] = Counter()
-        self._memory = HostMemory(pid, ((address, BUFFER_BYTES),), address + BUFFER_BYTES)
+        self._memory = Memory(pid, ((address, BUFFER_BYTES),), address + BUFFER_BYTES)
         self._speakers = {bytes([number]): Speaker(pid, self._memory) for number in range(CLIENTS)}
         self._questions: dict[tuple[bytes, int], Lookup] = {}
         self._expected: Counter[tuple[bytes, int]] = Counter()
         self._answered: Counter[tuple[bytes, int]] = Counter()
-        system, metrics = System(self.loop), Metrics()
+        self.l1, metrics, gpus = L1Memory(L1_FRAMES * FRAME_BYTES), Metrics(), Gpus()
+        pins = Pins(gpus, self.l1.base_address, self.l1.num_bytes, FRAME_BYTES)
+        system = System(self.loop, gpus, pins)
         system.now_s = lambda: self.now_s  # type: ignore[method-assign]
-        self.l1 = L1Memory(L1_FRAMES * FRAME_BYTES, populate=False)
         self.cache = Cache(FRAME_BYTES, self.l1.num_frames, lease_s=30.0)
         copies = Copies(self.l1, metrics, system, verify=True)
         self.router = Router(Config(), self.cache, copies, metrics, self._sent, system)
@@ -106,11 +109,13 @@ class RouterTarget:
         for number in range(MAX_STEPS):
             if not choices.left:
                 break
-            self._step(choices, number)
+            proves = self._step(choices, number)
+            if proves and choices.below(4):
+                # Whoever does not wait for the answer is refused whatever it asks next.
+                await self._all_answered()
             if not choices.below(8):
                 await asyncio.sleep(0)
-        while self._answered.total() < self._expected.total():
-            await asyncio.sleep(0.0001)
+        await self._all_answered()
         assert self._answered == self._expected, "every request that can be answered gets one reply"
         self._check()
         await self._end()
@@ -121,6 +126,10 @@ class RouterTarget:
         for speaker in self._speakers.values():
             speaker.promised.clear()
 
+    async def _all_answered(self) -> None:
+        while self._answered.total() < self._expected.total():
+            await asyncio.sleep(0.0001)
+
     async def _end(self) -> None:
         self.router.registry.close()
         await asyncio.sleep(0)
@@ -130,19 +139,20 @@ class RouterTarget:
         for session in self.router.registry.sessions.values():
             assert session.jobs == session.waiting_bytes == 0
 
-    def _step(self, choices: Choices, number: int) -> None:
+    def _step(self, choices: Choices, number: int) -> bool:
+        """One event; whether it was meant to prove a registration."""
         identity = bytes([choices.below(CLIENTS)])
         how = choices.below(16)
         if how == 5 and not choices.below(16):
             self.router.disconnected(identity)
-            return
+            return False
         if how == 0:
             self.now_s += choices.below(256)
             self.router.tick()
-            return
+            return False
         if how == 1:
             self._receive(identity, choices.take(choices.below(256)))
-            return
+            return False
         message = self._speakers[identity].message(choices)
         fields = plain(message)
         for _ in range(max(0, how - 10)):
@@ -151,7 +161,7 @@ class RouterTarget:
         try:
             frame = codec.pack(bend(envelope, choices) if how == 2 else envelope)
         except (OverflowError, ValueError):
-            return
+            return False
         if how == 3:
             at = choices.below(256) % len(frame)
             frame = frame[:at] + choices.take(1) + frame[at + 1 :]
@@ -160,6 +170,7 @@ class RouterTarget:
         if isinstance(message, Lookup):
             self._questions[identity, number] = message
         self._receive(identity, frame)
+        return isinstance(message, Prove)
 
     def _receive(self, identity: bytes, frame: bytes) -> None:
         self.frames += 1
@@ -193,7 +204,7 @@ class RouterTarget:
 
 def decoder_seeds() -> list[bytes]:
     """Frames of real messages, as requests and as replies."""
-    speaker, seeds = Speaker(1, HostMemory(1, ((1 << 46, BUFFER_BYTES),), 1 << 46)), []
+    speaker, seeds = Speaker(1, Memory(1, ((1 << 46, BUFFER_BYTES),), 1 << 46)), []
     for kind in range(16):
         message = speaker.message(Choices(bytes([0, 1, kind, 1, 1, 1])))
         seeds.append(protocol.encode_request(kind, message))
@@ -203,7 +214,7 @@ def decoder_seeds() -> list[bytes]:
 
 # A life with each message honest: greet, register, prove, join, store, look up, load, end, goodbye. Per
 # message the choices that Speaker makes; before them the client and "as it is", after them "no pause".
-_LIFE = ((6, 0), (7, 1, 0, 0), (4,), (8,), (11, 1, 1), (9, 1, 0), (13, 0, 1), (15, 0), (3,))
+_LIFE = ((6, 0), (7, 1, 0, 1, 0), (4, 1), (8,), (11, 1, 1), (9, 1, 0), (13, 0, 1), (15, 0), (3,))
 
 
 def _life(client: int, engine: int) -> list[bytes]:

@@ -16,9 +16,9 @@ from lmcache_client.contract.protocol import (
     Found,
     Goodbye,
     Hello,
-    HostMemory,
     Join,
     Lookup,
+    Memory,
     Message,
     Prove,
     Register,
@@ -111,8 +111,8 @@ class Peer:
     def hello(self, pid: int = 0) -> Hello:
         return Hello(pid or os.getpid(), self.client_id, "peer")
 
-    def host_memory(self) -> HostMemory:
-        return HostMemory(os.getpid(), ((self.memory.ctypes.data, self.memory.nbytes),), self.proof.address)
+    def host_memory(self) -> Memory:
+        return Memory(os.getpid(), ((self.memory.ctypes.data, self.memory.nbytes),), self.proof.address)
 
     def register(self) -> Register:
         return Register(self.engine_id, 0, self.model, self.geometry, self.host_memory())

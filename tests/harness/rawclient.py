@@ -20,10 +20,10 @@ from lmcache_client.contract.protocol import (
     Done,
     EndRequest,
     Found,
-    HostMemory,
     Join,
     Joined,
     Lookup,
+    Memory,
     Message,
     Prove,
     Register,
@@ -98,8 +98,8 @@ class RawEngine:
         self.scheduler.start(wait_s, wait_s)
         return self
 
-    def host_memory(self) -> HostMemory:
-        return HostMemory(os.getpid(), ((self.memory.ctypes.data, self.memory.nbytes),), self.proof.address)
+    def host_memory(self) -> Memory:
+        return Memory(os.getpid(), ((self.memory.ctypes.data, self.memory.nbytes),), self.proof.address)
 
     def _register(self, channel: Channel) -> None:
         allow_tracer(channel.server_pid)

@@ -16,10 +16,10 @@ from lmcache_client.contract.keys import ROOT_KEY, chunk_key
 from lmcache_client.contract.protocol import (
     Challenge,
     Found,
-    HostMemory,
     Join,
     Joined,
     Lookup,
+    Memory,
     Prove,
     Register,
     Registered,
@@ -70,7 +70,7 @@ class Twin:
 
     def _register(self, channel: Channel) -> None:
         allow_tracer(channel.server_pid)
-        memory = HostMemory(
+        memory = Memory(
             os.getpid(), tuple((each.ctypes.data, each.nbytes) for each in self.memory), self._proof.address
         )
         challenge = channel.call(Register("twin", self._rank, self._model, self.geometry, memory), TIMEOUT_S)

@@ -20,7 +20,10 @@ def slices_of(name, count):
 
 
 class Harness:
-    """A worker whose copies wait to be let through, one slice at a time."""
+    """A worker, and the memory that it copies, whose copies wait to be let through, one slice at a time."""
+
+    bases = ()
+    lost = False
 
     def __init__(self):
         self.alive = True
@@ -29,9 +32,22 @@ class Harness:
         self.gate = threading.Semaphore(0)
         self.ended = queue.Queue()
         self.fail_with = None
-        self.worker = CopyWorker("copy-test", self._copy, lambda: self.alive, self._call_soon)
+        self.calls = []
+        self.opened = queue.Queue()
+        self.worker = CopyWorker(
+            "copy-test", self, lambda *found: self.opened.put(found), lambda: self.alive, self._call_soon
+        )
 
-    def _copy(self, part, *, load):
+    def open(self):
+        return [b"nonce"]
+
+    def finish(self, *, load):
+        self.calls.append(("finished", load, len(self.copied)))
+
+    def close(self):
+        self.calls.append("closed")
+
+    def copy(self, part, *, load):
         self.started.put(int(part.local[0]))
         assert self.gate.acquire(timeout=TIMEOUT_S)
         if self.fail_with is not None:
@@ -142,3 +158,34 @@ def test_a_job_for_a_closed_worker_fails_at_once(harness):
     harness.worker.close()
     harness.submit(1, 1, load=True)
     assert isinstance(harness.wait_for_end()[1], CopyError)
+
+
+def test_what_is_where_the_nonce_should_be_is_told_once(harness):
+    assert harness.opened.get(timeout=TIMEOUT_S) == (None, [b"nonce"])
+    assert harness.opened.empty()
+
+
+def test_memory_that_cannot_be_opened_is_told_and_closed():
+    class Sealed(Harness):
+        def open(self):
+            raise CopyError("sealed")
+
+    sealed = Sealed()
+    error, found = sealed.opened.get(timeout=TIMEOUT_S)
+    assert (str(error), found) == ("sealed", [])
+    sealed.worker.close()
+    assert sealed.calls == ["closed"]
+
+
+def test_every_end_comes_after_that_of_its_copies_and_the_memory_is_closed_last(harness):
+    """A copy may only have begun when `copy` returns, and go on after another has failed."""
+    harness.gate.release(5)
+    harness.submit(1, 2, load=True)
+    harness.wait_for_end()
+    assert harness.calls == [("finished", True, 2)]
+    harness.fail_with = CopyError("broken")
+    harness.submit(2, 1, load=False)
+    harness.wait_for_end()
+    assert harness.calls[1:] == [("finished", False, 2)]
+    harness.worker.close()
+    assert harness.calls[2:] == ["closed"]

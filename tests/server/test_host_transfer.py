@@ -10,6 +10,7 @@ import pytest
 from child_memory import ChildMemory
 
 from lmcache_client.contract.geometry import Region
+from lmcache_client.contract.protocol import Memory
 from lmcache_client.memory.host import ProofBuffer, allow_tracer
 from lmcache_server.l1 import FRAME_BYTES, L1Memory
 from lmcache_server.transfer import host
@@ -27,7 +28,7 @@ def child(tmp_path):
 
 @pytest.fixture
 def l1():
-    memory = L1Memory(24 * MIB, populate=False)
+    memory = L1Memory(24 * MIB)
     yield memory
     memory.close()
 
@@ -129,7 +130,7 @@ def test_refusals_of_the_kernel_say_what_to_change(monkeypatch, number):
 
     monkeypatch.setattr(host, "_libc", type("Libc", (), {"process_vm_readv": staticmethod(refuse)}))
     with pytest.raises(host.NoAccessError) as caught:
-        host.check_access(1234, 4096, 100)
+        host.read(1234, 4096, 100)
     for advice in ("process 1234", "user of vLLM", "ptrace_scope", "CAP_SYS_PTRACE", "seccomp", "namespace"):
         assert advice in str(caught.value)
 
@@ -153,10 +154,15 @@ def test_a_process_of_another_user_has_no_access(child):
         assert "the kernel does not let the server copy memory" in answer.read()
 
 
-def test_check_access_tries_both_ends(child):
-    host.check_access(child.pid, child.address, len(child.view))
+def test_opening_tries_both_ends_of_every_buffer(child):
+    def opened(*sizes):
+        return host.HostMapping(
+            Memory(child.pid, tuple((child.address, size) for size in sizes), child.address)
+        ).open()
+
+    assert opened(1, len(child.view)) == [bytes(child.view[:32])]
     with pytest.raises(host.CopyError):
-        host.check_access(child.pid, child.address, 1 << 46)
+        opened(1, 1 << 46)
 
 
 def test_the_nonce_is_read_where_the_client_wrote_it():

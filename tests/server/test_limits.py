@@ -15,9 +15,9 @@ from lmcache_client.contract.protocol import (
     Done,
     Goodbye,
     Hello,
-    HostMemory,
     Join,
     Lookup,
+    Memory,
     Message,
     Prove,
     Refused,
@@ -58,7 +58,7 @@ class Desk:
 
     def __init__(self, pid: int, address: int) -> None:
         self.target = RouterTarget(pid, address)
-        self.memory = HostMemory(pid, ((address, BUFFER_BYTES),), address + BUFFER_BYTES)
+        self.memory = Memory(pid, ((address, BUFFER_BYTES),), address + BUFFER_BYTES)
         self.copies = HeldCopies()
         self.target.router.copies._system.copier = lambda *_: self.copies  # type: ignore[method-assign]
         self.replies: list[tuple[int, Message]] = []

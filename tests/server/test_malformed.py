@@ -20,9 +20,9 @@ from lmcache_client.contract.protocol import (
     Done,
     EndRequest,
     Hello,
-    HostMemory,
     Join,
     Joined,
+    Memory,
     Message,
     Ping,
     Prove,
@@ -208,7 +208,7 @@ def test_lies_about_memory(
 ) -> None:
     peer.live("hello")
     own = peer.host_memory()
-    memory = HostMemory(
+    memory = Memory(
         own.pid if pid is None else pid,
         ((own.buffers[0][0] if start is None else start, own.buffers[0][1] if size is None else size),),
         own.proof_address if proof is None else proof,

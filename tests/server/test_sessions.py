@@ -14,7 +14,7 @@ from harness.server import LMCacheServer
 
 from lmcache_client.channel import Channel, RefusedError
 from lmcache_client.contract import protocol
-from lmcache_client.contract.protocol import Challenge, HostMemory, Prove, Register
+from lmcache_client.contract.protocol import Challenge, Memory, Prove, Register
 
 
 def address(server: LMCacheServer) -> str:
@@ -42,7 +42,7 @@ def test_memory_of_another_process_cannot_be_registered(server: LMCacheServer) -
 
     def register_the_stranger(channel: Channel) -> None:
         own = engine.host_memory()
-        memory = HostMemory(stranger.pid, own.buffers, own.proof_address)
+        memory = Memory(stranger.pid, own.buffers, own.proof_address)
         challenge = channel.call(Register("thief", 0, engine.model, engine.geometry, memory), 5)
         assert isinstance(challenge, Challenge)
         engine.proof.write(challenge.nonce)
@@ -91,7 +91,7 @@ def test_memory_that_is_not_there_is_refused(server: LMCacheServer) -> None:
     # Mapped, so that nothing else comes to lie there, but without any right to read or write.
     gone = libc.mmap(None, size, 0, 0x22, -1, 0)
     engine = RawEngine(address(server), [group()])
-    engine.host_memory = lambda: HostMemory(os.getpid(), ((gone, size),), engine.proof.address)  # type: ignore[method-assign]
+    engine.host_memory = lambda: Memory(os.getpid(), ((gone, size),), engine.proof.address)  # type: ignore[method-assign]
     try:
         engine.start()
         assert engine.worker.refusal is not None

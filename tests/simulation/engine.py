@@ -30,6 +30,7 @@ from lmcache_client.contract.geometry import (
     Region,
 )
 from lmcache_client.contract.keys import ModelTag
+from lmcache_client.memory.host import HostExport
 from simulation.network import ClientSystem, Network
 from simulation.world import Process, World
 
@@ -103,7 +104,7 @@ class Engine:
                 rank,
                 tag,
                 self._geometry(num_blocks),
-                ((int(memory.ctypes.data), memory.nbytes),),
+                HostExport(((int(memory.ctypes.data), memory.nbytes),)),
                 systems[1 + rank],  # type: ignore[arg-type]
             )
             for rank, memory in enumerate(self._memory)
@@ -305,8 +306,7 @@ class Engine:
         failed: set[str] = set()
         report = WorkerReport()
         for worker in self.workers:
-            worker.submit_loads(metadata)
-            worker.submit_saves(metadata)
+            worker.submit(metadata)
             results = worker.collect(metadata.idle)
             for name in sorted(results.loaded):
                 finished[name] = finished.get(name, 0) + 1

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from lmcache_client.contract.protocol import NONCE_BYTES, Memory
 from lmcache_server.config import Config
 from lmcache_server.copies import Copies
 from lmcache_server.core.cache import Cache
@@ -22,6 +23,7 @@ from simulation.network import Link, Network
 from simulation.world import Process, World
 
 TICK_S = 1.0
+Opened = Callable[[Exception | None, list[bytes]], None]
 
 
 class Faults:
@@ -39,7 +41,7 @@ class L1:
         self.num_frames = num_frames
         self.memory = np.zeros(num_frames * FRAME_BYTES, dtype=np.uint8)
         self.base_address = int(self.memory.ctypes.data)
-        self.populated_bytes = 0
+        self.populated_bytes = self.pinned_bytes = 0
 
 
 class Watch:
@@ -70,17 +72,33 @@ class Watch:
 class Copier:
     """The hands for one registered memory: loads overtake stores between slices, as in the real one."""
 
-    def __init__(self, server: "SimulatedServer", pid: int, alive: Callable[[], bool]) -> None:
+    lost = False
+
+    def __init__(
+        self, server: "SimulatedServer", memory: Memory, opened: Opened, alive: Callable[[], bool]
+    ) -> None:
         self._server = server
         self._world = server.world
-        self._process = server.world.processes[pid]
-        self._pid = pid
+        self._process = server.world.processes[memory.pid]
+        self._memory = memory
+        self._opened = opened
         self._alive = alive
+        self.bases = [start for start, _ in memory.buffers]
         self._waiting: dict[bool, deque[CopyJob]] = {True: deque(), False: deque()}
         self._running: list[tuple[CopyJob, Any, int]] = []
         """Jobs under way, the inner one last: (job, its pieces, how many are done)."""
         self.closed = self._busy = False
         server.copiers.append(self)
+        self._world.after(self._world.random.uniform(0, 0.005), self._open)
+
+    def _open(self) -> None:
+        if self._server.process.exited:
+            return
+        if self._process.exited:
+            self._server.run_soon(self._opened, CopyError("no such process"), [])
+            return
+        found = ctypes.string_at(self._memory.proof_address, NONCE_BYTES)
+        self._server.run_soon(self._opened, None, [found])
 
     def submit(self, job: CopyJob) -> None:
         if self.closed:
@@ -152,7 +170,7 @@ class Copier:
         self._go_on()
 
     def _move(self, job: CopyJob, pieces: Any, first: int, stop: int) -> None:
-        assert self._world.processes[self._pid] is self._process, "copies memory of a stranger"
+        assert self._world.processes[self._memory.pid] is self._process, "copies memory of a stranger"
         for index in range(first, stop):
             ends = int(pieces.local[index]), int(pieces.remote[index])
             target, source = reversed(ends) if job.load else ends
@@ -211,17 +229,8 @@ class SimulatedServer:
             return None
         return Watch(process, self)
 
-    def read(self, pid: int, address: int, num_bytes: int) -> bytes:
-        if self.world.processes[pid].exited:
-            raise CopyError("no such process")
-        return ctypes.string_at(address, num_bytes)
-
-    def check_access(self, pid: int, address: int, num_bytes: int) -> None:
-        if self.world.processes[pid].exited:
-            raise CopyError("no such process")
-
-    def copier(self, name: str, pid: int, alive: Callable[[], bool]) -> Copier:
-        return Copier(self, pid, alive)
+    def copier(self, name: str, memory: Memory, opened: Opened, alive: Callable[[], bool]) -> Copier:
+        return Copier(self, memory, opened, alive)
 
     # -- events -----------------------------------------------------------------------------------
 

@@ -13,14 +13,20 @@ NATIVE = {"torch", "vllm", "cupy"}
 MAY_IMPORT = {
     # Part of the house: (of this project, of others that matter). The longest prefix counts.
     "lmcache_client/contract": ({"lmcache_client.contract"}, {"msgpack"}),
-    "lmcache_client/memory": ({"lmcache_client.contract", "lmcache_client.memory"}, set()),
+    "lmcache_client/memory": ({"lmcache_client.contract", "lmcache_client.memory", "lmcache_kernels"}, set()),
     "lmcache_client/channel.py": ({"lmcache_client.contract", "lmcache_client.system"}, set()),
     "lmcache_client/system.py": ({"lmcache_client.contract", "lmcache_client.memory"}, {"zmq"}),
     "lmcache_client/connector": ({"lmcache_client"}, {"torch", "vllm"}),
-    "lmcache_kernels": (set(), {"cupy"}),
+    "lmcache_kernels": ({"lmcache_kernels"}, {"cupy"}),
     "lmcache_server/core": ({"lmcache_client.contract", "lmcache_server.core"}, set()),
     "lmcache_server/transfer": (
-        {"lmcache_client.contract", "lmcache_server.core.pool", "lmcache_server.transfer"},
+        {
+            "lmcache_client.contract",
+            "lmcache_kernels",
+            "lmcache_server.core.pool",
+            "lmcache_server.machine",
+            "lmcache_server.transfer",
+        },
         set(),
     ),
     "lmcache_server": (

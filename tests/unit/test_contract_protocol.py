@@ -24,8 +24,8 @@ from lmcache_client.contract.protocol import (
     WRONG_VERSION,
     BadRequestError,
     EndRequest,
-    HostMemory,
     Lookup,
+    Memory,
     Ping,
     Refused,
     Register,
@@ -236,8 +236,8 @@ def test_keys_are_counted_and_measured():
     [
         (lambda: Store((StoreObject(ROOT_KEY, ROOT_KEY, 0, 0, ()),) * (MAX_OBJECTS + 1)), "objects"),
         (lambda: EndRequest("e", (1,) * (MAX_LEASES + 1), ()), "leases"),
-        (lambda: HostMemory(1, ((1, 1),) * (MAX_BUFFERS + 1), 1), "buffers"),
-        (lambda: HostMemory(1, ((1, 1), (1, 0)), 1), "none of them empty"),
+        (lambda: Memory(1, ((1, 1),) * (MAX_BUFFERS + 1), 1), "buffers"),
+        (lambda: Memory(1, ((1, 1), (1, 0)), 1), "none of them empty"),
         (lambda: ModelTag("m" * (MAX_DETAIL + 1), (), 1, 1), "characters each"),
         (lambda: ModelTag("m", (("n", "v" * (MAX_DETAIL + 1)),), 1, 1), "characters each"),
         (lambda: ModelTag("m", (("n", "v"),) * (MAX_DETAILS + 1), 1, 1), "at most 64 details"),
@@ -257,7 +257,7 @@ def test_the_largest_legitimate_messages_fit():
         7,
         ModelTag("m" * 200, (("configuration", "c" * 64),) * 9, 8, 1),
         Geometry((GroupSpec("full", 16, 0, "t" * 8000, regions),) * 4, 1 << 20),
-        HostMemory(1 << 22, ((1 << 46, 1 << 40),) * 100, 1 << 46),
+        Memory(1 << 22, ((1 << 46, 1 << 40),) * 100, 1 << 46),
     )
     chain = (bytes(32),) * MAX_CHUNKS
     each = StoreObject(bytes(32), bytes(32), MAX_CHUNKS - 1, 3, (1 << 20,) * 64)

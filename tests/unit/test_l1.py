@@ -17,8 +17,10 @@ MIB = 1 << 20
 def open_l1():
     memories = []
 
-    def build(*arguments, **options):
+    def build(*arguments, populate=True, **options):
         memories.append(L1Memory(*arguments, **options))
+        if populate:
+            memories[-1].fill()
         return memories[-1]
 
     yield build
@@ -84,6 +86,7 @@ def test_what_cannot_be_populated_is_said_and_still_works(open_l1, monkeypatch, 
 def test_closing_does_not_wait_for_all_of_a_large_memory(monkeypatch):
     monkeypatch.setattr(l1, "PIECE_BYTES", 2 * MIB)
     memory = L1Memory(1024 * MIB)
+    memory.fill()
     started_s = time.monotonic()
     memory.close()
     assert time.monotonic() - started_s < 2.0

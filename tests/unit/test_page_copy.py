@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_kernels.page_copy import SOURCE, THREADS, PageCopy, arguments
+from lmcache_kernels.page_copy import SOURCE, THREADS, KernelError, arguments, compiled
 
 CXX = shutil.which("c++") or shutil.which("g++")
 NVCC = shutil.which("nvcc")
@@ -117,8 +117,10 @@ def test_more_work_than_one_launch_takes_is_refused():
 
 def test_without_cupy_a_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(ImportError, match=r"copies on a GPU need cupy: pip install 'lmcache-mp\[cuda13\]'"):
-        PageCopy()
+    with pytest.raises(
+        KernelError, match=r"a kernel that is faster comes with pip install 'lmcache-mp\[cuda13\]'"
+    ):
+        compiled("90")
 
 
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")

@@ -1,0 +1,112 @@
+"""The client's half of copies between a GPU and L1: handles to its memory, and when copies may begin."""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+
+from lmcache_client.contract.protocol import Memory
+from lmcache_kernels import driver as cuda
+from lmcache_kernels.driver import CudaError, Driver
+
+
+class ExportError(Exception):
+    """This memory cannot be handed to another process; the message says what to change."""
+
+
+class CudaExport:
+    """KV cache memory of this process on one GPU.
+
+    `buffers` are (address, bytes); the first bytes of each belong to the null block, whose content means
+    nothing. `current_stream` gives the stream, a CUstream, on which the engine computes. Made in a thread
+    in which the engine's context is current. Raises ExportError.
+    """
+
+    def __init__(self, buffers: tuple[tuple[int, int], ...], current_stream: Callable[[], int]) -> None:
+        driver = cuda.load()
+        if driver is None:
+            raise ExportError("no CUDA driver that this process can use")
+        try:
+            self._context = driver.current_context()
+            ordinals = {driver.ordinal_of(address) for address, _ in buffers}
+            if len(ordinals) != 1:
+                raise ExportError("KV cache memory on more than one GPU in one worker")
+            self._device = driver.uuid(ordinals.pop())
+            exported = [_exported(driver, address) for address, _ in buffers]
+        except CudaError as error:
+            raise ExportError(f"KV cache memory that CUDA does not share ({error})") from error
+        self._handles = tuple(handle for handle, _ in exported)
+        self._ranges = tuple((offset, size) for (_, offset), (_, size) in zip(exported, buffers, strict=True))
+        self._addresses = [address for address, _ in buffers]
+        self._driver = driver
+        self._fence = _Fence(driver, self._context, current_stream)
+
+    def memory(self, pid: int) -> Memory:
+        return Memory(pid, self._ranges, 0, self._device, self._handles)
+
+    @contextlib.contextmanager
+    def proving(self, nonce: bytes) -> Iterator[None]:
+        """While this lasts the nonce is in the first bytes of every buffer. For any thread."""
+        self._driver.enter(self._context)
+        before = [self._driver.read(address, len(nonce)) for address in self._addresses]
+        try:
+            for address in self._addresses:
+                self._driver.write(address, nonce)
+            yield
+        finally:
+            for address, content in zip(self._addresses, before, strict=True):
+                self._driver.write(address, content)
+
+    def after_compute(self, function: Callable[[], None]) -> None:
+        """Call `function`, in another thread, when all that the engine has submitted so far has been
+        computed: what it reads is then read, and what it writes written."""
+        self._fence.after(function)
+
+    def close(self) -> None:
+        """What still waits is not called any more."""
+        self._fence.close()
+
+
+def _exported(driver: Driver, address: int) -> tuple[bytes, int]:
+    """(handle of the allocation that `address` is in, place of `address` in it)."""
+    if not driver.has_ipc_handle(address):
+        raise ExportError(
+            "KV cache memory from CUDA's virtual memory or pool allocator, which no other process can open: "
+            "start vLLM without --enable-sleep-mode, and without expandable_segments or cudaMallocAsync in "
+            "PYTORCH_CUDA_ALLOC_CONF"
+        )
+    base, _ = driver.allocation(address)
+    return driver.ipc_handle(base), address - base
+
+
+class _Fence:
+    """Waits, in a thread of its own, for points in a stream. Nothing on the GPU ever waits for another
+    process, so nothing there can be held up by the death of one."""
+
+    def __init__(self, driver: Driver, context: int, current_stream: Callable[[], int]) -> None:
+        self._driver = driver
+        self._context = context
+        self._current_stream = current_stream
+        self._free: list[int] = []
+        self._waiting: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="lmcache-fence", daemon=True)
+        self._thread.start()
+
+    def after(self, function: Callable[[], None]) -> None:
+        event = self._free.pop() if self._free else self._driver.create_event()
+        self._driver.record(event, self._current_stream())
+        self._waiting.put((event, function))
+
+    def close(self) -> None:
+        self._closed = True
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        self._driver.enter(self._context)
+        while (item := self._waiting.get()) is not None and not self._closed:
+            event, function = item
+            self._driver.wait_for(event)
+            self._free.append(event)
+            function()

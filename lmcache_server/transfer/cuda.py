@@ -1,0 +1,144 @@
+"""Copies between pinned L1 and the memory of another process on a GPU, mapped through its IPC handle."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from lmcache_client.contract.protocol import NONCE_BYTES, Memory
+from lmcache_kernels.driver import CudaError
+from lmcache_kernels.page_copy import PageCopy
+from lmcache_server.transfer.gpus import Gpu, Gpus, LostGpuError
+from lmcache_server.transfer.host import CopyError, NoAccessError
+from lmcache_server.transfer.paths import batches
+from lmcache_server.transfer.pins import Pins
+from lmcache_server.transfer.plan import Pieces
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Lane:
+    """One direction: a stream, and an event behind each of the last two slices that were enqueued."""
+
+    stream: int
+    events: list[int]
+    waiting: list[int] = field(default_factory=list)
+
+
+class CudaMapping:
+    """The memory of one worker; see `transfer.base.Mapping`. Two slices of a direction are on their way at
+    a time, so that the bus does not wait for Python."""
+
+    def __init__(self, memory: Memory, gpus: Gpus, pins: Pins) -> None:
+        self.bases: list[int] = []
+        self._memory = memory
+        self._gpus = gpus
+        self._pins = pins
+        self._gpu: Gpu | None = None
+        self._opened: dict[bytes, int] = {}
+        self._lanes: dict[bool, _Lane] = {}
+        self._kernel: PageCopy | None = None
+
+    @property
+    def lost(self) -> bool:
+        return self._gpu is not None and bool(self._gpu.lost)
+
+    def open(self) -> list[bytes]:
+        """Raises CopyError; `close` is due all the same."""
+        memory = self._memory
+        try:
+            gpu = self._gpu = self._gpus.find(memory.device)
+            if gpu.lost:
+                raise NoAccessError(gpu.lost)
+            driver = gpu.driver
+            gpu.enter()
+            for handle in memory.handles:
+                if handle not in self._opened:
+                    self._opened[handle] = driver.open_handle(handle)
+            self.bases = [
+                self._opened[handle] + start
+                for handle, (start, _) in zip(memory.handles, memory.buffers, strict=True)
+            ]
+            for base, (start, size) in zip(self.bases, memory.buffers, strict=True):
+                first, num_bytes = driver.allocation(base - start)
+                if start + size > num_bytes or first != base - start:
+                    raise CopyError("a buffer reaches beyond the allocation of its handle")
+            for load in (True, False):
+                events = [driver.create_event() for _ in range(2)]
+                self._lanes[load] = _Lane(driver.create_stream(), events)
+            if function := gpu.kernel():
+                self._kernel = PageCopy(driver, function)
+            return [driver.read(base, NONCE_BYTES) for base in self.bases]
+        except CudaError as error:
+            raise NoAccessError(
+                f"the server cannot open the worker's GPU memory ({error}): both need the same user and, in "
+                "containers, a shared process namespace (--pid=host)"
+            ) from error
+
+    def copy(self, pieces: Pieces, *, load: bool) -> None:
+        """Enqueue a slice, and wait for the one before the last."""
+        assert self._gpu is not None
+        gpu, lane = self._gpu, self._lanes[load]
+        if gpu.lost:
+            raise LostGpuError(gpu.lost)
+        pieces = self._pins.cut(pieces)
+        self._pins.ensure(pieces)
+        try:
+            gpu.enter()
+            for batch in batches(pieces, kernel=self._kernel is not None):
+                local, remote, length = batch.pieces
+                ends = (remote, local) if load else (local, remote)
+                if batch.by_kernel and self._kernel is not None:
+                    self._kernel.launch(ends[1], ends[0], length, lane.stream)
+                else:
+                    gpu.driver.copy_batch(*ends, length, lane.stream)
+            event = lane.events.pop()
+            gpu.driver.record(event, lane.stream)
+            lane.waiting.append(event)
+            if not lane.events:
+                gpu.driver.wait_for(lane.waiting[0])
+                lane.events.append(lane.waiting.pop(0))
+        except CudaError as error:
+            raise gpu.check(error, lane.stream) from error
+
+    def finish(self, *, load: bool) -> None:
+        """Until every slice of this direction has been copied."""
+        assert self._gpu is not None
+        lane = self._lanes[load]
+        try:
+            self._gpu.driver.synchronize(lane.stream)
+        except CudaError as error:
+            raise self._gpu.check(error, lane.stream) from error
+        lane.events += lane.waiting
+        lane.waiting.clear()
+
+    def close(self) -> None:
+        """Nothing is copied any more, and nothing of the worker's memory is mapped."""
+        if self._gpu is None:
+            return
+        gpu = self._gpu
+        with _tolerant():
+            gpu.enter()
+        for lane in self._lanes.values():
+            with _tolerant():
+                gpu.driver.synchronize(lane.stream)
+                gpu.driver.destroy_stream(lane.stream)
+            for event in lane.events + lane.waiting:
+                with _tolerant():
+                    gpu.driver.destroy_event(event)
+        if self._kernel is not None:
+            with _tolerant():
+                self._kernel.close()
+        for address in self._opened.values():
+            with _tolerant():
+                gpu.driver.close_handle(address)
+
+
+@contextlib.contextmanager
+def _tolerant() -> Iterator[None]:
+    """What fails here belongs to a context that has failed as a whole, which the driver clears up."""
+    try:
+        yield
+    except CudaError as error:
+        logger.warning("while a worker's GPU memory was unmapped: %s", error)

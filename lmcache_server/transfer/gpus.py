@@ -1,0 +1,108 @@
+"""The GPUs of this machine that the server has a context on: those it copies for, and one to pin with."""
+
+import logging
+import threading
+
+from lmcache_kernels import driver as cuda
+from lmcache_kernels.driver import CudaError, Driver
+from lmcache_kernels.page_copy import KernelError, compiled
+from lmcache_server.machine import local_processors
+from lmcache_server.transfer.host import CopyError, NoAccessError
+
+logger = logging.getLogger(__name__)
+
+
+class LostGpuError(CopyError):
+    """The GPU's context is of no use any more to this process."""
+
+
+class Gpu:
+    """One GPU: its context, made once, and the copy kernel for it, if there is one."""
+
+    def __init__(self, driver: Driver, ordinal: int) -> None:
+        self.driver = driver
+        self.ordinal = ordinal
+        self.name = f"GPU {driver.pci_bus_id(ordinal)}"
+        self.context = driver.retain_context(ordinal)
+        self.lost = ""
+        self._kernel: int | None = None
+        self._lock = threading.Lock()
+
+    def enter(self) -> None:
+        """Make its context current on this thread. Raises CudaError."""
+        self.driver.enter(self.context)
+
+    def kernel(self) -> int:
+        """The copy kernel; 0 where there is none, which is logged once. The context is current."""
+        with self._lock:
+            if self._kernel is None:
+                self._kernel = 0
+                try:
+                    # Without it a kernel would need other addresses for L1 than the server has.
+                    if self.driver.sees_host_pointers(self.ordinal):
+                        image = compiled(self.driver.compute_capability(self.ordinal))
+                        self._kernel = self.driver.load_kernel(image, "page_copy")
+                except (KernelError, CudaError) as error:
+                    logger.warning("%s: %s", self.name, error)
+            return self._kernel
+
+    def check(self, error: CudaError, stream: int) -> CopyError:
+        """What a failed call means: the copy alone, or the whole context."""
+        try:
+            self.driver.synchronize(stream)
+        except CudaError as lasting:
+            if not self.lost:
+                self.lost = f"{self.name} has failed for this server ({lasting}): restart the server"
+                logger.error("%s", self.lost)
+            return LostGpuError(self.lost)
+        return CopyError(f"a copy on {self.name} failed: {error}")
+
+
+class Gpus:
+    """Found by UUID: a GPU's number differs from process to process. For any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_ordinal: dict[int, Gpu] = {}
+
+    @property
+    def driver(self) -> Driver:
+        """Raises NoAccessError where there is none, or no GPU for it."""
+        driver = cuda.load()
+        if driver is None:
+            raise NoAccessError(
+                "the server sees no GPU: run it where 'nvidia-smi' shows the engine's (containers: "
+                "--gpus all), and without CUDA_VISIBLE_DEVICES"
+            )
+        return driver
+
+    @property
+    def available(self) -> bool:
+        """Takes as long as the driver's start, the first time."""
+        with self._lock:
+            return cuda.load() is not None
+
+    def near(self, number: int) -> set[int]:
+        """The processors near one of the GPUs, in turn; empty where the system does not say."""
+        return local_processors(self.driver.pci_bus_id(number % self.driver.num_devices()))
+
+    def first(self) -> Gpu:
+        """The one to pin memory with."""
+        with self._lock:
+            return next(iter(self._by_ordinal.values()), None) or self._get(0)
+
+    def find(self, uuid: bytes) -> Gpu:
+        """Raises NoAccessError, or CudaError when no context can be made there."""
+        for ordinal in range(self.driver.num_devices()):
+            if self.driver.uuid(ordinal) == uuid:
+                with self._lock:
+                    return self._get(ordinal)
+        raise NoAccessError(
+            f"the server does not see the engine's GPU {uuid.hex()}: start it with all GPUs of its engines "
+            "(containers: --gpus all), and without CUDA_VISIBLE_DEVICES"
+        )
+
+    def _get(self, ordinal: int) -> Gpu:
+        if ordinal not in self._by_ordinal:
+            self._by_ordinal[ordinal] = Gpu(self.driver, ordinal)
+        return self._by_ordinal[ordinal]
