@@ -3,7 +3,7 @@ with copies that end when the test says so."""
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from fuzz.messages import BUFFER_BYTES, geometry
@@ -31,6 +31,7 @@ from lmcache_client.contract.protocol import (
 )
 from lmcache_server.sessions import MAX_JOBS, MAX_SESSIONS, MAX_WAITING_BYTES, MAX_WORKERS
 from lmcache_server.transfer.base import CopyJob
+from lmcache_server.transfer.host import HostMapping
 
 NOBODY = 1 << 30
 """A process id that means nothing."""
@@ -60,11 +61,15 @@ class Desk:
         self.target = RouterTarget(pid, address)
         self.memory = Memory(pid, ((address, BUFFER_BYTES),), address + BUFFER_BYTES)
         self.copies = HeldCopies()
-        self.target.router.copies._system.copier = lambda *_: self.copies  # type: ignore[method-assign]
+        self.target.router.copies._system.copier = self._copier  # type: ignore[method-assign,assignment]
         self.replies: list[tuple[int, Message]] = []
         record = self.target.router._send
         self.target.router._send = lambda who, frame: (self._record(frame), record(who, frame))  # type: ignore
         self._last_id = 0
+
+    def _copier(self, _name: str, memory: Memory, opened: Callable[..., None], _alive: object) -> HeldCopies:
+        opened(None, HostMapping(memory).open())
+        return self.copies
 
     def _record(self, frame: bytes) -> None:
         self.replies.append(protocol.decode_reply(frame)[1:])
