@@ -1,8 +1,9 @@
 """Copies between pinned L1 and the memory of another process on a GPU, mapped through its IPC handle."""
 
 import contextlib
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from lmcache_client.contract.protocol import NONCE_BYTES, Memory
@@ -118,27 +119,24 @@ class CudaMapping:
         if self._gpu is None:
             return
         gpu = self._gpu
-        with _tolerant():
-            gpu.enter()
+        ends: list[Callable[[], object]] = [gpu.enter]
         for lane in self._lanes.values():
-            with _tolerant():
-                gpu.driver.synchronize(lane.stream)
-                gpu.driver.destroy_stream(lane.stream)
-            for event in lane.events + lane.waiting:
-                with _tolerant():
-                    gpu.driver.destroy_event(event)
+            ends.append(functools.partial(gpu.driver.synchronize, lane.stream))
+            ends.append(functools.partial(gpu.driver.destroy_stream, lane.stream))
+            ends += [functools.partial(gpu.driver.destroy_event, each) for each in lane.events + lane.waiting]
         if self._kernel is not None:
-            with _tolerant():
-                self._kernel.close()
-        for address in self._opened.values():
-            with _tolerant():
-                gpu.driver.close_handle(address)
+            ends.append(self._kernel.close)
+        ends += [functools.partial(gpu.driver.close_handle, each) for each in self._opened.values()]
+        for end in ends:
+            with _logged(gpu):
+                end()
 
 
 @contextlib.contextmanager
-def _tolerant() -> Iterator[None]:
-    """What fails here belongs to a context that has failed as a whole, which the driver clears up."""
+def _logged(gpu: Gpu) -> Iterator[None]:
+    """When one step of the end fails, the others are still due."""
     try:
         yield
     except CudaError as error:
-        logger.warning("while a worker's GPU memory was unmapped: %s", error)
+        if not gpu.lost:
+            logger.warning("a worker's memory on %s was not given back in order: %s", gpu.name, error)

@@ -17,6 +17,9 @@ from lmcache_server.transfer.plan import Pieces, cut
 
 logger = logging.getLogger(__name__)
 
+_GB = 1 << 30
+"""As in --l1-size-gb."""
+
 
 class Pins:
     """Which units of the `num_bytes` at `address` are pinned. For any thread.
@@ -87,7 +90,7 @@ class Pins:
     def _fail(self, error: CudaError) -> None:
         if not self._failure:
             self._failure = (
-                f"{self.pinned_bytes / 1e9:.2f} of {self._num_bytes / 1e9:.2f} GB of L1 are pinned "
+                f"{self.pinned_bytes / _GB:.2f} of {self._num_bytes / _GB:.2f} GB of L1 are pinned "
                 f"and no more could be ({error}): copies between GPUs and the rest of it fail; allow locked "
                 "memory (ulimit -l unlimited, LimitMEMLOCK=infinity, docker --ulimit memlock=-1) or ask for "
                 "less with --l1-size-gb, and start again"

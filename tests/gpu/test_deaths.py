@@ -1,0 +1,94 @@
+"""Workers and servers that are killed: GPU memory is given back, and who lives goes on."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gpu_engine import fused
+from harness.rawclient import chain
+from test_round_trips import CHUNK_SIZE, restored, stored_prompt, tables
+from worker_process import BLOCKS, PAGE_BYTES
+from worker_process import CHUNK_SIZE as WORKER_CHUNK_SIZE
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 30.0
+
+
+@pytest.fixture
+def start_worker(stack):
+    def start(server, engine_id):
+        command = [sys.executable, str(HERE / "worker_process.py"), server.address, engine_id]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        stack.callback(process.stdout.close)
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        assert process.stdout.readline() == b"stored\n"
+        return process
+
+    return start
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_worker_killed_in_mid_store_is_unmapped_within_a_second(
+    server_of_workers, start_worker, start_engine, device_bytes, number
+):
+    server = server_of_workers
+    free_bytes = device_bytes()
+    worker = start_worker(server, f"worker-{number}")
+    time.sleep(0.05 * number)
+    worker.send_signal(signal.SIGKILL)
+    worker.wait(TIMEOUT_S)
+    deadline = time.monotonic() + 1.0
+    while server.status()["sessions"]:
+        assert time.monotonic() < deadline, "the session is over within a second"
+        time.sleep(0.01)
+    server.wait_at_rest()
+    # The memory of the dead is free again only when nobody maps it any more.
+    while device_bytes() < free_bytes - (64 << 20):
+        assert time.monotonic() < deadline + 1.0, (device_bytes(), free_bytes)
+        time.sleep(0.01)
+    # What it had stored is whole.
+    heir = start_engine(server, fused(PAGE_BYTES, BLOCKS), BLOCKS, f"heir-{number}")
+    keys = chain(range(WORKER_CHUNK_SIZE * 16), WORKER_CHUNK_SIZE)
+    found = heir.lookup(keys)
+    assert found.resume_tokens == len(keys) * WORKER_CHUNK_SIZE
+    expected = [heir.fill(0, block, block) for block in range(1, 17)]
+    for block in range(1, 17):
+        heir.clear(0, block)
+    heir.retrieve(found, keys, [list(range(17, 33))])
+    for content, block in zip(expected, range(17, 33), strict=True):
+        assert np.array_equal(heir.pages(0, block), content)
+    heir.end(found)
+
+
+def test_a_killed_server_is_replaced_and_the_worker_registers_again(start_server, start_engine):
+    server = start_server(chunk_size=CHUNK_SIZE)
+    engine = start_engine(server, fused(64 << 10, 32), 32)
+    stored_prompt(engine, 3, list(range(1, 32)), 3)
+    null = engine.pages(0, 0)
+    server.kill()
+    server.start()
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (engine.worker.ready and engine.scheduler.ready and engine.worker.generation > 1):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert np.array_equal(engine.pages(0, 0), null), "the null block is as it was before the proof"
+    keys, pages = stored_prompt(engine, 3, list(range(1, 32)), 3)
+    assert restored(engine, keys, pages, tables(engine, 3, list(range(7, 32)))) == 6
+
+
+def test_a_worker_that_leaves_in_order_leaves_nothing_mapped(start_server, start_engine, device_bytes):
+    server = start_server(chunk_size=CHUNK_SIZE)
+    first = start_engine(server, fused(64 << 10, 32), 32)
+    stored_prompt(first, 2, list(range(1, 32)), 3)
+    assert len(server.status()["sessions"]) == 2
+    first.worker.close()
+    first.scheduler.close()
+    server.wait_at_rest()

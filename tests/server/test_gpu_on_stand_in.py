@@ -1,0 +1,148 @@
+"""The GPU half of client and server, run without a GPU: against a stand-in of CUDA's driver.
+
+It shows that calls, handles, order, deaths and refusals are right as far as the driver's contract goes, and
+nothing about a GPU: see tests/standin/cuda.cpp.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import standin
+from harness.paths import ROOT
+from harness.server import LMCacheServer
+
+pytestmark = pytest.mark.skipif(
+    standin.COMPILER is None or standin.header() is None, reason="no C++ compiler, or no cuda.h"
+)
+SUITE = [
+    sys.executable,
+    "-m",
+    "pytest",
+    "-q",
+    "-c",
+    "tests/gpu/pytest.ini",
+    "--rootdir=.",
+    "--confcutdir=tests/gpu",
+]
+SMALL = {"ORDER_ROUNDS": "60", "BUSY_BYTES": str(4 << 20)}
+
+
+def run(environment: dict[str, str], *arguments: str) -> str:
+    done = subprocess.run(
+        [*SUITE, *(arguments or ("tests/gpu",))],
+        cwd=ROOT,
+        env={**environment, **SMALL},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def test_the_gpu_suite_passes(tmp_path):
+    assert "passed" in run(standin.environment(tmp_path))
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith(("counters-", "memory-"))]
+
+
+def test_without_batches_and_kernel_the_same_bytes_come_back(tmp_path):
+    """An older driver, and no cupy."""
+    environment = standin.environment(tmp_path, version=12070)
+    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    run(environment, "tests/gpu/test_round_trips.py", "-k", "1024 or 8192 or pins")
+
+
+def test_devices_are_found_by_uuid_whatever_their_numbers_are(tmp_path):
+    environment = {**standin.environment(tmp_path, devices=3), "CUDA_VISIBLE_DEVICES": "2,0,1"}
+    environment["SERVER_VISIBLE_DEVICES"] = "1,2"
+    run(environment, "tests/gpu/test_round_trips.py", "-k", "8192 and not many")
+
+
+@contextmanager
+def started(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, flags: dict, **settings: object
+) -> Iterator[LMCacheServer]:
+    for name, value in standin.environment(directory, **settings).items():
+        monkeypatch.setenv(name, value)
+    with LMCacheServer(**flags) as server:
+        yield server
+
+
+def test_without_a_gpu_nothing_is_pinned(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with started(tmp_path, monkeypatch, {"l1_size_gb": 0.1}) as server:
+        server.wait_until_populated()
+        assert server.status()["l1"]["pinned_bytes"] == 0
+
+
+def test_the_server_is_ready_before_l1_is_pinned_and_pins_it_unit_by_unit(tmp_path, monkeypatch):
+    with started(tmp_path, monkeypatch, {"l1_size_gb": 2.0}) as server:
+        server.wait_until(lambda l1: l1["pinned_bytes"] == l1["total_bytes"], 60)
+        counted = standin.counters(tmp_path, server.pid)
+        assert counted.registered_bytes == server.status()["l1"]["total_bytes"]
+        assert counted.contexts == 1
+
+
+def test_what_cannot_be_pinned_is_an_error_with_the_limits_and_never_copied_slowly(tmp_path, monkeypatch):
+    with started(tmp_path, monkeypatch, {"l1_size_gb": 0.7}, pin_limit=300 << 20) as server:
+        deadline = time.monotonic() + 20
+        while "GB of L1 are pinned" not in (log := server.log.read_text()):
+            assert time.monotonic() < deadline, log
+            time.sleep(0.05)
+        assert "0.25 of 0.70 GB of L1 are pinned and no more could be" in log
+        assert "ulimit -l unlimited, LimitMEMLOCK=infinity, docker --ulimit memlock=-1" in log
+        assert log.count("could be") == 1
+        assert server.status()["l1"]["pinned_bytes"] == 256 << 20
+
+
+def test_a_gpu_that_fails_costs_its_own_sessions(tmp_path):
+    """And the server says so; it goes on for everybody else."""
+    environment = standin.environment(tmp_path)
+    code = """
+import sys, time, pathlib, os
+from gpu_engine import GpuEngine, fused
+from harness.server import LMCacheServer
+from harness.rawclient import RawEngine, group
+from test_round_trips import stored_prompt, CHUNK_SIZE
+from lmcache_client.channel import ChannelError
+with LMCacheServer(chunk_size=CHUNK_SIZE) as server:
+    engine = GpuEngine(server.address, fused(65536, 32), 32).start()
+    stored_prompt(engine, 2, list(range(1, 32)), 1)
+    other = RawEngine(server.address, [group()], engine_id="on-a-cpu").start()
+    pathlib.Path(os.environ["CUDA_STANDIN_DIR"], f"fail-{server.pid}").touch()
+    from harness.rawclient import chain
+    keys = chain(range(900, 932), CHUNK_SIZE)
+    stored = engine.store_prompt(keys, [[1, 2]])
+    assert (stored.stored, stored.dropped) == (0, 1), stored
+    limit = time.monotonic() + 5
+    while len(server.status()["sessions"]) > 3:
+        time.sleep(0.05)
+        assert time.monotonic() < limit
+    try:
+        engine.store_prompt(keys, [[1, 2]])
+    except ChannelError as error:
+        assert error.code == "not_registered"
+    while "restart the server" not in str(engine.worker.refusal):
+        time.sleep(0.05)
+        assert time.monotonic() < limit + 10, engine.worker.refusal
+    own = chain(range(32), CHUNK_SIZE)
+    page = other.fill(0, 1, 1)
+    assert other.store_prompt(own, [[1, 2]]).stored == 1
+    found = other.lookup(own)
+    assert found.resume_tokens == CHUNK_SIZE
+    other.retrieve(found, own, [[5, 6]])
+    assert (other.pages(0, 5) == page).all()
+    assert "has failed for this server" in server.log.read_text()
+    print("fine", flush=True)
+    os._exit(0)
+"""
+    environment["PYTHONPATH"] += os.pathsep + str(ROOT / "tests/gpu")
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "fine\n", done.stderr[-4000:]

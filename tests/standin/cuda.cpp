@@ -1,0 +1,720 @@
+// A stand-in of CUDA's driver for machines without a GPU: libcuda.so.1 as far as this project calls it.
+//
+// It shows nothing about a GPU, its speed or its hardware. It keeps the contract of the calls, and is as
+// hostile as the contract allows: streams run late and in their own threads, copies take their time, handles
+// open at other addresses, and what a GPU would refuse, crash on or do slowly is refused. The real cuda.h is
+// included, so the compiler holds every signature against it.
+//
+// CUDA_STANDIN_DIR      files of device memory and of each process's counters; shared by all processes
+// CUDA_STANDIN_DEVICES  how many devices there are; CUDA_VISIBLE_DEVICES chooses and orders, as for the driver
+// CUDA_STANDIN_VERSION  what cuDriverGetVersion says; batched copies need 12080
+// CUDA_STANDIN_PIN_LIMIT  bytes of host memory that a process may register
+// A file `fail-<process id>` in the directory: that process's contexts are lost, as after an illegal access.
+
+#include <cuda.h>
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../unit/page_copy_on_cpu.cpp"
+
+namespace {
+
+constexpr size_t GRANULE = 2 << 20;
+constexpr size_t DEVICE_BYTES = size_t(8) << 30;
+constexpr size_t PORTION = 16 << 10;
+
+struct Counters {  // One file a process, read by the tests.
+    std::atomic<long long> mappings, registered_bytes, contexts, launches, copies, batches, batched;
+};
+
+struct Memory {
+    size_t bytes;  // As allocated, in granules.
+    int device;
+    bool legacy, opened;
+    int descriptor, references;
+    std::string name;
+};
+
+struct Stream {
+    std::mutex lock;
+    std::condition_variable changed;
+    std::deque<std::function<void()>> waiting;
+    long long submitted = 0, done = 0;
+    bool ending = false;
+    std::thread thread;
+};
+
+struct Event {
+    std::mutex lock;
+    std::condition_variable changed;
+    long long recorded = 0, happened = 0;
+};
+
+std::mutex everything;
+std::map<uintptr_t, Memory> memories;
+std::map<uintptr_t, std::pair<size_t, unsigned>> registered;
+std::vector<int> visible;
+std::string directory;
+Counters* counters;
+std::atomic<bool> initialised, lost;
+std::atomic<int> next_file;
+size_t pin_limit = ~size_t(0), pinned;
+int version = 13000;
+thread_local CUcontext current;
+int contexts[64];
+
+const char* setting(const char* name, const char* otherwise)
+{
+    const char* value = getenv(name);
+    return value ? value : otherwise;
+}
+
+// The one that holds all of [address, address + bytes), or nothing.
+template <typename Map>
+auto holder(Map& map, uintptr_t address, size_t bytes, size_t (*size)(const typename Map::mapped_type&))
+{
+    auto found = map.upper_bound(address);
+    if (found == map.begin())
+        return map.end();
+    --found;
+    return address + bytes <= found->first + size(found->second) ? found : map.end();
+}
+size_t memory_size(const Memory& memory) { return memory.bytes; }
+size_t registered_size(const std::pair<size_t, unsigned>& each) { return each.first; }
+
+bool on_device(uintptr_t address, size_t bytes)
+{
+    return holder(memories, address, bytes, memory_size) != memories.end();
+}
+bool is_pinned(uintptr_t address, size_t bytes, unsigned flags)
+{
+    auto found = holder(registered, address, bytes, registered_size);
+    return found != registered.end() && (found->second.second & flags) == flags;
+}
+
+CUresult ready(bool needs_context = true)
+{
+    if (!initialised)
+        return CUDA_ERROR_NOT_INITIALIZED;
+    if (needs_context && !current)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    if (!lost && access((directory + "/fail-" + std::to_string(getpid())).c_str(), F_OK) == 0)
+        lost = true;
+    return needs_context && lost ? CUDA_ERROR_ILLEGAL_ADDRESS : CUDA_SUCCESS;
+}
+#define READY(...)                                   \
+    if (CUresult not_ready = ready(__VA_ARGS__))     \
+        return not_ready;
+
+void dawdle(int at_most_us)
+{
+    thread_local std::mt19937 random(std::random_device{}());
+    usleep(random() % (at_most_us + 1));
+}
+
+void work(Stream* stream)
+{
+    std::unique_lock<std::mutex> held(stream->lock);
+    for (;;) {
+        stream->changed.wait(held, [&] { return stream->ending || !stream->waiting.empty(); });
+        if (stream->waiting.empty())
+            return;
+        auto operation = std::move(stream->waiting.front());
+        stream->waiting.pop_front();
+        held.unlock();
+        dawdle(200);
+        operation();
+        held.lock();
+        ++stream->done;
+        stream->changed.notify_all();
+    }
+}
+
+Stream* stream_of(CUstream handle)
+{
+    static Stream* standard = [] {
+        auto* made = new Stream;
+        made->thread = std::thread(work, made);
+        return made;
+    }();
+    return handle ? reinterpret_cast<Stream*>(handle) : standard;
+}
+
+void submit(CUstream handle, std::function<void()> operation)
+{
+    Stream* stream = stream_of(handle);
+    std::lock_guard<std::mutex> held(stream->lock);
+    stream->waiting.push_back(std::move(operation));
+    ++stream->submitted;
+    stream->changed.notify_all();
+}
+
+void wait_for(CUstream handle)
+{
+    Stream* stream = stream_of(handle);
+    std::unique_lock<std::mutex> held(stream->lock);
+    const long long until = stream->submitted;
+    stream->changed.wait(held, [&] { return stream->done >= until; });
+}
+
+void move(uintptr_t to, uintptr_t from, size_t bytes)
+{
+    for (size_t done = 0; done < bytes; done += PORTION) {
+        if (done && done % (64 * PORTION) == 0)
+            dawdle(20);
+        memmove(reinterpret_cast<void*>(to + done), reinterpret_cast<void*>(from + done), std::min(PORTION, bytes - done));
+    }
+}
+
+// What a copy engine would move at full speed, or nothing.
+CUresult check_copy(uintptr_t to, uintptr_t from, size_t bytes)
+{
+    std::lock_guard<std::mutex> held(everything);
+    for (uintptr_t address : {to, from})
+        if (!on_device(address, bytes) && !is_pinned(address, bytes, 0))
+            return CUDA_ERROR_INVALID_VALUE;
+    return bytes ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUresult map_memory(Memory memory, int flags, CUdeviceptr* address)
+{
+    memory.descriptor = open((directory + "/" + memory.name).c_str(), flags, 0600);
+    if (memory.descriptor < 0)
+        return CUDA_ERROR_INVALID_VALUE;
+    flock(memory.descriptor, LOCK_SH);
+    if (!memory.opened && ftruncate(memory.descriptor, memory.bytes))
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    void* at = mmap(nullptr, memory.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memory.descriptor, 0);
+    if (at == MAP_FAILED)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    *address = reinterpret_cast<uintptr_t>(at);
+    memories[*address] = memory;
+    return CUDA_SUCCESS;
+}
+
+void unmap_memory(std::map<uintptr_t, Memory>::iterator found)
+{
+    munmap(reinterpret_cast<void*>(found->first), found->second.bytes);
+    close(found->second.descriptor);
+    memories.erase(found);
+}
+
+CUresult allocate(CUdeviceptr* address, size_t bytes, bool legacy)
+{
+    std::lock_guard<std::mutex> held(everything);
+    const size_t whole = (bytes + GRANULE - 1) / GRANULE * GRANULE;
+    const int device = static_cast<int>(reinterpret_cast<intptr_t>(current)) - 1;
+    const std::string name = "memory-" + std::to_string(getpid()) + "-" + std::to_string(next_file++);
+    return map_memory({whole, device, legacy, false, -1, 1, name}, O_RDWR | O_CREAT | O_EXCL, address);
+}
+
+struct Handle {
+    char magic[8];
+    long long pid, bytes, device;
+    char name[32];
+};
+static_assert(sizeof(Handle) == CU_IPC_HANDLE_SIZE, "a handle has 64 bytes");
+
+CUresult copy_batch(CUdeviceptr* to, CUdeviceptr* from, size_t* sizes, size_t count, CUmemcpyAttributes* attributes,
+                    size_t* first, size_t num_attributes, size_t* failed, CUstream stream)
+{
+    READY()
+    if (!stream || !count || num_attributes != 1 || first[0] || attributes[0].srcAccessOrder < CU_MEMCPY_SRC_ACCESS_ORDER_STREAM ||
+        attributes[0].srcAccessOrder > CU_MEMCPY_SRC_ACCESS_ORDER_ANY)
+        return CUDA_ERROR_INVALID_VALUE;
+    std::vector<std::array<uintptr_t, 3>> pieces;
+    for (size_t i = 0; i < count; ++i) {
+        if (CUresult wrong = check_copy(to[i], from[i], sizes[i])) {
+            *failed = i;
+            return wrong;
+        }
+        pieces.push_back({to[i], from[i], sizes[i]});
+    }
+    // In no order among each other.
+    std::reverse(pieces.begin(), pieces.end());
+    auto all = [pieces] {
+        for (auto& piece : pieces)
+            move(piece[0], piece[1], piece[2]);
+    };
+    ++counters->batches;
+    counters->batched += static_cast<long long>(count);
+    if (attributes[0].srcAccessOrder == CU_MEMCPY_SRC_ACCESS_ORDER_ANY)
+        all();
+    else
+        submit(stream, all);
+    return CUDA_SUCCESS;
+}
+
+bool reachable(uintptr_t address, size_t bytes)
+{
+    return on_device(address, bytes) || is_pinned(address, bytes, CU_MEMHOSTREGISTER_DEVICEMAP);
+}
+
+void run_kernel(unsigned blocks, unsigned threads, uintptr_t table, unsigned count, unsigned tiles, unsigned tile_bytes)
+{
+    static std::mutex one_at_a_time;
+    {
+        std::lock_guard<std::mutex> held(everything);
+        const auto* pieces = reinterpret_cast<const Piece*>(table);
+        if (!on_device(table, count * sizeof(Piece)))
+            lost = true;
+        for (unsigned i = 0; i < count && !lost; ++i)
+            if (!reachable(pieces[i].source, pieces[i].bytes) || !reachable(pieces[i].destination, pieces[i].bytes))
+                lost = true;
+    }
+    if (lost)
+        return;
+    std::lock_guard<std::mutex> held(one_at_a_time);
+    unsigned long long seen[3];
+    run(blocks, threads, reinterpret_cast<const Piece*>(table), count, tiles, tile_bytes, seen);
+    if (seen[0])
+        lost = true;
+}
+
+}  // namespace
+
+extern "C" {
+
+CUresult cuInit(unsigned int)
+{
+    std::lock_guard<std::mutex> held(everything);
+    directory = setting("CUDA_STANDIN_DIR", "/tmp");
+    version = atoi(setting("CUDA_STANDIN_VERSION", "13000"));
+    pin_limit = strtoull(setting("CUDA_STANDIN_PIN_LIMIT", "18446744073709551615"), nullptr, 10);
+    const int count = atoi(setting("CUDA_STANDIN_DEVICES", "1"));
+    visible.clear();
+    std::string chosen = setting("CUDA_VISIBLE_DEVICES", "all");
+    for (int device = 0; chosen == "all" && device < count; ++device)
+        visible.push_back(device);
+    for (size_t at = 0; chosen != "all" && at < chosen.size(); at = std::min(chosen.find(',', at), chosen.size() - 1) + 1)
+        visible.push_back(atoi(chosen.c_str() + at));
+    if (visible.empty())
+        return CUDA_ERROR_NO_DEVICE;
+    const int file = open((directory + "/counters-" + std::to_string(getpid())).c_str(), O_RDWR | O_CREAT, 0600);
+    if (file < 0 || ftruncate(file, sizeof(Counters)))
+        return CUDA_ERROR_OPERATING_SYSTEM;
+    counters = static_cast<Counters*>(mmap(nullptr, sizeof(Counters), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0));
+    close(file);
+    initialised = true;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDriverGetVersion(int* found)
+{
+    *found = version;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuGetErrorString(CUresult code, const char** text)
+{
+    switch (code) {
+    case CUDA_ERROR_INVALID_VALUE: *text = "invalid argument"; break;
+    case CUDA_ERROR_OUT_OF_MEMORY: *text = "out of memory"; break;
+    case CUDA_ERROR_ILLEGAL_ADDRESS: *text = "an illegal memory access was encountered"; break;
+    default: *text = "an error of the stand-in";
+    }
+    return CUDA_SUCCESS;
+}
+
+CUresult cuGetProcAddress_v2(const char* name, void** function, int asked, cuuint64_t, CUdriverProcAddressQueryResult*)
+{
+    if (strcmp(name, "cuMemcpyBatchAsync") || version < 12080 || asked != 12080)
+        return CUDA_ERROR_NOT_FOUND;
+    *function = reinterpret_cast<void*>(copy_batch);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetCount(int* count)
+{
+    READY(false)
+    *count = static_cast<int>(visible.size());
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice ordinal)
+{
+    READY(false)
+    memset(uuid->bytes, 0x40 + visible.at(ordinal), sizeof(uuid->bytes));
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice)
+{
+    READY(false)
+    *value = attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR                 ? 9
+             : attribute == CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM ? 1
+                                                                                        : 0;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDeviceGetPCIBusId(char* text, int size, CUdevice ordinal)
+{
+    READY(false)
+    snprintf(text, size, "00FF:%02X:00.0", visible.at(ordinal));
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDevicePrimaryCtxSetFlags_v2(CUdevice, unsigned int)
+{
+    return ready(false);
+}
+
+CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice ordinal)
+{
+    READY(false)
+    std::lock_guard<std::mutex> held(everything);
+    counters->contexts += !contexts[visible.at(ordinal)]++;
+    *context = reinterpret_cast<CUcontext>(static_cast<intptr_t>(visible.at(ordinal)) + 1);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDevicePrimaryCtxRelease_v2(CUdevice ordinal)
+{
+    READY(false)
+    std::lock_guard<std::mutex> held(everything);
+    counters->contexts -= !--contexts[visible.at(ordinal)];
+    return CUDA_SUCCESS;
+}
+
+CUresult cuCtxGetCurrent(CUcontext* context)
+{
+    READY(false)
+    *context = current;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuCtxSetCurrent(CUcontext context)
+{
+    READY(false)
+    current = context;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode)
+{
+    READY(false)
+    *mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdeviceptr address)
+{
+    READY()
+    std::lock_guard<std::mutex> held(everything);
+    auto found = holder(memories, address, 1, memory_size);
+    if (found == memories.end())
+        return CUDA_ERROR_INVALID_VALUE;
+    if (attribute == CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE) {
+        *static_cast<bool*>(value) = found->second.legacy;
+        return CUDA_SUCCESS;
+    }
+    if (attribute != CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)
+        return CUDA_ERROR_INVALID_VALUE;
+    const auto at = std::find(visible.begin(), visible.end(), found->second.device);
+    *static_cast<int*>(value) = static_cast<int>(at - visible.begin());
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemGetAddressRange_v2(CUdeviceptr* base, size_t* bytes, CUdeviceptr address)
+{
+    READY()
+    std::lock_guard<std::mutex> held(everything);
+    auto found = holder(memories, address, 1, memory_size);
+    if (found == memories.end())
+        return CUDA_ERROR_INVALID_VALUE;
+    *base = found->first;
+    *bytes = found->second.bytes;
+    return CUDA_SUCCESS;
+}
+
+// Memory is taken as long as any process has it, also when the one that allocated it is dead.
+CUresult cuMemGetInfo_v2(size_t* left, size_t* total)
+{
+    READY()
+    *left = *total = DEVICE_BYTES;
+    DIR* files = opendir(directory.c_str());
+    while (dirent* each = readdir(files)) {
+        if (strncmp(each->d_name, "memory-", 7))
+            continue;
+        const int file = openat(dirfd(files), each->d_name, O_RDWR);
+        struct stat info;
+        if (file >= 0 && flock(file, LOCK_EX | LOCK_NB) == 0)
+            unlinkat(dirfd(files), each->d_name, 0);
+        else if (file >= 0 && fstat(file, &info) == 0)
+            *left -= info.st_size;
+        close(file);
+    }
+    closedir(files);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t bytes)
+{
+    READY()
+    return allocate(address, bytes, true);
+}
+
+CUresult cuMemAllocAsync(CUdeviceptr* address, size_t bytes, CUstream)
+{
+    READY()
+    return allocate(address, bytes, false);
+}
+
+CUresult cuMemFree_v2(CUdeviceptr address)
+{
+    READY()
+    std::lock_guard<std::mutex> held(everything);
+    auto found = memories.find(address);
+    if (found == memories.end() || found->second.opened)
+        return CUDA_ERROR_INVALID_VALUE;
+    unmap_memory(found);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuIpcGetMemHandle(CUipcMemHandle* out, CUdeviceptr address)
+{
+    READY()
+    std::lock_guard<std::mutex> held(everything);
+    auto found = holder(memories, address, 1, memory_size);
+    if (found == memories.end() || !found->second.legacy || found->second.opened)
+        return CUDA_ERROR_INVALID_VALUE;
+    Handle handle = {"standin", getpid(), static_cast<long long>(found->second.bytes), found->second.device, {}};
+    strncpy(handle.name, found->second.name.c_str(), sizeof(handle.name) - 1);
+    memcpy(out, &handle, sizeof(handle));
+    return CUDA_SUCCESS;
+}
+
+CUresult cuIpcOpenMemHandle_v2(CUdeviceptr* address, CUipcMemHandle in, unsigned int flags)
+{
+    READY()
+    Handle handle;
+    memcpy(&handle, &in, sizeof(handle));
+    if (memcmp(handle.magic, "standin", 8) || flags != CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (handle.pid == getpid() || handle.device != reinterpret_cast<intptr_t>(current) - 1)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    std::lock_guard<std::mutex> held(everything);
+    for (auto& each : memories)
+        if (each.second.name == handle.name) {
+            ++each.second.references;
+            *address = each.first;
+            return CUDA_SUCCESS;
+        }
+    Memory memory = {static_cast<size_t>(handle.bytes), static_cast<int>(handle.device), false, true, -1, 1, handle.name};
+    CUresult result = map_memory(memory, O_RDWR, address);
+    counters->mappings += result == CUDA_SUCCESS;
+    return result;
+}
+
+CUresult cuIpcCloseMemHandle(CUdeviceptr address)
+{
+    READY()
+    std::lock_guard<std::mutex> held(everything);
+    auto found = memories.find(address);
+    if (found == memories.end() || !found->second.opened)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (--found->second.references == 0) {
+        unmap_memory(found);
+        --counters->mappings;
+    }
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemHostRegister_v2(void* start, size_t bytes, unsigned int flags)
+{
+    READY()
+    const auto address = reinterpret_cast<uintptr_t>(start);
+    std::vector<unsigned char> pages((bytes + 4095) / 4096);
+    std::lock_guard<std::mutex> held(everything);
+    if (address % 4096 || mincore(start, bytes, pages.data()))
+        return CUDA_ERROR_INVALID_VALUE;
+    auto next = registered.lower_bound(address);
+    if ((next != registered.end() && next->first < address + bytes) ||
+        (next != registered.begin() && std::prev(next)->first + std::prev(next)->second.first > address))
+        return CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
+    if (pinned + bytes > pin_limit)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    pinned += bytes;
+    registered[address] = {bytes, flags};
+    counters->registered_bytes += static_cast<long long>(bytes);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemHostUnregister(void* start)
+{
+    READY()
+    std::lock_guard<std::mutex> held(everything);
+    auto found = registered.find(reinterpret_cast<uintptr_t>(start));
+    if (found == registered.end())
+        return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
+    pinned -= found->second.first;
+    counters->registered_bytes -= static_cast<long long>(found->second.first);
+    registered.erase(found);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream)
+{
+    READY()
+    if (CUresult wrong = check_copy(to, from, bytes))
+        return wrong;
+    ++counters->copies;
+    submit(stream, [=] { move(to, from, bytes); });
+    return CUDA_SUCCESS;
+}
+
+static CUresult copy_and_wait(uintptr_t to, uintptr_t from, uintptr_t device, size_t bytes)
+{
+    READY()
+    {
+        std::lock_guard<std::mutex> held(everything);
+        if (!on_device(device, bytes))
+            return CUDA_ERROR_INVALID_VALUE;
+    }
+    submit(nullptr, [=] { move(to, from, bytes); });
+    wait_for(nullptr);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemcpyDtoH_v2(void* to, CUdeviceptr from, size_t bytes)
+{
+    return copy_and_wait(reinterpret_cast<uintptr_t>(to), from, from, bytes);
+}
+
+CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void* from, size_t bytes)
+{
+    return copy_and_wait(to, reinterpret_cast<uintptr_t>(from), to, bytes);
+}
+
+CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, CUstream stream)
+{
+    READY()
+    {
+        std::lock_guard<std::mutex> held(everything);
+        if (!on_device(to, bytes))
+            return CUDA_ERROR_INVALID_VALUE;
+    }
+    submit(stream, [=] { memset(reinterpret_cast<void*>(to), value, bytes); });
+    return CUDA_SUCCESS;
+}
+
+CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned int, int)
+{
+    READY()
+    auto* made = new Stream;
+    made->thread = std::thread(work, made);
+    *stream = reinterpret_cast<CUstream>(made);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuStreamSynchronize(CUstream stream)
+{
+    READY()
+    wait_for(stream);
+    return ready();
+}
+
+CUresult cuStreamDestroy_v2(CUstream handle)
+{
+    READY()
+    Stream* stream = stream_of(handle);
+    {
+        std::lock_guard<std::mutex> held(stream->lock);
+        stream->ending = true;
+        stream->changed.notify_all();
+    }
+    stream->thread.join();
+    delete stream;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuEventCreate(CUevent* event, unsigned int)
+{
+    READY()
+    *event = reinterpret_cast<CUevent>(new Event);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuEventRecord(CUevent handle, CUstream stream)
+{
+    READY()
+    auto* event = reinterpret_cast<Event*>(handle);
+    long long number;
+    {
+        std::lock_guard<std::mutex> held(event->lock);
+        number = ++event->recorded;
+    }
+    submit(stream, [=] {
+        std::lock_guard<std::mutex> held(event->lock);
+        event->happened = std::max(event->happened, number);
+        event->changed.notify_all();
+    });
+    return CUDA_SUCCESS;
+}
+
+CUresult cuEventSynchronize(CUevent handle)
+{
+    READY()
+    auto* event = reinterpret_cast<Event*>(handle);
+    std::unique_lock<std::mutex> held(event->lock);
+    const long long until = event->recorded;
+    event->changed.wait(held, [&] { return event->happened >= until; });
+    return CUDA_SUCCESS;
+}
+
+CUresult cuEventDestroy_v2(CUevent handle)
+{
+    READY()
+    delete reinterpret_cast<Event*>(handle);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuModuleLoadData(CUmodule* module, const void* image)
+{
+    READY()
+    *module = reinterpret_cast<CUmodule>(1);
+    return strncmp(static_cast<const char*>(image), "STANDIN", 7) ? CUDA_ERROR_INVALID_IMAGE : CUDA_SUCCESS;
+}
+
+CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name)
+{
+    READY()
+    *function = reinterpret_cast<CUfunction>(1);
+    return strcmp(name, "page_copy") ? CUDA_ERROR_NOT_FOUND : CUDA_SUCCESS;
+}
+
+CUresult cuLaunchKernel(CUfunction, unsigned int blocks, unsigned int, unsigned int, unsigned int threads, unsigned int,
+                        unsigned int, unsigned int, CUstream stream, void** arguments, void**)
+{
+    READY()
+    const auto table = *static_cast<unsigned long long*>(arguments[0]);
+    unsigned int plain[3];
+    for (int i = 0; i < 3; ++i)
+        plain[i] = *static_cast<unsigned int*>(arguments[i + 1]);
+    ++counters->launches;
+    submit(stream, [=] { run_kernel(blocks, threads, table, plain[0], plain[1], plain[2]); });
+    return CUDA_SUCCESS;
+}
+
+}  // extern "C"
