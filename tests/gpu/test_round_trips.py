@@ -81,8 +81,9 @@ def test_many_small_pages_use_the_kernel_where_there_is_one(start_server, start_
 def test_the_server_pins_what_it_copies_and_the_rest_behind_it(start_server, start_engine):
     """Ready at once; more than one unit, so that copies reach over the end of one."""
     server = start_server(chunk_size=CHUNK_SIZE, l1_size_gb=0.7)
-    engine = start_engine(server, fused(1 << 20, 24, layers=2), 24)
-    for seed in range(20):
+    # No divisor of a unit: some pages lie over the end of one.
+    engine = start_engine(server, fused((1 << 20) + (64 << 10), 24, layers=2), 24)
+    for seed in range(40):
         keys, pages = stored_prompt(engine, 2, list(range(1, 13)), 10_000 * (seed + 1))
         assert restored(engine, keys, pages, tables(engine, 2, list(range(13, 24)))) == 4
     server.wait_until(lambda l1: l1["pinned_bytes"] == l1["total_bytes"], 60)

@@ -57,6 +57,11 @@ def test_without_batches_and_kernel_the_same_bytes_come_back(tmp_path):
     run(environment, "tests/gpu/test_round_trips.py", "-k", "1024 or 8192 or pins")
 
 
+def test_what_is_not_pinned_yet_is_pinned_when_a_copy_needs_it(tmp_path):
+    """The background is far behind."""
+    run(standin.environment(tmp_path, pin_us=1_500_000), "tests/gpu/test_round_trips.py", "-k", "pins")
+
+
 def test_devices_are_found_by_uuid_whatever_their_numbers_are(tmp_path):
     environment = {**standin.environment(tmp_path, devices=3), "CUDA_VISIBLE_DEVICES": "2,0,1"}
     environment["SERVER_VISIBLE_DEVICES"] = "1,2"

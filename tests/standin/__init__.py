@@ -55,7 +55,8 @@ def library() -> Path:
         made = directory / f"{os.getpid()}.so"
         command = [
             COMPILER, "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas",
-            "-shared", "-fPIC", "-pthread", f"-I{include}", f'-DSOURCE="{SOURCES[2]}"', "-Wl,-soname,libcuda.so.1",
+            "-shared", "-fPIC", "-pthread", f"-I{include}", f'-DSOURCE="{SOURCES[2]}"',
+            "-Wl,-soname,libcuda.so.1",
             "-o", str(made), str(SOURCES[0]),
         ]  # fmt: skip
         subprocess.run(command, check=True)

@@ -9,6 +9,7 @@
 // CUDA_STANDIN_DEVICES  how many devices there are; CUDA_VISIBLE_DEVICES chooses and orders, as for the driver
 // CUDA_STANDIN_VERSION  what cuDriverGetVersion says; batched copies need 12080
 // CUDA_STANDIN_PIN_LIMIT  bytes of host memory that a process may register
+// CUDA_STANDIN_PIN_US     how long each registration of 64 MiB and more takes
 // A file `fail-<process id>` in the directory: that process's contexts are lost, as after an illegal access.
 
 #include <cuda.h>
@@ -546,6 +547,8 @@ CUresult cuMemHostRegister_v2(void* start, size_t bytes, unsigned int flags)
     READY()
     const auto address = reinterpret_cast<uintptr_t>(start);
     std::vector<unsigned char> pages((bytes + 4095) / 4096);
+    if (bytes >= 64 << 20)
+        usleep(atoi(setting("CUDA_STANDIN_PIN_US", "0")));
     std::lock_guard<std::mutex> held(everything);
     if (address % 4096 || mincore(start, bytes, pages.data()))
         return CUDA_ERROR_INVALID_VALUE;
