@@ -83,11 +83,10 @@ class CudaMapping:
         gpu, lane = self._gpu, self._lanes[load]
         if gpu.lost:
             raise LostGpuError(gpu.lost)
-        pieces = self._pins.cut(pieces)
         self._pins.ensure(pieces)
         try:
             gpu.enter()
-            for batch in batches(pieces, kernel=self._kernel is not None):
+            for batch in batches(pieces, borders=self._pins.borders, kernel=self._kernel is not None):
                 local, remote, length = batch.pieces
                 ends = (remote, local) if load else (local, remote)
                 if batch.by_kernel and self._kernel is not None:

@@ -10,12 +10,15 @@ from typing import NamedTuple
 import numpy as np
 
 from lmcache_kernels.page_copy import MAX_PIECES
-from lmcache_server.transfer.plan import Pieces
+from lmcache_server.transfer.plan import U64, Pieces, cut
 
 SMALL_BYTES = 28 << 10
 """Shorter pieces are small. Not measured here; see docs/gpu.md for where the figure is from."""
 MIN_KERNEL_PIECES = 16
 """Fewer small pieces are not worth a launch."""
+
+
+NO_BORDERS: U64 = np.zeros(0, np.uint64)
 
 
 class Batch(NamedTuple):
@@ -26,11 +29,16 @@ class Batch(NamedTuple):
 
 
 def batches(
-    whole: Pieces, *, kernel: bool = True, small_bytes: int = SMALL_BYTES, max_batch_pieces: int = MAX_PIECES
+    whole: Pieces,
+    *,
+    borders: U64 = NO_BORDERS,
+    kernel: bool = True,
+    small_bytes: int = SMALL_BYTES,
+    max_batch_pieces: int = MAX_PIECES,
 ) -> Iterator[Batch]:
-    """Every byte of `whole` in exactly one batch, of the copy engine alone where there is no `kernel`.
-    Batches may run in any order, or at the same time."""
-    joined = _joined(whole)
+    """Every byte of `whole` in exactly one batch, of the copy engine alone where there is no `kernel`; no
+    piece over one of `borders`, addresses in L1. Batches may run in any order, or at the same time."""
+    joined = Pieces(*cut(*_joined(whole), borders))
     small = joined.length < np.uint64(small_bytes)
     if not kernel or np.count_nonzero(small) < MIN_KERNEL_PIECES:
         small[:] = False

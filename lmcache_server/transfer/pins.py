@@ -35,7 +35,7 @@ class Pins:
         count = -(-num_bytes // unit_bytes)
         self._pinned = np.zeros(count, dtype=bool)
         self._locks = [threading.Lock() for _ in range(count)]
-        self._borders = np.arange(1, count, dtype=np.uint64) * np.uint64(unit_bytes) + np.uint64(address)
+        self.borders = np.arange(1, count, dtype=np.uint64) * np.uint64(unit_bytes) + np.uint64(address)
         self._lock = threading.Lock()
         self.pinned_bytes = 0
         self._failure = ""
@@ -58,13 +58,10 @@ class Pins:
             return False
         return True
 
-    def cut(self, pieces: Pieces) -> Pieces:
-        """The same bytes, no piece over the end of a unit."""
-        return Pieces(*cut(*pieces, self._borders))
-
     def ensure(self, pieces: Pieces) -> None:
-        """Pin what holds these pieces, which `cut` returned. Raises CopyError."""
-        indexes = (pieces.local - np.uint64(self._address)) // np.uint64(self._unit_bytes)
+        """Pin every unit that has part of these pieces. Raises CopyError."""
+        local, _, _ = cut(*pieces, self.borders)
+        indexes = (local - np.uint64(self._address)) // np.uint64(self._unit_bytes)
         for index in np.unique(indexes[~self._pinned[indexes]]).tolist():
             self._pin(index)
 

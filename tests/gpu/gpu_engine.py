@@ -17,6 +17,7 @@ from lmcache_kernels import driver as cuda
 from lmcache_kernels.driver import Driver
 
 BLOCK_SIZE = 16
+OFFSET = 3 << 20
 
 
 class Layout(NamedTuple):
@@ -113,7 +114,9 @@ class GpuEngine(RawEngine):
         self.driver = loaded()
         self.groups = layout.groups
         self.geometry = Geometry(layout.groups, num_blocks)
-        self.address, self._keeper = allocate(layout.num_bytes)
+        # Inside a larger allocation, as torch gives it.
+        self._allocation, self._keeper = allocate(OFFSET + layout.num_bytes)
+        self.address = self._allocation + OFFSET
         self.stream = self.driver.create_stream()
         self.export = CudaExport(((self.address, layout.num_bytes),), lambda: self.stream)
 
@@ -157,4 +160,4 @@ class GpuEngine(RawEngine):
         self.driver.synchronize(self.stream)
         self.driver.destroy_stream(self.stream)
         if self._keeper is None:
-            self.driver.free(self.address)
+            self.driver.free(self._allocation)

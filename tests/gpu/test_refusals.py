@@ -46,7 +46,7 @@ def test_what_a_worker_says_of_its_memory_is_checked(start_server, start_engine,
         ),
         "beyond the allocation": lambda honest: dataclasses.replace(honest, buffers=((64 << 20, size),)),
         "the nonce is not in the memory": lambda honest: dataclasses.replace(
-            honest, buffers=((0, size), (PAGE_BYTES, size - PAGE_BYTES)), handles=honest.handles * 2
+            honest, buffers=(*honest.buffers, (0, PAGE_BYTES)), handles=honest.handles * 2
         ),
     }
     for sentence, change in wrong.items():
