@@ -8,6 +8,7 @@
 // CUDA_STANDIN_DIR      files of device memory and of each process's counters; shared by all processes
 // CUDA_STANDIN_DEVICES  how many devices there are; CUDA_VISIBLE_DEVICES chooses and orders, as for the driver
 // CUDA_STANDIN_VERSION  what cuDriverGetVersion says; batched copies need 12080
+// CUDA_STANDIN_DELAY_US   how late, at most, each operation of a stream begins
 // CUDA_STANDIN_PIN_LIMIT  bytes of host memory that a process may register
 // CUDA_STANDIN_PIN_US     how long each registration of 64 MiB and more takes
 // A file `fail-<process id>` in the directory: that process's contexts are lost, as after an illegal access.
@@ -31,6 +32,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <random>
 #include <string>
@@ -63,7 +65,6 @@ struct Stream {
     std::deque<std::function<void()>> waiting;
     long long submitted = 0, done = 0;
     bool ending = false;
-    std::thread thread;
 };
 
 struct Event {
@@ -71,19 +72,21 @@ struct Event {
     std::condition_variable changed;
     long long recorded = 0, happened = 0;
 };
+using SharedEvent = std::shared_ptr<Event>;  // One that is destroyed may still be due in a stream.
 
 std::mutex everything;
-std::map<uintptr_t, Memory> memories;
-std::map<uintptr_t, std::pair<size_t, unsigned>> registered;
-std::vector<int> visible;
-std::string directory;
+// Streams may outlive the process's static objects, so these are never destroyed.
+auto& memories = *new std::map<uintptr_t, Memory>;
+auto& registered = *new std::map<uintptr_t, std::pair<size_t, unsigned>>;
+auto& directory = *new std::string;
+auto& visible = *new std::vector<int>;
 Counters* counters;
-std::atomic<bool> initialised, lost;
-std::atomic<int> next_file;
+std::atomic<bool> lost;
+std::atomic<int> initialised_by, next_file;
 size_t pin_limit = ~size_t(0), pinned;
-int version = 13000;
+int version = 13000, delay_us = 200;
 thread_local CUcontext current;
-int contexts[64];
+std::atomic<int> contexts[64];
 
 const char* setting(const char* name, const char* otherwise)
 {
@@ -114,12 +117,16 @@ bool is_pinned(uintptr_t address, size_t bytes, unsigned flags)
     return found != registered.end() && (found->second.second & flags) == flags;
 }
 
+int current_device() { return static_cast<int>(reinterpret_cast<intptr_t>(current)) - 1; }
+
 CUresult ready(bool needs_context = true)
 {
-    if (!initialised)
+    if (initialised_by != getpid())  // As well: a child that was forked.
         return CUDA_ERROR_NOT_INITIALIZED;
     if (needs_context && !current)
         return CUDA_ERROR_INVALID_CONTEXT;
+    if (needs_context && !contexts[current_device()])
+        return CUDA_ERROR_CONTEXT_IS_DESTROYED;
     if (!lost && access((directory + "/fail-" + std::to_string(getpid())).c_str(), F_OK) == 0)
         lost = true;
     return needs_context && lost ? CUDA_ERROR_ILLEGAL_ADDRESS : CUDA_SUCCESS;
@@ -139,12 +146,15 @@ void work(Stream* stream)
     std::unique_lock<std::mutex> held(stream->lock);
     for (;;) {
         stream->changed.wait(held, [&] { return stream->ending || !stream->waiting.empty(); });
-        if (stream->waiting.empty())
+        if (stream->waiting.empty()) {
+            held.unlock();
+            delete stream;
             return;
+        }
         auto operation = std::move(stream->waiting.front());
         stream->waiting.pop_front();
         held.unlock();
-        dawdle(200);
+        dawdle(delay_us);
         operation();
         held.lock();
         ++stream->done;
@@ -152,13 +162,16 @@ void work(Stream* stream)
     }
 }
 
+Stream* make_stream()
+{
+    auto* made = new Stream;
+    std::thread(work, made).detach();
+    return made;
+}
+
 Stream* stream_of(CUstream handle)
 {
-    static Stream* standard = [] {
-        auto* made = new Stream;
-        made->thread = std::thread(work, made);
-        return made;
-    }();
+    static Stream* standard = make_stream();
     return handle ? reinterpret_cast<Stream*>(handle) : standard;
 }
 
@@ -188,19 +201,50 @@ void move(uintptr_t to, uintptr_t from, size_t bytes)
     }
 }
 
-// What a copy engine would move at full speed, or nothing.
-CUresult check_copy(uintptr_t to, uintptr_t from, size_t bytes)
+CUresult check(bool right) { return right ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
+
+CUresult check_device(uintptr_t address, size_t bytes)
 {
     std::lock_guard<std::mutex> held(everything);
-    for (uintptr_t address : {to, from})
-        if (!on_device(address, bytes) && !is_pinned(address, bytes, 0))
-            return CUDA_ERROR_INVALID_VALUE;
-    return bytes ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    return check(on_device(address, bytes));
+}
+
+// Where a copy engine would read and write at full speed.
+CUresult check_side(uintptr_t address, size_t bytes)
+{
+    std::lock_guard<std::mutex> held(everything);
+    return check(bytes && (on_device(address, bytes) || is_pinned(address, bytes, 0)));
+}
+
+CUresult check_copy(uintptr_t to, uintptr_t from, size_t bytes)
+{
+    const CUresult wrong = check_side(to, bytes);
+    return wrong ? wrong : check_side(from, bytes);
+}
+
+// An operation whose turn has come: what was right when it was submitted may be unmapped or unpinned by now.
+void operate(CUresult wrong, const std::function<void()>& operation)
+{
+    if (wrong)
+        lost = true;
+    if (!lost)
+        operation();
+}
+
+void run_copy(uintptr_t to, uintptr_t from, size_t bytes)
+{
+    operate(check_copy(to, from, bytes), [=] { move(to, from, bytes); });
+}
+
+// A copy from bytes that were read earlier.
+void run_write(uintptr_t to, const std::string& bytes)
+{
+    operate(check_side(to, bytes.size()), [&] { move(to, reinterpret_cast<uintptr_t>(bytes.data()), bytes.size()); });
 }
 
 CUresult map_memory(Memory memory, int flags, CUdeviceptr* address)
 {
-    memory.descriptor = open((directory + "/" + memory.name).c_str(), flags, 0600);
+    memory.descriptor = open((directory + "/" + memory.name).c_str(), flags | O_CLOEXEC, 0600);
     if (memory.descriptor < 0)
         return CUDA_ERROR_INVALID_VALUE;
     flock(memory.descriptor, LOCK_SH);
@@ -225,9 +269,17 @@ CUresult allocate(CUdeviceptr* address, size_t bytes, bool legacy)
 {
     std::lock_guard<std::mutex> held(everything);
     const size_t whole = (bytes + GRANULE - 1) / GRANULE * GRANULE;
-    const int device = static_cast<int>(reinterpret_cast<intptr_t>(current)) - 1;
     const std::string name = "memory-" + std::to_string(getpid()) + "-" + std::to_string(next_file++);
-    return map_memory({whole, device, legacy, false, -1, 1, name}, O_RDWR | O_CREAT | O_EXCL, address);
+    return map_memory({whole, current_device(), legacy, false, -1, 1, name}, O_RDWR | O_CREAT | O_EXCL, address);
+}
+
+// A process that has not ended holds the lock of its counters.
+bool lives(long long pid)
+{
+    const int file = open((directory + "/counters-" + std::to_string(pid)).c_str(), O_RDWR | O_CLOEXEC);
+    const bool held = file >= 0 && flock(file, LOCK_SH | LOCK_NB);
+    close(file);
+    return held;
 }
 
 struct Handle {
@@ -254,16 +306,19 @@ CUresult copy_batch(CUdeviceptr* to, CUdeviceptr* from, size_t* sizes, size_t co
     }
     // In no order among each other.
     std::reverse(pieces.begin(), pieces.end());
-    auto all = [pieces] {
-        for (auto& piece : pieces)
-            move(piece[0], piece[1], piece[2]);
-    };
     ++counters->batches;
     counters->batched += static_cast<long long>(count);
-    if (attributes[0].srcAccessOrder == CU_MEMCPY_SRC_ACCESS_ORDER_ANY)
-        all();
-    else
-        submit(stream, all);
+    std::vector<std::string> read;  // As early as the attributes allow.
+    if (attributes[0].srcAccessOrder != CU_MEMCPY_SRC_ACCESS_ORDER_STREAM)
+        for (auto& piece : pieces)
+            read.emplace_back(reinterpret_cast<char*>(piece[1]), piece[2]);
+    submit(stream, [pieces, read] {
+        for (size_t i = 0; i < pieces.size(); ++i)
+            if (read.empty())
+                run_copy(pieces[i][0], pieces[i][1], pieces[i][2]);
+            else
+                run_write(pieces[i][0], read[i]);
+    });
     return CUDA_SUCCESS;
 }
 
@@ -300,24 +355,31 @@ extern "C" {
 CUresult cuInit(unsigned int)
 {
     std::lock_guard<std::mutex> held(everything);
+    if (initialised_by)
+        return initialised_by == getpid() ? CUDA_SUCCESS : CUDA_ERROR_NOT_INITIALIZED;
     directory = setting("CUDA_STANDIN_DIR", "/tmp");
     version = atoi(setting("CUDA_STANDIN_VERSION", "13000"));
+    delay_us = atoi(setting("CUDA_STANDIN_DELAY_US", "200"));
     pin_limit = strtoull(setting("CUDA_STANDIN_PIN_LIMIT", "18446744073709551615"), nullptr, 10);
     const int count = atoi(setting("CUDA_STANDIN_DEVICES", "1"));
     visible.clear();
     std::string chosen = setting("CUDA_VISIBLE_DEVICES", "all");
     for (int device = 0; chosen == "all" && device < count; ++device)
         visible.push_back(device);
-    for (size_t at = 0; chosen != "all" && at < chosen.size(); at = std::min(chosen.find(',', at), chosen.size() - 1) + 1)
-        visible.push_back(atoi(chosen.c_str() + at));
+    for (size_t at = 0; chosen != "all" && at < chosen.size(); at = std::min(chosen.find(',', at), chosen.size() - 1) + 1) {
+        const int device = atoi(chosen.c_str() + at);
+        if (device < 0 || device >= count)
+            break;  // So does the driver: what follows is not there either.
+        visible.push_back(device);
+    }
     if (visible.empty())
         return CUDA_ERROR_NO_DEVICE;
-    const int file = open((directory + "/counters-" + std::to_string(getpid())).c_str(), O_RDWR | O_CREAT, 0600);
-    if (file < 0 || ftruncate(file, sizeof(Counters)))
+    // Locked for as long as the process lives.
+    const int file = open((directory + "/counters-" + std::to_string(getpid())).c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    if (file < 0 || flock(file, LOCK_EX) || ftruncate(file, sizeof(Counters)))
         return CUDA_ERROR_OPERATING_SYSTEM;
     counters = static_cast<Counters*>(mmap(nullptr, sizeof(Counters), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0));
-    close(file);
-    initialised = true;
+    initialised_by = getpid();
     return CUDA_SUCCESS;
 }
 
@@ -394,6 +456,8 @@ CUresult cuDevicePrimaryCtxRelease_v2(CUdevice ordinal)
 {
     READY(false)
     std::lock_guard<std::mutex> held(everything);
+    if (!contexts[visible.at(ordinal)])
+        return CUDA_ERROR_INVALID_CONTEXT;
     counters->contexts -= !--contexts[visible.at(ordinal)];
     return CUDA_SUCCESS;
 }
@@ -458,11 +522,15 @@ CUresult cuMemGetInfo_v2(size_t* left, size_t* total)
     while (dirent* each = readdir(files)) {
         if (strncmp(each->d_name, "memory-", 7))
             continue;
-        const int file = openat(dirfd(files), each->d_name, O_RDWR);
-        struct stat info;
-        if (file >= 0 && flock(file, LOCK_EX | LOCK_NB) == 0)
+        const int file = openat(dirfd(files), each->d_name, O_RDWR | O_CLOEXEC);
+        if (file < 0)
+            continue;
+        struct stat info = {};
+        fstat(file, &info);
+        // One without a size is being made, and not locked yet.
+        if (info.st_size && flock(file, LOCK_EX | LOCK_NB) == 0)
             unlinkat(dirfd(files), each->d_name, 0);
-        else if (file >= 0 && fstat(file, &info) == 0)
+        else
             *left -= info.st_size;
         close(file);
     }
@@ -489,6 +557,9 @@ CUresult cuMemFree_v2(CUdeviceptr address)
     auto found = memories.find(address);
     if (found == memories.end() || found->second.opened)
         return CUDA_ERROR_INVALID_VALUE;
+    // Who has it mapped keeps it; nobody opens it any more.
+    const std::string path = directory + "/" + found->second.name;
+    rename(path.c_str(), (path + "-freed").c_str());
     unmap_memory(found);
     return CUDA_SUCCESS;
 }
@@ -513,8 +584,10 @@ CUresult cuIpcOpenMemHandle_v2(CUdeviceptr* address, CUipcMemHandle in, unsigned
     memcpy(&handle, &in, sizeof(handle));
     if (memcmp(handle.magic, "standin", 8) || flags != CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
         return CUDA_ERROR_INVALID_VALUE;
-    if (handle.pid == getpid() || handle.device != reinterpret_cast<intptr_t>(current) - 1)
+    if (handle.pid == getpid() || handle.device != current_device())
         return CUDA_ERROR_INVALID_CONTEXT;
+    if (!lives(handle.pid))
+        return CUDA_ERROR_INVALID_VALUE;
     std::lock_guard<std::mutex> held(everything);
     for (auto& each : memories)
         if (each.second.name == handle.name) {
@@ -550,7 +623,7 @@ CUresult cuMemHostRegister_v2(void* start, size_t bytes, unsigned int flags)
     if (bytes >= 64 << 20)
         usleep(atoi(setting("CUDA_STANDIN_PIN_US", "0")));
     std::lock_guard<std::mutex> held(everything);
-    if (address % 4096 || mincore(start, bytes, pages.data()))
+    if (!bytes || address % 4096 || mincore(start, bytes, pages.data()))
         return CUDA_ERROR_INVALID_VALUE;
     auto next = registered.lower_bound(address);
     if ((next != registered.end() && next->first < address + bytes) ||
@@ -583,51 +656,48 @@ CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream 
     if (CUresult wrong = check_copy(to, from, bytes))
         return wrong;
     ++counters->copies;
-    submit(stream, [=] { move(to, from, bytes); });
-    return CUDA_SUCCESS;
-}
-
-static CUresult copy_and_wait(uintptr_t to, uintptr_t from, uintptr_t device, size_t bytes)
-{
-    READY()
-    {
-        std::lock_guard<std::mutex> held(everything);
-        if (!on_device(device, bytes))
-            return CUDA_ERROR_INVALID_VALUE;
-    }
-    submit(nullptr, [=] { move(to, from, bytes); });
-    wait_for(nullptr);
+    submit(stream, [=] { run_copy(to, from, bytes); });
     return CUDA_SUCCESS;
 }
 
 CUresult cuMemcpyDtoH_v2(void* to, CUdeviceptr from, size_t bytes)
 {
-    return copy_and_wait(reinterpret_cast<uintptr_t>(to), from, from, bytes);
+    READY()
+    if (CUresult wrong = check_device(from, bytes))
+        return wrong;
+    submit(nullptr, [=] { operate(check_device(from, bytes), [=] { move(reinterpret_cast<uintptr_t>(to), from, bytes); }); });
+    wait_for(nullptr);
+    return ready();
 }
 
+// From pageable memory it returns when the bytes have been read, which is before they are on the device.
 CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void* from, size_t bytes)
 {
-    return copy_and_wait(to, reinterpret_cast<uintptr_t>(from), to, bytes);
+    READY()
+    if (CUresult wrong = check_device(to, bytes))
+        return wrong;
+    wait_for(nullptr);
+    submit(nullptr, [to, read = std::string(static_cast<const char*>(from), bytes)] { run_write(to, read); });
+    if (check_side(reinterpret_cast<uintptr_t>(from), bytes) == CUDA_SUCCESS)
+        wait_for(nullptr);
+    return ready();
 }
 
 CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, CUstream stream)
 {
     READY()
-    {
-        std::lock_guard<std::mutex> held(everything);
-        if (!on_device(to, bytes))
-            return CUDA_ERROR_INVALID_VALUE;
-    }
-    submit(stream, [=] { memset(reinterpret_cast<void*>(to), value, bytes); });
+    if (CUresult wrong = check_device(to, bytes))
+        return wrong;
+    submit(stream, [=] { operate(check_device(to, bytes), [=] { memset(reinterpret_cast<void*>(to), value, bytes); }); });
     return CUDA_SUCCESS;
 }
 
-CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned int, int)
+CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned int flags, int)
 {
     READY()
-    auto* made = new Stream;
-    made->thread = std::thread(work, made);
-    *stream = reinterpret_cast<CUstream>(made);
+    if (flags != CU_STREAM_NON_BLOCKING)  // The others are ordered with the default stream; ours are not.
+        return CUDA_ERROR_INVALID_VALUE;
+    *stream = reinterpret_cast<CUstream>(make_stream());
     return CUDA_SUCCESS;
 }
 
@@ -638,31 +708,28 @@ CUresult cuStreamSynchronize(CUstream stream)
     return ready();
 }
 
+// Waits for nothing: what the stream still has is done later.
 CUresult cuStreamDestroy_v2(CUstream handle)
 {
     READY()
     Stream* stream = stream_of(handle);
-    {
-        std::lock_guard<std::mutex> held(stream->lock);
-        stream->ending = true;
-        stream->changed.notify_all();
-    }
-    stream->thread.join();
-    delete stream;
+    std::lock_guard<std::mutex> held(stream->lock);
+    stream->ending = true;
+    stream->changed.notify_all();
     return CUDA_SUCCESS;
 }
 
 CUresult cuEventCreate(CUevent* event, unsigned int)
 {
     READY()
-    *event = reinterpret_cast<CUevent>(new Event);
+    *event = reinterpret_cast<CUevent>(new SharedEvent(new Event));
     return CUDA_SUCCESS;
 }
 
 CUresult cuEventRecord(CUevent handle, CUstream stream)
 {
     READY()
-    auto* event = reinterpret_cast<Event*>(handle);
+    const SharedEvent event = *reinterpret_cast<SharedEvent*>(handle);
     long long number;
     {
         std::lock_guard<std::mutex> held(event->lock);
@@ -679,17 +746,17 @@ CUresult cuEventRecord(CUevent handle, CUstream stream)
 CUresult cuEventSynchronize(CUevent handle)
 {
     READY()
-    auto* event = reinterpret_cast<Event*>(handle);
+    const SharedEvent event = *reinterpret_cast<SharedEvent*>(handle);
     std::unique_lock<std::mutex> held(event->lock);
     const long long until = event->recorded;
     event->changed.wait(held, [&] { return event->happened >= until; });
-    return CUDA_SUCCESS;
+    return ready();
 }
 
 CUresult cuEventDestroy_v2(CUevent handle)
 {
     READY()
-    delete reinterpret_cast<Event*>(handle);
+    delete reinterpret_cast<SharedEvent*>(handle);
     return CUDA_SUCCESS;
 }
 
