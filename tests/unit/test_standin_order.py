@@ -1,0 +1,230 @@
+"""Streams of the stand-in of CUDA's driver: who does not wait sees stale bytes, and what is lost stays lost.
+
+See tests/standin/cuda.cpp.
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+from standin.child import (
+    ILLEGAL_ADDRESS,
+    INVALID_IMAGE,
+    INVALID_VALUE,
+    LATE,
+    MIB,
+    batch,
+    counted,
+    device_byte,
+    entered,
+    filled,
+    host_pages,
+    keep_busy,
+    memset,
+    on_stand_in,
+    pinned,
+    refused,
+)
+
+from lmcache_kernels.driver import Driver
+from lmcache_kernels.page_copy import PageCopy, compiled
+
+STREAM_ORDER, DURING_CALL, ANY_ORDER = 1, 2, 3
+
+
+@on_stand_in(delay_us=LATE)
+def test_who_does_not_wait_sees_stale_bytes_and_who_waits_the_right_ones() -> None:
+    driver = entered()
+    source, target = filled(driver, MIB, 9), pinned(driver, MIB)
+    stream, event = driver.create_stream(), driver.create_event()
+    for value in (1, 2):
+        keep_busy(driver, stream)
+        memset(driver, source, value, MIB, stream)
+        driver.copy(target.ctypes.data, source, MIB, stream)
+        assert (target == value - 1).all()
+        if value == 1:
+            driver.synchronize(stream)
+        else:
+            driver.record(event, stream)
+            driver.wait_for(event)
+        assert (target == value).all()
+    assert counted().copies == 2
+
+
+@on_stand_in(delay_us=LATE)
+def test_the_default_stream_is_not_ordered_with_others() -> None:
+    driver = entered()
+    source, target, stream = filled(driver, MIB, 9), pinned(driver, MIB), driver.create_stream()
+    keep_busy(driver, 0)
+    memset(driver, source, 1, MIB, 0)
+    driver.copy(target.ctypes.data, source, MIB, stream)
+    driver.synchronize(stream)
+    assert (target == 9).all()
+    driver.synchronize(0)
+    assert device_byte(source) == 1
+
+
+@on_stand_in(delay_us=LATE)
+def test_a_write_from_pageable_memory_returns_before_it_is_on_the_device() -> None:
+    driver = entered()
+    device, data = filled(driver, MIB, 1), host_pages(MIB)
+    early = 0
+    for _ in range(10):
+        driver.write(device, bytes([1]) * MIB)
+        data[:] = 2
+        driver._call("cuMemcpyHtoD_v2", device, data.ctypes.data, MIB)
+        early += device_byte(device) == 1
+        data[:] = 3
+        driver.synchronize(0)
+        assert driver.read(device, MIB) == bytes([2]) * MIB, "what was there when it was called"
+    assert early > 0
+    driver.register_host(data.ctypes.data, MIB)
+    driver._call("cuMemcpyHtoD_v2", device, data.ctypes.data, MIB)
+    assert device_byte(device + MIB - 1) == 3
+
+
+@on_stand_in()
+def test_a_source_that_changes_during_a_copy_gives_a_mix() -> None:
+    driver = entered()
+    source, target, stream = pinned(driver, 16 * MIB), driver.allocate(16 * MIB), driver.create_stream()
+    mixed = 0
+    for value in range(1, 6):
+        driver.write(target, b"\xff")
+        driver.copy(target, source.ctypes.data, 16 * MIB, stream)
+        while device_byte(target) == 255:
+            pass
+        source[:] = value
+        driver.synchronize(stream)
+        mixed += len(set(driver.read(target, 16 * MIB))) > 1
+    assert mixed > 0
+
+
+@on_stand_in(delay_us=LATE)
+def test_what_a_destroyed_stream_still_has_is_done_and_so_is_a_destroyed_event() -> None:
+    driver = entered()
+    source, target = filled(driver, MIB, 9), pinned(driver, MIB)
+    stream, event, last = driver.create_stream(), driver.create_event(), driver.create_event()
+    keep_busy(driver, stream)
+    driver.copy(target.ctypes.data, source, MIB, stream)
+    driver.record(event, stream)
+    driver.record(last, stream)
+    driver.destroy_event(event)
+    driver.destroy_stream(stream)
+    assert not target.any()
+    driver.wait_for(last)
+    assert (target == 9).all()
+
+
+@on_stand_in(delay_us=LATE)
+def test_a_batch_reads_its_arrays_at_once_and_its_sources_in_the_order_it_was_told() -> None:
+    driver = entered()
+    host, device, stream = pinned(driver, 2 * MIB), driver.allocate(2 * MIB), driver.create_stream()
+    at = host.ctypes.data
+    for order, found in ((STREAM_ORDER, 5), (DURING_CALL, 1), (ANY_ORDER, 1)):
+        zeros, fives = filled(driver, 2 * MIB, 0), filled(driver, 2 * MIB, 5)
+        driver.copy(device, zeros, 2 * MIB, stream)
+        driver.synchronize(stream)
+        host[:] = 1
+        keep_busy(driver, stream)
+        driver.copy(at, fives, 2 * MIB, stream)
+        assert batch(driver, [(device + to, at + to, MIB) for to in (0, MIB)], stream, order) == 0
+        assert device_byte(device) == 0, "the destination is written in the order of the stream"
+        driver.synchronize(stream)
+        assert driver.read(device, 2 * MIB) == bytes([found]) * (2 * MIB)
+    assert (counted().batches, counted().batched) == (3, 6)
+
+
+@on_stand_in()
+def test_a_wrong_batch_is_refused_and_copies_nothing() -> None:
+    driver = entered()
+    host, device, stream = pinned(driver, MIB), filled(driver, MIB, 5), driver.create_stream()
+    unpinned = host_pages(MIB)
+    good = (device, host.ctypes.data, 4096)
+    assert batch(driver, [good], 0, STREAM_ORDER) == INVALID_VALUE
+    assert batch(driver, [good], stream, 0) == INVALID_VALUE
+    assert batch(driver, [good], stream, 4) == INVALID_VALUE
+    assert batch(driver, [good], stream, STREAM_ORDER, first=1) == INVALID_VALUE
+    assert batch(driver, [], stream, STREAM_ORDER) == INVALID_VALUE
+    for bad in ((device, host.ctypes.data, 0), (device, unpinned.ctypes.data, 1), (device + 2 * MIB, 0, 1)):
+        assert batch(driver, [good, bad], stream, STREAM_ORDER) == INVALID_VALUE
+    driver.synchronize(stream)
+    assert driver.read(device, MIB) == bytes([5]) * MIB
+
+
+@on_stand_in(version=12070)
+def test_an_older_driver_has_no_batches() -> None:
+    driver = Driver()
+    assert driver.version() == 12070
+    assert driver._batch is None
+
+
+@on_stand_in(delay_us=LATE)
+def test_the_kernel_reads_its_table_and_its_pages_when_it_runs() -> None:
+    driver = entered()
+    kernel = PageCopy(driver, driver.load_kernel(compiled("90"), "page_copy"))
+    host, device, stream = pinned(driver, MIB), filled(driver, MIB, 9), driver.create_stream()
+    source, target, size = (np.array([each], np.uint64) for each in (device, host.ctypes.data + 3, 70_000))
+    keep_busy(driver, stream)
+    memset(driver, device, 4, MIB, stream)
+    kernel.launch(source, target, size, stream)
+    assert not host.any()
+    driver.synchronize(stream)
+    assert (host[3:70_003] == 4).all()
+    assert not host[:3].any()
+    assert not host[70_003:].any()
+    assert counted().launches == 1
+    with refused(INVALID_IMAGE):
+        driver.load_kernel(b"\x7fELF", "page_copy")
+
+
+# -- what is lost stays lost ------------------------------------------------------------------------------
+
+
+def assert_lost(driver: Driver, stream: int) -> None:
+    for call in (
+        lambda: driver.synchronize(stream),
+        lambda: driver.allocate(MIB),
+        driver.create_event,
+        lambda: driver.unregister_host(0),
+        lambda: driver.close_handle(0),
+    ):
+        with refused(ILLEGAL_ADDRESS):
+            call()
+
+
+@on_stand_in()
+def test_a_kernel_that_reaches_what_is_not_pinned_loses_the_context() -> None:
+    driver = entered()
+    kernel = PageCopy(driver, driver.load_kernel(compiled("90"), "page_copy"))
+    host, device, stream = host_pages(MIB), filled(driver, MIB, 9), driver.create_stream()
+    kernel.launch(*(np.array([each], np.uint64) for each in (device, host.ctypes.data, 4096)), stream)
+    with refused(ILLEGAL_ADDRESS):
+        driver.synchronize(stream)
+    assert not host.any()
+    assert_lost(driver, stream)
+
+
+@on_stand_in(delay_us=LATE)
+def test_memory_that_goes_while_a_copy_waits_loses_the_context() -> None:
+    driver = entered()
+    host, device, stream = pinned(driver, MIB), filled(driver, MIB, 9), driver.create_stream()
+    keep_busy(driver, stream)
+    driver.copy(host.ctypes.data, device, MIB, stream)
+    driver.unregister_host(host.ctypes.data)
+    event = driver.create_event()
+    driver.record(event, stream)
+    with refused(ILLEGAL_ADDRESS):
+        driver.wait_for(event)
+    assert not host.any()
+    assert_lost(driver, stream)
+
+
+@on_stand_in(delay_us=LATE)
+def test_a_file_loses_the_context_and_what_waits_is_not_done() -> None:
+    driver = entered()
+    host, device, stream = pinned(driver, MIB), filled(driver, MIB, 9), driver.create_stream()
+    keep_busy(driver, stream)
+    driver.copy(host.ctypes.data, device, MIB, stream)
+    Path(os.environ["CUDA_STANDIN_DIR"], f"fail-{os.getpid()}").touch()
+    assert_lost(driver, stream)
+    assert not host.any()
