@@ -292,12 +292,10 @@ def main() -> None:
     times, total, l1_gb = (2, 4 * MIB, 0.5) if given.quick else (5, 256 * MIB, 8.0)
     driver = loaded()
     print(
-        f"driver: CUDA {driver.version()}, compute capability {driver.compute_capability(0)}, {platform.platform()}"
+        f"CUDA {driver.version()}, compute capability {driver.compute_capability(0)}, {platform.platform()}"
     )
     peak = peaks(driver, total, times)
-    print(
-        f"peak: {peak[False]:.1f} GB/s from the device, {peak[True]:.1f} GB/s to it; kernel: {BLOCKS} blocks"
-    )
+    print(f"peak: {peak[False]:.1f} GB/s from the device, {peak[True]:.1f} to it; kernel: {BLOCKS} blocks")
     table(
         "Through the server",
         ("piece", "pieces", "job", "store GB/s", "of peak", "load GB/s", "of peak", "one chunk, ms"),

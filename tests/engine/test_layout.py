@@ -1,8 +1,15 @@
 """Regions as the server copies them: pages that follow each other in every block are one."""
 
+from types import SimpleNamespace
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from lmcache_client.connector import LMCacheMPConnector
 from lmcache_client.connector.layout import merged
 from lmcache_client.contract.geometry import Region
 
@@ -32,3 +39,20 @@ def test_the_bytes_of_a_block_and_their_order_stay(regions):
 
     for block in (0, 1, 5):
         assert places(merged(regions), block) == places(regions, block)
+
+
+@pytest.mark.parametrize(("capability", "name"), [((9, 0), "BLNHC"), ((10, 0), "BLHNC"), ((8, 0), "BLNHC")])
+def test_on_a_gpu_the_connector_wishes_for_the_block_outermost(monkeypatch, capability, name):
+    """A layout that vLLM knows, that is one piece a block, and that its backends for GPUs accept."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    config = SimpleNamespace(device_config=SimpleNamespace(device_type="cuda"))
+    assert LMCacheMPConnector.get_required_kvcache_layout(config) == name
+    assert KVCacheLayout[name].is_block_outermost
+    assert KVCacheLayout[name].is_block_compact
+    backends = [TritonAttentionBackend] if capability[0] != 10 else []
+    assert KVCacheLayout[name] in get_supported_kv_cache_layouts(backends)
+
+
+def test_on_a_cpu_it_has_no_wish():
+    config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"))
+    assert LMCacheMPConnector.get_required_kvcache_layout(config) is None
