@@ -61,7 +61,7 @@ _forks: dict[tuple[tuple[str, str], ...], str] = {}
 def forks(of: Mapping[str, str]) -> str:
     """The socket of a process that forks engines with this environment; started when it is first asked for,
     ended with this process."""
-    own = ("LMCACHE_RUNTIME_DIR", "VLLM_ENABLE_V1_MULTIPROCESSING")
+    own = ("LMCACHE_RUNTIME_DIR", "VLLM_ENABLE_V1_MULTIPROCESSING", "PYTEST_CURRENT_TEST")
     key = tuple(sorted((name, value) for name, value in of.items() if name not in own))
     if key not in _forks:
         path = f"{tempfile.mkdtemp(prefix='lmcache-forks-')}/socket"
