@@ -3,13 +3,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMPS := .venv/stamps
 
-.PHONY: help install lint test simulate fuzz demo clean
+.PHONY: help install lint test test-gpu bench-gpu simulate fuzz demo clean
 
 help:
 	@echo "make install   create .venv and install vLLM (CPU build unless there is one) and this package"
 	@echo "make demo      a real model through vLLM and the server, with a table of what was saved"
 	@echo "make lint      ruff and mypy"
 	@echo "make test      install, lint and all tests"
+	@echo "make test-gpu  the tests of the GPU half, on a machine that has a GPU (GPU_PYTHON=python3)"
+	@echo "make bench-gpu its figures, as Markdown"
 	@echo "make simulate  SEEDS=1000 histories of the real core in a simulated world, from seed FIRST=0 on"
 	@echo "make fuzz      SECONDS=600 of mutated messages into the decoder, then as many into the router"
 	@echo "make clean     remove everything that was generated, .venv and .cache included"
@@ -39,6 +41,21 @@ lint: install
 
 test: install lint
 	$(BIN)/python -m pytest
+
+# Neither vLLM nor the virtual environment is needed: an interpreter that has torch, cupy, pyzmq, pytest and
+# what the server needs (click, uvloop, msgpack, prometheus-client).
+GPU_PYTHON ?= python3
+GPU_TESTS := -m pytest -c tests/gpu/pytest.ini --rootdir=. --confcutdir=tests/gpu
+
+test-gpu:
+	PYTHONPATH=.:tests $(GPU_PYTHON) $(GPU_TESTS) tests/gpu
+	@command -v compute-sanitizer >/dev/null || echo "no compute-sanitizer here: memory accesses were not checked"
+	@! command -v compute-sanitizer >/dev/null || PYTHONPATH=.:tests compute-sanitizer --error-exitcode 9 \
+		--target-processes all $(GPU_PYTHON) $(GPU_TESTS) tests/gpu/test_kernel.py tests/gpu/test_round_trips.py \
+		-k "kernel or launches or 1024 or 65536"
+
+bench-gpu:
+	PYTHONPATH=.:tests:tests/gpu $(GPU_PYTHON) bench/gpu.py
 
 SEEDS ?= 1000
 FIRST ?= 0

@@ -40,7 +40,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDeviceGetPCIBusId": (c_void_p, c_int, c_int),
     "cuDevicePrimaryCtxSetFlags_v2": (c_int, c_uint),
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
-    "cuDevicePrimaryCtxRelease_v2": (c_int,),
     "cuCtxGetCurrent": (POINTER(c_void_p),),
     "cuCtxSetCurrent": (c_void_p,),
     "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
@@ -156,9 +155,6 @@ class Driver:
         """The device's one context of this process. Who waits in it sleeps."""
         self._call("cuDevicePrimaryCtxSetFlags_v2", ordinal, _SCHED_BLOCKING_SYNC)
         return int(self._out("cuDevicePrimaryCtxRetain", c_void_p, ordinal))
-
-    def release_context(self, ordinal: int) -> None:
-        self._call("cuDevicePrimaryCtxRelease_v2", ordinal)
 
     def current_context(self) -> int:
         """0 where none is current."""

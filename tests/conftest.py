@@ -9,6 +9,9 @@ from harness.engine import Engine
 from harness.server import LMCacheServer
 from hypothesis import HealthCheck, settings
 
+# Needs a GPU, or what stands in for one: tests/server/test_gpu_on_stand_in.py runs it.
+collect_ignore = ["gpu"]
+
 # How fast the machine is at the moment is no property of the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")

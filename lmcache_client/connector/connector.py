@@ -179,6 +179,7 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
             except ExportError as error:
                 logger.warning("lmcache: this engine is not cached, because it has %s", error)
                 return
+            logger.warning("lmcache: nobody has run this on a GPU yet: compare outputs (docs/gpu.md)")
         self._worker = WorkerSide(self._settings, self._engine_id, rank, model, geometry, export)
         self._worker.start()
 

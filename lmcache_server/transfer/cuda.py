@@ -61,9 +61,9 @@ class CudaMapping:
                 self._opened[handle] + start
                 for handle, (start, _) in zip(memory.handles, memory.buffers, strict=True)
             ]
-            for base, (start, size) in zip(self.bases, memory.buffers, strict=True):
-                first, num_bytes = driver.allocation(base - start)
-                if start + size > num_bytes or first != base - start:
+            for base, (_, size) in zip(self.bases, memory.buffers, strict=True):
+                first, num_bytes = driver.allocation(base)
+                if base < first or base + size > first + num_bytes:
                     raise CopyError("a buffer reaches beyond the allocation of its handle")
             for load in (True, False):
                 events = [driver.create_event() for _ in range(2)]

@@ -34,6 +34,13 @@ def test_engine_in_three_processes_and_its_end() -> None:
     assert group_members(group) == []
 
 
+def test_an_engine_that_was_forked_computes_what_a_cold_one_does() -> None:
+    tokens = prompt(300)
+    with Engine("gemma3", cold=True) as cold, Engine("gemma3") as forked:
+        assert forked.run(tokens).output == cold.run(tokens).output
+        assert group_members(forked.pid) != group_members(cold.pid)
+
+
 def test_engine_that_cannot_start_says_why() -> None:
     with pytest.raises(EngineError, match="block_size"), Engine("llama", block_size=-1):
         pass

@@ -1,11 +1,14 @@
 """A real vLLM engine in a child process, driven from a test."""
 
+import atexit
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +18,7 @@ from typing import Any, Self
 
 from harness.models import NEEDS_TORCHVISION, model_path
 from harness.paths import CACHE, ROOT, STUBS
-from harness.processes import environment, kill_group, new_log, tail
+from harness.processes import environment, kill_group, new_log, tail, tethered
 from harness.server import LMCacheServer
 
 START_TIMEOUT_S = 300.0
@@ -52,6 +55,36 @@ class Result:
         return (self.tokens, self.logprobs)
 
 
+_forks: dict[tuple[tuple[str, str], ...], str] = {}
+
+
+def forks(of: Mapping[str, str]) -> str:
+    """The socket of a process that forks engines with this environment; started when it is first asked for,
+    ended with this process."""
+    own = ("LMCACHE_RUNTIME_DIR", "VLLM_ENABLE_V1_MULTIPROCESSING", "PYTEST_CURRENT_TEST")
+    key = tuple(sorted((name, value) for name, value in of.items() if name not in own))
+    if key not in _forks:
+        path = f"{tempfile.mkdtemp(prefix='lmcache-forks-')}/socket"
+        with new_log("engine-forks").open("wb") as log:
+            process = subprocess.Popen(
+                tethered([sys.executable, str(Path(__file__).with_name("engine_forks.py")), path]),
+                cwd=ROOT,
+                env=of,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+            )
+        atexit.register(shutil.rmtree, os.path.dirname(path), ignore_errors=True)
+        atexit.register(process.kill)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not os.path.exists(path):
+            assert process.poll() is None, "the process that forks engines has ended"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        _forks[key] = path
+    return _forks[key]
+
+
 def _result(fields: dict[str, Any]) -> Result:
     logprobs = tuple(tuple((token, value) for token, value in each) for each in fields.pop("logprobs"))
     return Result(tokens=tuple(fields.pop("tokens")), logprobs=logprobs, **fields)
@@ -63,6 +96,8 @@ class Engine:
     With `server`, LMCacheMPConnector is configured to use it; `extra_config` adds to or replaces
     kv_connector_extra_config and `connector` other fields of kv_transfer_config. Further keyword
     arguments go to `vllm.LLM`; None leaves vLLM's default.
+
+    An engine in one process is forked from one that has imported vLLM already, unless it is to be `cold`.
     """
 
     def __init__(
@@ -76,6 +111,7 @@ class Engine:
         multiprocessing: bool = False,
         env: Mapping[str, str | None] | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
+        cold: bool = False,
         **llm: Any,
     ) -> None:
         self.model = model
@@ -110,6 +146,8 @@ class Engine:
                 **(connector or {}),
             }
         self.environment = self._make_environment(model, multiprocessing, env or {})
+        workers = llm.get("tensor_parallel_size", 1) * llm.get("pipeline_parallel_size", 1)
+        self._cold = cold or multiprocessing or bool(env) or workers > 1
 
     def _make_environment(
         self, model: str, multiprocessing: bool, env: Mapping[str, str | None]
@@ -137,17 +175,13 @@ class Engine:
         start = time.monotonic()
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    str(Path(__file__).with_name("engine_process.py")),
-                    json.dumps(self._arguments),
-                ],
+                self._command(),
                 cwd=ROOT,
                 env=self.environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                start_new_session=True,
+                process_group=0,
             )
         try:
             self._answer("start", self._start_timeout_s)
@@ -156,6 +190,12 @@ class Engine:
             raise
         self.startup_s = time.monotonic() - start
         return self
+
+    def _command(self) -> list[str]:
+        here, arguments = Path(__file__).parent, json.dumps(self._arguments)
+        if self._cold:
+            return [sys.executable, str(here / "engine_process.py"), arguments]
+        return [sys.executable, "-S", str(here / "engine_launcher.py"), forks(self.environment), arguments]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -191,7 +231,7 @@ class Engine:
         while b"\n" not in self._unread:
             left_s = deadline - time.monotonic()
             if left_s <= 0 or not select.select([self._process.stdout], [], [], left_s)[0]:
-                os.kill(self._process.pid, signal.SIGUSR1)  # its stacks, into the log
+                os.killpg(self._process.pid, signal.SIGUSR1)  # its stacks, into the log
                 time.sleep(0.5)
                 self.kill()
                 raise EngineError(f"{command}: no answer within {timeout_s} s\n{tail(self.log)}")

@@ -188,14 +188,14 @@ class EngineProcess:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         worker = get_kv_transfer_group()._worker
-        original = worker.submit_loads
+        original = worker.submit
 
-        def submit_loads(metadata: Any) -> None:
+        def submit(metadata: Any) -> None:
             if metadata.loads:
                 os.kill(pid, signal.SIGKILL)
             original(metadata)
 
-        worker.submit_loads = submit_loads
+        worker.submit = submit
 
     def do_compare_stored(self, prompt: list[int], resume_tokens: int) -> int:
         """Compute a prompt, then compare what the server stored of it with the pages that a resume at
@@ -206,7 +206,7 @@ class EngineProcess:
         from harness.stored_bytes import Twin, of_process
 
         worker = get_kv_transfer_group()._worker
-        *_, geometry, buffers = worker._register_message
+        geometry, buffers = worker._register_message[-1], worker._export._buffers
         manager = self._core().scheduler.kv_cache_manager
         (name,) = self.do_submit([prompt], 4, None, None)
         pages: dict[tuple[int, int], bytes] = {}
@@ -226,7 +226,7 @@ class EngineProcess:
                             pages.setdefault((index, position), live.block(index, table[position]))
         del self.results[name]
         self.do_settle()
-        twin = Twin(worker._settings.address, worker._register_message)
+        twin = Twin(worker._settings.address, (*worker._register_message, buffers))
         try:
             compared = 0
             for index, table in enumerate(twin.load(prompt, resume_tokens)):

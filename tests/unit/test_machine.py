@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmcache_server.machine import available_bytes, memory_info
+from lmcache_server.machine import available_bytes, local_processors, memory_info
 
 MIB = 1 << 20
 
@@ -55,3 +55,13 @@ def test_no_limit_is_no_limit(tmp_path):
         memory__stat="",
     )
     assert available_bytes(tmp_path)[1] == "MemAvailable of this machine"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("0-3,8,10-11\n", {0, 1, 2, 3, 8, 10, 11}), ("5\n", {5}), ("\n", set()), (None, set())],
+)
+def test_processors_near_a_device(tmp_path, text, expected):
+    if text is not None:
+        write(tmp_path / "sys/bus/pci/devices/0000:1a:00.0", local_cpulist=text)
+    assert local_processors("0000:1A:00.0", tmp_path) == expected

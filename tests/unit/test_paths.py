@@ -63,6 +63,22 @@ def test_every_byte_goes_once_by_the_path_of_its_piece(whole, small_bytes, max_b
     assert by_engine == [piece for piece in expected if piece not in small]
 
 
+@given(piece_lists(), st.lists(st.integers(0, 400), max_size=4))
+@settings(max_examples=300, deadline=None)
+def test_no_piece_lies_over_a_border(whole, places):
+    """Though pieces that touch there are joined."""
+    borders = np.array(sorted({L1_ADDRESS + place for place in places}), np.uint64)
+    found = [row for batch in batches(whole, borders=borders) for row in rows(batch.pieces)]
+    expected = []
+    for local, remote, length in joined(whole):
+        start = 0
+        for border in [*borders.tolist(), local + length]:
+            if start < border - local <= length:
+                expected.append((local + start, remote + start, border - local - start))
+                start = border - local
+    assert sorted(found) == sorted(expected)
+
+
 def copies_of(regions, block_ids):
     page = Page(((0, 64),), len(block_ids), 0, block_ids)
     return list(batches(pieces(page, regions, (ENGINE_ADDRESS,), L1_ADDRESS, 64 << 10)))
