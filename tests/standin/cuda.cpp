@@ -37,6 +37,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "../unit/page_copy_on_cpu.cpp"
@@ -86,7 +87,7 @@ std::atomic<int> initialised_by, next_file;
 size_t pin_limit = ~size_t(0), pinned;
 int version = 13000, delay_us = 200;
 thread_local CUcontext current;
-std::atomic<int> contexts[64];
+bool has_context[64];
 
 const char* setting(const char* name, const char* otherwise)
 {
@@ -125,8 +126,6 @@ CUresult ready(bool needs_context = true)
         return CUDA_ERROR_NOT_INITIALIZED;
     if (needs_context && !current)
         return CUDA_ERROR_INVALID_CONTEXT;
-    if (needs_context && !contexts[current_device()])
-        return CUDA_ERROR_CONTEXT_IS_DESTROYED;
     if (!lost && access((directory + "/fail-" + std::to_string(getpid())).c_str(), F_OK) == 0)
         lost = true;
     return needs_context && lost ? CUDA_ERROR_ILLEGAL_ADDRESS : CUDA_SUCCESS;
@@ -447,18 +446,8 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice ordinal)
 {
     READY(false)
     std::lock_guard<std::mutex> held(everything);
-    counters->contexts += !contexts[visible.at(ordinal)]++;
+    counters->contexts += !std::exchange(has_context[visible.at(ordinal)], true);
     *context = reinterpret_cast<CUcontext>(static_cast<intptr_t>(visible.at(ordinal)) + 1);
-    return CUDA_SUCCESS;
-}
-
-CUresult cuDevicePrimaryCtxRelease_v2(CUdevice ordinal)
-{
-    READY(false)
-    std::lock_guard<std::mutex> held(everything);
-    if (!contexts[visible.at(ordinal)])
-        return CUDA_ERROR_INVALID_CONTEXT;
-    counters->contexts -= !--contexts[visible.at(ordinal)];
     return CUDA_SUCCESS;
 }
 

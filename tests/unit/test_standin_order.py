@@ -4,6 +4,7 @@ See tests/standin/cuda.cpp.
 """
 
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -227,4 +228,5 @@ def test_a_file_loses_the_context_and_what_waits_is_not_done() -> None:
     driver.copy(host.ctypes.data, device, MIB, stream)
     Path(os.environ["CUDA_STANDIN_DIR"], f"fail-{os.getpid()}").touch()
     assert_lost(driver, stream)
+    time.sleep(0.6)
     assert not host.any()
