@@ -3,6 +3,7 @@
 See tests/standin/cuda.cpp.
 """
 
+import ctypes
 import os
 import time
 from pathlib import Path
@@ -63,6 +64,8 @@ def test_the_default_stream_is_not_ordered_with_others() -> None:
     assert (target == 9).all()
     driver.synchronize(0)
     assert device_byte(source) == 1
+    with refused(INVALID_VALUE):  # Streams that would be ordered with it.
+        driver._out("cuStreamCreateWithPriority", ctypes.c_void_p, 0, 0)
 
 
 @on_stand_in(delay_us=LATE)
