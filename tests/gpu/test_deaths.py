@@ -92,3 +92,20 @@ def test_a_worker_that_leaves_in_order_leaves_nothing_mapped(start_server, start
     first.worker.close()
     first.scheduler.close()
     server.wait_at_rest()
+
+
+def test_workers_of_three_processes_at_once(server_of_workers, start_worker, start_engine):
+    """Two that store all the time, and one whose pages must be right meanwhile."""
+    workers = [start_worker(server_of_workers, f"worker-{number}") for number in range(2)]
+    engine = start_engine(server_of_workers, fused(PAGE_BYTES, BLOCKS), BLOCKS, "reader")
+    for round_ in range(10):
+        expected = [engine.fill(0, block, 100 * round_ + block) for block in range(1, 5)]
+        own = chain(range(10_000 + round_, 10_000 + round_ + 4 * WORKER_CHUNK_SIZE), WORKER_CHUNK_SIZE)
+        assert engine.store_prompt(own, [[1, 2, 3, 4]]).stored == 4
+        found = engine.lookup(own)
+        assert found.resume_tokens == len(own) * WORKER_CHUNK_SIZE
+        engine.retrieve(found, own, [[20, 21, 22, 23]])
+        engine.end(found)
+        for content, block in zip(expected, range(20, 24), strict=True):
+            assert np.array_equal(engine.pages(0, block), content)
+    assert not any(worker.poll() for worker in workers)

@@ -123,6 +123,13 @@ def test_without_cupy_a_sentence_says_what_to_install(monkeypatch):
         compiled("90")
 
 
+@pytest.mark.parametrize("architecture", ["80", "90", "100"])
+def test_cupy_compiles_it_without_a_gpu(architecture):
+    pytest.importorskip("cupy", reason="no cupy")
+    pytest.importorskip("nvidia.cu13", reason="no NVRTC for it")
+    assert compiled(architecture).startswith(b"\x7fELF")
+
+
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 def test_it_compiles_and_needs_few_registers(architecture, tmp_path):
