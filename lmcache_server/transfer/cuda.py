@@ -61,8 +61,8 @@ class CudaMapping:
                 self._opened[handle] + start
                 for handle, (start, _) in zip(memory.handles, memory.buffers, strict=True)
             ]
-            for base, (_, size) in zip(self.bases, memory.buffers, strict=True):
-                first, num_bytes = driver.allocation(base)
+            for base, (start, size) in zip(self.bases, memory.buffers, strict=True):
+                first, num_bytes = driver.allocation(base - start)
                 if base < first or base + size > first + num_bytes:
                     raise CopyError("a buffer reaches beyond the allocation of its handle")
             for load in (True, False):

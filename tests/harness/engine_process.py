@@ -150,7 +150,14 @@ class EngineProcess:
         return results
 
     def do_reset_prefix_cache(self, reset_connector: bool) -> bool:
-        return bool(self.llm.reset_prefix_cache(reset_connector=reset_connector))
+        elsewhere = getattr(self.engine.engine_core, "engine_core", None) is None
+        deadline = time.monotonic() + SETTLE_TIMEOUT_S
+        while not (done := bool(self.llm.reset_prefix_cache(reset_connector=reset_connector))):
+            # A core in another process settles by itself; until then its stores hold blocks.
+            if not elsewhere or time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        return done
 
     def do_corrupt_kv(self, seed: int) -> int:
         """Overwrite every page with random finite numbers; returns the bytes overwritten."""
