@@ -208,6 +208,32 @@ def test_a_kernel_that_reaches_what_is_not_pinned_loses_the_context() -> None:
     assert_lost(driver, stream)
 
 
+@on_stand_in()
+def test_a_kernel_that_reaches_what_is_pinned_for_copies_alone_loses_the_context() -> None:
+    driver = entered()
+    kernel = PageCopy(driver, driver.load_kernel(compiled("90"), "page_copy"))
+    host, device, stream = host_pages(MIB), filled(driver, MIB, 9), driver.create_stream()
+    driver._call("cuMemHostRegister_v2", host.ctypes.data, MIB, 0)
+    driver.copy(host.ctypes.data, device, 4096, stream)
+    driver.synchronize(stream)
+    kernel.launch(*(np.array([each], np.uint64) for each in (device, host.ctypes.data + 4096, 4096)), stream)
+    with refused(ILLEGAL_ADDRESS):
+        driver.synchronize(stream)
+    assert not host[4096:].any()
+
+
+@on_stand_in()
+def test_a_kernel_whose_table_is_not_on_the_device_loses_the_context() -> None:
+    driver = entered()
+    function = driver.load_kernel(compiled("90"), "page_copy")
+    device, stream = filled(driver, MIB, 9), driver.create_stream()
+    table = np.array([device, device + 4096, 4096], np.uint64)
+    plain = map(ctypes.c_uint, (1, 1, 4096))
+    driver.launch(function, 1, 32, stream, ctypes.c_ulonglong(table.ctypes.data), *plain)
+    with refused(ILLEGAL_ADDRESS):
+        driver.synchronize(stream)
+
+
 @on_stand_in(delay_us=LATE)
 def test_memory_that_goes_while_a_copy_waits_loses_the_context() -> None:
     driver = entered()
