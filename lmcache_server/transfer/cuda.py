@@ -107,6 +107,8 @@ class CudaMapping:
         assert self._gpu is not None
         lane = self._lanes[load]
         try:
+            # A copy that could not pin what it needs has left another context current.
+            self._gpu.enter()
             self._gpu.driver.synchronize(lane.stream)
         except CudaError as error:
             raise self._gpu.check(error, lane.stream) from error

@@ -181,7 +181,8 @@ class Engine:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                process_group=0,
+                # A launcher stays in this session: only there an engine that is forked can join its group.
+                start_new_session=self._cold,
             )
         try:
             self._answer("start", self._start_timeout_s)

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 
+os.setpgid(0, 0)
 signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for the engine
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as forks:
     forks.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
