@@ -18,7 +18,7 @@ from lmcache_server.l1 import FRAME_BYTES
 from lmcache_server.machine import HUGETLBFS, MEMORY_FILE_SYSTEMS, available_bytes, file_system_type
 
 MAGIC = b"lmcache-mp L1\r\n\0"
-FORMAT = 1
+FORMAT = 2
 """Changes with the header, with the index and with the way objects are packed and numbered in it."""
 HEADER_BYTES = FRAME_BYTES
 """Frames stay aligned."""

@@ -375,13 +375,12 @@ class Cache:
     def _free_objects(self, chunk: Chunk) -> int:
         """Frees the frames of all ready objects; returns their payload in bytes."""
         freed_bytes = 0
-        for stored in chunk.all_objects():
+        for stored in chunk.objects():
             self._pool.free(stored.runs)
             freed_bytes += stored.num_bytes
         self.used_frames -= chunk.frames
         self.stored_bytes -= freed_bytes
-        chunk.objects.clear()
-        chunk.ready = chunk.frames = 0
+        chunk.clear()
         return freed_bytes
 
     def _end_reservation(self, reservation: Reservation) -> int:

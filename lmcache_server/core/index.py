@@ -1,15 +1,16 @@
 """Chunk entries, found by namespace and key."""
 
-import struct
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import msgpack  # type: ignore[import-untyped]
 
 from lmcache_server.core.pool import Runs
 
-_HEAD = struct.Struct("<IQI")
-_RUN = struct.Struct("<II")
 CHECKSUM_BYTES = 4
 """Of each page of an object that has any."""
+
+_NO_OBJECTS: bytes = msgpack.packb([])
 
 
 class StoredObject(NamedTuple):
@@ -21,17 +22,6 @@ class StoredObject(NamedTuple):
     runs: Runs
     checksums: bytes = b""
 
-    def pack(self) -> bytes:
-        """A ready object at rest, a fifth of the size of the tuples."""
-        head = _HEAD.pack(self.num_blocks, self.num_bytes, len(self.runs))
-        return head + b"".join(_RUN.pack(*run) for run in self.runs) + self.checksums
-
-    @classmethod
-    def unpack(cls, packed: bytes) -> "StoredObject":
-        num_blocks, num_bytes, num_runs = _HEAD.unpack_from(packed)
-        end = _HEAD.size + num_runs * _RUN.size
-        return cls(num_blocks, num_bytes, tuple(_RUN.iter_unpack(packed[_HEAD.size : end])), packed[end:])
-
 
 class Chunk:
     """What is stored of one chunk. `ready` and `reserved` have a bit per object (see Layout.bit)."""
@@ -42,8 +32,8 @@ class Chunk:
         "last_used_s",
         "namespace",
         "newer",
-        "objects",
         "older",
+        "packed",
         "pins",
         "ready",
         "reserved",
@@ -59,24 +49,33 @@ class Chunk:
         self.frames = 0
         """Frames of its ready objects."""
         self.last_used_s = 0.0
-        self.objects: list[bytes] = []
-        """Packed ready objects in the order of their bits."""
+        self.packed = _NO_OBJECTS
+        """Its ready objects in the order of their bits, as MessagePack: most of the memory of an index is
+        what the chunks that nobody asks for take, and this is a tenth of the tuples."""
         self.older: Chunk | None = None
         self.newer: Chunk | None = None
 
     def add(self, bit: int, stored: StoredObject, frames: int) -> None:
         assert not self.ready >> bit & 1, "an object is written once"
-        self.objects.insert(self._position(bit), stored.pack())
+        objects = self.objects()
+        objects.insert(self._position(bit), stored)
+        self.packed = msgpack.packb(objects)
         self.ready |= 1 << bit
         self.frames += frames
 
     def get(self, bit: int) -> StoredObject | None:
         if not self.ready >> bit & 1:
             return None
-        return StoredObject.unpack(self.objects[self._position(bit)])
+        return self.objects()[self._position(bit)]
 
-    def all_objects(self) -> Iterator[StoredObject]:
-        return map(StoredObject.unpack, self.objects)
+    def objects(self) -> list[StoredObject]:
+        """The ready objects in the order of their bits. ValueError or TypeError if `packed` is none of it."""
+        fields: Any = msgpack.unpackb(self.packed, use_list=False)
+        return list(map(StoredObject._make, fields))
+
+    def clear(self) -> None:
+        self.packed = _NO_OBJECTS
+        self.ready = self.frames = 0
 
     def _position(self, bit: int) -> int:
         return (self.ready & ((1 << bit) - 1)).bit_count()

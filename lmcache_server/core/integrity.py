@@ -22,14 +22,14 @@ def check_chunks(
     assert len(indexed) == index.num_chunks
     for chunk in chunks:
         assert chunk.pins == pins[chunk], "pins are leases, reads and reservations"
-        assert chunk.ready.bit_count() == len(chunk.objects)
-        assert chunk.frames == sum(count_frames(stored.runs) for stored in chunk.all_objects())
+        assert chunk.ready.bit_count() == len(chunk.objects())
+        assert chunk.frames == sum(count_frames(stored.runs) for stored in chunk.objects())
         assert chunk.ready or chunk.reserved or chunk.pins, "an empty chunk is forgotten"
     assert all(index.get(chunk.namespace, chunk.key) is chunk for chunk in indexed)
     reserved = Counter((reservation.chunk, reservation.bit) for reservation in reservations)
     assert all(chunk.reserved >> bit & 1 for chunk, bit in reserved)
     assert len(reserved) == sum(chunk.reserved.bit_count() for chunk in chunks), "one object, one writer"
-    return [stored for chunk in chunks for stored in chunk.all_objects()]
+    return [stored for chunk in chunks for stored in chunk.objects()]
 
 
 def check_order(index: Index, order: EvictionOrder) -> None:

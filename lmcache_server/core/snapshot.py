@@ -4,14 +4,14 @@ Only what is ready and not in use is taken. What comes back may come from anywhe
 when all of it fits together.
 """
 
+import itertools
 import math
-import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lmcache_server.core.eviction import EvictionOrder
-from lmcache_server.core.index import CHECKSUM_BYTES, Chunk, Index
+from lmcache_server.core.index import CHECKSUM_BYTES, Chunk, Index, StoredObject
 from lmcache_server.core.pool import FramePool, Runs
 
 
@@ -22,7 +22,7 @@ class SnapshotError(ValueError):
 @dataclass(frozen=True)
 class Snapshot:
     """`rows` has a chunk each, the first to be evicted first: (position in `namespaces`, key, seconds since
-    its last use, bits of its ready objects as little-endian bytes, packed objects in the order of bits)."""
+    its last use, bits of its ready objects as little-endian bytes, these objects as in `Chunk.packed`)."""
 
     total_frames: int
     namespaces: Sequence[Any]
@@ -48,7 +48,7 @@ def take(total_frames: int, order: Iterable[Chunk], now_s: float) -> Snapshot:
             chunk.key,
             max(0.0, now_s - chunk.last_used_s),
             chunk.ready.to_bytes((chunk.ready.bit_length() + 7) // 8, "little"),
-            tuple(chunk.objects),
+            chunk.packed,
         )
         for chunk in order
     ]
@@ -61,7 +61,7 @@ def rebuild(snapshot: Snapshot, frame_bytes: int, now_s: float) -> Contents:
     try:
         for row in snapshot.rows:
             chunk = _chunk(snapshot.namespaces, row, now_s)
-            for stored in chunk.all_objects():
+            for stored in _objects(chunk):
                 frames = sum([count for _, count in stored.runs])
                 if -(-stored.num_bytes // frame_bytes) != frames or not frames:
                     raise SnapshotError(f"an object of {stored.num_bytes} bytes has {frames} frames")
@@ -75,7 +75,7 @@ def rebuild(snapshot: Snapshot, frame_bytes: int, now_s: float) -> Contents:
             index.add(chunk)
             order.add(chunk)
         pool = FramePool.around(snapshot.total_frames, taken)
-    except (TypeError, ValueError, struct.error) as error:
+    except (TypeError, ValueError) as error:
         raise SnapshotError(str(error)) from error
     return Contents(pool, index, order, stored_bytes)
 
@@ -90,8 +90,24 @@ def _chunk(namespaces: Sequence[Any], row: Any, now_s: float) -> Chunk:
     if type(age_s) is not float or not 0 <= age_s < math.inf:
         raise SnapshotError("a chunk has no age")
     chunk.ready = int.from_bytes(ready, "little")
-    chunk.objects = list(objects)
-    if not chunk.ready or chunk.ready.bit_count() != len(chunk.objects):
-        raise SnapshotError("the bits and the objects of a chunk do not agree")
+    if type(objects) is not bytes:
+        raise SnapshotError("a chunk has no objects")
+    chunk.packed = objects
     chunk.last_used_s = now_s - age_s
     return chunk
+
+
+def _objects(chunk: Chunk) -> list[StoredObject]:
+    try:
+        objects = chunk.objects()
+    except Exception as error:  # msgpack raises a dozen types, all of which mean the same here
+        raise SnapshotError(f"a chunk whose objects are not MessagePack: {error}") from error
+    if not chunk.ready or chunk.ready.bit_count() != len(objects):
+        raise SnapshotError("the bits and the objects of a chunk do not agree")
+    for stored in objects:
+        numbers = [stored.num_blocks, stored.num_bytes, *itertools.chain(*stored.runs)]
+        if any(type(number) is not int or number < 0 for number in numbers):
+            raise SnapshotError("an object of something else than numbers")
+        if type(stored.checksums) is not bytes:
+            raise SnapshotError("an object has no checksums")
+    return objects

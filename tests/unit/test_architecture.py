@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "lmcache_client/system.py": ({"lmcache_client.contract", "lmcache_client.memory"}, {"zmq"}),
     "lmcache_client/connector": ({"lmcache_client"}, {"torch", "vllm"}),
     "lmcache_kernels": ({"lmcache_kernels"}, {"cupy"}),
-    "lmcache_server/core": ({"lmcache_client.contract", "lmcache_server.core"}, set()),
+    "lmcache_server/core": ({"lmcache_client.contract", "lmcache_server.core"}, {"msgpack"}),
     "lmcache_server/transfer": (
         {
             "lmcache_client.contract",

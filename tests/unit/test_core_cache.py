@@ -9,7 +9,7 @@ import pytest
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
 from lmcache_server.core import cache as cache_module
 from lmcache_server.core.cache import Cache, Layout, Refusal, Reservation
-from lmcache_server.core.index import StoredObject
+from lmcache_server.core.index import Chunk, StoredObject
 
 FRAME_BYTES = 100
 CHUNK_SIZE = 16
@@ -402,12 +402,20 @@ def test_a_repeated_key_in_a_lookup_is_harmless():
 
 
 def test_objects_are_packed_without_loss():
-    stored = StoredObject(3, 1 << 40, ((0, 1), (1 << 31, (1 << 32) - 1)))
-    assert StoredObject.unpack(stored.pack()) == stored
+    objects = {
+        bit: StoredObject(3 + bit, 1 << 40, ((0, 1), (1 << 31, (1 << 32) - 1)), bytes(4 * bit))
+        for bit in (5, 0, 40)
+    }
+    chunk = Chunk(b"n", b"k")
+    for bit, stored in objects.items():
+        chunk.add(bit, stored, 1)
+    assert {bit: chunk.get(bit) for bit in objects} == objects
+    assert chunk.objects() == [objects[0], objects[5], objects[40]]
+    assert chunk.get(1) is None
 
 
 @pytest.mark.skipif(sys.implementation.name != "cpython", reason="measures CPython's objects")
-@pytest.mark.parametrize(("groups", "shards", "most_bytes"), [(1, 1, 400), (4, 2, 800)])
+@pytest.mark.parametrize(("groups", "shards", "most_bytes"), [(1, 1, 350), (4, 2, 450)])
 def test_a_chunk_costs_little_memory(groups, shards, most_bytes):
     where = layout(*[group()] * groups, holders=(tuple(range(shards)),) * groups)
     count = 1000

@@ -10,7 +10,7 @@ from lmcache_client.contract import codec
 from lmcache_client.contract.geometry import GroupSpec, Region
 from lmcache_server import warm
 from lmcache_server.core.cache import Cache, Layout, Reservation
-from lmcache_server.core.index import StoredObject
+from lmcache_server.core.index import Chunk, StoredObject
 from lmcache_server.core.snapshot import Snapshot, SnapshotError
 
 FRAME_BYTES = 100
@@ -42,7 +42,7 @@ def restored(index, now_s=7.0):
 
 def content(cache, now_s):
     return [
-        (chunk.namespace, chunk.key, chunk.ready, chunk.objects, round(now_s - chunk.last_used_s, 6))
+        (chunk.namespace, chunk.key, chunk.ready, chunk.packed, round(now_s - chunk.last_used_s, 6))
         for chunk in cache._order
     ]
 
@@ -76,16 +76,23 @@ def test_what_is_in_use_is_not_taken():
     assert not again._index.chunks(layout.namespace).keys() & {bytes(32), b"w" * 32}
 
 
+def packed(*objects):
+    chunk = Chunk(b"", b"")
+    for bit, stored in enumerate(objects):
+        chunk.add(bit, stored, 0)
+    return chunk.packed
+
+
 def row(**changes):
     values = {
         "number": 0, "key": b"k" * 32, "age_s": 1.5, "ready": b"\x03",
-        "objects": [StoredObject(1, 150, ((0, 2),)).pack(), StoredObject(1, 250, ((4, 1), (2, 2))).pack()],
+        "objects": packed(StoredObject(1, 150, ((0, 2),)), StoredObject(1, 250, ((4, 1), (2, 2)))),
     }  # fmt: skip
     return list((values | changes).values())
 
 
 def one(*runs, num_bytes=150):
-    return {"ready": b"\x01", "objects": [StoredObject(1, num_bytes, runs).pack()]}
+    return {"ready": b"\x01", "objects": packed(StoredObject(1, num_bytes, runs))}
 
 
 def test_the_row_of_the_tests_below_is_good():
@@ -109,7 +116,7 @@ def test_the_row_of_the_tests_below_is_good():
         [row(ready=b"\x07")],
         [row(ready=b"\x01")],
         [row(ready=b"")],
-        [row(ready=b"", objects=[])],
+        [row(ready=b"", objects=packed())],
         [row(ready=3)],
         [row(number=1)],
         [row(number=-1)],
@@ -119,9 +126,17 @@ def test_the_row_of_the_tests_below_is_good():
         [row(age_s=math.nan)],
         [row(age_s=math.inf)],
         [row(age_s=1)],
-        [row(objects=["text", "text"])],
-        [row(objects=[b"short", b"short"])],
-        [row(objects=[row()[4][0], row()[4][1] + b"\0"])],
+        [row(**one((0.0, 2)))],
+        [row(**one((0, True), num_bytes=50))],
+        [row(**one((-1, 2)))],
+        [row(**one((0, 1, 1)))],
+        [row(**one(0, 2))],
+        [row(ready=b"\x01", objects=packed(StoredObject(1, 150, ((0, 2),), "sums")))],
+        [row(ready=b"\x01", objects=packed((1, 150, ((0, 2),))))],
+        [row(objects=codec.pack(["text", "text"]))],
+        [row(objects=row()[4] + b"\0")],
+        [row(objects=b"\xc1")],
+        [row(objects=[])],
         [row(objects=7)],
         [row()[:4]],
         [7],

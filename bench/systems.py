@@ -1,0 +1,223 @@
+"""The systems side by side: vLLM alone, with our server, with LMCache's, each as a user would start it."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import peer
+from harness.processes import environment, free_port, kill_group, tail, tethered
+
+ROOT = Path(__file__).resolve().parent.parent
+LOGS = ROOT / ".cache" / "bench" / "logs"
+CHUNK_TOKENS = 256
+START_TIMEOUT_S = 120.0
+POLL_S = 0.002
+
+
+class Server:
+    """A server process that answers over HTTP as soon as it is ready; `start_s` says how long that took."""
+
+    def __init__(
+        self, name: str, command: list[str], variables: Mapping[str, str], http_port: int, path: str
+    ):
+        self.log = LOGS / f"{name}.log"
+        LOGS.mkdir(parents=True, exist_ok=True)
+        self._url = f"http://127.0.0.1:{http_port}{path}"
+        start = time.perf_counter()
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                tethered(command),
+                env=environment(variables),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        while not self._is_ready():
+            if self.process.poll() is not None or time.perf_counter() - start > START_TIMEOUT_S:
+                self.stop()
+                raise RuntimeError(f"{name} did not start\n{tail(self.log)}")
+            time.sleep(POLL_S)
+        self.start_s = time.perf_counter() - start
+
+    def _is_ready(self) -> bool:
+        with contextlib.suppress(OSError), urllib.request.urlopen(self._url, timeout=5) as response:
+            return bool(response.status == 200)
+        return False
+
+    def rss_bytes(self) -> int:
+        return int(Path(f"/proc/{self.process.pid}/status").read_text().split("VmRSS:")[1].split()[0]) << 10
+
+    def stop(self) -> None:
+        kill_group(self.process)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+class Probe:
+    """A vLLM engine in a process of its own; see probe.py for its commands. A context manager."""
+
+    def __init__(
+        self, name: str, python: str, arguments: Mapping[str, Any], variables: Mapping[str, str]
+    ) -> None:
+        self.name = name
+        self._log = LOGS / f"vllm-{name}.log"
+        LOGS.mkdir(parents=True, exist_ok=True)
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                tethered([python, str(Path(__file__).parent / "probe.py"), json.dumps(arguments)]),
+                env=environment({**VLLM_VARIABLES, **variables}),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+        self._answer()
+
+    def ask(self, command: str, **arguments: Any) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"vLLM ({self.name}) ended\n{tail(self._log)}")
+        return json.loads(line)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.ask("close")
+        kill_group(self._process)
+
+
+VLLM_VARIABLES = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_CI_ENV": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    # vLLM sets one core more aside when it has a connector: with it, times would not be comparable.
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    "VLLM_CACHE_ROOT": str(ROOT / ".cache" / "vllm"),
+}
+
+
+def engine_arguments(model: Path, kv_transfer_config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The same for every system, but for the connector."""
+    return {
+        "model": str(model),
+        "dtype": "bfloat16",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "max_model_len": 8192,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 2048,
+        "kv_cache_memory_bytes": 512 << 20,
+        "seed": 0,
+    }
+    return (
+        arguments if kv_transfer_config is None else {**arguments, "kv_transfer_config": kv_transfer_config}
+    )
+
+
+@contextlib.contextmanager
+def our_server(l1_gb: float, **flags: Any) -> Iterator[tuple[Server, int, dict[str, str]]]:
+    """`lmcache server` with what a user gets by default; also its port and what clients need in their
+    environment."""
+    port, http_port = free_port(), free_port()
+    directory = tempfile.mkdtemp(prefix="lmcache-bench-", dir="/tmp")
+    variables = {"LMCACHE_RUNTIME_DIR": directory}
+    options = {"port": port, "http_port": http_port, "l1_size_gb": l1_gb, **flags}
+    command = [sys.executable, "-m", "lmcache_server", "server"]
+    for name, value in options.items():
+        command += ["--" + name.replace("_", "-"), str(value)]
+    try:
+        with Server("ours", command, variables, http_port, "/readyz") as server:
+            yield server, port, variables
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def lmcache_server(l1_gb: float) -> Iterator[tuple[Server, int]]:
+    """LMCache's server, with the flags without which it does not start or is wrong for hybrid models."""
+    port, http_port = free_port(), free_port()
+    command = [str(peer.SERVER / "bin" / "lmcache"), "server", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--http-port", str(http_port), "--l1-size-gb", str(l1_gb), "--chunk-size", str(CHUNK_TOKENS)]
+    command += ["--eviction-policy", "LRU", "--separate-object-groups"]
+    with Server("lmcache", command, peer.VARIABLES, http_port, "/healthcheck") as server:
+        yield server, port
+
+
+@contextlib.contextmanager
+def vllm_alone(model: Path) -> Iterator[Probe]:
+    with Probe("alone", sys.executable, engine_arguments(model, None), {}) as probe:
+        yield probe
+
+
+@contextlib.contextmanager
+def vllm_with_ours(model: Path, l1_gb: float) -> Iterator[Probe]:
+    with our_server(l1_gb, chunk_size=CHUNK_TOKENS) as (_, port, variables):
+        config = {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"lmcache.mp.port": port},
+        }
+        with Probe("ours", sys.executable, engine_arguments(model, config), variables) as probe:
+            yield probe
+
+
+@contextlib.contextmanager
+def vllm_with_lmcache(model: Path, l1_gb: float) -> Iterator[Probe]:
+    with lmcache_server(l1_gb) as (_, port):
+        config = {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "lmcache.mp.host": "tcp://127.0.0.1",
+                "lmcache.mp.port": port,
+                "lmcache.mp.mp_transfer_mode": "lmcache_driven",
+                "lmcache.mp.mq_timeout": 20,
+            },
+        }
+        # Our own plugin would take the connector's name over.
+        variables = {**peer.VARIABLES, "VLLM_PLUGINS": ""}
+        python = str(peer.ENGINE / "bin" / "python")
+        left_before = set(_shared_memory())
+        try:
+            with Probe("lmcache", python, engine_arguments(model, config), variables) as probe:
+                yield probe
+        finally:
+            for left in set(_shared_memory()) - left_before:
+                left.unlink(missing_ok=True)
+
+
+def _shared_memory() -> list[Path]:
+    """What LMCache's engines leave behind when they are ended by force."""
+    return [path for path in Path("/dev/shm").glob("lmcache_*") if path.stat().st_uid == os.getuid()]
