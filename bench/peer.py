@@ -17,38 +17,16 @@ SERVER = ENVIRONMENTS / "server"
 ENGINE = ENVIRONMENTS / "engine"
 LMCACHE = "lmcache==0.5.6"
 VARIABLES = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "LMCACHE_LOG_LEVEL": "WARNING"}
-SERVER_NEEDS = [
-    "aiofile",
-    "aiofiles",
-    "aiohttp",
-    "blake3",
-    "cachetools",
-    "cryptography",
-    "fastapi",
-    "grpcio",
-    "httptools",
-    "httpx",
-    "huggingface_hub>=1.5",
-    "msgspec",
-    "numba",
-    "numpy<=2.2.6",
-    "nvtx",
-    "opentelemetry-api<=1.40.0",
-    "opentelemetry-sdk",
-    "opentelemetry-exporter-otlp",
-    "opentelemetry-exporter-prometheus<=0.61b0",
-    "prometheus_client<=0.24.1",
-    "protobuf<7",
-    "psutil",
-    "py-cpuinfo",
-    "pyyaml",
-    "pyzmq",
-    "redis",
-    "safetensors",
-    "sortedcontainers",
-    "transformers>=5.4",
+# fmt: off
+SERVER_NEEDS = (
+    "aiofile", "aiofiles", "aiohttp", "blake3", "cachetools", "cryptography", "fastapi", "grpcio",
+    "httptools", "httpx", "huggingface_hub>=1.5", "msgspec", "numba", "numpy<=2.2.6", "nvtx",
+    "opentelemetry-api<=1.40.0", "opentelemetry-sdk", "opentelemetry-exporter-otlp",
+    "opentelemetry-exporter-prometheus<=0.61b0", "prometheus_client<=0.24.1", "protobuf<7", "psutil",
+    "py-cpuinfo", "pyyaml", "pyzmq", "redis", "safetensors", "sortedcontainers", "transformers>=5.4",
     "uvicorn",
-]
+)
+# fmt: on
 ENGINE_NEEDS = ("sortedcontainers",)
 
 

@@ -29,7 +29,7 @@ class Server:
 
     def __init__(
         self, name: str, command: list[str], variables: Mapping[str, str], http_port: int, path: str
-    ):
+    ) -> None:
         self.log = LOGS / f"{name}.log"
         LOGS.mkdir(parents=True, exist_ok=True)
         self._url = f"http://127.0.0.1:{http_port}{path}"
@@ -139,10 +139,8 @@ def engine_arguments(model: Path, kv_transfer_config: Mapping[str, Any] | None) 
         "max_num_batched_tokens": 2048,
         "kv_cache_memory_bytes": 512 << 20,
         "seed": 0,
+        **({} if kv_transfer_config is None else {"kv_transfer_config": kv_transfer_config}),
     }
-    return (
-        arguments if kv_transfer_config is None else {**arguments, "kv_transfer_config": kv_transfer_config}
-    )
 
 
 @contextlib.contextmanager
