@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,7 +20,7 @@ from harness.processes import environment, free_port, kill_group, tail, tethered
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / ".cache" / "bench" / "logs"
 CHUNK_TOKENS = 256
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 600.0
 POLL_S = 0.002
 
 
@@ -143,15 +143,21 @@ def engine_arguments(model: Path, kv_transfer_config: Mapping[str, Any] | None) 
     }
 
 
+def server_command(*program: str) -> list[str]:
+    return [sys.executable, *(program or ("-m", "lmcache_server", "server"))]
+
+
 @contextlib.contextmanager
-def our_server(l1_gb: float, **flags: Any) -> Iterator[tuple[Server, int, dict[str, str]]]:
+def our_server(
+    l1_gb: float, command: Sequence[str] = (), **flags: Any
+) -> Iterator[tuple[Server, int, dict[str, str]]]:
     """`lmcache server` with what a user gets by default; also its port and what clients need in their
     environment."""
     port, http_port = free_port(), free_port()
     directory = tempfile.mkdtemp(prefix="lmcache-bench-", dir="/tmp")
     variables = {"LMCACHE_RUNTIME_DIR": directory}
     options = {"port": port, "http_port": http_port, "l1_size_gb": l1_gb, **flags}
-    command = [sys.executable, "-m", "lmcache_server", "server"]
+    command = list(command or server_command())
     for name, value in options.items():
         command += ["--" + name.replace("_", "-"), str(value)]
     try:

@@ -168,7 +168,6 @@ class Channel:
                 left_s = limit_s - self.system.now_s()
                 if left_s <= 0:
                     break
-                # A wait of less than a millisecond is spun, with the lock held.
                 self._connection.wait(left_s)
                 self._receive()
 
@@ -176,7 +175,7 @@ class Channel:
         """Send a request and wait for its reply; raises ChannelError. Not for the engine's thread."""
         pending = self.submit(message, timeout_s)
         while not pending.done and not self._closed.is_set():
-            self.poll()
+            self._attend()
             if not pending.done:
                 self.system.sleep(0.001)
         if pending.error is not None:
@@ -202,7 +201,6 @@ class Channel:
     def _receive(self) -> None:
         while self._connection and (frame := self._connection.receive()) is not None:
             self._take(frame)
-        self._watch_connection()
         now_s = self.system.now_s()
         for request_id in [i for i, pending in self._pending.items() if now_s >= pending.deadline_s]:
             late = self._pending[request_id]
@@ -264,8 +262,8 @@ class Channel:
 
     def _keep(self) -> None:
         while not self._closed.wait(KEEPER_INTERVAL_S if self._attempted.is_set() else 0.01):
+            self._attend()
             with self._lock:
-                self._receive()
                 self._settle_if_dead()
                 if any(self._last_heard_s - each.deadline_s > OVERDUE_S for each in self._pending.values()):
                     # What it named would stay held for ever; a new session settles it.
@@ -274,6 +272,12 @@ class Channel:
                 self._greet()
             elif self.ready:
                 self._keep_alive()
+
+    def _attend(self) -> None:
+        """Take in replies and what became of the connection, which the engine's thread has no time for."""
+        with self._lock:
+            self._receive()
+            self._watch_connection()
 
     def _greet(self) -> None:
         try:
@@ -303,8 +307,7 @@ class Channel:
         pending = self.submit(Hello(self.system.pid(), self._client_id, VERSION), GREET_TIMEOUT_S)
         while not pending.done and not self._closed.is_set():
             self.system.sleep(0.001)
-            with self._lock:
-                self._receive()
+            self._attend()
         if pending.error is not None:
             raise pending.error
         welcome = pending.reply

@@ -3,6 +3,7 @@
 The simulation in the tests replaces this as a whole; everything else of the connector runs there as it is.
 """
 
+import math
 import os
 import select
 import threading
@@ -16,6 +17,7 @@ from lmcache_client.contract.codec import MAX_MESSAGE_BYTES
 from lmcache_client.memory.host import allow_tracer
 
 RECONNECT_MS = 100
+_READABLE = int(zmq.POLLIN)
 
 
 class ConnectionLostError(Exception):
@@ -38,6 +40,8 @@ class Connection:
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
+        self._poll = select.poll()
+        self._poll.register(int(self._socket.getsockopt(zmq.FD)), select.POLLIN)
         self._socket.connect(address)
 
     def send(self, frame: bytes) -> None:
@@ -49,28 +53,29 @@ class Connection:
 
     def receive(self) -> bytes | None:
         """The next frame, if one has arrived."""
-        try:
-            return self._socket.recv(zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return None
+        return self._socket.recv(zmq.NOBLOCK) if _is_readable(self._socket) else None
 
     def event(self) -> bool | None:
         """What became of the connection since the last call: True, it is up; False, it broke."""
-        try:
-            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
-        except zmq.ZMQError:
+        if not _is_readable(self._monitor):
             return None
-        return bool(event != zmq.EVENT_DISCONNECTED)
+        return bool(recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"] != zmq.EVENT_DISCONNECTED)
 
     def wait(self, wait_s: float) -> None:
-        """Until a frame has arrived. ZeroMQ counts in whole milliseconds: less is no wait at all."""
-        self._socket.poll(int(wait_s * 1000))
+        """Until a frame has arrived, or `wait_s` is over, rounded up to milliseconds. Only when `receive`
+        had nothing: ZeroMQ's descriptor tells of what is new."""
+        self._poll.poll(math.ceil(wait_s * 1000))
 
     def close(self) -> None:
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(0)
         self._context.term()
+
+
+def _is_readable(socket: "zmq.Socket[bytes]") -> bool:
+    """A fifth of the cost of the exception that tells of an empty socket."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & _READABLE)
 
 
 class Process:

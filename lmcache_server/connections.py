@@ -17,7 +17,13 @@ logger = logging.getLogger(__name__)
 
 TOLD_AGAIN_S = 60.0
 _MONITOR = "inproc://connections"
+_READABLE = int(zmq.POLLIN)
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+
+
+def is_readable(socket: "zmq.Socket[bytes]") -> bool:
+    """A fifth of the cost of the exception that tells of an empty socket."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & _READABLE)
 
 
 class Connections:
@@ -47,11 +53,8 @@ class Connections:
     def ended(self) -> list[bytes]:
         """The clients, by ROUTER's name, whose connections have ended since the last call."""
         gone: list[bytes] = []
-        while True:
-            try:
-                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
-            except zmq.ZMQError:
-                return gone
+        while is_readable(self._monitor):
+            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
             # An accepted connection has a new descriptor: whoever had the number before has gone.
             identity = self._open.pop(event["value"], b"")
             if identity:
@@ -60,6 +63,7 @@ class Connections:
                 self._open[event["value"]] = b""
                 if event["value"] >= self._most:
                     self._turn_away(event["value"])
+        return gone
 
     def belongs(self, frame: zmq.Frame, identity: bytes) -> bool:
         """Note that this message came from the client `identity`; False when its connection has ended."""

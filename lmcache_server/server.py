@@ -25,7 +25,7 @@ from lmcache_client.contract.endpoint import (
 from lmcache_client.contract.version import VERSION
 from lmcache_server import descriptors, http, warm
 from lmcache_server.config import Config, StartError, describe
-from lmcache_server.connections import Connections
+from lmcache_server.connections import Connections, is_readable
 from lmcache_server.copies import Copies
 from lmcache_server.core.cache import Cache
 from lmcache_server.l1 import FRAME_BYTES, UNIT_BYTES, L1Memory
@@ -190,18 +190,16 @@ class _Listener:
 
     def start(self, router: Router, loop: asyncio.AbstractEventLoop) -> None:
         self._router, self._loop = router, loop
-        for descriptor in self._descriptors():
-            loop.add_reader(descriptor, self._wake)
+        loop.add_reader(int(self._socket.FD), self._on_edge)
+        loop.add_reader(self._connections.descriptor, self._end_sessions)
+        self._end_sessions()
         self._wake()
 
     def stop(self) -> None:
         assert self._loop is not None
-        for descriptor in self._descriptors():
-            self._loop.remove_reader(descriptor)
+        self._loop.remove_reader(int(self._socket.FD))
+        self._loop.remove_reader(self._connections.descriptor)
         self._router = None
-
-    def _descriptors(self) -> tuple[int, int]:
-        return int(self._socket.FD), self._connections.descriptor
 
     def send(self, identity: bytes, frame: bytes) -> None:
         # A peer that has gone or does not read loses its reply; its own deadline covers that.
@@ -209,34 +207,47 @@ class _Listener:
             self._socket.send_multipart([identity, frame], zmq.NOBLOCK)
         self._wake()
 
+    def _on_edge(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._drain()
+
     def _wake(self) -> None:
         if not self._scheduled and self._loop is not None:
             self._scheduled = True
             self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
-        self._scheduled = False
+        more = False
+        try:
+            more = self._take_in()
+        finally:
+            self._scheduled = more
+            if more and self._loop is not None:
+                self._loop.call_soon(self._drain)
+
+    def _take_in(self) -> bool:
+        """Handle what has arrived; True if the loop had better look after something else before the rest."""
         if self._router is None or self._loop is None:
-            return
-        self._end_sessions(self._router)
+            return False
         end_s = self._loop.time() + BURST_S
         for _ in range(BURST_FRAMES):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.ZMQError:
-                return
+            if not is_readable(self._socket):
+                return False
+            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             if len(frames) == 2:
                 identity, frame = frames[0].bytes, frames[1]
-                if self._router.knows(identity) or self._is_connected(self._router, identity, frame):
+                if self._router.knows(identity) or self._is_connected(identity, frame):
                     self._router.receive(identity, frame.bytes)
             if self._loop.time() > end_s:
                 break
-        self._wake()
+        return True
 
-    def _is_connected(self, router: Router, identity: bytes, frame: zmq.Frame) -> bool:
-        self._end_sessions(router)
+    def _is_connected(self, identity: bytes, frame: zmq.Frame) -> bool:
+        self._end_sessions()
         return self._connections.belongs(frame, identity)
 
-    def _end_sessions(self, router: Router) -> None:
+    def _end_sessions(self) -> None:
         for identity in self._connections.ended():
-            router.disconnected(identity)
+            if self._router is not None:
+                self._router.disconnected(identity)

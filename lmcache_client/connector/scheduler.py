@@ -1,8 +1,8 @@
 """The scheduler side of the connector: what to look up, load and store, and which blocks to hold.
 
-It runs in the engine's scheduler and never blocks it: a lookup is waited for a fraction of a
-millisecond, then asked for again in the next step. Every block that the server reads or writes is held
-in vLLM's block pool until all workers report the copy settled.
+It runs in the engine's scheduler and never blocks it: a lookup is waited for a millisecond, then asked for
+again in the next step. Every block that the server reads or writes is held in vLLM's block pool until all
+workers report the copy settled.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-LOOKUP_WAIT_S = 0.0005
+LOOKUP_WAIT_S = 0.001
 IDLE_WAIT_S = 0.002
 CONNECT_S = 1.0
 JOIN_TIMEOUT_S = 2.0

@@ -48,7 +48,8 @@ def unpack(data: bytes) -> Any:
             data,
             raw=False,
             use_list=True,
-            list_hook=count,
+            # As many arrays take as many bytes; and the hook is a step of Python for each.
+            list_hook=count if len(data) > MAX_ARRAYS else None,
             strict_map_key=True,
             max_str_len=MAX_TEXT,
             max_bin_len=MAX_MESSAGE_BYTES,
@@ -112,6 +113,8 @@ def _decoder(hint: Any) -> Decoder:
         items = typing.get_args(hint)
         if items == (int, Ellipsis):
             return _naturals
+        if items == (bytes, Ellipsis):
+            return _byte_strings
         if len(items) == 2 and items[1] is Ellipsis:
             return functools.partial(_many, _decoder(items[0]))
         return functools.partial(_fixed, tuple(map(_decoder, items)))
@@ -136,6 +139,13 @@ def _naturals(value: Any) -> tuple[int, ...]:
         raise ProtocolError("expected an array")
     if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) >= 1 << 63):
         raise ProtocolError("expected integers from 0 to 2**63-1")
+    return tuple(value)
+
+
+def _byte_strings(value: Any) -> tuple[bytes, ...]:
+    """Likewise: a lookup has a key for every chunk of a prompt."""
+    if not isinstance(value, list) or (value and set(map(type, value)) != {bytes}):
+        raise ProtocolError("expected an array of byte strings")
     return tuple(value)
 
 

@@ -40,7 +40,7 @@ INTERNAL = "internal"
 
 
 def _check_keys(keys: tuple[bytes, ...]) -> None:
-    if len(keys) > MAX_CHUNKS or any(len(key) != KEY_BYTES for key in keys):
+    if len(keys) > MAX_CHUNKS or (keys and set(map(len, keys)) != {KEY_BYTES}):
         raise ProtocolError(f"at most {MAX_CHUNKS} keys of {KEY_BYTES} bytes each")
 
 

@@ -5,7 +5,7 @@ ready; a chunk is evictable exactly while nothing pins it.
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lmcache_client.contract.keys import ROOT_KEY
@@ -129,9 +129,9 @@ class Cache:
         first = layout.first_leased_chunk(resume_tokens, computed_tokens)
         leased = tuple(chunk for chunk in found[first:end] if chunk is not None)
         assert len(leased) == end - first, "a needed chunk is in the index"
-        self._use(found[:end])
-        for chunk in leased:
-            self._pin(chunk)
+        # What is leased is in use as long as it is, and most recently used when that ends.
+        self._use(found[:first])
+        self._pin(leased)
         while (old := self._leases.crowded_out(session, len(leased))) is not None:
             self.release(old.lease_id, old.session)
         lease = self._leases.grant(session, layout.namespace, resume_tokens, first, leased, now_s)
@@ -147,9 +147,7 @@ class Cache:
         lease = self._leases.end(lease_id, session)
         if lease is None:
             return False
-        # Tail first: suffixes are evicted before the prefixes without which they are useless.
-        for chunk in reversed(lease.chunks):
-            self._unpin(chunk)
+        self._unpin_all(lease.chunks)
         return True
 
     def expire(self, now_s: float) -> int:
@@ -198,7 +196,7 @@ class Cache:
         if chunk is None:
             chunk = Chunk(layout.namespace, key)
             self._index.add(chunk)
-        self._pin(chunk)
+        self._pin((chunk,))
         self._evict(victims)
         runs = self._pool.allocate(frames)
         assert runs is not None, "there was room"
@@ -251,8 +249,7 @@ class Cache:
         if parts is None:
             return None
         read = Read(parts, lease)
-        for chunk in lease.chunks:
-            self._pin(chunk)
+        self._pin(lease.chunks)
         self._reads.add(read)
         return read
 
@@ -260,8 +257,7 @@ class Cache:
         """Nothing reads from these frames any more. Closing twice does no harm."""
         if read in self._reads:
             self._reads.remove(read)
-            for chunk in reversed(read.lease.chunks):
-                self._unpin(chunk)
+            self._unpin_all(read.lease.chunks)
 
     def clear(self) -> int:
         """Forgets every chunk and returns how many. Frames of pinned ones are freed at the last unpin."""
@@ -276,7 +272,7 @@ class Cache:
             return
         self._index.remove(chunk)
         if not chunk.pins:
-            self._order.remove(chunk)
+            self._order.remove((chunk,))
             self._free_objects(chunk)
 
     def snapshot(self, now_s: float) -> Snapshot:
@@ -313,19 +309,32 @@ class Cache:
             self.release(lease.lease_id, lease.session)
         return len(leases)
 
-    def _use(self, chain: Sequence[Chunk | None]) -> None:
-        for chunk in reversed(chain):
-            if chunk is None:
-                continue
+    def _use(self, chain: Iterable[Chunk | None]) -> None:
+        used = [chunk for chunk in dict.fromkeys(chain) if chunk is not None]
+        for chunk in used:
             chunk.last_used_s = self._now_s
-            if chunk in self._order:
-                self._order.remove(chunk)
-                self._order.add(chunk)
+        self._order.renew([chunk for chunk in used if not chunk.pins])
 
-    def _pin(self, chunk: Chunk) -> None:
-        chunk.pins += 1
-        if chunk in self._order:
-            self._order.remove(chunk)
+    def _pin(self, chain: Sequence[Chunk]) -> None:
+        unused = []
+        for chunk in chain:
+            if not chunk.pins and chunk.newer is not None:
+                unused.append(chunk)
+            chunk.pins += 1
+        self._order.remove(unused)
+
+    def _unpin_all(self, chain: Sequence[Chunk]) -> None:
+        """Tail first: suffixes are evicted before the prefixes without which they are useless."""
+        now_s, unused = self._now_s, []
+        indexed = self._index.chunks(chain[0].namespace) if chain else {}
+        for chunk in reversed(chain):
+            if chunk.pins == 1 and chunk.ready and indexed.get(chunk.key) is chunk:
+                chunk.pins = 0
+                chunk.last_used_s = now_s
+                unused.append(chunk)
+            else:
+                self._unpin(chunk)
+        self._order.add_all(unused)
 
     def _place(self, namespace: bytes, parent: bytes) -> Chunk | None:
         """The chunk ahead of which a child of `parent` is evicted; None: it is evicted last."""
@@ -365,7 +374,7 @@ class Cache:
 
     def _evict(self, victims: Sequence[Chunk]) -> None:
         for chunk in victims:
-            self._order.remove(chunk)
+            self._order.remove((chunk,))
             self._index.remove(chunk)
             self.evicted_chunks += 1
             self.evicted_bytes += self._free_objects(chunk)

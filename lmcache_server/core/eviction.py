@@ -1,6 +1,6 @@
 """The order in which chunks are evicted: least recently used first."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from lmcache_server.core.index import Chunk
 
@@ -41,10 +41,28 @@ class EvictionOrder:
         older.newer = newer.older = chunk
         self.frames += chunk.frames
 
-    def remove(self, chunk: Chunk) -> None:
-        older, newer = chunk.older, chunk.newer
-        assert older is not None, "not in the order"
-        assert newer is not None, "not in the order"
-        older.newer, newer.older = newer, older
-        chunk.older = chunk.newer = None
-        self.frames -= chunk.frames
+    def add_all(self, chunks: Iterable[Chunk]) -> None:
+        """Puts chunks last in line, the last of them behind the others."""
+        for chunk in chunks:
+            self.add(chunk)
+
+    def renew(self, chain: Sequence[Chunk]) -> None:
+        """Makes members the last in line, the first of them behind the others."""
+        last = self._ends.older
+        for chunk in chain:
+            if last is not chunk:
+                break
+            last = chunk.older
+        else:
+            return
+        self.remove(chain)
+        self.add_all(reversed(chain))
+
+    def remove(self, chunks: Iterable[Chunk]) -> None:
+        for chunk in chunks:
+            older, newer = chunk.older, chunk.newer
+            assert older is not None, "not in the order"
+            assert newer is not None, "not in the order"
+            older.newer, newer.older = newer, older
+            chunk.older = chunk.newer = None
+            self.frames -= chunk.frames
