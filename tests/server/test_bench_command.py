@@ -195,7 +195,7 @@ def started(server, *arguments):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_bench_that_is_interrupted_leaves_nothing(server, number):
     process = started(server, "--requests", "100", "--workers", "2")
-    # Ctrl-C goes to every process of a terminal; only the command is to mind it, or each says what it was doing.
+    # Ctrl-C goes to every process of a terminal; only the command is to mind it.
     for client in set(group_members(process.pid)) - {process.pid}:
         ignored = Path(f"/proc/{client}/status").read_text().split("SigIgn:")[1].split()[0]
         assert int(ignored, 16) & 1 << signal.SIGINT - 1
