@@ -152,7 +152,9 @@ _COUNT = click.IntRange(1, 1024)
 @_control_options
 @click.option("--workers", type=_COUNT, default=1, show_default=True, help="Engines that store and retrieve.")
 @click.option("--clients", type=_COUNT, default=1, show_default=True, help="Engines that look up.")
-@click.option("--page-kb", type=_COUNT, default=64, show_default=True, help="KiB of a page.")
+@click.option(
+    "--page-kb", type=click.IntRange(1, 1 << 16), default=64, show_default=True, help="KiB of a page."
+)
 @click.option("--layers", type=_COUNT, default=16, show_default=True, help="Pages of a block.")
 @click.option(
     "--groups",

@@ -9,6 +9,7 @@ from lmcache_client.bench.workload import BenchError, Workload
 from lmcache_client.channel import Channel, ChannelError
 from lmcache_client.contract.keys import ROOT_KEY, ModelTag, chunk_key
 from lmcache_client.contract.protocol import (
+    MAX_LEASES,
     Challenge,
     Done,
     EndRequest,
@@ -128,8 +129,11 @@ class Client:
                 if not np.array_equal(pages[:, source[at]], pages[:, block]):
                     raise BenchError("the server restored wrong bytes: stop it, and report this")
 
-    def release(self, found: Found) -> None:
-        self.ask(self.scheduler, EndRequest(self._engine_id, (found.lease_id,), ()), Done, LOOKUP_WAIT_S)
+    def release(self, *found: Found) -> None:
+        leases = tuple(each.lease_id for each in found if each.lease_id)
+        for start in range(0, len(leases), MAX_LEASES):
+            message = EndRequest(self._engine_id, leases[start : start + MAX_LEASES], ())
+            self.ask(self.scheduler, message, Done, LOOKUP_WAIT_S)
 
     @staticmethod
     def ask(channel: Channel, message: Message, expected: type[Reply], wait_s: float = ANSWER_S) -> Reply:

@@ -1,5 +1,5 @@
-"""What is timed, in the words of one client: generators that prepare, yield once, and then yield a sample for
-each request."""
+"""What is timed, in the words of one client: generators that prepare, yield once, yield a sample for each
+request, and clean up."""
 
 import time
 from collections.abc import Iterator
@@ -62,23 +62,22 @@ def store(client: Client, _: int) -> Samples:
 
 
 def retrieve(client: Client, _: int) -> Samples:
-    """Each with its lookup before it and its release after it, which are not part of the sample."""
+    """Looked up before the first is timed and released after the last, so that the figures are of copies."""
     workload = client.workload
     chains = [chain(client.number, request, workload.chunks) for request in range(workload.requests)]
-    restored = None
+    found = [client.ask(client.scheduler, client.lookup_message(keys), Found) for keys in chains]
+    whole = workload.chunks * workload.chunk_size
+    message = None
     yield Sample()
-    for turn, keys in enumerate(chains):
-        message = client.lookup_message(keys)
-        found = client.ask(client.scheduler, message, Found, LOOKUP_WAIT_S)
-        whole = found.resume_tokens == message.limit_tokens
-        if whole:
-            restored = client.retrieve_message(found, keys[-1], turn)
-            started_s = time.perf_counter()
-            client.ask(client.worker, restored, Done)
-            seconds = time.perf_counter() - started_s
-            sample = Sample(seconds, workload.block_bytes * sum(map(len, restored.block_ids)))
-        if found.lease_id:
-            client.release(found)
-        yield sample if whole else Sample(lost=True)
-    if restored is not None:
-        client.check(restored)
+    for turn, (keys, each) in enumerate(zip(chains, found, strict=True)):
+        if each.resume_tokens < whole:
+            yield Sample(lost=True)
+            continue
+        message = client.retrieve_message(each, keys[-1], turn)
+        started_s = time.perf_counter()
+        client.ask(client.worker, message, Done)
+        seconds = time.perf_counter() - started_s
+        yield Sample(seconds, workload.block_bytes * sum(map(len, message.block_ids)))
+    if message is not None:
+        client.check(message)
+    client.release(*found)
