@@ -70,8 +70,8 @@ def announcement(found: list[Crew], l1: dict[str, int]) -> str:
         )
     memory = max(crew.size * crew.workload.memory_bytes for crew in found)
     return (
-        f"storing {stored / MIB:,.0f} MiB in L1, where {l1['free_bytes'] / MIB:,.0f} MiB are free (beyond that "
-        f"the oldest chunks are evicted); taking {memory / MIB:,.0f} MiB of memory beside it"
+        f"storing {stored / MIB:,.0f} MiB in L1, where {l1['free_bytes'] / MIB:,.0f} MiB are free (beyond "
+        f"that the oldest chunks are evicted); taking {memory / MIB:,.0f} MiB of memory beside it"
     )
 
 

@@ -14,9 +14,10 @@ from harness.processes import group_members
 from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
 
-from lmcache_client.bench import client as synthetic
+from lmcache_client.bench.client import Client
+from lmcache_client.bench.measure import retrieve, store
 from lmcache_client.bench.workload import FRAME_BYTES, BenchError, Workload
-from lmcache_client.contract.protocol import Done, Found, Stored
+from lmcache_client.contract.protocol import Done, Retrieve
 from lmcache_server import l1
 
 SMALL = ("--requests", "2", "--layers", "2", "--page-kb", "8")
@@ -156,21 +157,29 @@ def test_what_the_server_has_no_room_for_is_said_not_counted():
         server.wait_at_rest()
 
 
-def test_a_copy_that_did_not_happen_is_noticed(server):
-    workload = Workload("model", 256, True, 2, 4096, 4, 1)
-    with synthetic.Client(server.address, workload, 0) as client:
-        keys = synthetic.chain(0, 0, 4)
-        assert client.ask(client.worker, client.store_message(keys), Stored).stored == 12
-        found = client.ask(client.scheduler, client.lookup_message(keys), Found)
-        load = client.retrieve_message(found, keys[-1], 0)
-        with pytest.raises(BenchError, match="wrong bytes"):
-            client.check(load)
-        client.ask(client.worker, load, Done)
-        client.check(load)
-        other = client.retrieve_message(found, keys[-1], 1)
-        with pytest.raises(BenchError, match="wrong bytes"):
-            client.check(other)
-        client.release(found)
+@pytest.mark.parametrize("honest", [1, 0, 3])
+def test_copies_that_did_not_happen_are_noticed(server, honest):
+    class Deceived(Client):
+        """After `honest` of them, retrieves are answered but not made."""
+
+        copies = honest
+
+        def ask(self, channel, message, expected, wait_s=1.0):
+            if isinstance(message, Retrieve):
+                self.copies -= 1
+                if self.copies < 0:
+                    return Done()
+            return Client.ask(channel, message, expected, wait_s)
+
+    requests = max(honest, 2)
+    workload = Workload(f"model {honest}", 256, True, 2, 4096, 4, requests)
+    with Deceived(server.address, workload, 0) as client:
+        assert len(list(store(client, 0))) == 1 + requests
+        if honest == requests:
+            assert len(list(retrieve(client, 0))) == 1 + requests
+        else:
+            with pytest.raises(BenchError, match="wrong bytes"):
+                list(retrieve(client, 0))
     server.wait_at_rest()
 
 
