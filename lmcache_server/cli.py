@@ -145,6 +145,76 @@ def ping(config_file: str | None, timeout_s: float, **flags: Any) -> None:
     click.echo(f"the server answers, after {1000 * (time.perf_counter() - started_s):.1f} ms")
 
 
+_COUNT = click.IntRange(1, 1024)
+
+
+@cli.command()
+@_control_options
+@click.option("--workers", type=_COUNT, default=1, show_default=True, help="Engines that store and retrieve.")
+@click.option("--clients", type=_COUNT, default=1, show_default=True, help="Engines that look up.")
+@click.option(
+    "--page-kb", type=click.IntRange(1, 1 << 16), default=64, show_default=True, help="KiB of a page."
+)
+@click.option("--layers", type=_COUNT, default=16, show_default=True, help="Pages of a block.")
+@click.option(
+    "--groups",
+    type=click.Choice(["full", "hybrid"]),
+    default="full",
+    show_default=True,
+    help="Full attention alone, or a sliding-window and a recurrent group beside it.",
+)
+@click.option("--chunks", type=_COUNT, default=4, show_default=True, help="Chunks of a request.")
+@click.option(
+    "--requests", type=click.IntRange(1), default=20, show_default=True, help="Requests of an engine."
+)
+@click.option(
+    "--only",
+    default="lookup,store,retrieve",
+    show_default=True,
+    metavar="LIST",
+    help="What to measure; what is retrieved is stored first.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print settings and figures as JSON.")
+def bench(
+    config_file: str | None,
+    timeout_s: float,
+    host: str | None,
+    port: str | None,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Measure a running server with synthetic engines.
+
+    A chunk has 4 blocks, a block a page in each layer; lookups are of 1 to 512 small chunks. At most a
+    quarter of L1 is filled, with chunks that no engine can use; they stay until they are evicted or
+    cleared. Engines that are served meanwhile are slower.
+    """
+    import io
+    import json
+
+    from lmcache_client.bench import run
+    from lmcache_client.bench.workload import BenchError
+    from lmcache_client.contract.endpoint import address
+    from lmcache_client.contract.protocol import Status
+
+    flags = {"host": host, "port": port}
+    report = json.loads("".join(_ask(flags, config_file, timeout_s, Status()).pieces))
+    found = configuration.resolve(("host", "port"), flags, os.environ, config_file)
+    try:
+        crews = run.crews(f"lmcache bench {os.urandom(8).hex()}", report["config"]["chunk_size"], **settings)
+        click.echo(run.announcement(crews, report["l1"]), err=True)
+        steps = sum(crew.num_samples for crew in crews)
+        with click.progressbar(
+            length=steps, file=sys.stderr if sys.stderr.isatty() else io.StringIO()
+        ) as bar:
+            results = run.run(address(found["host"], found["port"]), crews, bar.update)
+    except BenchError as error:
+        raise click.ClickException(str(error)) from error
+    settings |= {"chunk_size": crews[0].workload.chunk_size}
+    whole = {"server_version": report["version"], "settings": settings, "results": results}
+    click.echo(json.dumps(whole, indent=2) if as_json else run.table(results))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point: any error is one sentence on stderr and an exit code, never a traceback."""
     try:

@@ -86,7 +86,7 @@ def test_the_help_names_every_option_with_its_default_and_its_variable(capsys):
     assert "without password or encryption" in words
 
 
-@pytest.mark.parametrize("command", ["status", "clear", "ping"])
+@pytest.mark.parametrize("command", ["status", "clear", "ping", "bench"])
 def test_the_other_commands_find_the_server_by_the_same_options(capsys, command):
     code, text, _ = in_process(capsys, command, "--help")
     assert code == 0
@@ -185,7 +185,7 @@ def test_an_http_port_in_use():
     assert not list(Path(os.environ["LMCACHE_RUNTIME_DIR"]).glob("5902.sock"))
 
 
-@pytest.mark.parametrize("command", ["ping", "status", "clear"])
+@pytest.mark.parametrize("command", ["ping", "status", "clear", "bench"])
 @pytest.mark.parametrize("host", [(), ("--host", "127.0.0.1")])
 def test_no_server(capsys, command, host):
     code, output, errors = in_process(capsys, command, "--port", "5903", "--timeout-s", "0.2", *host)

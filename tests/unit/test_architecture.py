@@ -16,6 +16,10 @@ MAY_IMPORT = {
     "lmcache_client/memory": ({"lmcache_client.contract", "lmcache_client.memory", "lmcache_kernels"}, set()),
     "lmcache_client/channel.py": ({"lmcache_client.contract", "lmcache_client.system"}, set()),
     "lmcache_client/system.py": ({"lmcache_client.contract", "lmcache_client.memory"}, {"zmq"}),
+    "lmcache_client/bench": (
+        {f"lmcache_client.{each}" for each in ("bench", "channel", "contract", "memory")},
+        set(),
+    ),
     "lmcache_client/connector": ({"lmcache_client"}, {"torch", "vllm"}),
     "lmcache_kernels": ({"lmcache_kernels"}, {"cupy"}),
     "lmcache_server/core": ({"lmcache_client.contract", "lmcache_server.core"}, {"msgpack"}),
@@ -27,6 +31,10 @@ MAY_IMPORT = {
             "lmcache_server.machine",
             "lmcache_server.transfer",
         },
+        set(),
+    ),
+    "lmcache_server/cli.py": (
+        {"lmcache_client.bench", "lmcache_client.contract", "lmcache_server"},
         set(),
     ),
     "lmcache_server": (

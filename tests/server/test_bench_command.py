@@ -1,0 +1,230 @@
+"""`lmcache bench` against a real server: figures of copies that happened, and nothing stays behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness.paths import ROOT
+from harness.processes import group_members
+from harness.rawclient import RawEngine, chain, group
+from harness.server import LMCacheServer
+
+from lmcache_client.bench.client import Client
+from lmcache_client.bench.measure import retrieve, store
+from lmcache_client.bench.workload import FRAME_BYTES, BenchError, Workload
+from lmcache_client.contract.protocol import Done, Retrieve
+from lmcache_server import l1
+
+SMALL = ("--requests", "2", "--layers", "2", "--page-kb", "8")
+COPIES = ("--only", "store,retrieve")
+LOOKUPS = [f"lookup_{chunks}" for chunks in (1, 8, 64, 512)]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with LMCacheServer() as running:
+        yield running
+
+
+def copied(server, direction):
+    return server.metrics()[f'lmcache_transfer_bytes_total{{direction="{direction}"}}']
+
+
+def bench(server, *arguments, sessions=0):
+    """(the JSON report, what is said beside it) of a run that succeeds and leaves only `sessions`."""
+    done = server.cli("bench", "--json", *arguments)
+    assert done.returncode == 0, done.stderr
+    if not sessions:
+        server.wait_at_rest()
+    assert len(server.status()["sessions"]) == sessions
+    return json.loads(done.stdout), done.stderr
+
+
+def refusal(server, *arguments):
+    done = server.cli("bench", *arguments)
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+def test_every_figure_is_there_and_makes_sense(server):
+    report, said = bench(server, *SMALL)
+    assert said.startswith("storing 32 MiB in L1, where 512 MiB are free ")
+    assert said.count("\n") == 1, "a progress bar is for terminals"
+    assert report["settings"] == {
+        "workers": 1, "clients": 1, "page_kb": 8, "layers": 2, "groups": "full", "chunks": 4, "requests": 2,
+        "only": "lookup,store,retrieve", "chunk_size": 256,
+    }  # fmt: skip
+    assert report["server_version"] == server.status()["version"]
+    assert list(report["results"]) == ["ping", *LOOKUPS, "store", "retrieve"]
+    for name, figures in report["results"].items():
+        copy = name in ("store", "retrieve")
+        assert figures["count"] == (2 if copy else 50)
+        assert figures["lost"] == 0
+        assert 0 < figures["p50_s"] <= figures["p90_s"] <= figures["p99_s"] <= figures["max_s"]
+        assert figures["max_s"] <= figures["wall_s"]
+        assert (figures["gb_per_s"] > 0) == copy
+        assert figures["per_s"] == pytest.approx(figures["count"] / figures["wall_s"], rel=0.1)
+
+
+def test_it_gives_back_each_lease_and_says_goodbye(server):
+    def requests(operation):
+        return server.metrics()[f'lmcache_requests_total{{op="{operation}",outcome="ok"}}']
+
+    before = {operation: requests(operation) for operation in ("lookup", "end_request", "goodbye")}
+    bench(server, *SMALL)
+    made = {operation: requests(operation) - count for operation, count in before.items()}
+    assert made == {"lookup": 4 * 50 + 2, "end_request": 4 * 50 + 1, "goodbye": 4}
+
+
+@pytest.mark.parametrize(("groups", "stored", "restored"), [("full", 4, 4), ("hybrid", 7, 4 + 0.5 + 0.25)])
+def test_the_bytes_are_those_that_the_server_copied(server, groups, stored, restored):
+    # Blocks of a chunk: 4 of full attention; 2 that the window reaches, 1 state. A hit at the end of 4 chunks
+    # needs the window of the last chunk and its state alone.
+    before = [copied(server, direction) for direction in ("store", "load")]
+    report, _ = bench(server, *COPIES, *SMALL, "--workers", "2", "--groups", groups)
+    moved = [copied(server, each) - b for each, b in zip(("store", "load"), before, strict=True)]
+    results = report["results"]
+    blocks = [stored, restored]
+    assert [results[name]["bytes"] for name in ("store", "retrieve")] == moved
+    assert moved == [2 * 2 * 4 * per_chunk * 2 * 8192 for per_chunk in blocks]
+    assert [results[name]["count"] for name in ("store", "retrieve")] == [4, 4]
+
+
+def test_what_it_announces_is_what_it_stores(server):
+    server.clear()
+    _, said = bench(server, *SMALL, "--groups", "hybrid", "--layers", "3", "--clients", "2", "--workers", "2")
+    ready = server.status()["l1"]["ready_bytes"]
+    assert said.startswith(f"storing {ready / (1 << 20):.0f} MiB")
+    assert FRAME_BYTES == l1.FRAME_BYTES
+
+
+@pytest.mark.parametrize("chunk_size", [1, 544])
+def test_a_server_with_a_chunk_size_of_its_own(chunk_size):
+    with LMCacheServer(chunk_size=chunk_size) as server:
+        report, _ = bench(server, *COPIES, *SMALL, "--groups", "hybrid")
+    assert report["settings"]["chunk_size"] == chunk_size
+    assert all(figures["lost"] == 0 for figures in report["results"].values())
+
+
+def test_text_for_people(server):
+    done = server.cli("bench", *SMALL, "--only", "store")
+    assert done.returncode == 0, done.stderr
+    head, line = done.stdout.splitlines()
+    assert head.split() == ["count", "p50", "p90", "p99", "max", "rate"]
+    assert line.split()[:2] == ["store", "2"]
+    assert line.endswith("GB/s")
+
+
+def test_more_than_a_quarter_of_l1_is_refused(server):
+    before = copied(server, "store")
+    said = refusal(server, "--requests", "100")
+    assert said.startswith(
+        "lmcache: this would store 1,632 MiB, more than a quarter of the server's L1 of 512"
+    )
+    assert "--requests" in said
+    assert copied(server, "store") == before
+
+
+def test_errors_are_one_sentence(server):
+    assert refusal(server, "--only", "everything").startswith("lmcache: --only takes some of lookup,store")
+    gone = server.cli("bench", "--host", "127.0.0.1", "--timeout-s", "0.2")
+    assert (gone.returncode, gone.stdout) == (1, "")
+    assert gone.stderr.startswith("lmcache: no lmcache server answers at tcp://127.0.0.1")
+
+
+def test_what_the_server_has_no_room_for_is_said_not_counted():
+    with LMCacheServer(l1_size_gb=0.0625) as server:
+        server.wait_until_populated()
+        engine = RawEngine(server.address, [group(page_bytes=1 << 16, layers=1)], 17).start()
+        keys = chain(range(64 * 256), 256)
+        tables = [list(range(1, 17)) * 64]
+        for some in range(1, 65):
+            engine.store_prompt(keys[:some], tables)
+        promised = engine.lookup(keys)
+        assert promised.resume_tokens == 64 * 256, "all of L1 is leased"
+        report, _ = bench(server, *COPIES, *SMALL, sessions=2)
+        assert [report["results"][name]["lost"] for name in ("store", "retrieve")] == [2, 2]
+        assert [report["results"][name]["count"] for name in ("store", "retrieve")] == [0, 0]
+        text = server.cli("bench", *COPIES, *SMALL).stdout
+        assert "2 of 2 requests to store are not in these figures" in text
+        engine.close()
+        server.wait_at_rest()
+
+
+@pytest.mark.parametrize("honest", [1, 0, 3])
+def test_copies_that_did_not_happen_are_noticed(server, honest):
+    class Deceived(Client):
+        """After `honest` of them, retrieves are answered but not made."""
+
+        copies = honest
+
+        def ask(self, channel, message, expected, wait_s=1.0):
+            if isinstance(message, Retrieve):
+                self.copies -= 1
+                if self.copies < 0:
+                    return Done()
+            return Client.ask(channel, message, expected, wait_s)
+
+    requests = max(honest, 2)
+    workload = Workload(f"model {honest}", 256, True, 2, 4096, 4, requests)
+    with Deceived(server.address, workload, 0) as client:
+        assert len(list(store(client, 0))) == 1 + requests
+        if honest == requests:
+            assert len(list(retrieve(client, 0))) == 1 + requests
+        else:
+            with pytest.raises(BenchError, match="wrong bytes"):
+                list(retrieve(client, 0))
+    server.wait_at_rest()
+
+
+def started(server, *arguments):
+    """A bench in a process group of its own, when its first client has greeted."""
+    command = [sys.executable, "-m", "lmcache_server", "bench", "--port", str(server.port), *SMALL]
+    process = subprocess.Popen(
+        [*command, *arguments],
+        cwd=ROOT,
+        env=server.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while not server.status()["sessions"]:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_bench_that_is_interrupted_leaves_nothing(server, number):
+    process = started(server, "--requests", "100", "--workers", "2")
+    # Ctrl-C goes to every process of a terminal; only the command is to mind it.
+    for client in set(group_members(process.pid)) - {process.pid}:
+        ignored = Path(f"/proc/{client}/status").read_text().split("SigIgn:")[1].split()[0]
+        assert int(ignored, 16) & 1 << signal.SIGINT - 1
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == (1 if number == signal.SIGINT else -number)
+    assert "Traceback" not in errors
+    deadline = time.monotonic() + 5
+    while group_members(process.pid):
+        assert time.monotonic() < deadline, "processes are left"
+        time.sleep(0.01)
+    server.wait_at_rest()
+
+
+def test_a_server_that_dies_ends_the_bench_with_a_sentence():
+    with LMCacheServer() as server:
+        process = started(server, "--requests", "100")
+        time.sleep(0.3)
+        server.kill()
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "Traceback" not in errors
+    assert errors.splitlines()[-1].startswith("lmcache: the connection to the lmcache server broke")
