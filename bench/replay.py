@@ -234,7 +234,7 @@ def main() -> None:
     requests = load()
     text = (
         f"{len(requests):,} requests of Mooncake's synthetic trace (FAST '25), one after the other, through "
-        "the real server as the connector does it: lookup, load (in one run), stores of what is missing, end. "
+        "the real server as the connector does it: lookup, load (in one run), store what is missing, end. "
         "Pages of 64 KiB are really copied. The oracle is a least-recently-used cache in the script."
     )
     measured = measure(requests)
