@@ -139,7 +139,7 @@ def measure(section: Section, index_sizes: list[int]) -> None:
     cases = [(chunks, 1) for chunks in CHUNKS] + [(CROWD_CHUNKS, 1), (CROWD_CHUNKS, CROWD)]
     for size in index_sizes:
         command = server_command("bench/big_index_server.py", str(size))
-        with our_server(0.01, command, chunk_size=CHUNK_TOKENS) as (server, port, variables):
+        with our_server(0.01, command, chunk_size=CHUNK_TOKENS) as (_, port, variables):
             address = f"ipc://{variables['LMCACHE_RUNTIME_DIR']}/{port}.sock"
             engine = RawEngine(address, GROUPS, BLOCKS, ENGINE_ID, MODEL.model).start()
             assert engine.worker.ready, engine.states
@@ -149,11 +149,9 @@ def measure(section: Section, index_sizes: list[int]) -> None:
                     ours = clients("ours", address, size, chunks, count)
                 ratio = percentile(ours, 50) / percentile(bare, 50)
                 medians[size, chunks, count], worst[size, chunks, count] = ratio, percentile(ours, 99)
-                rows.append(
-                    [f"{size:,}", str(count), str(chunks), micros(percentile(bare, 50)), micros(percentile(ours, 50)),
-                     f"{ratio:.2f}", micros(percentile(bare, 99)), micros(percentile(ours, 99))]
-                )  # fmt: skip
-                print(rows[-1], flush=True)
+                shown = [micros(percentile(each, percent)) for percent in (50, 99) for each in (bare, ours)]
+                rows.append([f"{size:,}", str(count), str(chunks), *shown[:2], f"{ratio:.2f}", *shown[2:]])
+                print("  ", *rows[-1], flush=True)
             engine.close()
     columns = [
         "chunks in index",
@@ -167,8 +165,11 @@ def measure(section: Section, index_sizes: list[int]) -> None:
     ]
     section.table("", columns, rows)
     alone = {case: ratio for case, ratio in medians.items() if case[2] == 1}
-    section.bar("p50 under 2 times a bare round trip of the same size, one client",
-                f"{min(alone.values()):.2f} to {max(alone.values()):.2f} times", max(alone.values()) < 2)  # fmt: skip
+    section.bar(
+        "p50 under 2 times a bare round trip of the same size, one client",
+        f"{min(alone.values()):.2f} to {max(alone.values()):.2f} times",
+        max(alone.values()) < 2,
+    )
     crowd = [value for (_, _, count), value in worst.items() if count == CROWD]
     section.bar(f"p99 under 1 ms for {CROWD_CHUNKS} chunks and {CROWD} clients",
                 f"{micros(min(crowd))} to {micros(max(crowd))}", max(crowd) < 1e-3)  # fmt: skip
@@ -191,9 +192,9 @@ def main() -> None:
     section = Section(
         "lookup",
         "Lookup round trip",
-        "From the submission of the request to its answer in the client, through the connector's own channel, "
-        "against a real server. Every lookup hits and leases all its chunks. The bare round trip sends frames "
-        "of the same sizes between two Python processes that do nothing else with them.",
+        "From the submission of the request to its answer in the client, through the connector's own "
+        "channel, against a real server. Every lookup hits and leases all its chunks. The bare round trip sends "
+        "frames of the same sizes between two Python processes that do nothing else with them.",
     )
     measure(section, parser.parse_args().index)
     section.save()

@@ -79,22 +79,23 @@ class Probe:
             self.number += 1
             self.engine.add_request(str(self.number), {"prompt_token_ids": prompt}, params.clone())
 
+    def _step(self) -> Any:
+        """One step, with the rest that vLLM's core takes after one in which nothing was computed."""
+        outputs = self.engine.step()
+        if not self.scheduled_tokens and self.scheduler.has_requests():
+            time.sleep(0.001)
+        return outputs
+
     def do_first_token(self, prompt: list[int]) -> dict[str, Any]:
         """Seconds and steps to the first token of one request to an engine that has nothing else to do."""
         start = time.perf_counter()
         self._add([prompt], 1)
-        steps = busy = 0
-        while True:
-            outputs = self.engine.step()
+        steps = 0
+        while not (outputs := self._step()) or not outputs[0].finished:
             steps += 1
-            busy += bool(self.scheduled_tokens)
-            if outputs and outputs[0].finished:
-                break
-        seconds = time.perf_counter() - start
         return {
-            "seconds": seconds,
-            "steps": steps,
-            "busy": busy,
+            "seconds": time.perf_counter() - start,
+            "steps": steps + 1,
             "cached": outputs[0].num_cached_tokens or 0,
             "token": outputs[0].outputs[0].token_ids[0],
         }
@@ -109,7 +110,7 @@ class Probe:
         before_s = 0.0
         while self.engine.has_unfinished_requests():
             begun = time.perf_counter()
-            self.engine.step()
+            self._step()
             steps.append((self.scheduled_tokens, time.perf_counter() - begun, self.connector_s - before_s))
             before_s = self.connector_s
         return {"seconds": time.perf_counter() - start, "steps": steps}
@@ -118,10 +119,9 @@ class Probe:
         """Step as an idle engine does until its connector has nothing to do; returns the seconds."""
         start = time.perf_counter()
         while self.scheduler.has_requests():
-            self.engine.step()
+            self._step()
             if time.perf_counter() - start > SETTLE_TIMEOUT_S:
                 raise TimeoutError("the connector does not come to rest")
-            time.sleep(0.0005)
         return time.perf_counter() - start
 
     def do_forget(self) -> None:

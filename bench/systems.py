@@ -32,7 +32,8 @@ class Server:
     ) -> None:
         self.log = LOGS / f"{name}.log"
         LOGS.mkdir(parents=True, exist_ok=True)
-        self._url = f"http://127.0.0.1:{http_port}{path}"
+        self.http_port = http_port
+        self._path = path
         start = time.perf_counter()
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -50,13 +51,16 @@ class Server:
             time.sleep(POLL_S)
         self.start_s = time.perf_counter() - start
 
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.http_port}{path}"
+
     def _is_ready(self) -> bool:
-        with contextlib.suppress(OSError), urllib.request.urlopen(self._url, timeout=5) as response:
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(self.url(self._path), timeout=5) as response,
+        ):
             return bool(response.status == 200)
         return False
-
-    def rss_bytes(self) -> int:
-        return int(Path(f"/proc/{self.process.pid}/status").read_text().split("VmRSS:")[1].split()[0]) << 10
 
     def stop(self) -> None:
         kill_group(self.process)

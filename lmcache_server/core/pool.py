@@ -1,13 +1,22 @@
 """The frames of L1: which are free, and which runs of them an object gets.
 
 Every operation costs a constant per run. Free runs are kept merged with their neighbours and sorted into
-classes by size (class c holds runs of 2**(c-1) to 2**c - 1 frames), so that an object gets few runs.
+classes by size: one for each size below EXACT frames, one for each power of two above.
 """
 
 from collections.abc import Iterable
 
 Runs = tuple[tuple[int, int], ...]
 """Frames of one object, in the order of its bytes: (first frame, count) pairs."""
+
+
+EXACT = 64
+"""Sizes with a class of their own: where sizes are mixed and freed in any order, most objects then get the
+run of another of their size, and few are in pieces."""
+
+
+def _size_class(frames: int) -> int:
+    return frames if frames < EXACT else EXACT + (frames // EXACT).bit_length() - 1
 
 
 def count_frames(runs: Runs) -> int:
@@ -107,7 +116,7 @@ class FramePool:
             assert count > 0, "a free run is empty"
             assert start > end_before, "free runs overlap or were not merged"
             assert self._start_by_end[start + count] == start
-            assert start in self._starts_by_class[count.bit_length()]
+            assert start in self._starts_by_class[_size_class(count)]
             end_before = start + count
         assert end_before <= self._total_frames, "a free run ends beyond the pool"
         assert sum(self._count_by_start.values()) == self._free_frames
@@ -115,18 +124,15 @@ class FramePool:
         assert sum(map(len, self._starts_by_class)) == len(self._count_by_start)
 
     def _choose(self, frames: int) -> int:
-        """Start of a free run for `frames` frames: one that fits if that is cheap to see, else one of
-        the largest. The most recently freed comes first: its memory is the likeliest to be in caches."""
-        exact = frames.bit_length()
-        classes = self._starts_by_class
+        """Start of a free run for `frames` frames: one that fits exactly if that is cheap to see, else one of
+        the largest, of which the largest rest is left. The most recently freed comes first: its memory is
+        the likeliest to be in caches."""
+        exact, classes = _size_class(frames), self._starts_by_class
         if exact < len(classes) and classes[exact]:
             start = next(reversed(classes[exact]))
             if self._count_by_start[start] >= frames:
                 return start
-        for starts in classes[exact + 1 :]:
-            if starts:
-                return next(reversed(starts))
-        for starts in reversed(classes[: exact + 1]):
+        for starts in reversed(classes):
             if starts:
                 return next(reversed(starts))
         raise AssertionError("free frames without a free run")
@@ -144,7 +150,7 @@ class FramePool:
         self._insert(start, count)
 
     def _insert(self, start: int, count: int) -> None:
-        size_class = count.bit_length()
+        size_class = _size_class(count)
         while len(self._starts_by_class) <= size_class:
             self._starts_by_class.append({})
         self._starts_by_class[size_class][start] = None
@@ -154,5 +160,5 @@ class FramePool:
     def _remove(self, start: int) -> int:
         count = self._count_by_start.pop(start)
         del self._start_by_end[start + count]
-        del self._starts_by_class[count.bit_length()][start]
+        del self._starts_by_class[_size_class(count)][start]
         return count

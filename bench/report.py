@@ -1,0 +1,108 @@
+"""docs/benchmarks.md and its plots, from what the benchmarks measured."""
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "benchmarks.md"
+PLOTS = ROOT / "docs" / "benchmarks"
+NOTES = ROOT / "bench" / "notes.md"
+"""Written by hand: what a run cannot know."""
+Section = Mapping[str, Any]
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return lines + ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def bars(sections: Sequence[Section]) -> list[str]:
+    rows = [
+        [section["title"], bar["bar"], bar["measured"], "met" if bar["met"] else "**missed**"]
+        for section in sections
+        for bar in section["bars"]
+    ]
+    return table(["", "bar", "measured", ""], rows)
+
+
+def body(section: Section) -> list[str]:
+    lines = [f"## {section['title']}", "", section["text"], ""]
+    for each in section.get("tables") or [section]:
+        if each.get("caption"):
+            lines += [each["caption"], ""]
+        lines += [*table(each["columns"], each["rows"]), ""]
+    for each in section.get("plots", ()):
+        lines += [f"![{each['title']}](benchmarks/{each['name']}.svg)", ""]
+    return lines
+
+
+def draw(plot: Mapping[str, Any]) -> None:
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    # The same figures give the same file.
+    mpl.rcParams["svg.hashsalt"] = "lmcache-mp"
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for name, points in plot["series"].items():
+        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    axes.set(title=plot["title"], xlabel=plot["x"], ylabel=plot["y"])
+    if plot["log_x"]:
+        axes.set_xscale(
+            "log", base=2 if max(x for each in plot["series"].values() for x, _ in each) < 1e5 else 10
+        )
+    if plot["log_y"]:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(PLOTS / f"{plot['name']}.svg", metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def write(sections: Sequence[Section], failed: Sequence[str], seconds: float) -> None:
+    """Replace the page and its plots."""
+    memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
+    lines = [
+        "# Benchmarks",
+        "",
+        "Written by `make bench`, which installs what it compares with (LMCache 0.5.6 in multiprocess mode) into",
+        "environments of its own. Figures of one run are comparable with each other, not with those of another",
+        "machine: read ratios. The same comparison on a GPU is `make bench-gpu` (docs/gpu.md).",
+        "",
+        f"This run: {processor()}, {len(os.sched_getaffinity(0))} processors, {memory_gib:.0f} GiB, no GPU used; Python "
+        f"{platform.python_version()}, Linux {platform.release().partition('-')[0]}"
+        + (f"; {seconds / 60:.0f} minutes." if seconds else "."),
+        "",
+        *bars(sections),
+        "",
+    ]
+    if failed:
+        lines += [f"**Not measured, because it failed: {', '.join(failed)}.**", ""]
+    if NOTES.exists():
+        lines += [NOTES.read_text().rstrip(), ""]
+    PLOTS.mkdir(parents=True, exist_ok=True)
+    for section in sections:
+        lines += body(section)
+        for plot in section.get("plots", ()):
+            draw(plot)
+    PAGE.write_text("\n".join(lines).rstrip() + "\n")
+    missed = sum(not bar["met"] for section in sections for bar in section["bars"])
+    print(f"\n{PAGE.relative_to(ROOT)} written; {missed} bars missed")
+
+
+if __name__ == "__main__":
+    raise SystemExit("this is a part of run.py")
