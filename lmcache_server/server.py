@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import fcntl
+import gc
 import json
 import logging
 import os
@@ -155,8 +156,13 @@ async def _serve(config: Config, listener: "_Listener", web: http.Server, l1: L1
     web.start(lambda what: asyncio.run_coroutine_threadsafe(answer(what), loop).result(ASK_TIMEOUT_S))
     logger.info("ready: engines at %s, HTTP at %s", listener.endpoint, web.url)
     try:
+        gc.freeze()
         while not stop.is_set():
             router.tick()
+            # A look at every chunk of a large index, in search of garbage, would stop the server for seconds:
+            # what has lived for a second is not looked at again, and almost nothing here needs a search.
+            gc.collect()
+            gc.freeze()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(stop.wait(), TICK_S)
         logger.info("ending: %d sessions", len(router.registry.sessions))

@@ -127,8 +127,8 @@ class Cache:
             return Hit(0, 0, held)
         end = resume_tokens // layout.chunk_size
         first = layout.first_leased_chunk(resume_tokens, computed_tokens)
-        leased = tuple(chunk for chunk in found[first:end] if chunk is not None)
-        assert len(leased) == end - first, "a needed chunk is in the index"
+        leased: tuple[Chunk, ...] = tuple(found[first:end])  # type: ignore[arg-type]
+        assert None not in leased, "a needed chunk is in the index"
         # What is leased is in use as long as it is, and most recently used when that ends.
         self._use(found[:first])
         self._pin(leased)
