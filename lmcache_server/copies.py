@@ -11,7 +11,7 @@ from lmcache_server.sessions import Shard
 from lmcache_server.system import System
 from lmcache_server.transfer.base import CopyJob
 from lmcache_server.transfer.checksums import DamagedError, check, checksums
-from lmcache_server.transfer.plan import Page, Pieces, join, pieces
+from lmcache_server.transfer.plan import Page, Pieces, join, pieces, pieces_of_all
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +72,12 @@ class Copies:
         groups = shard.geometry.groups
 
         def build() -> Pieces:
+            if not self._verify:
+                return self._all_pieces(shard, pages)
             found = self._pieces(shard, pages)
-            if self._verify:
-                for index, part in enumerate(read.parts):
-                    group, page = pages[index]
-                    check(index, found[index], page, groups[group].regions, part.checksums)
+            for index, part in enumerate(read.parts):
+                group, page = pages[index]
+                check(index, found[index], page, groups[group].regions, part.checksums)
             return join(found)
 
         self._submit(shard, "load", bool(pages), build, finish)
@@ -123,6 +124,8 @@ class Copies:
         taken = [b""] * len(pages)
 
         def build() -> Pieces:
+            if not self._verify:
+                return self._all_pieces(shard, pages)
             found.extend(self._pieces(shard, pages))
             return join(found)
 
@@ -176,11 +179,21 @@ class Copies:
         shard.copier.submit(CopyJob(direction == "load", build, done, after))
 
     def _pieces(self, shard: Shard, pages: Sequence[tuple[int, Page]]) -> list[Pieces]:
+        """The pieces of each object."""
+        where, groups = self._where(shard), shard.geometry.groups
+        return [pieces(page, groups[group].regions, *where) for group, page in pages]
+
+    def _all_pieces(self, shard: Shard, pages: Sequence[tuple[int, Page]]) -> Pieces:
+        """The same of all objects at once, in no order."""
+        where, by_group = self._where(shard), dict[int, list[Page]]()
+        for group, page in pages:
+            by_group.setdefault(group, []).append(page)
+        regions = {group: shard.geometry.groups[group].regions for group in by_group}
+        return join([pieces_of_all(each, regions[group], *where) for group, each in by_group.items()])
+
+    def _where(self, shard: Shard) -> tuple[Sequence[int], int, int]:
         assert shard.copier is not None
-        bases = shard.copier.bases
-        groups = shard.geometry.groups
-        start = self.l1.base_address
-        return [pieces(page, groups[g].regions, bases, start, FRAME_BYTES) for g, page in pages]
+        return shard.copier.bases, self.l1.base_address, FRAME_BYTES
 
 
 _OUTCOMES = {Refusal.PRESENT: "present", Refusal.BUSY: "busy", Refusal.NO_ROOM: "no_room"}

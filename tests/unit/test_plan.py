@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_client.contract.geometry import Region
-from lmcache_server.transfer.plan import Page, Pieces, join, merged, pieces, slices
+from lmcache_server.transfer.plan import Page, Pieces, join, merged, pieces, pieces_of_all, slices
 
 FRAME_BYTES = 16
 L1_ADDRESS = 1 << 40
@@ -69,6 +69,24 @@ def test_every_byte_goes_where_the_byte_order_says(case):
     assert all(found.length > 0)
 
 
+@given(cases(), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.booleans()), max_size=6))
+@settings(max_examples=200, deadline=None)
+def test_objects_together_give_the_moves_of_each(case, others):
+    """Of one shape and of others, in one run of frames and in several."""
+    page, regions, bases = case
+    frames = sum(count for _, count in page.runs)
+    pages = [page]
+    for number, (first, count, whole) in enumerate(others):
+        ids = tuple(range(1 + number, 1 + number + min(count, page.num_blocks - min(first, page.num_blocks))))
+        runs = ((100 * number, frames),) if whole else page.runs
+        pages.append(Page(runs, page.num_blocks, min(first, page.num_blocks), ids))
+    found = pieces_of_all(pages, regions, bases, L1_ADDRESS, FRAME_BYTES)
+    assert all(array.dtype == np.uint64 for array in found)
+    assert sorted(moves(found)) == sorted(
+        move for each in pages for move in expected_moves(each, regions, bases)
+    )
+
+
 @given(st.lists(cases(), min_size=1, max_size=3), st.integers(1, 200))
 @settings(max_examples=100, deadline=None)
 def test_slices_keep_every_piece_and_their_order(several, slice_bytes):
@@ -98,6 +116,9 @@ def test_pages_beyond_the_object_are_an_error_not_a_write_into_the_next_one():
         pieces(Page(((0, 4),), 2, 1, (5, 6)), region, (0,), L1_ADDRESS, FRAME_BYTES)
     with pytest.raises(AssertionError):
         pieces(Page(((0, 1),), 2, 0, (5, 6)), region, (0,), L1_ADDRESS, FRAME_BYTES)
+    right, short = Page(((0, 2),), 2, 0, (5, 6)), Page(((2, 1),), 2, 0, (5, 6))
+    with pytest.raises(AssertionError):
+        pieces_of_all([right, short], region, (0,), L1_ADDRESS, FRAME_BYTES)
 
 
 def test_a_shard_without_layers_of_a_group_moves_nothing():
