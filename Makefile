@@ -3,13 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMPS := .venv/stamps
 
-.PHONY: help install lint test test-gpu bench-gpu simulate fuzz demo clean
+.PHONY: help install lint test test-gpu bench bench-gpu simulate fuzz demo clean
 
 help:
 	@echo "make install   create .venv and install vLLM (CPU build unless there is one) and this package"
 	@echo "make demo      a real model through vLLM and the server, with a table of what was saved"
 	@echo "make lint      ruff and mypy"
 	@echo "make test      install, lint and all tests"
+	@echo "make bench     side by side with vLLM alone and LMCache: writes docs/benchmarks.md (NAMES=\"lookup start\")"
 	@echo "make test-gpu  the tests of the GPU half, on a machine that has a GPU (GPU_PYTHON=python3)"
 	@echo "make bench-gpu its figures, as Markdown"
 	@echo "make simulate  SEEDS=1000 histories of the real core in a simulated world, from seed FIRST=0 on"
@@ -53,6 +54,11 @@ test-gpu:
 	@! command -v compute-sanitizer >/dev/null || PYTHONPATH=.:tests compute-sanitizer --error-exitcode 9 \
 		--target-processes all $(GPU_PYTHON) $(GPU_TESTS) tests/gpu/test_kernel.py tests/gpu/test_round_trips.py \
 		-k "kernel or launches or 1024 or 65536"
+
+NAMES ?=
+bench: install
+	@$(BIN)/python scripts/pip_quietly.py "what draws the plots" -e '.[bench]'
+	@$(BIN)/python bench/run.py $(NAMES)
 
 bench-gpu:
 	PYTHONPATH=.:tests:tests/gpu $(GPU_PYTHON) bench/gpu.py

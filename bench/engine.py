@@ -26,7 +26,7 @@ LENGTHS = (512, 1024, 2048, 4096, 7936)
 ROUNDS = 9
 AT_REST = "decode of one request"
 """Steps in which there is nothing for a connector to do."""
-ALONE, OURS, LMCACHE = "vLLM alone", "ours", "LMCache"
+ALONE, OURS, LMCACHE, OFFLOADING = "vLLM alone", "ours", "LMCache", "vLLM's offloading"
 Engines = dict[str, Probe]
 
 
@@ -68,23 +68,26 @@ def first_token(section: Section, engines: Engines) -> None:
                 wrong += hit["token"] != cold[length]["token"]
                 times.setdefault((name, length), []).append(hit["seconds"])
                 engine.ask("settle")
-    columns = ["prompt tokens", "cold", "local hit", "ours", *([LMCACHE] if LMCACHE in engines else [])]
-    columns += ["ours / local hit"] + (["ours / LMCache"] if LMCACHE in engines else [])
-    rows, local_ratio, peer_ratio = [], {}, {}
+    peers = [name for name in engines if name not in (ALONE, OURS)]
+    columns = ["prompt tokens", "cold", "local hit", "ours", *peers, "ours / local hit"]
+    columns += [f"ours / {name}" for name in peers]
+    rows: list[list[str]] = []
+    local_ratio: dict[int, float] = {}
+    peer_ratios: dict[str, dict[int, float]] = {name: {} for name in peers}
     for length in LENGTHS:
         local_ratio[length] = paired(times[OURS, length], times[ALONE, length])
         row = [f"{length + TAIL:,}", millis(cold[length]["seconds"])]
         row += [millis(median(times[name, length])) for name in engines] + [f"{local_ratio[length]:.2f}"]
-        if LMCACHE in engines:
-            peer_ratio[length] = paired(times[OURS, length], times[LMCACHE, length])
-            row.append(f"{peer_ratio[length]:.2f}")
+        for name in peers:
+            peer_ratios[name][length] = paired(times[OURS, length], times[name, length])
+            row.append(f"{peer_ratios[name][length]:.2f}")
         rows.append(row)
     section.table(
         f"Time to first token on a hit, median of {ROUNDS}; ratios are medians of pairs.", columns, rows
     )
     section.bar("the same first token as computed cold", f"{wrong} differ", wrong == 0)
-    if LMCACHE in engines:
-        section.bar("ahead of LMCache at every length", ratios(peer_ratio), max(peer_ratio.values()) < 1)
+    for name, found in peer_ratios.items():
+        section.bar(f"ahead of {name} at every length", ratios(found), max(found.values()) < 1)
     long = {length: ratio for length, ratio in local_ratio.items() if length >= 2048}
     section.bar("within 25 % of a local prefix hit from 2k on", ratios(long), max(long.values()) <= 1.25)
     series = {"cold": [(length + TAIL, cold[length]["seconds"]) for length in LENGTHS]}
@@ -244,6 +247,8 @@ def main() -> None:
         if not options.without_lmcache:
             peer.install()
             engines[LMCACHE] = stack.enter_context(systems.vllm_with_lmcache(model, L1_GB))
+        if systems.has_gpu():
+            engines[OFFLOADING] = stack.enter_context(systems.vllm_with_offloading(model, L1_GB))
         for engine in engines.values():
             engine.ask("first_token", prompt=tokens(20, 99))
             engine.ask("settle")

@@ -1,6 +1,7 @@
 """The systems side by side: vLLM alone, with our server, with LMCache's, each as a user would start it."""
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -131,6 +132,13 @@ VLLM_VARIABLES = {
 }
 
 
+@functools.cache
+def has_gpu() -> bool:
+    """Asked in a process of its own: what has looked at a GPU holds a part of it."""
+    command = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
+    return subprocess.run(command, check=False, stderr=subprocess.DEVNULL).returncode == 0
+
+
 def engine_arguments(model: Path, kv_transfer_config: Mapping[str, Any] | None) -> dict[str, Any]:
     """The same for every system, but for the connector."""
     return {
@@ -201,6 +209,15 @@ def vllm_with_ours(model: Path, l1_gb: float) -> Iterator[Probe]:
 
 
 @contextlib.contextmanager
+def vllm_with_offloading(model: Path, l1_gb: float) -> Iterator[Probe]:
+    """vLLM's own connector to host memory, which needs a GPU. Like the others it keeps what was decoded."""
+    extra = {"cpu_bytes_to_use": int(l1_gb * (1 << 30)), "offload_prompt_only": False}
+    config = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    with Probe("offloading", sys.executable, engine_arguments(model, config), {}) as probe:
+        yield probe
+
+
+@contextlib.contextmanager
 def vllm_with_lmcache(model: Path, l1_gb: float) -> Iterator[Probe]:
     with lmcache_server(l1_gb) as (_, port):
         config = {
@@ -210,7 +227,8 @@ def vllm_with_lmcache(model: Path, l1_gb: float) -> Iterator[Probe]:
             "kv_connector_extra_config": {
                 "lmcache.mp.host": "tcp://127.0.0.1",
                 "lmcache.mp.port": port,
-                "lmcache.mp.mp_transfer_mode": "lmcache_driven",
+                # Without a GPU its default, `auto`, waits for an answer that never comes.
+                "lmcache.mp.mp_transfer_mode": "auto" if has_gpu() else "lmcache_driven",
                 "lmcache.mp.mq_timeout": 20,
             },
         }
