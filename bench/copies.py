@@ -84,24 +84,11 @@ def lmcache_gb_s(port: int, http_port: int, page_kib: int, seed: int) -> tuple[f
     pages = REQUEST_BYTES // (page_kib << 10)
     layers = max(1, min(16, pages // 2 // (256 // block_tokens)))
     tokens = pages // (2 * layers) * block_tokens
-    shape = f"(2,{2 * tokens // block_tokens},{block_tokens},{heads},{head_numbers}):bfloat16:{layers}"
-    command = [str(peer.SERVER / "bin" / "lmcache"), "bench", "server", "--mode", "cpu", "--format", "json"]
-    command += ["--rpc-url", f"tcp://127.0.0.1:{port}", "--url", f"http://127.0.0.1:{http_port}"]
-    command += ["--transfer-mode", "lmcache_driven", "--num-tokens", str(tokens), "--interval", "0"]
-    command += ["--num-blocks", str(2 * tokens // block_tokens), "--block-size", str(block_tokens)]
-    command += ["--kvcache-shape-spec", shape, "--start", str(seed), "--end", str(seed + REQUESTS)]
-    result = subprocess.run(
-        command, env=environment(peer.VARIABLES), capture_output=True, text=True, timeout=300, check=False
-    )
-    try:
-        found = json.loads(result.stdout[result.stdout.index("\n{") :].removesuffix("\nDone.\n"))["metrics"]
-        store, load = found["cold_store"]["cold_store_p50"], found["warm_retrieve"]["warm_retrieve_p50"]
-    except (ValueError, KeyError):
-        raise RuntimeError(
-            f"LMCache's bench failed:\n{result.stdout[-1500:]}{result.stderr[-1500:]}"
-        ) from None
+    blocks = 2 * tokens // block_tokens
+    shape = f"(2,{blocks},{block_tokens},{heads},{head_numbers}):bfloat16:{layers}"
+    found = peer.bench(port, http_port, shape, tokens, range(seed, seed + REQUESTS))
     num_bytes = 2 * layers * (tokens // block_tokens) * (page_kib << 10)
-    return num_bytes / (store / 1e3) / GIB, num_bytes / (load / 1e3) / GIB
+    return num_bytes / found["store"] / GIB, num_bytes / found["retrieve"] / GIB
 
 
 def wait_until_populated(url: str) -> None:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import peer
 import zmq
 from big_index_server import BLOCKS, CHUNK_TOKENS, GROUPS, MODEL, key
 from harness.rawclient import RawEngine
 from section import Section, micros, percentile
-from systems import our_server, server_command
+from systems import lmcache_server, our_server, server_command
 
 from lmcache_client.channel import Channel, ChannelError
 from lmcache_client.contract import protocol
@@ -135,7 +136,9 @@ def echo_server(chunks: int) -> Iterator[str]:
             process.join()
 
 
-def measure(section: Section, index_sizes: list[int]) -> None:
+def measure(section: Section, index_sizes: list[int]) -> dict[int, float]:
+    """The seconds of a lookup by one client, by chunks asked, in the smallest index."""
+    times: dict[int, float] = {}
     rows, medians, worst = [], {}, {}
     cases = [(chunks, 1) for chunks in CHUNKS] + [(CROWD_CHUNKS, 1), (CROWD_CHUNKS, CROWD)]
     for size in index_sizes:
@@ -149,6 +152,7 @@ def measure(section: Section, index_sizes: list[int]) -> None:
                     bare = clients("bare", bare_address, size, chunks, count)
                     ours = clients("ours", address, size, chunks, count)
                 ratio = percentile(ours, 50) / percentile(bare, 50)
+                times.setdefault(chunks, percentile(ours, 50))
                 medians[size, chunks, count], worst[size, chunks, count] = ratio, percentile(ours, 99)
                 shown = [micros(percentile(each, percent)) for percent in (50, 99) for each in (bare, ours)]
                 rows.append([f"{size:,}", str(count), str(chunks), *shown[:2], f"{ratio:.2f}", *shown[2:]])
@@ -164,7 +168,7 @@ def measure(section: Section, index_sizes: list[int]) -> None:
         "bare p99",
         "ours p99",
     ]
-    section.table("", columns, rows)
+    section.table("Ours:", columns, rows)
     alone = {case: ratio for case, ratio in medians.items() if case[2] == 1}
     section.bar(
         "p50 under 2 times a bare round trip of the same size, one client",
@@ -185,6 +189,29 @@ def measure(section: Section, index_sizes: list[int]) -> None:
         "times a bare round trip",
         {f"{chunks} chunks": [(size, medians[size, chunks, 1]) for size in index_sizes] for chunks in CHUNKS},
     )
+    return times
+
+
+def measure_peer(section: Section, ours: dict[int, float]) -> None:
+    """The lookups of LMCache's own bench, in an index of a few requests. They carry the tokens, which its server
+    hashes; ours carry keys."""
+    rows, ratios = [], []
+    with lmcache_server(1.0) as (server, port):
+        for chunks in CHUNKS:
+            blocks = chunks * CHUNK_TOKENS // 16
+            shape = f"(2,{2 * blocks},16,1,64):bfloat16:1"
+            found = peer.bench(
+                port, server.http_port, shape, chunks * CHUNK_TOKENS, range(chunks, chunks + 12)
+            )
+            ratios.append(found["lookup"] / ours[chunks])
+            rows.append(
+                [str(chunks), f"{chunks * CHUNK_TOKENS:,}", micros(found["lookup"]), f"{ratios[-1]:.1f}"]
+            )
+    columns = ["chunks asked", "tokens", "p50", "times ours"]
+    section.table("LMCache's lookups, one client, by its own bench:", columns, rows)
+    section.bar(
+        "lookups ahead of LMCache's", f"{min(ratios):.1f} to {max(ratios):.1f} times", min(ratios) > 1
+    )
 
 
 def main() -> None:
@@ -198,7 +225,8 @@ def main() -> None:
         "frames of the same sizes between two Python processes that do nothing else with them. One client asks "
         f"without a pause; of {CROWD} each asks at random, {1 / PAUSE_S:.0f} times a second on average.",
     )
-    measure(section, parser.parse_args().index)
+    peer.install()
+    measure_peer(section, measure(section, parser.parse_args().index))
     section.save()
 
 

@@ -5,11 +5,14 @@ of its own, and the engine one that has LMCache's client beside the very vLLM th
 requires for storage and clouds that the comparison does not touch is left out.
 """
 
+import json
 import subprocess
 import sys
 import sysconfig
 import venv
 from pathlib import Path
+
+from harness.processes import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENTS = ROOT / ".cache" / "bench" / "lmcache"
@@ -37,6 +40,32 @@ def install() -> None:
 
     _environment(SERVER, "LMCache's server", [(TORCH,), ("--no-deps", LMCACHE), SERVER_NEEDS])
     _environment(ENGINE, "LMCache's connector", [("--no-deps", LMCACHE, *ENGINE_NEEDS)])
+
+
+def bench(port: int, http_port: int, shape: str, tokens: int, requests: range) -> dict[str, float]:
+    """What `lmcache bench server` of LMCache measured, by name, times in seconds. `shape` is its specification of
+    a KV cache, (2, blocks, tokens of a block, heads, head size):dtype:layers. Every request is stored, looked up
+    and retrieved."""
+    _, blocks, block_tokens, *_ = shape.removeprefix("(").partition(")")[0].split(",")
+    command = [str(SERVER / "bin" / "lmcache"), "bench", "server", "--mode", "cpu", "--format", "json"]
+    command += ["--rpc-url", f"tcp://127.0.0.1:{port}", "--url", f"http://127.0.0.1:{http_port}"]
+    command += ["--transfer-mode", "lmcache_driven", "--num-tokens", str(tokens), "--interval", "0"]
+    command += ["--num-blocks", blocks, "--block-size", block_tokens, "--kvcache-shape-spec", shape]
+    command += ["--start", str(requests.start), "--end", str(requests.stop)]
+    result = subprocess.run(
+        command, env=environment(VARIABLES), capture_output=True, text=True, timeout=300, check=False
+    )
+    try:
+        found = json.loads(result.stdout[result.stdout.index("\n{") :].removesuffix("\nDone.\n"))["metrics"]
+        return {
+            "store": found["cold_store"]["cold_store_p50"] / 1e3,
+            "retrieve": found["warm_retrieve"]["warm_retrieve_p50"] / 1e3,
+            "lookup": found["warm_lookup"]["warm_lookup_p50"] / 1e3,
+        }
+    except (ValueError, KeyError):
+        raise RuntimeError(
+            f"LMCache's bench failed:\n{result.stdout[-1500:]}{result.stderr[-1500:]}"
+        ) from None
 
 
 def _environment(path: Path, what: str, installs: list[tuple[str, ...] | list[str]]) -> None:

@@ -30,8 +30,8 @@ from lmcache_client.memory.host import HostExport
 CONNECT_S = 2.0
 REGISTER_S = 10.0
 ANSWER_S = 60.0
-LOOKUP_WAIT_S = 0.0005
-"""As the connector waits for a lookup: so short a wait is spun."""
+LOOKUP_WAIT_S = 0.001
+"""As the connector waits for a lookup."""
 Reply = TypeVar("Reply", bound=Message)
 
 
@@ -137,7 +137,7 @@ class Client:
 
     @staticmethod
     def ask(channel: Channel, message: Message, expected: type[Reply], wait_s: float = ANSWER_S) -> Reply:
-        """The answer; asks for it every `wait_s` seconds, which spins when that is under a millisecond."""
+        """The answer, waited for in portions of `wait_s` seconds."""
         pending = channel.submit(message, ANSWER_S)
         while not pending.done:
             channel.poll(pending, wait_s)

@@ -4,7 +4,6 @@ Everything here runs on one thread and takes time as an argument. Frames are alw
 ready; a chunk is evictable exactly while nothing pins it.
 """
 
-import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,21 +16,13 @@ from lmcache_server.core.layout import Layout, bitmap
 from lmcache_server.core.leases import Lease, LeaseTable
 from lmcache_server.core.pool import FramePool, Runs, count_frames
 from lmcache_server.core.reads import Read, ReadPart, plan_parts
-from lmcache_server.core.reservation import Reservation
+from lmcache_server.core.reservation import Refusal, Reservation
 from lmcache_server.core.snapshot import Snapshot, rebuild, take
 
 __all__ = ["Cache", "Hit", "Layout", "Read", "ReadPart", "Refusal", "Reservation", "Runs"]
 
 MAX_EVICTED_AGES = 1024
 """Ages at eviction that are kept until the caller drains them; further ones are not recorded."""
-
-
-class Refusal(enum.Enum):
-    """Why an object is not to be stored."""
-
-    PRESENT = "present"
-    BUSY = "busy"
-    NO_ROOM = "no room"
 
 
 @dataclass(frozen=True)

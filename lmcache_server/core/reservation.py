@@ -1,9 +1,18 @@
 """Frames that are being written."""
 
+import enum
 from dataclasses import dataclass
 
 from lmcache_server.core.index import Chunk
 from lmcache_server.core.pool import Runs
+
+
+class Refusal(enum.Enum):
+    """Why an object is not to be stored."""
+
+    PRESENT = "present"
+    BUSY = "busy"
+    NO_ROOM = "no room"
 
 
 @dataclass(frozen=True, eq=False)
