@@ -73,19 +73,20 @@ def processor() -> str:
     return platform.machine()
 
 
-def write(sections: Sequence[Section], failed: Sequence[str], seconds: float) -> None:
-    """Replace the page and its plots."""
+def write(sections: Sequence[Section], failed: Sequence[str], minutes: float) -> None:
+    """Replace the page and its plots. `minutes` are those of a whole run, if it was one."""
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
     lines = [
         "# Benchmarks",
         "",
         "Written by `make bench`, which installs what it compares with (LMCache 0.5.6 in multiprocess mode) into",
         "environments of its own. Figures of one run are comparable with each other, not with those of another",
-        "machine: read ratios. The same comparison on a GPU is `make bench-gpu` (docs/gpu.md).",
+        "machine: read ratios. Where there is a GPU, the engines have vLLM's own offloading beside them, and",
+        "`make bench-gpu` measures the copies ([GPUs](gpu.md)); neither has been run yet.",
         "",
         f"This run: {processor()}, {len(os.sched_getaffinity(0))} processors, {memory_gib:.0f} GiB, no GPU used; Python "
         f"{platform.python_version()}, Linux {platform.release().partition('-')[0]}"
-        + (f"; {seconds / 60:.0f} minutes." if seconds else "."),
+        + (f"; {minutes:.0f} minutes." if minutes else "."),
         "",
         *bars(sections),
         "",
