@@ -231,10 +231,11 @@ class SchedulerSide:
     def step(self, output: "SchedulerOutput") -> StepMetadata:
         """vLLM's build_connector_meta: what the workers are to do in this step."""
         idle = not output.num_scheduled_tokens
-        asked = (each.lookup for each in self._tracked.values()) if idle else ()
-        # A step that computes nothing, with a request that waits for an answer: without a rest the engine
-        # would turn on the spot, and on few cores keep the server from answering.
-        self.channel.poll(next((each for each in asked if each is not None), None), IDLE_WAIT_S)
+        if idle:
+            # With a request that waits for an answer, the engine would turn on the spot without a rest, and on
+            # few cores keep the server from answering. In other steps nothing that arrives is urgent.
+            asked = (each.lookup for each in self._tracked.values())
+            self.channel.poll(next((each for each in asked if each is not None), None), IDLE_WAIT_S)
         metadata = StepMetadata(loads=self._queued, idle=idle)
         self._queued = []
         if self._stores and self.channel.ready:
@@ -252,12 +253,18 @@ class SchedulerSide:
         cached = output.scheduled_cached_reqs
         computed_before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, scheduled in output.num_scheduled_tokens.items():
+            tracked, computed = self._tracked.get(request_id), computed_before[request_id] + scheduled
+            if tracked is None:
+                continue
+            # Most steps complete no chunk of most requests: for these, no more than this.
+            if tracked.chunk_size and computed < (tracked.next_chunk + 1) * tracked.chunk_size:
+                continue
             tracked = self._current(request_id)
             if tracked is None:
                 continue
             # Tokens beyond num_tokens are drafts, or not sampled yet: their KV may not stay.
-            computed = min(computed_before[request_id] + scheduled, tracked.request.num_tokens)
-            complete = min(computed // self.chunk_size, MAX_CHUNKS)
+            complete = min(computed, tracked.request.num_tokens) // self.chunk_size
+            complete = min(complete, MAX_CHUNKS)
             if complete <= tracked.next_chunk:
                 continue
             state = output.kv_connector_block_state

@@ -7,6 +7,7 @@ between the processes of a host. ctypes releases the GIL while they run.
 import ctypes
 import errno
 import os
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from lmcache_server.transfer.plan import U64, Pieces, merged
 
 MAX_PIECES = 1024
 """IOV_MAX: pieces that the kernel takes on a side of one call."""
+MIN_SHARE_BYTES = 1 << 20
+"""Less is copied sooner than a second thread has woken up."""
 MAX_CALL_BYTES = 1 << 30
 """The kernel silently stops short of 2 GiB."""
 
@@ -89,6 +92,7 @@ class HostMapping:
     def __init__(self, memory: Memory) -> None:
         self.bases = [start for start, _ in memory.buffers]
         self._memory = memory
+        self._second = ThreadPoolExecutor(1, "copy-second")
 
     def open(self) -> list[bytes]:
         """The nonce, once the first and the last byte of every buffer could be read. Raises CopyError."""
@@ -100,13 +104,27 @@ class HostMapping:
         return [found]
 
     def copy(self, pieces: Pieces, *, load: bool) -> None:
-        copy(self._memory.pid, pieces, load=load)
+        """In two threads, where both have enough to do: an engine waits for its loads, and holds the blocks
+        of its stores until they have ended."""
+        half = int(np.searchsorted(np.cumsum(pieces.length), pieces.num_bytes // 2))
+        if pieces.num_bytes < 2 * MIN_SHARE_BYTES or not half:
+            copy(self._memory.pid, pieces, load=load)
+            return
+        first, second = (
+            Pieces(*(each[part] for each in pieces)) for part in (slice(half), slice(half, None))
+        )
+        other = self._second.submit(copy, self._memory.pid, second, load=load)
+        try:
+            copy(self._memory.pid, first, load=load)
+        finally:
+            wait([other])
+        other.result()
 
     def finish(self, *, load: bool) -> None:
         """Nothing is ever on its way."""
 
     def close(self) -> None:
-        """Nothing is mapped."""
+        self._second.shutdown()
 
 
 def _error(pid: int, number: int) -> CopyError:

@@ -33,6 +33,11 @@ def l1():
     memory.close()
 
 
+@pytest.fixture(params=[1, host.MIN_SHARE_BYTES], ids=["two threads", "as it is"], autouse=True)
+def share(request, monkeypatch):
+    monkeypatch.setattr(host, "MIN_SHARE_BYTES", request.param)
+
+
 def some_bytes(num_bytes, seed=0):
     return random.Random(seed).randbytes(num_bytes)
 
@@ -45,9 +50,11 @@ def round_trip(child, l1, page, regions):
     """Store the page, wipe the engine's memory, load it: the pages are back, and nothing else is."""
     child.view[:] = before = some_bytes(len(child.view))
     plan = pieces(page, regions, (child.address,), l1.base_address, FRAME_BYTES)
-    host.copy(child.pid, plan, load=False)
+    mapping = host.HostMapping(Memory(child.pid, ((child.address, len(child.view)),), child.address))
+    mapping.copy(plan, load=False)
     child.view[:] = bytes(len(child.view))
-    host.copy(child.pid, plan, load=True)
+    mapping.copy(plan, load=True)
+    mapping.close()
     expected = bytearray(len(child.view))
     for region in regions:
         for block in page.block_ids:
@@ -107,6 +114,19 @@ def test_nothing_to_copy_is_no_error(child):
 def test_an_address_that_is_not_mapped_is_a_copy_error(child, l1, load):
     with pytest.raises(host.CopyError, match=f"copying memory of process {child.pid} failed"):
         host.copy(child.pid, one_piece(l1.base_address, 4096, 100), load=load)
+
+
+@pytest.mark.parametrize("load", [False, True])
+@pytest.mark.parametrize("bad", [0, 1, 2, 3])
+def test_a_piece_that_fails_in_either_thread_is_a_copy_error(child, l1, load, bad):
+    remote = [child.address + number * MIB for number in range(4)]
+    remote[bad] = 4096
+    local = [l1.base_address + number * MIB for number in range(4)]
+    plan = Pieces(*(np.array(values, np.uint64) for values in (local, remote, [MIB] * 4)))
+    mapping = host.HostMapping(Memory(child.pid, ((child.address, len(child.view)),), child.address))
+    with pytest.raises(host.CopyError, match=f"copying memory of process {child.pid} failed"):
+        mapping.copy(plan, load=load)
+    mapping.close()
 
 
 def test_a_copy_that_runs_off_the_mapping_is_an_error_not_a_short_copy(child, l1):
