@@ -232,8 +232,8 @@ class SchedulerSide:
         """vLLM's build_connector_meta: what the workers are to do in this step."""
         idle = not output.num_scheduled_tokens
         if idle:
-            # With a request that waits for an answer, the engine would turn on the spot without a rest, and on
-            # few cores keep the server from answering. In other steps nothing that arrives is urgent.
+            # With a request that waits for an answer the engine would turn on the spot without a rest, and
+            # on few cores keep the server from answering. In other steps nothing that arrives is urgent.
             asked = (each.lookup for each in self._tracked.values())
             self.channel.poll(next((each for each in asked if each is not None), None), IDLE_WAIT_S)
         metadata = StepMetadata(loads=self._queued, idle=idle)
