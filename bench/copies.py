@@ -119,8 +119,9 @@ def ours(memcpy: dict[int, float]) -> dict[tuple[int, int], tuple[float, float]]
 
 def lmcaches() -> dict[int, tuple[float, float]]:
     best: dict[int, tuple[float, float]] = {}
-    with lmcache_server(L1_GB) as (server, port):
-        for turn in range(ROUNDS):
+    for turn in range(ROUNDS):
+        # Each with an empty server: one that is full evicts once a second, and drops stores until then.
+        with lmcache_server(L1_GB) as (server, port):
             for page_kib in PAGES_KIB:
                 found = lmcache_gb_s(port, server.http_port, page_kib, 1000 * turn + page_kib * 100_000)
                 before = best.get(page_kib, (0.0, 0.0))
