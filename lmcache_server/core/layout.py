@@ -1,5 +1,6 @@
 """What the cache must know of a namespace: its groups, its chunk size, and which shards hold what."""
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,16 +50,25 @@ class Layout:
         `ready` has, per chunk of the chain, the bits of its ready objects.
         """
         flags = []
-        for spec, mask in zip(self.groups, self.masks, strict=True):
+        for group, mask in enumerate(self.masks):
             # Few chunks differ in what is ready: a step of Python for each would be half of a lookup.
             complete = {bits: bits & mask == mask for bits in set(ready)}
-            present = bytearray(map(complete.__getitem__, ready))
-            if spec.window:
-                # A windowed group may have chunks of which no resume ever needs a block.
-                for chunk in range(len(ready)):
-                    present[chunk] |= not spec.stored_blocks(chunk, self.chunk_size)
-            flags.append(bytes(present))
+            present = bytes(map(complete.__getitem__, ready))
+            if self.groups[group].window and 0 in present:
+                present = bytes(map(operator.or_, present, self._needless(group, len(ready))))
+            flags.append(present)
         return tuple(flags)
+
+    def _needless(self, group: int, chunks: int) -> bytearray:
+        """A byte for each of `chunks` chunks or more: 1 where no resume ever needs a block of this group."""
+        known, spec = self._needless_by_group[group], self.groups[group]
+        for chunk in range(len(known), chunks):
+            known.append(not spec.stored_blocks(chunk, self.chunk_size))
+        return known
+
+    @cached_property
+    def _needless_by_group(self) -> tuple[bytearray, ...]:
+        return tuple(bytearray() for _ in self.groups)
 
     def is_partial(self, ready: int, reserved: int) -> bool:
         """Whether some holders of a group have their object of a chunk and others, which are not writing it,
