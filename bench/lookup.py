@@ -180,7 +180,7 @@ def measure(section: Section, index_sizes: list[int]) -> dict[int, float]:
                 f"{micros(min(crowd))} to {micros(max(crowd))}", max(crowd) < 1e-3)  # fmt: skip
     smallest, largest = index_sizes[0], index_sizes[-1]
     growth = max(medians[largest, chunks, 1] / medians[smallest, chunks, 1] for chunks in CHUNKS)
-    section.bar(f"flat from {smallest:,} to {largest:,} chunks (p50 grows by less than 1.5 times)",
+    section.bar(f"flat from {smallest:,} to {largest:,} chunks (p50 over a bare round trip grows by less than 1.5 times)",
                 f"{growth:.2f} times at most", growth < 1.5)  # fmt: skip
     section.plot(
         "lookup",

@@ -84,9 +84,13 @@ def write(sections: Sequence[Section], failed: Sequence[str], minutes: float) ->
         "machine: read ratios. Where there is a GPU, the engines have vLLM's own offloading beside them, and",
         "`make bench-gpu` measures the copies ([GPUs](gpu.md)); neither has been run yet.",
         "",
-        f"This run: {processor()}, {len(os.sched_getaffinity(0))} processors, {memory_gib:.0f} GiB, no GPU used; Python "
+        f"Measured on: {processor()}, {len(os.sched_getaffinity(0))} processors, {memory_gib:.0f} GiB, no GPU used; Python "
         f"{platform.python_version()}, Linux {platform.release().partition('-')[0]}"
-        + (f"; {minutes:.0f} minutes." if minutes else "."),
+        + (
+            f"; {minutes:.0f} minutes."
+            if minutes
+            else ". Each section is of one run, not all are of the same."
+        ),
         "",
         *bars(sections),
         "",

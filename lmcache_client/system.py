@@ -53,13 +53,20 @@ class Connection:
 
     def receive(self) -> bytes | None:
         """The next frame, if one has arrived."""
-        return self._socket.recv(zmq.NOBLOCK) if _is_readable(self._socket) else None
+        try:
+            return self._socket.recv(zmq.NOBLOCK) if _is_readable(self._socket) else None
+        except zmq.ZMQError:  # whatever is wrong with the cache's connection, an engine goes on
+            return None
 
     def event(self) -> bool | None:
         """What became of the connection since the last call: True, it is up; False, it broke."""
-        if not _is_readable(self._monitor):
+        try:
+            if not _is_readable(self._monitor):
+                return None
+            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+        except zmq.ZMQError:
             return None
-        return bool(recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"] != zmq.EVENT_DISCONNECTED)
+        return bool(event != zmq.EVENT_DISCONNECTED)
 
     def wait(self, wait_s: float) -> None:
         """Until a frame has arrived, or `wait_s` is over, rounded up to milliseconds. Only when `receive`

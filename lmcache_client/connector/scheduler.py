@@ -257,7 +257,8 @@ class SchedulerSide:
             if tracked is None:
                 continue
             # Most steps complete no chunk of most requests: for these, no more than this.
-            if tracked.chunk_size and computed < (tracked.next_chunk + 1) * tracked.chunk_size:
+            current = tracked.generation == self.channel.generation
+            if current and computed < (tracked.next_chunk + 1) * self.chunk_size:
                 continue
             tracked = self._current(request_id)
             if tracked is None:

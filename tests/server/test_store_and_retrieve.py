@@ -32,9 +32,10 @@ def address(server: LMCacheServer) -> str:
     return f"ipc://{server.runtime_dir}/{server.port}.sock"
 
 
-@pytest.fixture(scope="module")
-def server():
-    with LMCacheServer(l1_size_gb=0.2) as running:
+@pytest.fixture(scope="module", params=[True, False], ids=["verified", "as users run it"])
+def server(request):
+    """Without --verify the pieces of all objects are computed at once, with it one object after the other."""
+    with LMCacheServer(l1_size_gb=0.2, verify=request.param) as running:
         yield running
 
 
