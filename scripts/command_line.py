@@ -1,0 +1,59 @@
+"""Prints docs/command-line.md, made from what `lmcache --help` is made from.
+
+python scripts/command_line.py > docs/command-line.md
+"""
+
+import click
+
+from lmcache_server.cli import cli
+
+HEAD = """# Command line
+
+Made from the commands themselves by `python scripts/command_line.py`; a test holds both together. `lmcache
+COMMAND --help` says the same in a terminal.
+
+Exit codes: 0, done; 1, it did not work; 2, it cannot run as it was called. Any error is one sentence on stderr.
+
+Every option of `lmcache server` is also an environment variable (`LMCACHE_L1_SIZE_GB=100`) and a key of a TOML
+file (`l1_size_gb = 100`) that `--config` or `LMCACHE_CONFIG` names. The flag goes before the environment, the
+environment before the file. `LMCACHE_RUNTIME_DIR` names the directory of the Unix sockets, for the server and the
+engines alike; without it they meet in a directory of their user.
+
+Commands that ask a running server find it by `--host`, `--port`, their variables or the same file, and wait
+`--timeout-s` seconds for its answer (default 2). Below they are named as *the options of an asking command*.
+"""
+ASKING = ("--config", "--host", "--port", "--timeout-s")
+
+
+def option_row(option: click.Option) -> str:
+    names = " / ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
+    value = ""
+    if not option.is_flag:
+        is_number = isinstance(option.type, click.types.IntParamType | click.types.FloatParamType)
+        value = option.metavar or ("NUMBER" if is_number else option.make_metavar(click.Context(cli)))
+    text = option.help or ""
+    if option.show_default and "[default:" not in text:
+        text += f"  [default: {option.default}]"
+    return f"| {names} {value.replace('|', '&#124;')} | {text} |".replace("\n", " ").replace("  ", " ")
+
+
+def section(name: str, command: click.Command) -> str:
+    arguments = [each.human_readable_name for each in command.params if isinstance(each, click.Argument)]
+    options = [each for each in command.params if isinstance(each, click.Option)]
+    paragraphs = [" ".join(each.split()) for each in (command.help or "").split("\n\n")]
+    parts = [f"## {' '.join(['lmcache', name, *arguments])}", *paragraphs]
+    if set(ASKING) <= {option.opts[0] for option in options}:
+        parts.append("Takes the options of an asking command.")
+        options = [option for option in options if option.opts[0] not in ASKING]
+    if options:
+        parts.append("\n".join(["| option | meaning |", "|---|---|", *map(option_row, options)]))
+    return "\n\n".join(parts) + "\n"
+
+
+def page() -> str:
+    """The whole page, as Markdown."""
+    return "\n".join([HEAD, *(section(name, command) for name, command in cli.commands.items())])
+
+
+if __name__ == "__main__":
+    print(page(), end="")

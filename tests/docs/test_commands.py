@@ -1,0 +1,24 @@
+"""What the pages tell people to type is typed here, and what they say comes of it comes of it."""
+
+from pathlib import Path
+
+import pytest
+from harness import pages
+from harness.reader import Reader, differences
+
+PAGES = [page for page in pages.pages() if any(block.is_executed for block in pages.blocks(page))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=map(pages.name, PAGES))
+def test_what_a_page_says_is_what_happens(page: Path) -> None:
+    with Reader() as reader:
+        shown = None
+        for block in pages.blocks(page):
+            if block.is_shell:
+                shown = reader.follow(block) if block.is_executed else None
+            elif block.language == "text" and shown is not None:
+                assert not differences(block.text, shown), f"{block.where}: on the screen is\n{shown}"
+
+
+def test_pages_for_readers_have_commands() -> None:
+    assert {"README.md", "docs/laptop.md", "docs/operations.md"} <= {pages.name(page) for page in PAGES}
