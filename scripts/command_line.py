@@ -12,15 +12,17 @@ HEAD = """# Command line
 Made from the commands themselves by `python scripts/command_line.py`; a test holds both together. `lmcache
 COMMAND --help` says the same in a terminal.
 
-Exit codes: 0, done; 1, it did not work; 2, it cannot run as it was called. Any error is one sentence on stderr.
+Exit codes: 0, done; 1, it did not work; 2, it cannot run as it was called. Any error is one sentence on
+stderr.
 
-Every option of `lmcache server` is also an environment variable (`LMCACHE_L1_SIZE_GB=100`) and a key of a TOML
-file (`l1_size_gb = 100`) that `--config` or `LMCACHE_CONFIG` names. The flag goes before the environment, the
-environment before the file. `LMCACHE_RUNTIME_DIR` names the directory of the Unix sockets, for the server and the
-engines alike; without it they meet in a directory of their user.
+Every option of `lmcache server` is also an environment variable (`LMCACHE_L1_SIZE_GB=100`) and a key of a
+TOML file (`l1_size_gb = 100`) that `--config` or `LMCACHE_CONFIG` names. The flag goes before the
+environment, the environment before the file. `LMCACHE_RUNTIME_DIR` names the directory of the Unix sockets,
+for the server and the engines alike; without it they meet in a directory of their user.
 
 Commands that ask a running server find it by `--host`, `--port`, their variables or the same file, and wait
-`--timeout-s` seconds for its answer (default 2). Below they are named as *the options of an asking command*.
+`--timeout-s` seconds for its answer (default 2). Below they are named as *the options of an asking
+command*.
 """
 ASKING = ("--config", "--host", "--port", "--timeout-s")
 
