@@ -12,11 +12,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from harness.browser import chromium  # noqa: E402
 from harness.rawclient import RawEngine, chain, group  # noqa: E402
 from harness.server import LMCacheServer  # noqa: E402
-from harness.tools import find  # noqa: E402
 from PIL import Image  # noqa: E402
-from playwright.sync_api import sync_playwright  # noqa: E402
 
 from lmcache_client.channel import ChannelError  # noqa: E402
 
@@ -76,13 +75,10 @@ def work(engines: list[RawEngine], seconds: float) -> None:
 
 def shoot(url: str) -> None:
     IMAGES.mkdir(exist_ok=True)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=find("chromium"), args=["--no-sandbox"])
+    with chromium() as browser:
         for name, (scheme, width, scale) in SHOTS.items():
             page = browser.new_page(
-                color_scheme=scheme,  # type: ignore[arg-type]
-                viewport={"width": width, "height": 800},
-                device_scale_factor=scale,
+                color_scheme=scheme, viewport={"width": width, "height": 800}, device_scale_factor=scale
             )
             page.goto(url)
             page.wait_for_selector("#hit_plot svg")
@@ -90,7 +86,6 @@ def shoot(url: str) -> None:
             page.screenshot(path=path, full_page=True)
             with Image.open(path) as image:
                 image.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
-        browser.close()
 
 
 def main() -> None:
