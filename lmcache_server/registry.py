@@ -121,6 +121,7 @@ class Registry:
             return
         self.engines.remove(shard)
         self._copies.detach(shard)
+        self.forget_namespaces()
         if shard.process is not None:
             shard.process.close()
 
@@ -163,6 +164,7 @@ class Registry:
             chunk_size,
             # As a number it is harmless: see Challenge.
             nonce=bytes(byte & 0x3F for byte in self._system.random_bytes(protocol.NONCE_BYTES)),
+            ephemeral=message.ephemeral,
         )
         return Challenge(session.shard.nonce)
 
@@ -217,10 +219,13 @@ class Registry:
         return Registered(shard.chunk_size, chunk_size_warning(shard.chunk_size, shard.geometry.groups))
 
     def forget_namespaces(self) -> None:
-        """What has neither chunks nor engines is known no more."""
-        chunks = self._cache.namespaces()
+        """What has neither chunks nor engines is known no more; without engines nothing ephemeral stays."""
         live = {engine.layout.namespace for engine in self.engines if engine.layout is not None}
-        for namespace in [each for each in self.known if each not in chunks and each not in live]:
+        gone = self.known.keys() - live
+        for namespace in gone:
+            if self.known[namespace].get("ephemeral"):
+                self._cache.clear(namespace)
+        for namespace in gone - self._cache.namespaces().keys():
             del self.known[namespace]
 
     def join(self, session: Session, message: Join) -> Message:
