@@ -7,6 +7,7 @@ import runpy
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
@@ -15,7 +16,9 @@ from harness.pages import DATA, NEEDS, SHELL
 from harness.paths import ROOT
 
 from lmcache_client.connector import settings
+from lmcache_client.connector.advice import granularity_advice
 from lmcache_client.connector.settings import PREFIX, WITHOUT_EFFECT, Settings
+from lmcache_client.contract.geometry import RECURRENT, GroupSpec
 from lmcache_server.cli import cli
 
 PAGES = pages.pages()
@@ -56,6 +59,24 @@ def test_blocks_say_what_they_are_and_what_they_need(page: Path) -> None:
     assert not COMMAND.search(pages.without_blocks(page)), "a command outside of a fenced block is not tested"
 
 
+def test_files_that_are_named_exist() -> None:
+    named = {
+        path.rstrip(".")
+        for page in PAGES
+        for path in re.findall(r"(?<![\w/.])(?:deploy|scripts|tests|docs)/[\w./-]*\w", page.read_text())
+    }
+    assert len(named) >= 10
+    assert not [path for path in named if not (ROOT / path).exists()]
+
+
+@each_page
+def test_alerts_that_are_named_exist(page: Path) -> None:
+    rules = (ROOT / "deploy" / "prometheus" / "rules.yml").read_text()
+    assert set(re.findall(r"`(LMCache[A-Z]\w+)`", page.read_text())) - {"LMCacheMPConnector"} <= set(
+        re.findall(r"alert: (\w+)", rules)
+    )
+
+
 def commands(page: Path) -> list[list[str]]:
     """Every command of a block, and every `lmcache …` and `vllm …` between backticks."""
     lines = re.findall(r"`((?:lmcache|vllm) [^`\n…]+)`", pages.without_blocks(page))
@@ -71,9 +92,10 @@ def flags_of(arguments: list[str]) -> set[str]:
 @each_page
 def test_commands_of_lmcache_and_their_flags_exist(page: Path) -> None:
     for words in commands(page):
-        if "lmcache" not in words:
+        first = next(i for i, word in enumerate(words) if "=" not in word)
+        if words[first].rpartition("/")[2] != "lmcache":
             continue
-        name, *arguments = words[words.index("lmcache") + 1 :]
+        name, *arguments = words[first + 1 :]
         if name.startswith("-") or name == "COMMAND":
             assert {name, *arguments} <= {"--help", "--version", "COMMAND"}
             continue
@@ -127,6 +149,15 @@ def test_the_connectors_keys_are_all_in_its_page() -> None:
     for name, field in Settings.__dataclass_fields__.items():
         default = "(Unix socket)" if field.default == "" else json.dumps(field.default).removesuffix(".0")
         assert f"| `{PREFIX}{name}` | {default} |" in text
+
+
+def test_the_advice_for_recurrent_models_is_quoted_as_it_is_given() -> None:
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(prefix_cache_retention_interval=0),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+    )
+    advice = granularity_advice(config, (GroupSpec(RECURRENT, 256, 0, "", ()),), 256)
+    assert f"\nlmcache: {advice}\n" in (ROOT / "docs" / "hybrid-models.md").read_text()
 
 
 def test_what_is_said_to_users_of_lmcache_is_true() -> None:
