@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -213,6 +214,80 @@ def bench(
     settings |= {"chunk_size": crews[0].workload.chunk_size}
     whole = {"server_version": report["version"], "settings": settings, "results": results}
     click.echo(json.dumps(whole, indent=2) if as_json else run.table(results))
+
+
+@cli.command()
+@click.argument("url")
+@click.option("--model", help="Which of the models that vLLM serves.  [default: the first]")
+@click.option(
+    "--prompts",
+    "prompts_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Prompts, one a line: text, a JSON string, or a JSON list of token ids.  [default: built in]",
+)
+@click.option(
+    "--tokens",
+    "lengths",
+    multiple=True,
+    type=click.IntRange(1),
+    metavar="N",
+    help="Length of a built-in prompt; may be given several times.  [default: four lengths up to 8192]",
+)
+@click.option("--api-key", envvar="VLLM_API_KEY", help="vLLM's --api-key.  [env: VLLM_API_KEY]")
+@click.option(
+    "--timeout-s", type=click.FloatRange(1), default=600, show_default=True, help="Seconds for one answer."
+)
+@click.option("--lm-eval", "task", metavar="TASK", help="Compare the scores of a task of lm_eval, too.")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="Only so many questions of that task.")
+@click.option("--json", "as_json", is_flag=True, help="Print figures and verdict as JSON.")
+def verify(
+    url: str,
+    model: str | None,
+    prompts_file: Path | None,
+    lengths: tuple[int, ...],
+    api_key: str | None,
+    timeout_s: float,
+    task: str | None,
+    limit: int | None,
+    as_json: bool,
+) -> int:
+    """Prove that what vLLM at URL gets from the cache is right, whatever its model.
+
+    Sends prompts at temperature 0, computed first (twice, to know the engine's own noise) and then, after
+    a reset of vLLM's own prefix cache, served by the server; compares tokens and log probabilities. Start
+    vLLM with VLLM_SERVER_DEV_MODE=1 for the reset, and let nobody else use it meanwhile. What was sent
+    stays in the cache until it is evicted, where nobody else can use it.
+
+    The exit code is 1 when something differs or nothing was served.
+    """
+    import json
+
+    from lmcache_client.verify import prompts, run, scores, table
+    from lmcache_client.verify.engine import Engine, VerifyError
+
+    try:
+        engine = Engine(url, model, api_key, timeout_s)
+        engine.counters()
+        cases = prompts.from_file(prompts_file) if prompts_file else prompts.built_in(engine, list(lengths))
+        click.echo(f"{engine.url}, {engine.model}: {len(cases)} prompts, one at a time", err=True)
+        if not as_json:
+            click.echo(table.HEADER)
+        results = run.run(engine, cases, lambda each: None if as_json else click.echo(table.row(each)))
+        verdicts = [run.verdict(results)]
+        report: dict[str, Any] = {
+            "url": engine.url,
+            "model": engine.model,
+            "prompts": [each.row() for each in results],
+        }
+        if task:
+            report["lm_eval"] = scores.compare(engine, task, limit)
+            verdicts.append(scores.verdict(report["lm_eval"]))
+    except VerifyError as error:
+        raise click.ClickException(str(error)) from error
+    report |= {"right": all(good for good, _ in verdicts), "verdict": [text for _, text in verdicts]}
+    click.echo(json.dumps(report, indent=2) if as_json else "\n".join(report["verdict"]))
+    return 0 if report["right"] else EXIT_FAILED
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -10,17 +10,22 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from harness.engine import START_TIMEOUT_S, Engine
-from harness.models import model_path
+from harness.engine import MODEL_DEFAULTS, START_TIMEOUT_S, Engine
+from harness.models import model_path, text_model_path
 from harness.paths import ROOT
 from harness.processes import free_port, kill_group, new_log, tail
 from harness.server import LMCacheServer
 
 
 class ApiServer:
-    """`vllm serve` of a tiny model that uses `server`. A context manager; `flags` are vLLM's options."""
+    """`vllm serve` of a tiny model that uses `server`. A context manager; `flags` are vLLM's options.
 
-    def __init__(self, model: str, server: LMCacheServer, *flags: str, **extra_config: Any) -> None:
+    With `text` the model has a tokenizer, of one token a byte, and vLLM its endpoints for developers.
+    """
+
+    def __init__(
+        self, model: str, server: LMCacheServer, *flags: str, text: bool = False, **extra_config: Any
+    ) -> None:
         connector = {
             "kv_connector": "LMCacheMPConnector",
             "kv_role": "kv_both",
@@ -28,12 +33,21 @@ class ApiServer:
         }
         self.port = free_port()
         self.log = new_log(f"api-{model}")
-        self.model = str(model_path(model))
+        self.model = str(text_model_path(model) if text else model_path(model))
         self._process: subprocess.Popen[bytes] | None = None
         self._environment = Engine(model, server=server, multiprocessing=True).environment
+        if text:
+            self._environment |= {"VLLM_SERVER_DEV_MODE": "1", "TORCH_COMPILE_DISABLE": "1"}
+        defaults = MODEL_DEFAULTS.get(model, {})
         self._command = [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model),
-            *("--host", "127.0.0.1", "--port", str(self.port), "--skip-tokenizer-init", "--enforce-eager"),
+            *("--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager"),
+            *(() if text else ("--skip-tokenizer-init",)),
+            *(
+                part
+                for name, value in defaults.items()
+                for part in (f"--{name.replace('_', '-')}", str(value))
+            ),
             *("--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "8"),
             *("--kv-cache-memory-bytes", str(64 << 20), "--kv-transfer-config", json.dumps(connector)),
             *flags,

@@ -56,6 +56,29 @@ def model_path(name: str) -> Path:
     return path
 
 
+def text_model_path(name: str) -> Path:
+    """The tiny model `name` with a tokenizer: each byte of a text is a token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    path = model_path(name)
+    with_text = path.with_name(f"{path.name}-text")
+    if not with_text.is_dir():
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            made = Path(scratch) / "model"
+            made.mkdir()
+            for file in path.iterdir():
+                (made / file.name).symlink_to(file)
+            letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+            tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+            tokenizer.decoder = decoders.ByteLevel()
+            tokenizer.save(str(made / "tokenizer.json"))
+            kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": letters[0]}
+            (made / "tokenizer_config.json").write_text(json.dumps(kind))
+            made.rename(with_text)
+    return with_text
+
+
 def make(name: str, directory: Path) -> None:
     """Write config.json and random weights of the model `name`."""
     import torch

@@ -20,6 +20,7 @@ MAY_IMPORT = {
         {f"lmcache_client.{each}" for each in ("bench", "channel", "contract", "memory")},
         set(),
     ),
+    "lmcache_client/verify": ({"lmcache_client.verify"}, set()),
     "lmcache_client/connector": ({"lmcache_client"}, {"torch", "vllm"}),
     "lmcache_kernels": ({"lmcache_kernels"}, {"cupy"}),
     "lmcache_server/core": ({"lmcache_client.contract", "lmcache_server.core"}, {"msgpack"}),
@@ -34,7 +35,7 @@ MAY_IMPORT = {
         set(),
     ),
     "lmcache_server/cli.py": (
-        {"lmcache_client.bench", "lmcache_client.contract", "lmcache_server"},
+        {"lmcache_client.bench", "lmcache_client.contract", "lmcache_client.verify", "lmcache_server"},
         set(),
     ),
     "lmcache_server": (

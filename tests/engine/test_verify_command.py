@@ -1,0 +1,100 @@
+"""`lmcache verify` against a real vLLM: it finds a right cache right, a wrong one wrong, and none missing."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.api_server import ApiServer
+from harness.server import LMCacheServer
+
+from lmcache_server.l1_file import HEADER_BYTES
+
+L1_BYTES = 32 << 20
+COMMAND = [sys.executable, "-m", "lmcache_server", "verify"]
+
+
+def verify(url: str, *flags: str) -> tuple[int, str, str]:
+    done = subprocess.run([*COMMAND, url, *flags], capture_output=True, text=True, timeout=300, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+@contextlib.contextmanager
+def damaged(file: Path) -> Iterator[None]:
+    """Meanwhile every byte of L1 but those of the file's header is written over, again and again."""
+    stop = threading.Event()
+
+    def write() -> None:
+        with file.open("r+b") as pages:
+            while not stop.wait(0.1):
+                pages.seek(HEADER_BYTES)
+                pages.write(bytes([60, 7]) * (L1_BYTES // 2))
+                pages.flush()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
+
+
+def test_a_right_cache_is_found_right_a_wrong_one_wrong(tmp_path: Path) -> None:
+    file = tmp_path / "l1"
+    with (
+        LMCacheServer(l1_path=str(file), l1_size_gb=L1_BYTES / (1 << 30), verify=False) as server,
+        ApiServer("qwen3next", server, text=True) as api,
+    ):
+        url = f"http://127.0.0.1:{api.port}"
+        prompts = tmp_path / "prompts.txt"
+        prompts.write_text(
+            "x" * 600 + "\n" + json.dumps("Two\nlines. " * 80) + "\n" + str([*range(1, 255)] * 3)
+        )
+
+        code, out, err = verify(url, "--tokens", "400", "--tokens", "1300")
+        assert code == 0, out + err
+        lines = out.splitlines()
+        assert [line.split()[0] for line in lines[1:-1]] == ["repeated", "repeated", "continued"]
+        assert all("equal   equal" in line for line in lines[1:3]), out
+        # Resumed in the middle, this model computes the rest in other shapes: vLLM's own cache does so, too.
+        assert "as vLLM's own cache" in lines[3], out
+        assert lines[-1].startswith("right: 3 of 3 prompts were served, and equal to the last bit"), out
+
+        code, out, err = verify(f"{url}/v1/", "--prompts", str(prompts), "--json")
+        assert code == 0, out + err
+        report: dict[str, Any] = json.loads(out)
+        assert report["right"]
+        assert [each["served_tokens"] > 0 for each in report["prompts"]] == [True] * 3
+        assert all(each["logprobs"] == "equal" and each["text_equal"] for each in report["prompts"])
+        hits = server.metrics()['lmcache_tokens_total{outcome="hit"}']
+        assert hits >= sum(each["served_tokens"] for each in report["prompts"]) > 0
+
+        with damaged(file):
+            code, out, err = verify(url, "--tokens", "1300")
+        assert code == 1, out + err
+        assert "WRONG: 2 of 2 served answers differ" in out
+
+        assert server.process is not None
+        server.process.kill()
+        code, out, err = verify(url, "--tokens", "400")
+        assert code == 1
+        assert "not served" in out
+        assert "nothing was served: is `lmcache server` running" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["ftp://127.0.0.1"], "is no address"),
+        (["http://127.0.0.1:9"], "does not answer /v1/models"),
+    ],
+)
+def test_what_is_no_engine_is_one_sentence(flags: list[str], sentence: str) -> None:
+    code, out, err = verify(*flags)
+    assert (code, out) == (1, "")
+    assert sentence in err
+    assert len(err.splitlines()) == 1

@@ -1,0 +1,161 @@
+"""`lmcache verify` without an engine: how answers are compared, prompts are read, and what is said."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from lmcache_client.verify import prompts, run, scores
+from lmcache_client.verify.compare import distance, is_equal, is_within
+from lmcache_client.verify.engine import Answer, Engine, VerifyError
+from lmcache_client.verify.prompts import Case
+
+
+def answer(*tops: dict[str, float]) -> Answer:
+    """Each position's likeliest token is the chosen one."""
+    tokens = [max(top, key=lambda token: top[token]) for top in tops]
+    return Answer(" ".join(tokens), tokens, list(tops), prompt_tokens=100)
+
+
+A = answer({"a": -0.1, "b": -3.0}, {"c": -0.5, "d": -1.0})
+
+
+def test_equal_answers_are_no_distance_apart() -> None:
+    assert distance(A, A) == 0.0
+    assert is_equal(A, answer(*A.tops))
+
+
+def test_the_largest_difference_counts() -> None:
+    other = answer({"a": -0.1, "b": -3.25}, {"c": -0.625, "d": -1.0})
+    assert distance(A, other) == distance(other, A) == 0.25
+
+
+def test_a_token_that_only_one_has_is_at_most_as_likely_as_the_others_last() -> None:
+    assert distance(A, answer({"a": -0.1, "x": -2.0}, A.tops[1])) == pytest.approx(1.0)
+
+
+def test_positions_behind_the_first_other_token_say_nothing() -> None:
+    other = answer({"a": -0.1, "b": -3.0}, {"d": -0.75, "c": -0.75 - 0.01})
+    longer = answer(*other.tops, {"e": -9.0})
+    assert distance(Answer("", [*A.tokens, "z"], [*A.tops, {"z": 0.0}]), longer) == pytest.approx(0.26)
+
+
+@pytest.mark.parametrize(("noise", "within"), [(0.0, False), (0.1, False), (0.2, True)])
+def test_a_difference_is_judged_by_the_engines_own(noise: float, within: bool) -> None:
+    assert is_within(A, answer({"a": -0.1, "b": -3.25}, A.tops[1]), noise) is within
+
+
+def test_fewer_tokens_are_never_within_the_noise() -> None:
+    assert not is_within(A, answer(A.tops[0]), 1.0)
+
+
+def result(served: Answer, served_tokens: int = 64, again: Answer = A, local: Answer = A) -> run.Result:
+    return run.Result(Case("x", "p", "p"), A, again, local, served, served_tokens)
+
+
+OTHER = answer({"a": -0.1, "b": -3.25}, A.tops[1])
+
+
+@pytest.mark.parametrize(
+    ("results", "right", "sentence"),
+    [
+        ([result(A)], True, "right: 1 of 1 prompts were served, and equal to the last bit"),
+        ([result(A), result(OTHER, 0)], True, "right: 1 of 2 prompts were served"),
+        ([result(A, 0)], False, "nothing was served"),
+        ([result(A), result(OTHER)], False, "WRONG: 1 of 2 served answers differ, by up to 0.25"),
+        ([result(OTHER), result(OTHER, local=OTHER)], True, "equal within that"),
+        (
+            [result(OTHER, local=OTHER)],
+            True,
+            "equal to the last bit; the engine's own answers differ by up to 0.25",
+        ),
+        ([result(A, again=answer({"a": -0.1, "b": -5.0}, A.tops[1]))], False, "cannot tell"),
+    ],
+)
+def test_the_verdict(results: list[run.Result], right: bool, sentence: str) -> None:
+    found, text = run.verdict(results)
+    assert found is right
+    assert sentence in text
+
+
+def test_the_verdict_on_scores() -> None:
+    same = {"task": "t", "computed": {"t acc": 0.5}, "served": {"t acc": 0.5}, "served_tokens": 7}
+    assert scores.verdict(same)[0]
+    assert not scores.verdict({**same, "served_tokens": 0})[0]
+    assert not scores.verdict({**same, "served": {"t acc": 0.4}})[0]
+
+
+def test_a_line_of_a_file_is_a_prompt(tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    file.write_text('plain "text"\n\n"two\\nlines"\n[1, 2, 3]\n[not json\n[1, "a"]\n')
+    found = [case.prompt for case in prompts.from_file(file)]
+    assert found == ['plain "text"', "two\nlines", [1, 2, 3], "[not json", '[1, "a"]']
+
+
+def test_a_file_without_prompts_says_so(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(VerifyError, match="write one a line"):
+        prompts.from_file(tmp_path / "empty")
+    with pytest.raises(VerifyError, match="cannot read"):
+        prompts.from_file(tmp_path / "none")
+
+
+@contextlib.contextmanager
+def answering(pages: dict[str, str], code: int = 404) -> Iterator[str]:
+    """The address of something that answers these pages, and else with `code`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            page = pages.get(self.path)
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(code if page is None else 200)
+            self.end_headers()
+            self.wfile.write((page or "no such page").encode())
+
+        do_POST = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+MODELS = {"/v1/models": json.dumps({"data": [{"id": "m", "max_model_len": 100}]})}
+
+
+def engine(url: str, model: str | None = None) -> Engine:
+    return Engine(url, model, None, 5.0)
+
+
+def test_what_is_missing_is_one_sentence_that_says_what_to_do() -> None:
+    with answering({**MODELS, "/metrics": "vllm:x 1\n"}) as url:
+        assert (engine(url).model, engine(url).max_tokens) == ("m", 100)
+        with pytest.raises(VerifyError, match="serves no model 'n', but m"):
+            engine(url, "n")
+        with pytest.raises(VerifyError, match="VLLM_SERVER_DEV_MODE=1"):
+            engine(url).reset_prefix_cache()
+        with pytest.raises(VerifyError, match='"kv_connector":"LMCacheMPConnector"'):
+            engine(url).counters()
+        with pytest.raises(VerifyError, match="1 to 68 tokens here, not 90"):
+            prompts.built_in(engine(url), [30, 90])
+        with pytest.raises(VerifyError, match="/v1/completions with 404: no such page"):
+            engine(url).ask("p", 1)
+    with answering({}, code=401) as url, pytest.raises(VerifyError, match="--api-key"):
+        engine(url)
+    with answering({"/v1/models": "<html>"}) as url, pytest.raises(VerifyError, match="is not vLLM"):
+        engine(url)
+
+
+def test_an_engine_that_is_used_by_others_is_not_judged() -> None:
+    busy = "vllm:lmcache_mp_loaded_tokens_total 0\nvllm:num_requests_running 2.0\n"
+    with answering({**MODELS, "/metrics": busy}) as url, pytest.raises(VerifyError, match="nobody else"):
+        run.run(engine(url), [Case("x", "p", "p")], lambda _: None)
