@@ -11,7 +11,7 @@ from harness.server import LMCacheServer
 from lmcache_client.channel import ChannelError
 
 HOSTILE = "<img src=x onerror='window.pwned=1'> & <script>window.pwned=1</script>"
-LONG = "organisation-of-a-name/" + "Model-with-a-very-long-name-" * 3
+LONG = "organisation/" + "ModelWithAVeryLongName" * 5
 TABLE = [list(range(1, 65))]
 
 
@@ -41,6 +41,7 @@ def server():
             keys = chain(range(3 * 256), 256)
             engine.end(engine.lookup(keys))
             engine.store_prompt(keys, TABLE * len(engine.groups))
+            engine.end(engine.lookup(keys[:1]))
             found = engine.lookup(keys)
             engine.retrieve(found, keys, TABLE * len(engine.groups))
             engine.end(found)
@@ -85,11 +86,11 @@ class Visit:
 def test_figures_are_those_of_the_status(browser, server):
     with Visit(browser, server) as visit:
         status = server.status()
-        assert status["tokens"]["hit"] == 2 * 3 * 256
-        assert visit.value("hit_rate") == status["hit_rate"] == 0.5
-        assert visit.text("#hit_rate") == "50.0 %"
+        assert status["tokens"]["hit"] == 2 * (1 + 3) * 256
+        assert visit.value("hit_rate") == status["hit_rate"] == 0.5714
+        assert visit.text("#hit_rate") == "57.1 %"
         assert visit.value("tokens") == status["tokens"]["hit"]
-        assert visit.text("#tokens") == "1,536"
+        assert visit.text("#tokens") == "2,048"
         assert visit.value("chunks") == status["l1"]["chunks"] == 6
         assert visit.value("sessions") == len(status["sessions"]) == 4
         assert visit.text("#engines") == "2 engines"
@@ -185,12 +186,12 @@ def test_charts_show_the_history_and_can_be_heard(browser, server):
     with Visit(browser, server) as visit:
         visit.page.wait_for_selector("#hit_plot svg path.area", state="attached")
         hit, miss = sum(growth["hit_tokens"]), sum(growth["miss_tokens"])
-        assert float(visit.page.get_attribute("#hit_keys data", "value")) == hit / (hit + miss) == 0.5
+        assert float(visit.page.get_attribute("#hit_keys data", "value")) == hit / (hit + miss) == 4 / 7
         load = float(visit.page.get_attribute("#copy_keys data", "value"))
         growth = json.loads(server.get("/history"))["growth"]
         assert load in [bytes_ / 5 for bytes_ in growth["load_bytes"]]
         label = visit.page.get_attribute("#hit_plot svg", "aria-label")
-        assert label == "Hit rate over the last 5 minutes: between 50.0 % and 50.0 %"
+        assert label == "Hit rate over the last 5 minutes: between 57.1 % and 57.1 %"
         assert visit.page.get_attribute("#copy_plot svg", "aria-label").startswith("Throughput over the last")
         assert visit.page.get_attribute("#bar", "aria-label").endswith("%")
         visit.page.hover("#hit_plot", position={"x": 1, "y": 50})
