@@ -154,7 +154,7 @@ async def _serve(config: Config, listener: "_Listener", web: http.Server, l1: L1
             return 200, json.dumps(router.report.status()).encode()
         if what == "history":
             return 200, json.dumps(router.report.history()).encode()
-        why = "the server is ending" if stop.is_set() else router.report.unready()
+        why = router.report.unready()
         return (503, f"{why}\n".encode()) if why and what == "ready" else (200, b"ok\n")
 
     def ask(what: str) -> tuple[int, bytes]:

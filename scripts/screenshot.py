@@ -5,6 +5,7 @@
 
 import random
 import sys
+import threading
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -20,13 +21,14 @@ from PIL import Image  # noqa: E402
 from lmcache_client.channel import ChannelError  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
-SECONDS = 330
+SECONDS = 290
 MODELS = {
     "Qwen/Qwen3-Next-80B-A3B-Instruct": (group("recurrent", 544, 0, 36), group("full", 544, 0, 12)),
     "google/gemma-3-27b-it": (group("sliding_window", 16, 1024, 52), group("full", 16, 0, 10)),
     "meta-llama/Llama-3.1-8B-Instruct": (group("full", 16, 0, 32),),
 }
-SHOTS = {"light": ("light", 1120, 2), "dark": ("dark", 1120, 2), "phone": ("light", 390, 2)}
+SHOTS = {"light": ("light", 1120, 0), "dark": ("dark", 1120, 0), "phone": ("dark", 390, 1260)}
+"""Colours, width and height; height 0 is that of the whole page."""
 
 
 class Talk:
@@ -76,16 +78,16 @@ def work(engines: list[RawEngine], seconds: float) -> None:
 def shoot(url: str) -> None:
     IMAGES.mkdir(exist_ok=True)
     with chromium() as browser:
-        for name, (scheme, width, scale) in SHOTS.items():
+        for name, (scheme, width, height) in SHOTS.items():
             page = browser.new_page(
-                color_scheme=scheme, viewport={"width": width, "height": 800}, device_scale_factor=scale
+                color_scheme=scheme, viewport={"width": width, "height": height or 800}, device_scale_factor=2
             )
             page.goto(url)
             page.wait_for_selector("#hit_plot svg")
             path = IMAGES / f"status-page-{name}.png"
-            page.screenshot(path=path, full_page=True)
+            page.screenshot(path=path, full_page=not height)
             with Image.open(path) as image:
-                image.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
+                image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def main() -> None:
@@ -100,8 +102,11 @@ def main() -> None:
                 engine = RawEngine(server.address, groups, 512, name, model).start()
                 stack.callback(engine.close)
                 engines.append(engine)
-        work(engines, seconds)
+        worker = threading.Thread(target=work, args=(engines, seconds + 10))
+        worker.start()
+        time.sleep(seconds)
         shoot(f"http://127.0.0.1:{server.http_port}/")
+        worker.join()
 
 
 if __name__ == "__main__":
