@@ -34,7 +34,7 @@ class Block:
 
     @property
     def is_shell(self) -> bool:
-        return self.language in SHELL
+        return self.language in ("", *SHELL)
 
     @property
     def is_executed(self) -> bool:
