@@ -123,7 +123,7 @@ class Copies:
             pages.append((each.group, Page(reserved.runs, reserved.num_blocks, 0, each.block_ids)))
 
         if dropped:
-            sentence = f"no room in L1 for an object of {num_bytes} bytes: what is there is in use"
+            sentence = "what is in L1 is in use: give it more with --l1-size-gb if this goes on"
             self._failed("store dropped", shard, sentence, dropped)
         found: list[Pieces] = []
         taken = [b""] * len(pages)

@@ -107,12 +107,13 @@ class Registry:
         if self.sessions.get(session.identity) is not session:
             return
         del self.sessions[session.identity]
-        role = session.role
+        role, engine = session.role, self.engines.get(session.engine_id)
         self._drop_shard(session)
         self._cache.drop_session(session.session_id)
         if session.process is not None:
             session.process.close()
-        level = logging.DEBUG if role == "client" else logging.INFO
+        passing = role == "client" or (engine is not None and engine.ephemeral)
+        level = logging.DEBUG if passing else logging.INFO
         logger.log(level, "session %d (%s, pid %d) ended: %s", session.session_id, role, session.pid, reason)
 
     def _drop_shard(self, session: Session) -> None:
@@ -208,7 +209,8 @@ class Registry:
         if layout is not None:
             self.forget_namespaces()
             self.known[layout.namespace] = namespace_summary(shard.model, layout)
-            logger.info(
+            logger.log(
+                logging.DEBUG if shard.ephemeral else logging.INFO,
                 "engine %s of %s is registered: %d groups, chunk size %d, namespace %s",
                 shard.engine_id,
                 shard.model.model,

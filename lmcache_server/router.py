@@ -116,22 +116,21 @@ class Router:
         handle: Callable[[], Message | None],
     ) -> None:
         """Reply what `handle` returns, or why it does not; nothing when it returns None. `engine_id` is that
-        of a registration, "" for one that the session of `identity` has."""
-        session = self.registry.sessions.get(identity)
-        engine_id = engine_id or (session.engine_id if session is not None else "")
+        of a registration, "" for the one that the session of `identity` has."""
         try:
             reply = handle()
         except Refusal as refusal:
             self._count(operation, "refused")
             # A client that the server of today does not know yet asks again by itself.
             if operation in _TOLD and refusal.code != protocol.NOT_REGISTERED:
-                self._failed(f"{operation} refused", engine_id, str(refusal))
+                self._failed(f"{operation} refused", engine_id or self._engine_of(identity), str(refusal))
             reply = Refused(refusal.code, str(refusal))
         except Exception:
             # A fault here must cost one request, not the server; state changes before it are complete.
             logger.exception("request %s failed", operation)
             self._count(operation, "failed")
-            self._failed(f"{operation} failed", engine_id, "the server failed on a request; its log says why")
+            sentence = "the server failed on a request; its log says why"
+            self._failed(f"{operation} failed", engine_id or self._engine_of(identity), sentence)
             reply = Refused(protocol.INTERNAL, "the server failed on this request; its log says why")
         else:
             if reply is not None:
@@ -154,6 +153,10 @@ class Router:
 
     def _count(self, operation: str, outcome: str) -> None:
         self.metrics.count("lmcache_requests_total", 1, op=operation, outcome=outcome)
+
+    def _engine_of(self, identity: bytes) -> str:
+        session = self.registry.sessions.get(identity)
+        return session.engine_id if session is not None else ""
 
     def _failed(self, what: str, engine_id: str, sentence: str) -> None:
         self.copies.failures.add(self.clock(), what, engine_id, sentence)

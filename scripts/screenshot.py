@@ -21,7 +21,7 @@ from PIL import Image  # noqa: E402
 from lmcache_client.channel import ChannelError  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
-SECONDS = 290
+SECONDS = 265
 MODELS = {
     "Qwen/Qwen3-Next-80B-A3B-Instruct": (group("recurrent", 544, 0, 36), group("full", 544, 0, 12)),
     "google/gemma-3-27b-it": (group("sliding_window", 16, 1024, 52), group("full", 16, 0, 10)),
@@ -102,7 +102,7 @@ def main() -> None:
                 engine = RawEngine(server.address, groups, 512, name, model).start()
                 stack.callback(engine.close)
                 engines.append(engine)
-        worker = threading.Thread(target=work, args=(engines, seconds + 10))
+        worker = threading.Thread(target=work, args=(engines, seconds + 40))
         worker.start()
         time.sleep(seconds)
         shoot(f"http://127.0.0.1:{server.http_port}/")

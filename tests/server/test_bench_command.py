@@ -238,7 +238,8 @@ def test_a_bench_that_is_interrupted_leaves_nothing(server, number):
 def test_a_server_that_dies_ends_the_bench_with_a_sentence():
     with LMCacheServer() as server:
         process = started(server, "--requests", "100")
-        time.sleep(0.3)
+        while not copied(server, "store"):
+            time.sleep(0.01)
         server.kill()
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 1

@@ -58,6 +58,8 @@ def test_a_page_is_stored_and_restored_and_forgotten(flags):
         for direction in ("store", "load"):
             assert metrics[f'lmcache_transfer_bytes_total{{direction="{direction}"}}'] > 0
         assert server.status()["failures"] == []
+        assert "selftest" not in server.log.read_text(), "a probe does not fill the log"
+        assert " ended: " not in server.log.read_text()
         leaves_nothing(server)
 
 
