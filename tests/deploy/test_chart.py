@@ -247,8 +247,8 @@ def test_the_chart_is_of_this_version():
 
 
 def test_the_init_container_gives_the_directory_to_the_user(tmp_path):
-    """Its very script, as root with CHOWN alone: on a directory as the kubelet makes it, again, and when it was
-    opened to others since."""
+    """Its very script, as root with CHOWN alone: on a directory as the kubelet makes it, again, and when it
+    was opened to others since."""
     if os.getuid() != 0:
         pytest.skip("gives a directory to another user, which takes root")
     found = {each["name"]: each for each in containers(render({}))}
