@@ -247,16 +247,19 @@ def test_the_chart_is_of_this_version():
 
 
 def test_the_init_container_gives_the_directory_to_the_user(tmp_path):
-    """Its very script, as root with CHOWN alone, on a directory as the kubelet makes it; and once more."""
+    """Its very script, as root with CHOWN alone: on a directory as the kubelet makes it, again, and when it
+    was opened to others since."""
     if os.getuid() != 0:
         pytest.skip("gives a directory to another user, which takes root")
     found = {each["name"]: each for each in containers(render({}))}
     shell, options, script = found["socket-directory"]["command"]
     directory = tmp_path / "socket"
-    directory.mkdir(mode=0o755)
+    directory.mkdir()
     setpriv = [tools.find("setpriv"), "--bounding-set=-all,+chown", "--inh-caps=-all"]
-    for _ in range(2):
-        subprocess.run([*setpriv, shell, options, script.replace("/run/lmcache", str(directory))], check=True)
+    for mode in (0o755, 0o700, 0o777):
+        directory.chmod(mode)
+        script_here = script.replace("/run/lmcache", str(directory))
+        subprocess.run([*setpriv, shell, options, script_here], check=True)
         info = directory.stat()
         assert (info.st_uid, info.st_gid, info.st_mode & 0o7777) == (10001, 10001, 0o700)
 

@@ -111,3 +111,14 @@ def test_files_that_compose_mounts_are_there():
     # Grafana's provider of dashboards reads the directory that the dashboard is mounted in.
     provider = (DEPLOY / "grafana/provisioning/dashboards/lmcache.yml").read_text()
     assert "path: /etc/lmcache" in provider
+
+
+def test_the_readme_names_every_file_and_its_links_lead_somewhere():
+    text = (DEPLOY / "README.md").read_text()
+    named = [name for name in re.findall(r"`([\w./-]+)`", text) if "/" in name and (name[0] != "/")]
+    existing = {str(path.relative_to(DEPLOY)) for path in DEPLOY.rglob("*") if path.is_file()}
+    for path in existing - {"README.md"}:
+        covered = any(path == name or (name.endswith("/") and path.startswith(name)) for name in named)
+        assert covered or path.startswith("grafana/provisioning/"), path
+    for target in re.findall(r"\]\(([^)#]+)", text):
+        assert "://" in target or (DEPLOY / target).exists(), target
