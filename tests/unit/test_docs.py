@@ -26,7 +26,8 @@ PAGES = sorted({*FOR_READERS, *ROOT.glob("*.md")})
 each_page = pytest.mark.parametrize("page", PAGES, ids=map(pages.name, PAGES))
 COMMAND = re.compile(
     r"^ *(make [a-z-]+"
-    r"|(lmcache [a-z]+|vllm serve|pip install|docker|kubectl|helm|curl|python)( [-./'{].*)?)$",
+    r"|(lmcache [a-z]+|vllm serve|pip install|docker|kubectl|helm|curl|python)( [-./'{].*)?)$"
+    r"|^ {4,}(make|lmcache|vllm|pip|docker|kubectl|helm|curl|python3?|systemctl) ",
     re.MULTILINE,
 )
 ONLY_NAMES = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
