@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMPS := .venv/stamps
 
-.PHONY: help install lint test test-gpu bench bench-gpu simulate fuzz demo clean
+.PHONY: help install lint test test-gpu bench bench-gpu simulate fuzz demo verified-models clean
 
 help:
 	@echo "make install   create .venv and install vLLM (CPU build unless there is one) and this package"
@@ -15,6 +15,7 @@ help:
 	@echo "make bench-gpu its figures, as Markdown"
 	@echo "make simulate  SEEDS=1000 histories of the real core in a simulated world, from seed FIRST=0 on"
 	@echo "make fuzz      SECONDS=600 of mutated messages into the decoder, then as many into the router"
+	@echo "make verified-models  lmcache verify on each kind of model: writes docs/verified-models.md"
 	@echo "make clean     remove everything that was generated, .venv and .cache included"
 
 install: $(STAMPS)/package
@@ -41,7 +42,7 @@ lint: install
 	$(BIN)/mypy
 
 test: install lint
-	$(BIN)/python -m pytest
+	$(BIN)/python scripts/run_tests.py
 
 # Neither vLLM nor the virtual environment is needed: an interpreter that has torch, cupy, pyzmq, pytest and
 # what the server needs (click, uvloop, msgpack, prometheus-client).
@@ -75,6 +76,9 @@ fuzz: install
 
 demo: install
 	@$(BIN)/python scripts/demo.py
+
+verified-models: install
+	@$(BIN)/python scripts/verified_models.py
 
 clean:
 	rm -rf .venv .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
