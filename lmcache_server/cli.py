@@ -187,8 +187,8 @@ def bench(
     """Measure a running server with synthetic engines.
 
     A chunk has 4 blocks, a block a page in each layer; lookups are of 1 to 512 small chunks. At most a
-    quarter of L1 is filled, with chunks that no engine can use; they stay until they are evicted or
-    cleared. Engines that are served meanwhile are slower.
+    quarter of L1 is filled, with chunks that no engine can use; they are forgotten when the bench ends.
+    Engines that are served meanwhile are slower.
     """
     import io
     import json

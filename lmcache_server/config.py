@@ -131,13 +131,17 @@ class Config:
         "the server copy between the cache and processes of this machine.",
     )
     http_host: str = _option(
-        "127.0.0.1", _text, "127.0.0.1", "Address of /metrics, /healthz, /readyz and /status.", "HOST"
+        "127.0.0.1",
+        _text,
+        "127.0.0.1",
+        "Address of the status page, /metrics, /healthz and the rest.",
+        "HOST",
     )
     http_port: int = _option(
         8080,
         _integer(0, 65535),
         "8080",
-        "TCP port of /metrics, /healthz, /readyz and /status; 0 takes a free one and logs it.",
+        "TCP port of the status page and the rest of HTTP; 0 takes a free one and logs it.",
         "PORT",
     )
     chunk_size: int | None = _option(

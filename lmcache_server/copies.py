@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from lmcache_client.contract.protocol import Stored, StoreObject
 from lmcache_server.core.cache import Cache, Layout, Read, Refusal, Reservation
+from lmcache_server.failures import Failures
 from lmcache_server.l1 import FRAME_BYTES, L1Memory
 from lmcache_server.metrics import Metrics
 from lmcache_server.sessions import Shard
@@ -21,6 +22,7 @@ class Copies:
 
     def __init__(self, l1: L1Memory, metrics: Metrics, system: System, verify: bool = False) -> None:
         self.l1 = l1
+        self.failures = Failures()
         self._verify = verify
         self._metrics = metrics
         self._system = system
@@ -120,6 +122,9 @@ class Copies:
             reservations.append((each, reserved))
             pages.append((each.group, Page(reserved.runs, reserved.num_blocks, 0, each.block_ids)))
 
+        if dropped:
+            sentence = "what is in L1 is in use: give it more with --l1-size-gb if this goes on"
+            self._failed("store dropped", shard, sentence, dropped)
         found: list[Pieces] = []
         taken = [b""] * len(pages)
 
@@ -173,10 +178,15 @@ class Copies:
             if error is not None:
                 self._metrics.count("lmcache_copy_failures_total", 1, direction=direction)
                 logger.info("a %s of engine %s failed: %s", direction, shard.engine_id, error)
+                what = "page damaged" if isinstance(error, DamagedError) else f"{direction} failed"
+                self._failed(what, shard, str(error))
             ended(error)
 
         assert shard.copier is not None
         shard.copier.submit(CopyJob(direction == "load", build, done, after))
+
+    def _failed(self, what: str, shard: Shard, sentence: str, count: int = 1) -> None:
+        self.failures.add(self._system.now_s(), what, shard.engine_id, sentence, count)
 
     def _pieces(self, shard: Shard, pages: Sequence[tuple[int, Page]]) -> list[Pieces]:
         """The pieces of each object."""

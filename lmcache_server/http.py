@@ -1,33 +1,64 @@
-"""HTTP for people and machines that watch: /metrics, /healthz, /readyz, /status. Read-only.
+"""HTTP for people and machines that watch: a status page at /, and what _PATHS lists. Read-only.
 
 It runs on threads of its own and asks the event loop for what it shows, so an answer also says that the
-loop turns.
+loop turns. The page has no part of its own elsewhere: its policy allows no other script, style or address.
 """
 
+import base64
+import hashlib
+import re
 import socket
 import socketserver
 import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 from lmcache_client.contract.endpoint import host_name
 from lmcache_server.config import StartError
 
-Ask = Callable[[str], bytes]
+Ask = Callable[[str], tuple[int, bytes]]
 REQUEST_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 32
 RETRY_S = 0.1
 
 _TEXT = "text/plain; charset=utf-8"
-_INDEX = b"lmcache server: /metrics /healthz /readyz /status\n"
+_JSON = "application/json"
 _PATHS = {
     "/metrics": ("metrics", "text/plain; version=0.0.4; charset=utf-8"),
     "/healthz": ("health", _TEXT),
     "/healthcheck": ("health", _TEXT),
     "/readyz": ("ready", _TEXT),
-    "/status": ("status", "application/json"),
+    "/status": ("status", _JSON),
+    "/history": ("history", _JSON),
+    "/selftest": ("selftest", _JSON),
+}
+_INDEX = f"lmcache server: / {' '.join(_PATHS)}\n".encode()
+_PAGE = Path(__file__).with_name("page.html").read_bytes()
+
+
+def _policy(page: bytes) -> str:
+    """The Content-Security-Policy of a page that needs nothing but its own script and style."""
+
+    def hashes(tag: bytes) -> str:
+        bodies = re.findall(b"<%b>(.*?)</%b>" % (tag, tag), page, re.DOTALL)
+        digests = (base64.b64encode(hashlib.sha256(body).digest()).decode() for body in bodies)
+        return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+    return (
+        f"default-src 'none'; script-src {hashes(b'script')}; style-src {hashes(b'style')}; img-src data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+_HEADERS = {
+    "Allow": "GET, HEAD",
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Content-Security-Policy": _policy(_PAGE),
 }
 
 
@@ -40,17 +71,16 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path == "/":
-            self._answer(200, _TEXT, _INDEX)
+            self._answer(200, "text/html; charset=utf-8", _PAGE)
         elif path not in _PATHS:
             self._answer(404, _TEXT, b"not found: " + _INDEX)
         else:
             what, kind = _PATHS[path]
             try:
-                body = self.server.ask(what)
+                code, body = self.server.ask(what)
             except Exception:  # the loop does not turn, or the server is ending
-                self._answer(503, _TEXT, b"the event loop does not answer\n")
-            else:
-                self._answer(200 if body else 503, kind, body or b"not ready\n")
+                code, kind, body = 503, _TEXT, b"the event loop does not answer\n"
+            self._answer(code, kind, body)
 
     do_HEAD = do_GET
 
@@ -58,9 +88,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(code)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        if code == 501:
+            code, message = 405, "nothing can be changed here: only GET and HEAD"
+        self._answer(code, _TEXT, f"{message or 'bad request'}\n".encode())
 
     def log_message(self, format: str, *args: object) -> None:
         """No line per request."""
@@ -75,7 +112,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, host: str, port: int) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.ask: Ask = lambda _what: b""
+        self.ask: Ask = lambda _what: (503, b"the server is starting\n")
         self._slots = threading.Semaphore(MAX_CONNECTIONS)
         self._thread: threading.Thread | None = None
         super().__init__((host, port), _Handler)
@@ -87,7 +124,7 @@ class Server(ThreadingHTTPServer):
         return f"http://{name}:{port}"
 
     def start(self, ask: Ask) -> None:
-        """Serve; `ask(what)` gives the body for health, ready, metrics or status, empty for "not ready"."""
+        """Serve; `ask(what)` gives code and body for each name in _PATHS, in the thread of a request."""
         self.ask = ask
         self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), name="http", daemon=True)
         self._thread.start()

@@ -118,6 +118,18 @@ TABLE = (
     ),
     Metric("lmcache_l1_largest_free_bytes", GAUGE, "The largest contiguous free piece of L1.", {}),
     Metric("lmcache_chunks", GAUGE, "Chunks in the index.", {}),
+    Metric(
+        "lmcache_worker_memories",
+        GAUGE,
+        "Memories of workers that are mapped: of processes (host), of GPUs (cuda).",
+        {"kind": ("host", "cuda")},
+    ),
+    Metric(
+        "lmcache_selftests_total",
+        COUNTER,
+        "Self-tests that were run for /selftest.",
+        {"outcome": ("ok", "failed")},
+    ),
     Metric("lmcache_leases", GAUGE, "Leases that hold chunks for requests.", {}),
     Metric("lmcache_sessions", GAUGE, "Connected clients.", {}),
     Metric("lmcache_namespaces", GAUGE, "Namespaces that have chunks or engines.", {}),

@@ -107,12 +107,13 @@ class Registry:
         if self.sessions.get(session.identity) is not session:
             return
         del self.sessions[session.identity]
-        role = session.role
+        role, engine = session.role, self.engines.get(session.engine_id)
         self._drop_shard(session)
         self._cache.drop_session(session.session_id)
         if session.process is not None:
             session.process.close()
-        level = logging.DEBUG if role == "client" else logging.INFO
+        passing = role == "client" or (engine is not None and engine.ephemeral)
+        level = logging.DEBUG if passing else logging.INFO
         logger.log(level, "session %d (%s, pid %d) ended: %s", session.session_id, role, session.pid, reason)
 
     def _drop_shard(self, session: Session) -> None:
@@ -121,6 +122,7 @@ class Registry:
             return
         self.engines.remove(shard)
         self._copies.detach(shard)
+        self.forget_namespaces()
         if shard.process is not None:
             shard.process.close()
 
@@ -163,6 +165,7 @@ class Registry:
             chunk_size,
             # As a number it is harmless: see Challenge.
             nonce=bytes(byte & 0x3F for byte in self._system.random_bytes(protocol.NONCE_BYTES)),
+            ephemeral=message.ephemeral,
         )
         return Challenge(session.shard.nonce)
 
@@ -206,7 +209,8 @@ class Registry:
         if layout is not None:
             self.forget_namespaces()
             self.known[layout.namespace] = namespace_summary(shard.model, layout)
-            logger.info(
+            logger.log(
+                logging.DEBUG if shard.ephemeral else logging.INFO,
                 "engine %s of %s is registered: %d groups, chunk size %d, namespace %s",
                 shard.engine_id,
                 shard.model.model,
@@ -217,10 +221,13 @@ class Registry:
         return Registered(shard.chunk_size, chunk_size_warning(shard.chunk_size, shard.geometry.groups))
 
     def forget_namespaces(self) -> None:
-        """What has neither chunks nor engines is known no more."""
-        chunks = self._cache.namespaces()
+        """What has neither chunks nor engines is known no more; without engines nothing ephemeral stays."""
         live = {engine.layout.namespace for engine in self.engines if engine.layout is not None}
-        for namespace in [each for each in self.known if each not in chunks and each not in live]:
+        gone = self.known.keys() - live
+        for namespace in gone:
+            if self.known[namespace].get("ephemeral"):
+                self._cache.clear(namespace)
+        for namespace in gone - self._cache.namespaces().keys():
             del self.known[namespace]
 
     def join(self, session: Session, message: Join) -> Message:

@@ -1,4 +1,4 @@
-"""What the server says of itself: the status report (JSON) and the gauges of /metrics."""
+"""What the server says of itself: the status report (JSON), its history, and the gauges of /metrics."""
 
 import dataclasses
 from typing import Any
@@ -7,6 +7,7 @@ from lmcache_client.contract.version import VERSION
 from lmcache_server.config import Config
 from lmcache_server.copies import Copies
 from lmcache_server.core.cache import Cache
+from lmcache_server.history import History
 from lmcache_server.l1 import FRAME_BYTES
 from lmcache_server.metrics import Metrics
 from lmcache_server.registry import Registry
@@ -32,6 +33,29 @@ class Report:
         self._metrics = metrics
         self._system = system
         self._started_s = system.now_s()
+        self._history = History()
+
+    def tick(self) -> None:
+        """Once a second."""
+        value = self._metrics.value
+        totals = {
+            "hit_tokens": value("lmcache_tokens_total", outcome="hit"),
+            "miss_tokens": value("lmcache_tokens_total", outcome="miss"),
+            "store_bytes": value("lmcache_transfer_bytes_total", direction="store"),
+            "load_bytes": value("lmcache_transfer_bytes_total", direction="load"),
+        }
+        self._history.update(self._system.now_s(), totals)
+
+    def history(self) -> dict[str, Any]:
+        """What /history shows."""
+        return self._history.report()
+
+    def unready(self) -> str:
+        """Why there is no memory to serve from, in a sentence; empty if there is."""
+        if not self._cache.total_frames:
+            return "L1 has no memory yet: its file is taking the first of its space"
+        pins = self._copies.l1.pins
+        return pins.failure if pins is not None and not pins.pinned_bytes else ""
 
     def status(self) -> dict[str, Any]:
         """Everything that `lmcache status` and /status show. Bytes, tokens and seconds as the names say."""
@@ -62,6 +86,7 @@ class Report:
             ],
             "tokens": tokens,
             "hit_rate": round(tokens["hit"] / asked, 4) if asked else 0.0,
+            "failures": self._copies.failures.report(now_s),
         }
 
     def _l1(self) -> dict[str, int]:
@@ -102,6 +127,10 @@ class Report:
         gauge("lmcache_leases", l1["leases"])
         gauge("lmcache_sessions", len(self._registry.sessions))
         gauge("lmcache_namespaces", len(self._namespaces()))
+        shards = [session.shard for session in self._registry.sessions.values()]
+        on_gpu = [bool(shard.memory.device) for shard in shards if shard is not None and shard.proven]
+        for kind, count in (("cuda", sum(on_gpu)), ("host", len(on_gpu) - sum(on_gpu))):
+            gauge("lmcache_worker_memories", count, kind=kind)
         cache = self._cache
         for name, total in (("chunks", cache.evicted_chunks), ("bytes", cache.evicted_bytes)):
             counter = f"lmcache_evicted_{name}_total"

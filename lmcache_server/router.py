@@ -98,23 +98,39 @@ class Router:
             logger.debug("dropped a frame of %d bytes: %s", len(frame), error)
             return
         operation = _OPERATIONS.get(type(message), "other")
+        engine_id = message.engine_id if isinstance(message, Register) else ""
         self._respond(
-            identity, request_id, operation, lambda: self._handle(identity, message, request_id, len(frame))
+            identity,
+            request_id,
+            operation,
+            engine_id,
+            lambda: self._handle(identity, message, request_id, len(frame)),
         )
 
     def _respond(
-        self, identity: bytes, request_id: int, operation: str, handle: Callable[[], Message | None]
+        self,
+        identity: bytes,
+        request_id: int,
+        operation: str,
+        engine_id: str,
+        handle: Callable[[], Message | None],
     ) -> None:
-        """Reply what `handle` returns, or why it does not; nothing when it returns None."""
+        """Reply what `handle` returns, or why it does not; nothing when it returns None. `engine_id` is that
+        of a registration, "" for the one that the session of `identity` has."""
         try:
             reply = handle()
         except Refusal as refusal:
             self._count(operation, "refused")
+            # A client that the server of today does not know yet asks again by itself.
+            if operation in _TOLD and refusal.code != protocol.NOT_REGISTERED:
+                self._failed(f"{operation} refused", engine_id or self._engine_of(identity), str(refusal))
             reply = Refused(refusal.code, str(refusal))
         except Exception:
             # A fault here must cost one request, not the server; state changes before it are complete.
             logger.exception("request %s failed", operation)
             self._count(operation, "failed")
+            sentence = "the server failed on a request; its log says why"
+            self._failed(f"{operation} failed", engine_id or self._engine_of(identity), sentence)
             reply = Refused(protocol.INTERNAL, "the server failed on this request; its log says why")
         else:
             if reply is not None:
@@ -137,6 +153,19 @@ class Router:
 
     def _count(self, operation: str, outcome: str) -> None:
         self.metrics.count("lmcache_requests_total", 1, op=operation, outcome=outcome)
+
+    def _engine_of(self, identity: bytes) -> str:
+        session = self.registry.sessions.get(identity)
+        return session.engine_id if session is not None else ""
+
+    def _failed(self, what: str, engine_id: str, sentence: str) -> None:
+        self.copies.failures.add(self.clock(), what, engine_id, sentence)
+
+    def selftest_ended(self, error: str) -> None:
+        """A self-test has ended: well, or with this sentence."""
+        self.metrics.count("lmcache_selftests_total", 1, outcome="failed" if error else "ok")
+        if error:
+            self._failed("self-test failed", "", error)
 
     def _handle(self, identity: bytes, message: Message, request_id: int, frame_bytes: int) -> Message | None:
         session = self.registry.sessions.get(identity)
@@ -167,10 +196,12 @@ class Router:
         """Once a second: what time ends."""
         self.cache.expire(self.clock())
         self.registry.tick()
+        self.report.tick()
 
     def _prove(self, session: Session, _message: Prove, request_id: int, _frame_bytes: int) -> None:
+        engine_id = session.engine_id
         self.registry.prove(
-            session, lambda finish: self._respond(session.identity, request_id, "register", finish)
+            session, lambda finish: self._respond(session.identity, request_id, "register", engine_id, finish)
         )
 
     # -- the cache --------------------------------------------------------------------------------
@@ -258,6 +289,8 @@ def _check_blocks(shard: Shard, block_ids: tuple[int, ...], count: int) -> None:
         )
 
 
+_TOLD = ("register", "retrieve", "store")
+"""Operations whose refusal means that something is not cached or not loaded."""
 _OPERATIONS: dict[type[Any], str] = {
     Hello: "hello", Register: "register", Prove: "register", Join: "join", Lookup: "lookup",
     EndRequest: "end_request", Retrieve: "retrieve", Store: "store", Clear: "clear", Status: "status",

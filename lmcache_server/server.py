@@ -33,6 +33,7 @@ from lmcache_server.l1 import FRAME_BYTES, UNIT_BYTES, L1Memory
 from lmcache_server.l1_file import L1File
 from lmcache_server.metrics import Metrics
 from lmcache_server.router import Router
+from lmcache_server.selftest import SelfTest
 from lmcache_server.system import System
 from lmcache_server.transfer.gpus import Gpus
 from lmcache_server.transfer.pins import Pins
@@ -145,15 +146,28 @@ async def _serve(config: Config, listener: "_Listener", web: http.Server, l1: L1
     l1.fill(cache.total_frames, lambda frames: loop.call_soon_threadsafe(cache.grow, frames))
     listener.start(router, loop)
 
-    async def answer(what: str) -> bytes:
+    async def answer(what: str) -> tuple[int, bytes]:
         if what == "metrics":
             router.report.update_gauges()
-            return metrics.render()
+            return 200, metrics.render()
         if what == "status":
-            return json.dumps(router.report.status()).encode()
-        return b"ok" if cache.total_frames else b""
+            return 200, json.dumps(router.report.status()).encode()
+        if what == "history":
+            return 200, json.dumps(router.report.history()).encode()
+        why = router.report.unready()
+        return (503, f"{why}\n".encode()) if why and what == "ready" else (200, b"ok\n")
 
-    web.start(lambda what: asyncio.run_coroutine_threadsafe(answer(what), loop).result(ASK_TIMEOUT_S))
+    def ask(what: str) -> tuple[int, bytes]:
+        if what == "selftest":
+            return selftest.result()
+        return asyncio.run_coroutine_threadsafe(answer(what), loop).result(ASK_TIMEOUT_S)
+
+    selftest = SelfTest(
+        listener.endpoint,
+        config.chunk_size,
+        lambda error: loop.call_soon_threadsafe(router.selftest_ended, error),
+    )
+    web.start(ask)
     logger.info("ready: engines at %s, HTTP at %s", listener.endpoint, web.url)
     try:
         gc.freeze()

@@ -31,6 +31,7 @@ class Shard:
     memory: Memory
     chunk_size: int
     nonce: bytes
+    ephemeral: bool
     process: Process | None = None
     copier: CopyWorker | None = None
     proven: bool = False
@@ -68,6 +69,7 @@ class Engine:
 
     engine_id: str
     model: ModelTag
+    ephemeral: bool
     shards: dict[int, Shard] = field(default_factory=dict)
     layout: Layout | None = None
 
@@ -75,11 +77,11 @@ class Engine:
         """The layout once every shard is proven. Raises GeometryError when the shards do not fit."""
         if self.layout is None and len(self.shards) == self.model.world_size:
             ordered = [self.shards[rank] for rank in sorted(self.shards)]
-            self.layout = _layout(self.model, ordered)
+            self.layout = _layout(self.model, ordered, self.ephemeral)
         return self.layout
 
 
-def _layout(model: ModelTag, shards: Sequence[Shard]) -> Layout:
+def _layout(model: ModelTag, shards: Sequence[Shard], ephemeral: bool) -> Layout:
     """`shards` has all of an engine's, in rank order: tensor-parallel ranks of a stage are neighbours."""
     groups = shards[0].geometry.groups
     shape = [(group.kind, group.block_size, group.window, group.replicated) for group in groups]
@@ -100,8 +102,8 @@ def _layout(model: ModelTag, shards: Sequence[Shard]) -> Layout:
         )
         for index, group in enumerate(groups)
     )
-    namespace = namespace_id(model, [shard.geometry for shard in shards])
-    return Layout(namespace, shards[0].chunk_size, groups, holders, tensor_ranks)
+    namespace = namespace_id(model, [shard.geometry for shard in shards], ephemeral)
+    return Layout(namespace, shards[0].chunk_size, groups, holders, tensor_ranks, ephemeral)
 
 
 def _contents(group: GroupSpec) -> tuple[str, list[int]]:
@@ -123,8 +125,9 @@ class Engines:
     def add(self, shard: Shard) -> Engine:
         """A proven shard joins its engine; a shard of the same rank before it is replaced."""
         engine = self._engines.get(shard.engine_id)
-        if engine is None or engine.model != shard.model:
-            engine = self._engines[shard.engine_id] = Engine(shard.engine_id, shard.model)
+        if engine is None or (engine.model, engine.ephemeral) != (shard.model, shard.ephemeral):
+            engine = Engine(shard.engine_id, shard.model, shard.ephemeral)
+            self._engines[shard.engine_id] = engine
         engine.shards[shard.rank] = shard
         engine.layout = None
         return engine
@@ -146,6 +149,7 @@ def namespace_summary(model: ModelTag, layout: Layout) -> dict[str, Any]:
         "model": model.model,
         "chunk_size": layout.chunk_size,
         "world_size": model.world_size,
+        "ephemeral": layout.ephemeral,
         "groups": [
             {
                 "kind": group.kind,

@@ -84,7 +84,8 @@ class Client:
         channel.system.allow_tracer(channel.server_pid)
         memory = self._export.memory(channel.system.pid())
         model = ModelTag(self.workload.model, (), 1, 1)
-        challenge = channel.call(Register(self._engine_id, 0, model, self._geometry, memory), REGISTER_S)
+        message = Register(self._engine_id, 0, model, self._geometry, memory, ephemeral=True)
+        challenge = channel.call(message, REGISTER_S)
         if not isinstance(challenge, Challenge):
             raise ChannelError("the server did not challenge the registration")
         with self._export.proving(challenge.nonce):

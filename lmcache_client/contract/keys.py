@@ -87,7 +87,7 @@ class ModelTag:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
-def namespace_id(model: ModelTag, shards: Sequence[Geometry]) -> bytes:
+def namespace_id(model: ModelTag, shards: Sequence[Geometry], ephemeral: bool = False) -> bytes:
     """The namespace of an engine from its model and the geometry of each of its shards, in rank order.
 
     Offsets, strides and numbers of blocks are left out: they say where pages are, not what is in them.
@@ -102,6 +102,7 @@ def namespace_id(model: ModelTag, shards: Sequence[Geometry]) -> bytes:
                 model.tensor_parallel_size,
                 model.pipeline_parallel_size,
                 [_shape(geometry) for geometry in shards],
+                *(["ephemeral"] if ephemeral else []),
             )
         )
     ).digest()

@@ -14,7 +14,7 @@ from lmcache_client.contract.codec import ProtocolError
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import KEY_BYTES, ModelTag
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 DEFAULT_PORT = 5555
 BOOT_ID_BYTES = 16
 CLIENT_ID_BYTES = 16
@@ -99,13 +99,18 @@ class Memory:
 
 @dataclass(frozen=True)
 class Register:
-    """A worker hands over handles to its KV cache memory. Answered with Challenge."""
+    """A worker hands over handles to its KV cache memory. Answered with Challenge.
+
+    What an `ephemeral` engine stores is forgotten when the last engine of its namespace is gone, and only
+    ephemeral engines share that namespace.
+    """
 
     engine_id: str
     rank: int
     model: ModelTag
     geometry: Geometry
     memory: Memory
+    ephemeral: bool = False
 
     def __post_init__(self) -> None:
         if len(self.engine_id) > MAX_NAME:

@@ -250,9 +250,10 @@ class Cache:
             self._reads.remove(read)
             self._unpin_all(read.lease.chunks)
 
-    def clear(self) -> int:
-        """Forgets every chunk and returns how many. Frames of pinned ones are freed at the last unpin."""
-        chunks = list(self._index)
+    def clear(self, namespace: bytes | None = None) -> int:
+        """Forgets every chunk (of `namespace`) and returns how many. Frames of pinned ones are freed at the
+        last unpin."""
+        chunks = list(self._index if namespace is None else self._index.chunks(namespace).values())
         for chunk in chunks:
             self.forget(chunk)
         return len(chunks)

@@ -14,7 +14,8 @@ class Layout:
 
     `chunk_size` is in tokens. `holders` has, per group, the ranks of the shards that have bytes of their
     own for it: with pipeline parallelism a shard may have none, and of a replicated group all
-    `tensor_parallel_size` ranks of a pipeline stage write and read the objects of the stage's first.
+    `tensor_parallel_size` ranks of a pipeline stage write and read the objects of the stage's first. What
+    is `ephemeral` goes with its last engine.
     """
 
     namespace: bytes
@@ -22,6 +23,7 @@ class Layout:
     groups: tuple[GroupSpec, ...]
     holders: tuple[tuple[int, ...], ...]
     tensor_parallel_size: int = 1
+    ephemeral: bool = False
 
     def __post_init__(self) -> None:
         if len(self.holders) != len(self.groups):

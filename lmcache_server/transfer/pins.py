@@ -38,7 +38,8 @@ class Pins:
         self.borders = np.arange(1, count, dtype=np.uint64) * np.uint64(unit_bytes) + np.uint64(address)
         self._lock = threading.Lock()
         self.pinned_bytes = 0
-        self._failure = ""
+        self.failure = ""
+        """Why no more can be pinned, in a sentence."""
 
     def prepare(self, number: int) -> bool:
         """Whether there are GPUs to pin for. If so the calling thread, one of several that populate and pin,
@@ -70,8 +71,8 @@ class Pins:
         with self._locks[index]:
             if self._pinned[index]:
                 return
-            if self._failure:
-                raise CopyError(self._failure)
+            if self.failure:
+                raise CopyError(self.failure)
             start = index * self._unit_bytes
             size_bytes = min(self._unit_bytes, self._num_bytes - start)
             try:
@@ -79,17 +80,17 @@ class Pins:
                 self._gpus.driver.register_host(self._address + start, size_bytes)
             except CudaError as error:
                 self._fail(error)
-                raise CopyError(self._failure) from error
+                raise CopyError(self.failure) from error
             self._pinned[index] = True
             with self._lock:
                 self.pinned_bytes += size_bytes
 
     def _fail(self, error: CudaError) -> None:
-        if not self._failure:
-            self._failure = (
+        if not self.failure:
+            self.failure = (
                 f"{self.pinned_bytes / _GB:.2f} of {self._num_bytes / _GB:.2f} GB of L1 are pinned "
                 f"and no more could be ({error}): copies between GPUs and the rest of it fail; allow locked "
                 "memory (ulimit -l unlimited, LimitMEMLOCK=infinity, docker --ulimit memlock=-1) or ask for "
                 "less with --l1-size-gb, and start again"
             )
-            logger.error("%s", self._failure)
+            logger.error("%s", self.failure)

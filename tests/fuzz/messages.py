@@ -78,6 +78,7 @@ class Speaker:
                 ModelTag(f"m{model}", (("a", "b"),), workers, 1),
                 geometry(model),
                 memory,
+                ephemeral=not choices.below(4),
             )
         if kind == 8:
             return Join(engine_id)

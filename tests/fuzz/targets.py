@@ -122,6 +122,7 @@ class RouterTarget:
         self._check()
         assert self.cache.num_leases == self.cache.num_readers == self.cache.reserved_frames == 0
         assert not list(self.router.registry.engines)
+        assert not any(known["ephemeral"] for known in self.router.registry.known.values())
         self._questions.clear()
         for speaker in self._speakers.values():
             speaker.promised.clear()

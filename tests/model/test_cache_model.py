@@ -197,12 +197,13 @@ class Model:
         chunk.objects[place] = new
         return chunk
 
-    def clear(self) -> int:
-        count = len(self.index)
-        self.forgotten += [chunk for chunk in self.index.values() if chunk.pins]
-        self.index.clear()
-        self.order.clear()
-        return count
+    def clear(self, namespaces: list[bytes]) -> int:
+        gone = [chunk for name, chunk in self.index.items() if name[0] in namespaces]
+        self.forgotten += [chunk for chunk in gone if chunk.pins]
+        self.order = [chunk for chunk in self.order if chunk not in gone]
+        for chunk in gone:
+            del self.index[chunk.name]
+        return len(gone)
 
 
 def frames_of(runs) -> list[int]:
@@ -433,7 +434,12 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(really=st.integers(0, 5))
     def clear(self, really):
         if not really:
-            assert self.cache.clear() == self.model.clear()
+            assert self.cache.clear() == self.model.clear([layout.namespace for layout in LAYOUTS])
+
+    @rule(layout=layouts, really=st.integers(0, 3))
+    def forget_a_namespace(self, layout, really):
+        if not really:
+            assert self.cache.clear(layout.namespace) == self.model.clear([layout.namespace])
 
     @rule(really=st.integers(0, 3))
     def restart(self, really):

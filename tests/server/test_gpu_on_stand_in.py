@@ -119,6 +119,8 @@ with LMCacheServer(chunk_size=CHUNK_SIZE) as server:
     engine = GpuEngine(server.address, fused(65536, 32), 32).start()
     stored_prompt(engine, 2, list(range(1, 32)), 1)
     other = RawEngine(server.address, [group()], engine_id="on-a-cpu").start()
+    memories = [server.metrics()[f'lmcache_worker_memories{{kind="{kind}"}}'] for kind in ("cuda", "host")]
+    assert memories == [1, 1], memories
     pathlib.Path(os.environ["CUDA_STANDIN_DIR"], f"fail-{server.pid}").touch()
     from harness.rawclient import chain
     keys = chain(range(900, 932), CHUNK_SIZE)

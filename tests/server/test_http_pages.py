@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import re
 import socket
 import time
 
@@ -10,7 +11,14 @@ import pytest
 from lmcache_server import http as pages
 from lmcache_server.config import StartError
 
-PAGES = {"metrics": b"lmcache_chunks 0\n", "status": b"{}", "health": b"ok", "ready": b"ok"}
+PAGES = {
+    "metrics": (200, b"lmcache_chunks 0\n"),
+    "status": (200, b"{}"),
+    "history": (200, b"[]"),
+    "health": (200, b"ok"),
+    "ready": (200, b"ok"),
+    "selftest": (503, b'{"ok": false}'),
+}
 
 
 @contextlib.contextmanager
@@ -35,26 +43,71 @@ def get(server, path, method="GET"):
 def test_each_page():
     text = "text/plain; charset=utf-8"
     with serving() as server:
-        assert get(server, "/metrics") == (200, "text/plain; version=0.0.4; charset=utf-8", PAGES["metrics"])
+        metrics = b"lmcache_chunks 0\n"
+        assert get(server, "/metrics") == (200, "text/plain; version=0.0.4; charset=utf-8", metrics)
         assert get(server, "/status") == (200, "application/json", b"{}")
         assert get(server, "/healthz") == get(server, "/healthcheck") == (200, text, b"ok")
         assert get(server, "/readyz?verbose") == (200, text, b"ok")
-        status, _, body = get(server, "/")
-        assert status == 200
-        assert b"/metrics" in body
-        assert get(server, "/nothing")[0] == 404
+        assert get(server, "/history") == (200, "application/json", b"[]")
+        assert get(server, "/selftest") == (503, "application/json", b'{"ok": false}')
+        status, kind, body = get(server, "/")
+        assert (status, kind) == (200, "text/html; charset=utf-8")
+        assert body.startswith(b"<!doctype html>")
+        status, _, body = get(server, "/nothing")
+        assert (status, body) == (
+            404,
+            b"not found: lmcache server: / " + " ".join(pages._PATHS).encode() + b"\n",
+        )
         assert get(server, "/../etc/passwd")[0] == 404
 
 
 def test_only_get_and_head():
     with serving() as server:
         assert get(server, "/status", "HEAD") == (200, "application/json", b"")
-        assert get(server, "/status", "POST")[0] == 501
+        for method in ("POST", "DELETE", "OPTIONS", "MAKE"):
+            code, kind, body = get(server, "/status", method)
+            assert (code, kind) == (405, "text/plain; charset=utf-8")
+            assert body == b"nothing can be changed here: only GET and HEAD\n"
 
 
-def test_not_ready_is_503():
-    with serving(lambda _what: b"") as server:
-        assert get(server, "/readyz")[0] == 503
+def test_what_is_no_request_is_told_so():
+    with serving() as server:
+        for request in (
+            b"GET\r\n\r\n",
+            b"GET / HTTP/9.9\r\n\r\n",
+            b"GET /" + b"x" * 70_000 + b" HTTP/1.0\r\n\r\n",
+        ):
+            with socket.create_connection(server.server_address[:2], timeout=5) as connection:
+                connection.sendall(request)
+                assert connection.makefile("rb").read().endswith(b"\n")
+
+
+def test_no_answer_is_kept_and_the_page_may_load_nothing():
+    with serving() as server:
+        connection = http.client.HTTPConnection(*server.server_address[:2], timeout=5)
+        with contextlib.closing(connection):
+            connection.request("GET", "/")
+            headers = connection.getresponse().headers
+    assert headers["Cache-Control"] == "no-store"
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    policy = headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy
+
+
+def test_the_page_is_one_file():
+    page = pages._PAGE.decode()
+    assert len(page.splitlines()) <= 400
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|<script .|@import|url\(", page
+    )
+    addresses = set(re.findall(r"[a-z]+://[^'\"` ]*", page))
+    assert addresses == {"http://www.w3.org/2000/svg", "tcp://${host}"}, "of namespaces and of examples only"
+
+
+def test_not_ready_says_why():
+    with serving(lambda _what: (503, b"why\n")) as server:
+        assert get(server, "/readyz") == (503, "text/plain; charset=utf-8", b"why\n")
 
 
 def test_a_loop_that_does_not_answer_is_503():

@@ -6,11 +6,12 @@ Copies move real bytes between real buffers, a few pieces at a time, while every
 import ctypes
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from lmcache_client.contract.protocol import NONCE_BYTES, Memory
+from lmcache_client.contract.protocol import NONCE_BYTES, Memory, Register
 from lmcache_server.config import Config
 from lmcache_server.copies import Copies
 from lmcache_server.core.cache import Cache
@@ -191,7 +192,9 @@ class SimulatedServer:
         chunk_size: int,
         lease_s: float,
         faults: Faults,
+        ephemeral: str = "",
     ) -> None:
+        """Engines of the model `ephemeral` register as such."""
         self.network = network
         self.world: World = network.world
         self.process = process
@@ -208,6 +211,10 @@ class SimulatedServer:
         copies = Copies(self.l1, Metrics(), self, verify=True)  # type: ignore[arg-type]
         config = Config(chunk_size=chunk_size, lease_s=lease_s)
         self.router = Router(config, self.cache, copies, copies._metrics, self._send, self)  # type: ignore[arg-type]
+        register = self.router.registry.register
+        self.router._handlers[Register] = lambda session, message: register(
+            session, replace(message, ephemeral=message.model.model == ephemeral)
+        )
         network.listener = self
         process.at_kill.append(self._die)
         self._tick()
@@ -248,6 +255,10 @@ class SimulatedServer:
         self.cache.check_integrity()
         sessions = {session.session_id for session in self.router.registry.sessions.values()}
         assert all(lease.session in sessions for lease in self.cache._leases), "a lease outlives its session"
+        registry = self.router.registry
+        live = {engine.layout.namespace for engine in registry.engines if engine.layout is not None}
+        for namespace in self.cache.namespaces().keys() - live:
+            assert not registry.known[namespace]["ephemeral"], "what is ephemeral outlives its engines"
 
     def freeze(self, seconds: float) -> None:
         self._frozen_until_s = self.world.now_s + seconds

@@ -44,6 +44,7 @@ class Scenario:
         self.lives: list[SimulatedServer] = []
         """All there were: memory of the dead must stay for copies that are under way."""
         self.frames = draw.choice((6, 12, 24, 60))
+        self.ephemeral = "" if seed % 4 else "two"
         self.lease_s = draw.choice((2.0, 20.0, 120.0))
         shapes = draw.sample(SHAPES, 2)
         self.models = [
@@ -73,7 +74,15 @@ class Scenario:
         process = self._process(f"server {len(self.lives)}")
         self.world.note(f"start {process.name}")
         self.lives.append(
-            SimulatedServer(self.network, process, self.frames, CHUNK_TOKENS, self.lease_s, self.faults)
+            SimulatedServer(
+                self.network,
+                process,
+                self.frames,
+                CHUNK_TOKENS,
+                self.lease_s,
+                self.faults,
+                self.ephemeral,
+            )
         )
 
     @property

@@ -19,6 +19,7 @@ PINNED_ROOT = "b6bba98cf5457d832da95b5a75076c3bf97c824f999ce728c9c525b8a4d7d949"
 PINNED_FIRST = "6f70a8571db35cafe07e8085267fad5c19034e3c223d3215b2d5cc2dafd80129"
 PINNED_SECOND = "953fa745149e9f4250c9e2ccef1195de8fc9b74b0a859b2e61b76cdbcf36fd99"
 PINNED_NAMESPACE = "505448e9bad92a5271fcbf0dcd79a7c465d78bc9b74992765a7b7aac26a0e67a"
+PINNED_EPHEMERAL = "2b5b923192b4a84d23d82ffc893a25074929210f1d5af33cb3851159aa0ab555"
 EXTRA_KEYS = (("lora", 7), "salt", b"mm", 1.5, None, True)
 
 MODEL = ModelTag("m", (("revision", "r"),), 2, 1)
@@ -51,6 +52,12 @@ def test_pinned_keys():
 
 def test_pinned_namespace():
     assert namespace_id(MODEL, [GEOMETRY, GEOMETRY]).hex() == PINNED_NAMESPACE
+
+
+def test_a_namespace_is_never_shared_with_an_ephemeral_one():
+    ephemeral = namespace_id(MODEL, [GEOMETRY, GEOMETRY], ephemeral=True)
+    assert ephemeral.hex() == PINNED_EPHEMERAL
+    assert ephemeral.hex() != PINNED_NAMESPACE
 
 
 def test_a_key_by_hand():

@@ -1,4 +1,4 @@
-"""What an installation puts on the path: our three packages, the kernel's source, nothing else."""
+"""What an installation puts on the path: our three packages, the kernel's source, the status page."""
 
 import shutil
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def test_the_wheel_has_the_kernel_and_no_other_top_level_names(tmp_path):
+def test_the_wheel_has_the_kernel_the_page_and_no_other_top_level_names(tmp_path):
     pytest.importorskip("setuptools")
     tree = tmp_path / "tree"
     wanted = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
@@ -20,7 +20,7 @@ def test_the_wheel_has_the_kernel_and_no_other_top_level_names(tmp_path):
     done = subprocess.run([*command, "-w", tmp_path, tree], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
-    assert "lmcache_kernels/page_copy.cu" in names
+    assert {"lmcache_kernels/page_copy.cu", "lmcache_server/page.html"} <= set(names)
     top = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert top == {"lmcache_client", "lmcache_kernels", "lmcache_server"}
 

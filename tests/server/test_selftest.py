@@ -1,0 +1,181 @@
+"""/selftest: the real path, whatever the configuration; nothing stays; what is broken is said."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from harness.rawclient import RawEngine, chain, group
+from harness.server import LMCacheServer
+
+from lmcache_client.bench.client import Client
+from lmcache_client.bench.measure import store
+from lmcache_client.bench.selftest import selftest
+from lmcache_client.bench.workload import Workload
+from lmcache_client.contract.protocol import Done, Retrieve
+from lmcache_server.selftest import SelfTest
+
+STEPS = ["register_s", "store_s", "lookup_s", "retrieve_s", "compare_s", "goodbye_s"]
+
+
+def run(server):
+    """(the HTTP status, the JSON) of /selftest."""
+    try:
+        return 200, json.loads(server.get("/selftest"))
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())
+
+
+def leaves_nothing(server):
+    server.wait_at_rest()
+    status = server.status()
+    assert status["namespaces"] == []
+    assert status["l1"]["free_bytes"] == status["l1"]["total_bytes"]
+    assert status["l1"]["chunks"] == 0
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{}, {"host": "127.0.0.1", "verify": False}, {"chunk_size": 544, "l1_size_gb": 0.001}, {"chunk_size": 1}],
+    ids=["verify", "tcp", "small", "one token"],
+)
+def test_a_page_is_stored_and_restored_and_forgotten(flags):
+    with LMCacheServer(**flags) as server:
+        server.wait_until_populated()
+        code, report = run(server)
+        assert (code, report["ok"]) == (200, True), report
+        assert [name for name in report if name != "ok"] == STEPS
+        assert all(0 < report[name] < 10 for name in STEPS)
+        metrics = server.metrics()
+        assert metrics['lmcache_selftests_total{outcome="ok"}'] == 1
+        assert metrics['lmcache_requests_total{op="goodbye",outcome="ok"}'] == 2
+        for direction in ("store", "load"):
+            assert metrics[f'lmcache_transfer_bytes_total{{direction="{direction}"}}'] > 0
+        assert server.status()["failures"] == []
+        assert "selftest" not in server.log.read_text(), "a probe does not fill the log"
+        assert " ended: " not in server.log.read_text()
+        leaves_nothing(server)
+
+
+def test_who_asks_at_the_same_time_or_soon_after_gets_the_same_answer(monkeypatch):
+    monkeypatch.setattr("lmcache_server.selftest.KEEP_S", 1.0)
+    ended = []
+    with LMCacheServer(l1_size_gb=0.01) as server, ThreadPoolExecutor(8) as pool:
+        selftest = SelfTest(server.address, None, ended.append)
+        answers = list(pool.map(lambda _: selftest.result(), range(8)))
+        assert len(set(answers)) == 1
+        assert ended == [""]
+        time.sleep(1.0)
+        assert selftest.result() != answers[0]
+        assert ended == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ("/bin/false", "ended with code 1"),
+        ("/nowhere", "could not run: [Errno 2]"),
+        ("/bin/true", "not JSON"),
+    ],
+)
+def test_a_client_that_cannot_run_is_said(monkeypatch, program, why):
+    monkeypatch.setattr("sys.executable", program)
+    ended = []
+    code, text = SelfTest("ipc:///nowhere", None, ended.append).result()
+    assert (code, json.loads(text)["failed"]) == (503, "client")
+    assert why in json.loads(text)["error"]
+    assert ended == [f"client: {json.loads(text)['error']}"]
+
+
+def test_without_room_it_fails_and_says_at_which_step():
+    with LMCacheServer(l1_size_gb=0.001) as server:
+        server.wait_until_populated()
+        engine = RawEngine(server.address, [group(page_bytes=1 << 16, layers=1)], 17).start()
+        keys = chain(range(256), 256)
+        engine.store_prompt(keys, [list(range(1, 17))])
+        assert engine.lookup(keys).lease_id, "all of L1 is leased"
+        code, report = run(server)
+        assert (code, report["ok"], report["failed"]) == (503, False, "store")
+        assert report["error"].startswith("the server dropped the store")
+        assert server.metrics()['lmcache_selftests_total{outcome="failed"}'] == 1
+        test, dropped = server.status()["failures"]
+        assert (test["what"], test["sentence"]) == ("self-test failed", f"store: {report['error']}")
+        assert (dropped["what"], dropped["count"]) == ("store dropped", 6)
+        assert dropped["engine_id"].startswith("lmcache selftest ")
+        engine.close()
+        server.wait_at_rest()
+
+
+def test_where_the_kernel_forbids_copies_it_fails(tmp_path):
+    """Every process that the server starts is closed to it."""
+    (tmp_path / "sitecustomize.py").write_text("import ctypes\nctypes.CDLL(None).prctl(4, 0)\n")
+    with LMCacheServer(l1_size_gb=0.01, without_capability=19) as server:  # CAP_SYS_PTRACE
+        server.kill()
+        server.environment["PYTHONPATH"] = f"{tmp_path}:{server.environment.get('PYTHONPATH', '')}"
+        server.start()
+        code, report = run(server)
+        assert (code, report["ok"], report["failed"]) == (503, False, "register")
+        assert "kernel.yama.ptrace_scope" in report["error"]
+        refused = {each["what"]: each for each in server.status()["failures"]}["register refused"]
+        assert refused["sentence"] == report["error"]
+        leaves_nothing(server)
+
+
+def test_copies_that_did_not_happen_are_noticed(monkeypatch):
+    honest = Client.ask
+
+    def ask(channel, message, expected, wait_s=1.0):
+        return Done() if isinstance(message, Retrieve) else honest(channel, message, expected, wait_s)
+
+    monkeypatch.setattr(Client, "ask", staticmethod(ask))
+    with LMCacheServer(l1_size_gb=0.01) as server:
+        report = selftest(server.address, None)
+        assert (report["ok"], report["failed"]) == (False, "compare")
+        assert "wrong bytes" in report["error"]
+        leaves_nothing(server)
+
+
+def test_what_an_ephemeral_engine_stores_goes_with_the_last_engine_of_its_namespace():
+    with LMCacheServer(l1_size_gb=0.1) as server:
+        lasting = RawEngine(server.address, [group()], engine_id="lasting").start()
+        keys = chain(range(lasting.chunk_size), lasting.chunk_size)
+        lasting.store_prompt(keys, [list(range(1, 17))])
+        workload = Workload("model", 256, False, 2, 4096, 4, 1)
+        with Client(server.address, workload, 1) as second:
+            with Client(server.address, workload, 0) as first:
+                assert len(list(store(first, 0))) == 2
+                mine = [each for each in server.status()["namespaces"] if each["ephemeral"]]
+                assert [(each["chunks"], len(each["engines"])) for each in mine] == [(4, 2)]
+            assert server.status()["l1"]["chunks"] == 1 + 4, "another engine of the namespace is there"
+            assert len(list(store(second, 0))) == 2
+            assert server.status()["l1"]["chunks"] == 1 + 8
+        server.wait_at_rest(2)
+        (namespace,) = server.status()["namespaces"]
+        assert (namespace["ephemeral"], namespace["chunks"]) == (False, 1)
+        assert server.status()["l1"]["chunks"] == 1
+        assert lasting.lookup(keys).resume_tokens == lasting.chunk_size
+        lasting.close()
+
+
+def test_an_ephemeral_engine_that_is_killed_in_mid_store_leaves_nothing():
+    with LMCacheServer(l1_size_gb=0.3) as server:
+        context = multiprocessing.get_context("spawn")
+        for _ in range(3):
+            process = context.Process(target=_stores, args=(server.address,))
+            process.start()
+            server.wait_until(lambda l1: l1["chunks"] > 3, 20.0)
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+            server.wait_until(lambda l1: l1["chunks"] == 0)
+            leaves_nothing(server)
+
+
+def _stores(address):
+    with Client(address, Workload("model", 256, True, 8, 1 << 16, 4, 100), 0) as client:
+        list(store(client, 0))

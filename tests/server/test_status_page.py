@@ -1,0 +1,231 @@
+"""The status page in Chromium: a real server, a real engine, what a person sees."""
+
+import json
+import time
+
+import pytest
+from harness.browser import chromium
+from harness.rawclient import RawEngine, chain, group
+from harness.server import LMCacheServer
+
+from lmcache_client.channel import ChannelError
+
+HOSTILE = "<img src=x onerror='window.pwned=1'> & <script>window.pwned=1</script>"
+LONG = "organisation/" + "ModelWithAVeryLongName" * 5
+TABLE = [list(range(1, 65))]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def idle():
+    """A server that nobody has used."""
+    with LMCacheServer(l1_size_gb=0.1) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server():
+    """One with two engines, hits, misses, and a load that came too late."""
+    with LMCacheServer(l1_size_gb=0.1, port=5555) as running:
+        hybrid = [group("sliding_window", 16, 128), group("full")]
+        engines = [
+            RawEngine(running.address, [group()], 65, LONG, HOSTILE).start(),
+            RawEngine(running.address, hybrid, 65, "<b>hybrid</b>", LONG).start(),
+        ]
+        for engine in engines:
+            keys = chain(range(3 * 256), 256)
+            engine.end(engine.lookup(keys))
+            engine.store_prompt(keys, TABLE * len(engine.groups))
+            engine.end(engine.lookup(keys[:1]))
+            found = engine.lookup(keys)
+            engine.retrieve(found, keys, TABLE * len(engine.groups))
+            engine.end(found)
+            with pytest.raises(ChannelError):
+                engine.retrieve(found, keys, TABLE * len(engine.groups))
+        yield running
+        for engine in engines:
+            engine.close()
+
+
+class Visit:
+    """A page that has shown something, and what it asked for and complained of meanwhile."""
+
+    def __init__(self, browser, server, **options):
+        self.url = f"http://127.0.0.1:{server.http_port}/"
+        self.page = browser.new_page(**options)
+        self.page.set_default_timeout(10_000)
+        self.requests, self.errors = [], []
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("console", lambda message: self.errors.append(message.text))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.clock.install()
+        self.page.goto(self.url)
+        self.page.locator("#state", has_text="live").wait_for()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.page.close()
+
+    def value(self, name):
+        return float(self.page.get_attribute(f"#{name}", "value"))
+
+    def text(self, selector):
+        return self.page.inner_text(selector)
+
+    def rows(self, name):
+        return [row.inner_text() for row in self.page.query_selector_all(f"#{name} tr")]
+
+
+def test_figures_are_those_of_the_status(browser, server):
+    with Visit(browser, server) as visit:
+        status = server.status()
+        assert status["tokens"]["hit"] == 2 * (1 + 3) * 256
+        assert visit.value("hit_rate") == status["hit_rate"] == 0.5714
+        assert visit.text("#hit_rate") == "57.1 %"
+        assert visit.value("tokens") == status["tokens"]["hit"]
+        assert visit.text("#tokens") == "2,048"
+        assert visit.value("chunks") == status["l1"]["chunks"] == 6
+        assert visit.value("sessions") == len(status["sessions"]) == 4
+        assert visit.text("#engines") == "2 engines"
+        for name in ("ready_bytes", "reserved_bytes", "free_bytes"):
+            assert visit.value(name) == status["l1"][name]
+        share = status["l1"]["ready_bytes"] / status["l1"]["total_bytes"]
+        shown = visit.page.evaluate("parseFloat(document.querySelector('#bar .ready').style.width)")
+        assert shown == pytest.approx(100 * share)
+        plain, hybrid = visit.rows("namespaces")
+        assert "full attention, blocks of 16, 2 layers" in plain
+        assert "sliding window of 128, blocks of 16, 2 layers" in hybrid
+        assert "256 tokens" in hybrid
+        assert len(visit.rows("session_rows")) == 4
+        failures = visit.rows("failures")
+        assert len(failures) == len(status["failures"]) == 2
+        assert "retrieve refused" in failures[0]
+        assert status["failures"][0]["sentence"] in failures[0]
+
+
+def test_names_of_clients_are_text(browser, server):
+    with Visit(browser, server) as visit:
+        assert any(HOSTILE in row for row in visit.rows("namespaces"))
+        assert any("<b>hybrid</b>" in row for row in visit.rows("session_rows"))
+        assert visit.page.evaluate("window.pwned") is None
+        assert visit.page.evaluate("document.querySelectorAll('img, main script, b b').length") == 0
+
+
+def test_it_asks_nobody_else_and_complains_of_nothing(browser, server):
+    with Visit(browser, server) as visit:
+        for _ in range(3):
+            visit.page.clock.run_for(2100)
+        visit.page.wait_for_timeout(50)
+        assert visit.errors == []
+        paths = [request.removeprefix(visit.url) for request in visit.requests]
+        assert all(request.startswith(visit.url) or request.startswith("data:") for request in visit.requests)
+        assert {path for path in paths if not path.startswith("data:")} == {"", "status", "history"}
+        assert paths.count("status") >= 3
+
+
+def test_its_policy_stops_what_a_hole_would_let_in(browser, server):
+    with Visit(browser, server) as visit:
+        visit.page.evaluate("""() => {
+            const script = document.createElement("script");
+            script.textContent = "window.pwned = 1";
+            document.body.append(script);
+        }""")
+        assert visit.page.evaluate("window.pwned") is None
+        assert any("Content Security Policy" in error for error in visit.errors)
+
+
+CONTRAST = """() => {
+    const canvas = document.createElement("canvas").getContext("2d");
+    const light = color => {
+        canvas.fillStyle = color;
+        const [r, g, b] = [1, 3, 5].map(i => parseInt(canvas.fillStyle.slice(i, i + 2), 16) / 255)
+            .map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const style = getComputedStyle(document.documentElement);
+    const of = name => light(style.getPropertyValue("--" + name));
+    const ratio = (a, b) => (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    return Object.fromEntries(["text", "soft", "bad", "good", "hit", "load", "store"].map(
+        name => [name, Math.min(ratio(of(name), of("card")), ratio(of(name), of("page")))]));
+}"""
+
+
+def test_dark_and_light_can_be_read(browser, server):
+    backgrounds = {}
+    for scheme in ("light", "dark"):
+        with Visit(browser, server, color_scheme=scheme) as visit:
+            backgrounds[scheme] = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
+            for name, ratio in visit.page.evaluate(CONTRAST).items():
+                assert ratio >= 4.5, f"{name} on {scheme}: {ratio:.2f}"
+    assert backgrounds["light"] != backgrounds["dark"]
+
+
+RIGHTMOST = "Math.max(...[...document.querySelectorAll('body *')].map(e => e.getBoundingClientRect().right))"
+
+
+def test_no_width_scrolls_sideways(browser, server):
+    with Visit(browser, server) as visit:
+        for width in (320, 375, 768, 1440):
+            visit.page.set_viewport_size({"width": width, "height": 700})
+            assert visit.page.evaluate("document.documentElement.scrollWidth") == width
+            assert visit.page.evaluate(RIGHTMOST) <= width
+
+
+def test_charts_show_the_history_and_can_be_heard(browser, server):
+    deadline = time.monotonic() + 10
+    while not sum((growth := json.loads(server.get("/history"))["growth"])["hit_tokens"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    with Visit(browser, server) as visit:
+        visit.page.wait_for_selector("#hit_plot svg path.area", state="attached")
+        hit, miss = sum(growth["hit_tokens"]), sum(growth["miss_tokens"])
+        assert float(visit.page.get_attribute("#hit_keys data", "value")) == hit / (hit + miss) == 4 / 7
+        load = float(visit.page.get_attribute("#copy_keys data", "value"))
+        growth = json.loads(server.get("/history"))["growth"]
+        assert load in [bytes_ / 5 for bytes_ in growth["load_bytes"]]
+        label = visit.page.get_attribute("#hit_plot svg", "aria-label")
+        assert label == "Hit rate over the last 5 minutes: between 57.1 % and 57.1 %"
+        assert visit.page.get_attribute("#copy_plot svg", "aria-label").startswith("Throughput over the last")
+        assert visit.page.get_attribute("#bar", "aria-label").endswith("%")
+        visit.page.hover("#hit_plot", position={"x": 1, "y": 50})
+        assert visit.text("#hit_keys").startswith("nothing asked 4 min 55 s ago")
+        headings = visit.page.evaluate("[...document.querySelectorAll('h1, h2')].map(e => e.tagName)")
+        assert headings[0] == "H1"
+        assert set(headings[1:]) == {"H2"}
+
+
+def test_without_an_engine_it_says_how_to_start_one(browser, idle):
+    with Visit(browser, idle) as visit:
+        line = visit.text("#line")
+        assert line.startswith("vllm serve MODEL --kv-transfer-config '{")
+        assert json.loads(line.split("'")[1]) == {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"lmcache.mp.port": idle.port},
+        }
+        assert visit.text("#no_session") == "Nobody is connected."
+        assert visit.text("#no_failure").startswith("None")
+        assert not visit.page.is_visible("#namespace_table")
+        assert not visit.text("#hit_rate").endswith("%")
+
+
+def test_a_server_that_stops_is_seen_and_one_that_is_back_too(browser, idle):
+    with Visit(browser, idle) as visit:
+        idle.kill()
+        visit.page.clock.run_for(4000)
+        assert visit.text("#state") == "live"
+        visit.page.clock.run_for(8000)
+        assert visit.text("#state").startswith("last heard 1")
+        assert visit.text("#state").endswith(" s ago")
+        assert "stale" in visit.page.get_attribute("body", "class")
+        idle.start()
+        visit.page.clock.run_for(2100)
+        visit.page.locator("#state", has_text="live").wait_for()
+        assert visit.page.get_attribute("body", "class") == ""
