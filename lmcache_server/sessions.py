@@ -34,6 +34,7 @@ class Shard:
     process: Process | None = None
     copier: CopyWorker | None = None
     proven: bool = False
+    copy_failed: bool = False
 
 
 @dataclass
@@ -48,6 +49,8 @@ class Session:
     started_s: float
     heard_s: float
     process: Process | None
+    model: str = ""
+    """That of its last attempt to register, for the log."""
     joined: str = ""
     shard: Shard | None = None
     jobs: int = 0
