@@ -159,6 +159,7 @@ def doctor(config_file: str | None, as_json: bool, **flags: Any) -> int:
 
     from lmcache_server.doctor.checks import COLOURS, FAIL
     from lmcache_server.doctor.examine import examine
+    from lmcache_server.logs import printable
 
     try:
         options = configuration.resolve(flags, flags, os.environ, config_file)
@@ -169,7 +170,8 @@ def doctor(config_file: str | None, as_json: bool, **flags: Any) -> int:
         click.echo(json.dumps([dataclasses.asdict(check) for check in found], indent=2))
     for check in () if as_json else found:
         verdict = click.style(f"{check.verdict:<6}", fg=COLOURS[check.verdict])
-        click.echo(f"{verdict}{check.name}: {check.finding}" + (f" -> {check.fix}" if check.fix else ""))
+        line = f"{check.name}: {check.finding}" + (f" -> {check.fix}" if check.fix else "")
+        click.echo(verdict + printable(line))
     return EXIT_FAILED if any(check.verdict == FAIL for check in found) else 0
 
 

@@ -22,6 +22,7 @@ def set_up(level: str, form: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == JSON else TextFormatter())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    logging.captureWarnings(True)
     sys.excepthook = _ended_by
     threading.excepthook = lambda ended: _ended_by(ended.exc_type, ended.exc_value, ended.exc_traceback)
 
@@ -40,11 +41,11 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return _printable(super().formatMessage(record))
+        return printable(super().formatMessage(record))
 
     def formatException(self, ei: "logging._SysExcInfoType") -> str:
         lines = super().formatException(ei).splitlines()
-        return "\n".join("    " + _printable(line) for line in lines)
+        return "\n".join("    " + printable(line) for line in lines)
 
 
 class JsonFormatter(logging.Formatter):
@@ -65,7 +66,7 @@ class JsonFormatter(logging.Formatter):
         return json.dumps({**event, **values}, default=str)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Line ends, control characters and the like as escapes."""
     if text.isprintable():
         return text

@@ -71,6 +71,7 @@ class Router:
         self.report = Report(config, cache, copies, self.registry, metrics, system)
         self._partial = PartialChunks()
         self._send = send
+        self._told_of_versions = False
         self._handlers: dict[type[Any], Callable[[Session, Any], Message]] = {
             Register: self.registry.register,
             Join: self.registry.join,
@@ -93,6 +94,14 @@ class Router:
         except BadRequestError as error:
             self._count("other", "refused")
             self.reply(identity, error.request_id, Refused(error.code, str(error)))
+            # Who speaks another version comes again every few seconds.
+            first = error.code == protocol.WRONG_VERSION and not self._told_of_versions
+            self._told_of_versions |= first
+            logger.log(
+                logging.WARNING if first else logging.DEBUG,
+                "refused a message: %(reason)s",
+                {"reason": str(error), "code": error.code},
+            )
             return
         except ProtocolError as error:
             self._count("other", "refused")

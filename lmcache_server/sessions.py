@@ -61,6 +61,11 @@ class Session:
         return "worker" if self.shard is not None else "scheduler" if self.joined else "client"
 
     @property
+    def vllm_version(self) -> str:
+        """As its worker says; empty for who has registered no memory."""
+        return dict(self.shard.model.details).get("vllm", "") if self.shard is not None else ""
+
+    @property
     def engine_id(self) -> str:
         return self.shard.engine_id if self.shard is not None else self.joined
 

@@ -200,12 +200,15 @@ def server(version: str, where: str, failure: str, unreachable: bool) -> Check:
     return Check("server", OK, f"{version} at {where}, as here")
 
 
-def connectors(server_version: str, versions: Mapping[str, str]) -> Check:
-    """`versions` has the connector's by engine and process, as far as any is connected."""
+def connectors(server_version: str, versions: Mapping[str, str], vllms: Sequence[str]) -> Check:
+    """`versions` has the connector's by engine and process, as far as any is connected; `vllms` are the
+    versions of vLLM that they run in."""
     if not server_version:
         return Check("connectors", OK, "none known without a server")
+    running = f", in vLLM {' and '.join(vllms)}" if vllms else ""
     others = [f"{who} has {version}" for who, version in versions.items() if version != server_version]
     if others:
+        finding = f"the server has {server_version}, {', '.join(others)}{running}"
         fix = f"pip install lmcache-mp=={server_version}  (where vLLM is installed)"
-        return Check("connectors", WARN, f"the server has {server_version}, {', '.join(others)}", fix)
-    return Check("connectors", OK, f"{len(versions)} connected, of no other version")
+        return Check("connectors", WARN, finding, fix)
+    return Check("connectors", OK, f"{len(versions)} connected, of no other version{running}")

@@ -100,7 +100,8 @@ def _connectors(report: Mapping[str, Any]) -> Check:
         for each in report.get("sessions", ())
         if each["engine_id"]
     }
-    return checks.connectors(report.get("version", ""), versions)
+    vllms = {each["vllm_version"] for each in report.get("sessions", ()) if each["vllm_version"]}
+    return checks.connectors(report.get("version", ""), versions, sorted(vllms))
 
 
 def _l1_memory(l1: Mapping[str, Any], l1_bytes: int, report: Mapping[str, Any]) -> list[Check]:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import standin
+from harness.peer import Peer
 from harness.rawclient import RawEngine, group
 from harness.server import LMCacheServer
 
+from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.version import VERSION
 
 SYS_PTRACE = 19
@@ -52,6 +54,18 @@ def test_with_a_running_server() -> None:
         assert found["ptrace"]["verdict"] == "ok"
         assert found["vLLM"]["verdict"] == found["plugin"]["verdict"] == "ok"
         engine.close()
+
+        with Peer(f"ipc://{server.runtime_dir}/{server.port}.sock", "one\nok    server: forged") as other:
+            other.model = ModelTag("model", (("vllm", "0.31.0"),), 1, 1)
+            other.ask(other.hello())
+            other.ask(other.register())
+            lines = server.cli("doctor").stdout.splitlines()
+        warning = next(line for line in lines if " connectors: " in line)
+        assert warning.startswith(
+            f"warn  connectors: the server has {VERSION}, engine one\\nok    server: forged"
+        )
+        assert f" has peer, in vLLM 0.31.0 -> pip install lmcache-mp=={VERSION}" in warning
+        assert len(lines) == len(found)
 
         done = server.cli("doctor", "--l1-size-gb", "90000")
         lines = done.stdout.splitlines()

@@ -92,10 +92,16 @@ CASES = [
         f"9.9 at port 1, and {VERSION}",
         "lmcache-mp==9.9",
     ),
-    (checks.connectors("", {}), OK, "none known", ""),
-    (checks.connectors("1", {}), OK, "0 connected", ""),
-    (checks.connectors("1", {"a": "1"}), OK, "1 connected", ""),
-    (checks.connectors("1", {"a": "1", "b": "2"}), WARN, "the server has 1, b has 2", "lmcache-mp==1"),
+    (checks.connectors("", {}, []), OK, "none known", ""),
+    (checks.connectors("1", {}, []), OK, "0 connected", ""),
+    (checks.connectors("1", {"a": "1"}, []), OK, "1 connected", ""),
+    (
+        checks.connectors("1", {"a": "1"}, ["2", "3"]),
+        OK,
+        "1 connected, of no other version, in vLLM 2 and 3",
+        "",
+    ),
+    (checks.connectors("1", {"a": "1", "b": "2"}, []), WARN, "the server has 1, b has 2", "lmcache-mp==1"),
 ]
 
 
