@@ -12,4 +12,4 @@ def log_state(ready: bool, sentence: str) -> None:
 
 def trace(request_id: str, sentence: str, *values: object) -> None:
     """What becomes of a request, for who follows one at VLLM_LOGGING_LEVEL=DEBUG."""
-    logger.debug("lmcache: request %s: " + sentence, request_id, *values)
+    logger.debug("lmcache: request %s: " + sentence, request_id, *values, stacklevel=2)

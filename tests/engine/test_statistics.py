@@ -39,6 +39,11 @@ def check_the_last_request_can_be_followed(engine: Engine, server: LMCacheServer
         "ended",
     ]
     assert [each for _, each in told if each.startswith("storing")], "the one before stored what this loads"
+    # The engine does not wait until the server has heard of the end.
+    deadline = time.monotonic() + 5
+    while f"request {followed}: ended" not in server.log.read_text():
+        assert time.monotonic() < deadline, "the server did not hear of the end"
+        time.sleep(0.01)
     lines = [json.loads(line) for line in server.log.read_text().splitlines()]
     assert [
         (line.get("hit_tokens"), line.get("direction"))
