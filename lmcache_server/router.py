@@ -93,7 +93,6 @@ class Router:
             request_id, message = protocol.decode_request(frame)
         except BadRequestError as error:
             self._count("other", "refused")
-            self.reply(identity, error.request_id, Refused(error.code, str(error)))
             # Who speaks another version comes again every few seconds.
             first = error.code == protocol.WRONG_VERSION and not self._told_of_versions
             self._told_of_versions |= first
@@ -102,6 +101,7 @@ class Router:
                 "refused a message: %(reason)s",
                 {"reason": str(error), "code": error.code},
             )
+            self.reply(identity, error.request_id, Refused(error.code, str(error)))
             return
         except ProtocolError as error:
             self._count("other", "refused")

@@ -38,7 +38,7 @@ def check_the_last_request_can_be_followed(engine: Engine, server: LMCacheServer
         "its load of 512 tokens ended",
         "ended",
     ]
-    assert [each for _, each in told if each.startswith("storing")], "the one before stored what this loads"
+    storing = next(name for name, each in told if each.startswith("storing"))
     # The engine does not wait until the server has heard of the end.
     deadline = time.monotonic() + 5
     while f"request {followed}: ended" not in server.log.read_text():
@@ -50,6 +50,8 @@ def check_the_last_request_can_be_followed(engine: Engine, server: LMCacheServer
         for line in lines
         if line.get("request_id") == followed or followed in line.get("request_ids", ())
     ] == [(512, None), (None, "load"), (None, None)]
+    stores = [line["request_ids"] for line in lines if line.get("direction") == "store"]
+    assert stores == [[storing]], "the request before stored what this one loads"
 
 
 def test_loads_and_stores_are_in_vllms_log_and_metrics(start_server: Callable[..., LMCacheServer]) -> None:
