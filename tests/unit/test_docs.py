@@ -9,7 +9,7 @@ import pytest
 from lmcache_server.cli import cli
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 ids = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
