@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMPS := .venv/stamps
 
-.PHONY: help install lint test test-gpu bench bench-gpu simulate fuzz demo docs docs-serve clean
+.PHONY: help install lint test test-gpu bench bench-gpu simulate fuzz demo verified-models docs docs-serve clean
 
 help:
 	@echo "make install   create .venv and install vLLM (CPU build unless there is one) and this package"
@@ -16,6 +16,7 @@ help:
 	@echo "make simulate  SEEDS=1000 histories of the real core in a simulated world, from seed FIRST=0 on"
 	@echo "make fuzz      SECONDS=600 of mutated messages into the decoder, then as many into the router"
 	@echo "make docs      the site of docs/, into .cache/site; any warning is an error (make docs-serve shows it)"
+	@echo "make verified-models  lmcache verify on each kind of model: writes docs/verified-models.md"
 	@echo "make clean     remove everything that was generated, .venv and .cache included"
 
 install: $(STAMPS)/package
@@ -47,7 +48,7 @@ $(STAMPS)/deploy: pyproject.toml | $(STAMPS)/package
 
 test: install lint $(STAMPS)/deploy
 	@$(BIN)/python scripts/install_tools.py
-	$(BIN)/python -m pytest
+	$(BIN)/python scripts/run_tests.py
 
 # Neither vLLM nor the virtual environment is needed: an interpreter that has torch, cupy, pyzmq, pytest and
 # what the server needs (click, uvloop, msgpack, prometheus-client).
@@ -87,6 +88,9 @@ docs: install
 
 docs-serve: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+verified-models: install
+	@$(BIN)/python scripts/verified_models.py
 
 clean:
 	rm -rf .venv .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -146,6 +146,36 @@ def ping(config_file: str | None, timeout_s: float, **flags: Any) -> None:
     click.echo(f"the server answers, after {1000 * (time.perf_counter() - started_s):.1f} ms")
 
 
+@cli.command()
+@_config_options("host", "port", "l1_size_gb", "l1_path", "l1_hugetlb")
+@click.option("--json", "as_json", is_flag=True, help="Print the checks as a JSON array.")
+def doctor(config_file: str | None, as_json: bool, **flags: Any) -> int:
+    """Check this machine, this Python environment and a running server.
+
+    A line for each check, with the command that helps where something is wrong. Run it as the server's user;
+    what is not given is taken from the running server. The exit code is 1 when a check fails.
+    """
+    import dataclasses
+    import json
+
+    from lmcache_server.doctor.checks import COLOURS, FAIL
+    from lmcache_server.doctor.examine import examine
+    from lmcache_server.logs import printable
+
+    try:
+        options = configuration.resolve(flags, flags, os.environ, config_file)
+    except StartError as error:
+        raise CannotStartError(str(error)) from error
+    found = examine(options, flags)
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(check) for check in found], indent=2))
+    for check in () if as_json else found:
+        verdict = click.style(f"{check.verdict:<6}", fg=COLOURS[check.verdict])
+        line = f"{check.name}: {check.finding}" + (f" -> {check.fix}" if check.fix else "")
+        click.echo(verdict + printable(line))
+    return EXIT_FAILED if any(check.verdict == FAIL for check in found) else 0
+
+
 _COUNT = click.IntRange(1, 1024)
 
 

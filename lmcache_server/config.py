@@ -15,6 +15,7 @@ from typing import Any
 from lmcache_client.contract.endpoint import is_loopback
 from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS
 from lmcache_client.contract.protocol import DEFAULT_PORT
+from lmcache_server.logs import FORMATS, TEXT
 
 GB_BYTES = 1 << 30
 ENVIRONMENT_PREFIX = "LMCACHE_"
@@ -203,6 +204,13 @@ class Config:
         "info",
         "How much to log on stderr: debug, info, warning or error.",
         "LEVEL",
+    )
+    log_format: str = _option(
+        TEXT,
+        _choice(*FORMATS),
+        TEXT,
+        "How to log: text, or json for one object a line, with what the line names as fields.",
+        "FORMAT",
     )
 
     @property

@@ -81,10 +81,9 @@ class Connections:
         if time.monotonic() - self._told_s >= TOLD_AGAIN_S:
             self._told_s = time.monotonic()
             logger.warning(
-                "connections are turned away: %d file descriptors are in use; close clients that are not "
-                "needed, or raise the limit of open files (ulimit -n) to %d",
-                self._most,
-                2 * descriptors.CONNECTIONS,
+                "connections are turned away: %(descriptors)d file descriptors are in use; close clients "
+                "that are not needed, or raise the limit of open files (ulimit -n) to %(enough)d",
+                {"descriptors": self._most, "enough": 2 * descriptors.CONNECTIONS},
             )
 
     def close(self) -> None:

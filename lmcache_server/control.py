@@ -21,6 +21,10 @@ class ControlError(Exception):
     """No server, or none that answered what was asked: one sentence."""
 
 
+class UnreachableError(ControlError):
+    """No server answers there."""
+
+
 def ask(host: str, port: int, message: Message, timeout_s: float) -> Message:
     """The answer of the server at `host` and `port` to Ping, Status or Clear. Raises ControlError."""
     try:
@@ -55,8 +59,8 @@ def ask(host: str, port: int, message: Message, timeout_s: float) -> Message:
     return reply
 
 
-def _unreachable(endpoint: str) -> ControlError:
-    return ControlError(
+def _unreachable(endpoint: str) -> UnreachableError:
+    return UnreachableError(
         f"no lmcache server answers at {endpoint}: start one with 'lmcache server', "
         "or pass the --host and --port that it was started with"
     )

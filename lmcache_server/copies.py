@@ -47,9 +47,10 @@ class Copies:
         shard: Shard,
         read: Read,
         block_ids: Sequence[Sequence[int]],
-        ended: Callable[[Exception | None], None],
+        ended: Callable[[Exception | None, int], None],
     ) -> None:
-        """Copy the parts of `read` into the blocks of `block_ids` (per group, in the parts' order)."""
+        """Copy the parts of `read` into the blocks of `block_ids` (per group, in the parts' order); `ended`
+        is told what went wrong and how many bytes were copied."""
         pages: list[tuple[int, Page]] = []
         taken = [0] * len(block_ids)
         for part in read.parts:
@@ -58,18 +59,21 @@ class Copies:
             ids = block_ids[part.group][start : start + part.pages]
             pages.append((part.group, Page(part.runs, part.num_blocks, part.first_page, ids)))
 
-        def finish(error: Exception | None) -> None:
+        def finish(error: Exception | None, num_bytes: int) -> None:
             if isinstance(error, DamagedError):
                 damaged = read.parts[error.part]
                 cache.forget(damaged.chunk)
                 self._metrics.count("lmcache_verify_failures_total")
                 logger.warning(
-                    "chunk %s is damaged and forgotten, group %d: %s",
-                    damaged.chunk.key.hex()[:16],
-                    damaged.group,
-                    error,
+                    "chunk %(chunk)s is damaged and forgotten, group %(group)d: %(reason)s",
+                    {
+                        "chunk": damaged.chunk.key.hex()[:16],
+                        "group": damaged.group,
+                        "reason": str(error),
+                        "engine": shard.engine_id,
+                    },
                 )
-            ended(error)
+            ended(error, num_bytes)
 
         groups = shard.geometry.groups
 
@@ -91,7 +95,7 @@ class Copies:
         layout: Layout,
         objects: Sequence[StoreObject],
         session_id: int,
-        ended: Callable[[Stored], None],
+        ended: Callable[[Stored, int], None],
     ) -> None:
         """Reserve room for what is not there, copy it, and make it ready."""
         reservations: list[tuple[StoreObject, Reservation]] = []
@@ -138,7 +142,7 @@ class Copies:
             for index, (group, page) in enumerate(pages):
                 taken[index] = checksums(found[index], page, shard.geometry.groups[group].regions)
 
-        def finish(error: Exception | None) -> None:
+        def finish(error: Exception | None, num_bytes: int) -> None:
             # In the order of the chain: a chunk finds its place by the one before it.
             in_order = sorted(zip(reservations, taken, strict=True), key=lambda pair: pair[0][0].chunk_index)
             for (_, reservation), sums in in_order:
@@ -149,12 +153,12 @@ class Copies:
             outcome = "stored" if error is None else "failed"
             self._metrics.count("lmcache_objects_total", len(reservations), outcome=outcome)
             stored = len(reservations) if error is None else 0
-            ended(Stored(stored, present, dropped + len(reservations) - stored))
+            ended(Stored(stored, present, dropped + len(reservations) - stored), num_bytes)
 
         if reservations:
             self._submit(shard, "store", True, build, finish, take_checksums if self._verify else None)
         else:
-            finish(None)
+            finish(None, 0)
 
     def _submit(
         self,
@@ -162,11 +166,11 @@ class Copies:
         direction: str,
         has_work: bool,
         build: Callable[[], Pieces],
-        ended: Callable[[Exception | None], None],
+        ended: Callable[[Exception | None, int], None],
         after: Callable[[], None] | None = None,
     ) -> None:
         if not has_work:
-            self._system.call_soon(ended, None)
+            self._system.call_soon(ended, None, 0)
             return
         started_s = self._system.now_s()
 
@@ -177,10 +181,22 @@ class Copies:
             )
             if error is not None:
                 self._metrics.count("lmcache_copy_failures_total", 1, direction=direction)
-                logger.info("a %s of engine %s failed: %s", direction, shard.engine_id, error)
+                # With a worker that has gone end all its copies, and of a GPU that cannot be used each fails.
+                logger.log(
+                    logging.DEBUG if shard.copy_failed else logging.INFO,
+                    "a %(direction)s of engine %(engine)s, rank %(rank)d, failed: %(reason)s; more of them "
+                    "are in lmcache_copy_failures_total and in the debug log",
+                    {
+                        "direction": direction,
+                        "engine": shard.engine_id,
+                        "rank": shard.rank,
+                        "reason": str(error),
+                    },
+                )
+                shard.copy_failed = True
                 what = "page damaged" if isinstance(error, DamagedError) else f"{direction} failed"
                 self._failed(what, shard, str(error))
-            ended(error)
+            ended(error, num_bytes)
 
         assert shard.copier is not None
         shard.copier.submit(CopyJob(direction == "load", build, done, after))

@@ -29,10 +29,9 @@ def raise_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     if _limit() < LEAST_LIMIT:
         logger.warning(
-            "the limit of open files is %d: clients that connect very often could end the server; raise it "
-            "to %d or more (ulimit -n; for a systemd unit LimitNOFILE=)",
-            _limit(),
-            LEAST_LIMIT,
+            "the limit of open files is %(limit)d: clients that connect very often could end the server; "
+            "raise it to %(least)d or more (ulimit -n; for a systemd unit LimitNOFILE=)",
+            {"limit": _limit(), "least": LEAST_LIMIT},
         )
 
 

@@ -129,7 +129,8 @@ class L1Memory:
                     return
                 if populate and (failure := _populate_piece(self.base_address + offset, end - offset)):
                     logger.warning(
-                        "L1 is not populated beforehand but on first use: %s", os.strerror(failure)
+                        "L1 is not populated beforehand but on first use: %(reason)s",
+                        {"reason": os.strerror(failure)},
                     )
                     populate = False
                 if populate or self.file is not None:
@@ -152,12 +153,14 @@ class L1Memory:
             self.file.allocate(start, end - start)
         except OSError as error:
             logger.error(
-                "L1 has %.2f of %.2f GB and gets no more: no space for %s (%s); free some and start again, "
-                "or ask for less with --l1-size-gb",
-                start / GB_BYTES,
-                self.num_bytes / GB_BYTES,
-                self.file.path,
-                error.strerror,
+                "L1 has %(size_gb).2f of %(wanted_gb).2f GB and gets no more: no space for %(path)s "
+                "(%(reason)s); free some and start again, or ask for less with --l1-size-gb",
+                {
+                    "size_gb": start / GB_BYTES,
+                    "wanted_gb": self.num_bytes / GB_BYTES,
+                    "path": self.file.path,
+                    "reason": error.strerror,
+                },
             )
             return False
         grow((end - start) // FRAME_BYTES)

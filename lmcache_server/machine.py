@@ -41,6 +41,11 @@ def local_processors(pci_bus_id: str, root: Path = Path("/")) -> set[int]:
         text = (root / "sys/bus/pci/devices" / pci_bus_id.lower() / "local_cpulist").read_text()
     except OSError:
         return set()
+    return numbers(text)
+
+
+def numbers(text: str) -> set[int]:
+    """What a list of the system means: "0-2,8" is 0, 1, 2 and 8."""
     found: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")

@@ -35,9 +35,9 @@ class PartialChunks:
             if len(self._warned) > MAX_WARNED:
                 del self._warned[next(iter(self._warned))]
             logger.warning(
-                "namespace %s: some workers of an engine have stored a chunk and others have not, so hits "
-                "are shorter than they could be; look for dropped or failed stores (lmcache_objects_total), "
-                "and give the server more --l1-size-gb if there was no room",
-                namespace.hex()[:16],
+                "namespace %(namespace)s: some workers of an engine have stored a chunk and others have not, "
+                "so hits are shorter than they could be; look for dropped or failed stores "
+                "(lmcache_objects_total), and give the server more --l1-size-gb if there was no room",
+                {"namespace": namespace.hex()[:16]},
             )
         return True

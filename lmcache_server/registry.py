@@ -114,7 +114,8 @@ class Registry:
             session.process.close()
         passing = role == "client" or (engine is not None and engine.ephemeral)
         level = logging.DEBUG if passing else logging.INFO
-        logger.log(level, "session %d (%s, pid %d) ended: %s", session.session_id, role, session.pid, reason)
+        told = {"session": session.session_id, "role": role, "pid": session.pid, "reason": reason}
+        logger.log(level, "session %(session)d (%(role)s, pid %(pid)d) ended: %(reason)s", told)
 
     def _drop_shard(self, session: Session) -> None:
         shard, session.shard = session.shard, None
@@ -144,6 +145,7 @@ class Registry:
 
     def register(self, session: Session, message: Register) -> Message:
         geometry, memory = message.geometry, message.memory
+        session.model = message.model.model
         others = sum(each.shard is not None for each in self.sessions.values() if each is not session)
         if others >= MAX_WORKERS:
             raise Refusal(protocol.OVERLOADED, f"the server has {MAX_WORKERS} workers already")
@@ -153,7 +155,6 @@ class Registry:
             geometry.check_buffers(tuple(size for _, size in memory.buffers))
             chunk_size = resolve_chunk_size(self._config.chunk_size, geometry.groups)
         except GeometryError as error:
-            logger.warning("refused an engine of %s: %s", message.model.model, error)
             raise Refusal(protocol.CONFIGURATION, str(error)) from error
         self._drop_shard(session)
         session.shard = Shard(
@@ -194,7 +195,6 @@ class Registry:
             raise Refusal(protocol.BAD_REQUEST, "the registration was given up before it was proven")
         if error is not None:
             self._drop_shard(session)
-            logger.warning("refused a worker of %s: %s", shard.model.model, error)
             raise Refusal(protocol.NO_ACCESS, str(error)) from error
         if not all(hmac.compare_digest(each, shard.nonce) for each in found):
             self._drop_shard(session)
@@ -211,12 +211,16 @@ class Registry:
             self.known[layout.namespace] = namespace_summary(shard.model, layout)
             logger.log(
                 logging.DEBUG if shard.ephemeral else logging.INFO,
-                "engine %s of %s is registered: %d groups, chunk size %d, namespace %s",
-                shard.engine_id,
-                shard.model.model,
-                len(layout.groups),
-                layout.chunk_size,
-                layout.namespace.hex()[:16],
+                "engine %(engine)s of %(model)s is registered: %(groups)d groups, chunk size %(chunk_size)d, "
+                "namespace %(namespace)s",
+                {
+                    "engine": shard.engine_id,
+                    "model": shard.model.model,
+                    "groups": len(layout.groups),
+                    "chunk_size": layout.chunk_size,
+                    "namespace": layout.namespace.hex()[:16],
+                    "session": session.session_id,
+                },
             )
         return Registered(shard.chunk_size, chunk_size_warning(shard.chunk_size, shard.geometry.groups))
 

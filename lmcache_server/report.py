@@ -80,6 +80,8 @@ class Report:
                     "role": session.role,
                     "engine_id": session.engine_id,
                     "rank": session.shard.rank if session.shard is not None else 0,
+                    "client_version": session.client_version,
+                    "vllm_version": session.vllm_version,
                     "age_s": round(now_s - session.started_s, 3),
                 }
                 for session in self._registry.sessions.values()

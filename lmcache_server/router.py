@@ -4,6 +4,7 @@ Every request gets exactly one reply: at once, or when its copy has ended. Nothi
 believed: block ids, positions and memory are checked against what the client registered and proved.
 """
 
+import dataclasses
 import json
 import logging
 from collections.abc import Callable
@@ -70,6 +71,7 @@ class Router:
         self.report = Report(config, cache, copies, self.registry, metrics, system)
         self._partial = PartialChunks()
         self._send = send
+        self._told_of_versions = False
         self._handlers: dict[type[Any], Callable[[Session, Any], Message]] = {
             Register: self.registry.register,
             Join: self.registry.join,
@@ -91,32 +93,42 @@ class Router:
             request_id, message = protocol.decode_request(frame)
         except BadRequestError as error:
             self._count("other", "refused")
+            # Who speaks another version comes again every few seconds.
+            first = error.code == protocol.WRONG_VERSION and not self._told_of_versions
+            self._told_of_versions |= first
+            logger.log(
+                logging.WARNING if first else logging.DEBUG,
+                "refused a message: %(reason)s",
+                {"reason": str(error), "code": error.code},
+            )
             self.reply(identity, error.request_id, Refused(error.code, str(error)))
             return
         except ProtocolError as error:
             self._count("other", "refused")
-            logger.debug("dropped a frame of %d bytes: %s", len(frame), error)
+            logger.debug(
+                "dropped a frame of %(bytes)d bytes: %(reason)s", {"bytes": len(frame), "reason": str(error)}
+            )
             return
-        operation = _OPERATIONS.get(type(message), "other")
         engine_id = message.engine_id if isinstance(message, Register) else ""
         self._respond(
             identity,
             request_id,
-            operation,
-            engine_id,
+            message,
             lambda: self._handle(identity, message, request_id, len(frame)),
+            engine_id,
         )
 
     def _respond(
         self,
         identity: bytes,
         request_id: int,
-        operation: str,
-        engine_id: str,
+        message: Message,
         handle: Callable[[], Message | None],
+        engine_id: str,
     ) -> None:
         """Reply what `handle` returns, or why it does not; nothing when it returns None. `engine_id` is that
         of a registration, "" for the one that the session of `identity` has."""
+        operation = _OPERATIONS.get(type(message), "other")
         try:
             reply = handle()
         except Refusal as refusal:
@@ -125,9 +137,16 @@ class Router:
             if operation in _TOLD and refusal.code != protocol.NOT_REGISTERED:
                 self._failed(f"{operation} refused", engine_id or self._engine_of(identity), str(refusal))
             reply = Refused(refusal.code, str(refusal))
+            # An engine that is not served is an event; a request that is not costs only time.
+            level = logging.WARNING if operation == "register" else logging.DEBUG
+            session = self.registry.sessions.get(identity)
+            who = "session %(session)d (pid %(pid)d, model %(model)r): " if session is not None else ""
+            told = {"operation": operation, "code": refusal.code, "reason": str(refusal)}
+            _log(level, who + "refused %(operation)s: %(reason)s", session, message, told)
         except Exception:
             # A fault here must cost one request, not the server; state changes before it are complete.
-            logger.exception("request %s failed", operation)
+            sentence, session = "request %(operation)s failed", self.registry.sessions.get(identity)
+            _log(logging.ERROR, sentence, session, message, {"operation": operation}, trace=True)
             self._count(operation, "failed")
             sentence = "the server failed on a request; its log says why"
             self._failed(f"{operation} failed", engine_id or self._engine_of(identity), sentence)
@@ -181,7 +200,7 @@ class Router:
             return StatusReport(tuple(text[i : i + step] for i in range(0, len(text), step)))
         if isinstance(message, Clear):
             chunks = self.cache.clear()
-            logger.info("cleared: %d chunks forgotten", chunks)
+            logger.info("cleared: %(chunks)d chunks forgotten", {"chunks": chunks})
             return Cleared(chunks)
         if session is None:
             raise Refusal(protocol.NOT_REGISTERED, "greet the server first")
@@ -198,10 +217,10 @@ class Router:
         self.registry.tick()
         self.report.tick()
 
-    def _prove(self, session: Session, _message: Prove, request_id: int, _frame_bytes: int) -> None:
+    def _prove(self, session: Session, message: Prove, request_id: int, _frame_bytes: int) -> None:
         engine_id = session.engine_id
         self.registry.prove(
-            session, lambda finish: self._respond(session.identity, request_id, "register", engine_id, finish)
+            session, lambda finish: self._respond(session.identity, request_id, message, finish, engine_id)
         )
 
     # -- the cache --------------------------------------------------------------------------------
@@ -219,16 +238,26 @@ class Router:
             partial = self._partial.seen(layout.namespace, message.keys[beyond], started_s)
             self.metrics.count("lmcache_partial_chunks_total", int(partial))
         self.metrics.count_tokens(message.num_tokens, computed=computed, hit=served, limit=limit)
-        self.metrics.observe("lmcache_lookup_seconds", self.clock() - started_s)
-        logger.debug(
-            "request %s: %d of %d tokens can be restored", message.request_id, served, message.num_tokens
-        )
+        seconds = self.clock() - started_s
+        self.metrics.observe("lmcache_lookup_seconds", seconds)
+        sentence = "request %(request_id)s: %(hit_tokens)d of %(num_tokens)d tokens can be restored"
+        told = {
+            "hit_tokens": served,
+            "computed_tokens": computed,
+            "num_tokens": message.num_tokens,
+            "lease": hit.lease_id,
+            "namespace": layout.namespace.hex()[:16],
+            "seconds": seconds,
+        }
+        _log(logging.DEBUG, sentence, session, message, told)
         return Found(hit.resume_tokens, hit.lease_id, int(self.config.lease_s), hit.held)
 
     def _end_request(self, session: Session, message: EndRequest) -> Message:
         for lease_id in message.lease_ids:
             self.cache.release(lease_id, session.session_id)
         self.cache.touch(self.registry.joined_layout(session, message.engine_id).namespace, message.keys)
+        sentence = "request %(request_id)s: ended" if message.request_id else "leases given up: %(leases)s"
+        _log(logging.DEBUG, sentence, session, message, {"leases": list(message.lease_ids)})
         return Done()
 
     def _retrieve(self, session: Session, message: Retrieve, request_id: int, frame_bytes: int) -> None:
@@ -244,15 +273,16 @@ class Router:
             raise Refusal(protocol.EXPIRED, "what was promised to this request is no longer held for it")
         session.jobs += 1
         session.waiting_bytes += frame_bytes
+        started_s = self.clock()
 
-        def ended(error: Exception | None) -> None:
+        def ended(error: Exception | None, num_bytes: int) -> None:
             session.jobs -= 1
             session.waiting_bytes -= frame_bytes
             self.cache.close_read(read)
             self._count("retrieve", "ok" if error is None else "failed")
-            logger.debug(
-                "request %s: loaded %d tokens: %s", message.request_id, resume - computed, error or "ok"
-            )
+            sentence = "request %(request_id)s: loaded %(tokens)d tokens, %(bytes)d bytes: %(outcome)s"
+            told = {"tokens": resume - computed, "outcome": str(error or "ok"), "lease": message.lease_id}
+            _log(logging.DEBUG, sentence, session, message, told | self._copied("load", num_bytes, started_s))
             reply = Done() if error is None else Refused(protocol.COPY_FAILED, str(error))
             self.reply(session.identity, request_id, reply)
 
@@ -269,14 +299,45 @@ class Router:
             _check_blocks(shard, each.block_ids, len(positions))
         session.jobs += 1
         session.waiting_bytes += frame_bytes
+        started_s = self.clock()
 
-        def ended(stored: protocol.Stored) -> None:
+        def ended(stored: protocol.Stored, num_bytes: int) -> None:
             session.jobs -= 1
             session.waiting_bytes -= frame_bytes
             self._count("store", "ok")
+            sentence = (
+                "requests %(request_ids)s: %(stored)d objects stored, %(bytes)d bytes; "
+                "%(present)d were there, %(dropped)d dropped"
+            )
+            told = dataclasses.asdict(stored) | self._copied("store", num_bytes, started_s)
+            _log(logging.DEBUG, sentence, session, message, told)
             self.reply(session.identity, request_id, stored)
 
         self.copies.store(self.cache, shard, layout, message.objects, session.session_id, ended)
+
+    def _copied(self, direction: str, num_bytes: int, started_s: float) -> dict[str, object]:
+        return {"direction": direction, "bytes": num_bytes, "seconds": self.clock() - started_s}
+
+
+def _log(
+    level: int,
+    sentence: str,
+    session: Session | None,
+    message: Message,
+    told: dict[str, Any],
+    trace: bool = False,
+) -> None:
+    """A line about one message: what is `told`, the session it came from and the requests it names."""
+    if not logger.isEnabledFor(level):
+        return
+    fields: dict[str, Any] = {}
+    for name in ("request_id", "request_ids"):
+        if hasattr(message, name):
+            fields[name] = getattr(message, name)
+    if session is not None:
+        fields |= {"session": session.session_id, "pid": session.pid}
+        fields |= {"engine": session.engine_id, "model": session.model}
+    logger.log(level, sentence, fields | told, exc_info=trace)
 
 
 def _check_blocks(shard: Shard, block_ids: tuple[int, ...], count: int) -> None:

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from lmcache_client.contract.endpoint import (
     runtime_directory,
 )
 from lmcache_client.contract.version import VERSION
-from lmcache_server import descriptors, http, warm
+from lmcache_server import descriptors, http, logs, warm
 from lmcache_server.config import Config, StartError, describe
 from lmcache_server.connections import Connections, is_readable
 from lmcache_server.copies import Copies
@@ -51,14 +50,27 @@ SEND_HIGH_WATER = 1024
 the copies that it may have waiting: one whose end it never hears of would hold its blocks."""
 HANDSHAKE_MS = 5000
 ASK_TIMEOUT_S = 1.0
+EXIT_CANNOT_START = 2
 
 
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code. Raises StartError."""
-    logging.basicConfig(
-        stream=sys.stderr, level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
+    logs.set_up(config.log_level, config.log_format)
+    logger.info(
+        "lmcache server %(version)s, %(configuration)s",
+        {"version": VERSION, "configuration": describe(config)},
     )
-    logger.info("lmcache server %s, %s", VERSION, describe(config))
+    try:
+        return _run(config)
+    except StartError as error:
+        if config.log_format != logs.JSON:
+            raise
+        # Who reads the log by machine would miss the sentence that the command ends with.
+        logger.critical("%(reason)s", {"reason": str(error)})
+        return EXIT_CANNOT_START
+
+
+def _run(config: Config) -> int:
     descriptors.raise_limit()
     with contextlib.ExitStack() as stack:
         socket, connections = stack.enter_context(_bound_socket(config))
@@ -168,7 +180,9 @@ async def _serve(config: Config, listener: "_Listener", web: http.Server, l1: L1
         lambda error: loop.call_soon_threadsafe(router.selftest_ended, error),
     )
     web.start(ask)
-    logger.info("ready: engines at %s, HTTP at %s", listener.endpoint, web.url)
+    logger.info(
+        "ready: engines at %(endpoint)s, HTTP at %(url)s", {"endpoint": listener.endpoint, "url": web.url}
+    )
     try:
         gc.freeze()
         while not stop.is_set():
@@ -179,7 +193,7 @@ async def _serve(config: Config, listener: "_Listener", web: http.Server, l1: L1
             gc.freeze()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(stop.wait(), TICK_S)
-        logger.info("ending: %d sessions", len(router.registry.sessions))
+        logger.info("ending: %(sessions)d sessions", {"sessions": len(router.registry.sessions)})
     finally:
         web.stop()
         l1.stop()

@@ -35,6 +35,7 @@ class Shard:
     process: Process | None = None
     copier: CopyWorker | None = None
     proven: bool = False
+    copy_failed: bool = False
 
 
 @dataclass
@@ -49,6 +50,8 @@ class Session:
     started_s: float
     heard_s: float
     process: Process | None
+    model: str = ""
+    """That of its last attempt to register, for the log."""
     joined: str = ""
     shard: Shard | None = None
     jobs: int = 0
@@ -57,6 +60,11 @@ class Session:
     @property
     def role(self) -> str:
         return "worker" if self.shard is not None else "scheduler" if self.joined else "client"
+
+    @property
+    def vllm_version(self) -> str:
+        """As its worker says; empty for who has registered no memory."""
+        return dict(self.shard.model.details).get("vllm", "") if self.shard is not None else ""
 
     @property
     def engine_id(self) -> str:

@@ -47,15 +47,12 @@ def restore(file: L1File, cache: Cache, known: Known) -> None:
         finally:
             gc.enable()
     if reason:
-        logger.warning("the cache starts empty, %s is not restored: %s", file.path, reason)
-    elif cache.num_chunks:
-        logger.info(
-            "restored %d chunks, %s, in %.2f s from %s",
-            cache.num_chunks,
-            size(cache.stored_bytes),
-            time.perf_counter() - started_s,
-            file.path,
+        logger.warning(
+            "the cache starts empty, %(path)s is not restored: %(reason)s",
+            {"path": file.path, "reason": reason},
         )
+    elif cache.num_chunks:
+        _log("restored %(chunks)d chunks, %(size)s, in %(seconds).2f s from %(path)s", file, cache, started_s)
 
 
 def save(file: L1File, cache: Cache, known: Known) -> None:
@@ -65,18 +62,22 @@ def save(file: L1File, cache: Cache, known: Known) -> None:
         file.finish(encode(cache.snapshot(time.monotonic()), known))
     except OSError as error:
         logger.error(
-            "the cache is not saved, the next start is an empty one: cannot write to %s: %s",
-            file.path,
-            error.strerror,
+            "the cache is not saved, the next start is an empty one: cannot write to %(path)s: %(reason)s",
+            {"path": file.path, "reason": error.strerror},
         )
         return
-    logger.info(
-        "saved %d chunks, %s, in %.2f s to %s",
-        cache.num_chunks,
-        size(cache.stored_bytes),
-        time.perf_counter() - started_s,
-        file.path,
-    )
+    _log("saved %(chunks)d chunks, %(size)s, in %(seconds).2f s to %(path)s", file, cache, started_s)
+
+
+def _log(sentence: str, file: L1File, cache: Cache, started_s: float) -> None:
+    fields = {
+        "chunks": cache.num_chunks,
+        "bytes": cache.stored_bytes,
+        "size": size(cache.stored_bytes),
+        "seconds": round(time.perf_counter() - started_s, 6),
+        "path": file.path,
+    }
+    logger.info(sentence, fields)
 
 
 def encode(snapshot: Snapshot, known: Known) -> bytes:

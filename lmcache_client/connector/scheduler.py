@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmcache_client.channel import Channel, ChannelError
-from lmcache_client.connector.log import log_state, logger
+from lmcache_client.connector.log import log_state, logger, trace
 from lmcache_client.connector.metadata import Load, Save, StepMetadata, WorkerReport
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import FAILED_LOADS, LOADED_TOKENS, LOADS, TransferStats
@@ -154,7 +154,7 @@ class SchedulerSide:
                 return True
             keys = tuple(tracked.keys_of(limit // self.chunk_size))
             request = tracked.request
-            question = Lookup(self._engine_id, request.request_id, keys, computed, limit, request.num_tokens)
+            question = Lookup(self._engine_id, tracked.name, keys, computed, limit, request.num_tokens)
             timeout_s = self._settings.lookup_timeout_s
             tracked.lookup = self.channel.submit(question, timeout_s, on_late=self._found_late)
             tracked.asked_s, tracked.asked_computed = now_s, computed
@@ -165,10 +165,13 @@ class SchedulerSide:
         tracked.lookup = None
         if isinstance(lookup.reply, Found):
             tracked.answer, tracked.held = lookup.reply, lookup.reply.held
+            trace(tracked.request.request_id, "can be resumed at %d tokens", lookup.reply.resume_tokens)
             if computed < tracked.asked_computed:
                 # Meanwhile the engine lost some of what it held: the promise is too small now.
                 self._release(tracked)
                 return False
+        else:
+            trace(tracked.request.request_id, "not looked up: %s", lookup.error)
         return True
 
     def new_request(self, request: "Request") -> None:
@@ -221,10 +224,11 @@ class SchedulerSide:
         )
         assert all(block for ids in wanted for block in ids), "vLLM allocated no block where one is needed"
         key = tracked.keys[answer.resume_tokens // self.chunk_size - 1]
-        message = Retrieve(request.request_id, answer.lease_id, key, answer.resume_tokens, computed, wanted)
+        message = Retrieve(tracked.name, answer.lease_id, key, answer.resume_tokens, computed, wanted)
         job_id = self._hold([block for ids in wanted for block in ids])
         self._queued.append(Load(job_id, request.request_id, message))
         tracked.loading = external_tokens
+        trace(request.request_id, "loading %d tokens, job %d", external_tokens, job_id)
 
     # -- store ------------------------------------------------------------------------------------
 
@@ -239,15 +243,23 @@ class SchedulerSide:
         metadata = StepMetadata(loads=self._queued, idle=idle)
         self._queued = []
         if self._stores and self.channel.ready:
-            objects = [*self._computed_objects(output), *self._state_objects(output)]
-            for start in range(0, len(objects), MAX_OBJECTS):
-                part = objects[start : start + MAX_OBJECTS]
-                if self._may_hold(part):
-                    job_id = self._hold([block for each in part for block in each.block_ids])
-                    metadata.saves.append(Save(job_id, Store(tuple(part))))
+            offered = [*self._computed_objects(output), *self._state_objects(output)]
+            for start in range(0, len(offered), MAX_OBJECTS):
+                request_ids, objects = zip(*offered[start : start + MAX_OBJECTS], strict=True)
+                self._save(metadata, Store(objects, tuple(dict.fromkeys(request_ids))))
         return metadata
 
-    def _computed_objects(self, output: "SchedulerOutput") -> Iterable[StoreObject]:
+    def _save(self, metadata: StepMetadata, store: Store) -> None:
+        """Have these objects stored, unless too many blocks are held already."""
+        number, request_ids = len(store.objects), ", ".join(store.request_ids)
+        if not self._may_hold(store.objects):
+            trace(request_ids, "%d objects are not stored, too many blocks are held", number)
+            return
+        job_id = self._hold([block for each in store.objects for block in each.block_ids])
+        metadata.saves.append(Save(job_id, store))
+        trace(request_ids, "storing %d objects, job %d", number, job_id)
+
+    def _computed_objects(self, output: "SchedulerOutput") -> Iterable[tuple[str, StoreObject]]:
         """Objects of attention groups whose chunk is complete after this step."""
         computed_before = {r.req_id: r.num_computed_tokens for r in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
@@ -279,7 +291,7 @@ class SchedulerSide:
 
     def _chunk_objects(
         self, tracked: Tracked, tables: Sequence[Sequence[int]], chunk: int, keys: Sequence[bytes]
-    ) -> Iterable[StoreObject]:
+    ) -> Iterable[tuple[str, StoreObject]]:
         for index, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
             positions = group.stored_blocks(chunk, self.chunk_size)
             if group.kind == RECURRENT or not positions or tracked.holds(index, chunk):
@@ -287,9 +299,10 @@ class SchedulerSide:
             block_ids = tuple(table[positions.start : positions.stop])
             # A null block means that the engine no longer has (or never had) a part of the object.
             if len(block_ids) == len(positions) and all(block_ids):
-                yield StoreObject(keys[chunk], parent_of(keys, chunk), chunk, index, block_ids)
+                each = StoreObject(keys[chunk], parent_of(keys, chunk), chunk, index, block_ids)
+                yield tracked.name, each
 
-    def _state_objects(self, output: "SchedulerOutput") -> Iterable[StoreObject]:
+    def _state_objects(self, output: "SchedulerOutput") -> Iterable[tuple[str, StoreObject]]:
         """Recurrent states that vLLM hands over in this step, each with its exact block."""
         state = output.kv_connector_block_state
         if state is None:
@@ -306,7 +319,8 @@ class SchedulerSide:
                     continue
                 if self.groups[group].kind == RECURRENT and not tracked.holds(group, chunk):
                     keys = tracked.keys_of(chunk + 1)
-                    yield StoreObject(keys[chunk], parent_of(keys, chunk), chunk, group, (block_id,))
+                    each = StoreObject(keys[chunk], parent_of(keys, chunk), chunk, group, (block_id,))
+                    yield tracked.name, each
 
     # -- blocks held for copies -------------------------------------------------------------------
 
@@ -337,6 +351,8 @@ class SchedulerSide:
             if tracked is not None:
                 self.stats.count(FAILED_LOADS if tracked.no_load else LOADS)
                 self.stats.count(LOADED_TOKENS, 0 if tracked.no_load else tracked.loading)
+                outcome = "failed" if tracked.no_load else "ended"
+                trace(request_id, "its load of %d tokens %s", tracked.loading, outcome)
                 tracked.loading = 0
                 self._release(tracked)
         report = output.kv_connector_worker_meta
@@ -364,6 +380,7 @@ class SchedulerSide:
         """vLLM's request_finished: touch what was used, give back what was promised."""
         tracked = self._current(request.request_id)
         self._tracked.pop(request.request_id, None)
+        trace(request.request_id, "ended")
         if tracked is None:
             return
         if tracked.lookup is not None:
@@ -373,4 +390,5 @@ class SchedulerSide:
                 self._found_late(tracked.lookup.reply)
         leases = (tracked.answer.lease_id,) if tracked.answer is not None and tracked.answer.lease_id else ()
         if leases or tracked.keys:
-            self._tell(EndRequest(self._engine_id, leases, tuple(tracked.keys[:MAX_CHUNKS])))
+            keys = tuple(tracked.keys[:MAX_CHUNKS])
+            self._tell(EndRequest(self._engine_id, leases, keys, tracked.name))

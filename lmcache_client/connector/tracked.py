@@ -8,7 +8,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from lmcache_client.channel import Pending
 from lmcache_client.contract.keys import ROOT_KEY, chunk_key
-from lmcache_client.contract.protocol import Found
+from lmcache_client.contract.protocol import MAX_NAME, Found
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -34,6 +34,11 @@ class Tracked:
     """Tokens of the load under way."""
     no_load: bool = False
     """A load failed: vLLM asks again, and the same offer would fail for ever."""
+
+    def __post_init__(self) -> None:
+        # An id that a user chose may have any length, and be no text: what carries it must not fail for that.
+        self.name = self.request.request_id[:MAX_NAME].encode("utf-8", "replace").decode()
+        """The request's id as the server hears it, for its debug log."""
 
     def start_anew(self, generation: int, chunk_size: int) -> None:
         """Forget what a server said before its present registration."""

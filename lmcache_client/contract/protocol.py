@@ -186,11 +186,13 @@ class Found:
 
 @dataclass(frozen=True)
 class EndRequest:
-    """A request is over: its leases end, its chunks are touched (recently used)."""
+    """A request is over: its leases end, its chunks are touched (recently used). `request_id` is for the
+    debug log alone, and empty when the request goes on and only gives its leases up."""
 
     engine_id: str
     lease_ids: tuple[int, ...]
     keys: tuple[bytes, ...]
+    request_id: str = ""
 
     def __post_init__(self) -> None:
         _check_keys(self.keys)
@@ -235,13 +237,17 @@ class StoreObject:
 
 @dataclass(frozen=True)
 class Store:
-    """Copy pages out of the worker's blocks. The blocks must not change until Stored has come."""
+    """Copy pages out of the worker's blocks. The blocks must not change until Stored has come.
+    `request_ids` are those whose chunks these are, for the debug log alone."""
 
     objects: tuple[StoreObject, ...]
+    request_ids: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.objects) > MAX_OBJECTS:
-            raise ProtocolError(f"at most {MAX_OBJECTS} objects, not {len(self.objects)}")
+        if len(self.objects) > MAX_OBJECTS or len(self.request_ids) > len(self.objects):
+            raise ProtocolError(
+                f"at most {MAX_OBJECTS} objects, not {len(self.objects)}, and no more requests than objects"
+            )
 
 
 @dataclass(frozen=True)

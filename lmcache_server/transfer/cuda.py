@@ -140,4 +140,7 @@ def _logged(gpu: Gpu) -> Iterator[None]:
         yield
     except CudaError as error:
         if not gpu.lost:
-            logger.warning("a worker's memory on %s was not given back in order: %s", gpu.name, error)
+            logger.warning(
+                "a worker's memory on %(gpu)s was not given back in order: %(reason)s",
+                {"gpu": gpu.name, "reason": str(error)},
+            )

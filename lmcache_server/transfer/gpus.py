@@ -43,7 +43,7 @@ class Gpu:
                         image = compiled(self.driver.compute_capability(self.ordinal))
                         self._kernel = self.driver.load_kernel(image, "page_copy")
                 except (KernelError, CudaError) as error:
-                    logger.warning("%s: %s", self.name, error)
+                    logger.warning("%(gpu)s: %(reason)s", {"gpu": self.name, "reason": str(error)})
             return self._kernel
 
     def check(self, error: CudaError, stream: int) -> CopyError:

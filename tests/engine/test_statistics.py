@@ -1,6 +1,9 @@
 """What vLLM says of the connector: its log line of KV transfers and its Prometheus series."""
 
+import json
+import re
 import time
+from collections.abc import Callable
 
 from harness.engine import Engine
 from harness.prompts import prompt
@@ -24,13 +27,42 @@ def check_stores_and_bytes(server: LMCacheServer, found: dict[str, int]) -> None
     assert found["loaded_bytes"] == counts['lmcache_transfer_bytes_total{direction="load"}'] > 0
 
 
-def test_loads_and_stores_are_in_vllms_log_and_metrics(server: LMCacheServer) -> None:
-    log_often = {"VLLM_LOG_STATS_INTERVAL": "0.1"}
+def check_the_last_request_can_be_followed(engine: Engine, server: LMCacheServer) -> None:
+    """At debug, by one id in both logs."""
+    told = re.findall(r"lmcache: request (\S+): (.*)", engine.log.read_text())
+    followed = told[-1][0]
+    sentences = [re.sub(r"\d+ objects|job \d+", "n", each) for name, each in told if name == followed]
+    assert sentences == [
+        "can be resumed at 512 tokens",
+        "loading 512 tokens, n",
+        "its load of 512 tokens ended",
+        "ended",
+    ]
+    storing = next(name for name, each in told if each.startswith("storing"))
+    # The engine does not wait until the server has heard of the end.
+    deadline = time.monotonic() + 5
+    while f"request {followed}: ended" not in server.log.read_text():
+        assert time.monotonic() < deadline, "the server did not hear of the end"
+        time.sleep(0.01)
+    lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+    assert [
+        (line.get("hit_tokens"), line.get("direction"))
+        for line in lines
+        if line.get("request_id") == followed or followed in line.get("request_ids", ())
+    ] == [(512, None), (None, "load"), (None, None)]
+    stores = [line["request_ids"] for line in lines if line.get("direction") == "store"]
+    assert stores == [[storing]], "the request before stored what this one loads"
+
+
+def test_loads_and_stores_are_in_vllms_log_and_metrics(start_server: Callable[..., LMCacheServer]) -> None:
+    server = start_server(log_level="debug", log_format="json")
+    log_often = {"VLLM_LOG_STATS_INTERVAL": "0.1", "VLLM_LOGGING_LEVEL": "DEBUG"}
     with Engine("gemma3", server=server, env=log_often) as engine:
         assert set(series(engine).values()) == {0}
         engine.run(CACHED)
         assert engine.reset_prefix_cache()
         assert engine.run(CACHED).external_tokens == 512
+        check_the_last_request_can_be_followed(engine, server)
         found = series(engine)
         assert (found["loads"], found["failed_loads"], found["loaded_tokens"]) == (1, 0, 512)
         assert found[f"{LOAD_SECONDS}_count"] == 1

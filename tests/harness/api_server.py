@@ -7,6 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,20 +33,19 @@ class ApiServer:
             "kv_connector_extra_config": {"lmcache.mp.port": server.port, **extra_config},
         }
         self.port = free_port()
-        self.log = new_log(f"api-{model}")
+        self.log = new_log(f"api-{Path(model).name}")
         self.model = str(text_model_path(model) if text else model_path(model))
         self._process: subprocess.Popen[bytes] | None = None
         self._environment = Engine(model, server=server, multiprocessing=True).environment
         if text:
             self._environment |= {"VLLM_SERVER_DEV_MODE": "1", "TORCH_COMPILE_DISABLE": "1"}
-        defaults = MODEL_DEFAULTS.get(model, {})
         self._command = [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model),
             *("--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager"),
             *(() if text else ("--skip-tokenizer-init",)),
             *(
                 part
-                for name, value in defaults.items()
+                for name, value in MODEL_DEFAULTS.get(model, {}).items()
                 for part in (f"--{name.replace('_', '-')}", str(value))
             ),
             *("--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "8"),

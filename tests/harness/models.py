@@ -57,9 +57,11 @@ def model_path(name: str) -> Path:
 
 
 def text_model_path(name: str) -> Path:
-    """The tiny model `name` with a tokenizer: each byte of a text is a token."""
+    """The tiny model `name` with a tokenizer: each byte of a text is a token. A directory stays as it is."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+    if os.path.isabs(name):
+        return Path(name)
     path = model_path(name)
     with_text = path.with_name(f"{path.name}-text")
     if not with_text.is_dir():

@@ -298,6 +298,10 @@ def test_garbage_is_answered_or_dropped_and_the_server_goes_on(server: LMCacheSe
         assert isinstance(reply, protocol.Refused)
         assert reply.code == protocol.WRONG_VERSION
         assert "install the same version of lmcache-mp" in reply.message
+        socket.send(b"\x94\x63\x08\x00\x90")
+        assert socket.poll(5000)
+        socket.recv()
+        assert server.log.read_text().count("speaks protocol version 99") == 1, "it says so once"
         socket.send(protocol.encode_request(8, protocol.Done()))
         assert socket.poll(5000)
         assert protocol.decode_reply(socket.recv())[2].code == protocol.NOT_REGISTERED  # type: ignore[union-attr]

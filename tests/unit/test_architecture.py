@@ -34,6 +34,10 @@ MAY_IMPORT = {
         },
         set(),
     ),
+    "lmcache_server/doctor": (
+        {"lmcache_client.contract", "lmcache_client.memory.host", "lmcache_kernels", "lmcache_server"},
+        set(),
+    ),
     "lmcache_server/cli.py": (
         {"lmcache_client.bench", "lmcache_client.contract", "lmcache_client.verify", "lmcache_server"},
         set(),

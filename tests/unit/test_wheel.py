@@ -1,28 +1,133 @@
-"""What an installation puts on the path: our three packages, the kernel's source, the status page."""
+"""What an installation is: our three packages and their command, typed, needing what it declares and no more,
+and gone without a trace when it is uninstalled."""
 
+import importlib.metadata
+import json
+import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import time
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+ENVIRONMENT = {name: os.environ[name] for name in ("PATH", "LANG", "HOME") if name in os.environ}
+PACKAGES = {"lmcache_client", "lmcache_kernels", "lmcache_server"}
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+USER_PROGRAM = """
+from lmcache_client.contract.keys import chunk_key
+from lmcache_kernels.driver import load
+from lmcache_server.config import Config
+reveal_type(chunk_key)
+reveal_type(load)
+reveal_type(Config.l1_size_gb)
+"""
+ALL = """
+import json, sys
+from importlib.metadata import entry_points
+import lmcache_server.cli, lmcache_server.doctor.examine, lmcache_server.server, lmcache_client.bench.run
+import lmcache_client.connector.plugin
+print(json.dumps([entry.value for entry in entry_points(group="vllm.general_plugins")]))
+print(json.dumps(sorted(name for name in ("torch", "vllm", "cupy") if name in sys.modules)))
+"""
 
 
-def test_the_wheel_has_the_kernel_the_page_and_no_other_top_level_names(tmp_path):
+def run(*command: object, **options: object) -> str:
+    options = {"env": ENVIRONMENT, **options}
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the sdist alone, the sdist from a copy of the tree."""
     pytest.importorskip("setuptools")
-    tree = tmp_path / "tree"
+    directory = tmp_path_factory.mktemp("dist")
+    tree = directory / "tree"
     wanted = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
     shutil.copytree(ROOT, tree, ignore=wanted)
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "--no-build-isolation"]
-    done = subprocess.run([*command, "-w", tmp_path, tree], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
+    run(sys.executable, "-c", "from setuptools import build_meta; build_meta.build_sdist('..')", cwd=tree)
+    sdist = next(directory.glob("*.tar.gz"))
+    options = ["--no-deps", "--no-index", "--no-build-isolation"]
+    run(*PIP, "wheel", *options, "-w", directory, sdist)
+    return next(directory.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment that has the dependencies which the package declares (those that are installed
+    here) and nothing else."""
+    directory = tmp_path_factory.mktemp("empty")
+    venv.create(directory, with_pip=False, symlinks=True)
+    packages = next(directory.glob("lib/python3*/site-packages"))
+    for requirement in importlib.metadata.requires("lmcache-mp") or ():
+        if ";" not in requirement:
+            distribution = importlib.metadata.distribution(re.split(r"[^\w-]", requirement)[0])
+            for top in {Path(file).parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+                (packages / top).symlink_to(distribution.locate_file(top))
+    return directory
+
+
+def files(environment: Path) -> set[Path]:
+    """Everything in it but compiled modules; its dependencies are links and count as one each."""
+    return {path for path in environment.rglob("*") if "__pycache__" not in path.parts}
+
+
+def test_the_wheel_has_our_packages_typed_the_kernel_the_page_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
     assert {"lmcache_kernels/page_copy.cu", "lmcache_server/page.html"} <= set(names)
-    top = {name.split("/")[0] for name in names if ".dist-info/" not in name}
-    assert top == {"lmcache_client", "lmcache_kernels", "lmcache_server"}
+    assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == PACKAGES
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_the_sdist_has_no_more_than_it_needs(wheel: Path) -> None:
+    with tarfile.open(next(wheel.parent.glob("*.tar.gz"))) as sdist:
+        names = {name.partition("/")[2].split("/")[0] for name in sdist.getnames()}
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", *PACKAGES} <= names
+    assert not names & {"tests", "bench", "docs", "scripts", "deploy"}
+
+
+def test_installed_it_serves_is_typed_and_uninstalled_it_is_gone(
+    wheel: Path, empty: Path, tmp_path: Path
+) -> None:
+    before = files(empty)
+    # Not --no-deps: what it declares must be enough.
+    run(*PIP, "--python", empty / "bin/python", "install", "--no-index", wheel)
+    environment = {**ENVIRONMENT, "LMCACHE_RUNTIME_DIR": str(tmp_path / "run"), "LMCACHE_HTTP_PORT": "0"}
+    here = {"env": environment, "cwd": tmp_path}
+    lmcache = empty / "bin/lmcache"
+    assert "doctor" in run(lmcache, "--help", **here)
+    plugins, heavy = map(json.loads, run(empty / "bin/python", "-c", ALL, **here).splitlines())
+    assert (plugins, heavy) == (["lmcache_client.connector.plugin:register"], [])
+    with subprocess.Popen(
+        [lmcache, "server", "--l1-size-gb", "0.02"], stderr=subprocess.DEVNULL, **here
+    ) as server:
+        try:
+            deadline = time.monotonic() + 20
+            while subprocess.run([lmcache, "ping"], capture_output=True, check=False, **here).returncode:
+                assert time.monotonic() < deadline, "the installed server does not answer"
+            run(lmcache, "bench", "--only", "store,retrieve", "--requests", "1", "--layers", "1", **here)
+            assert "ok    server: " in run(lmcache, "doctor", **here)
+        finally:
+            server.terminate()
+    (tmp_path / "program.py").write_text(USER_PROGRAM)
+    mypy = [sys.executable, "-m", "mypy", "--strict", "--python-executable", empty / "bin/python"]
+    told = run(*mypy, "--cache-dir", ROOT / ".mypy_cache/installed", "program.py", cwd=tmp_path)
+    types = re.findall(r'Revealed type is "(.*)"', told)
+    assert len(types) == 3
+    assert not [each for each in types if "Any" in each]
+    run(*PIP, "--python", empty / "bin/python", "uninstall", "--yes", "lmcache-mp")
+    assert files(empty) == before
+    none_left = "from importlib.metadata import *; print(len(entry_points(group='vllm.general_plugins')))"
+    assert run(empty / "bin/python", "-c", none_left, **here) == "0\n"
 
 
 def test_no_directory_here_hides_a_package_of_the_name_kernels():

@@ -1,0 +1,1 @@
+"""`lmcache doctor`: is this machine fit for the server and its engines, and if not, which command helps?"""
