@@ -9,6 +9,7 @@ from harness.reader import Reader, differences
 PAGES = [page for page in pages.pages() if any(block.is_executed for block in pages.blocks(page))]
 
 
+@pytest.mark.timeout(1200)  # of vLLM, on a machine that does much else
 @pytest.mark.parametrize("page", PAGES, ids=map(pages.name, PAGES))
 def test_what_a_page_says_is_what_happens(page: Path) -> None:
     with Reader() as reader:

@@ -19,7 +19,7 @@ from harness.pages import Block
 from harness.paths import CACHE, ROOT
 from harness.processes import environment, free_port, kill_group, new_log, tail, tethered
 
-COMMAND_TIMEOUT_S = 120.0
+COMMAND_TIMEOUT_S = 300.0
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 15.0
 SERVER = re.compile(r"(\S+=\S+ )*lmcache server ")
