@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 import demo_model  # noqa: E402
 from harness.api_server import ApiServer  # noqa: E402
 from harness.paths import LOGS  # noqa: E402
-from harness.paths import MODELS as MODELS_DIRECTORY
+from harness.paths import MODELS as MODELS_DIRECTORY  # noqa: E402
 from harness.server import LMCacheServer  # noqa: E402
 
 PAGE = ROOT / "docs" / "verified-models.md"
