@@ -20,7 +20,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 
 import demo_model  # noqa: E402
 from harness.api_server import ApiServer  # noqa: E402
-from harness.paths import CACHE  # noqa: E402
+from harness.paths import LOGS  # noqa: E402
+from harness.paths import MODELS as MODELS_DIRECTORY  # noqa: E402
 from harness.server import LMCacheServer  # noqa: E402
 
 PAGE = ROOT / "docs" / "verified-models.md"
@@ -62,9 +63,8 @@ def reports() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     for name, (title, flags) in MODELS.items():
         model = name
         if name == demo_model.NAME:
-            model = str(
-                demo_model.model_directory(CACHE) or sys.exit("make demo first: it converts the model")
-            )
+            found = demo_model.model_directory(MODELS_DIRECTORY)
+            model = str(found or demo_model.convert_into(MODELS_DIRECTORY, LOGS / "model.log"))
         print(f"{title} ...", flush=True)
         with (
             LMCacheServer(l1_size_gb=1, verify=False) as server,
