@@ -138,10 +138,11 @@ class Router:
                 self._failed(f"{operation} refused", engine_id or self._engine_of(identity), str(refusal))
             reply = Refused(refusal.code, str(refusal))
             # An engine that is not served is an event; a request that is not costs only time.
-            level = logging.WARNING if operation == "register" else logging.DEBUG
             session = self.registry.sessions.get(identity)
+            matters = operation == "register" and session is not None
             who = "session %(session)d (pid %(pid)d, model %(model)r): " if session is not None else ""
             told = {"operation": operation, "code": refusal.code, "reason": str(refusal)}
+            level = logging.WARNING if matters else logging.DEBUG
             _log(level, who + "refused %(operation)s: %(reason)s", session, message, told)
         except Exception:
             # A fault here must cost one request, not the server; state changes before it are complete.
@@ -200,7 +201,8 @@ class Router:
             return StatusReport(tuple(text[i : i + step] for i in range(0, len(text), step)))
         if isinstance(message, Clear):
             chunks = self.cache.clear()
-            logger.info("cleared: %(chunks)d chunks forgotten", {"chunks": chunks})
+            level = logging.INFO if chunks else logging.DEBUG
+            logger.log(level, "cleared: %(chunks)d chunks forgotten", {"chunks": chunks})
             return Cleared(chunks)
         if session is None:
             raise Refusal(protocol.NOT_REGISTERED, "greet the server first")

@@ -43,7 +43,7 @@ def test_with_a_running_server() -> None:
         code, found = doctor(server.environment, "--port", str(server.port))
         # What the machine that runs this has of GPUs is no property of the code.
         failed = {name for name, check in found.items() if check["verdict"] == "fail"}
-        assert failed <= {"driver", "memlock"}
+        assert failed <= {"driver"}
         assert code == bool(failed)
         assert found["server"]["finding"] == (
             f"{VERSION} at ipc://{server.runtime_dir}/{server.port}.sock, as here"
@@ -94,7 +94,7 @@ def test_with_gpus(tmp_path: Path) -> None:
     _, found = doctor(environment, "--l1-size-gb", "0.01")
     assert found["driver"]["finding"].startswith("CUDA 1")
     assert ", 2 GPU(s): " in found["driver"]["finding"]
-    assert "of L1" in found["memlock"]["finding"] or found["memlock"]["verdict"] == "fail"
+    assert "of L1" in found["memlock"]["finding"] or found["memlock"]["verdict"] == "warn"
     assert found["copy kernel"]["verdict"] in ("ok", "warn")
 
 

@@ -1,11 +1,14 @@
 """What a real server logs: nothing about single requests by default, and at debug all about each."""
 
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
+from harness.peer import Peer
 from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
 
@@ -83,6 +86,16 @@ def test_by_default_there_is_no_line_for_a_request_and_none_that_a_client_made_u
         before = server.log.read_text()
         one_request(engine, "cmpl-8")
         assert server.log.read_text() == before
+        with Peer(address(server)) as peer:
+            peer.ask(peer.register())  # without a greeting, which anybody may do
+            peer.ask(peer.hello())
+            peer.ask(dataclasses.replace(peer.register(), rank=7))
+        engine.worker.call(Clear(), 5)
+        engine.worker.call(Clear(), 5)
+        assert server.log.read_text().count("cleared: ") == 2, "of three times there was something"
+        assert server.log.read_text().count(" WARNING ") == 1
+        refused = r"session \d+ \(pid \d+, model 'peer'\): refused register: rank 7 of 1 workers"
+        assert re.search(refused, server.log.read_text())
         engine.close()
         assert "cmpl" not in server.log.read_text()
         assert not [line for line in server.log.read_text().splitlines() if line.endswith("INFO forged")]
