@@ -41,7 +41,12 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: install lint
+$(STAMPS)/deploy: pyproject.toml | $(STAMPS)/package
+	@$(BIN)/python scripts/pip_quietly.py "what checks deploy/" -e '.[deploy]'
+	@touch $@
+
+test: install lint $(STAMPS)/deploy
+	@$(BIN)/python scripts/install_tools.py
 	$(BIN)/python scripts/run_tests.py
 
 # Neither vLLM nor the virtual environment is needed: an interpreter that has torch, cupy, pyzmq, pytest and

@@ -1,0 +1,73 @@
+{{- define "lmcache.name" -}}
+{{- if contains .Chart.Name .Release.Name }}{{ .Release.Name }}{{ else }}{{ .Release.Name }}-{{ .Chart.Name }}{{ end }}
+{{- end }}
+
+{{- define "lmcache.selector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "lmcache.labels" -}}
+{{ include "lmcache.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end }}
+
+{{- define "lmcache.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default (printf "%s%s" .Chart.AppVersion (ternary "-cuda13" "" .Values.gpu.enabled)) }}
+{{- end }}
+
+{{- define "lmcache.vllmImage" -}}
+{{ .Values.vllm.image.repository }}:{{ .Values.vllm.image.tag | default (printf "%s%s" .Chart.AppVersion (ternary "" "-cpu" .Values.gpu.enabled)) }}
+{{- end }}
+
+{{/* The socket's directory as server and engine see it. In mode sidecar the server makes it inside a volume that the
+     pod shares: the volume's own directory is open to all, which both sides refuse. */}}
+{{- define "lmcache.runtimeDir" -}}
+{{ ternary "/run/lmcache" "/run/lmcache/socket" (eq .Values.mode "node") }}
+{{- end }}
+
+{{/* What all pods have in common. */}}
+{{- define "lmcache.pod" -}}
+automountServiceAccountToken: false
+# A Service named lmcache would set LMCACHE_PORT and others in every container.
+enableServiceLinks: false
+{{- if eq .Values.mode "node" }}
+hostPID: {{ .Values.hostPID }}
+{{- if and .Values.gpu.enabled .Values.gpu.hostIPC }}
+hostIPC: true
+{{- end }}
+{{- else }}
+shareProcessNamespace: true
+{{- end }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: {{ int64 .Values.user }}
+  runAsGroup: {{ int64 .Values.user }}
+  fsGroup: {{ int64 .Values.user }}
+  seccompProfile: { type: RuntimeDefault }
+{{- if and .Values.gpu.enabled .Values.gpu.runtimeClassName }}
+runtimeClassName: {{ .Values.gpu.runtimeClassName }}
+{{- end }}
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.nodeSelector }}
+nodeSelector: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.tolerations }}
+tolerations: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.affinity }}
+affinity: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- end }}
+
+{{- define "lmcache.confined" -}}
+allowPrivilegeEscalation: false
+capabilities: { drop: [ALL] }
+{{- end }}

@@ -1,0 +1,51 @@
+{{/* The container of the server; it mounts the volumes `socket` and `tmp`. */}}
+{{- define "lmcache.server" -}}
+name: lmcache
+image: {{ include "lmcache.image" . }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+args:
+  - server
+  - --l1-size-gb={{ .Values.l1SizeGb }}
+  - --port={{ .Values.port }}
+  - --http-host={{ .Values.http.host }}
+  - --http-port={{ .Values.http.port }}
+  # For the address of HTTP. Engines use the socket, which only this user can open.
+  - --allow-remote
+  {{- range .Values.extraArgs }}
+  - {{ . | quote }}
+  {{- end }}
+env:
+  - { name: LMCACHE_RUNTIME_DIR, value: {{ include "lmcache.runtimeDir" . }} }
+  {{- if .Values.gpu.enabled }}
+  - { name: NVIDIA_VISIBLE_DEVICES, value: all }
+  - { name: NVIDIA_DRIVER_CAPABILITIES, value: "compute,utility" }
+  {{- end }}
+ports:
+  - { name: http, containerPort: {{ .Values.http.port }} }
+livenessProbe:
+  httpGet: { path: /healthz, port: http }
+  timeoutSeconds: 5
+  failureThreshold: 6
+readinessProbe:
+  httpGet: { path: /readyz, port: http }
+  timeoutSeconds: 5
+  periodSeconds: 5
+resources:
+  requests:
+    cpu: {{ .Values.cpuRequest | quote }}
+    memory: {{ include "lmcache.memory" . }}
+  # The limit covers all of L1. For locked memory there is none to set here: a pod has that of the container
+  # runtime (LimitMEMLOCK= of its systemd unit; `ulimit -l` in the container shows it).
+  limits:
+    memory: {{ include "lmcache.memory" . }}
+securityContext:
+  {{- include "lmcache.confined" . | nindent 2 }}
+  readOnlyRootFilesystem: true
+volumeMounts:
+  - { name: socket, mountPath: /run/lmcache }
+  - { name: tmp, mountPath: /tmp }
+{{- end }}
+
+{{- define "lmcache.memory" -}}
+{{ addf .Values.l1SizeGb .Values.memoryOverheadGb | mulf 1024 | ceil | int }}Mi
+{{- end }}

@@ -1,0 +1,39 @@
+"""The dashboard's queries, with its variables filled in as Grafana does."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from harness.paths import ROOT
+
+DASHBOARD = ROOT / "deploy" / "grafana" / "dashboard.json"
+NOT_THERE_YET = frozenset({"lmcache_worker_memories", "lmcache_selftests_total"})
+"""Metrics that dashboard and alerts use and the server does not have yet; to be taken out when it has."""
+
+
+def load() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(DASHBOARD.read_text())
+    return loaded
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    """(title of the panel, expression as it stands in the file) of every query."""
+    for panel in load()["panels"]:
+        for target in panel.get("targets", ()):
+            yield panel["title"], target["expr"]
+
+
+def filled_in(expression: str, instance: str | None, window: str) -> str:
+    """What Grafana would send for one server, or for All; `window` is the time shown and $__rate_interval."""
+    (variable,) = (each for each in load()["templating"]["list"] if each["name"] == "instance")
+    pattern = variable["allValue"] if instance is None else re.escape(instance)
+    values = {"__rate_interval": window, "__range": window, "instance": pattern}
+    # Within PromQL's quotes a backslash of the pattern is doubled.
+    return re.sub(r"\$(\w+)", lambda found: values[found[1]].replace("\\", "\\\\"), expression)
+
+
+def metrics_in(expression: str) -> set[str]:
+    """The metrics that an expression names, histograms without their suffixes."""
+    names = set(re.findall(r"\blmcache_\w+", expression))
+    return {re.sub(r"(_seconds)_(bucket|sum|count)$", r"\1", name) for name in names}

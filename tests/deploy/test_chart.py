@@ -1,0 +1,278 @@
+"""The Helm chart: linted, rendered in every shape, each manifest valid, none with more rights than needed."""
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import tools
+from harness.paths import ROOT
+from harness.server import LMCacheServer
+
+from deploy.flags import assert_server_options_exist
+from lmcache_client.connector import settings
+from lmcache_client.contract.version import VERSION
+
+CHART = ROOT / "deploy" / "helm" / "lmcache-mp"
+KUBERNETES = ("1.29", "1.34")
+SHAPES = ("default", "gpu", "sidecar", "everything")
+Manifest = dict[str, Any]
+
+
+def values(shape: str) -> dict[str, Any]:
+    if shape == "default":
+        return {}
+    if shape == "everything":
+        # No value of the file is left out of what is rendered.
+        return values("gpu") | {
+            "imagePullSecrets": [{"name": "registry"}],
+            "user": 1000650000,
+            "l1SizeGb": 0.5,
+            "port": 6000,
+            "extraArgs": ["--verify", "--lease-s=60"],
+            "gpu": {"enabled": True, "runtimeClassName": "", "hostIPC": True},
+            "affinity": {"nodeAffinity": {}},
+            "podAnnotations": {"a": "b"},
+            "priorityClassName": "system-node-critical",
+            "socket": {"hostPath": "/run/other", "prepare": False},
+            "vllm": {"enabled": True, "tokenSecret": "hub", "modelsClaim": "models", "args": ["--seed=1"]},
+            "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        }
+    path = CHART.parent / "values" / f"{shape}.yaml"
+    loaded: dict[str, Any] = tools.module("yaml").safe_load(path.read_text())
+    return loaded
+
+
+def render(given: dict[str, Any]) -> list[Manifest]:
+    """The manifests of the chart, in no order."""
+    with tools.module("helm_python.chart").Chart.load(CHART) as chart:
+        files = chart.render(given, name="cache", namespace="ai")
+    texts = [text for name, text in files.items() if name.endswith(".yaml")]
+    return [each for text in texts for each in tools.module("yaml").safe_load_all(text) if each]
+
+
+def pods(manifests: list[Manifest]) -> Iterator[Manifest]:
+    for each in manifests:
+        if each["kind"] in ("DaemonSet", "Deployment"):
+            yield each["spec"]["template"]["spec"]
+
+
+def containers(manifests: list[Manifest]) -> list[Manifest]:
+    return [
+        container
+        for pod in pods(manifests)
+        for container in (*pod["containers"], *pod.get("initContainers", ()))
+    ]
+
+
+def only(manifests: list[Manifest], kind: str) -> Manifest:
+    found = [each for each in manifests if each["kind"] == kind]
+    assert len(found) == 1, kind
+    return found[0]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_chart_is_clean(shape):
+    report = tools.module("helm_python.chart").lint(CHART, values(shape), strict=True)
+    assert not report["errors"]
+    assert {each["error"] for each in report["messages"]} <= {"icon is recommended"}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_every_manifest_is_valid(shape, version):
+    validate = tools.module("kubernetes_validate")
+    custom = {"ServiceMonitor", "PrometheusRule"}
+    checked = [each for each in render(values(shape)) if each["kind"] not in custom]
+    for manifest in checked:
+        validate.validate(manifest, version, strict=True)
+    assert "Service" in {each["kind"] for each in checked}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_container_has_more_rights_than_it_needs(shape):
+    manifests = render(values(shape))
+    for pod in pods(manifests):
+        assert not pod.get("hostNetwork")
+        assert pod["automountServiceAccountToken"] is False
+        # What a node's server needs, and no more; see values.yaml.
+        assert pod.get("hostPID", False) == (shape != "sidecar")
+        assert pod.get("hostIPC", False) == (shape == "everything")
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for each in containers(manifests):
+        assert each["resources"]["requests"]
+        assert each["resources"]["limits"]["memory"]
+        confined = each["securityContext"]
+        assert not confined.get("privileged")
+        assert confined["allowPrivilegeEscalation"] is False
+        prepares = each["name"] == "socket-directory"
+        assert confined["capabilities"] == {"drop": ["ALL"]} | ({"add": ["CHOWN"]} if prepares else {})
+        assert confined.get("readOnlyRootFilesystem", False) == (each["name"] != "vllm")
+        assert confined.get("runAsUser") == (0 if prepares else None)
+
+
+def test_host_ipc_takes_gpus():
+    assert not any(pod.get("hostIPC") for pod in pods(render({"gpu": {"hostIPC": True}})))
+
+
+def test_the_sidecar_needs_nothing_of_the_node():
+    """The level "restricted" of Pod Security: beyond the test above, no volume of the host."""
+    for pod in pods(render(values("sidecar"))):
+        assert pod["shareProcessNamespace"] is True
+        assert all("hostPath" not in volume for volume in pod["volumes"])
+        assert len(pod["containers"]) == 2
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_server_and_engines_meet(shape):
+    manifests = render(values(shape))
+    found = {each["name"]: each for each in containers(manifests)}
+    server = found["lmcache"]
+    assert_server_options_exist(server["args"], {each["name"]: each.get("value") for each in server["env"]})
+    named = {pod["securityContext"]["runAsUser"] for pod in pods(manifests)}
+    assert len(named) == 1
+    if "vllm" not in found:
+        return
+    directory, *others = (
+        {each["name"]: each.get("value") for each in container["env"]}["LMCACHE_RUNTIME_DIR"]
+        for container in (server, found["vllm"])
+    )
+    assert others == [directory]
+    sources = {
+        json.dumps({**volume.get("hostPath", {}), "type": ""})
+        for pod in pods(manifests)
+        for volume in pod["volumes"]
+        if volume["name"] == "socket"
+    }
+    assert len(sources) == 1
+    transfer = next(each for each in found["vllm"]["args"] if each.startswith("--kv-transfer-config="))
+    parsed, _ = settings.parse(json.loads(transfer.partition("=")[2])["kv_connector_extra_config"])
+    assert f"--port={parsed.port}" in server["args"]
+
+
+def test_memory_covers_l1():
+    server = next(each for each in containers(render({"l1SizeGb": 10.5})) if each["name"] == "lmcache")
+    assert "--l1-size-gb=10.5" in server["args"]
+    assert server["resources"]["limits"]["memory"] == f"{int((10.5 + 2) * 1024)}Mi"
+    assert server["resources"]["requests"]["memory"] == server["resources"]["limits"]["memory"]
+
+
+def test_services_select_pods_that_have_the_port():
+    for shape in SHAPES:
+        manifests = render(values(shape))
+        templates = [each["spec"]["template"] for each in manifests if "template" in each.get("spec", {})]
+        for service in (each["spec"] for each in manifests if each["kind"] == "Service"):
+            selected = [
+                each
+                for each in templates
+                if service["selector"].items() <= each["metadata"]["labels"].items()
+            ]
+            assert len(selected) == 1
+            ports = {port["name"] for one in selected[0]["spec"]["containers"] for port in one["ports"]}
+            assert {port["targetPort"] for port in service["ports"]} <= ports
+
+
+def test_the_service_monitor_finds_the_metrics_under_the_name_of_the_alerts():
+    manifests = render(values("gpu"))
+    monitor = only(manifests, "ServiceMonitor")["spec"]
+    wanted = monitor["selector"]["matchLabels"].items()
+    services = [each for each in manifests if each["kind"] == "Service"]
+    selected = [each for each in services if wanted <= each["metadata"]["labels"].items()]
+    assert len(selected) == 1
+    assert {each["port"] for each in monitor["endpoints"]} == {"http"}
+    job = selected[0]["metadata"]["labels"][monitor["jobLabel"]]
+    assert f'up{{job="{job}"}}' in (CHART / "files" / "rules.yml").read_text()
+
+
+def test_alerts_and_dashboard_are_the_files_of_the_repository(tmp_path):
+    manifests = render(values("gpu"))
+    rules = tools.module("yaml").safe_load((ROOT / "deploy/prometheus/rules.yml").read_text())
+    rendered = only(manifests, "PrometheusRule")["spec"]
+    assert rendered == rules
+    path = tmp_path / "rules.yml"
+    path.write_text(json.dumps(rendered))
+    subprocess.run([tools.find("promtool"), "check", "rules", path], check=True, capture_output=True)
+    boards = only(manifests, "ConfigMap")["data"]
+    assert json.loads(boards["lmcache.json"]) == json.loads(
+        (ROOT / "deploy/grafana/dashboard.json").read_text()
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"l1SizeGB": 4}, "l1SizeGB"),
+        ({"l1SizeGb": "4"}, "l1SizeGb"),
+        ({"user": 0}, "user"),
+        ({"mode": "pod"}, "mode"),
+        ({"gpu": {"hostPID": True}}, "hostPID"),
+        ({"mode": "sidecar"}, "set vllm.enabled to true"),
+    ],
+)
+def test_values_that_cannot_work_are_refused_with_their_name(given, complaint):
+    with pytest.raises(Exception, match=re.escape(complaint)):
+        render(given)
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def test_every_value_is_in_the_schema_and_used():
+    text = (CHART / "values.yaml").read_text()
+    loaded = tools.module("yaml").safe_load(text)
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    templates = "".join(path.read_text() for path in sorted((CHART / "templates").iterdir()))
+    for leaf in leaves(loaded):
+        known = schema
+        for name in leaf.split("."):
+            assert "properties" not in known or name in known["properties"], leaf
+            known = known.get("properties", {}).get(name, {})
+        used = [".".join(leaf.split(".")[:depth]) for depth in range(1, leaf.count(".") + 2)]
+        assert any(re.search(rf"\.Values\.{re.escape(each)}\b(?!\.)", templates) for each in used), leaf
+
+
+def test_the_chart_is_of_this_version():
+    with tools.module("helm_python.chart").Chart.load(CHART) as chart:
+        assert chart.metadata["appVersion"] == chart.metadata["version"] == VERSION
+
+
+def test_the_init_container_gives_the_directory_to_the_user(tmp_path):
+    """Its very script, as root with CHOWN alone: on a directory as the kubelet makes it, again, and when it
+    was opened to others since."""
+    if os.getuid() != 0:
+        pytest.skip("gives a directory to another user, which takes root")
+    found = {each["name"]: each for each in containers(render({}))}
+    shell, options, script = found["socket-directory"]["command"]
+    directory = tmp_path / "socket"
+    directory.mkdir()
+    setpriv = [tools.find("setpriv"), "--bounding-set=-all,+chown", "--inh-caps=-all"]
+    for mode in (0o755, 0o700, 0o777):
+        directory.chmod(mode)
+        script_here = script.replace("/run/lmcache", str(directory))
+        subprocess.run([*setpriv, shell, options, script_here], check=True)
+        info = directory.stat()
+        assert (info.st_uid, info.st_gid, info.st_mode & 0o7777) == (10001, 10001, 0o700)
+
+
+def test_in_a_sidecar_the_server_makes_the_directory_inside_a_volume_that_all_may_enter(
+    tmp_path, monkeypatch
+):
+    """As an emptyDir is, with the group's bit of fsGroup; the directory itself is for nobody else."""
+    volume = Path(tmp_path) / "volume"
+    volume.mkdir()
+    volume.chmod(0o2777)
+    server = LMCacheServer(l1_size_gb=0.01)
+    server.environment["LMCACHE_RUNTIME_DIR"] = str(volume / "socket")
+    with server:
+        assert (volume / "socket").stat().st_mode & 0o777 == 0o700
+        assert server.cli("ping").returncode == 0

@@ -1,0 +1,124 @@
+"""The Dockerfiles and compose files: linted, resolved, and in agreement with the package."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import tools
+from harness.paths import ROOT
+
+from deploy.flags import assert_server_options_exist
+from lmcache_client.contract.version import VERSION
+from lmcache_server import config
+
+DEPLOY = ROOT / "deploy"
+DOCKERFILES = (DEPLOY / "docker" / "Dockerfile", DEPLOY / "docker" / "Dockerfile.vllm")
+VARIANTS = {"cpu": ["compose.yaml"], "gpu": ["compose.yaml", "compose.gpu.yaml"]}
+
+
+def run(*command: str | Path) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def resolved(variant: str) -> dict[str, Any]:
+    """The services of a variant, as compose sees them."""
+    files = [argument for name in VARIANTS[variant] for argument in ("-f", DEPLOY / "compose" / name)]
+    found = run(tools.find("docker-compose"), *files, "config", "--format", "json")
+    services: dict[str, Any] = json.loads(found)["services"]
+    return services
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_dockerfiles_are_clean(path):
+    run(tools.find("hadolint"), "--no-color", "--failure-threshold", "info", path)
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_what_is_copied_is_there_and_not_ignored(path):
+    ignored, *kept = (ROOT / ".dockerignore").read_text().split()
+    assert ignored == "*"
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", path.read_text(), re.MULTILINE)
+    names = {name for line in copied for name in line.split()}
+    packages = {each.name for each in ROOT.glob("lmcache_*") if each.is_dir()}
+    assert names >= packages | {"pyproject.toml", "README.md", "LICENSE"}
+    for name in names:
+        assert (ROOT / name).exists()
+        assert f"!{name}" in kept
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_images_are_pinned_and_end_as_the_same_user_who_is_not_root(path):
+    text = path.read_text()
+    images = re.findall(r"^ARG \w+_IMAGE=(\S+)$", text, re.MULTILINE)
+    assert images
+    for image in images:
+        assert re.search(r":v?\d+\.\d+\.\d+", image), image
+    assert re.findall(r"^USER (\S+)$", text, re.MULTILINE)[-1] == "10001:10001"
+    assert "install -d -m 0700 -o 10001 -g 10001 /run/lmcache" in text
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_compose_resolves_and_nothing_is_privileged_or_open(variant):
+    services = resolved(variant)
+    assert set(services) == {"namespace", "lmcache", "vllm", "prometheus", "grafana"}
+    for name, service in services.items():
+        assert not service.get("privileged")
+        assert "ipc" not in service
+        assert service.get("pid") in (None, "service:namespace")
+        assert all(port["host_ip"] == "127.0.0.1" for port in service.get("ports", ()))
+        if name in ("namespace", "lmcache", "vllm"):
+            assert service["user"] == "10001:10001"
+            assert service["cap_drop"] == ["ALL"]
+            assert service["security_opt"] == ["no-new-privileges:true"]
+            assert VERSION in service["image"]
+        else:
+            assert re.search(r":v?\d+\.\d+\.\d+$", service["image"])
+        assert bool(service.get("deploy")) == (variant == "gpu" and name in ("lmcache", "vllm"))
+
+
+def test_server_and_engine_of_compose_meet():
+    services = resolved("cpu")
+    server, engine = services["lmcache"], services["vllm"]
+    for name in ("pid", "user"):
+        assert server[name] == engine[name]
+    sockets = [
+        {(each["source"], each["target"]) for each in service["volumes"] if each["source"] == "socket"}
+        for service in (server, engine)
+    ]
+    assert sockets == [{("socket", "/run/lmcache")}] * 2
+    assert server["ulimits"]["memlock"] == -1
+    assert_server_options_exist((), server["environment"])
+    # The server takes what it is given.
+    flags = dict.fromkeys(config.OPTIONS)
+    assert config.load(flags, server["environment"], None).http_host == "0.0.0.0"
+
+
+def test_files_that_compose_mounts_are_there():
+    found = [
+        Path(each["source"])
+        for service in resolved("cpu").values()
+        for each in service.get("volumes", ())
+        if each["type"] == "bind"
+    ]
+    assert found
+    for path in found:
+        assert path.exists(), path
+    # Grafana's provider of dashboards reads the directory that the dashboard is mounted in.
+    provider = (DEPLOY / "grafana/provisioning/dashboards/lmcache.yml").read_text()
+    assert "path: /etc/lmcache" in provider
+
+
+def test_the_readme_names_every_file_and_its_links_lead_somewhere():
+    text = (DEPLOY / "README.md").read_text()
+    named = [name for name in re.findall(r"`([\w./-]+)`", text) if "/" in name and (name[0] != "/")]
+    existing = {str(path.relative_to(DEPLOY)) for path in DEPLOY.rglob("*") if path.is_file()}
+    for path in existing - {"README.md"}:
+        covered = any(path == name or (name.endswith("/") and path.startswith(name)) for name in named)
+        assert covered or path.startswith("grafana/provisioning/"), path
+    for target in re.findall(r"\]\(([^)#]+)", text):
+        assert "://" in target or (DEPLOY / target).exists(), target
