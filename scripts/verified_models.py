@@ -34,7 +34,7 @@ MODELS = {
     "qwen3next": ("Qwen3-Next", []),
     "qwen35": ("Qwen3.5", []),
     "falconh1": ("Falcon-H1", ["--block-size", "128", "--max-num-batched-tokens", "128"]),
-    demo_model.NAME: ("SmolLM2-135M-Instruct (real weights)", []),
+    demo_model.NAME: ("SmolLM2-135M-Instruct (real weights)", ["--kv-cache-memory-bytes", str(256 << 20)]),
 }
 HEAD = """# Verified models
 

@@ -44,7 +44,7 @@ def test_what_is_copied_is_there_and_not_ignored(path):
     assert ignored == "*"
     copied = re.findall(r"^COPY (?!--from)(.+) \S+$", path.read_text(), re.MULTILINE)
     names = {name for line in copied for name in line.split()}
-    packages = {each.name for each in ROOT.glob("lmcache_*") if each.is_dir()}
+    packages = {each.parent.name for each in ROOT.glob("lmcache_*/__init__.py")}
     assert names >= packages | {"pyproject.toml", "README.md", "LICENSE"}
     for name in names:
         assert (ROOT / name).exists()
