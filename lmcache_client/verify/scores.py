@@ -51,7 +51,7 @@ def _run(engine: Engine, task: str, limit: int | None, salt: str) -> dict[str, A
     with tempfile.TemporaryDirectory() as directory:
         command = ["lm_eval", "--model", "local-completions", "--tasks", task, "--output_path", directory]
         arguments = f"model={engine.model},base_url={engine.url}/v1/completions,num_concurrent=1"
-        command += ["--model_args", arguments + ",tokenized_requests=False,max_retries=1"]
+        command += ["--model_args", arguments + ",tokenizer_backend=None,max_retries=1"]
         command += ["--gen_kwargs", f"temperature=0,cache_salt={salt}"]
         command += ["--limit", str(limit)] if limit else []
         done = subprocess.run(
