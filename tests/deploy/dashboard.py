@@ -8,8 +8,6 @@ from typing import Any
 from harness.paths import ROOT
 
 DASHBOARD = ROOT / "deploy" / "grafana" / "dashboard.json"
-NOT_THERE_YET = frozenset({"lmcache_worker_memories", "lmcache_selftests_total"})
-"""Metrics that dashboard and alerts use and the server does not have yet; to be taken out when it has."""
 
 
 def load() -> dict[str, Any]:
