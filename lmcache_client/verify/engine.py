@@ -30,13 +30,13 @@ class VerifyError(Exception):
 
 @dataclass
 class Answer:
-    """What came for one prompt. `tops[i]` has the log probabilities of the likeliest tokens at position i,
-    the chosen one among them; tokens are named by their id."""
+    """What came for one prompt, which has the tokens `prompt_ids`. `tops[i]` has the log probabilities of the
+    likeliest tokens at position i, the chosen one among them; tokens are named by their id."""
 
     text: str = ""
     tokens: list[str] = field(default_factory=list)
     tops: list[dict[str, float]] = field(default_factory=list)
-    prompt_tokens: int = 0
+    prompt_ids: list[int] = field(default_factory=list)
     first_token_s: float = 0.0
 
 
@@ -68,8 +68,8 @@ class Engine:
             "ignore_eos": True,
             "logprobs": NUM_TOP,
             "return_tokens_as_token_ids": True,
+            "return_token_ids": True,
             "stream": True,
-            "stream_options": {"include_usage": True},
         }
         if salt:
             body["cache_salt"] = salt
@@ -146,8 +146,8 @@ class Engine:
 def _add(answer: Answer, event: dict[str, Any], after_s: float) -> None:
     if "error" in event:
         raise VerifyError(f"vLLM failed: {event['error']}")
-    answer.prompt_tokens = (event.get("usage") or {}).get("prompt_tokens", answer.prompt_tokens)
     for choice in event["choices"]:
+        answer.prompt_ids = choice.get("prompt_token_ids") or answer.prompt_ids
         found = choice.get("logprobs") or {}
         if found.get("tokens"):
             answer.first_token_s = answer.first_token_s or after_s

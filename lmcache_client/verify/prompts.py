@@ -54,7 +54,7 @@ def built_in(engine: Engine, lengths: list[int] | None) -> list[Case]:
         raise VerifyError(f"prompts can have 1 to {most} tokens here, not {(too_long or lengths)[0]}")
     chars = min(_SAMPLE_CHARS, max(most // 2, 16))
     sample = engine.ask(_text(0, chars), 1)
-    chars_per_token = chars / sample.prompt_tokens
+    chars_per_token = chars / len(sample.prompt_ids)
     texts = [_text(i, int(length * chars_per_token)) for i, length in enumerate(lengths, start=1)]
     cases = [Case("repeated", text, text) for text in texts]
     middle = texts[len(texts) // 2]

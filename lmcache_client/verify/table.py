@@ -7,7 +7,7 @@ HEADER = f"{'prompt':<12}{'tokens':>8}{'served':>8}  {'text':<8}{'logprobs':<21}
 
 def row(result: Result) -> str:
     cold, served = result.cold, result.served
-    start = f"{result.case.name:<12}{served.prompt_tokens:>8}"
+    start = f"{result.case.name:<12}{len(served.prompt_ids):>8}"
     if not result.served_tokens:
         return f"{start}{'-':>8}  not served"
     logprobs = result.equals or f"differ by {result.difference:.2g}"

@@ -18,7 +18,7 @@ from lmcache_client.verify.prompts import Case
 def answer(*tops: dict[str, float]) -> Answer:
     """Each position's likeliest token is the chosen one."""
     tokens = [max(top, key=lambda token: top[token]) for top in tops]
-    return Answer(" ".join(tokens), tokens, list(tops), prompt_tokens=100)
+    return Answer(" ".join(tokens), tokens, list(tops), [1, 2])
 
 
 A = answer({"a": -0.1, "b": -3.0}, {"c": -0.5, "d": -1.0})
@@ -54,7 +54,7 @@ def test_fewer_tokens_are_never_within_the_noise() -> None:
 
 
 def result(served: Answer, served_tokens: int = 64, again: Answer = A, local: Answer = A) -> run.Result:
-    return run.Result(Case("x", "p", "p"), A, again, local, served, served_tokens)
+    return run.Result(Case("x", "p", "p"), A, again, (A, local), served, served_tokens)
 
 
 OTHER = answer({"a": -0.1, "b": -3.25}, A.tops[1])
