@@ -54,7 +54,7 @@ def test_fewer_tokens_are_never_within_the_noise() -> None:
 
 
 def result(served: Answer, served_tokens: int = 64, again: Answer = A, local: Answer = A) -> run.Result:
-    return run.Result(Case("x", "p", "p"), A, again, (A, local), served, served_tokens)
+    return run.Result(Case("x", "p", "p"), A, again, local, served, served_tokens)
 
 
 OTHER = answer({"a": -0.1, "b": -3.25}, A.tops[1])
