@@ -56,7 +56,7 @@ TABLE = (
         COUNTER,
         "Looked-up tokens, each in exactly one outcome: held by the engine itself (computed), found here "
         "(hit), not restorable (miss), beyond the last whole chunk before the last token (tail). They add up "
-        "to lmcache_tokens_requested_total.",
+        "to lmcache_tokens_requested_total. Without those of self-tests and benchmarks.",
         {"outcome": ("computed", "hit", "miss", "tail")},
     ),
     Metric(

@@ -239,7 +239,9 @@ class Router:
         if beyond < limit // layout.chunk_size and self.cache.is_partial(layout, message.keys[beyond]):
             partial = self._partial.seen(layout.namespace, message.keys[beyond], started_s)
             self.metrics.count("lmcache_partial_chunks_total", int(partial))
-        self.metrics.count_tokens(message.num_tokens, computed=computed, hit=served, limit=limit)
+        # Neither a self-test nor a benchmark is what people want to know the hit rate of.
+        if not layout.ephemeral:
+            self.metrics.count_tokens(message.num_tokens, computed=computed, hit=served, limit=limit)
         seconds = self.clock() - started_s
         self.metrics.observe("lmcache_lookup_seconds", seconds)
         sentence = "request %(request_id)s: %(hit_tokens)d of %(num_tokens)d tokens can be restored"

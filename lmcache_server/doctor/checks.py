@@ -122,7 +122,8 @@ def l1_file(path: str, mount: str, in_memory: bool, room_bytes: int, l1_bytes: i
 def memory(available_bytes: int, reason: str, populated_bytes: int, l1_bytes: int) -> Check:
     """`populated_bytes` is what a running server has taken of its `l1_bytes` already."""
     missing = max(l1_bytes - populated_bytes, 0)
-    finding = f"{size(available_bytes)} available for {size(missing)} of L1 ({reason})"
+    need = f"for {size(missing)} of L1" if missing else "beside L1, which has its memory"
+    finding = f"{size(available_bytes)} available {need} ({reason})"
     if missing <= available_bytes:
         return Check("memory", OK, finding)
     return Check("memory", FAIL, finding, _smaller(available_bytes + populated_bytes))

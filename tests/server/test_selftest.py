@@ -57,6 +57,7 @@ def test_a_page_is_stored_and_restored_and_forgotten(flags):
         assert metrics['lmcache_requests_total{op="goodbye",outcome="ok"}'] == 2
         for direction in ("store", "load"):
             assert metrics[f'lmcache_transfer_bytes_total{{direction="{direction}"}}'] > 0
+        assert metrics["lmcache_tokens_requested_total"] == 0, "nor is it part of the hit rate"
         assert server.status()["failures"] == []
         assert "selftest" not in server.log.read_text(), "a probe does not fill the log"
         assert " ended: " not in server.log.read_text()

@@ -120,9 +120,11 @@ def test_names_of_clients_are_text(browser, server):
 
 def test_it_asks_nobody_else_and_complains_of_nothing(browser, server):
     with Visit(browser, server) as visit:
+        # The page asks again only when it has been answered.
         for _ in range(3):
-            visit.page.clock.run_for(2100)
-        visit.page.wait_for_timeout(50)
+            with visit.page.expect_response("**/status"):
+                visit.page.clock.run_for(2100)
+            visit.page.wait_for_timeout(50)
         assert visit.errors == []
         paths = [request.removeprefix(visit.url) for request in visit.requests]
         assert all(request.startswith(visit.url) or request.startswith("data:") for request in visit.requests)

@@ -52,7 +52,7 @@ CASES = [
     (checks.l1_file("/dev/shm/x", "/dev/shm", True, GB - 1, GB), FAIL, "are left", "size=2G /dev/shm"),
     (checks.l1_file("/disk/x", "/disk", False, 10 * GB, 11 * GB), FAIL, "at /disk", "--l1-size-gb 9"),
     (checks.memory(GB, "the limit", 0, GB), OK, "1.0 GiB available for 1.0 GiB of L1 (the limit)", ""),
-    (checks.memory(0, "the limit", GB, GB), OK, "0 B available for 0 B", ""),
+    (checks.memory(0, "the limit", GB, GB), OK, "0 B available beside L1, which has its memory", ""),
     (checks.memory(8 * GB, "the limit", 2 * GB, 100 * GB), FAIL, "for 98.0 GiB", "--l1-size-gb 9"),
     (checks.open_files(4096, 4096), OK, "4096", ""),
     (checks.open_files(UNLIMITED, 4096), OK, "unlimited", ""),
