@@ -48,7 +48,9 @@ that was reset, served by the server. *equal*: the same tokens and, at each of 3
 probabilities of the {top} likeliest tokens, to the last bit. *as vLLM's own cache*: equal in the same way to
 what vLLM answers from its own prefix cache; that differs from what it computes in one piece by the figure
 beside it, because a prompt that is resumed in the middle is computed in pieces of other lengths.
-The last of each row's prompts goes on where another one of 60 % of its length ended.
+*differ*: equal to none of them, and no further off than twice the figure by which those differ among
+themselves; such a prompt is verified once more, cut where what was served ends, so that vLLM's own cache and
+the server give it the same tokens. One prompt of each row goes on where another one of 60 % of its length ended.
 
 | model | groups (block size) | chunk | prompts, in tokens | tokens served | log probabilities | verdict |
 |---|---|---|---|---|---|---|

@@ -62,7 +62,7 @@ def test_a_right_cache_is_found_right_a_wrong_one_wrong(tmp_path: Path) -> None:
         assert all("equal   equal" in line for line in lines[1:3]), out
         # Resumed in the middle, this model computes the rest in other shapes: vLLM's own cache does so, too.
         assert "as vLLM's own cache" in lines[3], out
-        assert lines[-1].startswith("right: 3 of 3 prompts were served, and equal to the last bit"), out
+        assert lines[-1].startswith("right: 3 of 3 prompts were served, 3 equal to the last bit"), out
 
         code, out, err = verify(f"{url}/v1/", "--prompts", str(prompts), "--json")
         assert code == 0, out + err
@@ -76,7 +76,8 @@ def test_a_right_cache_is_found_right_a_wrong_one_wrong(tmp_path: Path) -> None:
         with damaged(file):
             code, out, err = verify(url, "--tokens", "1300")
         assert code == 1, out + err
-        assert "WRONG: 2 of 2 served answers differ" in out
+        # Not each: what is stored anew and loaded at once may be damaged too late.
+        assert "\nWRONG: " in out, out
 
         assert server.process is not None
         server.process.kill()

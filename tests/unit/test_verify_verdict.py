@@ -63,15 +63,23 @@ OTHER = answer({"a": -0.1, "b": -3.25}, A.tops[1])
 @pytest.mark.parametrize(
     ("results", "right", "sentence"),
     [
-        ([result(A)], True, "right: 1 of 1 prompts were served, and equal to the last bit"),
+        (
+            [result(A)],
+            True,
+            "right: 1 of 1 prompts were served, 1 equal to the last bit to an answer",
+        ),
         ([result(A), result(OTHER, 0)], True, "right: 1 of 2 prompts were served"),
         ([result(A, 0)], False, "nothing was served"),
         ([result(A), result(OTHER)], False, "WRONG: 1 of 2 served answers differ, by up to 0.25"),
-        ([result(OTHER), result(OTHER, local=OTHER)], True, "equal within that"),
+        (
+            [result(OTHER), result(OTHER, local=OTHER)],
+            True,
+            "1 equal to the last bit to an answer of the engine's own, 1 within its noise",
+        ),
         (
             [result(OTHER, local=OTHER)],
             True,
-            "equal to the last bit; the engine's own answers differ by up to 0.25",
+            "of the engine's own; the engine's own answers differ by up to 0.25",
         ),
         ([result(A, again=answer({"a": -0.1, "b": -5.0}, A.tops[1]))], False, "cannot tell"),
     ],
