@@ -50,7 +50,8 @@ what vLLM answers from its own prefix cache; that differs from what it computes 
 beside it, because a prompt that is resumed in the middle is computed in pieces of other lengths.
 *differ*: equal to none of them, and no further off than twice the figure by which those differ among
 themselves; such a prompt is verified once more, cut where what was served ends, so that vLLM's own cache and
-the server give it the same tokens. One prompt of each row goes on where another one of 60 % of its length ended.
+the server give it the same tokens. One prompt of each row goes on where another one of 60 % of its length
+ended.
 
 | model | groups (block size) | chunk | prompts, in tokens | tokens served | log probabilities | verdict |
 |---|---|---|---|---|---|---|

@@ -1,4 +1,4 @@
-"""The connector's keys, and the README's examples of them."""
+"""The connector's keys, and the documents' examples of them."""
 
 import json
 import re
@@ -9,8 +9,8 @@ from harness.paths import ROOT
 from lmcache_client.connector.settings import PREFIX, Settings, parse
 
 
-def test_the_readme_names_every_key_with_its_default() -> None:
-    rows = dict(re.findall(r"\| `(lmcache\.mp\.\w+)` \| ([^|]+) \|", (ROOT / "README.md").read_text()))
+def test_the_documents_name_every_key_with_its_default() -> None:
+    rows = dict(re.findall(r"\| `(lmcache\.mp\.\w+)` \| ([^|]+) \|", (ROOT / "docs/connector.md").read_text()))
     for name, default in vars(Settings()).items():
         shown = rows.pop(PREFIX + name).strip()
         number = f"{default:g}" if isinstance(default, float) else str(default).lower()
@@ -18,10 +18,11 @@ def test_the_readme_names_every_key_with_its_default() -> None:
     assert not rows
 
 
-def test_the_configurations_in_the_readme_are_accepted() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_configurations_in_the_documents_are_accepted() -> None:
+    text = "".join(page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
     examples = re.findall(r"--kv-transfer-config '(\{.*?\})'\n", text, re.DOTALL)
-    assert len(examples) >= 2
+    assert len(examples) >= 5
+    assert sum("tcp://" in example for example in examples) >= 1
     for example in examples:
         config = json.loads(example)
         assert config["kv_connector"] == "LMCacheMPConnector"

@@ -14,7 +14,7 @@ from typing import Any, Self
 from harness.engine import MODEL_DEFAULTS, START_TIMEOUT_S, Engine
 from harness.models import model_path, text_model_path
 from harness.paths import ROOT
-from harness.processes import free_port, kill_group, new_log, tail
+from harness.processes import free_port, kill_group, new_log, tail, tethered
 from harness.server import LMCacheServer
 
 
@@ -56,7 +56,7 @@ class ApiServer:
     def __enter__(self) -> Self:
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                self._command,
+                tethered(self._command),
                 cwd=ROOT,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
