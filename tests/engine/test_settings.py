@@ -10,7 +10,8 @@ from lmcache_client.connector.settings import PREFIX, Settings, parse
 
 
 def test_the_documents_name_every_key_with_its_default() -> None:
-    rows = dict(re.findall(r"\| `(lmcache\.mp\.\w+)` \| ([^|]+) \|", (ROOT / "docs/connector.md").read_text()))
+    page = (ROOT / "docs/connector.md").read_text()
+    rows = dict(re.findall(r"\| `(lmcache\.mp\.\w+)` \| ([^|]+) \|", page))
     for name, default in vars(Settings()).items():
         shown = rows.pop(PREFIX + name).strip()
         number = f"{default:g}" if isinstance(default, float) else str(default).lower()
