@@ -69,7 +69,7 @@ def text_model_path(name: str) -> Path:
             made = Path(scratch) / "model"
             made.mkdir()
             for file in path.iterdir():
-                (made / file.name).symlink_to(file)
+                (made / file.name).symlink_to(Path("..") / path.name / file.name)
             letters = sorted(pre_tokenizers.ByteLevel.alphabet())
             tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
             tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
