@@ -5,10 +5,13 @@ import re
 import subprocess
 import sys
 
+import pytest
 from harness.paths import ROOT
 
 from simulation.bugs import BUGS
 
+# Some two minutes of two processors each, which tests of engines have as well.
+pytestmark = pytest.mark.timeout(1800)
 SEEDS = int(os.environ.get("SIMULATION_SEEDS", "800"))
 BUG_SEEDS = 1500
 
