@@ -6,6 +6,7 @@ Interfaces: vLLM 0.32, entrypoints/openai/completion and entrypoints/serve/dev.
 import contextlib
 import http.client
 import json
+import secrets
 import time
 import urllib.error
 import urllib.request
@@ -22,6 +23,11 @@ FINISHED = "vllm:request_success_total"
 RUNNING = "vllm:num_requests_running"
 
 Prompt = str | list[int]
+
+
+def new_salt() -> str:
+    """A `cache_salt` that nobody has used."""
+    return f"lmcache verify {secrets.token_hex(8)}"
 
 
 class VerifyError(Exception):
@@ -47,6 +53,7 @@ class Engine:
         self.url = url.rstrip("/").removesuffix("/v1")
         if not self.url.startswith(("http://", "https://")):
             raise VerifyError(f"{url!r} is no address: give vLLM's, as http://127.0.0.1:8000")
+        self.api_key = api_key or ""
         self._timeout_s = timeout_s
         self._headers = {"Content-Type": "application/json"}
         if api_key:

@@ -7,7 +7,6 @@ others, or no further from the first than twice the noise. If it is equal to non
 ended at another token: then the prompt is verified once more, cut where what was served ends.
 """
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,7 +87,7 @@ def run(engine: Engine, cases: list[Case], done: Callable[[Result], None]) -> li
 
 
 def _verify(engine: Engine, case: Case) -> Result:
-    salts = [_salt() for _ in range(4)]
+    salts = [vllm.new_salt() for _ in range(4)]
     start = engine.counters()
     cold = engine.ask(case.prompt, ANSWER_TOKENS, salts[0])
     again = engine.ask(case.prompt, ANSWER_TOKENS, salts[1])
@@ -108,10 +107,6 @@ def _verify(engine: Engine, case: Case) -> Result:
     if finished > requests + 2:
         raise VerifyError("others sent requests to this vLLM meanwhile: verify it when nobody else uses it")
     return Result(case, cold, again, local, served, loaded)
-
-
-def _salt() -> str:
-    return f"lmcache verify {os.urandom(8).hex()}"
 
 
 def _loaded(engine: Engine, before: dict[str, float]) -> int:

@@ -25,7 +25,7 @@ def compare(engine: Engine, task: str, limit: int | None) -> dict[str, Any]:
     """
     if shutil.which("lm_eval") is None:
         raise VerifyError("there is no command lm_eval here: pip install 'lm_eval[api]'")
-    salt = f"lmcache verify {os.urandom(8).hex()}"
+    salt = vllm.new_salt()
     computed = _run(engine, task, limit, salt)
     engine.reset_prefix_cache()
     before = engine.counters()
@@ -56,6 +56,7 @@ def _run(engine: Engine, task: str, limit: int | None, salt: str) -> dict[str, A
         command += ["--limit", str(limit)] if limit else []
         done = subprocess.run(
             command,
+            env={**os.environ, "OPENAI_API_KEY": engine.api_key or os.environ.get("OPENAI_API_KEY", "")},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -78,6 +79,7 @@ def test_a_right_cache_is_found_right_a_wrong_one_wrong(tmp_path: Path) -> None:
         assert code == 1, out + err
         # Not each: what is stored anew and loaded at once may be damaged too late.
         assert "\nWRONG: " in out, out
+        assert re.search("^repeated  .* differs differ by ", out, re.MULTILINE), out
 
         assert server.process is not None
         server.process.kill()

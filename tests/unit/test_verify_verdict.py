@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -167,3 +168,35 @@ def test_an_engine_that_is_used_by_others_is_not_judged() -> None:
     busy = "vllm:lmcache_mp_loaded_tokens_total 0\nvllm:num_requests_running 2.0\n"
     with answering({**MODELS, "/metrics": busy}) as url, pytest.raises(VerifyError, match="nobody else"):
         run.run(engine(url), [Case("x", "p", "p")], lambda _: None)
+
+
+LM_EVAL = """#!/usr/bin/env python3
+import json, os, pathlib, sys
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+found = {"task": {"acc,none": 0.5, "acc_stderr,none": 0.1, "alias": "task"}}
+pathlib.Path(options["--output_path"], "results_1.json").write_text(json.dumps({"results": found}))
+with open(os.environ["ASKED"], "a") as asked:
+    asked.write(json.dumps([options, os.environ["OPENAI_API_KEY"]]) + "\\n")
+"""
+
+
+def test_lm_eval_is_asked_twice_under_one_salt_with_the_key_that_is_in_no_argument(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, asked = tmp_path / "lm_eval", tmp_path / "asked"
+    program.write_text(LM_EVAL)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("ASKED", str(asked))
+    metrics = "vllm:lmcache_mp_loaded_tokens_total 0\n"
+    pages = {**MODELS, "/metrics": metrics, "/reset_prefix_cache": '{"success": true}'}
+    with answering(pages) as url:
+        found = scores.compare(Engine(url, None, "the key", 5.0), "task", 3)
+    assert found["computed"] == found["served"] == {"task acc,none": 0.5}
+    (first, key), second = map(json.loads, asked.read_text().splitlines())
+    assert [{**first, "--output_path": ""}, key] == [{**second[0], "--output_path": ""}, second[1]]
+    assert key == "the key"
+    assert "the key" not in str(first)
+    assert f"base_url={url}/v1/completions" in first["--model_args"]
+    assert "cache_salt=lmcache verify " in first["--gen_kwargs"]
+    assert first["--limit"] == "3"
