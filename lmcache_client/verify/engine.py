@@ -16,6 +16,8 @@ from typing import Any
 
 NUM_TOP = 5
 """Tokens whose log probabilities are compared at each position."""
+NO_NUMBER = -9999.0
+"""What vLLM gives for minus infinity. NaN, which wrong pages may lead to, comes as null, and counts so."""
 RESET_TIMEOUT_S = 60.0
 LOADED_TOKENS = "vllm:lmcache_mp_loaded_tokens_total"
 FAILED_LOADS = "vllm:lmcache_mp_failed_loads_total"
@@ -159,5 +161,8 @@ def _add(answer: Answer, event: dict[str, Any], after_s: float) -> None:
         if found.get("tokens"):
             answer.first_token_s = answer.first_token_s or after_s
             answer.tokens += found["tokens"]
-            answer.tops += found["top_logprobs"]
+            for top in found["top_logprobs"]:
+                answer.tops.append(
+                    {token: NO_NUMBER if each is None else each for token, each in top.items()}
+                )
         answer.text += choice["text"]

@@ -80,7 +80,9 @@ def run(engine: Engine, cases: list[Case], done: Callable[[Result], None]) -> li
         done(result)
         if result.served_tokens and not result.equals:
             ids = result.cold.prompt_ids
-            cut = Case(f"{case.name}, cut", ids[: result.served_tokens + REST_TOKENS], ids)
+            # Recurrent layers can be resumed only where the stored prompt left a state.
+            stored = ids if case.is_repeat else case.stored
+            cut = Case(f"{case.name}, cut", ids[: result.served_tokens + REST_TOKENS], stored)
             results.append(_verify(engine, cut))
             done(results[-1])
     return results

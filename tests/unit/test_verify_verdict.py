@@ -200,3 +200,16 @@ def test_lm_eval_is_asked_twice_under_one_salt_with_the_key_that_is_in_no_argume
     assert f"base_url={url}/v1/completions" in first["--model_args"]
     assert "cache_salt=lmcache verify " in first["--gen_kwargs"]
     assert first["--limit"] == "3"
+
+
+def test_log_probabilities_that_are_no_numbers_are_as_wrong_as_can_be() -> None:
+    """What vLLM's JSON says of NaN, which garbage in the KV cache leads to."""
+    found = {"tokens": ["a"], "top_logprobs": [{"a": None, "b": None}]}
+    events = [{"choices": [{"text": "x", "logprobs": found, "prompt_token_ids": [1, 2]}]}]
+    stream = "".join(f"data: {json.dumps(each)}\n\n" for each in events) + "data: [DONE]\n\n"
+    with answering({**MODELS, "/v1/completions": stream}) as url:
+        wrong = engine(url).ask("p", 1)
+    assert (wrong.text, wrong.prompt_ids) == ("x", [1, 2])
+    right, text = run.verdict([result(wrong)])
+    assert not right
+    assert text.startswith("WRONG: 1 of 1 served answers differ, by up to 1e+04")
