@@ -3,13 +3,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMPS := .venv/stamps
 
-.PHONY: help install lint test test-gpu bench bench-gpu simulate fuzz demo verified-models docs docs-serve clean
+.PHONY: help install lint test test-versions watch-vllm test-gpu bench bench-gpu simulate fuzz demo verified-models docs docs-serve clean
 
 help:
 	@echo "make install   create .venv and install vLLM (CPU build unless there is one) and this package"
 	@echo "make demo      a real model through vLLM and the server, with a table of what was saved"
 	@echo "make lint      ruff and mypy"
 	@echo "make test      install, lint and all tests"
+	@echo "make test-versions  what depends on vLLM, on the oldest and the newest version (VLLM=\"0.31.0 0.33.0\")"
+	@echo "make watch-vllm  VLLM=0.34.0: what that version changes in all that the connector relies on"
 	@echo "make bench     side by side with vLLM alone and LMCache: writes docs/benchmarks.md (NAMES=\"lookup start\")"
 	@echo "make test-gpu  the tests of the GPU half, on a machine that has a GPU (GPU_PYTHON=python3)"
 	@echo "make bench-gpu its figures, as Markdown"
@@ -49,6 +51,13 @@ $(STAMPS)/deploy: pyproject.toml | $(STAMPS)/package
 test: install lint $(STAMPS)/deploy
 	@$(BIN)/python scripts/install_tools.py
 	$(BIN)/python scripts/run_tests.py
+
+VLLM ?=
+test-versions: install
+	@$(BIN)/python scripts/test_versions.py $(VLLM)
+
+watch-vllm: install
+	@$(BIN)/python scripts/watch_vllm.py $(VLLM)
 
 # Neither vLLM nor the virtual environment is needed: an interpreter that has torch, cupy, pyzmq, pytest and
 # what the server needs (click, uvloop, msgpack, prometheus-client).

@@ -91,7 +91,7 @@ class Channel:
     def __init__(
         self,
         address: str,
-        on_up: Callable[["Channel"], None],
+        on_up: Callable[["Channel"], object],
         on_state: Callable[[bool, str], None] = lambda _ready, _sentence: None,
         system: System = SYSTEM,
     ) -> None:

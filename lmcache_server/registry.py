@@ -16,6 +16,7 @@ from lmcache_client.contract.protocol import (
     Join,
     Joined,
     Message,
+    NotCached,
     Register,
     Registered,
     Welcome,
@@ -241,6 +242,21 @@ class Registry:
             return Joined(False, 0, b"")
         session.joined = message.engine_id
         return Joined(True, layout.chunk_size, layout.namespace)
+
+    def not_cached(self, session: Session, message: NotCached) -> Message:
+        if session.not_cached is None:
+            logger.log(
+                logging.INFO,
+                "engine %(engine)s of %(model)s is not cached, because it has %(reason)s",
+                {
+                    "engine": message.engine_id,
+                    "model": message.model,
+                    "reason": message.reason,
+                    "session": session.session_id,
+                },
+            )
+        session.not_cached = message
+        return Done()
 
     def joined_layout(self, session: Session, engine_id: str) -> Layout:
         """The layout of the engine that this scheduler has joined."""

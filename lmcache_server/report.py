@@ -82,6 +82,7 @@ class Report:
                     "rank": session.shard.rank if session.shard is not None else 0,
                     "client_version": session.client_version,
                     "vllm_version": session.vllm_version,
+                    "not_cached": session.not_cached.reason if session.not_cached is not None else "",
                     "age_s": round(now_s - session.started_s, 3),
                 }
                 for session in self._registry.sessions.values()

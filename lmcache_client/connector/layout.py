@@ -1,6 +1,6 @@
 """vLLM's KV cache configuration in the words of the contract: groups, regions, the model's tag.
 
-Interfaces: vLLM 0.32, v1/kv_cache_interface.py (KVCacheConfig, KVCacheTensor and the specs).
+Interfaces: vLLM's v1/kv_cache_interface.py (KVCacheConfig, KVCacheTensor and the specs).
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm import __version__ as VLLM_VERSION
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
@@ -24,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from lmcache_client.connector.support import UnsupportedError
 from lmcache_client.contract.geometry import (
     CHUNKED_LOCAL,
     FULL,
@@ -41,10 +43,6 @@ if TYPE_CHECKING:
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 FULL_SPECS = (FullAttentionSpec, MLAAttentionSpec)
 """Exactly these: their subclasses (sinks with blocks of their own, scratch states, …) need more."""
-
-
-class UnsupportedError(Exception):
-    """A model or setting that is not proven to be restored exactly; the message names it."""
 
 
 def layer_spec(spec: KVCacheSpec, layer: str = "") -> KVCacheSpec:
@@ -103,11 +101,14 @@ def check_supported(vllm_config: "VllmConfig", config: KVCacheConfig) -> None:
         if mode != "align":
             raise UnsupportedError(
                 f"recurrent layers with mamba_cache_mode={mode!r}: "
-                "keep prefix caching enabled and set --mamba-cache-mode align"
+                "keep prefix caching enabled (before vLLM 0.33, also set --mamba-cache-mode align)"
             )
         if vllm_config.speculative_config is not None:
             raise UnsupportedError("speculative decoding on a model with recurrent layers")
     parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1 and vllm_config.speculative_config is not None:
+        # vLLM's first model runner does not call `wait_for_save`, where loads start, on all of these stages.
+        raise UnsupportedError("speculative decoding together with pipeline parallelism")
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise UnsupportedError("context parallelism")
 
@@ -121,7 +122,7 @@ def preferred_layout(vllm_config: "VllmConfig") -> str | None:
 
 
 def restore_block_size(vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...]) -> int:
-    """Undo a fault of vLLM 0.32 that leaves recurrent models without states to resume at.
+    """Undo a fault of vLLM before 0.33 that leaves recurrent models without states to resume at.
 
     An engine core in a process of its own runs the checks of its configuration once more when it is
     built, and on a CPU they put `block_size` back to the default. By it the scheduler chooses where steps
@@ -223,7 +224,7 @@ def _group_tag(
         if kernel_blocks % config.num_blocks == 0:
             kernel_blocks //= config.num_blocks
         dtypes = ",".join(map(str, spec.dtypes)) if isinstance(spec, MambaSpec) else str(spec.dtype)
-        quant = str(getattr(spec, "kv_quant_mode", ""))
+        quant = str(spec.kv_quant_mode) if isinstance(spec, AttentionSpec) else ""
         part = f"{backend}/{type(spec).__name__}/{dtypes}/{quant}/{kernel_blocks}"
         if part != parts[-1]:
             parts.append(part)

@@ -24,13 +24,15 @@ WITHOUT_EFFECT = frozenset(
 @dataclass(frozen=True)
 class Settings:
     """`host` empty means the Unix socket of `port`. The deadlines are the engine's own: after
-    `lookup_timeout_s` a lookup counts as a miss, after `load_timeout_s` a load is recomputed."""
+    `lookup_timeout_s` a lookup counts as a miss, after `load_timeout_s` a load is recomputed. With
+    `untested_vllm` a vLLM is served that is newer than the newest tested one."""
 
     host: str = ""
     port: int = DEFAULT_PORT
     lookup_timeout_s: float = 1.0
     load_timeout_s: float = 30.0
     strict_resume_points: bool = False
+    untested_vllm: bool = False
 
     @property
     def address(self) -> str:

@@ -7,14 +7,14 @@ travel, only keys; pages never travel, only where they are.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from lmcache_client.contract import codec
 from lmcache_client.contract.codec import ProtocolError
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import KEY_BYTES, ModelTag
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 DEFAULT_PORT = 5555
 BOOT_ID_BYTES = 16
 CLIENT_ID_BYTES = 16
@@ -22,6 +22,7 @@ NONCE_BYTES = 32
 HANDLE_BYTES = 64
 UUID_BYTES = 16
 MAX_NAME = 256
+MAX_REASON = 1024
 MAX_BUFFERS = 1024
 MAX_CHUNKS = 1 << 16
 MAX_LEASES = 4096
@@ -56,7 +57,7 @@ class Hello:
     def __post_init__(self) -> None:
         if len(self.client_id) != CLIENT_ID_BYTES or len(self.client_version) > MAX_NAME:
             raise ProtocolError(
-                f"a client id has {CLIENT_ID_BYTES} bytes, a version at most {MAX_NAME} characters"
+                f"a client id has {CLIENT_ID_BYTES} bytes, a version up to {MAX_NAME} letters"
             )
 
 
@@ -153,12 +154,26 @@ class Joined:
 
 
 @dataclass(frozen=True)
+class NotCached:
+    """An engine that does not use the cache says why: "it has `reason`". Answered with Done."""
+
+    engine_id: str
+    model: str
+    vllm_version: str
+    reason: str
+
+    def __post_init__(self) -> None:
+        longest = max(map(len, (self.engine_id, self.model, self.vllm_version)))
+        if longest > MAX_NAME or len(self.reason) > MAX_REASON:
+            raise ProtocolError(f"a name has at most {MAX_NAME} characters, a reason {MAX_REASON}")
+
+
+@dataclass(frozen=True)
 class Lookup:
     """Up to where can this chain of chunks be restored?
 
-    `computed_tokens` are what the engine holds itself, a multiple of the unified block size;
-    `limit_tokens` is the largest resume point of use, a multiple of the chunk size and less than
-    `num_tokens`, the length of the request. `request_id` is for the debug log alone.
+    `computed_tokens` are what the engine holds itself, a multiple of the unified block size; `limit_tokens`
+    is the largest resume point of use, a multiple of the chunk size below `num_tokens`, the request's length.
     """
 
     engine_id: str
@@ -174,9 +189,8 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Found:
-    """`resume_tokens` is 0 when nothing is to be had beyond what the engine computed; otherwise
-    `lease_id` keeps it restorable for `lease_s` seconds. `held` has a bitmap per group, least
-    significant bit first: which chunks of that group are stored by every shard."""
+    """`resume_tokens` is 0 when the server has nothing beyond what the engine computed; else `lease_id` keeps
+    it restorable for `lease_s`. `held`: a bitmap per group, lowest bit first, of chunks all shards have."""
 
     resume_tokens: int
     lease_id: int
@@ -245,9 +259,7 @@ class Store:
 
     def __post_init__(self) -> None:
         if len(self.objects) > MAX_OBJECTS or len(self.request_ids) > len(self.objects):
-            raise ProtocolError(
-                f"at most {MAX_OBJECTS} objects, not {len(self.objects)}, and no more requests than objects"
-            )
+            raise ProtocolError(f"at most {MAX_OBJECTS} objects, and no more requests than objects")
 
 
 @dataclass(frozen=True)
@@ -305,14 +317,12 @@ class Refused:
 
 
 Message = (
-    Hello | Welcome | Register | Challenge | Prove | Registered | Join | Joined | Lookup | Found | EndRequest
-    | Retrieve | Store | Stored | Clear | Cleared | Status | StatusReport | Ping | Goodbye | Done | Refused
+    Hello | Welcome | Register | Challenge | Prove | Registered | Join | Joined | NotCached | Lookup | Found
+    | EndRequest | Retrieve | Store | Stored | Clear | Cleared | Status | StatusReport | Ping | Goodbye | Done
+    | Refused
 )  # fmt: skip
 
-_TYPES: tuple[type[Any], ...] = (
-    Hello, Welcome, Register, Challenge, Prove, Registered, Join, Joined, Lookup, Found, EndRequest,
-    Retrieve, Store, Stored, Clear, Cleared, Status, StatusReport, Ping, Goodbye, Done, Refused,
-)  # fmt: skip
+_TYPES: tuple[type[Any], ...] = get_args(Message)
 _CODES = {cls: code for code, cls in enumerate(_TYPES)}
 
 

@@ -1,15 +1,58 @@
-"""The version of this project, the same for the server and the connector, and of the vLLM that it is for."""
+"""The version of this project, the same for server and connector, and the versions of vLLM that it serves."""
 
 VERSION = "0.1.0"
-VLLM_SERIES = "0.32"
-"""What the connector uses of vLLM is not public and changes from one series to the next."""
+
+OLDEST_VLLM = (0, 31)
+"""Two things rule out vLLM 0.30, and neither shows in a name or an argument list:
+
+* 0.30 does not call `wait_for_save` in a step that computes nothing. Loads start there, so a request that is
+  alone in its engine would wait for its load for ever.
+* 0.30 does not tag the extra keys of a block hash: an adapter `x`, a salt `x` and the same adapter at another
+  path are all `('x',)`. A server that outlives its engines could then serve the pages of another adapter.
+
+vLLM 0.29 also ends the engine when a load of a hybrid model fails. `connector/surface.py` names the first
+version of everything else that the connector uses."""
+
+NEWEST_VLLM = (0, 33)
+"""The newest that the tests run. A later vLLM may keep every name and change a meaning, as 0.31 did, and then
+pages would be wrong without an error: so its engines run without a cache until somebody has tested it."""
+
+INSTALL_VLLM = f"pip install 'vllm=={NEWEST_VLLM[0]}.{NEWEST_VLLM[1]}.*'"
+VLLM_RANGE = f"{OLDEST_VLLM[0]}.{OLDEST_VLLM[1]} to {NEWEST_VLLM[0]}.{NEWEST_VLLM[1]}"
+UNTESTED_VLLM_KEY = "lmcache.mp.untested_vllm"
 
 
-def vllm_refusal(version: str) -> str:
-    """Why the connector does not work with this version of vLLM; empty when it does."""
-    if version.split(".")[:2] == VLLM_SERIES.split("."):
+def too_old(vllm_version: str) -> str:
+    """Why the connector does not load in this version of vLLM; empty unless it is older than the oldest."""
+    series = _series(vllm_version)
+    if series is None or series >= OLDEST_VLLM:
         return ""
     return (
-        f"lmcache-mp {VERSION} works with vLLM {VLLM_SERIES}.x and this is vLLM {version}: install that "
-        f"(pip install 'vllm=={VLLM_SERIES}.*'), or a version of lmcache-mp for this one"
+        f"lmcache-mp {VERSION} works with vLLM {VLLM_RANGE} and this is vLLM {vllm_version}: "
+        f"install a newer vLLM ({INSTALL_VLLM})"
     )
+
+
+def untested(vllm_version: str) -> str:
+    """Why an engine of this version of vLLM is not cached unless its user asks for it; empty for a version
+    that the tests run, and for one that is too old."""
+    series = _series(vllm_version)
+    # A development build carries the number of the release before it or of the one that it leads to.
+    if series is not None and (series, ".dev" in vllm_version) <= (NEWEST_VLLM, False):
+        return ""
+    return (
+        f"vLLM {vllm_version}, and lmcache-mp {VERSION} was tested with vLLM {VLLM_RANGE}: "
+        f"install one of these ({INSTALL_VLLM}) or a newer lmcache-mp. To cache anyway, set "
+        f'"{UNTESTED_VLLM_KEY}": true in kv_connector_extra_config and check the answers with '
+        "'lmcache verify'"
+    )
+
+
+def _series(vllm_version: str) -> tuple[int, int] | None:
+    """The first two numbers; None for a build that does not know its version."""
+    first, _, rest = vllm_version.partition(".")
+    second = rest.partition(".")[0].partition("+")[0]
+    # A build from a checkout without tags calls itself 0.1.dev…, whatever it holds.
+    if not (first.isdecimal() and second.isdecimal()) or vllm_version.startswith("0.1.dev"):
+        return None
+    return int(first), int(second)

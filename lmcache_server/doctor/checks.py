@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lmcache_client.contract.version import VERSION, VLLM_SERIES, vllm_refusal
+from lmcache_client.contract.version import INSTALL_VLLM, VERSION, VLLM_RANGE, too_old, untested
 from lmcache_server.summary import size
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -170,9 +170,11 @@ def copy_kernel(num_gpus: int, failure: str, version: int) -> Check:
 def vllm(version: str) -> Check:
     """`version` of the vLLM in this Python environment, empty if there is none."""
     if not version:
-        return Check("vLLM", OK, f"not in this Python environment; the connector is for {VLLM_SERIES}.x")
-    if refusal := vllm_refusal(version):
-        return Check("vLLM", FAIL, refusal, f"pip install 'vllm=={VLLM_SERIES}.*'")
+        return Check("vLLM", OK, f"not in this Python environment; the connector is for {VLLM_RANGE}")
+    if refusal := too_old(version):
+        return Check("vLLM", FAIL, refusal, INSTALL_VLLM)
+    if reason := untested(version):
+        return Check("vLLM", FAIL, f"engines here are not cached, because they have {reason}", INSTALL_VLLM)
     return Check("vLLM", OK, f"{version}, which the connector works with")
 
 
@@ -201,9 +203,11 @@ def server(version: str, where: str, failure: str, unreachable: bool) -> Check:
     return Check("server", OK, f"{version} at {where}, as here")
 
 
-def connectors(server_version: str, versions: Mapping[str, str], vllms: Sequence[str]) -> Check:
+def connectors(
+    server_version: str, versions: Mapping[str, str], vllms: Sequence[str], not_cached: Mapping[str, str]
+) -> Check:
     """`versions` has the connector's by engine and process, as far as any is connected; `vllms` are the
-    versions of vLLM that they run in."""
+    versions of vLLM that they run in; `not_cached` has, by engine, why it does not use the server."""
     if not server_version:
         return Check("connectors", OK, "none known without a server")
     running = f", in vLLM {' and '.join(vllms)}" if vllms else ""
@@ -212,4 +216,7 @@ def connectors(server_version: str, versions: Mapping[str, str], vllms: Sequence
         finding = f"the server has {server_version}, {', '.join(others)}{running}"
         fix = f"pip install lmcache-mp=={server_version}  (where vLLM is installed)"
         return Check("connectors", WARN, finding, fix)
+    if not_cached:
+        findings = [f"{who} is not cached, because it has {reason}" for who, reason in not_cached.items()]
+        return Check("connectors", WARN, "; ".join(findings))
     return Check("connectors", OK, f"{len(versions)} connected, of no other version{running}")

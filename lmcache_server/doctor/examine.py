@@ -101,7 +101,12 @@ def _connectors(report: Mapping[str, Any]) -> Check:
         if each["engine_id"]
     }
     vllms = {each["vllm_version"] for each in report.get("sessions", ()) if each["vllm_version"]}
-    return checks.connectors(report.get("version", ""), versions, sorted(vllms))
+    not_cached = {
+        f"engine {each['engine_id']}": str(each["not_cached"])
+        for each in report.get("sessions", ())
+        if each["not_cached"]
+    }
+    return checks.connectors(report.get("version", ""), versions, sorted(vllms), not_cached)
 
 
 def _l1_memory(l1: Mapping[str, Any], l1_bytes: int, report: Mapping[str, Any]) -> list[Check]:

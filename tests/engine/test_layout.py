@@ -41,11 +41,18 @@ def test_the_bytes_of_a_block_and_their_order_stay(regions):
         assert places(merged(regions), block) == places(regions, block)
 
 
+def with_connector(device_type, **extra_config):
+    return SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device_type),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra_config),
+    )
+
+
 @pytest.mark.parametrize(("capability", "name"), [((9, 0), "BLNHC"), ((10, 0), "BLHNC"), ((8, 0), "BLNHC")])
 def test_on_a_gpu_the_connector_wishes_for_the_block_outermost(monkeypatch, capability, name):
     """A layout that vLLM knows, that is one piece a block, and that its backends for GPUs accept."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
-    config = SimpleNamespace(device_config=SimpleNamespace(device_type="cuda"))
+    config = with_connector("cuda")
     assert LMCacheMPConnector.get_required_kvcache_layout(config) == name
     assert KVCacheLayout[name].is_block_outermost
     assert KVCacheLayout[name].is_block_compact
@@ -54,5 +61,13 @@ def test_on_a_gpu_the_connector_wishes_for_the_block_outermost(monkeypatch, capa
 
 
 def test_on_a_cpu_it_has_no_wish():
-    config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"))
+    config = with_connector("cpu")
     assert LMCacheMPConnector.get_required_kvcache_layout(config) is None
+
+
+def test_an_engine_that_is_not_cached_has_no_wish(monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr("lmcache_client.connector.support.VLLM_VERSION", "0.34.0")
+    assert LMCacheMPConnector.get_required_kvcache_layout(with_connector("cuda")) is None
+    anyway = with_connector("cuda", **{"lmcache.mp.untested_vllm": True})
+    assert LMCacheMPConnector.get_required_kvcache_layout(anyway) == "BLNHC"

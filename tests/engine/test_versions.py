@@ -1,17 +1,18 @@
-"""A vLLM that the connector is not written for: refused with a sentence, and not disturbed."""
+"""Which vLLM is served, and whether this one has all that the connector uses."""
 
-import os
-import subprocess
-import sys
+import re
+from pathlib import Path
 
 import pytest
+from harness.other_vllm import other_vllm, run_python
 
-from lmcache_client.contract.version import VERSION, VLLM_SERIES, vllm_refusal
+from lmcache_client.connector import surface
+from lmcache_client.contract.version import VERSION, too_old, untested
 
-_OTHER_VLLM = """
+_TOO_OLD = """
 import sys
 import vllm
-vllm.__version__ = "0.33.1"
+vllm.__version__ = "0.30.1"
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.plugins import load_general_plugins
@@ -33,20 +34,10 @@ print("goes on")
 """
 
 
-def test_a_vllm_of_another_series_is_refused_with_a_sentence_and_goes_on_without_the_connector() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _OTHER_VLLM],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-            "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_a_vllm_that_is_too_old_is_refused_and_goes_on_without_the_connector() -> None:
+    done = run_python(_TOO_OLD)
     assert done.returncode == 0, done.stderr
-    refusal = vllm_refusal("0.33.1")
+    refusal = too_old("0.30.1")
     assert done.stdout.splitlines() == [
         "['lmcache_client.connector', 'lmcache_client.connector.plugin']",
         refusal,
@@ -57,20 +48,70 @@ def test_a_vllm_of_another_series_is_refused_with_a_sentence_and_goes_on_without
     assert "this vLLM knows no connector of lmcache-mp by its name" in done.stderr
 
 
-def test_the_sentence_says_what_to_install() -> None:
-    assert vllm_refusal("0.31.0") == (
-        f"lmcache-mp {VERSION} works with vLLM {VLLM_SERIES}.x and this is vLLM 0.31.0: install that "
-        "(pip install 'vllm==0.32.*'), or a version of lmcache-mp for this one"
+def test_the_errors_say_what_to_install() -> None:
+    assert too_old("0.30.0") == (
+        f"lmcache-mp {VERSION} works with vLLM 0.31 to 0.33 and this is vLLM 0.30.0: "
+        "install a newer vLLM (pip install 'vllm==0.33.*')"
+    )
+    assert untested("0.34.0") == (
+        f"vLLM 0.34.0, and lmcache-mp {VERSION} was tested with vLLM 0.31 to 0.33: install one of these "
+        "(pip install 'vllm==0.33.*') or a newer lmcache-mp. To cache anyway, set "
+        '"lmcache.mp.untested_vllm": true in kv_connector_extra_config and check the answers with '
+        "'lmcache verify'"
     )
 
 
+OLD, SERVED, NEW = "old", "served", "new"
+
+
 @pytest.mark.parametrize(
-    ("version", "served"),
+    ("version", "verdict"),
     [
-        ("0.32.0", True), ("0.32.1.dev7+g1234567", True), ("0.32.0+cpu", True), ("0.32", True),
-        ("0.33.0", False), ("0.320.0", False), ("1.32.0", False), ("0.3.2", False), ("dev", False),
-        ("", False),
+        ("0.30.9", OLD), ("0.3.2", OLD), ("0.2", OLD), ("0.1.5", OLD),
+        ("0.31.0", SERVED), ("0.31", SERVED), ("0.32.1.dev7+g1234567", SERVED), ("0.33.0+cpu", SERVED),
+        ("0.33.1", SERVED), ("0.33.0rc1", SERVED),
+        ("0.33.1.dev7+g1234567", NEW), ("0.34.0", NEW), ("0.330.0", NEW), ("1.32.0", NEW),
+        ("0.1.dev11+g1234567", NEW), ("dev", NEW), ("", NEW), ("0.x", NEW),
     ],
 )  # fmt: skip
-def test_the_series_is_what_counts(version: str, served: bool) -> None:
-    assert (not vllm_refusal(version)) == served
+def test_the_series_is_what_counts(version: str, verdict: str) -> None:
+    assert bool(too_old(version)) == (verdict == OLD)
+    # Nobody asks whether a version that is refused has been tested.
+    assert verdict == OLD or bool(untested(version)) == (verdict == NEW)
+
+
+def test_this_vllm_has_all_that_the_connector_uses() -> None:
+    assert surface.missing() == []
+
+
+def test_the_table_names_a_version_that_is_served_for_every_name() -> None:
+    for lines in surface.USED.values():
+        for line in lines.strip().splitlines():
+            first = re.search(r"  0\.(\d+)$", line)
+            assert first is not None, f"no version at the end of {line!r}"
+            assert int(first[1]) <= 31
+
+
+def test_a_name_or_an_argument_that_is_gone_is_found(tmp_path: Path) -> None:
+    replaced = {
+        "distributed/kv_transfer/kv_connector/v1/base.py": (
+            "def bind_gpu_block_pool(self, gpu_block_pool:",
+            "def bind_block_pool(self, gpu_block_pool:",
+        ),
+        "v1/core/kv_cache_manager.py": ("def get_block_ids(", "def get_ids("),
+        "v1/core/block_pool.py": ("def touch(self, blocks:", "def touch(self, pinned:"),
+        "v1/request.py": ("self.skip_reading_prefix_cache =", "self.skip_reading ="),
+        "config/kv_transfer.py": ("kv_load_failure_policy:", "load_failure_policy:"),
+    }
+    program = "from lmcache_client.connector.surface import missing\nprint(missing())"
+    done = run_python(program, other_vllm(tmp_path, replaced=replaced))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(
+        [
+            "KVConnectorBase_V1.bind_gpu_block_pool(gpu_block_pool)",
+            "BlockPool.touch(blocks)",
+            "KVCacheBlocks.get_block_ids()",
+            "Request.skip_reading_prefix_cache",
+            "KVTransferConfig.kv_load_failure_policy",
+        ]
+    )

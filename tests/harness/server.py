@@ -168,6 +168,13 @@ class LMCacheServer:
             assert time.monotonic() < deadline, f"it did not happen in time: {l1}"
             time.sleep(0.02)
 
+    def wait_for_status(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 10.0) -> None:
+        """Wait until /status is as the condition wants it."""
+        deadline = time.monotonic() + timeout_s
+        while not condition(status := self.status()):
+            assert time.monotonic() < deadline, f"it did not happen in time: {status}"
+            time.sleep(0.02)
+
     def wait_until_populated(self) -> None:
         self.wait_until(lambda l1: l1["populated_bytes"] == l1["total_bytes"])
 

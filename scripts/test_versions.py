@@ -1,0 +1,71 @@
+"""`make test-versions`: what depends on vLLM, on the oldest and the newest version that is served.
+
+    python scripts/test_versions.py [VERSION…]
+
+Each version gets a thin environment (thin_vllm.py). In it run the table of what the connector uses, the hit
+tests against vLLM's own coordinator, simulated histories of the real connector, and real engines: one model
+of each kind, another process, a shared prefix, a failed load, adapters, two ranks, a server that restarts.
+`make test` runs everything on the version in between. Exits with the first failure's code.
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OLDEST, NEWEST = "0.31.0", "0.33.0"
+HISTORIES = 100
+MODELS = ("llama", "gemma3", "gemma4-32", "gptoss", "llama4", "qwen3next", "qwen35", "falconh1")
+TESTS = (
+    "test_versions.py",
+    "test_hits_agree_with_vllm.py",
+    "test_inputs.py",
+    "test_layout.py",
+    *(f"test_models.py::test_model_is_restored_exactly[{model}]" for model in MODELS),
+    "test_models.py::test_mla_is_stored_as_it_was_computed",
+    "test_serving.py::test_three_processes_find_the_connector_by_its_bare_name",
+    "test_serving.py::test_salts_and_equal_prompts_share_only_with_themselves",
+    "test_serving.py::test_an_engine_outlives_the_server_and_uses_it_when_it_is_there",
+    "test_serving.py::test_a_promise_that_is_broken_is_recomputed",
+    "test_traps.py::test_recurrent_prompts_that_share_prefixes_of_many_lengths",
+    "test_traps.py::test_preemption_under_load_finishes_and_leaks_no_block",
+    "test_roles.py::test_an_adapter_never_gets_the_kv_of_another_or_of_the_base_model",
+    "test_parallel.py::test_tensor_parallel_engines_store_and_restore_their_shards[qwen3next]",
+    "test_statistics.py::test_loads_and_stores_are_in_vllms_log_and_metrics",
+)
+
+
+def main() -> int:
+    versions = sys.argv[1:] or (OLDEST, NEWEST)
+    subprocess.run([sys.executable, str(ROOT / "scripts" / "thin_vllm.py"), *versions], check=True)
+    codes = [run(version) for version in versions]
+    return next((code for code in codes if code), 0)
+
+
+def run(version: str) -> int:
+    """The tests in the environment of one version; simulated histories run beside them. Returns a code."""
+    started_s = time.monotonic()
+    print(f"== vLLM {version}", flush=True)
+    python = str(ROOT / ".venv" / "thin" / version / "bin" / "python")
+    simulation = [python, "-m", "simulation", "--seeds", str(HISTORIES)]
+    with tempfile.TemporaryFile() as output:
+        beside = subprocess.Popen(simulation, cwd=ROOT / "tests", stdout=output, stderr=output)
+        try:
+            changed = ("test_other_vllm.py",) if version == NEWEST else ()
+            tests = [f"tests/engine/{each}" for each in (*TESTS, *changed)]
+            code = subprocess.call([python, "-m", "pytest", *tests], cwd=ROOT)
+            simulation_code = beside.wait()
+        except BaseException:
+            beside.terminate()
+            beside.wait()
+            raise
+        output.seek(0)
+        sys.stdout.write(output.read().decode(errors="replace"))
+    print(f"vLLM {version}: {(time.monotonic() - started_s) / 60:.1f} minutes", flush=True)
+    return code or simulation_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

