@@ -43,6 +43,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@$(BIN)/python tests/harness/house.py
 
 $(STAMPS)/deploy: pyproject.toml | $(STAMPS)/package
 	@$(BIN)/python scripts/pip_quietly.py "what checks deploy/" -e '.[deploy]'
@@ -65,29 +66,29 @@ GPU_PYTHON ?= python3
 GPU_TESTS := -m pytest -c tests/gpu/pytest.ini --rootdir=. --confcutdir=tests/gpu
 
 test-gpu:
-	PYTHONPATH=.:tests $(GPU_PYTHON) $(GPU_TESTS) tests/gpu
+	PYTHONPATH=.:kernels:tests $(GPU_PYTHON) $(GPU_TESTS) tests/gpu
 	@command -v compute-sanitizer >/dev/null || echo "no compute-sanitizer here: memory accesses were not checked"
-	@! command -v compute-sanitizer >/dev/null || PYTHONPATH=.:tests compute-sanitizer --error-exitcode 9 \
+	@! command -v compute-sanitizer >/dev/null || PYTHONPATH=.:kernels:tests compute-sanitizer --error-exitcode 9 \
 		--target-processes all $(GPU_PYTHON) $(GPU_TESTS) tests/gpu/test_kernel.py tests/gpu/test_round_trips.py \
 		-k "kernel or launches or 1024 or 65536"
 
 NAMES ?=
 bench: install
 	@$(BIN)/python scripts/pip_quietly.py "what draws the plots" -e '.[bench]'
-	@$(BIN)/python bench/run.py $(NAMES)
+	@$(BIN)/python benchmarks/run.py $(NAMES)
 
 bench-gpu:
-	PYTHONPATH=.:tests:tests/gpu $(GPU_PYTHON) bench/gpu.py
+	PYTHONPATH=.:kernels:tests:tests/gpu $(GPU_PYTHON) benchmarks/gpu.py
 
 SEEDS ?= 1000
 FIRST ?= 0
 simulate: install
-	PYTHONPATH=tests:. $(BIN)/python -m simulation --seeds $(SEEDS) --first $(FIRST)
+	PYTHONPATH=tests:.:kernels $(BIN)/python -m simulation --seeds $(SEEDS) --first $(FIRST)
 
 SECONDS ?= 600
 fuzz: install
-	cd tests && PYTHONPATH=.. ../$(BIN)/python -m fuzz decoder $(SECONDS)
-	cd tests && PYTHONPATH=.. ../$(BIN)/python -m fuzz router $(SECONDS)
+	cd tests && PYTHONPATH=..:../kernels ../$(BIN)/python -m fuzz decoder $(SECONDS)
+	cd tests && PYTHONPATH=..:../kernels ../$(BIN)/python -m fuzz router $(SECONDS)
 
 demo: install
 	@$(BIN)/python scripts/demo.py

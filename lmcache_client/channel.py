@@ -15,12 +15,12 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from lmcache_client.contract import protocol
+from lmcache_client.contract import messages
 from lmcache_client.contract.codec import MAX_MESSAGE_BYTES, ProtocolError
 from lmcache_client.contract.endpoint import check_runtime_directory
-from lmcache_client.contract.protocol import Hello, Message, Ping, Refused, Welcome
+from lmcache_client.contract.messages import Hello, Message, Ping, Refused, Welcome
 from lmcache_client.contract.version import VERSION
-from lmcache_client.system import SYSTEM, Connection, ConnectionLostError, Process, System
+from lmcache_client.transport import SYSTEM, Connection, ConnectionLostError, Process, System
 
 KEEPER_INTERVAL_S = 0.2
 GREET_TIMEOUT_S = 5.0
@@ -99,7 +99,7 @@ class Channel:
         self._address = address
         self._on_up = on_up
         self._on_state = on_state
-        self._client_id = system.random_bytes(protocol.CLIENT_ID_BYTES)
+        self._client_id = system.random_bytes(messages.CLIENT_ID_BYTES)
         self._lock = system.lock()
         self._pending: dict[int, Pending] = {}
         self._unsettled: list[Pending] = []
@@ -148,7 +148,7 @@ class Channel:
             request_id = self._next_id
             self._next_id += 1
             try:
-                frame = protocol.encode_request(request_id, message)
+                frame = messages.encode_request(request_id, message)
                 if len(frame) > MAX_MESSAGE_BYTES:
                     raise ProtocolError(f"a message of {len(frame)} bytes is too large")
                 self._connection.send(frame)
@@ -188,7 +188,7 @@ class Channel:
         """End the session in order; waits up to `goodbye_s` for the server's answer."""
         if self._connected:
             with contextlib.suppress(ChannelError):
-                self.call(protocol.Goodbye(), goodbye_s)
+                self.call(messages.Goodbye(), goodbye_s)
         self._closed.set()
         if self._keeper is not None:
             self._keeper.join(2 * KEEPER_INTERVAL_S + GREET_TIMEOUT_S)
@@ -210,7 +210,7 @@ class Channel:
 
     def _take(self, frame: bytes) -> None:
         try:
-            boot_id, request_id, reply = protocol.decode_reply(frame)
+            boot_id, request_id, reply = messages.decode_reply(frame)
         except ProtocolError as error:
             self._on_state(False, f"not an answer of an lmcache server: {error}")
             return
@@ -219,7 +219,7 @@ class Channel:
         pending = self._pending.pop(request_id, None)
         if pending is not None:
             pending._finish(reply)
-        forgotten = isinstance(reply, Refused) and reply.code == protocol.NOT_REGISTERED and self.ready
+        forgotten = isinstance(reply, Refused) and reply.code == messages.NOT_REGISTERED and self.ready
         if forgotten or (self.boot_id and boot_id != self.boot_id and not isinstance(reply, Welcome)):
             self._break("the lmcache server has forgotten this engine")
 

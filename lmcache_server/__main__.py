@@ -1,6 +1,6 @@
 """`python -m lmcache_server` is `lmcache`."""
 
-from lmcache_server.cli import main
+from lmcache_server.commands.cli import main
 
 if __name__ == "__main__":
     main()

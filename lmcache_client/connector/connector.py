@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from lmcache_client.channel import Channel
-from lmcache_client.connector import layout, support
+from lmcache_client.connector import support, translate
 from lmcache_client.connector.advice import granularity_advice
 from lmcache_client.connector.log import logger
 from lmcache_client.connector.metadata import StepMetadata, WorkerReport
@@ -70,7 +70,7 @@ class LMCacheMPConnector(Uncached):
         self._results = Results()
         try:
             support.check_vllm(self._settings.untested_vllm)
-            layout.check_supported(vllm_config, kv_cache_config)
+            translate.check_supported(vllm_config, kv_cache_config)
         except UnsupportedError as error:
             self._supported = False
             if role == KVConnectorRole.SCHEDULER:
@@ -93,13 +93,13 @@ class LMCacheMPConnector(Uncached):
             logger.info("lmcache: a load that fails is recomputed (kv_load_failure_policy=recompute)")
         for key in ignored:
             logger.warning("lmcache: %s has no effect with this connector", key)
-        can_resume = layout.can_resume(vllm_config)
+        can_resume = translate.can_resume(vllm_config)
         if not can_resume:
             logger.warning(
                 "lmcache: this engine stores but does not load: without chunked prefill and prefix caching "
                 "its attention backend cannot resume in the middle of a prompt"
             )
-        groups = layout.group_specs(kv_cache_config)
+        groups = translate.group_specs(kv_cache_config)
         self._scheduler = SchedulerSide(
             self._settings,
             self._engine_id,
@@ -128,7 +128,7 @@ class LMCacheMPConnector(Uncached):
             support.check_vllm(settings.untested_vllm)
         except UnsupportedError:
             return None
-        return layout.preferred_layout(vllm_config)
+        return translate.preferred_layout(vllm_config)
 
     # -- scheduler side ---------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class LMCacheMPConnector(Uncached):
     def on_new_request(self, request: "Request") -> None:
         if self._scheduler is not None:
             # Not earlier: vLLM goes wrong after it has built its connector and its scheduler.
-            if wrong := layout.restore_block_size(self._vllm_config, self._scheduler.groups):
+            if wrong := translate.restore_block_size(self._vllm_config, self._scheduler.groups):
                 logger.info("lmcache: vLLM's block size was %d in its scheduler: put right", wrong)
             self._scheduler.new_request(request)
 
@@ -178,9 +178,9 @@ class LMCacheMPConnector(Uncached):
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         if not self._supported:
             return
-        geometry, buffers = layout.geometry(self._vllm_config, self._kv_cache_config, kv_caches)
+        geometry, buffers = translate.geometry(self._vllm_config, self._kv_cache_config, kv_caches)
         rank = self._vllm_config.parallel_config.rank
-        model = layout.model_tag(self._vllm_config)
+        model = translate.model_tag(self._vllm_config)
         export: HostExport | CudaExport
         if self._vllm_config.device_config.device_type == "cpu":
             export = HostExport(buffers)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from lmcache_client.contract.protocol import Retrieve, Store
+from lmcache_client.contract.messages import Retrieve, Store
 
 
 @dataclass

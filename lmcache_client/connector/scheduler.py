@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from lmcache_client.channel import Channel, ChannelError
 from lmcache_client.connector.log import log_state, logger, trace
 from lmcache_client.connector.metadata import Load, Save, StepMetadata, WorkerReport
+from lmcache_client.connector.request import Tracked, parent_of
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import FAILED_LOADS, LOADED_TOKENS, LOADS, TransferStats
-from lmcache_client.connector.tracked import Tracked, parent_of
 from lmcache_client.contract.geometry import RECURRENT, Geometry, GroupSpec
-from lmcache_client.contract.protocol import (
+from lmcache_client.contract.messages import (
     MAX_CHUNKS,
     MAX_OBJECTS,
     Clear,
@@ -30,7 +30,7 @@ from lmcache_client.contract.protocol import (
     Store,
     StoreObject,
 )
-from lmcache_client.system import SYSTEM, System
+from lmcache_client.transport import SYSTEM, System
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmcache_client.contract.endpoint import address
-from lmcache_client.contract.protocol import DEFAULT_PORT
+from lmcache_client.contract.messages import DEFAULT_PORT
 
 PREFIX = "lmcache.mp."
 WITHOUT_EFFECT = frozenset(

@@ -97,7 +97,7 @@ def log_uncached(reason: str) -> None:
 def tell_server(settings: "Settings", vllm_config: "VllmConfig", reason: str) -> "Channel":
     """A channel that tells a server, whenever one is there, that this engine does not use it and why."""
     from lmcache_client.channel import Channel
-    from lmcache_client.contract.protocol import MAX_NAME, MAX_REASON, NotCached
+    from lmcache_client.contract.messages import MAX_NAME, MAX_REASON, NotCached
 
     message = NotCached(
         str(vllm_config.kv_transfer_config.engine_id)[:MAX_NAME],

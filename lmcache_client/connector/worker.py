@@ -14,13 +14,13 @@ from lmcache_client.connector.log import log_state, logger
 from lmcache_client.connector.metadata import Load, Save, StepMetadata, WorkerReport
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import TransferStats
-from lmcache_client.contract import protocol
+from lmcache_client.contract import messages
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import ModelTag
-from lmcache_client.contract.protocol import Challenge, Prove, Register, Registered, Stored
+from lmcache_client.contract.messages import Challenge, Prove, Register, Registered, Stored
 from lmcache_client.memory.cuda import CudaExport
 from lmcache_client.memory.host import HostExport
-from lmcache_client.system import SYSTEM, System
+from lmcache_client.transport import SYSTEM, System
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -30,7 +30,7 @@ CONNECT_S = 1.0
 REGISTER_S = 10.0
 STORE_TIMEOUT_S = 60.0
 IDLE_WAIT_S = 0.002
-FATAL_AT_START = (protocol.CONFIGURATION, protocol.NO_ACCESS, protocol.WRONG_VERSION, protocol.BAD_REQUEST)
+FATAL_AT_START = (messages.CONFIGURATION, messages.NO_ACCESS, messages.WRONG_VERSION, messages.BAD_REQUEST)
 
 
 @dataclass
@@ -191,8 +191,8 @@ def worker_report(results: Results) -> WorkerReport | None:
 def _log_failed_load(load: Load, error: ChannelError) -> None:
     # An expired lease or a lost server is the contract at work; anything else deserves a look.
     expected = not isinstance(error, RefusedError) or error.code in (
-        protocol.EXPIRED,
-        protocol.NOT_REGISTERED,
+        messages.EXPIRED,
+        messages.NOT_REGISTERED,
     )
     (logger.info if expected else logger.warning)(
         "lmcache: request %s is computed, its load failed: %s", load.request_id, error

@@ -5,7 +5,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 
-from lmcache_client.contract.protocol import Memory
+from lmcache_client.contract.messages import Memory
 from lmcache_kernels import driver as cuda
 from lmcache_kernels.driver import CudaError, Driver
 

@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 
-from lmcache_client.contract.protocol import NONCE_BYTES, Memory
+from lmcache_client.contract.messages import NONCE_BYTES, Memory
 
 _PR_SET_PTRACER = 0x59616D61
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_server.core import integrity
-from lmcache_server.core.eviction import EvictionOrder
 from lmcache_server.core.hits import resume_point
 from lmcache_server.core.index import Chunk, Index, StoredObject
-from lmcache_server.core.layout import Layout, bitmap
 from lmcache_server.core.leases import Lease, LeaseTable
+from lmcache_server.core.lru import EvictionOrder
+from lmcache_server.core.placement import Layout, bitmap
 from lmcache_server.core.pool import FramePool, Runs, count_frames
 from lmcache_server.core.reads import Read, ReadPart, plan_parts
 from lmcache_server.core.reservation import Refusal, Reservation

@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-from lmcache_server.core.eviction import EvictionOrder
 from lmcache_server.core.index import Index, StoredObject
 from lmcache_server.core.leases import Lease
+from lmcache_server.core.lru import EvictionOrder
 from lmcache_server.core.pool import FramePool, Runs, count_frames
 from lmcache_server.core.reservation import Reservation
 

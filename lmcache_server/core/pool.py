@@ -10,6 +10,9 @@ Runs = tuple[tuple[int, int], ...]
 """Frames of one object, in the order of its bytes: (first frame, count) pairs."""
 
 
+FRAME_BYTES = 64 << 10
+"""Of the frames that L1 is made of. The cache itself works with any size."""
+
 EXACT = 64
 """Sizes with a class of their own: where sizes are mixed and freed in any order, most objects then get the
 run of another of their size, and few are in pieces."""

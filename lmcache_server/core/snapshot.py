@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmcache_server.core.eviction import EvictionOrder
 from lmcache_server.core.index import CHECKSUM_BYTES, Chunk, Index, StoredObject
+from lmcache_server.core.lru import EvictionOrder
 from lmcache_server.core.pool import FramePool, Runs
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from lmcache_client.contract.protocol import NONCE_BYTES, Memory
+from lmcache_client.contract.messages import NONCE_BYTES, Memory
 from lmcache_kernels.driver import CudaError
 from lmcache_kernels.page_copy import PageCopy
 from lmcache_server.transfer.gpus import Gpu, Gpus, LostGpuError

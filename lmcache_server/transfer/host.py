@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lmcache_client.contract.protocol import NONCE_BYTES, Memory
+from lmcache_client.contract.messages import NONCE_BYTES, Memory
 from lmcache_server.transfer.plan import U64, Pieces, merged
 
 MAX_PIECES = 1024

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from lmcache_server import config
-from lmcache_server.cli import cli
+from lmcache_server.commands.cli import cli
 
 NO_OPTIONS = {"LMCACHE_RUNTIME_DIR", config.CONFIG_VARIABLE}
 """Variables of ours that are no option of the server."""

@@ -20,7 +20,7 @@ from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
 
 from deploy import dashboard
-from lmcache_server import metrics
+from lmcache_server.telemetry import metrics
 
 SHIPPED = ROOT / "deploy" / "prometheus"
 WINDOW = "30s"

@@ -17,7 +17,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from lmcache_client.connector.tracked import Tracked
+from lmcache_client.connector.request import Tracked
 
 BLOCK, CHUNK, CHUNKS = 8, 16, 4
 LENGTH = CHUNK * CHUNKS + 3

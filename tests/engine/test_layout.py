@@ -10,7 +10,7 @@ from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from lmcache_client.connector import LMCacheMPConnector
-from lmcache_client.connector.layout import merged
+from lmcache_client.connector.translate import merged
 from lmcache_client.contract.geometry import Region
 
 

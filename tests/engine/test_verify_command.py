@@ -14,7 +14,7 @@ import pytest
 from harness.api_server import ApiServer
 from harness.server import LMCacheServer
 
-from lmcache_server.l1_file import HEADER_BYTES
+from lmcache_server.l1.file import HEADER_BYTES
 
 L1_BYTES = 32 << 20
 COMMAND = [sys.executable, "-m", "lmcache_server", "verify"]

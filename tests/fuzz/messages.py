@@ -7,7 +7,7 @@ from fuzz.choices import Choices
 from lmcache_client.contract import codec
 from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ROOT_KEY, ModelTag
-from lmcache_client.contract.protocol import (
+from lmcache_client.contract.messages import (
     Clear,
     EndRequest,
     Found,

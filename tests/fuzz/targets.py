@@ -13,16 +13,17 @@ import numpy as np
 
 from fuzz.choices import Choices, bend
 from fuzz.messages import BUFFER_BYTES, Speaker, plain
-from lmcache_client.contract import codec, protocol
+from lmcache_client.contract import codec, messages
 from lmcache_client.contract.codec import ProtocolError
-from lmcache_client.contract.protocol import BadRequestError, Challenge, Found, Lookup, Memory, Prove
+from lmcache_client.contract.messages import BadRequestError, Challenge, Found, Lookup, Memory, Prove
+from lmcache_server.app import assemble
 from lmcache_server.config import Config
-from lmcache_server.copies import Copies
 from lmcache_server.core.cache import Cache
-from lmcache_server.l1 import FRAME_BYTES, L1Memory
-from lmcache_server.metrics import Metrics
-from lmcache_server.router import Router
-from lmcache_server.system import System
+from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.l1.memory import L1Memory
+from lmcache_server.service.copies import Copies
+from lmcache_server.service.system import System
+from lmcache_server.telemetry.metrics import Metrics
 from lmcache_server.transfer import host
 from lmcache_server.transfer.gpus import Gpus
 from lmcache_server.transfer.pins import Pins
@@ -37,11 +38,11 @@ ANSWER_S = 10.0
 def check_decoder(data: bytes) -> None:
     """A frame is a message, which is the same after another journey, or ProtocolError; nothing else."""
     with contextlib.suppress(ProtocolError):
-        request_id, message = protocol.decode_request(data)
-        assert protocol.decode_request(protocol.encode_request(request_id, message)) == (request_id, message)
+        request_id, message = messages.decode_request(data)
+        assert messages.decode_request(messages.encode_request(request_id, message)) == (request_id, message)
     with contextlib.suppress(ProtocolError):
-        boot_id, request_id, message = protocol.decode_reply(data)
-        again = protocol.decode_reply(protocol.encode_reply(boot_id, request_id, message))
+        boot_id, request_id, message = messages.decode_reply(data)
+        again = messages.decode_reply(messages.encode_reply(boot_id, request_id, message))
         assert again == (boot_id, request_id, message)
 
 
@@ -58,7 +59,7 @@ def owner() -> Iterator[tuple[int, int]]:
     """(pid, address) of a process that owns BUFFER_BYTES and then 32 bytes, and does nothing: what a lie
     makes the server write somewhere is written into it, and not into the fuzzer."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _OWNER, str(BUFFER_BYTES + protocol.NONCE_BYTES)],
+        [sys.executable, "-c", _OWNER, str(BUFFER_BYTES + messages.NONCE_BYTES)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -93,7 +94,7 @@ class RouterTarget:
         system.now_s = lambda: self.now_s  # type: ignore[method-assign]
         self.cache = Cache(FRAME_BYTES, self.l1.num_frames, lease_s=30.0)
         copies = Copies(self.l1, metrics, system, verify=True)
-        self.router = Router(Config(), self.cache, copies, metrics, self._sent, system)
+        self.router, self.report = assemble(Config(), self.cache, copies, metrics, self._sent, system)
 
     def close(self) -> None:
         self.loop.run_until_complete(self._end())
@@ -158,7 +159,7 @@ class RouterTarget:
         fields = plain(message)
         for _ in range(max(0, how - 10)):
             bend(fields, choices)
-        envelope = [protocol.PROTOCOL_VERSION, number, protocol._CODES[type(message)], fields]
+        envelope = [messages.PROTOCOL_VERSION, number, messages._CODES[type(message)], fields]
         try:
             frame = codec.pack(bend(envelope, choices) if how == 2 else envelope)
         except (OverflowError, ValueError):
@@ -176,7 +177,7 @@ class RouterTarget:
     def _receive(self, identity: bytes, frame: bytes) -> None:
         self.frames += 1
         try:
-            request_id, _ = protocol.decode_request(frame)
+            request_id, _ = messages.decode_request(frame)
         except BadRequestError as error:
             request_id = error.request_id
         except ProtocolError:
@@ -186,10 +187,10 @@ class RouterTarget:
         self.router.receive(identity, frame)
 
     def _sent(self, identity: bytes, frame: bytes) -> None:
-        _, request_id, reply = protocol.decode_reply(frame)
+        _, request_id, reply = messages.decode_reply(frame)
         self._answered[identity, request_id] += 1
-        self.replies[reply.code if isinstance(reply, protocol.Refused) else type(reply).__name__] += 1
-        assert not (isinstance(reply, protocol.Refused) and reply.code == protocol.INTERNAL), reply
+        self.replies[reply.code if isinstance(reply, messages.Refused) else type(reply).__name__] += 1
+        assert not (isinstance(reply, messages.Refused) and reply.code == messages.INTERNAL), reply
         if isinstance(reply, Challenge):
             self._write(reply.nonce)
         question = self._questions.get((identity, request_id))
@@ -208,8 +209,8 @@ def decoder_seeds() -> list[bytes]:
     speaker, seeds = Speaker(1, Memory(1, ((1 << 46, BUFFER_BYTES),), 1 << 46)), []
     for kind in range(16):
         message = speaker.message(Choices(bytes([0, 1, kind, 1, 1, 1])))
-        seeds.append(protocol.encode_request(kind, message))
-        seeds.append(protocol.encode_reply(bytes(16), kind, message))
+        seeds.append(messages.encode_request(kind, message))
+        seeds.append(messages.encode_reply(bytes(16), kind, message))
     return seeds
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lmcache_client.channel import Channel
 from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
-from lmcache_client.contract.protocol import Challenge, Memory, Prove, Register, Registered
+from lmcache_client.contract.messages import Challenge, Memory, Prove, Register, Registered
 from lmcache_client.memory.cuda import CudaExport
 from lmcache_kernels import driver as cuda
 from lmcache_kernels.driver import Driver

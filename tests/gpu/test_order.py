@@ -12,7 +12,7 @@ from gpu_engine import GpuEngine, allocate, fused, memset
 from harness.rawclient import chain
 
 from lmcache_client.contract.keys import ROOT_KEY
-from lmcache_client.contract.protocol import Done, Retrieve, Stored, StoreObject
+from lmcache_client.contract.messages import Done, Retrieve, Stored, StoreObject
 
 CHUNK_SIZE, PAGE_BYTES, BLOCKS = 16, 64 << 10, 64
 ROUNDS = int(os.environ.get("ORDER_ROUNDS", "2000"))
@@ -112,7 +112,7 @@ def wrong_loads(it: Computing, rounds: int) -> int:
 
 
 def _store(key, block):
-    from lmcache_client.contract.protocol import Store
+    from lmcache_client.contract.messages import Store
 
     return Store((StoreObject(key, ROOT_KEY, 0, 0, (block,)),))
 

@@ -5,7 +5,7 @@ import sys
 
 from harness.rawclient import RawEngine, chain, group
 from lmcache_client.contract.keys import ROOT_KEY
-from lmcache_client.contract.protocol import Store, StoreObject
+from lmcache_client.contract.messages import Store, StoreObject
 
 WRONG_BYTE = 3
 """Exit code of a process that saw a wrong byte."""

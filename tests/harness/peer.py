@@ -7,10 +7,10 @@ from typing import Self
 import numpy as np
 import zmq
 
-from lmcache_client.contract import protocol
+from lmcache_client.contract import messages
 from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ROOT_KEY, ModelTag, chunk_key
-from lmcache_client.contract.protocol import (
+from lmcache_client.contract.messages import (
     Challenge,
     EndRequest,
     Found,
@@ -77,14 +77,14 @@ class Peer:
     def send(self, message: Message) -> int:
         """Returns the request's id."""
         self._last_id += 1
-        self.socket.send(protocol.encode_request(self._last_id, message))
+        self.socket.send(messages.encode_request(self._last_id, message))
         return self._last_id
 
     def receive(self, timeout_s: float = TIMEOUT_S) -> tuple[int, Message]:
         """(request id, reply) of the next reply; raises TimeoutError."""
         if not self.socket.poll(int(timeout_s * 1000)):
             raise TimeoutError("the server did not answer")
-        _, request_id, reply = protocol.decode_reply(self.socket.recv())
+        _, request_id, reply = messages.decode_reply(self.socket.recv())
         return request_id, reply
 
     def wait_for(self, request_id: int) -> Message:
@@ -154,4 +154,4 @@ class Peer:
         """Everything up to and including `until`, each message answered."""
         for name in self.LIFE[: self.LIFE.index(until) + 1]:
             reply = self.ask(self.message(name))
-            assert not isinstance(reply, protocol.Refused), f"{name}: {reply.message}"
+            assert not isinstance(reply, messages.Refused), f"{name}: {reply.message}"

@@ -14,8 +14,8 @@ from harness.server import START_TIMEOUT_S, LMCacheServer
 # Has everything imported, on which `lmcache server` spends most of its start, and forks it again and again.
 _NURSERY = """
 import ctypes, os, signal, sys
-import lmcache_server.server
-from lmcache_server.cli import main
+import lmcache_server.app
+from lmcache_server.commands.cli import main
 for _ in sys.stdin:
     pid = os.fork()
     if not pid:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lmcache_client.channel import Channel, ChannelError
 from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ROOT_KEY, ModelTag, chunk_key
-from lmcache_client.contract.protocol import (
+from lmcache_client.contract.messages import (
     Challenge,
     Done,
     EndRequest,

@@ -53,7 +53,7 @@ class Reader:
         self._environment = environment(
             {
                 "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-                "PYTHONPATH": str(ROOT),
+                "PYTHONPATH": f"{ROOT}:{ROOT}/kernels",
                 "LMCACHE_RUNTIME_DIR": str(runtime_dir),
                 "LMCACHE_HTTP_PORT": str(ports["8080"]),
                 "HF_HUB_OFFLINE": "1",

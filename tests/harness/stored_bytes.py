@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lmcache_client.channel import Channel, ChannelError
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import ROOT_KEY, chunk_key
-from lmcache_client.contract.protocol import (
+from lmcache_client.contract.messages import (
     Challenge,
     Found,
     Join,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
-from lmcache_server import warm
 from lmcache_server.core.cache import Cache, Layout, Read, Refusal, Reservation
+from lmcache_server.l1 import restart
 
 FRAME_BYTES = 10
 CHUNK_SIZE = 16
@@ -446,10 +446,10 @@ class CacheMachine(RuleBasedStateMachine):
         """What the cache holds then comes back as it is; its leases do not."""
         if not really:
             self.everybody_goes()
-            index = warm.encode(self.cache.snapshot(self.now_s), {})
+            index = restart.encode(self.cache.snapshot(self.now_s), {})
             self.now_s = 0.0
             self.cache = Cache(FRAME_BYTES, lease_s=LEASE_S)
-            self.cache.restore(warm.decode(index, self.model.total_frames)[0], self.now_s)
+            self.cache.restore(restart.decode(index, self.model.total_frames)[0], self.now_s)
             self.model.evicted = [0, 0]
 
     @invariant()

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_server import cli, server
-from lmcache_server.config import OPTIONS, Config, StartError, flag_name, variable_name
+from lmcache_server import app
+from lmcache_server.commands import cli
+from lmcache_server.config import OPTIONS, Config, flag_name, variable_name
+from lmcache_server.errors import StartError
 
 LMCACHE = [sys.executable, "-m", "lmcache_server"]
 START_TIMEOUT_S = 20.0
@@ -102,15 +104,15 @@ def test_no_command_shows_the_help(capsys):
 
 
 def test_version(capsys):
-    assert in_process(capsys, "--version")[:2] == (0, f"lmcache, version {server.VERSION}\n")
+    assert in_process(capsys, "--version")[:2] == (0, f"lmcache, version {app.VERSION}\n")
 
 
 def test_help_imports_nothing_heavy_and_the_server_neither_torch_nor_vllm():
     program = (
         "import sys\n"
-        "import lmcache_server.cli\n"
+        "import lmcache_server.commands.cli\n"
         "print(sorted({'zmq', 'numpy', 'prometheus_client', 'msgpack', 'asyncio'} & set(sys.modules)))\n"
-        "import lmcache_server.server\n"
+        "import lmcache_server.app\n"
         "print(sorted({'torch', 'vllm'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -151,13 +153,13 @@ def test_what_keeps_the_server_from_starting_is_one_sentence(capsys, monkeypatch
     def run(_config):
         raise StartError("the moon is full: wait")
 
-    monkeypatch.setattr(server, "run", run)
+    monkeypatch.setattr(app, "run", run)
     assert in_process(capsys, "server") == (2, "", "lmcache: the moon is full: wait\n")
 
 
 def test_flags_reach_the_server_and_its_exit_code_comes_back(capsys, monkeypatch):
     seen = []
-    monkeypatch.setattr(server, "run", lambda config: seen.append(config) or 7)
+    monkeypatch.setattr(app, "run", lambda config: seen.append(config) or 7)
     monkeypatch.setenv("LMCACHE_LEASE_S", "30")
     code, _, _ = in_process(capsys, "server", "--chunk-size", "544", "--l1-size-gb", "100", "--l1-hugetlb")
     assert (code, seen) == (7, [Config(chunk_size=544, l1_size_gb=100.0, l1_hugetlb=True, lease_s=30.0)])
@@ -259,7 +261,7 @@ def test_the_server_is_small():
 
 
 def test_a_status_of_everything_that_can_be_shown():
-    from lmcache_server.summary import summary
+    from lmcache_server.commands.status import summary
 
     group = {"kind": "sliding_window", "block_size": 16, "window": 512, "layers": 3, "block_bytes": 1536}
     report = {

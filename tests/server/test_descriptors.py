@@ -13,9 +13,9 @@ from harness.exercise import exercise, new_engine
 from harness.peer import Peer
 from harness.server import LMCacheServer
 
-from lmcache_client.contract import protocol
-from lmcache_client.contract.protocol import Done, Ping, Refused, Welcome
-from lmcache_server.descriptors import ENOUGH_LIMIT, LEAST_LIMIT
+from lmcache_client.contract import messages
+from lmcache_client.contract.messages import Done, Ping, Refused, Welcome
+from lmcache_server.host.descriptors import ENOUGH_LIMIT, LEAST_LIMIT
 
 LIMIT = LEAST_LIMIT
 SMALL_LIMIT = 512
@@ -142,14 +142,14 @@ def test_a_worker_for_whom_no_descriptor_is_left_is_told_to_come_again() -> None
         refusals = [reply for reply in replies if isinstance(reply, Refused)]
         assert greeted
         assert refusals
-        assert {reply.code for reply in refusals} == {protocol.OVERLOADED}
+        assert {reply.code for reply in refusals} == {messages.OVERLOADED}
         assert "ulimit -n" in refusals[0].message
         greeted[0].ask(greeted[0].register())
-        reply = greeted[0].ask(protocol.Prove())
+        reply = greeted[0].ask(messages.Prove())
         assert isinstance(reply, Refused)
-        assert reply.code == protocol.OVERLOADED
+        assert reply.code == messages.OVERLOADED
         for peer in greeted[1:]:
-            peer.ask(protocol.Goodbye())
+            peer.ask(messages.Goodbye())
         greeted[0].live("goodbye")
         server.wait_at_rest()
         assert server.terminate() == 0

@@ -24,7 +24,7 @@ if sys.argv[1:] != ["without"]:
     assert not libc.prctl(24, {SYS_PTRACE})
     os.execv(sys.executable, [sys.executable, "-c", sys.orig_argv[2], "without"])
 assert not libc.prctl(4, 0)
-from lmcache_server.doctor.examine import _try_reading
+from lmcache_server.commands.doctor.examine import _try_reading
 print(_try_reading())
 """
 

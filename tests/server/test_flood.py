@@ -20,9 +20,9 @@ the one that waits and the server share two cores."""
 FLOODER = """
 import itertools, os, sys, zmq
 from harness.peer import Peer
-from lmcache_client.contract import protocol
+from lmcache_client.contract import messages
 from lmcache_client.contract.keys import ROOT_KEY
-from lmcache_client.contract.protocol import Clear, Hello, Join, Lookup, Ping, Register, Status, Store
+from lmcache_client.contract.messages import Clear, Hello, Join, Lookup, Ping, Register, Status, Store
 
 peer = Peer(sys.argv[1], "flooder")
 peer.live("store")
@@ -39,11 +39,11 @@ def message(number):
         return peer.store()
     if kind == "new store":
         key = number.to_bytes(32, "little")
-        return Store((protocol.StoreObject(key, ROOT_KEY, 0, 0, peer.chunk_blocks(0)),))
+        return Store((messages.StoreObject(key, ROOT_KEY, 0, 0, peer.chunk_blocks(0)),))
     if kind == "hello":
         return Hello(os.getpid(), os.urandom(16), "flooder")
     if kind == "register":
-        return Register("flooder", 0, protocol.ModelTag(f"model {number}", (), 1, 1), peer.geometry,
+        return Register("flooder", 0, messages.ModelTag(f"model {number}", (), 1, 1), peer.geometry,
                         peer.host_memory())
     return {"status": Status(), "ping": Ping(), "clear": Clear()}[kind]
 
@@ -63,7 +63,7 @@ for number in itertools.count(1):
         if kind in garbage:
             peer.socket.send(garbage[kind], zmq.NOBLOCK)
         else:
-            peer.socket.send(protocol.encode_request(number, message(number)), zmq.NOBLOCK)
+            peer.socket.send(messages.encode_request(number, message(number)), zmq.NOBLOCK)
     except zmq.ZMQError:
         peer.socket.poll(1, zmq.POLLOUT)
     drain()

@@ -53,7 +53,7 @@ def test_the_gpu_suite_passes(tmp_path):
 def test_without_batches_and_kernel_the_same_bytes_come_back(tmp_path):
     """An older driver, and no cupy."""
     environment = standin.environment(tmp_path, version=12070)
-    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")))
     run(environment, "tests/gpu/test_round_trips.py", "-k", "1024 or 8192 or pins")
 
 

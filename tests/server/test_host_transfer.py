@@ -10,9 +10,10 @@ import pytest
 from child_memory import ChildMemory
 
 from lmcache_client.contract.geometry import Region
-from lmcache_client.contract.protocol import Memory
+from lmcache_client.contract.messages import Memory
 from lmcache_client.memory.host import ProofBuffer, allow_tracer
-from lmcache_server.l1 import FRAME_BYTES, L1Memory
+from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.l1.memory import L1Memory
 from lmcache_server.transfer import host
 from lmcache_server.transfer.plan import Page, Pieces, pieces
 

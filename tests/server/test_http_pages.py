@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from lmcache_server import http as pages
-from lmcache_server.config import StartError
+from lmcache_server.admin import http as pages
+from lmcache_server.errors import StartError
 
 PAGES = {
     "metrics": (200, b"lmcache_chunks 0\n"),

@@ -9,9 +9,9 @@ import pytest
 from fuzz.messages import BUFFER_BYTES, geometry
 from fuzz.targets import RouterTarget, owner
 
-from lmcache_client.contract import protocol
+from lmcache_client.contract import messages
 from lmcache_client.contract.keys import ROOT_KEY, ModelTag
-from lmcache_client.contract.protocol import (
+from lmcache_client.contract.messages import (
     Done,
     Goodbye,
     Hello,
@@ -29,7 +29,7 @@ from lmcache_client.contract.protocol import (
     StoreObject,
     Welcome,
 )
-from lmcache_server.sessions import MAX_JOBS, MAX_SESSIONS, MAX_WAITING_BYTES, MAX_WORKERS
+from lmcache_server.service.sessions import MAX_JOBS, MAX_SESSIONS, MAX_WAITING_BYTES, MAX_WORKERS
 from lmcache_server.transfer.base import CopyJob
 from lmcache_server.transfer.host import HostMapping
 
@@ -72,7 +72,7 @@ class Desk:
         return self.copies
 
     def _record(self, frame: bytes) -> None:
-        self.replies.append(protocol.decode_reply(frame)[1:])
+        self.replies.append(messages.decode_reply(frame)[1:])
 
     def ask(self, who: int, message: Message) -> Message | None:
         self._last_id += 1
@@ -82,7 +82,7 @@ class Desk:
 
     async def _receive(self, who: int, message: Message) -> None:
         identity = who.to_bytes(4, "big")
-        self.target.router.receive(identity, protocol.encode_request(self._last_id, message))
+        self.target.router.receive(identity, messages.encode_request(self._last_id, message))
 
     def hello(self, who: int) -> Message | None:
         return self.ask(who, Hello(NOBODY, who.to_bytes(16, "big"), "test"))
@@ -120,7 +120,7 @@ def worker(desk: Desk) -> Desk:
 def refused(reply: Message | None) -> bool:
     assert reply is None or isinstance(reply, (Refused, Stored)), reply
     if isinstance(reply, Refused):
-        assert reply.code == protocol.OVERLOADED
+        assert reply.code == messages.OVERLOADED
     return isinstance(reply, Refused)
 
 
@@ -138,7 +138,7 @@ def test_copies_that_wait_are_bounded_by_their_number(worker: Desk) -> None:
     assert worker.ask(0, Store((StoreObject(key, ROOT_KEY, 0, 0, IDS),))) is None
     worker.end_copies()
     found = worker.ask(0, Lookup("engine 0", "r", (key,), 0, 256, 257))
-    assert isinstance(found, protocol.Found)
+    assert isinstance(found, messages.Found)
     load = Retrieve("r", found.lease_id, key, 256, 0, (IDS,))
     for _ in range(MAX_JOBS):
         assert worker.ask(0, load) is None
@@ -153,7 +153,7 @@ def test_copies_that_wait_are_bounded_by_their_number(worker: Desk) -> None:
 
 def test_copies_that_wait_are_bounded_by_the_bytes_of_their_requests(worker: Desk) -> None:
     message = store(1, padding=4000)
-    each = len(protocol.encode_request(1000, message))
+    each = len(messages.encode_request(1000, message))
     accepted = 0
     # L1 has room for fewer objects than it takes: those that find none are answered at once.
     while not refused(worker.ask(0, store(accepted, padding=4000))):
@@ -177,12 +177,12 @@ def test_sessions_are_bounded(desk: Desk) -> None:
 def test_workers_are_bounded(desk: Desk) -> None:
     for who in range(MAX_WORKERS):
         desk.hello(who)
-        assert isinstance(desk.register(who), protocol.Challenge)
+        assert isinstance(desk.register(who), messages.Challenge)
     desk.hello(MAX_WORKERS)
     assert refused(desk.register(MAX_WORKERS))
-    assert isinstance(desk.register(3), protocol.Challenge), "who is registered may do so again"
+    assert isinstance(desk.register(3), messages.Challenge), "who is registered may do so again"
     desk.ask(9, Goodbye())
-    assert isinstance(desk.register(MAX_WORKERS), protocol.Challenge)
+    assert isinstance(desk.register(MAX_WORKERS), messages.Challenge)
 
 
 def test_models_that_come_and_go_are_forgotten(desk: Desk) -> None:

@@ -14,7 +14,7 @@ from harness.server import LMCacheServer
 
 from lmcache_client.channel import ChannelError
 from lmcache_client.contract.keys import ROOT_KEY
-from lmcache_client.contract.protocol import Clear, EndRequest, Lookup, Retrieve, Store, StoreObject
+from lmcache_client.contract.messages import Clear, EndRequest, Lookup, Retrieve, Store, StoreObject
 
 MODEL = "model\n2026-01-01 00:00:00,000 INFO forged"
 

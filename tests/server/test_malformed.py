@@ -12,11 +12,11 @@ from harness.exercise import exercise, new_engine
 from harness.peer import CHUNK_BLOCKS, CHUNK_SIZE, Peer
 from harness.server import LMCacheServer
 
-from lmcache_client.contract import protocol
+from lmcache_client.contract import messages
 from lmcache_client.contract.codec import MAX_MESSAGE_BYTES, pack
 from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ModelTag
-from lmcache_client.contract.protocol import (
+from lmcache_client.contract.messages import (
     Done,
     EndRequest,
     Hello,
@@ -55,7 +55,7 @@ def peer(server: LMCacheServer) -> Iterator[Peer]:
             assert isinstance(other.ask(Ping()), Done)
         if not one.socket.closed:
             one.ask(one.hello())
-            one.ask(protocol.Goodbye())
+            one.ask(messages.Goodbye())
 
 
 def refused(reply: Message, *codes: str) -> str:
@@ -77,7 +77,7 @@ def drained(peer: Peer) -> int:
 
 def test_a_message_cut_off_anywhere_is_no_message(peer: Peer) -> None:
     for name in Peer.LIFE:
-        frame = protocol.encode_request(1 << 40, peer.message(name))
+        frame = messages.encode_request(1 << 40, peer.message(name))
         for length in range(len(frame)):
             peer.socket.send(frame[:length])
         assert drained(peer) == 0, "what has no whole request id gets no answer"
@@ -91,7 +91,7 @@ def test_garbage_of_every_length(peer: Peer, server: LMCacheServer) -> None:
 
 
 def test_empty_frames_and_multipart_messages_are_dropped(peer: Peer) -> None:
-    honest = protocol.encode_request(77, Ping())
+    honest = messages.encode_request(77, Ping())
     for parts in ([b""], [b"", b""], [b"", honest], [honest, honest], [honest] * 50, [honest, b""]):
         peer.socket.send_multipart(parts)
     assert drained(peer) == 0
@@ -100,17 +100,17 @@ def test_empty_frames_and_multipart_messages_are_dropped(peer: Peer) -> None:
 def test_the_largest_frame_is_read_and_a_larger_one_ends_the_connection(server: LMCacheServer) -> None:
     with Peer(server.address) as peer:
         peer.live("join")
-        frame = pack([protocol.PROTOCOL_VERSION, 5, 11, ["r", 1, bytes(32), 0, 0, [[1] * 4_000_000]]])
+        frame = pack([messages.PROTOCOL_VERSION, 5, 11, ["r", 1, bytes(32), 0, 0, [[1] * 4_000_000]]])
         assert MAX_MESSAGE_BYTES - 200_000 < len(frame) <= MAX_MESSAGE_BYTES
         peer.socket.send(frame)
-        refused(peer.wait_for(5), protocol.BAD_REQUEST)
+        refused(peer.wait_for(5), messages.BAD_REQUEST)
         events = peer.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         peer.socket.send(bytes(MAX_MESSAGE_BYTES + 1))
         assert events.poll(5000), "the connection is closed, before the frame is read"
         peer.socket.disable_monitor()
         events.close(0)
         # It connects again by itself, is nobody, and can greet.
-        refused(peer.ask(Join("peer")), protocol.NOT_REGISTERED)
+        refused(peer.ask(Join("peer")), messages.NOT_REGISTERED)
         peer.live("goodbye")
 
 
@@ -149,7 +149,7 @@ def test_each_message_before_a_greeting_and_with_fields_of_other_types(peer: Pee
     for count in range(8):
         for _ in range(20):
             fields = [draw.choice(values) for _ in range(count)]
-            peer.socket.send(pack([protocol.PROTOCOL_VERSION, 1 << 40, code, fields]))
+            peer.socket.send(pack([messages.PROTOCOL_VERSION, 1 << 40, code, fields]))
             sent += 1
     assert drained(peer) == sent
 
@@ -181,10 +181,10 @@ def test_lies_about_the_shape_of_an_engine(peer: Peer) -> None:
     for lie in lies:
         refused(
             peer.ask(dataclasses.replace(honest, **lie)),  # type: ignore[arg-type]
-            protocol.BAD_REQUEST,
-            protocol.CONFIGURATION,
+            messages.BAD_REQUEST,
+            messages.CONFIGURATION,
         )
-    refused(peer.ask(Prove()), protocol.BAD_REQUEST)
+    refused(peer.ask(Prove()), messages.BAD_REQUEST)
 
 
 @pytest.mark.parametrize(
@@ -214,13 +214,13 @@ def test_lies_about_memory(
         own.proof_address if proof is None else proof,
     )
     peer.ask(dataclasses.replace(peer.register(), memory=memory))
-    refused(peer.ask(Prove()), protocol.NO_ACCESS)
-    refused(peer.ask(peer.store()), protocol.NOT_REGISTERED)
+    refused(peer.ask(Prove()), messages.NO_ACCESS)
+    refused(peer.ask(peer.store()), messages.NOT_REGISTERED)
 
 
 @pytest.mark.parametrize("pid", [0, 1, 1 << 22, 1 << 31, BIG])
 def test_lies_about_the_process_of_a_session(peer: Peer, pid: int) -> None:
-    assert isinstance(peer.ask(Hello(pid, peer.client_id, "peer")), protocol.Welcome)
+    assert isinstance(peer.ask(Hello(pid, peer.client_id, "peer")), messages.Welcome)
     for name in Peer.LIFE[1:]:
         assert not isinstance(peer.ask(peer.message(name)), Refused)
 
@@ -245,7 +245,7 @@ def test_lies_about_stores_change_nothing(peer: Peer, server: LMCacheServer) -> 
     for lie in lies:
         # The whole message is refused, the object that is right in it as well.
         wrong = dataclasses.replace(first, **lie)  # type: ignore[arg-type]
-        refused(peer.ask(Store((first, wrong))), protocol.BAD_REQUEST)
+        refused(peer.ask(Store((first, wrong))), messages.BAD_REQUEST)
     assert server.status()["l1"] == before
 
 
@@ -257,7 +257,7 @@ def test_lies_about_chains_store_what_nobody_finds(peer: Peer, server: LMCacheSe
         key = bytes([7 + number]) * 32  # the last is its own parent
         for chunk in (0, (1 << 16) - 1):
             reply = peer.ask(Store((StoreObject(key, parent, chunk, 0, ids),) * 3))
-            assert isinstance(reply, protocol.Stored)
+            assert isinstance(reply, messages.Stored)
             assert reply.present >= 2
     server.cli("clear")
 
@@ -272,12 +272,12 @@ def test_lies_about_lookups(peer: Peer) -> None:
             dataclasses.replace(honest, computed_tokens=computed, limit_tokens=limit, num_tokens=num)
         )
         if computed <= limit < num and limit <= 512:
-            assert isinstance(reply, protocol.Found)
+            assert isinstance(reply, messages.Found)
         else:
-            refused(reply, protocol.BAD_REQUEST)
+            refused(reply, messages.BAD_REQUEST)
     for keys in ((), (bytes(32),) * (1 << 16), peer.keys * (1 << 14)):
-        assert isinstance(peer.ask(dataclasses.replace(honest, keys=keys, limit_tokens=0)), protocol.Found)
-    refused(peer.ask(dataclasses.replace(honest, engine_id="another")), protocol.NOT_REGISTERED)
+        assert isinstance(peer.ask(dataclasses.replace(honest, keys=keys, limit_tokens=0)), messages.Found)
+    refused(peer.ask(dataclasses.replace(honest, engine_id="another")), messages.NOT_REGISTERED)
     reply = peer.ask(Join("another"))
     assert isinstance(reply, Joined)
     assert not reply.ready
@@ -311,14 +311,14 @@ def test_lies_about_leases_load_nothing(peer: Peer, server: LMCacheServer) -> No
     for lie in lies:
         reply = peer.ask(dataclasses.replace(honest, **lie))  # type: ignore[arg-type]
         if isinstance(reply, Refused):
-            refused(reply, protocol.BAD_REQUEST, protocol.EXPIRED)
+            refused(reply, messages.BAD_REQUEST, messages.EXPIRED)
     assert (peer.memory == 9).all(), "not a byte was written"
     with Peer(server.address, "thief") as thief:
         thief.live("join")
         # Leases end for their owner alone, whoever names them.
         thief.ask(EndRequest("thief", tuple(range(4096)), ()))
         assert server.status()["l1"]["leases"] == 1
-        thief.ask(protocol.Goodbye())
+        thief.ask(messages.Goodbye())
     assert isinstance(peer.ask(honest), Done)
     assert not peer.memory[4096 : 33 * 4096].any(), "the honest one loads"
 
@@ -329,12 +329,12 @@ def test_of_two_engines_of_one_name_the_later_counts(peer: Peer, server: LMCache
     with Peer(server.address) as later:
         later.model = ModelTag("another model", (), 1, 1)
         later.live("join")
-        refused(peer.ask(peer.store()), protocol.NOT_REGISTERED)
+        refused(peer.ask(peer.store()), messages.NOT_REGISTERED)
         found = later.ask(later.lookup())
-        assert isinstance(found, protocol.Found)
+        assert isinstance(found, messages.Found)
         assert found.resume_tokens == 0
-        assert isinstance(later.ask(later.store()), protocol.Stored)
-        later.ask(protocol.Goodbye())
+        assert isinstance(later.ask(later.store()), messages.Stored)
+        later.ask(messages.Goodbye())
 
 
 def test_after_all_that_the_cache_serves(server: LMCacheServer) -> None:

@@ -12,10 +12,10 @@ from harness.rawclient import RawEngine, chain, group, start_ranks
 from harness.server import LMCacheServer
 
 from lmcache_client.channel import RefusedError
-from lmcache_client.contract import protocol
+from lmcache_client.contract import messages
 from lmcache_client.contract.geometry import GroupSpec
-from lmcache_client.contract.protocol import Found, Stored
-from lmcache_server.partial import PATIENCE_S
+from lmcache_client.contract.messages import Found, Stored
+from lmcache_server.telemetry.partial import PATIENCE_S
 
 MLA = group(layers=3, page_bytes=1000, replicated=True)
 FULL = group()
@@ -152,7 +152,7 @@ def test_ranks_whose_replicated_pages_differ_are_refused(server: LMCacheServer) 
     with ranks(server, [[MLA], [other]], 2) as engines:
         refusal = engines[1].worker.refusal
         assert refusal is not None
-        assert refusal.code == protocol.CONFIGURATION
+        assert refusal.code == messages.CONFIGURATION
         assert "different pages as replicated" in str(refusal)
 
 
@@ -218,7 +218,7 @@ def test_a_load_that_fails_on_one_rank_is_that_ranks_failure_alone(server: LMCac
         engines[0].retrieve(found, keys, stored)
         with closed(engines[1]), pytest.raises(RefusedError) as refused:
             engines[1].retrieve(found, keys, stored)
-        assert refused.value.code == protocol.COPY_FAILED
+        assert refused.value.code == messages.COPY_FAILED
         engines[0].end(found, keys)
         assert server.status()["l1"]["leases"] == 0
         served_to_all(engines, keys, stored)

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 from harness.paths import ROOT
 
-_spec = importlib.util.spec_from_file_location("replay", ROOT / "bench/replay.py")
+_spec = importlib.util.spec_from_file_location("replay", ROOT / "benchmarks/replay.py")
 assert _spec is not None
 assert _spec.loader is not None
 replay = importlib.util.module_from_spec(_spec)

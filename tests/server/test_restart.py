@@ -15,7 +15,7 @@ from harness.rawclient import RawEngine, chain
 from harness.server import LMCacheServer
 
 from lmcache_client.channel import ChannelError
-from lmcache_client.contract.protocol import Ping
+from lmcache_client.contract.messages import Ping
 
 KILLS = int(os.environ.get("KILLS", "60"))
 PROMPTS = 6

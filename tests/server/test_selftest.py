@@ -13,12 +13,12 @@ import pytest
 from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
 
-from lmcache_client.bench.client import Client
-from lmcache_client.bench.measure import store
-from lmcache_client.bench.selftest import selftest
-from lmcache_client.bench.workload import Workload
-from lmcache_client.contract.protocol import Done, Retrieve
-from lmcache_server.selftest import SelfTest
+from lmcache_client.contract.messages import Done, Retrieve
+from lmcache_server.admin.selftest import SelfTest
+from lmcache_server.commands.bench.client import Client
+from lmcache_server.commands.bench.measure import store
+from lmcache_server.commands.bench.selftest import selftest
+from lmcache_server.commands.bench.workload import Workload
 
 STEPS = ["register_s", "store_s", "lookup_s", "retrieve_s", "compare_s", "goodbye_s"]
 
@@ -65,7 +65,7 @@ def test_a_page_is_stored_and_restored_and_forgotten(flags):
 
 
 def test_who_asks_at_the_same_time_or_soon_after_gets_the_same_answer(monkeypatch):
-    monkeypatch.setattr("lmcache_server.selftest.KEEP_S", 1.0)
+    monkeypatch.setattr("lmcache_server.admin.selftest.KEEP_S", 1.0)
     ended = []
     with LMCacheServer(l1_size_gb=0.01) as server, ThreadPoolExecutor(8) as pool:
         selftest = SelfTest(server.address, None, ended.append)

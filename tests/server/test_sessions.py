@@ -13,8 +13,8 @@ from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
 
 from lmcache_client.channel import Channel, RefusedError
-from lmcache_client.contract import protocol
-from lmcache_client.contract.protocol import Challenge, Memory, Prove, Register
+from lmcache_client.contract import messages
+from lmcache_client.contract.messages import Challenge, Memory, Prove, Register
 
 
 def address(server: LMCacheServer) -> str:
@@ -56,7 +56,7 @@ def test_memory_of_another_process_cannot_be_registered(server: LMCacheServer) -
     try:
         channel.start(5, 5)
         eventually(lambda: bool(outcomes))
-        assert outcomes[0] in (protocol.NO_ACCESS, protocol.INTERNAL)
+        assert outcomes[0] in (messages.NO_ACCESS, messages.INTERNAL)
         assert server.status()["namespaces"] == []
     finally:
         channel.close()
@@ -77,7 +77,7 @@ def test_a_nonce_that_was_not_written_is_no_proof(server: LMCacheServer) -> None
     try:
         channel.start(5, 5)
         assert channel.refusal is not None
-        assert channel.refusal.code == protocol.NO_ACCESS
+        assert channel.refusal.code == messages.NO_ACCESS
     finally:
         channel.close()
         engine.close()
@@ -95,7 +95,7 @@ def test_memory_that_is_not_there_is_refused(server: LMCacheServer) -> None:
     try:
         engine.start()
         assert engine.worker.refusal is not None
-        assert engine.worker.refusal.code == protocol.NO_ACCESS
+        assert engine.worker.refusal.code == messages.NO_ACCESS
     finally:
         engine.close()
 
@@ -122,8 +122,8 @@ def test_requests_in_flight_at_the_death_of_the_server_end_and_settle(server: LM
     try:
         assert server.process is not None
         server.process.send_signal(19)  # SIGSTOP: it will not answer
-        pending = engine.worker.submit(protocol.Ping(), timeout_s=30)
-        late = engine.worker.submit(protocol.Ping(), timeout_s=0.1)
+        pending = engine.worker.submit(messages.Ping(), timeout_s=30)
+        late = engine.worker.submit(messages.Ping(), timeout_s=0.1)
         eventually(lambda: late.done)
         assert not late.settled, "a server that is only stopped can still act on the request"
         server.kill()
@@ -180,7 +180,7 @@ def test_a_stopped_server_is_not_waited_for_again_and_again(server: LMCacheServe
     try:
         assert server.process is not None
         server.process.send_signal(19)
-        engine.worker.submit(protocol.Ping(), timeout_s=0.1)
+        engine.worker.submit(messages.Ping(), timeout_s=0.1)
         eventually(lambda: not engine.worker.responsive)
         server.process.send_signal(18)
         eventually(lambda: engine.worker.responsive, 5.0)
@@ -215,7 +215,7 @@ def test_where_the_kernel_forbids_copies_the_refusal_says_what_to_change() -> No
     with LMCacheServer(l1_size_gb=0.05, without_capability=19) as server:  # CAP_SYS_PTRACE
         command = [sys.executable, "-c", SHUT_CLIENT, address(server), "shut", *sys.path]
         result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-        assert result.stdout.startswith(protocol.NO_ACCESS)
+        assert result.stdout.startswith(messages.NO_ACCESS)
         for hint in ("user of vLLM", "kernel.yama.ptrace_scope", "CAP_SYS_PTRACE", "seccomp"):
             assert hint in result.stdout
 
@@ -251,7 +251,7 @@ def test_a_lease_number_of_an_earlier_server_does_not_load_another_prompt(server
         assert engine.lookup(others).lease_id == promised.lease_id
         with pytest.raises(RefusedError) as refused:
             engine.retrieve(promised, mine, table)
-        assert refused.value.code == protocol.EXPIRED
+        assert refused.value.code == messages.EXPIRED
     finally:
         engine.close()
 
@@ -260,10 +260,10 @@ def test_a_client_that_greets_twice_has_one_session(server: LMCacheServer) -> No
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(address(server))
         for number in range(3):
-            hello = protocol.Hello(os.getpid(), bytes([number]) * 16, "test")
-            socket.send(protocol.encode_request(number, hello))
+            hello = messages.Hello(os.getpid(), bytes([number]) * 16, "test")
+            socket.send(messages.encode_request(number, hello))
             assert socket.poll(5000)
-            assert isinstance(protocol.decode_reply(socket.recv())[2], protocol.Welcome)
+            assert isinstance(messages.decode_reply(socket.recv())[2], messages.Welcome)
         assert len(server.status()["sessions"]) == 1
 
 
@@ -277,9 +277,9 @@ def test_a_client_of_another_process_namespace_ends_with_its_connection(over_tcp
             with context.socket(zmq.DEALER) as client:
                 client.setsockopt(zmq.LINGER, 0)
                 client.connect(where)
-                greeting = protocol.Hello(1 << 30, name.ljust(protocol.CLIENT_ID_BYTES), "test")
-                client.send(protocol.encode_request(1, greeting))
-                assert isinstance(protocol.decode_reply(client.recv())[2], protocol.Welcome)
+                greeting = messages.Hello(1 << 30, name.ljust(messages.CLIENT_ID_BYTES), "test")
+                client.send(messages.encode_request(1, greeting))
+                assert isinstance(messages.decode_reply(client.recv())[2], messages.Welcome)
                 assert len(server.status()["sessions"]) == 1
             eventually(lambda: not server.status()["sessions"], 1.0)
 
@@ -288,23 +288,23 @@ def test_garbage_is_answered_or_dropped_and_the_server_goes_on(server: LMCacheSe
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(address(server))
-        for frame in (b"", b"\xc1", b"\x00" * 100, protocol.encode_request(1, protocol.Ping())[:-1]):
+        for frame in (b"", b"\xc1", b"\x00" * 100, messages.encode_request(1, messages.Ping())[:-1]):
             socket.send(frame)
         socket.send_multipart([b"two", b"frames"])
         socket.send(b"\x94\x63\x07\x00\x90")  # version 99 of the protocol, request 7
         assert socket.poll(5000)
-        _, request_id, reply = protocol.decode_reply(socket.recv())
+        _, request_id, reply = messages.decode_reply(socket.recv())
         assert request_id == 7
-        assert isinstance(reply, protocol.Refused)
-        assert reply.code == protocol.WRONG_VERSION
+        assert isinstance(reply, messages.Refused)
+        assert reply.code == messages.WRONG_VERSION
         assert "install the same version of lmcache-mp" in reply.message
         socket.send(b"\x94\x63\x08\x00\x90")
         assert socket.poll(5000)
         socket.recv()
         assert server.log.read_text().count("speaks protocol version 99") == 1, "it says so once"
-        socket.send(protocol.encode_request(8, protocol.Done()))
+        socket.send(messages.encode_request(8, messages.Done()))
         assert socket.poll(5000)
-        assert protocol.decode_reply(socket.recv())[2].code == protocol.NOT_REGISTERED  # type: ignore[union-attr]
-        socket.send(protocol.encode_request(9, protocol.Ping()))
+        assert messages.decode_reply(socket.recv())[2].code == messages.NOT_REGISTERED  # type: ignore[union-attr]
+        socket.send(messages.encode_request(9, messages.Ping()))
         assert socket.poll(5000)
-        assert isinstance(protocol.decode_reply(socket.recv())[2], protocol.Done)
+        assert isinstance(messages.decode_reply(socket.recv())[2], messages.Done)

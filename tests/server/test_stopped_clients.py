@@ -9,7 +9,7 @@ from harness.exercise import exercise, new_engine
 from harness.peer import Peer
 from harness.server import LMCacheServer
 
-from lmcache_client.contract.protocol import Done, Ping, Refused, Status, Stored
+from lmcache_client.contract.messages import Done, Ping, Refused, Status, Stored
 
 CLIENT = """
 import random, sys

@@ -7,10 +7,10 @@ from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
 
 from lmcache_client.channel import RefusedError
-from lmcache_client.contract import protocol
+from lmcache_client.contract import messages
 from lmcache_client.contract.geometry import GroupSpec
 from lmcache_client.contract.keys import ROOT_KEY
-from lmcache_client.contract.protocol import Found, Retrieve, StoreObject
+from lmcache_client.contract.messages import Found, Retrieve, StoreObject
 
 HYBRIDS = {
     "full": [group()],
@@ -134,7 +134,7 @@ def test_block_ids_outside_the_geometry_are_refused(engine: RawEngine) -> None:
     for bad in ([0] * count, [64] * count, [1] * (count - 1), [1 << 40] * count):
         with pytest.raises(RefusedError, match="block ids") as refused:
             engine.store([StoreObject(keys[0], ROOT_KEY, 0, 0, tuple(bad))])
-        assert refused.value.code == protocol.BAD_REQUEST
+        assert refused.value.code == messages.BAD_REQUEST
     with pytest.raises(RefusedError, match="no object of group 1"):
         engine.store([StoreObject(keys[0], ROOT_KEY, 0, 1, (1,))])
 
@@ -150,7 +150,7 @@ def test_a_lease_that_was_released_or_never_was_loads_nothing(engine: RawEngine)
     for each in (found, invented):
         with pytest.raises(RefusedError) as refused:
             engine.retrieve(each, keys, table)
-        assert refused.value.code == protocol.EXPIRED
+        assert refused.value.code == messages.EXPIRED
 
 
 def test_what_is_there_is_not_copied_again(engine: RawEngine, server: LMCacheServer) -> None:
@@ -233,7 +233,7 @@ def test_a_chunk_size_that_does_not_divide_is_refused_with_the_fix() -> None:
         try:
             refusal = engine.worker.refusal
             assert refusal is not None
-            assert refusal.code == protocol.CONFIGURATION
+            assert refusal.code == messages.CONFIGURATION
             assert str(refusal) == (
                 "chunk size 256 is not a multiple of this model's unified block size 160: start the server "
                 "with --chunk-size 320 (or 160), or with --chunk-size auto"

@@ -6,7 +6,7 @@ from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
 
 from lmcache_client.channel import RefusedError
-from lmcache_client.contract import protocol
+from lmcache_client.contract import messages
 
 GROUPS = [group(layers=3, page_bytes=6000), group("sliding_window", window=40, layers=2, page_bytes=70_000)]
 
@@ -65,7 +65,7 @@ def test_a_damaged_page_is_a_miss(verify: bool) -> None:
                 return
             with pytest.raises(RefusedError) as refusal:
                 engine.retrieve(found, prompts[1], elsewhere)
-            assert refusal.value.code == protocol.COPY_FAILED
+            assert refusal.value.code == messages.COPY_FAILED
             assert (engine.memory == before).all(), "not a byte reached the engine"
             engine.end(found)
             assert server.metrics()["lmcache_verify_failures_total"] == 1

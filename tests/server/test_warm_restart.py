@@ -16,8 +16,8 @@ from harness.server import LMCacheServer
 from numpy.typing import NDArray
 
 from lmcache_client.channel import ChannelError
-from lmcache_server.l1 import FRAME_BYTES
-from lmcache_server.l1_file import HEADER_BYTES
+from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.l1.file import HEADER_BYTES
 
 GB_BYTES = 1 << 30
 GROUPS = (group(), group("sliding_window", 16, 40, layers=1))

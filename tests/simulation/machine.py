@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from lmcache_client.contract.protocol import NONCE_BYTES, Memory, Register
+from lmcache_client.contract.messages import NONCE_BYTES, Memory, Register
+from lmcache_server.app import assemble
 from lmcache_server.config import Config
-from lmcache_server.copies import Copies
 from lmcache_server.core.cache import Cache
-from lmcache_server.l1 import FRAME_BYTES
-from lmcache_server.metrics import Metrics
-from lmcache_server.router import Router
+from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.service.copies import Copies
+from lmcache_server.telemetry.metrics import Metrics
 from lmcache_server.transfer.base import CopyJob
 from lmcache_server.transfer.host import CopyError
 from simulation.network import Link, Network
@@ -182,7 +182,7 @@ class Copier:
 
 
 class SimulatedServer:
-    """One life of the server, from its start to its kill; `lmcache_server.system.System` for itself."""
+    """One life of the server, from its start to its kill; its own `lmcache_server.service.system.System`."""
 
     def __init__(
         self,
@@ -210,7 +210,8 @@ class SimulatedServer:
         self.l1 = L1(num_frames)
         copies = Copies(self.l1, Metrics(), self, verify=True)  # type: ignore[arg-type]
         config = Config(chunk_size=chunk_size, lease_s=lease_s)
-        self.router = Router(config, self.cache, copies, copies._metrics, self._send, self)  # type: ignore[arg-type]
+        metrics = copies._metrics
+        self.router, _ = assemble(config, self.cache, copies, metrics, self._send, self)  # type: ignore[arg-type]
         register = self.router.registry.register
         self.router._handlers[Register] = lambda session, message: register(
             session, replace(message, ephemeral=message.model.model == ephemeral)

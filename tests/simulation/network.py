@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from lmcache_client.contract.protocol import BOOT_ID_BYTES, decode_reply
-from lmcache_client.system import ConnectionLostError
+from lmcache_client.contract.messages import BOOT_ID_BYTES, decode_reply
+from lmcache_client.transport import ConnectionLostError
 from simulation.world import Event, Lock, Process, Task, World
 
 RECONNECT_S = 0.1
@@ -157,7 +157,7 @@ class Watched:
 
 
 class ClientSystem:
-    """`lmcache_client.system.System` of one process of this world."""
+    """`lmcache_client.transport.System` of one process of this world."""
 
     def __init__(self, network: Network, process: Process) -> None:
         self.network = network

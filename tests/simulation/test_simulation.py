@@ -20,7 +20,7 @@ def simulate(*arguments: str, hash_seed: str = "random") -> "subprocess.Complete
     return subprocess.run(
         [sys.executable, "-m", "simulation", *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}/tests:{ROOT}", "PYTHONHASHSEED": hash_seed},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}/tests:{ROOT}:{ROOT}/kernels", "PYTHONHASHSEED": hash_seed},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -15,7 +15,7 @@ from harness.paths import CACHE, ROOT
 SOURCES = (
     ROOT / "tests/standin/cuda.cpp",
     ROOT / "tests/unit/page_copy_on_cpu.cpp",
-    ROOT / "lmcache_kernels/page_copy.cu",
+    ROOT / "kernels/lmcache_kernels/page_copy.cu",
 )
 COMPILER = shutil.which("g++")
 CUPY = ROOT / "tests/standin/cupy"
@@ -69,7 +69,13 @@ def environment(directory: Path, **settings: object) -> dict[str, str]:
 
     `settings` become CUDA_STANDIN_… variables.
     """
-    paths = [str(CUPY), str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    paths = [
+        str(CUPY),
+        str(ROOT),
+        str(ROOT / "kernels"),
+        str(ROOT / "tests"),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     return {
         **os.environ,
         "LD_LIBRARY_PATH": os.pathsep.join(

@@ -1,88 +1,65 @@
-"""The house: who may import whom, what never crosses the wire, how big a file gets."""
+"""The house: who may import whom, what never crosses the wire, how big files, functions and rooms may get."""
 
 import ast
 import re
 from pathlib import Path
 
 import pytest
+from harness import house
+from harness.house import FILES, ROOT
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-PACKAGES = ("lmcache_client", "lmcache_kernels", "lmcache_server")
-FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-NATIVE = {"torch", "vllm", "cupy"}
+NATIVE = {"torch", "vllm", "cupy", "zmq", "msgpack"}
 MAY_IMPORT = {
-    # Part of the house: (of this project, of others that matter). The longest prefix counts.
-    "lmcache_client/contract": ({"lmcache_client.contract"}, {"msgpack"}),
-    "lmcache_client/memory": ({"lmcache_client.contract", "lmcache_client.memory", "lmcache_kernels"}, set()),
-    "lmcache_client/channel.py": ({"lmcache_client.contract", "lmcache_client.system"}, set()),
-    "lmcache_client/system.py": ({"lmcache_client.contract", "lmcache_client.memory"}, {"zmq"}),
-    "lmcache_client/bench": (
-        {f"lmcache_client.{each}" for each in ("bench", "channel", "contract", "memory")},
-        set(),
-    ),
-    "lmcache_client/verify": ({"lmcache_client.verify"}, set()),
-    "lmcache_client/connector": ({"lmcache_client"}, {"torch", "vllm"}),
-    "lmcache_kernels": ({"lmcache_kernels"}, {"cupy"}),
-    "lmcache_server/core": ({"lmcache_client.contract", "lmcache_server.core"}, {"msgpack"}),
-    "lmcache_server/transfer": (
-        {
-            "lmcache_client.contract",
-            "lmcache_kernels",
-            "lmcache_server.core.pool",
-            "lmcache_server.machine",
-            "lmcache_server.transfer",
-        },
-        set(),
-    ),
-    "lmcache_server/doctor": (
-        {"lmcache_client.contract", "lmcache_client.memory.host", "lmcache_kernels", "lmcache_server"},
-        set(),
-    ),
-    "lmcache_server/cli.py": (
-        {"lmcache_client.bench", "lmcache_client.contract", "lmcache_client.verify", "lmcache_server"},
-        set(),
-    ),
-    "lmcache_server": (
-        {"lmcache_client.contract", "lmcache_server"},
-        {"zmq", "msgpack", "asyncio", "threading"},
-    ),
+    # Of the packages above; the longest prefix counts.
+    "lmcache_client/contract": {"msgpack"},
+    "lmcache_client/transport.py": {"zmq"},
+    "lmcache_client/connector": {"torch", "vllm"},
+    "kernels": {"cupy"},
+    "lmcache_server": {"zmq", "msgpack"},
+    "lmcache_server/core": {"msgpack"},
+    "lmcache_server/transfer": set(),
 }
-WATCHED = {"zmq", "msgpack", *NATIVE}
 CORE_MUST_NOT = {"asyncio", "threading", "time", "os", "socket", "random", "zmq", "ctypes"}
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 71
+
+each_file = pytest.mark.parametrize("path", FILES, ids=house.name)
 
 
-def imports(path: Path) -> set[str]:
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            assert node.level == 0, f"{path}: relative imports hide where an arrow goes"
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+@each_file
+def test_arrows_go_to_rooms_of_a_lower_rank(path: Path) -> None:
+    own = house.rank(path)
+    for other in house.arrows(path):
+        if house.room(path) != house.room(other):
+            assert house.rank(other) < own, f"{house.name(path)} must not import {house.name(other)}"
 
 
-def within(name: str, package: str) -> bool:
-    return name == package or name.startswith(package + ".")
+@each_file
+def test_the_client_never_imports_the_server_and_the_server_only_the_clients_contract(path: Path) -> None:
+    name = house.name(path)
+    others = {house.name(other) for other in house.arrows(path)}
+    if name.startswith("lmcache_client"):
+        assert not [other for other in others if other.startswith("lmcache_server")]
+    elif not name.startswith("lmcache_server/commands"):
+        allowed = ("lmcache_client/contract/", "lmcache_client/__init__", "lmcache_server/", "kernels/")
+        assert not [other for other in others if not other.startswith(allowed)]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_arrows_run_one_way(path: Path) -> None:
-    relative = str(path.relative_to(ROOT))
-    rule = max((prefix for prefix in MAY_IMPORT if relative.startswith(prefix)), key=len, default=None)
-    if rule is None:
-        return
-    own, others = MAY_IMPORT[rule]
-    for name in imports(path):
-        if any(within(name, package) for package in PACKAGES):
-            assert any(within(name, each) for each in own), f"{relative} must not import {name}"
+def test_no_circle_of_files() -> None:
+    assert house.circle() == []
+
+
+@each_file
+def test_packages_of_others_stay_in_their_rooms(path: Path) -> None:
+    rule = max((prefix for prefix in MAY_IMPORT if house.name(path).startswith(prefix)), key=len, default="")
+    for name in house.imports(path):
         top = name.partition(".")[0]
-        assert top not in WATCHED - others, f"{relative} must not import {top}"
+        assert top not in NATIVE - MAY_IMPORT.get(rule, set()), f"{house.name(path)} must not import {top}"
 
 
 def test_the_core_does_no_io_and_reads_no_clock() -> None:
     for path in (ROOT / "lmcache_server/core").glob("*.py"):
-        assert not {name.partition(".")[0] for name in imports(path)} & CORE_MUST_NOT
+        assert not {name.partition(".")[0] for name in house.imports(path)} & CORE_MUST_NOT
 
 
 def test_nothing_executable_is_read_from_a_socket() -> None:
@@ -94,6 +71,19 @@ def test_nothing_executable_is_read_from_a_socket() -> None:
             assert not forbidden.search(line), f"{path}: {line}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+@each_file
 def test_a_file_is_one_concept(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 400
+    assert len(path.read_text().splitlines()) <= MAX_FILE_LINES
+
+
+@each_file
+def test_a_function_is_read_at_one_glance(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            assert lines <= MAX_FUNCTION_LINES, f"{house.name(path)}: {node.name} has {lines} lines"
+
+
+@pytest.mark.parametrize("budget", house.BUDGETS)
+def test_the_budget_of_lines_is_kept(budget: str) -> None:
+    assert house.lines(budget) <= house.BUDGETS[budget].lines

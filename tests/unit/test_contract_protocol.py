@@ -9,11 +9,12 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from lmcache_client.contract import codec, protocol
+from lmcache_client.contract import codec
+from lmcache_client.contract import messages as wire
 from lmcache_client.contract.codec import ProtocolError
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, KINDS, SLIDING_WINDOW, Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import MAX_DETAIL, MAX_DETAILS, ROOT_KEY, ModelTag
-from lmcache_client.contract.protocol import (
+from lmcache_client.contract.messages import (
     BAD_REQUEST,
     BOOT_ID_BYTES,
     MAX_BUFFERS,
@@ -38,7 +39,7 @@ from lmcache_client.contract.protocol import (
     encode_request,
 )
 
-MESSAGES = typing.get_args(protocol.Message)
+MESSAGES = typing.get_args(wire.Message)
 BOOT_ID = bytes(range(BOOT_ID_BYTES))
 naturals = st.integers(0, 2**63 - 1)
 keys = st.binary(min_size=32, max_size=32)
@@ -112,8 +113,8 @@ def test_replies_survive_the_wire(message, request_id):
 
 
 def test_every_message_has_a_code_of_its_own():
-    assert sorted(protocol._CODES.values()) == list(range(len(MESSAGES)))
-    assert set(protocol._CODES) == set(MESSAGES)
+    assert sorted(wire._CODES.values()) == list(range(len(MESSAGES)))
+    assert set(wire._CODES) == set(MESSAGES)
 
 
 @settings(deadline=None)

@@ -19,7 +19,7 @@ from lmcache_client.connector import settings
 from lmcache_client.connector.advice import granularity_advice
 from lmcache_client.connector.settings import PREFIX, WITHOUT_EFFECT, Settings
 from lmcache_client.contract.geometry import RECURRENT, GroupSpec
-from lmcache_server.cli import cli
+from lmcache_server.commands.cli import cli
 
 FOR_READERS = pages.pages()
 PAGES = sorted({*FOR_READERS, *ROOT.glob("*.md")})

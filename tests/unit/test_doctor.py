@@ -3,8 +3,8 @@
 import pytest
 
 from lmcache_client.contract.version import VERSION
-from lmcache_server.doctor import checks
-from lmcache_server.doctor.checks import FAIL, OK, UNLIMITED, WARN
+from lmcache_server.commands.doctor import checks
+from lmcache_server.commands.doctor.checks import FAIL, OK, UNLIMITED, WARN
 
 GB = 1 << 30
 THP, SHMEM = "/sys/thp/enabled", "/sys/thp/shmem_enabled"

@@ -1,6 +1,6 @@
 """Recent failures: bounded, and what fails all the time leaves room for what failed once."""
 
-from lmcache_server.failures import MAX_FAILURES, MAX_SENTENCE, Failures
+from lmcache_server.telemetry.failures import MAX_FAILURES, MAX_SENTENCE, Failures
 
 
 def test_what_fails_again_and_again_is_one_entry():

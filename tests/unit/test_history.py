@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_server.history import INTERVAL_S, INTERVALS, History
+from lmcache_server.telemetry.history import INTERVAL_S, INTERVALS, History
 
 
 def test_growth_belongs_to_the_interval_in_which_it_happened():

@@ -6,9 +6,12 @@ import time
 
 import pytest
 
-from lmcache_server import l1, machine
-from lmcache_server.config import GB_BYTES, StartError
-from lmcache_server.l1 import FRAME_BYTES, L1Memory
+from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.errors import StartError
+from lmcache_server.host import machine
+from lmcache_server.host.units import GB_BYTES
+from lmcache_server.l1 import memory as l1_memory
+from lmcache_server.l1.memory import L1Memory
 
 MIB = 1 << 20
 
@@ -49,11 +52,11 @@ def test_the_last_byte_can_be_used_before_it_is_populated(open_l1):
     assert ctypes.string_at(memory.base_address + memory.num_bytes - 2, 2) == b"\x00\x07"
 
 
-@pytest.mark.parametrize("advice", [l1._MADV_POPULATE_WRITE, 9999])
+@pytest.mark.parametrize("advice", [l1_memory._MADV_POPULATE_WRITE, 9999])
 def test_populating_leaves_what_was_written(open_l1, monkeypatch, advice):
     """9999 is no advice: that is how a kernel before 5.14 answers to MADV_POPULATE_WRITE."""
-    monkeypatch.setattr(l1, "_MADV_POPULATE_WRITE", advice)
-    monkeypatch.setattr(l1, "PIECE_BYTES", MIB)
+    monkeypatch.setattr(l1_memory, "_MADV_POPULATE_WRITE", advice)
+    monkeypatch.setattr(l1_memory, "PIECE_BYTES", MIB)
     memory = open_l1(40 * MIB + FRAME_BYTES)
     for offset in range(0, memory.num_bytes, FRAME_BYTES):
         ctypes.memset(memory.base_address + offset, 1 + offset // FRAME_BYTES % 255, FRAME_BYTES)
@@ -68,13 +71,13 @@ def test_populating_leaves_what_was_written(open_l1, monkeypatch, advice):
 def _may_lock():
     page = mmap.mmap(-1, 2 * MIB)
     address = ctypes.addressof(ctypes.c_char.from_buffer(page))
-    allowed = l1._libc.mlock(address, 2 * MIB) == 0
+    allowed = l1_memory._libc.mlock(address, 2 * MIB) == 0
     page.close()
     return allowed
 
 
 def test_what_cannot_be_populated_is_said_and_still_works(open_l1, monkeypatch, caplog):
-    monkeypatch.setattr(l1, "_populate_piece", lambda _address, _size_bytes: 12)
+    monkeypatch.setattr(l1_memory, "_populate_piece", lambda _address, _size_bytes: 12)
     memory = open_l1(4 * MIB)
     for thread in memory._threads:
         thread.join(10)
@@ -84,7 +87,7 @@ def test_what_cannot_be_populated_is_said_and_still_works(open_l1, monkeypatch, 
 
 
 def test_closing_does_not_wait_for_all_of_a_large_memory(monkeypatch):
-    monkeypatch.setattr(l1, "PIECE_BYTES", 2 * MIB)
+    monkeypatch.setattr(l1_memory, "PIECE_BYTES", 2 * MIB)
     memory = L1Memory(1024 * MIB)
     memory.fill()
     started_s = time.monotonic()
@@ -94,7 +97,9 @@ def test_closing_does_not_wait_for_all_of_a_large_memory(monkeypatch):
 
 
 def test_more_than_the_machine_has_is_refused_with_both_figures(monkeypatch):
-    monkeypatch.setattr(l1, "available_bytes", lambda: (3 * GB_BYTES // 2, "MemAvailable of this machine"))
+    monkeypatch.setattr(
+        l1_memory, "available_bytes", lambda: (3 * GB_BYTES // 2, "MemAvailable of this machine")
+    )
     with pytest.raises(StartError) as caught:
         L1Memory(100 * GB_BYTES)
     assert str(caught.value) == (
@@ -104,7 +109,7 @@ def test_more_than_the_machine_has_is_refused_with_both_figures(monkeypatch):
 
 
 def test_a_mapping_that_the_kernel_refuses_is_one_sentence(monkeypatch):
-    monkeypatch.setattr(l1, "available_bytes", lambda: (1 << 62, "a test"))
+    monkeypatch.setattr(l1_memory, "available_bytes", lambda: (1 << 62, "a test"))
     with pytest.raises(StartError, match=r"the system refuses a mapping of .* GB .*: ask for less"):
         L1Memory(1 << 60)
 

@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_server import l1, l1_file
-from lmcache_server.config import StartError
-from lmcache_server.l1 import FRAME_BYTES, L1Memory
-from lmcache_server.l1_file import HEADER_BYTES, MAGIC, L1File
+from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.errors import StartError
+from lmcache_server.l1 import file as l1_file
+from lmcache_server.l1 import memory as l1_memory
+from lmcache_server.l1.file import HEADER_BYTES, MAGIC, L1File
+from lmcache_server.l1.memory import L1Memory
 
 FRAMES = 3
 SIZE_BYTES = FRAMES * FRAME_BYTES
@@ -309,7 +311,7 @@ def wait_for_end(memory):
 
 
 def test_a_file_grows_piece_by_piece_to_its_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(l1, "PIECE_BYTES", 4 * FRAME_BYTES)
+    monkeypatch.setattr(l1_memory, "PIECE_BYTES", 4 * FRAME_BYTES)
     for path in (tmp_path / "l1", Path(f"/dev/shm/lmcache-test-{os.getpid()}.grow")):
         try:
             with opened(path, 10 * FRAME_BYTES) as file, filling(file) as (memory, grown):
@@ -326,7 +328,7 @@ def test_a_file_grows_piece_by_piece_to_its_size(tmp_path, monkeypatch):
 
 def test_a_full_file_system_costs_the_rest_not_the_server(mounted, monkeypatch, caplog):
     """The space was there at the start and somebody else took it."""
-    monkeypatch.setattr(l1, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(l1_memory, "PIECE_BYTES", 1 << 20)
     directory = mounted("size=8m")
     with opened(directory / "l1", 6 << 20) as file:
         (directory / "other").write_bytes(bytes(4 << 20))

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from lmcache_server.logs import JsonFormatter, TextFormatter
+from lmcache_server.host.logs import JsonFormatter, TextFormatter
 
 HOSTILE = "model\n2026-01-01 00:00:00,000 INFO forged\r\x1b[31m\x00\x85\u2028\u202e\ud800 ü"
 
@@ -54,13 +54,13 @@ def test_a_traceback_begins_no_line(logged):
 
 def test_a_json_line_has_the_values_of_its_event():
     record = logging.makeLogRecord(
-        {"name": "lmcache_server.copies", "levelname": "INFO", "created": 1_700_000_000.25}
+        {"name": "lmcache_server.service.copies", "levelname": "INFO", "created": 1_700_000_000.25}
     )
     record.msg, record.args = "%(bytes)d bytes", {"bytes": 7, "request_id": "r", "seconds": 0.5}
     assert json.loads(JsonFormatter().format(record)) == {
         "time": "2023-11-14T22:13:20.250Z",
         "level": "info",
-        "logger": "lmcache_server.copies",
+        "logger": "lmcache_server.service.copies",
         "message": "7 bytes",
         "bytes": 7,
         "request_id": "r",
@@ -71,7 +71,7 @@ def test_a_json_line_has_the_values_of_its_event():
 def test_what_another_library_logs_and_a_thread_that_dies_are_lines_too():
     program = (
         "import logging, threading\n"
-        "from lmcache_server import logs\n"
+        "from lmcache_server.host import logs\n"
         "logs.set_up('info', 'json')\n"
         "logging.getLogger('asyncio').error('%s and %d', object, 2)\n"
         "thread = threading.Thread(target=lambda: 1 / 0, name='worker')\n"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmcache_server.machine import available_bytes, local_processors, memory_info
+from lmcache_server.host.machine import available_bytes, local_processors, memory_info
 
 MIB = 1 << 20
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from lmcache_server.metrics import COUNTER, GAUGE, HISTOGRAM, TABLE, Metrics, page
+from lmcache_server.telemetry.metrics import COUNTER, GAUGE, HISTOGRAM, TABLE, Metrics, page
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -20,7 +20,7 @@ def samples(metrics):
 
 
 def test_the_document_is_up_to_date():
-    assert DOCUMENT.read_text() == page(), "run: python -m lmcache_server.metrics > docs/metrics.md"
+    assert DOCUMENT.read_text() == page(), "run: python -m lmcache_server.telemetry.metrics > docs/metrics.md"
 
 
 def test_names_follow_the_conventions_of_prometheus():

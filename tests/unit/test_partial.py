@@ -5,9 +5,9 @@ import logging
 import pytest
 
 from lmcache_client.contract.geometry import FULL, RECURRENT, GroupSpec
-from lmcache_server import partial
-from lmcache_server.core.layout import Layout
-from lmcache_server.partial import PATIENCE_S, PartialChunks
+from lmcache_server.core.placement import Layout
+from lmcache_server.telemetry import partial
+from lmcache_server.telemetry.partial import PATIENCE_S, PartialChunks
 
 
 def test_only_what_is_seen_again_later_counts_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

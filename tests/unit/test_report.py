@@ -4,8 +4,8 @@ import pytest
 from fuzz.targets import RouterTarget
 
 from lmcache_server.core.cache import Cache
-from lmcache_server.history import INTERVAL_S
-from lmcache_server.l1 import FRAME_BYTES
+from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.telemetry.history import INTERVAL_S
 from lmcache_server.transfer.gpus import Gpus
 from lmcache_server.transfer.pins import Pins
 
@@ -18,7 +18,7 @@ def target():
 
 
 def test_it_is_ready_with_the_first_frame(target):
-    report = target.router.report
+    report = target.report
     assert report.unready() == ""
     report._cache = Cache(FRAME_BYTES, 0)
     assert report.unready().startswith("L1 has no memory yet")
@@ -28,21 +28,21 @@ def test_it_is_ready_with_the_first_frame(target):
 
 def test_it_is_not_ready_when_nothing_can_be_pinned_for_gpus(target):
     pins = target.l1.pins = Pins(Gpus(), target.l1.base_address, target.l1.num_bytes, FRAME_BYTES)
-    assert target.router.report.unready() == "", "copies pin what they need"
+    assert target.report.unready() == "", "copies pin what they need"
     pins.failure = "allow locked memory"
-    assert target.router.report.unready() == "allow locked memory"
+    assert target.report.unready() == "allow locked memory"
     pins.pinned_bytes = FRAME_BYTES
-    assert target.router.report.unready() == ""
+    assert target.report.unready() == ""
 
 
 def test_what_is_counted_is_in_the_history_by_the_next_interval(target):
     router = target.router
-    router.tick()
+    target.report.tick()
     router.metrics.count_tokens(100, computed=0, hit=64, limit=96)
     router.metrics.count("lmcache_transfer_bytes_total", 5, direction="store")
     router.metrics.count("lmcache_transfer_bytes_total", 7, direction="load")
     target.now_s += INTERVAL_S
-    router.tick()
-    assert router.report.history()["growth"] == {
+    target.report.tick()
+    assert target.report.history()["growth"] == {
         "hit_tokens": [64], "miss_tokens": [32], "store_bytes": [5], "load_bytes": [7],
     }  # fmt: skip

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_client.verify import prompts, run, scores
-from lmcache_client.verify.compare import distance, is_equal, is_within
-from lmcache_client.verify.engine import Answer, Engine, VerifyError
-from lmcache_client.verify.prompts import Case
+from lmcache_server.commands.verify import prompts, run, scores
+from lmcache_server.commands.verify.compare import distance, is_equal, is_within
+from lmcache_server.commands.verify.engine import Answer, Engine, VerifyError
+from lmcache_server.commands.verify.prompts import Case
 
 
 def answer(*tops: dict[str, float]) -> Answer:

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from lmcache_client.contract import codec
 from lmcache_client.contract.geometry import GroupSpec, Region
-from lmcache_server import warm
 from lmcache_server.core.cache import Cache, Layout, Reservation
 from lmcache_server.core.index import Chunk, StoredObject
 from lmcache_server.core.snapshot import Snapshot, SnapshotError
+from lmcache_server.l1 import restart
 
 FRAME_BYTES = 100
 TOTAL_FRAMES = 60
@@ -35,7 +35,7 @@ def filled(now_s=50.0):
 
 def restored(index, now_s=7.0):
     cache = Cache(FRAME_BYTES)
-    cache.restore(warm.decode(index, TOTAL_FRAMES)[0], now_s)
+    cache.restore(restart.decode(index, TOTAL_FRAMES)[0], now_s)
     cache.check_integrity()
     return cache
 
@@ -49,18 +49,18 @@ def content(cache, now_s):
 
 def test_everything_comes_back_ages_included():
     cache = filled()
-    index = warm.encode(cache.snapshot(50.0), KNOWN)
+    index = restart.encode(cache.snapshot(50.0), KNOWN)
     again = restored(index)
     assert content(again, 7.0) == content(cache, 50.0)
     assert len(content(again, 7.0)) == 9
     for name in ("total_frames", "free_frames", "used_frames", "stored_bytes", "num_chunks"):
         assert getattr(again, name) == getattr(cache, name)
-    assert warm.decode(index, TOTAL_FRAMES)[1] == KNOWN
-    assert warm.encode(again.snapshot(7.0), KNOWN) == index
+    assert restart.decode(index, TOTAL_FRAMES)[1] == KNOWN
+    assert restart.encode(again.snapshot(7.0), KNOWN) == index
 
 
 def test_an_empty_cache_comes_back_empty():
-    again = restored(warm.encode(Cache(FRAME_BYTES, 3).snapshot(0.0), {}))
+    again = restored(restart.encode(Cache(FRAME_BYTES, 3).snapshot(0.0), {}))
     assert (again.num_chunks, again.total_frames, again.free_frames) == (0, 3, 3)
 
 
@@ -71,7 +71,7 @@ def test_what_is_in_use_is_not_taken():
     assert hit.lease_id
     writing = cache.reserve(layout, b"w" * 32, 0, 0, 0, 1, 10, 1)
     assert isinstance(writing, Reservation)
-    again = restored(warm.encode(cache.snapshot(50.0), {}))
+    again = restored(restart.encode(cache.snapshot(50.0), {}))
     assert again.num_chunks == 8
     assert not again._index.chunks(layout.namespace).keys() & {bytes(32), b"w" * 32}
 
@@ -184,7 +184,7 @@ def test_an_index_of_another_shape_restores_nothing(index):
 @given(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(1, 255)), min_size=1, max_size=3))
 def test_an_index_with_flipped_bytes_restores_a_sound_cache_or_nothing(flips):
     """As if its digest had been right: this is the second line of defence."""
-    index = bytearray(warm.encode(filled().snapshot(50.0), KNOWN))
+    index = bytearray(restart.encode(filled().snapshot(50.0), KNOWN))
     for position, bits in flips:
         index[position % len(index)] ^= bits
     try:

@@ -19,6 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENVIRONMENT = {name: os.environ[name] for name in ("PATH", "LANG", "HOME") if name in os.environ}
 PACKAGES = {"lmcache_client", "lmcache_kernels", "lmcache_server"}
+ROOMS = {"lmcache_client", "kernels", "lmcache_server"}
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 USER_PROGRAM = """
 from lmcache_client.contract.keys import chunk_key
@@ -31,7 +32,8 @@ reveal_type(Config.l1_size_gb)
 ALL = """
 import json, sys
 from importlib.metadata import entry_points
-import lmcache_server.cli, lmcache_server.doctor.examine, lmcache_server.server, lmcache_client.bench.run
+import lmcache_server.app, lmcache_server.commands.cli
+import lmcache_server.commands.bench.run, lmcache_server.commands.doctor.examine
 import lmcache_client.connector.plugin
 print(json.dumps([entry.value for entry in entry_points(group="vllm.general_plugins")]))
 print(json.dumps(sorted(name for name in ("torch", "vllm", "cupy") if name in sys.modules)))
@@ -82,7 +84,7 @@ def files(environment: Path) -> set[Path]:
 
 def test_the_wheel_has_our_packages_typed_the_kernel_the_page_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"lmcache_kernels/page_copy.cu", "lmcache_server/page.html"} <= set(names)
+    assert {"lmcache_kernels/page_copy.cu", "lmcache_server/admin/page.html"} <= set(names)
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == PACKAGES
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
@@ -91,8 +93,8 @@ def test_the_wheel_has_our_packages_typed_the_kernel_the_page_and_nothing_else(w
 def test_the_sdist_has_no_more_than_it_needs(wheel: Path) -> None:
     with tarfile.open(next(wheel.parent.glob("*.tar.gz"))) as sdist:
         names = {name.partition("/")[2].split("/")[0] for name in sdist.getnames()}
-    assert {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", *PACKAGES} <= names
-    assert not names & {"tests", "bench", "docs", "scripts", "deploy"}
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", *ROOMS} <= names
+    assert not names & {"tests", "benchmarks", "docs", "scripts", "deploy"}
 
 
 def test_installed_it_serves_is_typed_and_uninstalled_it_is_gone(
@@ -130,7 +132,7 @@ def test_installed_it_serves_is_typed_and_uninstalled_it_is_gone(
     assert run(empty / "bin/python", "-c", none_left, **here) == "0\n"
 
 
-def test_no_directory_here_hides_a_package_of_the_name_kernels():
-    # transformers looks for one, and `python -m vllm…` in this directory would find a directory instead.
-    assert not (ROOT / "kernels").exists()
-    assert not (ROOT / "tests" / "kernels").exists()
+def test_transformers_does_not_take_the_directory_kernels_for_a_package():
+    """It looks for one of that name, and `python -m vllm…` in this directory finds a directory."""
+    asked = "from transformers.utils import is_kernels_available\nprint(is_kernels_available())"
+    assert run(sys.executable, "-c", asked, cwd=ROOT).strip() == "False"

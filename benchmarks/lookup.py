@@ -1,0 +1,234 @@
+"""Lookup round trips as the connector sees them, beside bare ZeroMQ round trips of the same size."""
+
+import argparse
+import multiprocessing
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import peer
+import zmq
+from big_index_server import BLOCKS, CHUNK_TOKENS, GROUPS, MODEL, key
+from harness.rawclient import RawEngine
+from section import Section, micros, percentile
+from systems import lmcache_server, our_server, server_command
+
+from lmcache_client.channel import Channel, ChannelError
+from lmcache_client.contract import messages
+from lmcache_client.contract.messages import EndRequest, Found, Join, Joined, Lookup
+
+ENGINE_ID = "engine"
+CHUNKS = (1, 64, 512)
+CROWD_CHUNKS = 240
+CROWD = 8
+ROUNDS = 300
+PAUSE_S = 0.02
+"""On average, between the questions of one of many clients: engines ask when requests come."""
+WAIT_S = 10.0
+WARM_UP = 20
+_spawn = multiprocessing.get_context("spawn")
+
+Times = list[float]
+
+
+def question(first: int, chunks: int) -> Lookup:
+    keys = tuple(key(number) for number in range(first, first + chunks))
+    limit = chunks * CHUNK_TOKENS
+    return Lookup(ENGINE_ID, "request", keys, 0, limit, limit + 1)
+
+
+def ask_ours(address: str, asked: list[Lookup], ready: Callable[[], Any], pause: Callable[[], None]) -> Times:
+    """Seconds from the submission of each to its answer. Every one must hit; its lease is given back."""
+
+    def join(channel: Channel) -> None:
+        joined = channel.call(Join(ENGINE_ID), WAIT_S)
+        if not isinstance(joined, Joined) or not joined.ready:
+            raise ChannelError("the engine is not registered")
+
+    channel = Channel(address, join)
+    channel.start(WAIT_S, WAIT_S)
+    ready()
+    times = []
+    for each in asked:
+        start = time.perf_counter()
+        pending = channel.submit(each, WAIT_S)
+        channel.poll(pending, WAIT_S)
+        times.append(time.perf_counter() - start)
+        assert isinstance(pending.reply, Found), pending.error
+        assert pending.reply.resume_tokens == each.limit_tokens, "the index has all that is asked for"
+        ended = channel.submit(EndRequest(ENGINE_ID, (pending.reply.lease_id,), ()), WAIT_S)
+        channel.poll(ended, WAIT_S)
+        pause()
+    channel.close()
+    return times
+
+
+def ask_bare(address: str, asked: list[Lookup], ready: Callable[[], Any], pause: Callable[[], None]) -> Times:
+    """The same with frames that nobody looks into."""
+    frames = [messages.encode_request(number, each) for number, each in enumerate(asked)]
+    times = []
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(address)
+        ready()
+        for frame in frames:
+            start = time.perf_counter()
+            socket.send(frame)
+            socket.poll()
+            socket.recv()
+            times.append(time.perf_counter() - start)
+            pause()
+    return times
+
+
+def one_client(kind: str, address: str, index: int, chunks: int, pause_s: float, seed: int, start: Any,
+               results: Any) -> None:  # fmt: skip
+    """A client process. It asks for chains at random places of the index, as requests do."""
+    pick = random.Random(seed)
+    asked = [question(pick.randrange(index - chunks + 1), chunks) for _ in range(ROUNDS + WARM_UP)]
+    ask = ask_ours if kind == "ours" else ask_bare
+    waits = iter([pick.expovariate(1 / pause_s) if pause_s else 0.0 for _ in asked])
+    results.put(ask(address, asked, start.wait, lambda: time.sleep(next(waits)))[WARM_UP:])
+
+
+def clients(kind: str, address: str, index: int, chunks: int, count: int) -> Times:
+    """The times of `count` clients at once."""
+    start, results = _spawn.Barrier(count), _spawn.Queue()
+    pause_s = PAUSE_S if count > 1 else 0.0
+    processes = [
+        _spawn.Process(
+            target=one_client, args=(kind, address, index, chunks, pause_s, seed, start, results), daemon=True
+        )
+        for seed in range(count)
+    ]
+    for process in processes:
+        process.start()
+    times = [each for _ in processes for each in results.get(timeout=120)]
+    for process in processes:
+        process.join()
+    return times
+
+
+def echo(address: str, reply_bytes: int) -> None:
+    """The other end of bare round trips."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.bind(address)
+        while True:
+            identity, _ = socket.recv_multipart(copy=False)
+            socket.send_multipart([identity, bytes(reply_bytes)])
+
+
+@contextmanager
+def echo_server(chunks: int) -> Iterator[str]:
+    reply = messages.encode_reply(
+        bytes(16), 1, Found(chunks * CHUNK_TOKENS, 1, 120, (bytes(chunks // 8 + 1),))
+    )
+    with tempfile.TemporaryDirectory(prefix="lmcache-bench-") as directory:
+        address = f"ipc://{directory}/echo"
+        process = _spawn.Process(target=echo, args=(address, len(reply)), daemon=True)
+        process.start()
+        try:
+            yield address
+        finally:
+            process.kill()
+            process.join()
+
+
+def measure(section: Section, index_sizes: list[int]) -> dict[int, float]:
+    """The seconds of a lookup by one client, by chunks asked, in the smallest index."""
+    times: dict[int, float] = {}
+    rows, medians, worst = [], {}, {}
+    cases = [(chunks, 1) for chunks in CHUNKS] + [(CROWD_CHUNKS, 1), (CROWD_CHUNKS, CROWD)]
+    for size in index_sizes:
+        command = server_command("bench/big_index_server.py", str(size))
+        with our_server(0.01, command, chunk_size=CHUNK_TOKENS) as (_, port, variables):
+            address = f"ipc://{variables['LMCACHE_RUNTIME_DIR']}/{port}.sock"
+            engine = RawEngine(address, GROUPS, BLOCKS, ENGINE_ID, MODEL.model).start()
+            assert engine.worker.ready, engine.states
+            for chunks, count in cases:
+                with echo_server(chunks) as bare_address:
+                    bare = clients("bare", bare_address, size, chunks, count)
+                    ours = clients("ours", address, size, chunks, count)
+                ratio = percentile(ours, 50) / percentile(bare, 50)
+                times.setdefault(chunks, percentile(ours, 50))
+                medians[size, chunks, count], worst[size, chunks, count] = ratio, percentile(ours, 99)
+                shown = [micros(percentile(each, percent)) for percent in (50, 99) for each in (bare, ours)]
+                rows.append([f"{size:,}", str(count), str(chunks), *shown[:2], f"{ratio:.2f}", *shown[2:]])
+                print("  ", *rows[-1], flush=True)
+            engine.close()
+    columns = [
+        "chunks in index",
+        "clients",
+        "chunks asked",
+        "bare p50",
+        "ours p50",
+        "ratio",
+        "bare p99",
+        "ours p99",
+    ]
+    section.table("Ours:", columns, rows)
+    alone = {case: ratio for case, ratio in medians.items() if case[2] == 1}
+    section.bar(
+        "p50 under 2 times a bare round trip of the same size, one client",
+        f"{min(alone.values()):.2f} to {max(alone.values()):.2f} times",
+        max(alone.values()) < 2,
+    )
+    crowd = [value for (_, _, count), value in worst.items() if count == CROWD]
+    section.bar(f"p99 under 1 ms for {CROWD_CHUNKS} chunks and {CROWD} clients",
+                f"{micros(min(crowd))} to {micros(max(crowd))}", max(crowd) < 1e-3)  # fmt: skip
+    smallest, largest = index_sizes[0], index_sizes[-1]
+    growth = max(medians[largest, chunks, 1] / medians[smallest, chunks, 1] for chunks in CHUNKS)
+    section.bar(f"flat from {smallest:,} to {largest:,} chunks (p50 over a bare round trip grows by less than 1.5 times)",
+                f"{growth:.2f} times at most", growth < 1.5)  # fmt: skip
+    section.plot(
+        "lookup",
+        "Lookup round trip, one client, over a bare one of the same size",
+        "chunks in the index",
+        "times a bare round trip",
+        {f"{chunks} chunks": [(size, medians[size, chunks, 1]) for size in index_sizes] for chunks in CHUNKS},
+    )
+    return times
+
+
+def measure_peer(section: Section, ours: dict[int, float]) -> None:
+    """The lookups of LMCache's own bench, in an index of a few requests. They carry the tokens, which its server
+    hashes; ours carry keys."""
+    rows, ratios = [], []
+    with lmcache_server(1.0) as (server, port):
+        for chunks in CHUNKS:
+            blocks = chunks * CHUNK_TOKENS // 16
+            shape = f"(2,{2 * blocks},16,1,64):bfloat16:1"
+            found = peer.bench(
+                port, server.http_port, shape, chunks * CHUNK_TOKENS, range(chunks, chunks + 12)
+            )
+            ratios.append(found["lookup"] / ours[chunks])
+            rows.append(
+                [str(chunks), f"{chunks * CHUNK_TOKENS:,}", micros(found["lookup"]), f"{ratios[-1]:.1f}"]
+            )
+    columns = ["chunks asked", "tokens", "p50", "times ours"]
+    section.table("LMCache's lookups, one client, by its own bench:", columns, rows)
+    section.bar(
+        "lookups ahead of LMCache's", f"{min(ratios):.1f} to {max(ratios):.1f} times", min(ratios) > 1
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--index", type=int, nargs="+", default=[1000, 100_000, 1_000_000, 10_000_000])
+    section = Section(
+        "lookup",
+        "Lookup round trip",
+        "From the submission of the request to its answer in the client, through the connector's own "
+        "channel, against a real server. Every lookup hits and leases all its chunks. The bare round trip sends "
+        "frames of the same sizes between two Python processes that do nothing else with them. One client asks "
+        f"without a pause; of {CROWD} each asks at random, {1 / PAUSE_S:.0f} times a second on average.",
+    )
+    peer.install()
+    measure_peer(section, measure(section, parser.parse_args().index))
+    section.save()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""`make bench`: every benchmark, one after the other, then docs/benchmarks.md and its plots.
+
+One that fails is named in the report and makes the exit code 1; what the others measured is kept.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import report
+from section import RESULTS
+
+BENCH = Path(__file__).resolve().parent
+ROOT = BENCH.parent
+ORDER = ("engine", "copies", "lookup", "start", "index", "replay")
+OWN_OUTPUT = ("index", "replay")
+TIMEOUT_S = 1200
+
+
+def measure(name: str) -> bool:
+    """Run one benchmark; False if it failed. What an earlier run of it measured is forgotten."""
+    result = RESULTS / f"{name}.json"
+    result.unlink(missing_ok=True)
+    print(f"\n== {name} ==", flush=True)
+    start = time.monotonic()
+    command = [sys.executable, str(BENCH / f"{name}.py")]
+    if name in OWN_OUTPUT:
+        command += ["--out", str(result)]
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests", BENCH)))
+    try:
+        code = subprocess.run(
+            command, env={**os.environ, "PYTHONPATH": path}, timeout=TIMEOUT_S, check=False
+        ).returncode
+    except subprocess.TimeoutExpired:
+        code = -1
+    print(f"({time.monotonic() - start:.0f} s)", flush=True)
+    if code != 0:
+        print(f"bench: {name} failed", file=sys.stderr)
+    return code == 0 and result.exists()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"some of {', '.join(ORDER)}; all without", default=[])
+    parser.add_argument("--report", action="store_true", help="only write the report of the last results")
+    options = parser.parse_args()
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    failed = []
+    whole = RESULTS / "whole-run.json"
+    if not options.report:
+        whole.unlink(missing_ok=True)
+        failed = [name for name in options.names or ORDER if not measure(name)]
+        if not options.names and not failed:
+            whole.write_text(json.dumps({"minutes": (time.monotonic() - start) / 60}))
+    minutes = json.loads(whole.read_text())["minutes"] if whole.exists() else 0.0
+    sections = [json.loads(path.read_text()) for name in ORDER if (path := RESULTS / f"{name}.json").exists()]
+    report.write(sections, failed, minutes)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

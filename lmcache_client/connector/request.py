@@ -1,0 +1,70 @@
+"""One request of the engine, as the scheduler side sees it: its keys, its lookup, its promises."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+from lmcache_client.channel import Pending
+from lmcache_client.contract.keys import ROOT_KEY, chunk_key
+from lmcache_client.contract.messages import MAX_NAME, Found
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass
+class Tracked:
+    """From the request's arrival to its end. What depends on the server is of one registration."""
+
+    request: "Request"
+    generation: int = 0
+    chunk_size: int = 0
+    keys: list[bytes] = field(default_factory=list)
+    mm_index: int = 0
+    lookup: Pending | None = None
+    asked_s: float = 0.0
+    asked_computed: int = 0
+    answer: Found | None = None
+    held: tuple[bytes, ...] = ()
+    next_chunk: int = 0
+    """Chunks before this one have been offered for storing."""
+    loading: int = 0
+    """Tokens of the load under way."""
+    no_load: bool = False
+    """A load failed: vLLM asks again, and the same offer would fail for ever."""
+
+    def __post_init__(self) -> None:
+        # An id that a user chose may have any length, and be no text: what carries it must not fail for that.
+        self.name = self.request.request_id[:MAX_NAME].encode("utf-8", "replace").decode()
+        """The request's id as the server hears it, for its debug log."""
+
+    def start_anew(self, generation: int, chunk_size: int) -> None:
+        """Forget what a server said before its present registration."""
+        self.generation = generation
+        self.lookup = self.answer = None
+        self.held = ()
+        if self.chunk_size != chunk_size:
+            self.chunk_size = chunk_size
+            self.keys, self.mm_index, self.next_chunk = [], 0, 0
+
+    def keys_of(self, chunks: int) -> Sequence[bytes]:
+        """The keys of the first `chunks` chunks, computed once each."""
+        request, keys, size = self.request, self.keys, self.chunk_size
+        while len(keys) < chunks:
+            start, end = len(keys) * size, (len(keys) + 1) * size
+            extra, self.mm_index = generate_block_hash_extra_keys(request, start, end, self.mm_index)
+            keys.append(chunk_key(parent_of(keys, len(keys)), request.all_token_ids[start:end], extra))
+        return keys[:chunks]
+
+    def holds(self, group: int, chunk: int) -> bool:
+        """Whether the server said that it has this object."""
+        if not self.held or chunk // 8 >= len(self.held[group]):
+            return False
+        return self.held[group][chunk // 8] >> chunk % 8 & 1 == 1
+
+
+def parent_of(keys: Sequence[bytes], chunk: int) -> bytes:
+    """The key of the chunk before `chunk`."""
+    return keys[chunk - 1] if chunk else ROOT_KEY

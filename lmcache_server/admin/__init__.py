@@ -1,0 +1,1 @@
+"""What people, probes and monitoring ask of a running server, over HTTP."""

@@ -1,0 +1,1 @@
+"""The command `lmcache`. The one room that may import everything."""

@@ -1,0 +1,83 @@
+"""What is timed, in the words of one client: generators that prepare, yield once, yield a sample for each
+request, and clean up."""
+
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from lmcache_client.contract.messages import Done, Found, Ping, Stored
+from lmcache_server.commands.bench.client import LOOKUP_WAIT_S, Client, chain
+from lmcache_server.commands.bench.workload import BenchError
+
+
+class Sample(NamedTuple):
+    """One request, from its submission to its answer; `lost` if the server could not do all of it."""
+
+    seconds: float = 0.0
+    num_bytes: int = 0
+    lost: bool = False
+
+
+Samples = Iterator[Sample]
+
+
+def ping(client: Client, _: int) -> Samples:
+    yield Sample()
+    for _ in range(client.workload.requests):
+        started_s = time.perf_counter()
+        client.ask(client.scheduler, Ping(), Done, LOOKUP_WAIT_S)
+        yield Sample(time.perf_counter() - started_s)
+
+
+def lookup(client: Client, chunks: int) -> Samples:
+    """All clients look up the same prompt; whoever is first stores it."""
+    keys = chain(0, 0, chunks)
+    client.ask(client.worker, client.store_message(keys), Stored)
+    message = client.lookup_message(keys)
+    yield Sample()
+    for _ in range(client.workload.requests):
+        started_s = time.perf_counter()
+        found = client.ask(client.scheduler, message, Found, LOOKUP_WAIT_S)
+        seconds = time.perf_counter() - started_s
+        if found.resume_tokens < message.limit_tokens:
+            raise BenchError(
+                "the server has no room to keep what is looked up: pass --only store,retrieve, or try again "
+                "when fewer engines use it"
+            )
+        client.release(found)
+        yield Sample(seconds)
+
+
+def store(client: Client, _: int) -> Samples:
+    workload = client.workload
+    chains = [chain(client.number, request, workload.chunks) for request in range(workload.requests)]
+    messages = [client.store_message(keys) for keys in chains]
+    num_bytes = workload.block_bytes * sum(map(len, workload.positions))
+    yield Sample()
+    for message in messages:
+        started_s = time.perf_counter()
+        stored = client.ask(client.worker, message, Stored)
+        seconds = time.perf_counter() - started_s
+        yield Sample(seconds, num_bytes, stored.stored < len(message.objects))
+
+
+def retrieve(client: Client, _: int) -> Samples:
+    """Looked up before the first is timed and released after the last, so that the figures are of copies."""
+    workload = client.workload
+    chains = [chain(client.number, request, workload.chunks) for request in range(workload.requests)]
+    found = [client.ask(client.scheduler, client.lookup_message(keys), Found) for keys in chains]
+    whole = workload.chunks * workload.chunk_size
+    message = None
+    yield Sample()
+    for turn, (keys, each) in enumerate(zip(chains, found, strict=True)):
+        if each.resume_tokens < whole:
+            yield Sample(lost=True)
+            continue
+        message = client.retrieve_message(each, keys[-1], turn)
+        started_s = time.perf_counter()
+        client.ask(client.worker, message, Done)
+        seconds = time.perf_counter() - started_s
+        yield Sample(seconds, workload.block_bytes * sum(map(len, message.block_ids)))
+    if message is not None:
+        client.check(message)
+    client.release(*found)

@@ -1,0 +1,74 @@
+"""One page's worth of the whole path, from an engine's side: stored, found, restored elsewhere, compared.
+
+`python -m lmcache_server.commands.bench.selftest ADDRESS [CHUNK_SIZE]` prints a JSON object: `ok`, the
+seconds of each step and, if one failed, `failed` (its name) and `error` (a sentence). Nothing of it stays.
+"""
+
+import json
+import secrets
+import signal
+import sys
+import time
+from typing import Any
+
+from lmcache_client.contract.geometry import AUTO_CHUNK_TOKENS
+from lmcache_client.contract.messages import Done, Found, Stored
+from lmcache_server.commands.bench.client import LOOKUP_WAIT_S, Client, chain
+from lmcache_server.commands.bench.workload import BenchError, Workload
+
+DEADLINE_S = 8
+CHUNKS = 2
+
+
+def selftest(address: str, chunk_size: int | None) -> dict[str, Any]:
+    """See the module. `chunk_size` is the server's in tokens (None: auto)."""
+    # Of every kind of group something; whose words and keys nobody has used.
+    number = secrets.randbits(22)
+    model = f"lmcache selftest {secrets.token_hex(8)}"
+    workload = Workload(model, chunk_size or AUTO_CHUNK_TOKENS, True, 2, 4096, CHUNKS, 1)
+    client, keys = Client(address, workload, number), chain(number, 0, CHUNKS)
+    steps: dict[str, float] = {}
+    step, started_s = "register", time.perf_counter()
+
+    def ended(next_step: str) -> None:
+        nonlocal step, started_s
+        now_s = time.perf_counter()
+        steps[f"{step}_s"] = round(now_s - started_s, 6)
+        step, started_s = next_step, now_s
+
+    try:
+        with client:
+            ended("store")
+            store = client.store_message(keys)
+            if client.ask(client.worker, store, Stored).stored < len(store.objects):
+                raise BenchError("the server dropped the store: all of L1 is in use, or the copy failed")
+            ended("lookup")
+            found = client.ask(client.scheduler, client.lookup_message(keys), Found, LOOKUP_WAIT_S)
+            if found.resume_tokens < CHUNKS * workload.chunk_size:
+                raise BenchError("the server does not find what it has stored a moment ago")
+            ended("retrieve")
+            retrieve = client.retrieve_message(found, keys[-1], 0)
+            client.ask(client.worker, retrieve, Done)
+            ended("compare")
+            client.check(retrieve)
+            ended("goodbye")
+            client.release(found)
+        ended("")
+    except BenchError as error:
+        return {"ok": False, "failed": step, "error": str(error), **steps}
+    return {"ok": True, **steps}
+
+
+def _late(*_: object) -> None:
+    raise BenchError(f"the server did not do it within {DEADLINE_S} s")
+
+
+def main() -> None:
+    address, *chunk_size = sys.argv[1:]
+    signal.signal(signal.SIGALRM, _late)
+    signal.alarm(DEADLINE_S)
+    print(json.dumps(selftest(address, int(chunk_size[0]) if chunk_size else None)))
+
+
+if __name__ == "__main__":
+    main()

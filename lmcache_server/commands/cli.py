@@ -1,0 +1,337 @@
+"""The command `lmcache`. What a command needs is imported when it runs, so that --help is quick."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lmcache_client.contract.version import VERSION
+from lmcache_server import config as configuration
+from lmcache_server.config import CONFIG_VARIABLE, OPTIONS, flag_name, variable_name
+from lmcache_server.errors import StartError
+
+if TYPE_CHECKING:
+    from lmcache_client.contract.messages import Message
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+CONTROL_TIMEOUT_S = 2.0
+
+Command = Callable[..., Any]
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+class CannotStartError(click.ClickException):
+    """A configuration or an environment in which a command cannot run."""
+
+    exit_code = EXIT_USAGE
+
+
+def _config_options(*names: str) -> Callable[[Command], Command]:
+    """The flags of these options. They come as text and are parsed with what the environment and the
+    file say, by the same rules."""
+
+    def decorate(command: Command) -> Command:
+        for name in reversed(names):
+            flag, metadata = flag_name(name), OPTIONS[name].metadata
+            is_flag = isinstance(OPTIONS[name].default, bool)
+            decorator = click.option(
+                f"{flag}/--no-{flag[2:]}" if is_flag else flag,
+                default=None,
+                help=f"{metadata['help']}  [default: {metadata['shown']}; env: {variable_name(name)}]",
+                **({} if is_flag else {"type": str, "metavar": metadata["metavar"]}),
+            )
+            command = decorator(command)
+        return click.option(
+            "--config",
+            "config_file",
+            metavar="FILE",
+            help=f"TOML file; its keys are the flags' names with underscores.  [env: {CONFIG_VARIABLE}]",
+        )(command)
+
+    return decorate
+
+
+def _control_options(command: Command) -> Command:
+    timeout = click.option(
+        "--timeout-s",
+        type=click.FloatRange(0.01, 3600),
+        default=CONTROL_TIMEOUT_S,
+        show_default=True,
+        metavar="SECONDS",
+        help="Seconds to wait for an answer.",
+    )
+    return _config_options("host", "port")(timeout(command))
+
+
+def _ask(flags: dict[str, Any], config_file: str | None, timeout_s: float, message: "Message") -> Any:
+    from lmcache_server.commands import control
+
+    try:
+        found = configuration.resolve(("host", "port"), flags, os.environ, config_file)
+        return control.ask(found["host"], found["port"], message, timeout_s)
+    except StartError as error:
+        raise CannotStartError(str(error)) from error
+    except control.ControlError as error:
+        raise click.ClickException(str(error)) from error
+
+
+@click.group(context_settings=_CONTEXT, invoke_without_command=True)
+@click.version_option(VERSION, prog_name="lmcache")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """A node-local KV cache server for vLLM."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help(), err=True)
+        context.exit(EXIT_USAGE)
+
+
+@cli.command()
+@_config_options(*OPTIONS)
+def server(config_file: str | None, **flags: Any) -> int:
+    """Run the server until SIGTERM or SIGINT.
+
+    Each option may also be set by the environment variable shown, or by a key of the TOML file. A flag
+    goes before the environment, the environment before the file, the file before the default.
+    """
+    try:
+        config = configuration.load(flags, os.environ, config_file)
+        from lmcache_server.app import run
+
+        return run(config)
+    except StartError as error:
+        raise CannotStartError(str(error)) from error
+
+
+@cli.command()
+@_control_options
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def status(config_file: str | None, timeout_s: float, as_json: bool, **flags: Any) -> None:
+    """Print what a server holds: memory, namespaces, sessions, hit rate."""
+    import json
+
+    from lmcache_client.contract.messages import Status
+    from lmcache_server.commands.status import summary
+
+    reply = _ask(flags, config_file, timeout_s, Status())
+    report = json.loads("".join(reply.pieces))
+    click.echo(json.dumps(report, indent=2) if as_json else summary(report))
+
+
+@cli.command()
+@_control_options
+def clear(config_file: str | None, timeout_s: float, **flags: Any) -> None:
+    """Make a server forget everything that nobody is using."""
+    from lmcache_client.contract.messages import Clear
+
+    reply = _ask(flags, config_file, timeout_s, Clear())
+    click.echo(f"forgot {reply.chunks} chunk{'' if reply.chunks == 1 else 's'}")
+
+
+@cli.command()
+@_control_options
+def ping(config_file: str | None, timeout_s: float, **flags: Any) -> None:
+    """Ask whether a server answers.
+
+    The exit code is 0 when it does and 1 when it does not.
+    """
+    import time
+
+    from lmcache_client.contract.messages import Ping
+
+    started_s = time.perf_counter()
+    _ask(flags, config_file, timeout_s, Ping())
+    click.echo(f"the server answers, after {1000 * (time.perf_counter() - started_s):.1f} ms")
+
+
+@cli.command()
+@_config_options("host", "port", "l1_size_gb", "l1_path", "l1_hugetlb")
+@click.option("--json", "as_json", is_flag=True, help="Print the checks as a JSON array.")
+def doctor(config_file: str | None, as_json: bool, **flags: Any) -> int:
+    """Check this machine, this Python environment and a running server.
+
+    A line for each check, with the command that helps where something is wrong. Run it as the server's user;
+    what is not given is taken from the running server. The exit code is 1 when a check fails.
+    """
+    import dataclasses
+    import json
+
+    from lmcache_server.commands.doctor.checks import COLOURS, FAIL
+    from lmcache_server.commands.doctor.examine import examine
+    from lmcache_server.host.logs import printable
+
+    try:
+        options = configuration.resolve(flags, flags, os.environ, config_file)
+    except StartError as error:
+        raise CannotStartError(str(error)) from error
+    found = examine(options, flags)
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(check) for check in found], indent=2))
+    for check in () if as_json else found:
+        verdict = click.style(f"{check.verdict:<6}", fg=COLOURS[check.verdict])
+        line = f"{check.name}: {check.finding}" + (f" -> {check.fix}" if check.fix else "")
+        click.echo(verdict + printable(line))
+    return EXIT_FAILED if any(check.verdict == FAIL for check in found) else 0
+
+
+_COUNT = click.IntRange(1, 1024)
+
+
+@cli.command()
+@_control_options
+@click.option("--workers", type=_COUNT, default=1, show_default=True, help="Engines that store and retrieve.")
+@click.option("--clients", type=_COUNT, default=1, show_default=True, help="Engines that look up.")
+@click.option(
+    "--page-kb", type=click.IntRange(1, 1 << 16), default=64, show_default=True, help="KiB of a page."
+)
+@click.option("--layers", type=_COUNT, default=16, show_default=True, help="Pages of a block.")
+@click.option(
+    "--groups",
+    type=click.Choice(["full", "hybrid"]),
+    default="full",
+    show_default=True,
+    help="Full attention alone, or a sliding-window and a recurrent group beside it.",
+)
+@click.option("--chunks", type=_COUNT, default=4, show_default=True, help="Chunks of a request.")
+@click.option(
+    "--requests", type=click.IntRange(1), default=20, show_default=True, help="Requests of an engine."
+)
+@click.option(
+    "--only",
+    default="lookup,store,retrieve",
+    show_default=True,
+    metavar="LIST",
+    help="What to measure; what is retrieved is stored first.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print settings and figures as JSON.")
+def bench(
+    config_file: str | None,
+    timeout_s: float,
+    host: str | None,
+    port: str | None,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Measure a running server with synthetic engines.
+
+    A chunk has 4 blocks, a block a page in each layer; lookups are of 1 to 512 small chunks. At most a
+    quarter of L1 is filled, with chunks that no engine can use; they are forgotten when the bench ends.
+    Engines that are served meanwhile are slower.
+    """
+    import io
+    import json
+
+    from lmcache_client.contract.endpoint import address
+    from lmcache_client.contract.messages import Status
+    from lmcache_server.commands.bench import run
+    from lmcache_server.commands.bench.workload import BenchError
+
+    flags = {"host": host, "port": port}
+    report = json.loads("".join(_ask(flags, config_file, timeout_s, Status()).pieces))
+    found = configuration.resolve(("host", "port"), flags, os.environ, config_file)
+    try:
+        crews = run.crews(f"lmcache bench {os.urandom(8).hex()}", report["config"]["chunk_size"], **settings)
+        click.echo(run.announcement(crews, report["l1"]), err=True)
+        steps = sum(crew.num_samples for crew in crews)
+        with click.progressbar(
+            length=steps, file=sys.stderr if sys.stderr.isatty() else io.StringIO()
+        ) as bar:
+            results = run.run(address(found["host"], found["port"]), crews, bar.update)
+    except BenchError as error:
+        raise click.ClickException(str(error)) from error
+    settings |= {"chunk_size": crews[0].workload.chunk_size}
+    whole = {"server_version": report["version"], "settings": settings, "results": results}
+    click.echo(json.dumps(whole, indent=2) if as_json else run.table(results))
+
+
+@cli.command()
+@click.argument("url")
+@click.option("--model", help="Which of the models that vLLM serves.  [default: the first]")
+@click.option(
+    "--prompts",
+    "prompts_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Prompts, one a line: text, a JSON string, or a JSON list of token ids.  [default: built in]",
+)
+@click.option(
+    "--tokens",
+    "lengths",
+    multiple=True,
+    type=click.IntRange(1),
+    metavar="N",
+    help="Length of a built-in prompt; may be given several times.  [default: four lengths up to 8192]",
+)
+@click.option("--api-key", envvar="VLLM_API_KEY", help="vLLM's --api-key.  [env: VLLM_API_KEY]")
+@click.option(
+    "--timeout-s", type=click.FloatRange(1), default=600, show_default=True, help="Seconds for one answer."
+)
+@click.option("--lm-eval", "task", metavar="TASK", help="Compare the scores of a task of lm_eval, too.")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="Only so many questions of that task.")
+@click.option("--json", "as_json", is_flag=True, help="Print figures and verdict as JSON.")
+def verify(
+    url: str,
+    model: str | None,
+    prompts_file: Path | None,
+    lengths: tuple[int, ...],
+    api_key: str | None,
+    timeout_s: float,
+    task: str | None,
+    limit: int | None,
+    as_json: bool,
+) -> int:
+    """Prove that what vLLM at URL gets from the cache is right, whatever its model.
+
+    Sends prompts at temperature 0, computed first (twice, to know the engine's own noise) and then, after
+    a reset of vLLM's own prefix cache, served by the server; compares tokens and log probabilities. Start
+    vLLM with VLLM_SERVER_DEV_MODE=1 for the reset, and let nobody else use it meanwhile. What was sent
+    stays in the cache until it is evicted, where nobody else can use it.
+
+    The exit code is 1 when something differs or nothing was served.
+    """
+    import json
+
+    from lmcache_server.commands.verify import prompts, run, scores, table
+    from lmcache_server.commands.verify.engine import Engine, VerifyError
+
+    try:
+        engine = Engine(url, model, api_key, timeout_s)
+        engine.counters()
+        cases = prompts.from_file(prompts_file) if prompts_file else prompts.built_in(engine, list(lengths))
+        click.echo(f"{engine.url}, {engine.model}: {len(cases)} prompts, one at a time", err=True)
+        if not as_json:
+            click.echo(table.HEADER)
+        results = run.run(engine, cases, lambda each: None if as_json else click.echo(table.row(each)))
+        verdicts = [run.verdict(results)]
+        report: dict[str, Any] = {
+            "url": engine.url,
+            "model": engine.model,
+            "prompts": [each.row() for each in results],
+        }
+        if task:
+            report["lm_eval"] = scores.compare(engine, task, limit)
+            verdicts.append(scores.verdict(report["lm_eval"]))
+    except VerifyError as error:
+        raise click.ClickException(str(error)) from error
+    report |= {"right": all(good for good, _ in verdicts), "verdict": [text for _, text in verdicts]}
+    click.echo(json.dumps(report, indent=2) if as_json else "\n".join(report["verdict"]))
+    return 0 if report["right"] else EXIT_FAILED
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The entry point: any error is one sentence on stderr and an exit code, never a traceback."""
+    try:
+        # What the command returned, or the code of --help and the like; None counts as 0.
+        sys.exit(cli.main(args=arguments, prog_name="lmcache", standalone_mode=False))
+    except click.UsageError as error:
+        help_hint = f" (see '{error.ctx.command_path} --help')" if error.ctx is not None else ""
+        click.echo(f"lmcache: {error.format_message()}{help_hint}", err=True)
+        sys.exit(EXIT_USAGE)
+    except click.ClickException as error:
+        click.echo(f"lmcache: {error.format_message()}", err=True)
+        sys.exit(error.exit_code)
+    except click.Abort:
+        sys.exit(EXIT_FAILED)

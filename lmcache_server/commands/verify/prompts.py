@@ -1,0 +1,102 @@
+"""The prompts of `lmcache verify`: built in, of chosen lengths, or from a file."""
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmcache_server.commands.verify.engine import Engine, Prompt, VerifyError
+
+ANSWER_TOKENS = 32
+DEFAULT_MAX_TOKENS = 8192
+_SAMPLE_CHARS = 2000
+_SLACK = 0.9
+"""Lengths are guessed from a sample of the text; the longest prompt must still fit."""
+
+_WHO = (
+    "The keeper",
+    "Her brother",
+    "The harbour master",
+    "A pilot",
+    "The youngest clerk",
+    "Nobody on the pier",
+)
+_DID = ("counted", "wrote down", "sold", "carried away", "painted", "lost", "mended", "weighed")
+_WHAT = ("lamps", "barrels of oil", "letters", "nets", "brass screws", "charts", "sacks of meal", "ropes")
+_WHEN = ("before the storm", "at noon", "while the tide was out", "on a Sunday", "by candlelight", "in March")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt, and what is sent before it so that the cache has something for it: the prompt itself, or
+    the beginning of it."""
+
+    name: str
+    prompt: Prompt
+    stored: Prompt
+
+    @property
+    def is_repeat(self) -> bool:
+        return self.prompt == self.stored
+
+
+def built_in(engine: Engine, lengths: list[int] | None) -> list[Case]:
+    """A prompt of about each length in tokens, and a conversation that goes on from the middle one.
+
+    Without `lengths`: an eighth, a quarter, half and all of what the model takes, at most
+    DEFAULT_MAX_TOKENS.
+    """
+    most = engine.max_tokens - ANSWER_TOKENS if engine.max_tokens else DEFAULT_MAX_TOKENS
+    longest = min(int(most * _SLACK), DEFAULT_MAX_TOKENS)
+    lengths = lengths or [longest // part for part in (8, 4, 2, 1)]
+    too_long = [length for length in lengths if length > most]
+    if too_long or min(lengths) < 1:
+        raise VerifyError(f"prompts can have 1 to {most} tokens here, not {(too_long or lengths)[0]}")
+    chars = min(_SAMPLE_CHARS, max(most // 2, 16))
+    sample = engine.ask(_text(0, chars), 1)
+    chars_per_token = chars / len(sample.prompt_ids)
+    texts = [_text(i, int(length * chars_per_token)) for i, length in enumerate(lengths, start=1)]
+    cases = [Case("repeated", text, text) for text in texts]
+    middle = texts[len(texts) // 2]
+    return [*cases, Case("continued", middle, middle[: int(len(middle) * 0.6)])]
+
+
+def from_file(path: Path) -> list[Case]:
+    """One prompt a line: text, or a JSON string (for line breaks), or a JSON list of token ids."""
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise VerifyError(f"cannot read {path}: {error}") from None
+    if not lines:
+        raise VerifyError(f"{path} has no prompt: write one a line")
+    prompts = [_prompt(line) for line in lines]
+    return [Case(f"line {number}", prompt, prompt) for number, prompt in enumerate(prompts, start=1)]
+
+
+def _prompt(line: str) -> Prompt:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return line
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(type(each) is int for each in value):
+        return value
+    return line
+
+
+def _text(seed: int, num_chars: int) -> str:
+    """Sentences without end, different for each seed from the first word on."""
+    choose = random.Random(seed)
+    text = f"Log book {seed}.\n"
+    while len(text) < num_chars:
+        number = choose.randrange(2, 1000)
+        words = (
+            choose.choice(_WHO),
+            choose.choice(_DID),
+            str(number),
+            choose.choice(_WHAT),
+            choose.choice(_WHEN),
+        )
+        text += " ".join(words) + (".\n" if choose.randrange(5) == 0 else ". ")
+    return text[:num_chars]

@@ -1,0 +1,154 @@
+"""`lmcache verify`: the order of the requests, and the verdict.
+
+Each prompt is computed twice without any cache (two salts: what differs is the engine's own noise), once with
+vLLM's own prefix cache (noise of another kind: parts of a prompt are computed in other shapes), and once,
+after vLLM's own prefix cache was reset, with what the server has. The last must be equal to one of the
+others, or no further from the first than twice the noise. If it is equal to none, vLLM's own cache may have
+ended at another token: then the prompt is verified once more, cut where what was served ends.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lmcache_server.commands.verify import engine as vllm
+from lmcache_server.commands.verify.compare import MAX_NOISE, distance, is_equal, is_within
+from lmcache_server.commands.verify.engine import Answer, Engine, VerifyError
+from lmcache_server.commands.verify.prompts import ANSWER_TOKENS, Case
+
+COUNT_TIMEOUT_S = 2.0
+REST_TOKENS = 8
+"""What is left to compute of a prompt that was cut: less than any block, so that all resume at its start."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One prompt: computed, computed again, with vLLM's own prefix cache, and served by the server."""
+
+    case: Case
+    cold: Answer
+    again: Answer
+    local: Answer
+    served: Answer
+    served_tokens: int
+
+    @property
+    def noise(self) -> float:
+        """How much the engine's own answers differ."""
+        return max(distance(self.cold, self.again), distance(self.cold, self.local))
+
+    @property
+    def difference(self) -> float:
+        return distance(self.cold, self.served)
+
+    @property
+    def equals(self) -> str:
+        """Which of the engine's own answers the served one is equal to, to the last bit; "" for none."""
+        own = {"equal": self.cold, "as computed again": self.again, "as vLLM's own cache": self.local}
+        return next((name for name, answer in own.items() if is_equal(answer, self.served)), "")
+
+    def is_right(self, noise: float) -> bool:
+        """Whether vLLM could have answered so itself."""
+        return bool(self.equals) or is_within(self.cold, self.served, noise)
+
+    def row(self) -> dict[str, Any]:
+        """The figures of one prompt; times in seconds, differences in log probability."""
+        return {
+            "prompt": self.case.name,
+            "tokens": len(self.served.prompt_ids),
+            "served_tokens": self.served_tokens,
+            "text_equal": self.cold.text == self.served.text,
+            "logprobs": self.equals or "differ",
+            "difference": self.difference,
+            "noise": self.noise,
+            "first_token_cold_s": round(self.cold.first_token_s, 6),
+            "first_token_served_s": round(self.served.first_token_s, 6),
+        }
+
+
+def run(engine: Engine, cases: list[Case], done: Callable[[Result], None]) -> list[Result]:
+    """Verify each case, one request at a time; `done` is told as each ends. Raises VerifyError."""
+    before = engine.counters()
+    if before.get(vllm.RUNNING):
+        raise VerifyError("vLLM serves others just now: verify it when nobody else uses it")
+    engine.reset_prefix_cache()
+    results = []
+    for case in cases:
+        result = _verify(engine, case)
+        results.append(result)
+        done(result)
+        if result.served_tokens and not result.equals:
+            ids = result.cold.prompt_ids
+            # Recurrent layers can be resumed only where the stored prompt left a state.
+            stored = ids if case.is_repeat else case.stored
+            cut = Case(f"{case.name}, cut", ids[: result.served_tokens + REST_TOKENS], stored)
+            results.append(_verify(engine, cut))
+            done(results[-1])
+    return results
+
+
+def _verify(engine: Engine, case: Case) -> Result:
+    salts = [vllm.new_salt() for _ in range(4)]
+    start = engine.counters()
+    cold = engine.ask(case.prompt, ANSWER_TOKENS, salts[0])
+    again = engine.ask(case.prompt, ANSWER_TOKENS, salts[1])
+    requests = 2
+    if case.is_repeat:
+        salts[2:] = [salts[0], salts[0]]
+    else:
+        for salt in salts[2:]:
+            engine.ask(case.stored, ANSWER_TOKENS, salt)
+            requests += 1
+    local = engine.ask(case.prompt, ANSWER_TOKENS, salts[2])
+    engine.reset_prefix_cache()
+    stored = engine.counters()
+    served = engine.ask(case.prompt, ANSWER_TOKENS, salts[3])
+    loaded = _loaded(engine, stored)
+    finished = engine.counters()[vllm.FINISHED] - start[vllm.FINISHED]
+    if finished > requests + 2:
+        raise VerifyError("others sent requests to this vLLM meanwhile: verify it when nobody else uses it")
+    return Result(case, cold, again, local, served, loaded)
+
+
+def _loaded(engine: Engine, before: dict[str, float]) -> int:
+    """Tokens loaded since `before`, by vLLM's metrics, which come a moment after the answer."""
+    end_s = time.monotonic() + COUNT_TIMEOUT_S
+    while True:
+        now = engine.counters()
+        loaded = int(now[vllm.LOADED_TOKENS] - before[vllm.LOADED_TOKENS])
+        finished = now[vllm.FINISHED] > before[vllm.FINISHED]
+        if (loaded and finished) or time.monotonic() > end_s:
+            return loaded
+        time.sleep(0.05)
+
+
+def verdict(results: list[Result]) -> tuple[bool, str]:
+    """Whether the cache was right, and the sentence that says so."""
+    noise = max(result.noise for result in results)
+    served = [result for result in results if result.served_tokens]
+    wrong = [result for result in served if not result.is_right(noise)]
+    own = (
+        f"the engine's own answers differ by up to {noise:.2g}"
+        if noise
+        else "the engine repeats itself exactly"
+    )
+    if not served:
+        return False, (
+            "nothing was served: is `lmcache server` running (see vLLM's log), and are the prompts longer "
+            "than its chunk size (`lmcache status`)?"
+        )
+    if noise > MAX_NOISE:
+        return False, f"cannot tell: without the cache {own}, too much to judge by"
+    if wrong:
+        worst = max(result.difference for result in wrong)
+        return False, (
+            f"WRONG: {len(wrong)} of {len(served)} served answers differ, by up to {worst:.2g}, from what "
+            f"vLLM computes, while {own}; stop using the cache and report this"
+        )
+    exactly = sum(bool(result.equals) for result in served)
+    others = "" if exactly == len(served) else f", {len(served) - exactly} within its noise"
+    return True, (
+        f"right: {len(served)} of {len(results)} prompts were served, {exactly} equal to the last bit to an "
+        f"answer of the engine's own{others}; {own}"
+    )

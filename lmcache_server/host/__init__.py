@@ -1,0 +1,1 @@
+"""The machine: /proc, limits, standard error."""

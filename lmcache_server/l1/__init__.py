@@ -1,0 +1,1 @@
+"""The first tier: the host memory that holds the cache."""

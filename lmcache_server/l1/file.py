@@ -1,0 +1,178 @@
+"""The file behind L1, with which a restart is warm: a header, the frames and, after a clean stop, the index.
+
+While a server runs, the header says that the file is in use, from before the first change of a frame to
+after the last. So whatever ends a server early, the next start is an empty one.
+"""
+
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import stat
+import struct
+
+from lmcache_client.contract.keys import SCHEMA
+from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.errors import StartError
+from lmcache_server.host.machine import HUGETLBFS, MEMORY_FILE_SYSTEMS, available_bytes, file_system_type
+from lmcache_server.host.units import GB_BYTES
+
+MAGIC = b"lmcache-mp L1\r\n\0"
+FORMAT = 2
+"""Changes with the header, with the index and with the way objects are packed and numbered in it."""
+HEADER_BYTES = FRAME_BYTES
+"""Frames stay aligned."""
+IN_USE, CLEAN = 1, 2
+
+_FIELDS = struct.Struct("<16sIIIQIQ32s")
+"""Magic, format, schema of keys, bytes of a frame, frames, state, bytes of the index, its SHA-256."""
+_VERSION = (MAGIC, FORMAT, SCHEMA, FRAME_BYTES)
+
+
+class L1File:
+    """An open file for `size_bytes` of L1, which no other server has.
+
+    `index` is what the server before gave to `finish`; where it is None, `reason` says why, or is empty for
+    a new file. `in_memory`: its file system takes memory, not disk space.
+    """
+
+    def __init__(self, path: str, size_bytes: int) -> None:
+        """Raises StartError, and has changed no content then, when the file cannot be used."""
+        self.path = path
+        self.num_frames = size_bytes // FRAME_BYTES
+        self._end = HEADER_BYTES + self.num_frames * FRAME_BYTES
+        self._descriptor = _open(path)
+        try:
+            self._check_owner()
+            self._lock()
+            kind = file_system_type(self._descriptor)
+            if kind == HUGETLBFS:
+                raise StartError(
+                    f"--l1-path {path} is on hugetlbfs, which cannot hold it: name a file in /dev/shm"
+                )
+            self.in_memory = kind in MEMORY_FILE_SYSTEMS
+            self.index, self.reason = self._read()
+            self._check_space()
+            if self.index is None:
+                self.begin()
+        except OSError as error:
+            self.close()
+            raise StartError(f"cannot use --l1-path {path}: {error.strerror}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self) -> None:
+        """Marks the file as in use and cuts its index off. Before, no frame may change. Raises OSError."""
+        self._write_header(IN_USE, b"")
+        os.ftruncate(self._descriptor, self._end)
+
+    def map(self) -> mmap.mmap:
+        """The frames. Only those may be touched that have space: see `allocate`."""
+        size_bytes = self._end - HEADER_BYTES
+        return mmap.mmap(self._descriptor, size_bytes, flags=mmap.MAP_SHARED, offset=HEADER_BYTES)
+
+    def allocate(self, offset: int, num_bytes: int) -> None:
+        """Gives space to these bytes of the frames, which keep their content. Raises OSError."""
+        os.posix_fallocate(self._descriptor, HEADER_BYTES + offset, num_bytes)
+
+    def ensure(self, frames: int) -> None:
+        """As `allocate` for the first frames of a file that was there, at no cost where they have space:
+        a file that was copied may have holes. Raises OSError."""
+        if os.fstat(self._descriptor).st_blocks * 512 < frames * FRAME_BYTES:
+            self.allocate(0, frames * FRAME_BYTES)
+
+    def finish(self, index: bytes) -> None:
+        """The frames will not change any more: makes them and `index` last. Raises OSError."""
+        with open(self._descriptor, "r+b", closefd=False) as file:
+            file.seek(self._end)
+            file.write(index)
+        os.fsync(self._descriptor)
+        self._write_header(CLEAN, index)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def _check_owner(self) -> None:
+        info = os.fstat(self._descriptor)
+        if not stat.S_ISREG(info.st_mode):
+            raise StartError(f"--l1-path {self.path} is not a regular file: name one, or one to be created")
+        if info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) & 0o077:
+            raise StartError(
+                f"--l1-path {self.path} must belong to user id {os.geteuid()} and be closed to all others: "
+                f"run 'chmod 600 {self.path}' as that user, or name another file"
+            )
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StartError(
+                f"--l1-path {self.path} is in use by another lmcache server: stop it, or name another file"
+            ) from None
+
+    def _check_space(self) -> None:
+        info, system = os.fstat(self._descriptor), os.fstatvfs(self._descriptor)
+        missing = max(0, self.num_frames * FRAME_BYTES - info.st_blocks * 512)
+        free, reason = system.f_bavail * system.f_frsize, "its file system"
+        # What is to be restored is not given up for the rest; and a ramfs has no size of its own.
+        if self.index is not None or not system.f_blocks:
+            free = missing
+        if self.in_memory:
+            free, reason = min((free, reason), available_bytes())
+        if missing > free:
+            raise StartError(
+                f"--l1-size-gb asks for {missing / GB_BYTES:.2f} GB more in --l1-path {self.path} and "
+                f"{free / GB_BYTES:.2f} GB are available ({reason}): ask for less or free space"
+            )
+
+    def _read(self) -> tuple[bytes | None, str]:
+        """(the index, or None; why there is none)."""
+        size_bytes = os.fstat(self._descriptor).st_size
+        if not size_bytes:
+            return None, ""
+        head = os.pread(self._descriptor, _FIELDS.size + 32, 0)
+        if not head.startswith(MAGIC):
+            raise StartError(
+                f"--l1-path {self.path} is not a file of lmcache and is left as it is: name another file"
+            )
+        if head[: struct.calcsize("<16sIII")] != struct.pack("<16sIII", *_VERSION):
+            return None, "another version of lmcache wrote it"
+        if len(head) != _FIELDS.size + 32 or _sha256(head[:-32]) != head[-32:]:
+            return None, "its header is damaged"
+        *_, frames, state, index_bytes, digest = _FIELDS.unpack(head[:-32])
+        if frames != self.num_frames:
+            return None, f"it was made for --l1-size-gb {frames * FRAME_BYTES / GB_BYTES:g}"
+        if state != CLEAN:
+            return None, "the server before it did not end in order"
+        if size_bytes != self._end + index_bytes:
+            return None, f"it has {size_bytes} bytes instead of {self._end + index_bytes}"
+        with open(self._descriptor, "rb", closefd=False) as file:
+            file.seek(self._end)
+            index = file.read(index_bytes)
+        return (index, "") if _sha256(index) == digest else (None, "its index is damaged")
+
+    def _write_header(self, state: int, index: bytes) -> None:
+        fields = _FIELDS.pack(*_VERSION, self.num_frames, state, len(index), _sha256(index))
+        # On the disk when this returns, without waiting for frames that a crash may have left to write.
+        os.pwritev(self._descriptor, [fields + _sha256(fields)], 0, os.RWF_DSYNC)
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _open(path: str) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        return os.open(path, flags, 0o600)
+    except OSError as error:
+        advice = {
+            errno.EISDIR: "it is a directory; name a file in it",
+            errno.ELOOP: "it is a symbolic link; name the file that it leads to",
+            errno.ENOENT: "there is no such directory; create it",
+            errno.EROFS: "its file system is read-only; name a file on another",
+            errno.EACCES: "this user may not; change the rights of the file or of its directory",
+        }.get(error.errno or 0, error.strerror)
+        raise StartError(f"cannot open --l1-path {path}: {advice}") from error

@@ -1,0 +1,1 @@
+"""What each message of a client does."""

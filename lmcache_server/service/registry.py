@@ -1,0 +1,286 @@
+"""Who may use the cache: sessions come and go, workers register memory and prove that it is theirs."""
+
+import functools
+import hmac
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from lmcache_client.contract import messages
+from lmcache_client.contract.geometry import GeometryError, chunk_size_warning, resolve_chunk_size
+from lmcache_client.contract.messages import (
+    Challenge,
+    Done,
+    Goodbye,
+    Hello,
+    Join,
+    Joined,
+    Message,
+    NotCached,
+    Register,
+    Registered,
+    Welcome,
+)
+from lmcache_client.contract.version import VERSION
+from lmcache_server.config import Config
+from lmcache_server.core.cache import Cache, Layout
+from lmcache_server.service.copies import Copies
+from lmcache_server.service.sessions import (
+    MAX_JOBS,
+    MAX_SESSIONS,
+    MAX_WAITING_BYTES,
+    MAX_WORKERS,
+    Engines,
+    Session,
+    Shard,
+    namespace_summary,
+)
+from lmcache_server.service.system import Process, ScarceError, System
+
+logger = logging.getLogger(__name__)
+
+SILENT_SESSION_S = 15.0
+"""A session whose process cannot be watched is dropped after this silence; clients ping every second."""
+SILENT_PROCESS_S = 300.0
+"""One whose process lives after this: it may be stopped, and can greet again when it goes on."""
+
+
+class Refusal(Exception):
+    """A request that is answered with Refused."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Registry:
+    """The sessions, and the engines that their workers make up."""
+
+    def __init__(self, config: Config, cache: Cache, copies: Copies, system: System) -> None:
+        self.boot_id = system.random_bytes(messages.BOOT_ID_BYTES)
+        self.sessions: dict[bytes, Session] = {}
+        """By ROUTER's name for the client."""
+        self.engines = Engines()
+        self.known: dict[bytes, dict[str, Any]] = {}
+        """Namespaces that have chunks or engines, for the status report."""
+        self._config = config
+        self._cache = cache
+        self._copies = copies
+        self._system = system
+        self._next_session = 1
+
+    def hello(self, identity: bytes, message: Hello) -> Message:
+        known = self.sessions.values()
+        for old in [s for s in known if s.client_id == message.client_id or s.identity == identity]:
+            self.drop(old, "connected again")
+        if len(self.sessions) >= MAX_SESSIONS:
+            raise Refusal(messages.OVERLOADED, f"the server has {MAX_SESSIONS} sessions already")
+        process = self._watched(message.pid)
+        now_s = self._system.now_s()
+        session = Session(
+            self._next_session,
+            identity,
+            message.pid,
+            message.client_id,
+            message.client_version,
+            now_s,
+            now_s,
+            process,
+        )
+        self._next_session += 1
+        self.sessions[identity] = session
+        if session.process is not None:
+            session.process.when_ended(self.drop, session, "its process ended")
+        return Welcome(self.boot_id, self._system.pid, VERSION, session.session_id)
+
+    def _watched(self, pid: int) -> Process | None:
+        try:
+            return self._system.open_process(pid)
+        except ScarceError as error:
+            raise Refusal(
+                messages.OVERLOADED,
+                "the server has no file descriptor left to watch a process with: raise its limit (ulimit -n)",
+            ) from error
+
+    def drop(self, session: Session, reason: str) -> None:
+        """End a session: its leases at once, its copies when the slice that runs has ended, then its
+        reservations. When this returns none of its memory is being copied."""
+        if self.sessions.get(session.identity) is not session:
+            return
+        del self.sessions[session.identity]
+        role, engine = session.role, self.engines.get(session.engine_id)
+        self._drop_shard(session)
+        self._cache.drop_session(session.session_id)
+        if session.process is not None:
+            session.process.close()
+        passing = role == "client" or (engine is not None and engine.ephemeral)
+        level = logging.DEBUG if passing else logging.INFO
+        told = {"session": session.session_id, "role": role, "pid": session.pid, "reason": reason}
+        logger.log(level, "session %(session)d (%(role)s, pid %(pid)d) ended: %(reason)s", told)
+
+    def _drop_shard(self, session: Session) -> None:
+        shard, session.shard = session.shard, None
+        if shard is None:
+            return
+        self.engines.remove(shard)
+        self._copies.detach(shard)
+        self.forget_namespaces()
+        if shard.process is not None:
+            shard.process.close()
+
+    def goodbye(self, session: Session, _message: Goodbye) -> Message:
+        self.drop(session, "it said goodbye")
+        return Done()
+
+    def tick(self) -> None:
+        """Once a second: sessions that time ends."""
+        now_s = self._system.now_s()
+        for session in list(self.sessions.values()):
+            limit_s = SILENT_SESSION_S if session.process is None else SILENT_PROCESS_S
+            if now_s - session.heard_s > limit_s:
+                self.drop(session, f"silent for {limit_s:.0f} s")
+            elif session.shard is not None and session.shard.copier is not None and session.shard.copier.lost:
+                self.drop(session, "its GPU has failed")
+
+    # -- registration -----------------------------------------------------------------------------
+
+    def register(self, session: Session, message: Register) -> Message:
+        geometry, memory = message.geometry, message.memory
+        session.model = message.model.model
+        others = sum(each.shard is not None for each in self.sessions.values() if each is not session)
+        if others >= MAX_WORKERS:
+            raise Refusal(messages.OVERLOADED, f"the server has {MAX_WORKERS} workers already")
+        if not 0 <= message.rank < message.model.world_size:
+            raise Refusal(messages.BAD_REQUEST, f"rank {message.rank} of {message.model.world_size} workers")
+        try:
+            geometry.check_buffers(tuple(size for _, size in memory.buffers))
+            chunk_size = resolve_chunk_size(self._config.chunk_size, geometry.groups)
+        except GeometryError as error:
+            raise Refusal(messages.CONFIGURATION, str(error)) from error
+        self._drop_shard(session)
+        session.shard = Shard(
+            message.engine_id,
+            message.rank,
+            message.model,
+            geometry,
+            memory,
+            chunk_size,
+            # As a number it is harmless: see Challenge.
+            nonce=bytes(byte & 0x3F for byte in self._system.random_bytes(messages.NONCE_BYTES)),
+            ephemeral=message.ephemeral,
+        )
+        return Challenge(session.shard.nonce)
+
+    def prove(self, session: Session, respond: Callable[[Callable[[], Message]], None]) -> None:
+        """Has the memory mapped; then `respond` is called with what says how it went."""
+        shard = session.shard
+        if shard is None or shard.copier is not None:
+            raise Refusal(messages.BAD_REQUEST, "there is no registration to prove")
+        # Opened before the nonce is read: from then on the descriptor, not the number, is the process.
+        shard.process = self._watched(shard.memory.pid)
+        if shard.process is None and not shard.memory.device:
+            self._drop_shard(session)
+            raise Refusal(
+                messages.NO_ACCESS,
+                f"the server cannot see process {shard.memory.pid}: run it in the same process namespace as "
+                "vLLM (containers: a shared pid namespace)",
+            )
+
+        def opened(error: Exception | None, found: list[bytes]) -> None:
+            respond(functools.partial(self._proven, session, shard, error, found))
+
+        self._copies.attach(shard, opened)
+
+    def _proven(self, session: Session, shard: Shard, error: Exception | None, found: list[bytes]) -> Message:
+        if session.shard is not shard:
+            raise Refusal(messages.BAD_REQUEST, "the registration was given up before it was proven")
+        if error is not None:
+            self._drop_shard(session)
+            raise Refusal(messages.NO_ACCESS, str(error)) from error
+        if not all(hmac.compare_digest(each, shard.nonce) for each in found):
+            self._drop_shard(session)
+            raise Refusal(messages.NO_ACCESS, "the nonce is not in the memory that was registered")
+        shard.proven = True
+        engine = self.engines.add(shard)
+        try:
+            layout = engine.complete()
+        except GeometryError as misfit:
+            self._drop_shard(session)
+            raise Refusal(messages.CONFIGURATION, str(misfit)) from misfit
+        if layout is not None:
+            self.forget_namespaces()
+            self.known[layout.namespace] = namespace_summary(shard.model, layout)
+            logger.log(
+                logging.DEBUG if shard.ephemeral else logging.INFO,
+                "engine %(engine)s of %(model)s is registered: %(groups)d groups, chunk size %(chunk_size)d, "
+                "namespace %(namespace)s",
+                {
+                    "engine": shard.engine_id,
+                    "model": shard.model.model,
+                    "groups": len(layout.groups),
+                    "chunk_size": layout.chunk_size,
+                    "namespace": layout.namespace.hex()[:16],
+                    "session": session.session_id,
+                },
+            )
+        return Registered(shard.chunk_size, chunk_size_warning(shard.chunk_size, shard.geometry.groups))
+
+    def forget_namespaces(self) -> None:
+        """What has neither chunks nor engines is known no more; without engines nothing ephemeral stays."""
+        live = {engine.layout.namespace for engine in self.engines if engine.layout is not None}
+        gone = self.known.keys() - live
+        for namespace in gone:
+            if self.known[namespace].get("ephemeral"):
+                self._cache.clear(namespace)
+        for namespace in gone - self._cache.namespaces().keys():
+            del self.known[namespace]
+
+    def join(self, session: Session, message: Join) -> Message:
+        engine = self.engines.get(message.engine_id)
+        layout = engine.layout if engine is not None else None
+        if layout is None:
+            return Joined(False, 0, b"")
+        session.joined = message.engine_id
+        return Joined(True, layout.chunk_size, layout.namespace)
+
+    def not_cached(self, session: Session, message: NotCached) -> Message:
+        if session.not_cached is None:
+            logger.log(
+                logging.INFO,
+                "engine %(engine)s of %(model)s is not cached, because it has %(reason)s",
+                {
+                    "engine": message.engine_id,
+                    "model": message.model,
+                    "reason": message.reason,
+                    "session": session.session_id,
+                },
+            )
+        session.not_cached = message
+        return Done()
+
+    def joined_layout(self, session: Session, engine_id: str) -> Layout:
+        """The layout of the engine that this scheduler has joined."""
+        engine = self.engines.get(engine_id)
+        if engine is None or engine.layout is None or session.joined != engine_id:
+            raise Refusal(messages.NOT_REGISTERED, f"engine {engine_id!r} is not registered")
+        return engine.layout
+
+    def shard(self, session: Session, frame_bytes: int) -> tuple[Shard, Layout]:
+        """The session's proven shard and its engine's layout, for a copy asked for in `frame_bytes`."""
+        shard = session.shard
+        engine = self.engines.get(shard.engine_id) if shard is not None else None
+        if shard is None or not shard.proven or engine is None or engine.layout is None:
+            raise Refusal(messages.NOT_REGISTERED, "the engine of this worker is not (yet) registered")
+        if engine.shards.get(shard.rank) is not shard:
+            # The layout is of whoever came later: pages would go into another model's namespace.
+            raise Refusal(messages.NOT_REGISTERED, "another worker has registered as this one")
+        if session.jobs >= MAX_JOBS:
+            raise Refusal(messages.OVERLOADED, f"{MAX_JOBS} copies of this worker are waiting already")
+        if session.waiting_bytes + frame_bytes > MAX_WAITING_BYTES:
+            raise Refusal(messages.OVERLOADED, f"{MAX_WAITING_BYTES} bytes of this worker's requests wait")
+        return shard, engine.layout
+
+    def close(self) -> None:
+        """End every session; when this returns no memory is being copied."""
+        for session in list(self.sessions.values()):
+            self.drop(session, "the server ends")

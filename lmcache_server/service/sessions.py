@@ -1,0 +1,180 @@
+"""Who is connected: sessions, the shards they registered, and the engines that these make up."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmcache_client.contract.geometry import Geometry, GeometryError, GroupSpec
+from lmcache_client.contract.keys import ModelTag, namespace_id
+from lmcache_client.contract.messages import Memory, NotCached
+from lmcache_server.core.placement import Layout
+from lmcache_server.service.system import Process
+from lmcache_server.transfer.base import CopyWorker
+
+MAX_SESSIONS = 1024
+MAX_WORKERS = 256
+"""Sessions that have registered memory; each has a copy thread."""
+MAX_JOBS = 256
+"""Copies that one session may have waiting: beyond it stores are dropped and loads refused."""
+MAX_WAITING_BYTES = 8 << 20
+"""Frames of the requests whose copies wait, of one session; decoded they take up to twenty times that."""
+
+
+@dataclass
+class Shard:
+    """What one worker registered. `copier` exists from its attempt to prove the memory its own on."""
+
+    engine_id: str
+    rank: int
+    model: ModelTag
+    geometry: Geometry
+    memory: Memory
+    chunk_size: int
+    nonce: bytes
+    ephemeral: bool
+    process: Process | None = None
+    copier: CopyWorker | None = None
+    proven: bool = False
+    copy_failed: bool = False
+
+
+@dataclass
+class Session:
+    """One connected client, from its greeting to its death. `identity` is ROUTER's name for it."""
+
+    session_id: int
+    identity: bytes
+    pid: int
+    client_id: bytes
+    client_version: str
+    started_s: float
+    heard_s: float
+    process: Process | None
+    model: str = ""
+    """That of its last attempt to register, for the log."""
+    joined: str = ""
+    not_cached: NotCached | None = None
+    """What an engine said that does not use the cache."""
+    shard: Shard | None = None
+    jobs: int = 0
+    waiting_bytes: int = 0
+
+    @property
+    def role(self) -> str:
+        if self.not_cached is not None:
+            return "not cached"
+        return "worker" if self.shard is not None else "scheduler" if self.joined else "client"
+
+    @property
+    def vllm_version(self) -> str:
+        """As a worker or an engine without a cache says; empty for other clients."""
+        if self.not_cached is not None:
+            return self.not_cached.vllm_version
+        return dict(self.shard.model.details).get("vllm", "") if self.shard is not None else ""
+
+    @property
+    def engine_id(self) -> str:
+        if self.not_cached is not None:
+            return self.not_cached.engine_id
+        return self.shard.engine_id if self.shard is not None else self.joined
+
+
+@dataclass
+class Engine:
+    """The shards of one engine, by rank, and what follows from them once all are there."""
+
+    engine_id: str
+    model: ModelTag
+    ephemeral: bool
+    shards: dict[int, Shard] = field(default_factory=dict)
+    layout: Layout | None = None
+
+    def complete(self) -> Layout | None:
+        """The layout once every shard is proven. Raises GeometryError when the shards do not fit."""
+        if self.layout is None and len(self.shards) == self.model.world_size:
+            ordered = [self.shards[rank] for rank in sorted(self.shards)]
+            self.layout = _layout(self.model, ordered, self.ephemeral)
+        return self.layout
+
+
+def _layout(model: ModelTag, shards: Sequence[Shard], ephemeral: bool) -> Layout:
+    """`shards` has all of an engine's, in rank order: tensor-parallel ranks of a stage are neighbours."""
+    groups = shards[0].geometry.groups
+    shape = [(group.kind, group.block_size, group.window, group.replicated) for group in groups]
+    tensor_ranks = model.tensor_parallel_size
+    for shard in shards:
+        own = shard.geometry.groups
+        if [(group.kind, group.block_size, group.window, group.replicated) for group in own] != shape:
+            raise GeometryError("the workers of this engine registered different KV cache groups")
+        first = shards[shard.rank - shard.rank % tensor_ranks].geometry.groups
+        # One rank's object is read into another's pages: it must have the same bytes in the same order.
+        if any(a.replicated and _contents(a) != _contents(b) for a, b in zip(own, first, strict=True)):
+            raise GeometryError("the workers of this engine registered different pages as replicated")
+    holders = tuple(
+        tuple(
+            shard.rank
+            for shard in shards
+            if shard.geometry.groups[index].regions and not (group.replicated and shard.rank % tensor_ranks)
+        )
+        for index, group in enumerate(groups)
+    )
+    namespace = namespace_id(model, [shard.geometry for shard in shards], ephemeral)
+    return Layout(namespace, shards[0].chunk_size, groups, holders, tensor_ranks, ephemeral)
+
+
+def _contents(group: GroupSpec) -> tuple[str, list[int]]:
+    return group.tag, [region.page_bytes for region in group.regions]
+
+
+class Engines:
+    """The engines that have a registered worker."""
+
+    def __init__(self) -> None:
+        self._engines: dict[str, Engine] = {}
+
+    def __iter__(self) -> "list[Engine].__iter__":  # type: ignore[valid-type]
+        return iter(list(self._engines.values()))
+
+    def get(self, engine_id: str) -> Engine | None:
+        return self._engines.get(engine_id)
+
+    def add(self, shard: Shard) -> Engine:
+        """A proven shard joins its engine; a shard of the same rank before it is replaced."""
+        engine = self._engines.get(shard.engine_id)
+        if engine is None or (engine.model, engine.ephemeral) != (shard.model, shard.ephemeral):
+            engine = Engine(shard.engine_id, shard.model, shard.ephemeral)
+            self._engines[shard.engine_id] = engine
+        engine.shards[shard.rank] = shard
+        engine.layout = None
+        return engine
+
+    def remove(self, shard: Shard) -> None:
+        engine = self._engines.get(shard.engine_id)
+        if engine is None or engine.shards.get(shard.rank) is not shard:
+            return
+        del engine.shards[shard.rank]
+        engine.layout = None
+        if not engine.shards:
+            del self._engines[shard.engine_id]
+
+
+def namespace_summary(model: ModelTag, layout: Layout) -> dict[str, Any]:
+    """What the status report says of a namespace; kept after its engines have gone, so it is small."""
+    return {
+        "namespace": layout.namespace.hex(),
+        "model": model.model,
+        "chunk_size": layout.chunk_size,
+        "world_size": model.world_size,
+        "ephemeral": layout.ephemeral,
+        "groups": [
+            {
+                "kind": group.kind,
+                "block_size": group.block_size,
+                "window": group.window,
+                "layers": len(group.regions),
+                "block_bytes": group.block_bytes,
+                "replicated": group.replicated,
+            }
+            for group in layout.groups
+        ],
+    }

@@ -1,0 +1,1 @@
+"""What is counted, where things happen."""
