@@ -27,7 +27,8 @@ CLOSE_TIMEOUT_S = 30.0
 MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
     # The CPU kernel of Mamba-2 cannot prefill more than one block, of 256 tokens, in a step.
     "falconh1": {"max_num_batched_tokens": 256},
-    "dsv2": {"block_size": 16},
+    # The MLA kernel of processors with AMX takes multiples of 32.
+    "dsv2": {"block_size": 32},
 }
 
 Prompt = Sequence[int]
