@@ -93,11 +93,11 @@ class LMCacheMPConnector(Uncached):
             logger.info("lmcache: a load that fails is recomputed (kv_load_failure_policy=recompute)")
         for key in ignored:
             logger.warning("lmcache: %s has no effect with this connector", key)
-        can_resume = translate.can_resume(vllm_config)
+        can_resume = translate.can_resume(vllm_config, kv_cache_config)
         if not can_resume:
             logger.warning(
-                "lmcache: this engine stores but does not load: without chunked prefill and prefix caching "
-                "its attention backend cannot resume in the middle of a prompt"
+                "lmcache: this engine stores but does not load: its attention backend cannot resume in the "
+                "middle of a prompt (MLA on a CPU, or neither chunked prefill nor prefix caching)"
             )
         groups = translate.group_specs(kv_cache_config)
         self._scheduler = SchedulerSide(

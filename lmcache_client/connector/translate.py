@@ -136,9 +136,15 @@ def restore_block_size(vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...])
     return int(found)
 
 
-def can_resume(vllm_config: "VllmConfig") -> bool:
-    """Whether the engine computes a prompt from its middle on. With neither chunked prefill nor prefix
-    caching some backends (MLA on CPUs) attend to the new tokens alone, silently."""
+def can_resume(vllm_config: "VllmConfig", config: KVCacheConfig) -> bool:
+    """Whether the engine computes a prompt from its middle on.
+
+    With neither chunked prefill nor prefix caching a backend may attend to the new tokens alone, silently.
+    vLLM's MLA backends for CPUs do so even with both, and go wrong with vLLM's own prefix cache, too.
+    """
+    specs = [layer_spec(group.kv_cache_spec) for group in config.kv_cache_groups]
+    if vllm_config.device_config.device_type == "cpu" and any(isinstance(s, MLAAttentionSpec) for s in specs):
+        return False
     return bool(
         vllm_config.scheduler_config.enable_chunked_prefill or vllm_config.cache_config.enable_prefix_caching
     )
