@@ -60,7 +60,7 @@ def fill(cache: Cache, layout: Layout, chunks: int, source: random.Random) -> No
         index = number % CHAIN
         parent, key = key if index else ROOT_KEY, source.randbytes(32)
         for group, shard in objects:
-            reserved = cache.reserve(layout, key, index, group, shard, 1, FRAME_BYTES, 1, parent)
+            reserved = cache.reserve(layout, key, group, shard, 1, FRAME_BYTES, parent)
             assert isinstance(reserved, Reservation)
             cache.commit(reserved)
 

@@ -7,9 +7,10 @@ from lmcache_client.contract.version import VERSION
 from lmcache_server.config import Config
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.pool import FRAME_BYTES
-from lmcache_server.service.copies import Copies
+from lmcache_server.l1.memory import L1Memory
 from lmcache_server.service.registry import Registry
 from lmcache_server.service.system import System
+from lmcache_server.telemetry.failures import Failures
 from lmcache_server.telemetry.history import History
 from lmcache_server.telemetry.metrics import Metrics
 
@@ -21,14 +22,16 @@ class Report:
         self,
         config: Config,
         cache: Cache,
-        copies: Copies,
+        l1: L1Memory,
         registry: Registry,
+        failures: Failures,
         metrics: Metrics,
         system: System,
     ) -> None:
         self._config = config
         self._cache = cache
-        self._copies = copies
+        self._memory = l1
+        self._failures = failures
         self._registry = registry
         self._metrics = metrics
         self._system = system
@@ -54,7 +57,7 @@ class Report:
         """Why there is no memory to serve from, in a sentence; empty if there is."""
         if not self._cache.total_frames:
             return "L1 has no memory yet: its file is taking the first of its space"
-        pins = self._copies.l1.pins
+        pins = self._memory.pins
         return pins.failure if pins is not None and not pins.pinned_bytes else ""
 
     def status(self) -> dict[str, Any]:
@@ -89,7 +92,7 @@ class Report:
             ],
             "tokens": tokens,
             "hit_rate": round(tokens["hit"] / asked, 4) if asked else 0.0,
-            "failures": self._copies.failures.report(now_s),
+            "failures": self._failures.report(now_s),
         }
 
     def _l1(self) -> dict[str, int]:
@@ -100,8 +103,8 @@ class Report:
             "ready_bytes": cache.used_frames * FRAME_BYTES,
             "reserved_bytes": cache.reserved_frames * FRAME_BYTES,
             "stored_bytes": cache.stored_bytes,
-            "populated_bytes": self._copies.l1.populated_bytes,
-            "pinned_bytes": self._copies.l1.pinned_bytes,
+            "populated_bytes": self._memory.populated_bytes,
+            "pinned_bytes": self._memory.pinned_bytes,
             "largest_free_bytes": cache.largest_free_run() * FRAME_BYTES,
             "chunks": cache.num_chunks,
             "leases": cache.num_leases,

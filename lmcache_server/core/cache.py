@@ -16,10 +16,10 @@ from lmcache_server.core.lru import EvictionOrder
 from lmcache_server.core.placement import Layout, bitmap
 from lmcache_server.core.pool import FramePool, Runs, count_frames
 from lmcache_server.core.reads import Read, ReadPart, plan_parts
-from lmcache_server.core.reservation import Refusal, Reservation
+from lmcache_server.core.reservation import NotReserved, Reservation
 from lmcache_server.core.snapshot import Snapshot, rebuild, take
 
-__all__ = ["Cache", "Hit", "Layout", "Read", "ReadPart", "Refusal", "Reservation", "Runs"]
+__all__ = ["Cache", "Hit", "Layout", "NotReserved", "Read", "ReadPart", "Reservation", "Runs"]
 
 MAX_EVICTED_AGES = 1024
 """Ages at eviction that are kept until the caller drains them; further ones are not recorded."""
@@ -158,32 +158,30 @@ class Cache:
         self,
         layout: Layout,
         key: bytes,
-        chunk_index: int,
         group: int,
-        shard: int,
+        rank: int,
         num_blocks: int,
         num_bytes: int,
-        session: int,
         parent: bytes = b"",
-    ) -> Reservation | Refusal:
+    ) -> Reservation | NotReserved:
         """Takes frames for an object of `num_bytes` payload, evicting chunks if need be. Of a replicated
         group any rank may write the one object; the others are told PRESENT or BUSY.
 
         `parent` is the key of the chunk before it in its chain, never evicted for its child: a chain
         longer than L1 is cut at its tail, not its head. Nothing is evicted where that makes no room.
         """
-        if num_bytes <= 0 or chunk_index < 0:
-            raise ValueError(f"an object of {num_bytes} bytes for chunk {chunk_index} cannot be stored")
-        bit = layout.bit(group, shard)
+        if num_bytes <= 0:
+            raise ValueError(f"an object of {num_bytes} bytes cannot be stored")
+        bit = layout.bit(group, rank)
         chunk = self._index.get(layout.namespace, key)
         if chunk is not None and chunk.ready >> bit & 1:
-            return Refusal.PRESENT
+            return NotReserved.PRESENT
         if chunk is not None and chunk.reserved >> bit & 1:
-            return Refusal.BUSY
+            return NotReserved.BUSY
         frames = -(-num_bytes // self.frame_bytes)
         victims = self._victims(frames, chunk, self._index.get(layout.namespace, parent))
         if victims is None:
-            return Refusal.NO_ROOM
+            return NotReserved.NO_ROOM
         if chunk is None:
             chunk = Chunk(layout.namespace, key)
             self._index.add(chunk)
@@ -193,8 +191,7 @@ class Cache:
         assert runs is not None, "there was room"
         chunk.reserved |= 1 << bit
         self.reserved_frames += frames
-        holder = layout.holder(group, shard)
-        reservation = Reservation(chunk, group, holder, bit, runs, num_blocks, num_bytes, session, parent)
+        reservation = Reservation(chunk, bit, runs, num_blocks, num_bytes, parent)
         self._reservations.add(reservation)
         return reservation
 

@@ -7,7 +7,7 @@ from lmcache_server.core.index import Chunk
 from lmcache_server.core.pool import Runs
 
 
-class Refusal(enum.Enum):
+class NotReserved(enum.Enum):
     """Why an object is not to be stored."""
 
     PRESENT = "present"
@@ -17,14 +17,11 @@ class Refusal(enum.Enum):
 
 @dataclass(frozen=True, eq=False)
 class Reservation:
-    """Frames that a session is writing `num_bytes` of payload to; ends with commit or abort."""
+    """Frames that one session is writing `num_bytes` of payload to; ends with commit or abort."""
 
     chunk: Chunk
-    group: int
-    shard: int
     bit: int
     runs: Runs
     num_blocks: int
     num_bytes: int
-    session: int
     parent: bytes

@@ -63,6 +63,8 @@ class L1Memory:
             raise StartError(f"--l1-size-gb must give at least one frame of {FRAME_BYTES} bytes")
         self.file = file
         self.pins: Pins | None = None
+        self.is_in_use = False
+        """A copy that never ended may still read or write here: the mapping then goes with the process."""
         """Set before `fill`, where GPUs are to be served."""
         if file is not None:
             self._mapping = _map_file(file)
@@ -112,9 +114,10 @@ class L1Memory:
             thread.join()
 
     def close(self) -> None:
-        """Stops what goes on in the background and unmaps. No copy may be under way."""
+        """Stops what goes on in the background and unmaps, unless a copy that hangs may still use it."""
         self.stop()
-        self._mapping.close()
+        if not self.is_in_use:
+            self._mapping.close()
 
     def _fill(self, number: int, usable_bytes: int, grow: Callable[[int], object]) -> None:
         # On Linux this is the niceness of this thread alone: engines and copies come first.

@@ -1,226 +1,260 @@
-"""Between the cache and the hands: objects become pieces, ends of copies become commits."""
+"""Store and load: objects become pieces, ends of copies become commits."""
 
+import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 
-from lmcache_client.contract.messages import Stored, StoreObject
-from lmcache_server.core.cache import Cache, Layout, Read, Refusal, Reservation
+from lmcache_client.contract import messages
+from lmcache_client.contract.geometry import Region
+from lmcache_client.contract.messages import Done, Message, Refused, Retrieve, Store, Stored, StoreObject
+from lmcache_server.core.cache import Cache, Layout, NotReserved, Read, Reservation
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.l1.memory import L1Memory
-from lmcache_server.service.sessions import Shard
+from lmcache_server.service.registry import Registry
+from lmcache_server.service.requests import Refusal, log_request
+from lmcache_server.service.sessions import Session, Shard
 from lmcache_server.service.system import System
 from lmcache_server.telemetry.failures import Failures
 from lmcache_server.telemetry.metrics import Metrics
-from lmcache_server.transfer.base import CopyJob
-from lmcache_server.transfer.checksums import DamagedError, check, checksums
-from lmcache_server.transfer.plan import Page, Pieces, join, pieces, pieces_of_all
+from lmcache_server.transfer.base import CopyJob, Outcome
+from lmcache_server.transfer.checksums import DamagedError
+from lmcache_server.transfer.jobs import LoadJob, StoreJob
+from lmcache_server.transfer.plan import ObjectCopy
 
 logger = logging.getLogger(__name__)
 
 
 class Copies:
-    """Starts copies for registered shards and reports their ends on the event loop."""
+    """The two messages that move bytes. Each is a coroutine that ends with the reply.
 
-    def __init__(self, l1: L1Memory, metrics: Metrics, system: System, verify: bool = False) -> None:
-        self.l1 = l1
-        self.failures = Failures()
-        self._verify = verify
+    Checks come first and raise Refusal; then frames are taken, copied by the worker's own thread, and made
+    ready or given back.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        registry: Registry,
+        l1: L1Memory,
+        metrics: Metrics,
+        failures: Failures,
+        system: System,
+        checksums: bool,
+    ) -> None:
+        self._cache = cache
+        self._registry = registry
+        self._l1 = l1
         self._metrics = metrics
+        self._failures = failures
         self._system = system
+        self._checksums = checksums
 
-    def attach(self, shard: Shard, opened: Callable[[Exception | None, list[bytes]], None]) -> None:
-        """Give a shard its copy thread, which maps its memory and calls `opened` with what stands where the
-        nonce should be."""
-        name = f"copy-{shard.engine_id[:8]}-{shard.rank}"
-        # Asked before each slice, because the process id may be given to another.
-        alive = shard.process.alive if shard.process is not None else lambda: True
-        shard.copier = self._system.copier(name, shard.memory, opened, alive)
+    # -- store ------------------------------------------------------------------------------------
 
-    def detach(self, shard: Shard) -> None:
-        """End the shard's copies; when this returns none of its memory is being copied."""
-        copier, shard.copier = shard.copier, None
-        if copier is not None:
-            copier.close()
+    async def store(self, session: Session, message: Store, request_bytes: int) -> Message:
+        """Reserve room for the objects that are not there, copy them, make them ready."""
+        shard, layout = self._registry.shard(session, request_bytes)
+        for each in message.objects:
+            _check_object(shard, layout, each)
+        with session.working(request_bytes):
+            started_s = self._system.now_s()
+            reserved, present, dropped = self._reserve(session, shard, layout, message.objects)
+            job = StoreJob(
+                [(each.group, _whole(each, room)) for each, room in reserved],
+                *self._where(shard),
+                take_checksums=self._checksums,
+            )
+            outcome = await self._copy(shard, job) if reserved else Outcome(None, 0)
+            self._end_reservations(reserved, job.checksums, outcome)
+            copied = len(reserved) if outcome.error is None else 0
+            stored = Stored(copied, present, dropped + len(reserved) - copied)
+        log_request(
+            logging.DEBUG,
+            "requests %(request_ids)s: %(stored)d objects stored, %(bytes)d bytes; "
+            "%(present)d were there, %(dropped)d dropped",
+            session,
+            message,
+            asdict(stored) | self._copied("store", outcome, started_s),
+        )
+        return stored
 
-    def load(
-        self,
-        cache: Cache,
-        shard: Shard,
-        read: Read,
-        block_ids: Sequence[Sequence[int]],
-        ended: Callable[[Exception | None, int], None],
-    ) -> None:
-        """Copy the parts of `read` into the blocks of `block_ids` (per group, in the parts' order); `ended`
-        is told what went wrong and how many bytes were copied."""
-        pages: list[tuple[int, Page]] = []
-        taken = [0] * len(block_ids)
-        for part in read.parts:
-            start = taken[part.group]
-            taken[part.group] = start + part.pages
-            ids = block_ids[part.group][start : start + part.pages]
-            pages.append((part.group, Page(part.runs, part.num_blocks, part.first_page, ids)))
-
-        def finish(error: Exception | None, num_bytes: int) -> None:
-            if isinstance(error, DamagedError):
-                damaged = read.parts[error.part]
-                cache.forget(damaged.chunk)
-                self._metrics.count("lmcache_verify_failures_total")
-                logger.warning(
-                    "chunk %(chunk)s is damaged and forgotten, group %(group)d: %(reason)s",
-                    {
-                        "chunk": damaged.chunk.key.hex()[:16],
-                        "group": damaged.group,
-                        "reason": str(error),
-                        "engine": shard.engine_id,
-                    },
-                )
-            ended(error, num_bytes)
-
-        groups = shard.geometry.groups
-
-        def build() -> Pieces:
-            if not self._verify:
-                return self._all_pieces(shard, pages)
-            found = self._pieces(shard, pages)
-            for index, part in enumerate(read.parts):
-                group, page = pages[index]
-                check(index, found[index], page, groups[group].regions, part.checksums)
-            return join(found)
-
-        self._submit(shard, "load", bool(pages), build, finish)
-
-    def store(
-        self,
-        cache: Cache,
-        shard: Shard,
-        layout: Layout,
-        objects: Sequence[StoreObject],
-        session_id: int,
-        ended: Callable[[Stored, int], None],
-    ) -> None:
-        """Reserve room for what is not there, copy it, and make it ready."""
-        reservations: list[tuple[StoreObject, Reservation]] = []
-        pages: list[tuple[int, Page]] = []
+    def _reserve(
+        self, session: Session, shard: Shard, layout: Layout, objects: Sequence[StoreObject]
+    ) -> tuple[list[tuple[StoreObject, Reservation]], int, int]:
+        """Frames for the objects that the cache takes; how many it has already, and how many are dropped."""
+        reserved: list[tuple[StoreObject, Reservation]] = []
         present = dropped = 0
         for each in objects:
-            group = shard.geometry.groups[each.group]
-            num_bytes = group.block_bytes * len(each.block_ids)
+            num_bytes = shard.geometry.groups[each.group].block_bytes * len(each.block_ids)
             if not num_bytes:
                 present += 1
                 continue
-            reserved = cache.reserve(
-                layout,
-                each.key,
-                each.chunk_index,
-                each.group,
-                shard.rank,
-                len(each.block_ids),
-                num_bytes,
-                session_id,
-                each.parent,
+            room = self._cache.reserve(
+                layout, each.key, each.group, shard.rank, len(each.block_ids), num_bytes, each.parent
             )
-            if isinstance(reserved, Refusal):
-                self._metrics.count("lmcache_objects_total", 1, outcome=_OUTCOMES[reserved])
-                present += reserved is not Refusal.NO_ROOM
-                dropped += reserved is Refusal.NO_ROOM
+            if isinstance(room, Reservation):
+                reserved.append((each, room))
                 continue
-            reservations.append((each, reserved))
-            pages.append((each.group, Page(reserved.runs, reserved.num_blocks, 0, each.block_ids)))
-
+            self._metrics.count("lmcache_objects_total", 1, outcome=_OUTCOMES[room])
+            present += room is not NotReserved.NO_ROOM
+            dropped += room is NotReserved.NO_ROOM
         if dropped:
-            sentence = "what is in L1 is in use: give it more with --l1-size-gb if this goes on"
-            self._failed("store dropped", shard, sentence, dropped)
-        found: list[Pieces] = []
-        taken = [b""] * len(pages)
+            advice = "everything in L1 is in use: give it more with --l1-size-gb if this goes on"
+            self._fail("store dropped", shard, advice, dropped)
+        return reserved, present, dropped
 
-        def build() -> Pieces:
-            if not self._verify:
-                return self._all_pieces(shard, pages)
-            found.extend(self._pieces(shard, pages))
-            return join(found)
-
-        def take_checksums() -> None:
-            for index, (group, page) in enumerate(pages):
-                taken[index] = checksums(found[index], page, shard.geometry.groups[group].regions)
-
-        def finish(error: Exception | None, num_bytes: int) -> None:
-            # In the order of the chain: a chunk finds its place by the one before it.
-            in_order = sorted(zip(reservations, taken, strict=True), key=lambda pair: pair[0][0].chunk_index)
-            for (_, reservation), sums in in_order:
-                if error is None:
-                    cache.commit(reservation, sums)
-                else:
-                    cache.abort(reservation)
-            outcome = "stored" if error is None else "failed"
-            self._metrics.count("lmcache_objects_total", len(reservations), outcome=outcome)
-            stored = len(reservations) if error is None else 0
-            ended(Stored(stored, present, dropped + len(reservations) - stored), num_bytes)
-
-        if reservations:
-            self._submit(shard, "store", True, build, finish, take_checksums if self._verify else None)
-        else:
-            finish(None, 0)
-
-    def _submit(
-        self,
-        shard: Shard,
-        direction: str,
-        has_work: bool,
-        build: Callable[[], Pieces],
-        ended: Callable[[Exception | None, int], None],
-        after: Callable[[], None] | None = None,
+    def _end_reservations(
+        self, reserved: list[tuple[StoreObject, Reservation]], checksums: list[bytes], outcome: Outcome
     ) -> None:
-        if not has_work:
-            self._system.call_soon(ended, None, 0)
-            return
+        """Commit or abort in the order of the chain: a chunk finds its place by the one before it."""
+        sums = checksums or [b""] * len(reserved)
+        for (_, room), own in sorted(
+            zip(reserved, sums, strict=True), key=lambda pair: pair[0][0].chunk_index
+        ):
+            if outcome.error is None:
+                self._cache.commit(room, own)
+            else:
+                self._cache.abort(room)
+        name = "stored" if outcome.error is None else "failed"
+        self._metrics.count("lmcache_objects_total", len(reserved), outcome=name)
+
+    # -- load -------------------------------------------------------------------------------------
+
+    async def load(self, session: Session, message: Retrieve, request_bytes: int) -> Message:
+        """Copy what a lease promises into the worker's blocks."""
+        shard, layout = self._registry.shard(session, request_bytes)
+        resume, computed = message.resume_tokens, message.computed_tokens
+        groups = shard.geometry.groups
+        if len(message.block_ids) != len(groups) or resume % layout.chunk_size:
+            raise Refusal(messages.BAD_REQUEST, "the message does not fit the registered groups")
+        for group, block_ids in zip(groups, message.block_ids, strict=True):
+            _check_blocks(shard, block_ids, len(group.needed_blocks(resume, computed)))
+        read = self._cache.open_read(message.lease_id, message.key, shard.rank, resume, computed, layout)
+        if read is None:
+            raise Refusal(messages.EXPIRED, "what was promised to this request is no longer held for it")
+        with session.working(request_bytes), self._reading(read):
+            started_s = self._system.now_s()
+            stored = [part.checksums for part in read.parts] if self._checksums else None
+            job = LoadJob(_parts(read, message.block_ids), *self._where(shard), stored=stored)
+            outcome = await self._copy(shard, job) if read.parts else Outcome(None, 0)
+            if isinstance(outcome.error, DamagedError):
+                self._forget_damaged(shard, read, outcome.error)
+        log_request(
+            logging.DEBUG,
+            "request %(request_id)s: loaded %(tokens)d tokens, %(bytes)d bytes: %(outcome)s",
+            session,
+            message,
+            {
+                "tokens": resume - computed,
+                "outcome": str(outcome.error or "ok"),
+                "lease": message.lease_id,
+                **self._copied("load", outcome, started_s),
+            },
+        )
+        return Done() if outcome.error is None else Refused(messages.COPY_FAILED, str(outcome.error))
+
+    @contextmanager
+    def _reading(self, read: Read) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._cache.close_read(read)
+
+    def _forget_damaged(self, shard: Shard, read: Read, error: DamagedError) -> None:
+        damaged = read.parts[error.part]
+        self._cache.forget(damaged.chunk)
+        self._metrics.count("lmcache_verify_failures_total")
+        logger.warning(
+            "chunk %(chunk)s is damaged and forgotten, group %(group)d: %(reason)s",
+            {
+                "chunk": damaged.chunk.key.hex()[:16],
+                "group": damaged.group,
+                "reason": str(error),
+                "engine": shard.engine_id,
+            },
+        )
+
+    # -- both -------------------------------------------------------------------------------------
+
+    async def _copy(self, shard: Shard, job: CopyJob) -> Outcome:
+        """Have the worker's thread copy, and count it."""
+        assert shard.copier is not None
+        direction = "load" if job.load else "store"
         started_s = self._system.now_s()
-
-        def done(error: Exception | None, num_bytes: int) -> None:
-            self._metrics.count("lmcache_transfer_bytes_total", num_bytes, direction=direction)
-            self._metrics.observe(
-                "lmcache_transfer_seconds", self._system.now_s() - started_s, direction=direction
+        outcome = await shard.copier.submit(job)
+        seconds = self._system.now_s() - started_s
+        self._metrics.count("lmcache_transfer_bytes_total", outcome.num_bytes, direction=direction)
+        self._metrics.observe("lmcache_transfer_seconds", seconds, direction=direction)
+        if outcome.error is not None:
+            self._metrics.count("lmcache_copy_failures_total", 1, direction=direction)
+            # When a worker goes, all its copies fail; on a GPU that cannot be used every copy fails.
+            logger.log(
+                logging.DEBUG if shard.copy_failed else logging.INFO,
+                "a %(direction)s of engine %(engine)s, rank %(rank)d, failed: %(reason)s; more of them "
+                "are in lmcache_copy_failures_total and in the debug log",
+                {
+                    "direction": direction,
+                    "engine": shard.engine_id,
+                    "rank": shard.rank,
+                    "reason": str(outcome.error),
+                },
             )
-            if error is not None:
-                self._metrics.count("lmcache_copy_failures_total", 1, direction=direction)
-                # With a worker that has gone end all its copies, and of a GPU that cannot be used each fails.
-                logger.log(
-                    logging.DEBUG if shard.copy_failed else logging.INFO,
-                    "a %(direction)s of engine %(engine)s, rank %(rank)d, failed: %(reason)s; more of them "
-                    "are in lmcache_copy_failures_total and in the debug log",
-                    {
-                        "direction": direction,
-                        "engine": shard.engine_id,
-                        "rank": shard.rank,
-                        "reason": str(error),
-                    },
-                )
-                shard.copy_failed = True
-                what = "page damaged" if isinstance(error, DamagedError) else f"{direction} failed"
-                self._failed(what, shard, str(error))
-            ended(error, num_bytes)
+            shard.copy_failed = True
+            what = "page damaged" if isinstance(outcome.error, DamagedError) else f"{direction} failed"
+            self._fail(what, shard, str(outcome.error))
+        return outcome
 
+    def _fail(self, what: str, shard: Shard, reason: str, count: int = 1) -> None:
+        self._failures.add(self._system.now_s(), what, shard.engine_id, reason, count)
+
+    def _where(self, shard: Shard) -> tuple[Sequence[Sequence[Region]], Sequence[int], int, int]:
+        """For a job: the regions of each group, the bases of the worker's buffers, L1's base, a frame."""
         assert shard.copier is not None
-        shard.copier.submit(CopyJob(direction == "load", build, done, after))
+        regions = [group.regions for group in shard.geometry.groups]
+        return regions, shard.copier.bases, self._l1.base_address, FRAME_BYTES
 
-    def _failed(self, what: str, shard: Shard, sentence: str, count: int = 1) -> None:
-        self.failures.add(self._system.now_s(), what, shard.engine_id, sentence, count)
-
-    def _pieces(self, shard: Shard, pages: Sequence[tuple[int, Page]]) -> list[Pieces]:
-        """The pieces of each object."""
-        where, groups = self._where(shard), shard.geometry.groups
-        return [pieces(page, groups[group].regions, *where) for group, page in pages]
-
-    def _all_pieces(self, shard: Shard, pages: Sequence[tuple[int, Page]]) -> Pieces:
-        """The same of all objects at once, in no order."""
-        where, by_group = self._where(shard), dict[int, list[Page]]()
-        for group, page in pages:
-            by_group.setdefault(group, []).append(page)
-        regions = {group: shard.geometry.groups[group].regions for group in by_group}
-        return join([pieces_of_all(each, regions[group], *where) for group, each in by_group.items()])
-
-    def _where(self, shard: Shard) -> tuple[Sequence[int], int, int]:
-        assert shard.copier is not None
-        return shard.copier.bases, self.l1.base_address, FRAME_BYTES
+    def _copied(self, direction: str, outcome: Outcome, started_s: float) -> dict[str, object]:
+        seconds = self._system.now_s() - started_s
+        return {"direction": direction, "bytes": outcome.num_bytes, "seconds": seconds}
 
 
-_OUTCOMES = {Refusal.PRESENT: "present", Refusal.BUSY: "busy", Refusal.NO_ROOM: "no_room"}
+def _whole(each: StoreObject, room: Reservation) -> ObjectCopy:
+    return ObjectCopy(room.runs, room.num_blocks, 0, each.block_ids)
+
+
+def _parts(read: Read, block_ids: Sequence[Sequence[int]]) -> list[tuple[int, ObjectCopy]]:
+    """The parts of a read with their blocks: `block_ids` has each group's in the order of its parts."""
+    rest = [iter(ids) for ids in block_ids]
+    return [
+        (
+            part.group,
+            ObjectCopy(part.runs, part.num_blocks, part.first_page, _take(rest[part.group], part.pages)),
+        )
+        for part in read.parts
+    ]
+
+
+def _take(ids: Iterator[int], count: int) -> list[int]:
+    return list(itertools.islice(ids, count))
+
+
+def _check_object(shard: Shard, layout: Layout, each: StoreObject) -> None:
+    if each.group >= len(layout.groups) or each.chunk_index >= messages.MAX_CHUNKS:
+        raise Refusal(messages.BAD_REQUEST, f"no object of group {each.group}, chunk {each.chunk_index}")
+    positions = layout.groups[each.group].stored_blocks(each.chunk_index, layout.chunk_size)
+    _check_blocks(shard, each.block_ids, len(positions))
+
+
+def _check_blocks(shard: Shard, block_ids: Sequence[int], count: int) -> None:
+    if len(block_ids) != count or (
+        block_ids and not 0 < min(block_ids) <= max(block_ids) < shard.geometry.num_blocks
+    ):
+        raise Refusal(
+            messages.BAD_REQUEST,
+            f"expected {count} block ids from 1 to {shard.geometry.num_blocks - 1}, got {len(block_ids)}",
+        )
+
+
+_OUTCOMES = {NotReserved.PRESENT: "present", NotReserved.BUSY: "busy", NotReserved.NO_ROOM: "no_room"}

@@ -1,9 +1,9 @@
 """Who may use the cache: sessions come and go, workers register memory and prove that it is theirs."""
 
-import functools
+import asyncio
 import hmac
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Coroutine
 from typing import Any
 
 from lmcache_client.contract import messages
@@ -11,7 +11,6 @@ from lmcache_client.contract.geometry import GeometryError, chunk_size_warning, 
 from lmcache_client.contract.messages import (
     Challenge,
     Done,
-    Goodbye,
     Hello,
     Join,
     Joined,
@@ -24,7 +23,7 @@ from lmcache_client.contract.messages import (
 from lmcache_client.contract.version import VERSION
 from lmcache_server.config import Config
 from lmcache_server.core.cache import Cache, Layout
-from lmcache_server.service.copies import Copies
+from lmcache_server.service.requests import Refusal
 from lmcache_server.service.sessions import (
     MAX_JOBS,
     MAX_SESSIONS,
@@ -45,18 +44,10 @@ SILENT_PROCESS_S = 300.0
 """One whose process lives after this: it may be stopped, and can greet again when it goes on."""
 
 
-class Refusal(Exception):
-    """A request that is answered with Refused."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
 class Registry:
     """The sessions, and the engines that their workers make up."""
 
-    def __init__(self, config: Config, cache: Cache, copies: Copies, system: System) -> None:
+    def __init__(self, config: Config, cache: Cache, system: System) -> None:
         self.boot_id = system.random_bytes(messages.BOOT_ID_BYTES)
         self.sessions: dict[bytes, Session] = {}
         """By ROUTER's name for the client."""
@@ -65,15 +56,38 @@ class Registry:
         """Namespaces that have chunks or engines, for the status report."""
         self._config = config
         self._cache = cache
-        self._copies = copies
         self._system = system
         self._next_session = 1
+        self._closed = False
+        self._ending: dict[bytes, list[Shard]] = {}
+        """By client id, the shards of ended sessions whose copies may still run."""
+        self._greeting: dict[bytes, bytes] = {}
+        """By client id, the connection on which a greeting waits for the end of those copies."""
 
-    def hello(self, identity: bytes, message: Hello) -> Message:
+    def hello(self, identity: bytes, message: Hello) -> Message | Coroutine[Any, Any, Message]:
         known = self.sessions.values()
         for old in [s for s in known if s.client_id == message.client_id or s.identity == identity]:
             self.drop(old, "connected again")
-        if len(self.sessions) >= MAX_SESSIONS:
+        # An earlier greeting that still waits is that of a connection which the client has given up.
+        self._greeting.pop(message.client_id, None)
+        if self._copying(message.client_id):
+            self._greeting[message.client_id] = identity
+            return self._hello_after(identity, message)
+        return self._welcome(identity, message)
+
+    async def _hello_after(self, identity: bytes, message: Hello) -> Message:
+        """The greeting says that no copy of the session before runs any more: it waits until that is so."""
+        while copying := self._copying(message.client_id):
+            await copying[0]
+            if self._greeting.get(message.client_id) != identity:
+                raise Refusal(messages.NOT_REGISTERED, "this client has greeted again, or has gone")
+        del self._greeting[message.client_id]
+        return self._welcome(identity, message)
+
+    def _welcome(self, identity: bytes, message: Hello) -> Message:
+        if self._closed:
+            raise Refusal(messages.OVERLOADED, "the server is ending")
+        if len(self.sessions) + len(self._ending) >= MAX_SESSIONS:
             raise Refusal(messages.OVERLOADED, f"the server has {MAX_SESSIONS} sessions already")
         process = self._watched(message.pid)
         now_s = self._system.now_s()
@@ -93,6 +107,14 @@ class Registry:
             session.process.when_ended(self.drop, session, "its process ended")
         return Welcome(self.boot_id, self._system.pid, VERSION, session.session_id)
 
+    def disconnected(self, identity: bytes) -> None:
+        """The connection of a client has ended, greeted or still waiting for the answer."""
+        for client_id in [client for client, waiting in self._greeting.items() if waiting == identity]:
+            del self._greeting[client_id]
+        session = self.sessions.get(identity)
+        if session is not None:
+            self.drop(session, "its connection ended")
+
     def _watched(self, pid: int) -> Process | None:
         try:
             return self._system.open_process(pid)
@@ -103,33 +125,53 @@ class Registry:
             ) from error
 
     def drop(self, session: Session, reason: str) -> None:
-        """End a session: its leases at once, its copies when the slice that runs has ended, then its
-        reservations. When this returns none of its memory is being copied."""
+        """End a session: its leases at once, its copies when the slice that runs has ended, and each
+        reservation with its copy."""
         if self.sessions.get(session.identity) is not session:
             return
         del self.sessions[session.identity]
         role, engine = session.role, self.engines.get(session.engine_id)
-        self._drop_shard(session)
+        self._end_shard(session)
         self._cache.drop_session(session.session_id)
         if session.process is not None:
             session.process.close()
         passing = role == "client" or (engine is not None and engine.ephemeral)
         level = logging.DEBUG if passing else logging.INFO
-        told = {"session": session.session_id, "role": role, "pid": session.pid, "reason": reason}
-        logger.log(level, "session %(session)d (%(role)s, pid %(pid)d) ended: %(reason)s", told)
+        values = {"session": session.session_id, "role": role, "pid": session.pid, "reason": reason}
+        logger.log(level, "session %(session)d (%(role)s, pid %(pid)d) ended: %(reason)s", values)
 
-    def _drop_shard(self, session: Session) -> None:
+    def _end_shard(self, session: Session) -> None:
+        """The session's memory is registered no more; its copies end after the slice that runs."""
         shard, session.shard = session.shard, None
         if shard is None:
             return
         self.engines.remove(shard)
-        self._copies.detach(shard)
         self.forget_namespaces()
+        if shard.copier is None:
+            if shard.process is not None:
+                shard.process.close()
+            return
+        self._ending.setdefault(session.client_id, []).append(shard)
+        self._system.spawn(self._wait_for_end(session.client_id, shard, shard.copier.close()))
+
+    async def _wait_for_end(self, client_id: bytes, shard: Shard, ended: Awaitable[None]) -> None:
+        """When nothing of the shard is mapped or being copied any more, nothing of it is watched either."""
+        await ended
         if shard.process is not None:
             shard.process.close()
+        self._ending[client_id].remove(shard)
+        if not self._ending[client_id]:
+            del self._ending[client_id]
 
-    def goodbye(self, session: Session, _message: Goodbye) -> Message:
+    def _copying(self, client_id: bytes) -> list["asyncio.Future[None]"]:
+        """The ends of copies of this client's former sessions that have not come yet."""
+        copiers = [shard.copier for shard in self._ending.get(client_id, ())]
+        return [copier.ended for copier in copiers if copier is not None and not copier.ended.done()]
+
+    async def goodbye(self, session: Session) -> Message:
         self.drop(session, "it said goodbye")
+        while copying := self._copying(session.client_id):
+            await copying[0]
         return Done()
 
     def tick(self) -> None:
@@ -144,7 +186,7 @@ class Registry:
 
     # -- registration -----------------------------------------------------------------------------
 
-    def register(self, session: Session, message: Register) -> Message:
+    async def register(self, session: Session, message: Register) -> Message:
         geometry, memory = message.geometry, message.memory
         session.model = message.model.model
         others = sum(each.shard is not None for each in self.sessions.values() if each is not session)
@@ -157,7 +199,12 @@ class Registry:
             chunk_size = resolve_chunk_size(self._config.chunk_size, geometry.groups)
         except GeometryError as error:
             raise Refusal(messages.CONFIGURATION, str(error)) from error
-        self._drop_shard(session)
+        self._end_shard(session)
+        while copying := self._copying(session.client_id):
+            await copying[0]
+            self._end_shard(session)
+        if self.sessions.get(session.identity) is not session:
+            raise Refusal(messages.NOT_REGISTERED, "the session ended before it was registered")
         session.shard = Shard(
             message.engine_id,
             message.rank,
@@ -171,41 +218,43 @@ class Registry:
         )
         return Challenge(session.shard.nonce)
 
-    def prove(self, session: Session, respond: Callable[[Callable[[], Message]], None]) -> None:
-        """Has the memory mapped; then `respond` is called with what says how it went."""
+    async def prove(self, session: Session) -> Message:
+        """Map the memory, read what is where the nonce should be, and let the shard join its engine."""
         shard = session.shard
         if shard is None or shard.copier is not None:
             raise Refusal(messages.BAD_REQUEST, "there is no registration to prove")
         # Opened before the nonce is read: from then on the descriptor, not the number, is the process.
         shard.process = self._watched(shard.memory.pid)
         if shard.process is None and not shard.memory.device:
-            self._drop_shard(session)
+            self._end_shard(session)
             raise Refusal(
                 messages.NO_ACCESS,
                 f"the server cannot see process {shard.memory.pid}: run it in the same process namespace as "
                 "vLLM (containers: a shared pid namespace)",
             )
-
-        def opened(error: Exception | None, found: list[bytes]) -> None:
-            respond(functools.partial(self._proven, session, shard, error, found))
-
-        self._copies.attach(shard, opened)
-
-    def _proven(self, session: Session, shard: Shard, error: Exception | None, found: list[bytes]) -> Message:
+        # Asked before each slice, because the process id may be given to another.
+        alive = shard.process.alive if shard.process is not None else lambda: True
+        name = f"copy-{shard.engine_id[:8]}-{shard.rank}"
+        shard.copier = self._system.copier(name, shard.memory, alive)
+        opened = await shard.copier.opened
         if session.shard is not shard:
             raise Refusal(messages.BAD_REQUEST, "the registration was given up before it was proven")
-        if error is not None:
-            self._drop_shard(session)
-            raise Refusal(messages.NO_ACCESS, str(error)) from error
-        if not all(hmac.compare_digest(each, shard.nonce) for each in found):
-            self._drop_shard(session)
+        if opened.error is not None:
+            self._end_shard(session)
+            raise Refusal(messages.NO_ACCESS, str(opened.error)) from opened.error
+        if not all(hmac.compare_digest(each, shard.nonce) for each in opened.found):
+            self._end_shard(session)
             raise Refusal(messages.NO_ACCESS, "the nonce is not in the memory that was registered")
+        return self._join_engine(session, shard)
+
+    def _join_engine(self, session: Session, shard: Shard) -> Message:
+        """A proven shard becomes part of its engine, which is complete with its last shard."""
         shard.proven = True
         engine = self.engines.add(shard)
         try:
             layout = engine.complete()
         except GeometryError as misfit:
-            self._drop_shard(session)
+            self._end_shard(session)
             raise Refusal(messages.CONFIGURATION, str(misfit)) from misfit
         if layout is not None:
             self.forget_namespaces()
@@ -265,8 +314,8 @@ class Registry:
             raise Refusal(messages.NOT_REGISTERED, f"engine {engine_id!r} is not registered")
         return engine.layout
 
-    def shard(self, session: Session, frame_bytes: int) -> tuple[Shard, Layout]:
-        """The session's proven shard and its engine's layout, for a copy asked for in `frame_bytes`."""
+    def shard(self, session: Session, request_bytes: int) -> tuple[Shard, Layout]:
+        """The session's proven shard and its engine's layout, for a copy asked for in `request_bytes`."""
         shard = session.shard
         engine = self.engines.get(shard.engine_id) if shard is not None else None
         if shard is None or not shard.proven or engine is None or engine.layout is None:
@@ -276,11 +325,12 @@ class Registry:
             raise Refusal(messages.NOT_REGISTERED, "another worker has registered as this one")
         if session.jobs >= MAX_JOBS:
             raise Refusal(messages.OVERLOADED, f"{MAX_JOBS} copies of this worker are waiting already")
-        if session.waiting_bytes + frame_bytes > MAX_WAITING_BYTES:
+        if session.waiting_bytes + request_bytes > MAX_WAITING_BYTES:
             raise Refusal(messages.OVERLOADED, f"{MAX_WAITING_BYTES} bytes of this worker's requests wait")
         return shard, engine.layout
 
     def close(self) -> None:
-        """End every session; when this returns no memory is being copied."""
+        """End every session and take no new one. Copies that run end after their slice."""
+        self._closed = True
         for session in list(self.sessions.values()):
             self.drop(session, "the server ends")

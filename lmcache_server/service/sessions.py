@@ -1,6 +1,7 @@
 """Who is connected: sessions, the shards they registered, and the engines that these make up."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,7 @@ from lmcache_client.contract.keys import ModelTag, namespace_id
 from lmcache_client.contract.messages import Memory, NotCached
 from lmcache_server.core.placement import Layout
 from lmcache_server.service.system import Process
-from lmcache_server.transfer.base import CopyWorker
+from lmcache_server.transfer.worker import CopyWorker
 
 MAX_SESSIONS = 1024
 MAX_WORKERS = 256
@@ -17,7 +18,7 @@ MAX_WORKERS = 256
 MAX_JOBS = 256
 """Copies that one session may have waiting: beyond it stores are dropped and loads refused."""
 MAX_WAITING_BYTES = 8 << 20
-"""Frames of the requests whose copies wait, of one session; decoded they take up to twenty times that."""
+"""Bytes of the requests of one session whose copies wait; decoded they take up to twenty times that."""
 
 
 @dataclass
@@ -58,6 +59,17 @@ class Session:
     shard: Shard | None = None
     jobs: int = 0
     waiting_bytes: int = 0
+
+    @contextmanager
+    def working(self, request_bytes: int) -> Iterator[None]:
+        """Counts a copy, and the bytes of its request, as long as it waits or runs."""
+        self.jobs += 1
+        self.waiting_bytes += request_bytes
+        try:
+            yield
+        finally:
+            self.jobs -= 1
+            self.waiting_bytes -= request_bytes
 
     @property
     def role(self) -> str:
@@ -132,7 +144,7 @@ class Engines:
     def __init__(self) -> None:
         self._engines: dict[str, Engine] = {}
 
-    def __iter__(self) -> "list[Engine].__iter__":  # type: ignore[valid-type]
+    def __iter__(self) -> Iterator[Engine]:
         return iter(list(self._engines.values()))
 
     def get(self, engine_id: str) -> Engine | None:

@@ -8,15 +8,16 @@ import errno
 import os
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from lmcache_client.contract.messages import Memory
 from lmcache_server.host import descriptors
-from lmcache_server.transfer.base import CopyWorker
 from lmcache_server.transfer.cuda import CudaMapping
 from lmcache_server.transfer.gpus import Gpus
 from lmcache_server.transfer.host import HostMapping
 from lmcache_server.transfer.pins import Pins
+from lmcache_server.transfer.worker import CopyWorker
 
 
 class ScarceError(Exception):
@@ -56,6 +57,7 @@ class System:
         self._loop = loop
         self._gpus = gpus
         self._pins = pins
+        self._tasks: set[asyncio.Task[None]] = set()
         self.pid = os.getpid()
 
     def now_s(self) -> float:
@@ -65,9 +67,17 @@ class System:
     def random_bytes(self, count: int) -> bytes:
         return os.urandom(count)
 
-    def call_soon(self, function: Callable[..., object], *arguments: object) -> None:
-        """Run `function` on the event loop, soon."""
-        self._loop.call_soon(function, *arguments)
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine on the event loop. It handles its own errors: one that it does not is logged."""
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def all_ended(self, timeout_s: float) -> bool:
+        """Wait for everything that was spawned; False if something still waits after `timeout_s`."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+        return not self._tasks
 
     def open_process(self, pid: int) -> Process | None:
         """None where the id means nothing here: another process namespace, or the process has ended.
@@ -85,13 +95,7 @@ class System:
             raise ScarceError
         return Process(descriptor, self._loop)
 
-    def copier(
-        self,
-        name: str,
-        memory: Memory,
-        opened: Callable[[Exception | None, list[bytes]], None],
-        alive: Callable[[], bool],
-    ) -> CopyWorker:
+    def copier(self, name: str, memory: Memory, alive: Callable[[], bool]) -> CopyWorker:
         """The thread that copies to and from a worker's memory."""
         mapping = CudaMapping(memory, self._gpus, self._pins) if memory.device else HostMapping(memory)
-        return CopyWorker(name, mapping, opened, alive, self._loop.call_soon_threadsafe)
+        return CopyWorker(name, mapping, alive, self._loop)

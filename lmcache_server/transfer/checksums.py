@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from lmcache_client.contract.geometry import Region
-from lmcache_server.transfer.host import CopyError
-from lmcache_server.transfer.plan import Page, Pieces
+from lmcache_server.transfer.base import CopyError
+from lmcache_server.transfer.plan import ObjectCopy, Pieces
 
 
 class DamagedError(CopyError):
@@ -23,7 +23,7 @@ class DamagedError(CopyError):
         self.part = part
 
 
-def checksums(pieces: Pieces, page: Page, regions: Sequence[Region]) -> bytes:
+def checksums(pieces: Pieces, page: ObjectCopy, regions: Sequence[Region]) -> bytes:
     """The checksum of each page that `pieces` are made of: region after region, in it block after block.
 
     Pieces follow the pages in order; a page that lies in two runs of frames is two pieces or more.
@@ -42,7 +42,7 @@ def checksums(pieces: Pieces, page: Page, regions: Sequence[Region]) -> bytes:
     return np.array(found, dtype="<u4").tobytes()
 
 
-def check(part: int, pieces: Pieces, page: Page, regions: Sequence[Region], stored: bytes) -> None:
+def check(part: int, pieces: Pieces, page: ObjectCopy, regions: Sequence[Region], stored: bytes) -> None:
     """Raises DamagedError unless the pages that `pieces` are made of are those stored with the checksums
     `stored` (of the whole object; empty: unknown)."""
     if not stored:

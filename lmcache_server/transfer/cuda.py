@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from lmcache_client.contract.messages import NONCE_BYTES, Memory
 from lmcache_kernels.driver import CudaError
 from lmcache_kernels.page_copy import PageCopy
+from lmcache_server.transfer.base import CopyError, NoAccessError
 from lmcache_server.transfer.gpus import Gpu, Gpus, LostGpuError
-from lmcache_server.transfer.host import CopyError, NoAccessError
 from lmcache_server.transfer.paths import batches
 from lmcache_server.transfer.pins import Pins
 from lmcache_server.transfer.plan import Pieces

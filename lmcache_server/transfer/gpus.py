@@ -7,7 +7,7 @@ from lmcache_kernels import driver as cuda
 from lmcache_kernels.driver import CudaError, Driver
 from lmcache_kernels.page_copy import KernelError, compiled
 from lmcache_server.host.machine import local_processors
-from lmcache_server.transfer.host import CopyError, NoAccessError
+from lmcache_server.transfer.base import CopyError, NoAccessError
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from lmcache_client.contract.messages import NONCE_BYTES, Memory
+from lmcache_server.transfer.base import CopyError, NoAccessError
 from lmcache_server.transfer.plan import U64, Pieces, merged
 
 MAX_PIECES = 1024
@@ -27,14 +28,6 @@ _ARGUMENTS: list[Any] = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, c
 for _call in (_libc.process_vm_readv, _libc.process_vm_writev):
     _call.argtypes = _ARGUMENTS
     _call.restype = ctypes.c_ssize_t
-
-
-class CopyError(Exception):
-    """A copy that did not happen, or only in part; the message says why."""
-
-
-class NoAccessError(CopyError):
-    """The kernel does not let the server at the process's memory; the message says what to change."""
 
 
 def copy(pid: int, pieces: Pieces, *, load: bool) -> None:

@@ -11,8 +11,8 @@ import threading
 import numpy as np
 
 from lmcache_kernels.driver import CudaError
+from lmcache_server.transfer.base import CopyError
 from lmcache_server.transfer.gpus import Gpus
-from lmcache_server.transfer.host import CopyError
 from lmcache_server.transfer.plan import Pieces, cut
 
 logger = logging.getLogger(__name__)

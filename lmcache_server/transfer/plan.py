@@ -30,8 +30,8 @@ class Pieces(NamedTuple):
         return int(self.length.sum())
 
 
-class Page(NamedTuple):
-    """Pages of one object to copy: `block_ids` are paired with its blocks from `first_page` on."""
+class ObjectCopy(NamedTuple):
+    """The pages of one object to copy: `block_ids` are paired with its blocks from `first_page` on."""
 
     runs: Runs
     num_blocks: int
@@ -40,7 +40,7 @@ class Page(NamedTuple):
 
 
 def pieces(
-    page: Page, regions: Sequence[Region], bases: Sequence[int], l1_address: int, frame_bytes: int
+    page: ObjectCopy, regions: Sequence[Region], bases: Sequence[int], l1_address: int, frame_bytes: int
 ) -> Pieces:
     """The pieces of `page`, cut where the frames of its object are not contiguous.
 
@@ -53,11 +53,15 @@ def pieces(
 
 
 def pieces_of_all(
-    pages: Iterable[Page], regions: Sequence[Region], bases: Sequence[int], l1_address: int, frame_bytes: int
+    pages: Iterable[ObjectCopy],
+    regions: Sequence[Region],
+    bases: Sequence[int],
+    l1_address: int,
+    frame_bytes: int,
 ) -> Pieces:
     """The pieces of several objects of a group, in no order. Objects in one run of frames, of which most are,
     cost no step of Python each."""
-    alike: dict[tuple[int, int, int], list[Page]] = {}
+    alike: dict[tuple[int, int, int], list[ObjectCopy]] = {}
     parts = []
     for page in pages:
         if len(page.runs) == 1:
@@ -74,7 +78,7 @@ def pieces_of_all(
 
 
 def _pages(
-    alike: Sequence[Page], regions: Sequence[Region], bases: Sequence[int], frame_bytes: int
+    alike: Sequence[ObjectCopy], regions: Sequence[Region], bases: Sequence[int], frame_bytes: int
 ) -> tuple[U64, U64, U64]:
     """For each object, region and block: where a page is inside its object (the same for all), where in the
     engine's memory, and its bytes. `alike` differ in their frames and block ids alone."""
@@ -104,19 +108,23 @@ def _boundaries(runs: Runs, frame_bytes: int) -> U64:
 
 
 def cut(inside: U64, remote: U64, length: U64, boundaries: U64) -> tuple[U64, U64, U64]:
-    """Cut the pages that a boundary of their place `inside` goes through; most go through none."""
+    """Cut the pages that a boundary of their place `inside` goes through; most go through none.
+
+    A page at 10 of 20 bytes, with boundaries at 16 and 24, becomes three pieces: 10 to 16, 16 to 24 and 24 to
+    30, each with the place in the engine's memory that belongs to it.
+    """
     if not len(boundaries):
         return inside, remote, length
     first = np.searchsorted(boundaries, inside, side="right")
     last = np.searchsorted(boundaries, inside + length, side="left")
-    extra = last - first
-    if not extra.any():
+    cuts = last - first
+    if not cuts.any():
         return inside, remote, length
-    index = np.repeat(np.arange(len(inside)), extra + 1)
-    nth = np.arange(len(index)) - np.repeat(np.cumsum(extra + 1) - (extra + 1), extra + 1)
+    index = np.repeat(np.arange(len(inside)), cuts + 1)
+    k = np.arange(len(index)) - np.repeat(np.cumsum(cuts + 1) - (cuts + 1), cuts + 1)
     bounds = np.concatenate((boundaries, [np.iinfo(np.uint64).max])).astype(np.uint64)
-    start = np.where(nth == 0, inside[index], bounds[np.maximum(first[index] + nth - 1, 0)])
-    stop = np.minimum(bounds[np.minimum(first[index] + nth, len(bounds) - 1)], (inside + length)[index])
+    start = np.where(k == 0, inside[index], bounds[np.maximum(first[index] + k - 1, 0)])
+    stop = np.minimum(bounds[np.minimum(first[index] + k, len(bounds) - 1)], (inside + length)[index])
     from_byte: U64 = start.astype(np.uint64)
     to_byte: U64 = stop.astype(np.uint64)
     skipped: U64 = from_byte - inside[index]

@@ -21,7 +21,6 @@ from lmcache_server.config import Config
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.l1.memory import L1Memory
-from lmcache_server.service.copies import Copies
 from lmcache_server.service.system import System
 from lmcache_server.telemetry.metrics import Metrics
 from lmcache_server.transfer import host
@@ -93,8 +92,9 @@ class RouterTarget:
         system = System(self.loop, gpus, pins)
         system.now_s = lambda: self.now_s  # type: ignore[method-assign]
         self.cache = Cache(FRAME_BYTES, self.l1.num_frames, lease_s=30.0)
-        copies = Copies(self.l1, metrics, system, verify=True)
-        self.router, self.report = assemble(Config(), self.cache, copies, metrics, self._sent, system)
+        self.system, self.metrics = system, metrics
+        config = Config(verify=True)
+        self.router, self.report = assemble(config, self.cache, self.l1, metrics, self._sent, system)
 
     def close(self) -> None:
         self.loop.run_until_complete(self._end())
@@ -134,7 +134,8 @@ class RouterTarget:
 
     async def _end(self) -> None:
         self.router.registry.close()
-        await asyncio.sleep(0)
+        self.router.registry._closed = False
+        assert await self.system.all_ended(ANSWER_S)
 
     def _check(self) -> None:
         self.cache.check_integrity()

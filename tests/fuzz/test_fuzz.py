@@ -85,7 +85,7 @@ def test_the_target_fails_when_the_router_does(monkeypatch: pytest.MonkeyPatch) 
     (life, *_) = router_seeds()
     with owner() as (pid, address):
         target = RouterTarget(pid, address)
-        monkeypatch.setattr(target.router, "reply", lambda *_: None)
+        monkeypatch.setattr(target.router, "_reply", lambda *_: None)
         monkeypatch.setattr("fuzz.targets.ANSWER_S", 0.2)
         started_s = time.monotonic()
         with pytest.raises(TimeoutError):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
-from lmcache_server.core.cache import Cache, Layout, Read, Refusal, Reservation
+from lmcache_server.core.cache import Cache, Layout, NotReserved, Read, Reservation
 from lmcache_server.l1 import restart
 
 FRAME_BYTES = 10
@@ -175,17 +175,17 @@ class Model:
     def reserve(
         self, name: tuple[bytes, bytes], place: tuple[int, int], num_bytes: int, tag: tuple, parent: bytes
     ):
-        """A Refusal, or the chunk that now has a reserved object."""
+        """A NotReserved, or the chunk that now has a reserved object."""
         chunk = self.index.get(name)
         if chunk is not None and place in chunk.objects:
-            return Refusal.PRESENT if chunk.objects[place].ready else Refusal.BUSY
+            return NotReserved.PRESENT if chunk.objects[place].ready else NotReserved.BUSY
         new = ModelObject(num_bytes, tag)
         before = self.index.get((name[0], parent))
         # Chunks that are as recently used as the parent are none to evict for its child.
         older = self.order[: self.order.index(before)] if before in self.order else self.order
         evictable = [each for each in older if each is not chunk]
         if self.free_frames() + sum(each.frames() for each in evictable) < new.frames:
-            return Refusal.NO_ROOM
+            return NotReserved.NO_ROOM
         while self.free_frames() < new.frames:
             victim = evictable.pop(0)
             self.order.remove(victim)
@@ -224,7 +224,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.serial = 0
         self.l1: dict[int, tuple] = {}
-        self.reservations: list[tuple[Reservation, ModelChunk]] = []
+        self.reservations: list[tuple[Reservation, ModelChunk, tuple[int, int]]] = []
         self.reads: list[tuple[Read, list[ModelChunk], dict[int, tuple]]] = []
 
     @initialize(frames=st.integers(0, 80))
@@ -265,8 +265,8 @@ class CacheMachine(RuleBasedStateMachine):
         tag = (layout.namespace, key, *place, self.serial)
         expected = self.model.reserve((layout.namespace, key), place, num_bytes, tag, parent)
         blocks = len(layout.groups[of].stored_blocks(index, CHUNK_SIZE))
-        got = self.cache.reserve(layout, key, index, of, shard, blocks, num_bytes, session, parent)
-        if isinstance(expected, Refusal):
+        got = self.cache.reserve(layout, key, of, shard, blocks, num_bytes, parent)
+        if isinstance(expected, NotReserved):
             assert got is expected
             return None
         assert isinstance(got, Reservation)
@@ -274,7 +274,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert len(frames) == -(-num_bytes // FRAME_BYTES)
         for frame in frames:
             self.l1[frame] = ("half written", self.serial)
-        self.reservations.append((got, expected))
+        self.reservations.append((got, expected, place))
         return got
 
     @rule(
@@ -298,13 +298,14 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.reservations)
     @rule(place=places)
     def commit(self, place):
-        reservation, chunk = self.reservations.pop(place % len(self.reservations) if place >= 0 else -1)
-        stored = chunk.objects[reservation.group, reservation.shard]
+        index = place % len(self.reservations) if place >= 0 else -1
+        reservation, chunk, own = self.reservations.pop(index)
+        stored = chunk.objects[own]
         for position, frame in enumerate(frames_of(reservation.runs)):
             self.l1[frame] = (*stored.tag, position)
         self.cache.commit(reservation)
         if chunk in self.model.forgotten:
-            del chunk.objects[reservation.group, reservation.shard]
+            del chunk.objects[own]
         else:
             stored.ready = True
         self.model.unpin(chunk, reservation.parent)
@@ -312,9 +313,9 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.reservations)
     @rule(place=places)
     def abort(self, place):
-        reservation, chunk = self.reservations.pop(place % len(self.reservations))
+        reservation, chunk, own = self.reservations.pop(place % len(self.reservations))
         self.cache.abort(reservation)
-        del chunk.objects[reservation.group, reservation.shard]
+        del chunk.objects[own]
         self.model.unpin(chunk)
 
     @rule(

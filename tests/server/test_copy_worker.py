@@ -1,14 +1,15 @@
 """The copy thread: every job ends once, loads overtake, nothing is copied after the end."""
 
+import concurrent.futures
 import queue
 import threading
 
 import numpy as np
 import pytest
 
-from lmcache_server.transfer.base import SLICE_BYTES, CopyJob, CopyWorker
-from lmcache_server.transfer.host import CopyError
+from lmcache_server.transfer.base import CopyError
 from lmcache_server.transfer.plan import Pieces
+from lmcache_server.transfer.worker import SLICE_BYTES, CopyWorker
 
 TIMEOUT_S = 10.0
 
@@ -17,6 +18,14 @@ def slices_of(name, count):
     """Pieces of `count` slices; the address says whose they are."""
     address = np.full(count, name, np.uint64)
     return Pieces(address, address, np.full(count, SLICE_BYTES, np.uint64))
+
+
+class Job:
+    def __init__(self, load, build):
+        self.load, self.build = load, build
+
+    def after(self):
+        pass
 
 
 class Harness:
@@ -33,10 +42,7 @@ class Harness:
         self.ended = queue.Queue()
         self.fail_with = None
         self.calls = []
-        self.opened = queue.Queue()
-        self.worker = CopyWorker(
-            "copy-test", self, lambda *found: self.opened.put(found), lambda: self.alive, self._call_soon
-        )
+        self.worker = CopyWorker("copy-test", self, lambda: self.alive, self)
 
     def open(self):
         return [b"nonce"]
@@ -54,14 +60,19 @@ class Harness:
             raise self.fail_with
         self.copied.append(int(part.local[0]))
 
-    def _call_soon(self, function, *arguments):
+    # -- the event loop that the worker sees ------------------------------------------------------
+
+    def create_future(self):
+        return concurrent.futures.Future()
+
+    def call_soon_threadsafe(self, function, *arguments):
         function(*arguments)
 
-    def submit(self, name, count, *, load, build=None):
-        def done(error, num_bytes):
-            self.ended.put((name, error, num_bytes))
+    # -- what tests ask ---------------------------------------------------------------------------
 
-        self.worker.submit(CopyJob(load, build or (lambda: slices_of(name, count)), done))
+    def submit(self, name, count, *, load, build=None):
+        end = self.worker.submit(Job(load, build or (lambda: slices_of(name, count))))
+        end.add_done_callback(lambda future: self.ended.put((name, *future.result())))
 
     def wait_for_slice(self):
         return self.started.get(timeout=TIMEOUT_S)
@@ -75,7 +86,8 @@ def harness():
     it = Harness()
     yield it
     it.gate.release(1000)
-    it.worker.close()
+    it.worker.close().result(TIMEOUT_S)
+    it.worker._thread.join(TIMEOUT_S)
     assert not it.worker._thread.is_alive()
 
 
@@ -141,13 +153,11 @@ def test_closing_finishes_the_slice_and_fails_the_rest(harness):
     harness.submit(2, 1, load=False)
     harness.wait_for_slice()
     harness.submit(3, 1, load=True)
-    closer = threading.Thread(target=harness.worker.close)
-    closer.start()
-    closer.join(0.2)
-    assert closer.is_alive()  # it waits for the slice that is being copied
+    ended = harness.worker.close()
+    with pytest.raises(concurrent.futures.TimeoutError):
+        ended.result(0.2)  # the slice that is being copied has not ended
     harness.gate.release(100)
-    closer.join(TIMEOUT_S)
-    assert not closer.is_alive()
+    ended.result(TIMEOUT_S)
     ends = {name: error for name, error, _ in (harness.wait_for_end() for _ in range(3))}
     assert sorted(ends) == [1, 2, 3]
     assert all(isinstance(error, CopyError) for error in ends.values())
@@ -155,14 +165,13 @@ def test_closing_finishes_the_slice_and_fails_the_rest(harness):
 
 
 def test_a_job_for_a_closed_worker_fails_at_once(harness):
-    harness.worker.close()
+    harness.worker.close().result(TIMEOUT_S)
     harness.submit(1, 1, load=True)
     assert isinstance(harness.wait_for_end()[1], CopyError)
 
 
 def test_what_is_where_the_nonce_should_be_is_told_once(harness):
-    assert harness.opened.get(timeout=TIMEOUT_S) == (None, [b"nonce"])
-    assert harness.opened.empty()
+    assert harness.worker.opened.result(TIMEOUT_S) == (None, [b"nonce"])
 
 
 def test_memory_that_cannot_be_opened_is_told_and_closed():
@@ -171,9 +180,9 @@ def test_memory_that_cannot_be_opened_is_told_and_closed():
             raise CopyError("sealed")
 
     sealed = Sealed()
-    error, found = sealed.opened.get(timeout=TIMEOUT_S)
-    assert (str(error), found) == ("sealed", [])
-    sealed.worker.close()
+    error, found = sealed.worker.opened.result(TIMEOUT_S)
+    assert (str(error), found, error.__traceback__) == ("sealed", [], None)
+    sealed.worker.close().result(TIMEOUT_S)
     assert sealed.calls == ["closed"]
 
 
@@ -187,5 +196,5 @@ def test_every_end_comes_after_that_of_its_copies_and_the_memory_is_closed_last(
     harness.submit(2, 1, load=False)
     harness.wait_for_end()
     assert harness.calls[1:] == [("finished", False, 2)]
-    harness.worker.close()
+    harness.worker.close().result(TIMEOUT_S)
     assert harness.calls[2:] == ["closed"]

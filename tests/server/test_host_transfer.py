@@ -15,7 +15,8 @@ from lmcache_client.memory.host import ProofBuffer, allow_tracer
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.l1.memory import L1Memory
 from lmcache_server.transfer import host
-from lmcache_server.transfer.plan import Page, Pieces, pieces
+from lmcache_server.transfer.base import CopyError
+from lmcache_server.transfer.plan import ObjectCopy, Pieces, pieces
 
 MIB = 1 << 20
 
@@ -73,7 +74,10 @@ def test_pages_of_every_size_come_back_exactly(child, l1, page_bytes, padding):
     block_ids = tuple(random.Random(1).sample(range(1, count + 1), min(5, count)))
     frames = -(-len(block_ids) * page_bytes // FRAME_BYTES)
     round_trip(
-        child, l1, Page(((3, frames),), len(block_ids), 0, block_ids), (Region(0, 0, stride, page_bytes),)
+        child,
+        l1,
+        ObjectCopy(((3, frames),), len(block_ids), 0, block_ids),
+        (Region(0, 0, stride, page_bytes),),
     )
 
 
@@ -81,12 +85,12 @@ def test_pages_come_back_exactly_from_scattered_frames(child, l1):
     regions = (Region(0, 11, 50_000, 40_001), Region(0, 40_100, 50_000, 9_000))
     block_ids = tuple(range(1, 21))
     runs = ((9, 4), (2, 3), (100, 1), (5, 2), (30, 10))
-    round_trip(child, l1, Page(runs, 20, 0, block_ids), regions)
+    round_trip(child, l1, ObjectCopy(runs, 20, 0, block_ids), regions)
 
 
 def test_the_bytes_in_l1_have_the_documented_order(child, l1):
     regions = (Region(0, 0, 100, 10), Region(0, 50, 100, 20))
-    before = round_trip(child, l1, Page(((1, 1),), 2, 0, (4, 2)), regions)
+    before = round_trip(child, l1, ObjectCopy(((1, 1),), 2, 0, (4, 2)), regions)
     stored = ctypes.string_at(l1.base_address + FRAME_BYTES, 60)
     pages = [before[400:410], before[200:210], before[450:470], before[250:270]]
     assert stored == b"".join(pages)
@@ -96,13 +100,13 @@ def test_the_bytes_in_l1_have_the_documented_order(child, l1):
 def test_more_pieces_than_one_call_takes(child, l1, stride):
     count = 5 * host.MAX_PIECES + 17
     block_ids = random.Random(2).sample(range(1, 20_000), count)
-    round_trip(child, l1, Page(((0, 1),), count, 0, tuple(block_ids)), (Region(0, 5, stride, 1),))
+    round_trip(child, l1, ObjectCopy(((0, 1),), count, 0, tuple(block_ids)), (Region(0, 5, stride, 1),))
 
 
 def test_calls_are_cut_at_the_same_byte_on_both_sides(child, l1, monkeypatch):
     monkeypatch.setattr(host, "MAX_CALL_BYTES", 1000)
     monkeypatch.setattr(host, "MAX_PIECES", 3)
-    page = Page(((9, 2), (2, 3)), 20, 0, tuple(range(20, 0, -1)))
+    page = ObjectCopy(((9, 2), (2, 3)), 20, 0, tuple(range(20, 0, -1)))
     round_trip(child, l1, page, (Region(0, 3, 11_000, 10_007),))
 
 
@@ -113,7 +117,7 @@ def test_nothing_to_copy_is_no_error(child):
 
 @pytest.mark.parametrize("load", [False, True])
 def test_an_address_that_is_not_mapped_is_a_copy_error(child, l1, load):
-    with pytest.raises(host.CopyError, match=f"copying memory of process {child.pid} failed"):
+    with pytest.raises(CopyError, match=f"copying memory of process {child.pid} failed"):
         host.copy(child.pid, one_piece(l1.base_address, 4096, 100), load=load)
 
 
@@ -125,7 +129,7 @@ def test_a_piece_that_fails_in_either_thread_is_a_copy_error(child, l1, load, ba
     local = [l1.base_address + number * MIB for number in range(4)]
     plan = Pieces(*(np.array(values, np.uint64) for values in (local, remote, [MIB] * 4)))
     mapping = host.HostMapping(Memory(child.pid, ((child.address, len(child.view)),), child.address))
-    with pytest.raises(host.CopyError, match=f"copying memory of process {child.pid} failed"):
+    with pytest.raises(CopyError, match=f"copying memory of process {child.pid} failed"):
         mapping.copy(plan, load=load)
     mapping.close()
 
@@ -133,7 +137,7 @@ def test_a_piece_that_fails_in_either_thread_is_a_copy_error(child, l1, load, ba
 def test_a_copy_that_runs_off_the_mapping_is_an_error_not_a_short_copy(child, l1):
     end = child.address + len(child.view)
     # Far enough that no other mapping of the child lies behind its end.
-    with pytest.raises(host.CopyError):
+    with pytest.raises(CopyError):
         host.copy(child.pid, one_piece(l1.base_address, end - 8192, 20 * MIB), load=False)
 
 
@@ -182,7 +186,7 @@ def test_opening_tries_both_ends_of_every_buffer(child):
         ).open()
 
     assert opened(1, len(child.view)) == [bytes(child.view[:32])]
-    with pytest.raises(host.CopyError):
+    with pytest.raises(CopyError):
         opened(1, 1 << 46)
 
 

@@ -3,7 +3,7 @@ with copies that end when the test says so."""
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from fuzz.messages import BUFFER_BYTES, geometry
@@ -30,9 +30,11 @@ from lmcache_client.contract.messages import (
     Welcome,
 )
 from lmcache_server.service.sessions import MAX_JOBS, MAX_SESSIONS, MAX_WAITING_BYTES, MAX_WORKERS
-from lmcache_server.transfer.base import CopyJob
+from lmcache_server.transfer.base import CopyJob, Opened, Outcome
 from lmcache_server.transfer.host import HostMapping
 
+SETTLED_TURNS = 6
+"""Turns of the loop after which a coroutine has come as far as it can."""
 NOBODY = 1 << 30
 """A process id that means nothing."""
 
@@ -40,18 +42,29 @@ NOBODY = 1 << 30
 class HeldCopies:
     """A copy thread that waits for `end`."""
 
-    def __init__(self) -> None:
-        self.jobs: list[CopyJob] = []
+    lost = False
 
-    def submit(self, job: CopyJob) -> None:
-        self.jobs.append(job)
+    def __init__(self, opened: Opened, loop: asyncio.AbstractEventLoop) -> None:
+        self.bases: tuple[int, ...] = (0,)
+        self.jobs: list[asyncio.Future[Outcome]] = []
+        self._loop = loop
+        self.opened, self.ended = loop.create_future(), loop.create_future()
+        self.opened.set_result(opened)
+
+    def submit(self, job: CopyJob) -> "asyncio.Future[Outcome]":
+        self.jobs.append(self._loop.create_future())
+        return self.jobs[-1]
 
     def end(self) -> None:
         jobs, self.jobs = self.jobs, []
         for job in jobs:
-            job.on_done(None, 0)
+            job.set_result(Outcome(None, 0))
 
-    close = end
+    def close(self) -> "asyncio.Future[None]":
+        self.end()
+        if not self.ended.done():
+            self.ended.set_result(None)
+        return self.ended
 
 
 class Desk:
@@ -60,15 +73,14 @@ class Desk:
     def __init__(self, pid: int, address: int) -> None:
         self.target = RouterTarget(pid, address)
         self.memory = Memory(pid, ((address, BUFFER_BYTES),), address + BUFFER_BYTES)
-        self.copies = HeldCopies()
-        self.target.router.copies._system.copier = self._copier  # type: ignore[method-assign,assignment]
+        self.target.system.copier = self._copier  # type: ignore[method-assign,assignment]
         self.replies: list[tuple[int, Message]] = []
         record = self.target.router._send
         self.target.router._send = lambda who, frame: (self._record(frame), record(who, frame))  # type: ignore
         self._last_id = 0
 
-    def _copier(self, _name: str, memory: Memory, opened: Callable[..., None], _alive: object) -> HeldCopies:
-        opened(None, HostMapping(memory).open())
+    def _copier(self, _name: str, memory: Memory, _alive: object) -> HeldCopies:
+        self.copies = HeldCopies(Opened(None, HostMapping(memory).open()), self.target.loop)
         return self.copies
 
     def _record(self, frame: bytes) -> None:
@@ -83,6 +95,8 @@ class Desk:
     async def _receive(self, who: int, message: Message) -> None:
         identity = who.to_bytes(4, "big")
         self.target.router.receive(identity, messages.encode_request(self._last_id, message))
+        for _ in range(SETTLED_TURNS):
+            await asyncio.sleep(0)
 
     def hello(self, who: int) -> Message | None:
         return self.ask(who, Hello(NOBODY, who.to_bytes(16, "big"), "test"))
@@ -94,7 +108,8 @@ class Desk:
     def end_copies(self) -> None:
         async def end() -> None:
             self.copies.end()
-            await asyncio.sleep(0)
+            for _ in range(SETTLED_TURNS):
+                await asyncio.sleep(0)
 
         self.target.loop.run_until_complete(end())
 

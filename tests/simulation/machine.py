@@ -5,7 +5,7 @@ Copies move real bytes between real buffers, a few pieces at a time, while every
 
 import ctypes
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Generator
 from dataclasses import replace
 from typing import Any
 
@@ -16,15 +16,12 @@ from lmcache_server.app import assemble
 from lmcache_server.config import Config
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.pool import FRAME_BYTES
-from lmcache_server.service.copies import Copies
 from lmcache_server.telemetry.metrics import Metrics
-from lmcache_server.transfer.base import CopyJob
-from lmcache_server.transfer.host import CopyError
+from lmcache_server.transfer.base import CopyError, CopyJob, Opened, Outcome
 from simulation.network import Link, Network
 from simulation.world import Process, World
 
 TICK_S = 1.0
-Opened = Callable[[Exception | None, list[bytes]], None]
 
 
 class Faults:
@@ -70,24 +67,45 @@ class Watch:
         self._closed = True
 
 
+class Future:
+    """What a coroutine of the server waits for: as asyncio's, without a loop of its own."""
+
+    def __init__(self, server: "SimulatedServer") -> None:
+        self._server = server
+        self._result: tuple[Any, ...] = ()
+        self.waiting: list[Coroutine[Any, Any, Any]] = []
+
+    def done(self) -> bool:
+        return bool(self._result)
+
+    def set_result(self, result: Any) -> None:
+        if not self._result:
+            self._result = (result,)
+            for coroutine in self.waiting:
+                self._server.run_soon(self._server.resume, coroutine)
+
+    def __await__(self) -> Generator["Future", None, Any]:
+        if not self._result:
+            yield self
+        return self._result[0]
+
+
 class Copier:
     """The hands for one registered memory: loads overtake stores between slices, as in the real one."""
 
     lost = False
 
-    def __init__(
-        self, server: "SimulatedServer", memory: Memory, opened: Opened, alive: Callable[[], bool]
-    ) -> None:
+    def __init__(self, server: "SimulatedServer", memory: Memory, alive: Callable[[], bool]) -> None:
         self._server = server
         self._world = server.world
         self._process = server.world.processes[memory.pid]
         self._memory = memory
-        self._opened = opened
         self._alive = alive
+        self.opened, self.ended = Future(server), Future(server)
         self.bases = [start for start, _ in memory.buffers]
-        self._waiting: dict[bool, deque[CopyJob]] = {True: deque(), False: deque()}
-        self._running: list[tuple[CopyJob, Any, int]] = []
-        """Jobs under way, the inner one last: (job, its pieces, how many are done)."""
+        self._waiting: dict[bool, deque[tuple[CopyJob, Future]]] = {True: deque(), False: deque()}
+        self._running: list[tuple[CopyJob, Future, Any, int]] = []
+        """Jobs under way, the inner one last: (job, its end, its pieces, how many are done)."""
         self.closed = self._busy = False
         server.copiers.append(self)
         self._world.after(self._world.random.uniform(0, 0.005), self._open)
@@ -96,35 +114,45 @@ class Copier:
         if self._server.process.exited:
             return
         if self._process.exited:
-            self._server.run_soon(self._opened, CopyError("no such process"), [])
+            self._server.run_soon(self.opened.set_result, Opened(CopyError("no such process"), []))
             return
         found = ctypes.string_at(self._memory.proof_address, NONCE_BYTES)
-        self._server.run_soon(self._opened, None, [found])
+        self._server.run_soon(self.opened.set_result, Opened(None, [found]))
 
-    def submit(self, job: CopyJob) -> None:
+    def submit(self, job: CopyJob) -> Future:
+        end = Future(self._server)
         if self.closed:
-            self._end(job, CopyError("the session of this memory has ended"), 0)
-            return
-        self._waiting[job.load].append(job)
-        self._go_on()
+            self._end(end, CopyError("the session of this memory has ended"), 0)
+        else:
+            self._waiting[job.load].append((job, end))
+            self._go_on()
+        return end
 
-    def close(self) -> None:
-        self.closed = True
-        for job, _, _ in self._running:
-            self._end(job, CopyError("the session of this memory has ended"), 0)
-        for queue in self._waiting.values():
-            for job in queue:
-                self._end(job, CopyError("the session of this memory has ended"), 0)
-            queue.clear()
+    def close(self) -> Future:
+        """What runs in the kernel ends when it ends; until then the server waits, and does other things."""
+        if not self.closed:
+            self.closed = True
+            for queue in self._waiting.values():
+                for _, end in queue:
+                    self._end(end, CopyError("the session of this memory has ended"), 0)
+                queue.clear()
+            if not self._busy:
+                self._give_up()
+        return self.ended
+
+    def _give_up(self) -> None:
+        for _, end, _, _ in self._running:
+            self._end(end, CopyError("the session of this memory has ended"), 0)
         self._running.clear()
+        self._server.run_soon(self.ended.set_result, None)
 
     def _go_on(self) -> None:
         if self._busy or self.closed:
             return
         if self._waiting[True] and not (self._running and self._running[-1][0].load):
-            self._begin(self._waiting[True].popleft())
+            self._begin(*self._waiting[True].popleft())
         elif not self._running and self._waiting[False]:
-            self._begin(self._waiting[False].popleft())
+            self._begin(*self._waiting[False].popleft())
         if self._running:
             self._busy = True
             slow = self._world.chance(self._server.faults.slow_copy)
@@ -134,40 +162,40 @@ class Copier:
                 duration_s = self._world.random.uniform(0, 1)
             self._world.after(duration_s * (2000 if slow else 1), self._slice)
 
-    def _begin(self, job: CopyJob) -> None:
+    def _begin(self, job: CopyJob, end: Future) -> None:
         try:
             pieces = job.build()
         except CopyError as error:
-            self._end(job, error, 0)
+            self._end(end, error, 0)
             return
-        self._running.append((job, pieces, 0))
+        self._running.append((job, end, pieces, 0))
         if job.load and self._server.dies_at_next_load:
             self._server.process.kill()
 
     def _slice(self) -> None:
-        self._busy = False
-        if self.closed or self._server.process.exited:
+        if self._server.process.exited:
             return
         if (frozen_s := self._server.frozen_s()) > 0:
-            self._busy = True
             self._world.after(frozen_s, self._slice)
             return
-        job, pieces, done = self._running.pop()
+        self._busy = False
+        job, end, pieces, done = self._running.pop()
         stop = min(done + self._world.random.randint(1, 4), len(pieces.length))
         if not self._alive():
-            self._end(job, CopyError("the process has ended"), 0)
+            self._end(end, CopyError("the process has ended"), 0)
         elif self._world.chance(self._server.faults.copy_failure):
             self._world.count("copies failed")
             self._move(job, pieces, done, (done + stop) // 2)
-            self._end(job, CopyError("the kernel had enough"), 0)
+            self._end(end, CopyError("the kernel had enough"), 0)
         else:
             self._move(job, pieces, done, stop)
             if stop == len(pieces.length):
-                if job.after is not None:
-                    job.after()
-                self._end(job, None, pieces.num_bytes)
+                job.after()
+                self._end(end, None, pieces.num_bytes)
             else:
-                self._running.append((job, pieces, stop))
+                self._running.append((job, end, pieces, stop))
+        if self.closed:
+            self._give_up()
         self._go_on()
 
     def _move(self, job: CopyJob, pieces: Any, first: int, stop: int) -> None:
@@ -177,8 +205,8 @@ class Copier:
             target, source = reversed(ends) if job.load else ends
             ctypes.memmove(target, source, int(pieces.length[index]))
 
-    def _end(self, job: CopyJob, error: Exception | None, num_bytes: int) -> None:
-        self._server.run_soon(job.on_done, error, num_bytes)
+    def _end(self, end: Future, error: Exception | None, num_bytes: int) -> None:
+        self._server.run_soon(end.set_result, Outcome(error, num_bytes))
 
 
 class SimulatedServer:
@@ -208,12 +236,11 @@ class SimulatedServer:
         self.dies_at_next_load = False
         self.cache = Cache(FRAME_BYTES, num_frames, lease_s)
         self.l1 = L1(num_frames)
-        copies = Copies(self.l1, Metrics(), self, verify=True)  # type: ignore[arg-type]
-        config = Config(chunk_size=chunk_size, lease_s=lease_s)
-        metrics = copies._metrics
-        self.router, _ = assemble(config, self.cache, copies, metrics, self._send, self)  # type: ignore[arg-type]
+        config = Config(chunk_size=chunk_size, lease_s=lease_s, verify=True)
+        metrics = Metrics()
+        self.router, _ = assemble(config, self.cache, self.l1, metrics, self._send, self)  # type: ignore[arg-type]
         register = self.router.registry.register
-        self.router._handlers[Register] = lambda session, message: register(
+        self.router._for_sessions[Register] = lambda session, message, _bytes: register(
             session, replace(message, ephemeral=message.model.model == ephemeral)
         )
         network.listener = self
@@ -228,8 +255,18 @@ class SimulatedServer:
     def random_bytes(self, count: int) -> bytes:
         return self.world.random.randbytes(count)
 
-    def call_soon(self, function: Callable[..., object], *arguments: Any) -> None:
-        self.run_soon(function, *arguments)
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self.run_soon(self.resume, coroutine)
+
+    def resume(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Run a coroutine up to the next thing that it waits for."""
+        try:
+            future = coroutine.send(None)
+        except StopIteration:
+            return
+        assert isinstance(future, Future)
+        assert not future.done()
+        future.waiting.append(coroutine)
 
     def open_process(self, pid: int) -> Watch | None:
         process = self.world.processes.get(pid)
@@ -237,8 +274,8 @@ class SimulatedServer:
             return None
         return Watch(process, self)
 
-    def copier(self, name: str, memory: Memory, opened: Opened, alive: Callable[[], bool]) -> Copier:
-        return Copier(self, memory, opened, alive)
+    def copier(self, name: str, memory: Memory, alive: Callable[[], bool]) -> Copier:
+        return Copier(self, memory, alive)
 
     # -- events -----------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lmcache_client.contract.geometry import Region
 from lmcache_server.transfer.checksums import DamagedError, check, checksums
-from lmcache_server.transfer.plan import Page, pieces
+from lmcache_server.transfer.plan import ObjectCopy, pieces
 
 FRAME_BYTES = 16
 
@@ -36,7 +36,7 @@ def test_a_changed_byte_is_found_where_it_is_read_and_only_there(case, data):
     base = int(memory.ctypes.data)
 
     def read(first, count):
-        page = Page(runs, num_blocks, first, tuple(range(1, count + 1)))
+        page = ObjectCopy(runs, num_blocks, first, tuple(range(1, count + 1)))
         return page, pieces(page, regions, (0,), base, FRAME_BYTES)
 
     whole, found = read(0, num_blocks)

@@ -8,7 +8,7 @@ import pytest
 
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
 from lmcache_server.core import cache as cache_module
-from lmcache_server.core.cache import Cache, Layout, Refusal, Reservation
+from lmcache_server.core.cache import Cache, Layout, NotReserved, Reservation
 from lmcache_server.core.index import Chunk, StoredObject
 
 FRAME_BYTES = 100
@@ -34,7 +34,7 @@ def chain(count, name=0):
 
 def reserve(cache, key, index=0, where=PLAIN, of=0, shard=0, frames=1):
     blocks = len(where.groups[of].stored_blocks(index, where.chunk_size))
-    return cache.reserve(where, key, index, of, shard, blocks, frames * FRAME_BYTES, SESSION)
+    return cache.reserve(where, key, of, shard, blocks, frames * FRAME_BYTES)
 
 
 def store(cache, keys, where=PLAIN, frames=1):
@@ -108,9 +108,9 @@ def test_one_writer_per_object():
     cache = Cache(FRAME_BYTES, 10)
     (key,) = chain(1)
     first = reserve(cache, key)
-    assert reserve(cache, key) is Refusal.BUSY
+    assert reserve(cache, key) is NotReserved.BUSY
     cache.commit(first)
-    assert reserve(cache, key) is Refusal.PRESENT
+    assert reserve(cache, key) is NotReserved.PRESENT
 
 
 def test_an_aborted_object_can_be_stored_again():
@@ -181,7 +181,7 @@ def test_leased_chunks_are_never_evicted():
     store(cache, keys)
     hit = lookup(cache, keys, limit=3 * CHUNK_SIZE)
     assert hit.resume_tokens == 3 * CHUNK_SIZE
-    assert reserve(cache, others[0], frames=2) is Refusal.NO_ROOM
+    assert reserve(cache, others[0], frames=2) is NotReserved.NO_ROOM
     assert cache.evicted_chunks == 0
     store(cache, others)
     assert stored_chunks(cache, keys) == "1110"
@@ -205,7 +205,7 @@ def test_what_the_engine_has_computed_is_not_leased():
     hit = lookup(cache, chain(4), computed=2 * CHUNK_SIZE)
     assert hit.resume_tokens == 4 * CHUNK_SIZE
     assert isinstance(reserve(cache, chain(1, name=1)[0], frames=2), Reservation)
-    assert reserve(cache, chain(1, name=2)[0]) is Refusal.NO_ROOM
+    assert reserve(cache, chain(1, name=2)[0]) is NotReserved.NO_ROOM
     assert open_read(cache, hit, computed=0) is None
     assert len(open_read(cache, hit, computed=2 * CHUNK_SIZE).parts) == 2
 
@@ -215,7 +215,7 @@ def test_an_extended_chunk_is_not_evicted_to_make_room_for_itself():
     where = layout(group(), group())
     (key,) = chain(1)
     cache.commit(reserve(cache, key, 0, where, of=0))
-    assert reserve(cache, key, 0, where, of=1, frames=2) is Refusal.NO_ROOM
+    assert reserve(cache, key, 0, where, of=1, frames=2) is NotReserved.NO_ROOM
     cache.commit(reserve(cache, key, 0, where, of=1))
     assert (cache.evicted_chunks, lookup(cache, [key], where).resume_tokens) == (0, CHUNK_SIZE)
 
@@ -223,7 +223,7 @@ def test_an_extended_chunk_is_not_evicted_to_make_room_for_itself():
 def test_an_object_that_can_never_fit_evicts_nothing():
     cache = Cache(FRAME_BYTES, 4)
     store(cache, chain(4))
-    assert reserve(cache, chain(1, name=1)[0], frames=5) is Refusal.NO_ROOM
+    assert reserve(cache, chain(1, name=1)[0], frames=5) is NotReserved.NO_ROOM
     assert (cache.num_chunks, cache.evicted_chunks) == (4, 0)
     cache.grow(1)
     assert isinstance(reserve(cache, chain(1, name=1)[0], frames=5), Reservation)
@@ -239,7 +239,7 @@ def test_a_burst_larger_than_the_pool_loses_no_store_that_fits():
 def test_writes_in_flight_are_never_evicted():
     cache = Cache(FRAME_BYTES, 4)
     reservations = [reserve(cache, key) for key in chain(4)]
-    assert reserve(cache, chain(1, name=1)[0]) is Refusal.NO_ROOM
+    assert reserve(cache, chain(1, name=1)[0]) is NotReserved.NO_ROOM
     for reservation in reservations:
         cache.commit(reservation)
     assert stored_chunks(cache, chain(4)) == "1111"
@@ -314,7 +314,7 @@ def test_a_read_is_refused_unless_it_is_what_was_promised():
 def test_an_object_of_another_size_is_not_read():
     cache = Cache(FRAME_BYTES, 100)
     (key,) = chain(1)
-    cache.commit(cache.reserve(PLAIN, key, 0, 0, 0, 2, FRAME_BYTES, SESSION))
+    cache.commit(cache.reserve(PLAIN, key, 0, 0, 2, FRAME_BYTES))
     assert open_read(cache, lookup(cache, [key])) is None
     cache.check_integrity()
 
@@ -328,7 +328,7 @@ def test_a_read_outlives_its_lease_its_session_and_clear():
     assert cache.drop_session(SESSION) == 0
     assert cache.clear() == 2
     assert (cache.num_chunks, cache.used_frames, cache.free_frames) == (0, 2, 0)
-    assert reserve(cache, chain(1)[0]) is Refusal.NO_ROOM
+    assert reserve(cache, chain(1)[0]) is NotReserved.NO_ROOM
     cache.close_read(read)
     cache.close_read(read)
     assert (cache.used_frames, cache.free_frames, cache.stored_bytes) == (0, 2, 0)

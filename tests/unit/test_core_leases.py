@@ -18,8 +18,8 @@ def filled(chunks: int) -> tuple[Cache, list[bytes]]:
     """A cache with one chain of chunks."""
     cache = Cache(100, chunks)
     keys = [number.to_bytes(32, "big") for number in range(chunks)]
-    for index, key in enumerate(keys):
-        cache.commit(cache.reserve(PLAIN, key, index, 0, 0, 1, 100, GREEDY))
+    for key in keys:
+        cache.commit(cache.reserve(PLAIN, key, 0, 0, 1, 100))
     return cache, keys
 
 

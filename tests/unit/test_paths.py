@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lmcache_client.contract.geometry import Region
 from lmcache_server.transfer.paths import MIN_KERNEL_PIECES, SMALL_BYTES, batches
-from lmcache_server.transfer.plan import Page, Pieces, pieces
+from lmcache_server.transfer.plan import ObjectCopy, Pieces, pieces
 
 L1_ADDRESS, ENGINE_ADDRESS = 1 << 40, 1 << 44
 
@@ -80,7 +80,7 @@ def test_no_piece_lies_over_a_border(whole, places):
 
 
 def copies_of(regions, block_ids):
-    page = Page(((0, 64),), len(block_ids), 0, block_ids)
+    page = ObjectCopy(((0, 64),), len(block_ids), 0, block_ids)
     return list(batches(pieces(page, regions, (ENGINE_ADDRESS,), L1_ADDRESS, 64 << 10)))
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_client.contract.geometry import Region
-from lmcache_server.transfer.plan import Page, Pieces, join, merged, pieces, pieces_of_all, slices
+from lmcache_server.transfer.plan import ObjectCopy, Pieces, join, merged, pieces, pieces_of_all, slices
 
 FRAME_BYTES = 16
 L1_ADDRESS = 1 << 40
@@ -21,7 +21,7 @@ def moves(found: Pieces) -> list[tuple[int, int]]:
     ]
 
 
-def expected_moves(page: Page, regions, bases) -> list[tuple[int, int]]:
+def expected_moves(page: ObjectCopy, regions, bases) -> list[tuple[int, int]]:
     """The same from the definition of the byte order, byte by byte."""
     l1_bytes = [
         L1_ADDRESS + frame * FRAME_BYTES + i
@@ -56,7 +56,7 @@ def cases(draw):
         runs.append((frame, count))
         frame += count
     runs = draw(st.permutations(runs))
-    return Page(tuple(runs), num_blocks, first_page, tuple(block_ids)), regions, (1 << 44, 1 << 45)
+    return ObjectCopy(tuple(runs), num_blocks, first_page, tuple(block_ids)), regions, (1 << 44, 1 << 45)
 
 
 @given(cases())
@@ -79,7 +79,7 @@ def test_objects_together_give_the_moves_of_each(case, others):
     for number, (first, count, whole) in enumerate(others):
         ids = tuple(range(1 + number, 1 + number + min(count, page.num_blocks - min(first, page.num_blocks))))
         runs = ((100 * number, frames),) if whole else page.runs
-        pages.append(Page(runs, page.num_blocks, min(first, page.num_blocks), ids))
+        pages.append(ObjectCopy(runs, page.num_blocks, min(first, page.num_blocks), ids))
     found = pieces_of_all(pages, regions, bases, L1_ADDRESS, FRAME_BYTES)
     assert all(array.dtype == np.uint64 for array in found)
     assert sorted(moves(found)) == sorted(
@@ -113,14 +113,14 @@ def test_merging_a_side_keeps_its_bytes_and_leaves_no_neighbours(steps):
 def test_pages_beyond_the_object_are_an_error_not_a_write_into_the_next_one():
     region = (Region(0, 0, 16, 16),)
     with pytest.raises(AssertionError):
-        pieces(Page(((0, 4),), 2, 1, (5, 6)), region, (0,), L1_ADDRESS, FRAME_BYTES)
+        pieces(ObjectCopy(((0, 4),), 2, 1, (5, 6)), region, (0,), L1_ADDRESS, FRAME_BYTES)
     with pytest.raises(AssertionError):
-        pieces(Page(((0, 1),), 2, 0, (5, 6)), region, (0,), L1_ADDRESS, FRAME_BYTES)
-    right, short = Page(((0, 2),), 2, 0, (5, 6)), Page(((2, 1),), 2, 0, (5, 6))
+        pieces(ObjectCopy(((0, 1),), 2, 0, (5, 6)), region, (0,), L1_ADDRESS, FRAME_BYTES)
+    right, short = ObjectCopy(((0, 2),), 2, 0, (5, 6)), ObjectCopy(((2, 1),), 2, 0, (5, 6))
     with pytest.raises(AssertionError):
         pieces_of_all([right, short], region, (0,), L1_ADDRESS, FRAME_BYTES)
 
 
 def test_a_shard_without_layers_of_a_group_moves_nothing():
-    found = pieces(Page(((0, 1),), 2, 0, (5, 6)), (), (0,), L1_ADDRESS, FRAME_BYTES)
+    found = pieces(ObjectCopy(((0, 1),), 2, 0, (5, 6)), (), (0,), L1_ADDRESS, FRAME_BYTES)
     assert found.num_bytes == 0

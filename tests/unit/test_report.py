@@ -36,11 +36,10 @@ def test_it_is_not_ready_when_nothing_can_be_pinned_for_gpus(target):
 
 
 def test_what_is_counted_is_in_the_history_by_the_next_interval(target):
-    router = target.router
     target.report.tick()
-    router.metrics.count_tokens(100, computed=0, hit=64, limit=96)
-    router.metrics.count("lmcache_transfer_bytes_total", 5, direction="store")
-    router.metrics.count("lmcache_transfer_bytes_total", 7, direction="load")
+    target.metrics.count_tokens(100, computed=0, hit=64, limit=96)
+    target.metrics.count("lmcache_transfer_bytes_total", 5, direction="store")
+    target.metrics.count("lmcache_transfer_bytes_total", 7, direction="load")
     target.now_s += INTERVAL_S
     target.report.tick()
     assert target.report.history()["growth"] == {

@@ -27,7 +27,7 @@ def filled(now_s=50.0):
         layout = LAYOUTS[nth % 2]
         for of, shard in ((0, 0), (0, 1), (1, 0)) if nth < 8 else ((0, 1),):
             cache.expire(now_s - 10 + nth)
-            reservation = cache.reserve(layout, bytes([nth]) * 32, 0, of, shard, 1, 150 + nth, 1)
+            reservation = cache.reserve(layout, bytes([nth]) * 32, of, shard, 1, 150 + nth)
             assert isinstance(reservation, Reservation)
             cache.commit(reservation)
     return cache
@@ -69,7 +69,7 @@ def test_what_is_in_use_is_not_taken():
     layout = LAYOUTS[0]
     hit = cache.lookup(layout, [bytes(32)], 0, 16, 1, 50.0)
     assert hit.lease_id
-    writing = cache.reserve(layout, b"w" * 32, 0, 0, 0, 1, 10, 1)
+    writing = cache.reserve(layout, b"w" * 32, 0, 0, 1, 10)
     assert isinstance(writing, Reservation)
     again = restored(restart.encode(cache.snapshot(50.0), {}))
     assert again.num_chunks == 8

@@ -1,0 +1,142 @@
+"""The copy worker: one thread per registered memory that works off copies. It decides nothing."""
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from lmcache_server.transfer.base import CopyError, CopyJob, Mapping, Opened, Outcome
+from lmcache_server.transfer.plan import slices
+
+SLICE_BYTES = 32 << 20
+"""Loads overtake stores, and an end is noticed, between slices of this size."""
+
+_Waiting = tuple[CopyJob, "asyncio.Future[Outcome]"]
+
+
+class CopyWorker:
+    """Copies for one registered memory, in a thread of its own.
+
+    `opened` comes when the memory has been opened or could not be, `ended` when no byte of it is mapped or
+    being copied any more. `alive` is asked before each slice. All futures belong to `loop`, which never
+    waits for the thread: a copy that hangs keeps only what waits for it.
+    """
+
+    def __init__(
+        self, name: str, mapping: Mapping, alive: Callable[[], bool], loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.opened: asyncio.Future[Opened] = loop.create_future()
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self._mapping = mapping
+        self._alive = alive
+        self._loop = loop
+        self._loads: deque[_Waiting] = deque()
+        self._stores: deque[_Waiting] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def bases(self) -> Sequence[int]:
+        return self._mapping.bases
+
+    @property
+    def lost(self) -> bool:
+        return self._mapping.lost
+
+    def submit(self, job: CopyJob) -> "asyncio.Future[Outcome]":
+        """The job's end, which is to be awaited. On a worker that is closing the job fails."""
+        future: asyncio.Future[Outcome] = self._loop.create_future()
+        with self._changed:
+            if not self._closing:
+                (self._loads if job.load else self._stores).append((job, future))
+                self._changed.notify()
+                return future
+        future.set_result(Outcome(_ended(), 0))
+        return future
+
+    def close(self) -> "asyncio.Future[None]":
+        """Fail what waits, and end after the slice that is being copied. Returns `ended`."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        return self.ended
+
+    # -- in the thread ----------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        opened = Opened(None, [])
+        try:
+            opened = Opened(None, self._mapping.open())
+        except Exception as error:  # the worker that registered must hear of it
+            opened = Opened(_bare(error), [])
+        self._resolve(self.opened, opened)
+        self._work_off()
+        self._mapping.close()
+        self._resolve(self.ended, None)
+
+    def _work_off(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._loads or self._stores or self._closing):
+                    self._changed.wait()
+                if not (self._loads or self._stores):
+                    return
+                waiting = self._loads.popleft() if self._loads else self._stores.popleft()
+            self._run(*waiting)
+
+    def _run(self, job: CopyJob, future: "asyncio.Future[Outcome]") -> None:
+        error: Exception | None = None
+        num_bytes = 0
+        try:
+            with self._finished(job.load):
+                for part in slices(job.build(), SLICE_BYTES):
+                    if not job.load:
+                        self._let_loads_overtake()
+                    if self._closing or not self._alive():
+                        raise _ended()
+                    self._mapping.copy(part, load=job.load)
+                    num_bytes += part.num_bytes
+            job.after()
+        except Exception as failure:  # whatever it is, the job's owner must hear of it
+            error = _bare(failure)
+        self._resolve(future, Outcome(error, num_bytes))
+
+    @contextlib.contextmanager
+    def _finished(self, load: bool) -> Iterator[None]:
+        """Whatever happens, the end of a job comes after that of all its copies: then frames and blocks
+        get other uses."""
+        try:
+            yield
+        finally:
+            self._mapping.finish(load=load)
+
+    def _let_loads_overtake(self) -> None:
+        while True:
+            with self._changed:
+                if not self._loads:
+                    return
+                waiting = self._loads.popleft()
+            self._run(*waiting)
+
+    def _resolve(self, future: "asyncio.Future[Any]", result: object) -> None:
+        # A thread that hung until the server had ended has nobody left to tell.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(_set_result, future, result)
+
+
+def _set_result(future: "asyncio.Future[Any]", result: object) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _bare(error: Exception) -> Exception:
+    """The error without its traceback, whose frames would hold the job, and the job the error, for ever."""
+    return error.with_traceback(None)
+
+
+def _ended() -> CopyError:
+    return CopyError("the session of this memory has ended")
