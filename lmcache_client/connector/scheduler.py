@@ -47,7 +47,8 @@ class _Job:
 
 
 class SchedulerSide:
-    """See the module. `groups` come without regions; `world_size` workers report each job."""
+    """See the module. `groups` come without regions; `world_size` workers report each job. `advise` gives a
+    sentence on where prompts can be resumed with a chunk size in tokens, or an empty string."""
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class SchedulerSide:
         world_size: int,
         loads: bool,
         stores: bool,
+        advise: Callable[[int], str] = lambda _chunk_size: "",
         system: System = SYSTEM,
     ) -> None:
         self._settings = settings
@@ -71,18 +73,20 @@ class SchedulerSide:
         self._next_job = 1
         self.stats = TransferStats()
         self.chunk_size = 0
-        self.on_joined: Callable[[int], None] = lambda _chunk_size: None
+        self._advise = advise
+        self._advice = ""
         self._unified = Geometry(groups, num_blocks=2).unified_block_size
         self.channel = Channel(settings.address, self._join, log_state, system)
         self.client = Scheduler(self.channel, engine_id)
         self._now_s = system.now_s
 
-    def start(self, strict: bool, advised: Sequence[str]) -> None:
-        """Connect and join, without a server for a moment only. With `strict`, advice is an error."""
+    def start(self, strict: bool) -> None:
+        """Connect and join, without a server for a moment only. With `strict`, advice is an error: raises
+        ValueError."""
         self.channel.start(CONNECT_S, JOIN_S)
-        if strict and advised:
+        if strict and self._advice:
             self.channel.close()
-            raise ValueError(f"{advised[0]} (lmcache.mp.strict_resume_points makes this an error)")
+            raise ValueError(f"{self._advice} (lmcache.mp.strict_resume_points makes this an error)")
 
     def clear(self) -> bool:
         """Ask the server to forget everything unused; False when it did not answer."""
@@ -102,7 +106,9 @@ class SchedulerSide:
         assert joined.chunk_size > 0
         assert joined.chunk_size % self._unified == 0
         self.chunk_size = joined.chunk_size
-        self.on_joined(joined.chunk_size)
+        if not self._advice and (advice := self._advise(joined.chunk_size)):
+            self._advice = advice
+            logger.warning("lmcache: %s", advice)
 
     # -- lookup -----------------------------------------------------------------------------------
 

@@ -47,9 +47,7 @@ USED: dict[Any, dict[str, str]] = {
     create_metric_per_engine: {"0.28": "(metric, per_engine_labelvalues)"},
     BlockPool: {"0.28": "blocks num_gpu_blocks touch(blocks) free_blocks(ordered_blocks)"},
     KVCacheBlocks: {"0.28": "get_block_ids()"},
-    generate_block_hash_extra_keys: {
-        "0.28": "(request, start_token_idx, end_token_idx, start_mm_idx)",
-    },
+    generate_block_hash_extra_keys: {"0.28": "(request, start_token_idx, end_token_idx, start_mm_idx)"},
     Request: {"0.28": "request_id num_tokens all_token_ids skip_reading_prefix_cache"},
     output.SchedulerOutput: {
         "0.28": "num_scheduled_tokens scheduled_new_reqs scheduled_cached_reqs",
@@ -60,10 +58,7 @@ USED: dict[Any, dict[str, str]] = {
     output.KVConnectorBlockState: {"0.29": "boundary_state_offloads", "0.30": "get_block_ids(req_id)"},
     specs.KVCacheConfig: {"0.28": "num_blocks kv_cache_tensors kv_cache_groups", "0.29": "kv_cache_layout"},
     specs.KVCacheTensor: {"0.29": "layers layer_stride block_stride offset"},
-    specs.KVCacheGroupSpec: {
-        "0.28": "layer_names kv_cache_spec",
-        "0.30": "host_resident enable_kv_transfer",
-    },
+    specs.KVCacheGroupSpec: {"0.28": "layer_names kv_cache_spec", "0.30": "host_resident enable_kv_transfer"},
     specs.KVCacheSpec: {"0.28": "block_size page_size_bytes", "0.29": "prefix_cacheable"},
     specs.AttentionSpec: {"0.28": "dtype kv_quant_mode"},
     specs.MLAAttentionSpec: {"0.31": "max_tp_shards"},

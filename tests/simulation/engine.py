@@ -254,7 +254,7 @@ class Engine:
         """The engine's life, in a task of its first process."""
         for worker in self.workers:
             worker.start()
-        self.scheduler.start(strict=False, advised=[])
+        self.scheduler.start(strict=False)
         while not self.closing:
             self._step()
             self._rest("between steps", self.world.random.uniform(0.001, 0.02))
