@@ -95,7 +95,8 @@ class Engine:
         """What the engine's own prefix cache holds: tenant, mark, tokens, blocks by group."""
         self._memory = [self._buffer(num_blocks) for _ in range(model.ranks)]
         systems = [ClientSystem(network, process) for process in processes]
-        settings = Settings("", 5555, LOOKUP_TIMEOUT_S, LOAD_TIMEOUT_S)
+        # A host, so that the channel does not look at this machine for a directory of sockets.
+        settings = Settings("simulated", 5555, LOOKUP_TIMEOUT_S, LOAD_TIMEOUT_S)
         tag = ModelTag(model.name, (("weights", model.weights),), model.ranks, 1)
         self.workers = [
             WorkerSide(
