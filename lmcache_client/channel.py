@@ -173,7 +173,10 @@ class Channel:
 
     def call(self, message: Message, timeout_s: float) -> Message:
         """Send a request and wait for its reply; raises ChannelError. Not for the engine's thread."""
-        pending = self.submit(message, timeout_s)
+        return self.wait(self.submit(message, timeout_s))
+
+    def wait(self, pending: Pending) -> Message:
+        """The reply to a request, when it is here; raises ChannelError. Not for the engine's thread."""
         while not pending.done and not self._closed.is_set():
             self._attend()
             if not pending.done:

@@ -15,7 +15,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from lmcache_client.channel import Channel
 from lmcache_client.connector import support, translate
-from lmcache_client.connector.advice import granularity_advice
 from lmcache_client.connector.log import logger
 from lmcache_client.connector.metadata import StepMetadata, WorkerReport
 from lmcache_client.connector.scheduler import SchedulerSide
@@ -24,6 +23,7 @@ from lmcache_client.connector.stats import PromMetrics, TransferStats
 from lmcache_client.connector.support import UnsupportedError
 from lmcache_client.connector.uncached import Uncached, log_uncached, tell_server
 from lmcache_client.connector.worker import Results, WorkerSide, transfer_results, worker_report
+from lmcache_client.contract.geometry import GroupSpec
 from lmcache_client.memory.cuda import CudaExport, ExportError
 from lmcache_client.memory.host import HostExport
 
@@ -67,10 +67,12 @@ class LMCacheMPConnector(Uncached):
         self._worker: WorkerSide | None = None
         self._teller: Channel | None = None
         self._idle = False
+        self._block_size_checked = False
         self._results = Results()
         try:
             support.check_vllm(self._settings.untested_vllm)
-            translate.check_supported(vllm_config, kv_cache_config)
+            groups = translate.group_specs(kv_cache_config)
+            support.check_supported(vllm_config, kv_cache_config, groups)
         except UnsupportedError as error:
             self._supported = False
             if role == KVConnectorRole.SCHEDULER:
@@ -79,10 +81,10 @@ class LMCacheMPConnector(Uncached):
             return
         self._supported = True
         if role == KVConnectorRole.SCHEDULER:
-            self._init_scheduler(vllm_config, kv_cache_config, ignored)
+            self._init_scheduler(vllm_config, groups, ignored)
 
     def _init_scheduler(
-        self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", ignored: list[str]
+        self, vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...], ignored: list[str]
     ) -> None:
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
@@ -93,13 +95,12 @@ class LMCacheMPConnector(Uncached):
             logger.info("lmcache: a load that fails is recomputed (kv_load_failure_policy=recompute)")
         for key in ignored:
             logger.warning("lmcache: %s has no effect with this connector", key)
-        can_resume = translate.can_resume(vllm_config, kv_cache_config)
+        can_resume = support.can_resume(vllm_config, kv_cache_config)
         if not can_resume:
             logger.warning(
                 "lmcache: this engine stores but does not load: its attention backend cannot resume in the "
                 "middle of a prompt (MLA on a CPU, or neither chunked prefill nor prefix caching)"
             )
-        groups = translate.group_specs(kv_cache_config)
         self._scheduler = SchedulerSide(
             self._settings,
             self._engine_id,
@@ -107,17 +108,9 @@ class LMCacheMPConnector(Uncached):
             vllm_config.parallel_config.world_size,
             loads=transfer.is_kv_consumer and can_resume,
             stores=transfer.is_kv_producer,
+            advise=lambda chunk_size: support.granularity_advice(vllm_config, groups, chunk_size),
         )
-        advised: list[str] = []
-
-        def advise(chunk_size: int) -> None:
-            advice = granularity_advice(vllm_config, groups, chunk_size)
-            if advice and not advised:
-                advised.append(advice)
-                logger.warning("lmcache: %s", advice)
-
-        self._scheduler.on_joined = advise
-        self._scheduler.start(self._settings.strict_resume_points, advised)
+        self._scheduler.start(self._settings.strict_resume_points)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
@@ -128,7 +121,7 @@ class LMCacheMPConnector(Uncached):
             support.check_vllm(settings.untested_vllm)
         except UnsupportedError:
             return None
-        return translate.preferred_layout(vllm_config)
+        return support.preferred_layout(vllm_config)
 
     # -- scheduler side ---------------------------------------------------------------------------
 
@@ -138,9 +131,11 @@ class LMCacheMPConnector(Uncached):
 
     def on_new_request(self, request: "Request") -> None:
         if self._scheduler is not None:
-            # Not earlier: vLLM goes wrong after it has built its connector and its scheduler.
-            if wrong := translate.restore_block_size(self._vllm_config, self._scheduler.groups):
-                logger.info("lmcache: vLLM's block size was %d in its scheduler: put right", wrong)
+            if not self._block_size_checked:
+                # Once, and not earlier: vLLM breaks it after building its connector and its scheduler.
+                self._block_size_checked = True
+                if wrong := support.restore_block_size(self._vllm_config, self._scheduler.groups):
+                    logger.info("lmcache: vLLM's block size was %d in its scheduler: put right", wrong)
             self._scheduler.new_request(request)
 
     def get_num_new_matched_tokens(

@@ -1,13 +1,13 @@
 """One request of the engine, as the scheduler side sees it: its keys, its lookup, its promises."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from lmcache_client.channel import Pending
-from lmcache_client.contract.keys import ROOT_KEY, chunk_key
+from lmcache_client.contract.keys import ROOT_KEY, chunk_keys
 from lmcache_client.contract.messages import MAX_NAME, Found
 
 if TYPE_CHECKING:
@@ -51,20 +51,19 @@ class Tracked:
 
     def keys_of(self, chunks: int) -> Sequence[bytes]:
         """The keys of the first `chunks` chunks, computed once each."""
-        request, keys, size = self.request, self.keys, self.chunk_size
-        while len(keys) < chunks:
-            start, end = len(keys) * size, (len(keys) + 1) * size
+        self.keys.extend(chunk_keys(self._unkeyed(chunks), self.keys[-1] if self.keys else ROOT_KEY))
+        return self.keys[:chunks]
+
+    def _unkeyed(self, chunks: int) -> Iterator[tuple[Sequence[int], object]]:
+        """Tokens and vLLM's extra keys of each of the first `chunks` chunks that has no key yet."""
+        request, size = self.request, self.chunk_size
+        for start in range(len(self.keys) * size, chunks * size, size):
+            end = start + size
             extra, self.mm_index = generate_block_hash_extra_keys(request, start, end, self.mm_index)
-            keys.append(chunk_key(parent_of(keys, len(keys)), request.all_token_ids[start:end], extra))
-        return keys[:chunks]
+            yield request.all_token_ids[start:end], extra
 
     def holds(self, group: int, chunk: int) -> bool:
         """Whether the server said that it has this object."""
         if not self.held or chunk // 8 >= len(self.held[group]):
             return False
         return self.held[group][chunk // 8] >> chunk % 8 & 1 == 1
-
-
-def parent_of(keys: Sequence[bytes], chunk: int) -> bytes:
-    """The key of the chunk before `chunk`."""
-    return keys[chunk - 1] if chunk else ROOT_KEY

@@ -12,24 +12,12 @@ from typing import TYPE_CHECKING
 from lmcache_client.channel import Channel, ChannelError
 from lmcache_client.connector.log import log_state, logger, trace
 from lmcache_client.connector.metadata import Load, Save, StepMetadata, WorkerReport
-from lmcache_client.connector.request import Tracked, parent_of
+from lmcache_client.connector.request import Tracked
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import FAILED_LOADS, LOADED_TOKENS, LOADS, TransferStats
 from lmcache_client.contract.geometry import RECURRENT, Geometry, GroupSpec
-from lmcache_client.contract.messages import (
-    MAX_CHUNKS,
-    MAX_OBJECTS,
-    Clear,
-    EndRequest,
-    Found,
-    Join,
-    Joined,
-    Lookup,
-    Message,
-    Retrieve,
-    Store,
-    StoreObject,
-)
+from lmcache_client.contract.messages import MAX_CHUNKS, MAX_OBJECTS, Clear, Found, Store, StoreObject
+from lmcache_client.engine import JOIN_S, Scheduler, chunk_object, load_message
 from lmcache_client.transport import SYSTEM, System
 
 if TYPE_CHECKING:
@@ -43,8 +31,7 @@ if TYPE_CHECKING:
 LOOKUP_WAIT_S = 0.001
 IDLE_WAIT_S = 0.002
 CONNECT_S = 1.0
-JOIN_TIMEOUT_S = 2.0
-FORGET_TIMEOUT_S = 5.0
+CLEAR_S = 5.0
 HELD_SHARE = 0.5
 DRAIN_S = 10.0
 """How long an idle engine keeps stepping for stores that have not been acknowledged."""
@@ -60,7 +47,8 @@ class _Job:
 
 
 class SchedulerSide:
-    """See the module. `groups` come without regions; `world_size` workers report each job."""
+    """See the module. `groups` come without regions; `world_size` workers report each job. `advise` gives a
+    sentence on where prompts can be resumed with a chunk size in tokens, or an empty string."""
 
     def __init__(
         self,
@@ -70,10 +58,10 @@ class SchedulerSide:
         world_size: int,
         loads: bool,
         stores: bool,
+        advise: Callable[[int], str] = lambda _chunk_size: "",
         system: System = SYSTEM,
     ) -> None:
         self._settings = settings
-        self._engine_id = engine_id
         self.groups = groups
         self._world_size = world_size
         self._loads = loads
@@ -85,22 +73,25 @@ class SchedulerSide:
         self._next_job = 1
         self.stats = TransferStats()
         self.chunk_size = 0
-        self.on_joined: Callable[[int], None] = lambda _chunk_size: None
+        self._advise = advise
+        self._advice = ""
         self._unified = Geometry(groups, num_blocks=2).unified_block_size
         self.channel = Channel(settings.address, self._join, log_state, system)
+        self.client = Scheduler(self.channel, engine_id)
         self._now_s = system.now_s
 
-    def start(self, strict: bool, advised: Sequence[str]) -> None:
-        """Connect and join, without a server for a moment only. With `strict`, advice is an error."""
-        self.channel.start(CONNECT_S, JOIN_TIMEOUT_S)
-        if strict and advised:
+    def start(self, strict: bool) -> None:
+        """Connect and join, without a server for a moment only. With `strict`, advice is an error: raises
+        ValueError."""
+        self.channel.start(CONNECT_S, JOIN_S)
+        if strict and self._advice:
             self.channel.close()
-            raise ValueError(f"{advised[0]} (lmcache.mp.strict_resume_points makes this an error)")
+            raise ValueError(f"{self._advice} (lmcache.mp.strict_resume_points makes this an error)")
 
     def clear(self) -> bool:
         """Ask the server to forget everything unused; False when it did not answer."""
         try:
-            self.channel.call(Clear(), FORGET_TIMEOUT_S)
+            self.channel.call(Clear(), CLEAR_S)
         except ChannelError as error:
             logger.warning("lmcache: the server's cache was not cleared: %s", error)
             return False
@@ -109,15 +100,15 @@ class SchedulerSide:
     def bind(self, pool: "BlockPool") -> None:
         self._pool = pool
 
-    def _join(self, channel: Channel) -> None:
-        joined = channel.call(Join(self._engine_id), JOIN_TIMEOUT_S)
-        if not isinstance(joined, Joined) or not joined.ready:
-            raise ChannelError("the workers of this engine have not all registered yet")
+    def _join(self, _channel: Channel) -> None:
+        joined = self.client.join()
         # vLLM takes any hit length and computes nonsense from a misaligned one.
         assert joined.chunk_size > 0
         assert joined.chunk_size % self._unified == 0
         self.chunk_size = joined.chunk_size
-        self.on_joined(joined.chunk_size)
+        if not self._advice and (advice := self._advise(joined.chunk_size)):
+            self._advice = advice
+            logger.warning("lmcache: %s", advice)
 
     # -- lookup -----------------------------------------------------------------------------------
 
@@ -152,11 +143,9 @@ class SchedulerSide:
         if tracked.lookup is None:
             if not self.channel.responsive:
                 return True
-            keys = tuple(tracked.keys_of(limit // self.chunk_size))
-            request = tracked.request
-            question = Lookup(self._engine_id, tracked.name, keys, computed, limit, request.num_tokens)
-            timeout_s = self._settings.lookup_timeout_s
-            tracked.lookup = self.channel.submit(question, timeout_s, on_late=self._found_late)
+            keys = tracked.keys_of(limit // self.chunk_size)
+            num_tokens, timeout_s = tracked.request.num_tokens, self._settings.lookup_timeout_s
+            tracked.lookup = self.client.lookup(tracked.name, keys, computed, limit, num_tokens, timeout_s)
             tracked.asked_s, tracked.asked_computed = now_s, computed
         lookup = tracked.lookup
         self.channel.poll(lookup, LOOKUP_WAIT_S)
@@ -188,19 +177,12 @@ class SchedulerSide:
             tracked.start_anew(self.channel.generation, self.chunk_size)
         return tracked
 
-    def _found_late(self, reply: Message) -> None:
-        if isinstance(reply, Found) and reply.lease_id:
-            self._tell(EndRequest(self._engine_id, (reply.lease_id,), ()))
-
     def _release(self, tracked: Tracked) -> None:
         """Give up the lease of an answer that will not be used (any more)."""
         answer, tracked.answer = tracked.answer, None
         current = tracked.generation == self.channel.generation
         if answer is not None and answer.lease_id and current:
-            self._tell(EndRequest(self._engine_id, (answer.lease_id,), ()))
-
-    def _tell(self, message: Message) -> None:
-        self.channel.submit(message, FORGET_TIMEOUT_S)
+            self.client.release((answer.lease_id,))
 
     # -- load -------------------------------------------------------------------------------------
 
@@ -217,15 +199,11 @@ class SchedulerSide:
         assert answer is not None, "vLLM loads what this connector did not offer"
         computed = answer.resume_tokens - external_tokens
         assert computed >= tracked.asked_computed
-        tables = blocks.get_block_ids()
-        wanted = tuple(
-            tuple(table[i] for i in group.needed_blocks(answer.resume_tokens, computed))
-            for group, table in zip(self.groups, tables, strict=True)
-        )
-        assert all(block for ids in wanted for block in ids), "vLLM allocated no block where one is needed"
-        key = tracked.keys[answer.resume_tokens // self.chunk_size - 1]
-        message = Retrieve(tracked.name, answer.lease_id, key, answer.resume_tokens, computed, wanted)
-        job_id = self._hold([block for ids in wanted for block in ids])
+        key, tables = tracked.keys[answer.resume_tokens // self.chunk_size - 1], blocks.get_block_ids()
+        message = load_message(tracked.name, answer, key, computed, self.groups, tables)
+        wanted = [block for ids in message.block_ids for block in ids]
+        assert all(wanted), "vLLM allocated no block where one is needed"
+        job_id = self._hold(wanted)
         self._queued.append(Load(job_id, request.request_id, message))
         tracked.loading = external_tokens
         trace(request.request_id, "loading %d tokens, job %d", external_tokens, job_id)
@@ -299,8 +277,7 @@ class SchedulerSide:
             block_ids = tuple(table[positions.start : positions.stop])
             # A null block means that the engine no longer has (or never had) a part of the object.
             if len(block_ids) == len(positions) and all(block_ids):
-                each = StoreObject(keys[chunk], parent_of(keys, chunk), chunk, index, block_ids)
-                yield tracked.name, each
+                yield tracked.name, chunk_object(keys, chunk, index, block_ids)
 
     def _state_objects(self, output: "SchedulerOutput") -> Iterable[tuple[str, StoreObject]]:
         """Recurrent states that vLLM hands over in this step, each with its exact block."""
@@ -319,8 +296,7 @@ class SchedulerSide:
                     continue
                 if self.groups[group].kind == RECURRENT and not tracked.holds(group, chunk):
                     keys = tracked.keys_of(chunk + 1)
-                    each = StoreObject(keys[chunk], parent_of(keys, chunk), chunk, group, (block_id,))
-                    yield tracked.name, each
+                    yield tracked.name, chunk_object(keys, chunk, group, (block_id,))
 
     # -- blocks held for copies -------------------------------------------------------------------
 
@@ -385,10 +361,8 @@ class SchedulerSide:
             return
         if tracked.lookup is not None:
             # Unconsumed: its answer, which may be here already, holds a lease.
-            tracked.lookup.abandon()
-            if tracked.lookup.reply is not None:
-                self._found_late(tracked.lookup.reply)
+            self.client.forget(tracked.lookup)
         leases = (tracked.answer.lease_id,) if tracked.answer is not None and tracked.answer.lease_id else ()
         if leases or tracked.keys:
             keys = tuple(tracked.keys[:MAX_CHUNKS])
-            self._tell(EndRequest(self._engine_id, leases, keys, tracked.name))
+            self.client.release(leases, keys, tracked.name)

@@ -17,9 +17,8 @@ from lmcache_client.connector.stats import TransferStats
 from lmcache_client.contract import messages
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import ModelTag
-from lmcache_client.contract.messages import Challenge, Prove, Register, Registered, Stored
-from lmcache_client.memory.cuda import CudaExport
-from lmcache_client.memory.host import HostExport
+from lmcache_client.contract.messages import Stored
+from lmcache_client.engine import REGISTER_S, Export, Worker
 from lmcache_client.transport import SYSTEM, System
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 
 CONNECT_S = 1.0
-REGISTER_S = 10.0
 STORE_TIMEOUT_S = 60.0
 IDLE_WAIT_S = 0.002
 FATAL_AT_START = (messages.CONFIGURATION, messages.NO_ACCESS, messages.WRONG_VERSION, messages.BAD_REQUEST)
@@ -63,17 +61,15 @@ class WorkerSide:
         rank: int,
         model: ModelTag,
         geometry: Geometry,
-        export: HostExport | CudaExport,
+        export: Export,
         system: System = SYSTEM,
     ) -> None:
         self._settings = settings
-        self._register_message = (engine_id, rank, model, geometry)
-        self._geometry = geometry
-        self._export = export
         self._jobs: dict[int, _InFlight] = {}
         self._settled: Counter[int] = Counter()
         self.stats = TransferStats()
         self.channel = Channel(settings.address, self._register, log_state, system)
+        self.client = Worker(self.channel, engine_id, rank, model, geometry, export)
 
     def start(self) -> None:
         """Connect and register. Without a server this returns after a moment, and the engine runs
@@ -90,19 +86,9 @@ class WorkerSide:
                 self._settings.address,
             )
 
-    def _register(self, channel: Channel) -> None:
-        engine_id, rank, model, geometry = self._register_message
-        channel.system.allow_tracer(channel.server_pid)
-        memory = self._export.memory(channel.system.pid())
-        challenge = channel.call(Register(engine_id, rank, model, geometry, memory), REGISTER_S)
-        if not isinstance(challenge, Challenge):
-            raise ChannelError("the server did not challenge the registration")
-        with self._export.proving(challenge.nonce):
-            registered = channel.call(Prove(), REGISTER_S)
-        if not isinstance(registered, Registered):
-            raise ChannelError("the server did not confirm the registration")
-        if registered.warning:
-            logger.warning("lmcache: %s", registered.warning)
+    def _register(self, _channel: Channel) -> None:
+        if warning := self.client.register().warning:
+            logger.warning("lmcache: %s", warning)
 
     def submit(self, metadata: StepMetadata) -> None:
         """Start the step's loads and stores; called when its forward pass has been submitted."""
@@ -121,14 +107,16 @@ class WorkerSide:
 
         def send() -> None:
             for flying, job in sent:
-                timeout_s = STORE_TIMEOUT_S if flying.load is None else self._settings.load_timeout_s
-                flying.pending = self.channel.submit(job.message, timeout_s)
+                if isinstance(job, Load):
+                    flying.pending = self.client.load(job.message, self._settings.load_timeout_s)
+                else:
+                    flying.pending = self.client.store(job.message, STORE_TIMEOUT_S)
 
         # A destination may still be read, and a source is still written, by what is being computed.
-        self._export.after_compute(send)
+        self.client.export.after_compute(send)
 
     def close(self) -> None:
-        self._export.close()
+        self.client.export.close()
         self.channel.close()
 
     def collect(self, idle: bool) -> Results:
@@ -163,7 +151,7 @@ class WorkerSide:
             results.failed.add(load.request_id)
             _log_failed_load(load, pending.error)
             return
-        blocks = zip(self._geometry.groups, load.message.block_ids, strict=True)
+        blocks = zip(self.client.geometry.groups, load.message.block_ids, strict=True)
         self.stats.count(stats.LOADED_BYTES, sum(group.block_bytes * len(ids) for group, ids in blocks))
 
     def _stored(self, pending: Pending) -> None:

@@ -9,7 +9,7 @@ import hashlib
 import struct
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lmcache_client.contract.geometry import Geometry
@@ -62,6 +62,14 @@ def chunk_key(parent: bytes, tokens: Sequence[int], extra_keys: object) -> bytes
     if sys.byteorder == "big":
         words.byteswap()
     return hashlib.sha256(parent + _sized(b"W", words.tobytes()) + encode(extra_keys)).digest()
+
+
+def chunk_keys(chunks: Iterable[tuple[Sequence[int], object]], parent: bytes = ROOT_KEY) -> Iterator[bytes]:
+    """The keys of chunks that follow each other, each given as (tokens, extra keys); `parent` is the key of
+    the chunk before the first of them."""
+    for tokens, extra_keys in chunks:
+        parent = chunk_key(parent, tokens, extra_keys)
+        yield parent
 
 
 @dataclass(frozen=True)

@@ -85,11 +85,15 @@ def test_this_vllm_has_all_that_the_connector_uses() -> None:
 
 
 def test_the_table_names_a_version_that_is_served_for_every_name() -> None:
-    for lines in surface.USED.values():
-        for line in lines.strip().splitlines():
-            first = re.search(r"  0\.(\d+)$", line)
-            assert first is not None, f"no version at the end of {line!r}"
+    for owner, versions in surface.USED.items():
+        for version, names in versions.items():
+            first = re.fullmatch(r"0\.(\d+)", version)
+            assert first is not None, f"{version!r} of {owner.__name__} is no version"
             assert int(first[1]) <= 31
+            # What is read as a name is all that stands there.
+            read = re.findall(r"\w*\([^)]*\)|\w+", names)
+            assert " ".join(read) == " ".join(names.split())
+            assert read
 
 
 def test_a_name_or_an_argument_that_is_gone_is_found(tmp_path: Path) -> None:

@@ -1,17 +1,14 @@
 """An engine without vLLM whose pages are on a GPU, laid out as vLLM lays them out."""
 
 import ctypes
-import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from harness.rawclient import TIMEOUT_S, RawEngine
+from harness.rawclient import RawEngine
 from numpy.typing import NDArray
 
-from lmcache_client.channel import Channel
-from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
-from lmcache_client.contract.messages import Challenge, Memory, Prove, Register, Registered
+from lmcache_client.contract.geometry import GroupSpec, Region
 from lmcache_client.memory.cuda import CudaExport
 from lmcache_kernels import driver as cuda
 from lmcache_kernels.driver import Driver
@@ -110,27 +107,13 @@ class GpuEngine(RawEngine):
     """`stream` is where the engine computes."""
 
     def __init__(self, address: str, layout: Layout, num_blocks: int, engine_id: str = "engine") -> None:
-        super().__init__(address, layout.groups, num_blocks, engine_id)
         self.driver = loaded()
-        self.groups = layout.groups
-        self.geometry = Geometry(layout.groups, num_blocks)
         # Inside a larger allocation, as torch gives it.
         self._allocation, self._keeper = allocate(OFFSET + layout.num_bytes)
         self.address = self._allocation + OFFSET
         self.stream = self.driver.create_stream()
-        self.export = CudaExport(((self.address, layout.num_bytes),), lambda: self.stream)
-
-    def device_memory(self) -> Memory:
-        return self.export.memory(os.getpid())
-
-    def _register(self, channel: Channel) -> None:
-        message = Register(self.engine_id, self.rank, self.model, self.geometry, self.device_memory())
-        challenge = channel.call(message, TIMEOUT_S)
-        assert isinstance(challenge, Challenge)
-        with self.export.proving(challenge.nonce):
-            registered = channel.call(Prove(), TIMEOUT_S)
-        assert isinstance(registered, Registered)
-        self.chunk_size = registered.chunk_size
+        export = CudaExport(((self.address, layout.num_bytes),), lambda: self.stream)
+        super().__init__(address, layout.groups, num_blocks, engine_id, export=export)
 
     def pages(self, group_index: int, block: int) -> NDArray[np.uint8]:
         return np.concatenate(

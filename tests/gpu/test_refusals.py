@@ -26,8 +26,8 @@ def refused(server, change) -> RefusedError:
     """An engine whose memory is described as `change` makes it."""
     engine = GpuEngine(server.address, fused(PAGE_BYTES, BLOCKS), BLOCKS)
     try:
-        honest = engine.device_memory()
-        engine.device_memory = lambda: change(honest)  # type: ignore[method-assign]
+        honest = engine.own_memory()
+        engine.export.memory = lambda _pid: change(honest)  # type: ignore[method-assign]
         engine.worker.start(5, 5)
         refusal = engine.worker.refusal
         assert refusal is not None

@@ -213,7 +213,7 @@ class EngineProcess:
         from harness.stored_bytes import Twin, of_process
 
         worker = get_kv_transfer_group()._worker
-        geometry, buffers = worker._register_message[-1], worker._export._buffers
+        geometry, buffers = worker.client.geometry, worker.client.export._buffers
         manager = self._core().scheduler.kv_cache_manager
         (name,) = self.do_submit([prompt], 4, None, None)
         pages: dict[tuple[int, int], bytes] = {}
@@ -233,7 +233,7 @@ class EngineProcess:
                             pages.setdefault((index, position), live.block(index, table[position]))
         del self.results[name]
         self.do_settle()
-        twin = Twin(worker._settings.address, (*worker._register_message, buffers))
+        twin = Twin(worker._settings.address, worker.client, [size for _, size in buffers])
         try:
             compared = 0
             for index, table in enumerate(twin.load(prompt, resume_tokens)):

@@ -9,7 +9,7 @@ import zmq
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
-from lmcache_client.contract.keys import ROOT_KEY, ModelTag, chunk_key
+from lmcache_client.contract.keys import ModelTag, chunk_keys
 from lmcache_client.contract.messages import (
     Challenge,
     EndRequest,
@@ -24,9 +24,9 @@ from lmcache_client.contract.messages import (
     Register,
     Retrieve,
     Store,
-    StoreObject,
     Welcome,
 )
+from lmcache_client.engine import chunk_object
 from lmcache_client.memory.host import ProofBuffer, allow_tracer
 
 TIMEOUT_S = 10.0
@@ -54,10 +54,7 @@ class Peer:
         self.memory = np.zeros(BLOCKS * page_bytes, dtype=np.uint8)
         self.proof = ProofBuffer()
         self.client_id = os.urandom(16)
-        keys = [ROOT_KEY]
-        for chunk in range(CHUNKS):
-            keys.append(chunk_key(keys[-1], [chunk], engine_id))
-        self.keys = tuple(keys[1:])
+        self.keys = tuple(chunk_keys(([chunk], engine_id) for chunk in range(CHUNKS)))
         self.found: Found | None = None
 
     def __enter__(self) -> Self:
@@ -127,12 +124,8 @@ class Peer:
         return Retrieve("request", lease_id, self.keys[-1], CHUNKS * CHUNK_SIZE, 0, (ids,))
 
     def store(self) -> Store:
-        parents = (ROOT_KEY, *self.keys)
         return Store(
-            tuple(
-                StoreObject(key, parents[chunk], chunk, 0, self.chunk_blocks(chunk))
-                for chunk, key in enumerate(self.keys)
-            )
+            tuple(chunk_object(self.keys, chunk, 0, self.chunk_blocks(chunk)) for chunk in range(CHUNKS))
         )
 
     @staticmethod

@@ -12,28 +12,21 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lmcache_client.channel import Channel, ChannelError
+from lmcache_client.channel import Channel
 from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
-from lmcache_client.contract.keys import ROOT_KEY, ModelTag, chunk_key
+from lmcache_client.contract.keys import ModelTag, chunk_keys
 from lmcache_client.contract.messages import (
-    Challenge,
     Done,
-    EndRequest,
     Found,
-    Join,
-    Joined,
     Lookup,
     Memory,
     Message,
-    Prove,
-    Register,
-    Registered,
-    Retrieve,
     Store,
     Stored,
     StoreObject,
 )
-from lmcache_client.memory.host import ProofBuffer, allow_tracer
+from lmcache_client.engine import Export, Scheduler, Worker, chunk_object, expect, load_message
+from lmcache_client.memory.host import HostExport
 
 TIMEOUT_S = 20.0
 
@@ -53,11 +46,8 @@ def group(
 
 def chain(tokens: Sequence[int], chunk_size: int) -> tuple[bytes, ...]:
     """The keys of the whole chunks of a prompt."""
-    keys, parent = [], ROOT_KEY
-    for start in range(0, len(tokens) - chunk_size + 1, chunk_size):
-        parent = chunk_key(parent, tokens[start : start + chunk_size], None)
-        keys.append(parent)
-    return tuple(keys)
+    starts = range(0, len(tokens) - chunk_size + 1, chunk_size)
+    return tuple(chunk_keys((tokens[start : start + chunk_size], None) for start in starts))
 
 
 class RawEngine:
@@ -75,48 +65,36 @@ class RawEngine:
         rank: int = 0,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
+        export: Export | None = None,
     ) -> None:
         self.engine_id = engine_id
         self.num_blocks = num_blocks
-        size, laid_out = 0, []
-        for each in groups:
-            spec, size = _laid_out(each, num_blocks, pad, size)
-            laid_out.append(spec)
-        self.groups = tuple(laid_out)
-        self.memory: NDArray[np.uint8] = np.zeros(size, dtype=np.uint8)
+        self.groups = tuple(groups)
+        if export is None:
+            self.groups, size = _laid_out(groups, num_blocks, pad)
+            self.memory: NDArray[np.uint8] = np.zeros(size, dtype=np.uint8)
+            export = HostExport(((self.memory.ctypes.data, self.memory.nbytes),))
+        self.export = export
         self.geometry = Geometry(self.groups, num_blocks)
         self.rank = rank
         self.model = ModelTag(model, (), tensor_parallel_size, pipeline_parallel_size)
-        self.proof = ProofBuffer()
         self.chunk_size = 0
         self.states: list[tuple[bool, str]] = []
         self.worker = Channel(address, self._register, lambda *state: self.states.append(state))
-        self.scheduler = Channel(address, self._join)
+        self.scheduler = Channel(address, lambda _: self._scheduler.join(TIMEOUT_S))
+        self.client = Worker(self.worker, engine_id, rank, self.model, self.geometry, export)
+        self._scheduler = Scheduler(self.scheduler, engine_id)
 
     def start(self, wait_s: float = 5.0) -> "RawEngine":
         self.worker.start(wait_s, wait_s)
         self.scheduler.start(wait_s, wait_s)
         return self
 
-    def host_memory(self) -> Memory:
-        return Memory(os.getpid(), ((self.memory.ctypes.data, self.memory.nbytes),), self.proof.address)
+    def own_memory(self) -> Memory:
+        return self.export.memory(os.getpid())
 
-    def _register(self, channel: Channel) -> None:
-        allow_tracer(channel.server_pid)
-        challenge = channel.call(
-            Register(self.engine_id, self.rank, self.model, self.geometry, self.host_memory()), TIMEOUT_S
-        )
-        assert isinstance(challenge, Challenge)
-        self.proof.write(challenge.nonce)
-        registered = channel.call(Prove(), TIMEOUT_S)
-        assert isinstance(registered, Registered)
-        self.chunk_size = registered.chunk_size
-
-    def _join(self, channel: Channel) -> None:
-        joined = channel.call(Join(self.engine_id), TIMEOUT_S)
-        assert isinstance(joined, Joined)
-        if not joined.ready:
-            raise ChannelError("the worker has not registered")
+    def _register(self, _channel: Channel) -> None:
+        self.chunk_size = self.client.register().chunk_size
 
     def pages(self, group_index: int, block: int) -> NDArray[np.uint8]:
         """The bytes of a block over all regions of a group, as one array (a copy)."""
@@ -135,9 +113,7 @@ class RawEngine:
         return self.memory[start : start + region.page_bytes]
 
     def store(self, objects: Sequence[StoreObject]) -> Stored:
-        stored = self.worker.call(Store(tuple(objects)), TIMEOUT_S)
-        assert isinstance(stored, Stored)
-        return stored
+        return expect(self.worker.wait(self.client.store(Store(tuple(objects)), TIMEOUT_S)), Stored)
 
     def store_prompt(
         self, keys: Sequence[bytes], tables: Sequence[Sequence[int]], without: Collection[int] = ()
@@ -145,13 +121,12 @@ class RawEngine:
         """Store all chunks of a prompt whose blocks are in `tables` (per group, by position), but not of
         the groups `without`."""
         objects = []
-        for chunk, key in enumerate(keys):
+        for chunk in range(len(keys)):
             for index, each in enumerate(self.groups):
                 positions = each.stored_blocks(chunk, self.chunk_size)
                 if positions and index not in without:
                     ids = tuple(tables[index][i] for i in positions)
-                    parent = keys[chunk - 1] if chunk else ROOT_KEY
-                    objects.append(StoreObject(key, parent, chunk, index, ids))
+                    objects.append(chunk_object(keys, chunk, index, ids))
         return self.store(objects)
 
     def lookup_message(self, keys: Sequence[bytes], computed: int = 0, limit: int | None = None) -> Lookup:
@@ -159,41 +134,38 @@ class RawEngine:
         return Lookup(self.engine_id, "request", tuple(keys), computed, limit, limit + 1)
 
     def lookup(self, keys: Sequence[bytes], computed: int = 0, limit: int | None = None) -> Found:
-        found = self.scheduler.call(self.lookup_message(keys, computed, limit), TIMEOUT_S)
-        assert isinstance(found, Found)
-        return found
+        limit = len(keys) * self.chunk_size if limit is None else limit
+        asked = self._scheduler.lookup("request", keys, computed, limit, limit + 1, TIMEOUT_S)
+        return expect(self.scheduler.wait(asked), Found)
 
     def retrieve(
         self, found: Found, keys: Sequence[bytes], tables: Sequence[Sequence[int]], computed: int = 0
     ) -> Message:
         """Load into the blocks of `tables`; raises ChannelError as the connector would see it."""
-        wanted = tuple(
-            tuple(table[i] for i in each.needed_blocks(found.resume_tokens, computed))
-            for each, table in zip(self.groups, tables, strict=True)
-        )
         key = keys[found.resume_tokens // self.chunk_size - 1]
-        message = Retrieve("request", found.lease_id, key, found.resume_tokens, computed, wanted)
-        return self.worker.call(message, TIMEOUT_S)
+        message = load_message("request", found, key, computed, self.groups, tables)
+        return self.worker.wait(self.client.load(message, TIMEOUT_S))
 
     def end(self, found: Found, keys: Sequence[bytes] = ()) -> None:
         leases = (found.lease_id,) if found.lease_id else ()
-        assert isinstance(
-            self.scheduler.call(EndRequest(self.engine_id, leases, tuple(keys)), TIMEOUT_S), Done
-        )
+        expect(self.scheduler.wait(self._scheduler.release(leases, tuple(keys))), Done)
 
     def close(self) -> None:
         self.scheduler.close()
         self.worker.close()
 
 
-def _laid_out(spec: GroupSpec, num_blocks: int, pad: int, offset: int) -> tuple[GroupSpec, int]:
-    """The group with its regions from `offset` on, and where they end."""
-    regions = []
-    for region in spec.regions:
-        stride = region.page_bytes + pad
-        regions.append(Region(0, offset, stride, region.page_bytes))
-        offset += num_blocks * stride
-    return dataclasses.replace(spec, regions=tuple(regions)), offset
+def _laid_out(groups: Sequence[GroupSpec], num_blocks: int, pad: int) -> tuple[tuple[GroupSpec, ...], int]:
+    """The groups with their regions one behind the other, and the bytes that they take."""
+    laid_out, offset = [], 0
+    for spec in groups:
+        regions = []
+        for region in spec.regions:
+            stride = region.page_bytes + pad
+            regions.append(Region(0, offset, stride, region.page_bytes))
+            offset += num_blocks * stride
+        laid_out.append(dataclasses.replace(spec, regions=tuple(regions)))
+    return tuple(laid_out), offset
 
 
 def start_ranks(

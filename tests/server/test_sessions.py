@@ -15,6 +15,7 @@ from harness.server import LMCacheServer
 from lmcache_client.channel import Channel, RefusedError
 from lmcache_client.contract import messages
 from lmcache_client.contract.messages import Challenge, Memory, Prove, Register
+from lmcache_client.memory.host import HostExport
 
 
 def address(server: LMCacheServer) -> str:
@@ -41,13 +42,13 @@ def test_memory_of_another_process_cannot_be_registered(server: LMCacheServer) -
     outcomes: list[str] = []
 
     def register_the_stranger(channel: Channel) -> None:
-        own = engine.host_memory()
+        own = engine.own_memory()
         memory = Memory(stranger.pid, own.buffers, own.proof_address)
         challenge = channel.call(Register("thief", 0, engine.model, engine.geometry, memory), 5)
         assert isinstance(challenge, Challenge)
-        engine.proof.write(challenge.nonce)
         try:
-            channel.call(Prove(), 5)
+            with engine.export.proving(challenge.nonce):
+                channel.call(Prove(), 5)
         except RefusedError as error:
             outcomes.append(error.code)
             raise
@@ -69,7 +70,7 @@ def test_a_nonce_that_was_not_written_is_no_proof(server: LMCacheServer) -> None
     engine = RawEngine(address(server), [group()])
 
     def register_without_writing(channel: Channel) -> None:
-        message = Register("liar", 0, engine.model, engine.geometry, engine.host_memory())
+        message = Register("liar", 0, engine.model, engine.geometry, engine.own_memory())
         assert isinstance(channel.call(message, 5), Challenge)
         channel.call(Prove(), 5)
 
@@ -91,7 +92,7 @@ def test_memory_that_is_not_there_is_refused(server: LMCacheServer) -> None:
     # Mapped, so that nothing else comes to lie there, but without any right to read or write.
     gone = libc.mmap(None, size, 0, 0x22, -1, 0)
     engine = RawEngine(address(server), [group()])
-    engine.host_memory = lambda: Memory(os.getpid(), ((gone, size),), engine.proof.address)  # type: ignore[method-assign]
+    engine.client.export = HostExport(((gone, size),))
     try:
         engine.start()
         assert engine.worker.refusal is not None

@@ -6,6 +6,7 @@ from typing import Any
 from lmcache_client.channel import Channel
 from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.contract.geometry import SLIDING_WINDOW, GroupSpec
+from lmcache_client.engine import Scheduler
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.leases import LeaseTable
 
@@ -48,7 +49,7 @@ def _load_of_an_evicted_chunk() -> None:
 
 
 def _late_answer_kept() -> None:
-    SchedulerSide._found_late = lambda self, reply: None  # type: ignore[method-assign]
+    Scheduler._release_late = lambda self, reply: None  # type: ignore[method-assign]
 
 
 def _leases_outlive_sessions() -> None:

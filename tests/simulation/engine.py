@@ -95,7 +95,8 @@ class Engine:
         """What the engine's own prefix cache holds: tenant, mark, tokens, blocks by group."""
         self._memory = [self._buffer(num_blocks) for _ in range(model.ranks)]
         systems = [ClientSystem(network, process) for process in processes]
-        settings = Settings("", 5555, LOOKUP_TIMEOUT_S, LOAD_TIMEOUT_S)
+        # A host, so that the channel does not look at this machine for a directory of sockets.
+        settings = Settings("simulated", 5555, LOOKUP_TIMEOUT_S, LOAD_TIMEOUT_S)
         tag = ModelTag(model.name, (("weights", model.weights),), model.ranks, 1)
         self.workers = [
             WorkerSide(
@@ -254,7 +255,7 @@ class Engine:
         """The engine's life, in a task of its first process."""
         for worker in self.workers:
             worker.start()
-        self.scheduler.start(strict=False, advised=[])
+        self.scheduler.start(strict=False)
         while not self.closing:
             self._step()
             self._rest("between steps", self.world.random.uniform(0.001, 0.02))

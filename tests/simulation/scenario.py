@@ -5,8 +5,8 @@ import logging
 import random
 from collections.abc import Callable
 
-from lmcache_client.connector.scheduler import FORGET_TIMEOUT_S
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW
+from lmcache_client.engine import RELEASE_S
 from simulation.engine import LOAD_TIMEOUT_S, Engine, Model
 from simulation.machine import TICK_S, Faults, SimulatedServer
 from simulation.network import Network
@@ -221,7 +221,7 @@ class Scenario:
         server = self.server
         assert server is not None
         # The last words of the engines arrive; leases of those that were killed are over.
-        limit_s = SETTLE_S if world.counts.get("replies lost") else FORGET_TIMEOUT_S + TICK_S
+        limit_s = SETTLE_S if world.counts.get("replies lost") else RELEASE_S + TICK_S
         still = world.run(functools.partial(_is_at_rest, server), limit_s)
         assert still, f"the server holds {server.cache.num_leases} leases, {server.cache.num_readers} readers"
         server.cache.check_integrity()

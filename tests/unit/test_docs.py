@@ -16,8 +16,8 @@ from harness.pages import DATA, NEEDS, SHELL
 from harness.paths import ROOT
 
 from lmcache_client.connector import settings
-from lmcache_client.connector.advice import granularity_advice
 from lmcache_client.connector.settings import PREFIX, WITHOUT_EFFECT, Settings
+from lmcache_client.connector.support import granularity_advice
 from lmcache_client.contract.geometry import RECURRENT, GroupSpec
 from lmcache_server.commands.cli import cli
 

@@ -5,30 +5,23 @@ from typing import TypeVar
 
 import numpy as np
 
-from lmcache_client.channel import Channel, ChannelError
-from lmcache_client.contract.keys import ROOT_KEY, ModelTag, chunk_key
+from lmcache_client.channel import Channel
+from lmcache_client.contract.keys import ModelTag, chunk_keys
 from lmcache_client.contract.messages import (
     MAX_LEASES,
-    Challenge,
     Done,
     EndRequest,
     Found,
-    Join,
-    Joined,
     Lookup,
     Message,
-    Prove,
-    Register,
-    Registered,
     Retrieve,
     Store,
-    StoreObject,
 )
+from lmcache_client.engine import REGISTER_S, Scheduler, Worker, chunk_object, load_message
 from lmcache_client.memory.host import HostExport
 from lmcache_server.commands.bench.workload import BenchError, Workload
 
 CONNECT_S = 2.0
-REGISTER_S = 10.0
 ANSWER_S = 60.0
 LOOKUP_WAIT_S = 0.001
 """As the connector waits for a lookup."""
@@ -37,10 +30,7 @@ Reply = TypeVar("Reply", bound=Message)
 
 def chain(number: int, request: int, chunks: int) -> tuple[bytes, ...]:
     """The keys of a request of worker `number`."""
-    keys = [ROOT_KEY]
-    for _ in range(chunks):
-        keys.append(chunk_key(keys[-1], (number, request), None))
-    return tuple(keys[1:])
+    return tuple(chunk_keys(((number, request), None) for _ in range(chunks)))
 
 
 class Client:
@@ -52,20 +42,23 @@ class Client:
     def __init__(self, address: str, workload: Workload, number: int) -> None:
         self.workload = workload
         self.number = number
-        self._engine_id = f"{workload.model} {number}"
+        engine_id = f"{workload.model} {number}"
         geometry = workload.geometry
         # Every word is another, so no page can be taken for one of elsewhere.
         words = workload.memory_bytes // 8
         self._memory = np.arange(number << 40, (number << 40) + words, dtype=np.uint64)
-        self._export = HostExport(((self._memory.ctypes.data, self._memory.nbytes),))
+        export = HostExport(((self._memory.ctypes.data, self._memory.nbytes),))
         self._geometry = geometry
         # Neighbours are no neighbours in memory, as in an engine that has served for a while.
         blocks = iter(np.random.default_rng(number).permutation(np.arange(1, workload.num_blocks)).tolist())
         positions = workload.positions
         self._source = [dict(zip(at, itertools.islice(blocks, len(at)), strict=True)) for at in positions]
         self._target = [list(itertools.islice(blocks, len(at))) for at in positions]
-        self.worker = Channel(address, self._register)
-        self.scheduler = Channel(address, self._join)
+        model = ModelTag(workload.model, (), 1, 1)
+        self.worker = Channel(address, lambda _: worker.register())
+        self.scheduler = Channel(address, lambda _: self._scheduler.join(REGISTER_S))
+        worker = Worker(self.worker, engine_id, 0, model, geometry, export, ephemeral=True)
+        self._scheduler = Scheduler(self.scheduler, engine_id)
 
     def __enter__(self) -> "Client":
         for channel in (self.worker, self.scheduler):
@@ -80,31 +73,11 @@ class Client:
         self.scheduler.close()
         self.worker.close()
 
-    def _register(self, channel: Channel) -> None:
-        channel.system.allow_tracer(channel.server_pid)
-        memory = self._export.memory(channel.system.pid())
-        model = ModelTag(self.workload.model, (), 1, 1)
-        message = Register(self._engine_id, 0, model, self._geometry, memory, ephemeral=True)
-        challenge = channel.call(message, REGISTER_S)
-        if not isinstance(challenge, Challenge):
-            raise ChannelError("the server did not challenge the registration")
-        with self._export.proving(challenge.nonce):
-            if not isinstance(channel.call(Prove(), REGISTER_S), Registered):
-                raise ChannelError("the server did not confirm the registration")
-
-    def _join(self, channel: Channel) -> None:
-        joined = channel.call(Join(self._engine_id), REGISTER_S)
-        if not isinstance(joined, Joined) or not joined.ready:
-            raise ChannelError("the worker has not registered")
-
     def store_message(self, keys: tuple[bytes, ...]) -> Store:
-        parents = (ROOT_KEY, *keys)
         return Store(
             tuple(
-                StoreObject(
-                    key, parents[chunk], chunk, index, tuple(self._source[index][at] for at in stored)
-                )
-                for chunk, key in enumerate(keys)
+                chunk_object(keys, chunk, index, tuple(self._source[index][at] for at in stored))
+                for chunk in range(len(keys))
                 for index, group in enumerate(self._geometry.groups)
                 if (stored := group.stored_blocks(chunk, self.workload.chunk_size))
             )
@@ -112,15 +85,18 @@ class Client:
 
     def lookup_message(self, keys: tuple[bytes, ...]) -> Lookup:
         limit = len(keys) * self.workload.chunk_size
-        return Lookup(self._engine_id, "bench", keys, 0, limit, limit + 1)
+        return Lookup(self._scheduler.engine_id, "bench", keys, 0, limit, limit + 1)
 
     def retrieve_message(self, found: Found, key: bytes, turn: int) -> Retrieve:
         """Into other blocks than in the `turn` before."""
-        ids = []
-        for target, group in zip(self._target, self._geometry.groups, strict=True):
-            needed = range(turn, turn + len(group.needed_blocks(found.resume_tokens)))
-            ids.append(tuple(target[nth % len(target)] for nth in needed))
-        return Retrieve("bench", found.lease_id, key, found.resume_tokens, 0, tuple(ids))
+        groups = self._geometry.groups
+        tables = [
+            {at: target[nth % len(target)] for nth, at in enumerate(needed, turn)}
+            for target, needed in zip(
+                self._target, (group.needed_blocks(found.resume_tokens) for group in groups), strict=True
+            )
+        ]
+        return load_message("bench", found, key, 0, groups, tables)
 
     def check(self, message: Retrieve) -> None:
         """Raises BenchError unless what was stored is now where this, the last message, wanted it."""
@@ -133,7 +109,7 @@ class Client:
     def release(self, *found: Found) -> None:
         leases = tuple(each.lease_id for each in found if each.lease_id)
         for start in range(0, len(leases), MAX_LEASES):
-            message = EndRequest(self._engine_id, leases[start : start + MAX_LEASES], ())
+            message = EndRequest(self._scheduler.engine_id, leases[start : start + MAX_LEASES], ())
             self.ask(self.scheduler, message, Done, LOOKUP_WAIT_S)
 
     @staticmethod
