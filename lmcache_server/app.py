@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import gc
-import json
 import logging
 import signal
 
@@ -28,7 +27,7 @@ from lmcache_server.service.registry import Registry
 from lmcache_server.service.router import Router, Send
 from lmcache_server.service.system import System
 from lmcache_server.telemetry.failures import Failures
-from lmcache_server.telemetry.metrics import Metrics
+from lmcache_server.telemetry.metrics import CONTENT_TYPE, Metrics
 from lmcache_server.transfer.gpus import Gpus
 from lmcache_server.transfer.pins import Pins
 
@@ -37,7 +36,6 @@ logger = logging.getLogger("lmcache_server")
 TICK_S = 1.0
 END_S = 5.0
 """How long the end waits for copies that run; one that hangs ends with the process."""
-ASK_TIMEOUT_S = 1.0
 EXIT_CANNOT_START = 2
 
 
@@ -62,8 +60,8 @@ def _run(config: Config) -> int:
     descriptors.raise_limit()
     with contextlib.ExitStack() as stack:
         socket, connections = stack.enter_context(bound_socket(config))
-        web = http.bind(config.http_host, config.http_port)
-        stack.callback(web.server_close)
+        web = http.Server(config.http_host, config.http_port)
+        stack.callback(web.close)
         file = L1File(config.l1_path, config.l1_size_bytes) if config.l1_path else None
         if file is not None:
             stack.callback(file.close)
@@ -104,28 +102,8 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
     l1.fill(cache.total_frames, lambda frames: loop.call_soon_threadsafe(cache.grow, frames))
     listener.start(router, loop)
 
-    async def answer(what: str) -> tuple[int, bytes]:
-        if what == "metrics":
-            report.update_gauges()
-            return 200, metrics.render()
-        if what == "status":
-            return 200, json.dumps(report.status()).encode()
-        if what == "history":
-            return 200, json.dumps(report.history()).encode()
-        why = report.unready()
-        return (503, f"{why}\n".encode()) if why and what == "ready" else (200, b"ok\n")
-
-    def ask(what: str) -> tuple[int, bytes]:
-        if what == "selftest":
-            return selftest.result()
-        return asyncio.run_coroutine_threadsafe(answer(what), loop).result(ASK_TIMEOUT_S)
-
-    selftest = SelfTest(
-        listener.endpoint,
-        config.chunk_size,
-        lambda error: loop.call_soon_threadsafe(router.selftest_ended, error),
-    )
-    web.start(ask)
+    selftest = SelfTest(listener.endpoint, config.chunk_size, router.selftest_ended)
+    web.start(_routes(report, metrics, selftest))
     logger.info(
         "ready: engines at %(endpoint)s, HTTP at %(url)s", {"endpoint": listener.endpoint, "url": web.url}
     )
@@ -142,7 +120,7 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
                 await asyncio.wait_for(stop.wait(), TICK_S)
         logger.info("ending: %(sessions)d sessions", {"sessions": len(router.registry.sessions)})
     finally:
-        web.stop()
+        await web.stop()
         l1.stop()
         router.registry.close()
         # Copies that end in time have their last word to say; then nothing is held any more.
@@ -152,3 +130,20 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
     if l1.file is not None:
         restart.save(l1.file, cache, router.registry.known)
     return 0
+
+
+def _routes(report: Report, metrics: Metrics, selftest: SelfTest) -> http.Routes:
+    def ready() -> http.Answer:
+        why = report.unready()
+        return http.text(why, 503) if why else http.text("ok")
+
+    return {
+        "/": lambda: http.PAGE,
+        "/metrics": lambda: http.Answer(metrics.render(), CONTENT_TYPE),
+        "/healthz": lambda: http.text("ok"),
+        "/healthcheck": lambda: http.text("ok"),
+        "/readyz": ready,
+        "/status": lambda: http.as_json(report.status()),
+        "/history": lambda: http.as_json(report.history()),
+        "/selftest": selftest.result,
+    }

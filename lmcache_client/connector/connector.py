@@ -95,7 +95,7 @@ class LMCacheMPConnector(Uncached):
             logger.info("lmcache: a load that fails is recomputed (kv_load_failure_policy=recompute)")
         for key in ignored:
             logger.warning("lmcache: %s has no effect with this connector", key)
-        can_resume = support.can_resume(vllm_config, kv_cache_config)
+        can_resume = support.can_resume(vllm_config, self._kv_cache_config)
         if not can_resume:
             logger.warning(
                 "lmcache: this engine stores but does not load: its attention backend cannot resume in the "

@@ -1,42 +1,56 @@
-"""HTTP for people and machines that watch: a status page at /, and what _PATHS lists. Read-only.
+"""HTTP for people and probes: the routes that it is given, to read only, and a page for people at /.
 
-It runs on threads of its own and asks the event loop for what it shows, so an answer also says that the
-loop turns. The page has no part of its own elsewhere: its policy allows no other script, style or address.
+It runs on the event loop of the server, so that a loop that hangs does not answer: a probe asks for that.
+The page has no part of its own elsewhere: its policy allows no other script, style or address.
 """
 
+import asyncio
 import base64
+import contextlib
 import hashlib
+import inspect
+import ipaddress
+import json
+import logging
 import re
 import socket
-import socketserver
-import threading
-import time
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Awaitable, Callable, Mapping
+from email.utils import formatdate
+from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
-from lmcache_client.contract.endpoint import host_name
+from lmcache_client.contract.endpoint import host_name, is_loopback
 from lmcache_server.errors import StartError
 
-Ask = Callable[[str], tuple[int, bytes]]
-REQUEST_TIMEOUT_S = 5.0
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S = 5.0
+"""For all of a request to come in, and once more for its answer to be taken."""
+MAX_HEAD_BYTES = 8192
 MAX_CONNECTIONS = 32
+MAX_CONNECTIONS_OF_A_PEER = 8
+"""Of one address other than loopback."""
 RETRY_S = 0.1
 
-_TEXT = "text/plain; charset=utf-8"
-_JSON = "application/json"
-_PATHS = {
-    "/metrics": ("metrics", "text/plain; version=0.0.4; charset=utf-8"),
-    "/healthz": ("health", _TEXT),
-    "/healthcheck": ("health", _TEXT),
-    "/readyz": ("ready", _TEXT),
-    "/status": ("status", _JSON),
-    "/history": ("history", _JSON),
-    "/selftest": ("selftest", _JSON),
-}
-_INDEX = f"lmcache server: / {' '.join(_PATHS)}\n".encode()
-_PAGE = Path(__file__).with_name("page.html").read_bytes()
+
+class Answer(NamedTuple):
+    body: bytes
+    kind: str = "text/plain; charset=utf-8"
+    code: int = 200
+
+
+Routes = Mapping[str, Callable[[], Answer | Awaitable[Answer]]]
+"""What is answered at each path. A coroutine starts something, which a page of another site may not do."""
+
+
+def text(sentence: str, code: int = 200) -> Answer:
+    return Answer(f"{sentence}\n".encode(), code=code)
+
+
+def as_json(value: object, code: int = 200) -> Answer:
+    return Answer(json.dumps(value).encode(), "application/json", code)
 
 
 def _policy(page: bytes) -> str:
@@ -53,122 +67,144 @@ def _policy(page: bytes) -> str:
     )
 
 
-_HEADERS = {
-    "Allow": "GET, HEAD",
-    "Cache-Control": "no-store",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Content-Security-Policy": _policy(_PAGE),
-}
+PAGE = Answer(Path(__file__).with_name("page.html").read_bytes(), "text/html; charset=utf-8")
+"""For people."""
+_HEADERS = f"""Server: lmcache\r
+Connection: close\r
+Allow: GET, HEAD\r
+Cache-Control: no-store\r
+X-Content-Type-Options: nosniff\r
+Referrer-Policy: no-referrer\r
+Content-Security-Policy: {_policy(PAGE.body)}\r
+"""
 
 
-class _Handler(BaseHTTPRequestHandler):
-    timeout = REQUEST_TIMEOUT_S
-    server_version = "lmcache"
-    sys_version = ""
-    server: "Server"
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        if path == "/":
-            self._answer(200, "text/html; charset=utf-8", _PAGE)
-        elif path not in _PATHS:
-            self._answer(404, _TEXT, b"not found: " + _INDEX)
-        else:
-            what, kind = _PATHS[path]
-            try:
-                code, body = self.server.ask(what)
-            except Exception:  # the loop does not turn, or the server is ending
-                code, kind, body = 503, _TEXT, b"the event loop does not answer\n"
-            self._answer(code, kind, body)
-
-    do_HEAD = do_GET
-
-    def _answer(self, code: int, kind: str, body: bytes) -> None:
-        self.send_response(code)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        for name, value in _HEADERS.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        if code == 501:
-            code, message = 405, "nothing can be changed here: only GET and HEAD"
-        self._answer(code, _TEXT, f"{message or 'bad request'}\n".encode())
-
-    def log_message(self, format: str, *args: object) -> None:
-        """No line per request."""
-
-
-class Server(ThreadingHTTPServer):
-    """Bound, and with `start` serving. At most MAX_CONNECTIONS at a time; more are turned away."""
-
-    daemon_threads = True
-    allow_reuse_address = True
-    request_queue_size = MAX_CONNECTIONS
+class Server:
+    """Listens from the beginning, so that a second server fails at once (StartError); `start` answers."""
 
     def __init__(self, host: str, port: int) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.ask: Ask = lambda _what: (503, b"the server is starting\n")
-        self._slots = threading.Semaphore(MAX_CONNECTIONS)
-        self._thread: threading.Thread | None = None
-        super().__init__((host, port), _Handler)
-
-    @property
-    def url(self) -> str:
-        host, port = self.server_address[:2]
-        name = f"[{host!s}]" if self.address_family == socket.AF_INET6 else f"{host!s}"
-        return f"http://{name}:{port}"
-
-    def start(self, ask: Ask) -> None:
-        """Serve; `ask(what)` gives code and body for each name in _PATHS, in the thread of a request."""
-        self.ask = ask
-        self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), name="http", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        if self._thread is not None:
-            self.shutdown()
-            self._thread.join()
-
-    def server_bind(self) -> None:
-        # Not HTTPServer's, which asks the DNS for the name of this machine and may wait for it.
-        socketserver.TCPServer.server_bind(self)
-
-    def get_request(self) -> Any:
+        name = host_name(host)
+        self._names = {"", "localhost", name.lower()}
+        self._is_local = is_loopback(host)
+        self._routes: Routes = {}
+        self._connections: dict[asyncio.Task[None], str] = {}
+        """The address of each one's peer, the oldest first."""
+        self._socket = socket.socket(socket.AF_INET6 if ":" in name else socket.AF_INET)
         try:
-            return super().get_request()
-        except OSError:
-            # Without a descriptor for it the connection goes on waiting, and would be tried at once again.
-            time.sleep(RETRY_S)
-            raise
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind((name, port))
+            self._socket.listen(MAX_CONNECTIONS)
+        except (OSError, TypeError, ValueError) as error:
+            self.close()
+            why = getattr(error, "strerror", None) or str(error)
+            raise StartError(
+                f"cannot listen on {host}:{port} for HTTP: {why.lower()}; "
+                "stop what uses it, or choose another --http-port"
+            ) from error
+        self._socket.setblocking(False)
+        name, port = self._socket.getsockname()[:2]
+        self.url = f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        # Waiting here would stop the accepting thread, and with it the end of the server.
-        if self._slots.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+    def start(self, routes: Routes) -> None:
+        """Answer from now on, on the loop that runs."""
+        self._routes = routes
+        self._accepting = asyncio.get_running_loop().create_task(self._accept())
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    async def stop(self) -> None:
+        tasks = [self._accepting, *self._connections]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, (peer, *_) = await loop.sock_accept(self._socket)
+            except OSError:
+                # There is no descriptor for it: it goes on waiting, and would be tried at once again.
+                await asyncio.sleep(RETRY_S)
+                continue
+            self._make_room(peer)
+            task = loop.create_task(self._serve(connection))
+            self._connections[task] = peer
+            task.add_done_callback(lambda task: self._connections.pop(task, ""))
+            # Who connects without end does not have the loop for himself, and this one begins.
+            await asyncio.sleep(0)
+
+    def _make_room(self, peer: str) -> None:
+        """The oldest connection gives way: those that send nothing must not keep a probe away."""
+        same = [task for task, other in self._connections.items() if other == peer]
+        too_many = len(same) >= MAX_CONNECTIONS_OF_A_PEER and not is_loopback(peer)
+        if too_many or len(self._connections) >= MAX_CONNECTIONS:
+            oldest = same[0] if too_many else next(iter(self._connections))
+            del self._connections[oldest]
+            oldest.cancel()
+
+    async def _serve(self, connection: socket.socket) -> None:
+        """One request and its answer; a client that breaks off or is slow is no event."""
+        with connection, contextlib.suppress(OSError, EOFError, asyncio.TimeoutError):
+            reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_HEAD_BYTES)
+            try:
+                method, answer = "", text(f"more than {MAX_HEAD_BYTES} bytes are no request", 431)
+                with contextlib.suppress(asyncio.LimitOverrunError):
+                    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), TIMEOUT_S)
+                    method, answer = await self._answer(head.decode("latin-1"))
+                await asyncio.wait_for(_send(reader, writer, answer, method != "HEAD"), TIMEOUT_S)
+            finally:
+                writer.transport.abort()
+
+    async def _answer(self, head: str) -> tuple[str, Answer]:
+        """(the method, what it is answered) of a request without its body."""
+        line, *fields = head.split("\r\n")
+        if not re.fullmatch(r"[^ ]+ [^ ]+ HTTP/1\.\d", line):
+            return "", text("this is no request of HTTP/1", 400)
+        method, target, _ = line.split(" ")
+        pairs = (field.partition(":") for field in fields)
+        headers = {name.lower(): value.strip() for name, _, value in pairs}
+        return method, await self._respond(method, target.partition("?")[0], headers)
+
+    async def _respond(self, method: str, path: str, headers: Mapping[str, str]) -> Answer:
+        if method not in ("GET", "HEAD"):
+            return text("nothing can be changed here: only GET and HEAD", 405)
+        if not self._is_meant(headers.get("host", "")):
+            return text("name this server by its IP address, localhost or what --http-host says", 403)
+        if (route := self._routes.get(path)) is None:
+            return text(f"not found: lmcache server: {' '.join(self._routes)}", 404)
+        if inspect.iscoroutinefunction(route) and headers.get("sec-fetch-site") == "cross-site":
+            return text("a page of another site may not start this: open it by its address", 403)
         try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._slots.release()
+            answer = route()
+            return answer if isinstance(answer, Answer) else await answer
+        except Exception:
+            logger.exception("%(path)s failed", {"path": path})
+            return text("the server failed on this page; its log says why", 503)
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A client that breaks off is no event."""
+    def _is_meant(self, host: str) -> bool:
+        """Whether a Host header can be of this server. Any other is that of a stranger's page, whose own name
+        was made to lead here so that it may read what it gets (DNS rebinding)."""
+        with contextlib.suppress(ValueError):
+            name = urlsplit(f"//{host}").hostname or ""
+            # A name without a dot, as of a container, is none that a stranger can have.
+            known = name in self._names or ("." not in name and not self._is_local)
+            return known or bool(ipaddress.ip_address(name))
+        return False
 
 
-def bind(host: str, port: int) -> Server:
-    """Raises StartError when the address cannot be had."""
-    try:
-        return Server(host_name(host), port)
-    except OSError as error:
-        raise StartError(
-            f"cannot listen on {host}:{port} for HTTP: {(error.strerror or str(error)).lower()}; "
-            "stop what uses it, or choose another --http-port"
-        ) from error
+async def _send(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: Answer, has_body: bool
+) -> None:
+    head = (
+        f"HTTP/1.1 {answer.code} {HTTPStatus(answer.code).phrase}\r\nDate: {formatdate(usegmt=True)}\r\n"
+        f"Content-Type: {answer.kind}\r\nContent-Length: {len(answer.body)}\r\n{_HEADERS}\r\n"
+    )
+    writer.write(head.encode() + (answer.body if has_body else b""))
+    writer.write_eof()
+    # What a client still sends must be taken in, or the kernel tells it of that and drops the answer.
+    while await reader.read(1 << 16):
+        pass
+    writer.close()
+    await writer.wait_closed()

@@ -1,13 +1,16 @@
 """/selftest: a client in a process of its own stores and restores a page through the real path."""
 
+import asyncio
+import contextlib
 import json
-import subprocess
 import sys
-import threading
 import time
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from lmcache_server.admin.http import Answer, as_json
 
 KEEP_S = 5.0
 """A result is given to all who ask within this time of its end, so that a probe cannot load the server."""
@@ -17,45 +20,45 @@ PACKAGES = Path(__file__).resolve().parents[2]
 
 
 class SelfTest:
-    """For any thread; one test at a time. `ended(error)` is told of each, in the thread of whoever asked:
-    an empty sentence, or the step that failed and why."""
+    """One test at a time. `ended(error)` is told of each: "", or the step that failed and why."""
 
     def __init__(self, address: str, chunk_size: int | None, ended: Callable[[str], object]) -> None:
         self._arguments = [address] if chunk_size is None else [address, str(chunk_size)]
         self._ended = ended
-        self._lock = threading.Lock()
+        self._lock = asyncio.Lock()
         self._last_s = -KEEP_S
-        self._last = (503, b"")
+        self._last = Answer(b"")
 
-    def result(self) -> tuple[int, bytes]:
-        """The HTTP status and its JSON."""
-        with self._lock:
+    async def result(self) -> Answer:
+        async with self._lock:
             if time.monotonic() - self._last_s >= KEEP_S:
-                report = self._run()
+                report = await self._run()
                 self._ended("" if report["ok"] else f"{report['failed']}: {report['error']}")
-                self._last = (200 if report["ok"] else 503, json.dumps(report).encode())
+                self._last = as_json(report, 200 if report["ok"] else 503)
                 self._last_s = time.monotonic()
             return self._last
 
-    def _run(self) -> dict[str, Any]:
-        # A directory that the interpreter searches anyway: -m puts the present one first.
+    async def _run(self) -> dict[str, Any]:
         command = [sys.executable, "-m", "lmcache_server.commands.bench.selftest", *self._arguments]
         try:
-            done = subprocess.run(
-                command,
-                cwd=PACKAGES,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=DEADLINE_S,
-                check=False,
+            # In a directory that the interpreter searches anyway: -m puts the present one first.
+            process = await asyncio.create_subprocess_exec(
+                *command, cwd=PACKAGES, stdin=DEVNULL, stdout=PIPE, stderr=PIPE
             )
-            if done.returncode == 0:
-                report: dict[str, Any] = json.loads(done.stdout)
+            try:
+                said, complained = await asyncio.wait_for(process.communicate(), DEADLINE_S)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+            if process.returncode == 0:
+                report: dict[str, Any] = json.loads(said)
                 return report
-            said = done.stderr.decode(errors="replace").splitlines()[-1:]
-            why = f"its process ended with code {done.returncode}: {''.join(said)}"
+            last = b"".join(complained.splitlines()[-1:]).decode(errors="replace")
+            why = f"its process ended with code {process.returncode}: {last}"
         except ValueError:
             why = "what its process said is not JSON"
-        except (OSError, subprocess.TimeoutExpired) as error:
+        except asyncio.TimeoutError:
+            why = f"its process did not end within {DEADLINE_S:.0f} s"
+        except OSError as error:
             why = f"its process could not run: {error}"
         return {"ok": False, "failed": "client", "error": why}

@@ -1,6 +1,7 @@
 """What the server says of itself: the status report (JSON), its history, and the gauges of /metrics."""
 
 import dataclasses
+import functools
 from typing import Any
 
 from lmcache_client.contract.version import VERSION
@@ -16,7 +17,7 @@ from lmcache_server.telemetry.metrics import Metrics
 
 
 class Report:
-    """Reads the state of the server; changes nothing but gauges."""
+    """Reads the state of the server. Nothing but `tick` changes anything, however often somebody asks."""
 
     def __init__(
         self,
@@ -37,9 +38,17 @@ class Report:
         self._system = system
         self._started_s = system.now_s()
         self._history = History()
+        self._declare_gauges()
 
     def tick(self) -> None:
-        """Once a second."""
+        """Once a second: forget namespaces that are of no use any more, count what was evicted."""
+        self._registry.forget_namespaces()
+        evicted = {"chunks": self._cache.evicted_chunks, "bytes": self._cache.evicted_bytes}
+        for name, total in evicted.items():
+            counter = f"lmcache_evicted_{name}_total"
+            self._metrics.count(counter, total - self._metrics.value(counter))
+        while self._cache.evicted_ages_s:
+            self._metrics.observe("lmcache_eviction_age_seconds", self._cache.evicted_ages_s.pop())
         value = self._metrics.value
         totals = {
             "hit_tokens": value("lmcache_tokens_total", outcome="hit"),
@@ -117,29 +126,25 @@ class Report:
         for engine in self._registry.engines:
             if engine.layout is not None:
                 engines.setdefault(engine.layout.namespace, []).append(engine.engine_id)
-        self._registry.forget_namespaces()
         return [
             {**summary, "chunks": chunks.get(namespace, 0), "engines": engines.get(namespace, [])}
             for namespace, summary in self._registry.known.items()
+            if namespace in chunks or namespace in engines
         ]
 
-    def update_gauges(self) -> None:
-        """Bring the gauges of /metrics up to date; counters are counted where things happen."""
-        l1, gauge = self._l1(), self._metrics.set
-        gauge("lmcache_l1_capacity_bytes", l1["total_bytes"])
+    def _declare_gauges(self) -> None:
+        gauge = self._metrics.gauge
+        gauge("lmcache_l1_capacity_bytes", lambda: self._l1()["total_bytes"])
         for name in ("ready", "reserved", "free", "populated", "pinned", "largest_free"):
-            gauge(f"lmcache_l1_{name}_bytes", l1[f"{name}_bytes"])
-        gauge("lmcache_chunks", l1["chunks"])
-        gauge("lmcache_leases", l1["leases"])
-        gauge("lmcache_sessions", len(self._registry.sessions))
-        gauge("lmcache_namespaces", len(self._namespaces()))
+            gauge(f"lmcache_l1_{name}_bytes", functools.partial(lambda key: self._l1()[key], f"{name}_bytes"))
+        gauge("lmcache_chunks", lambda: self._cache.num_chunks)
+        gauge("lmcache_leases", lambda: self._cache.num_leases)
+        gauge("lmcache_sessions", lambda: len(self._registry.sessions))
+        gauge("lmcache_namespaces", lambda: len(self._namespaces()))
+        gauge("lmcache_worker_memories", lambda: self._memories(False), kind="host")
+        gauge("lmcache_worker_memories", lambda: self._memories(True), kind="cuda")
+
+    def _memories(self, on_gpu: bool) -> int:
         shards = [session.shard for session in self._registry.sessions.values()]
-        on_gpu = [bool(shard.memory.device) for shard in shards if shard is not None and shard.proven]
-        for kind, count in (("cuda", sum(on_gpu)), ("host", len(on_gpu) - sum(on_gpu))):
-            gauge("lmcache_worker_memories", count, kind=kind)
-        cache = self._cache
-        for name, total in (("chunks", cache.evicted_chunks), ("bytes", cache.evicted_bytes)):
-            counter = f"lmcache_evicted_{name}_total"
-            self._metrics.count(counter, total - self._metrics.value(counter))
-        while cache.evicted_ages_s:
-            self._metrics.observe("lmcache_eviction_age_seconds", cache.evicted_ages_s.pop())
+        proven = [bool(shard.memory.device) for shard in shards if shard is not None and shard.proven]
+        return proven.count(on_gpu)

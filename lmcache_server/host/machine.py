@@ -8,7 +8,6 @@ from pathlib import Path
 _UNLIMITED_BYTES = 1 << 60
 """cgroup v1 shows "no limit" as a number near 2**63."""
 
-
 HUGETLBFS = 0x958458F6
 MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
 """tmpfs and ramfs: what their files take is memory."""

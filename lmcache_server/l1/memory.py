@@ -70,6 +70,9 @@ class L1Memory:
             self._mapping = _map_file(file)
         else:
             self._mapping = _map_hugetlb(self.num_bytes) if hugetlb else _map(self.num_bytes)
+        # The self-test's process is forked: copying the page tables of all this would stop the loop for
+        # seconds, and what is pinned would be copied whole.
+        self._mapping.madvise(mmap.MADV_DONTFORK)
         self.base_address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self._lock = threading.Lock()
         self._next_offset = 0

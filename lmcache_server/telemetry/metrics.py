@@ -1,10 +1,7 @@
-"""Every metric of the server, declared in one table; docs/metrics.md is made from it.
-
-`python -m lmcache_server.telemetry.metrics` prints that page. All series exist from the first scrape.
-"""
+"""Every metric of the server, declared in one table. All series exist, at zero, from the first scrape."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -20,6 +17,7 @@ from prometheus_client import (
 
 from lmcache_client.contract.version import VERSION
 
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
 _LOOKUP_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
@@ -43,98 +41,84 @@ class Metric:
     buckets: Sequence[float] = ()
 
 
+def _counter(name: str, help_text: str, **labels: Sequence[str]) -> Metric:
+    return Metric(name, COUNTER, help_text, labels)
+
+
+def _gauge(name: str, help_text: str, **labels: Sequence[str]) -> Metric:
+    return Metric(name, GAUGE, help_text, labels)
+
+
+def _histogram(name: str, help_text: str, buckets: Sequence[float], **labels: Sequence[str]) -> Metric:
+    return Metric(name, HISTOGRAM, help_text, labels, buckets)
+
+
 TABLE = (
-    Metric(
+    _counter(
         "lmcache_requests_total",
-        COUNTER,
         "Requests of clients, by operation and outcome.",
-        {"op": _OPERATIONS, "outcome": ("ok", "refused", "failed")},
+        op=_OPERATIONS,
+        outcome=("ok", "refused", "failed"),
     ),
-    Metric("lmcache_tokens_requested_total", COUNTER, "Tokens of the requests that were looked up.", {}),
-    Metric(
+    _counter("lmcache_tokens_requested_total", "Tokens of the requests that were looked up."),
+    _counter(
         "lmcache_tokens_total",
-        COUNTER,
         "Looked-up tokens, each in exactly one outcome: held by the engine itself (computed), found here "
         "(hit), not restorable (miss), beyond the last whole chunk before the last token (tail). They add up "
         "to lmcache_tokens_requested_total. Without those of self-tests and benchmarks.",
-        {"outcome": ("computed", "hit", "miss", "tail")},
+        outcome=("computed", "hit", "miss", "tail"),
     ),
-    Metric(
+    _counter(
         "lmcache_objects_total",
-        COUNTER,
         "Objects offered for storing: stored, there already, being written by another, no room, copy failed.",
-        {"outcome": ("stored", "present", "busy", "no_room", "failed")},
+        outcome=("stored", "present", "busy", "no_room", "failed"),
     ),
-    Metric(
-        "lmcache_transfer_bytes_total",
-        COUNTER,
-        "Bytes copied out of (store) and into (load) engines.",
-        _DIRECTION,
+    _counter(
+        "lmcache_transfer_bytes_total", "Bytes copied out of (store) and into (load) engines.", **_DIRECTION
     ),
-    Metric(
+    _histogram(
         "lmcache_transfer_seconds",
-        HISTOGRAM,
         "Time from a copy request to its end, waiting included.",
-        _DIRECTION,
         _TRANSFER_S,
+        **_DIRECTION,
     ),
-    Metric(
-        "lmcache_copy_failures_total",
-        COUNTER,
-        "Copies that failed; loads among them are recomputed.",
-        _DIRECTION,
+    _counter(
+        "lmcache_copy_failures_total", "Copies that failed; loads among them are recomputed.", **_DIRECTION
     ),
-    Metric(
+    _counter(
         "lmcache_verify_failures_total",
-        COUNTER,
         "Stored pages that were found damaged (with --verify); their chunks were forgotten.",
-        {},
     ),
-    Metric("lmcache_lookup_seconds", HISTOGRAM, "Time to answer a lookup.", {}, _LOOKUP_S),
-    Metric(
+    _histogram("lmcache_lookup_seconds", "Time to answer a lookup.", _LOOKUP_S),
+    _counter(
         "lmcache_partial_chunks_total",
-        COUNTER,
         "Times that a lookup ended before a chunk which, for 5 s or more, some workers of the engine had "
         "stored and others had not.",
-        {},
     ),
-    Metric("lmcache_evicted_chunks_total", COUNTER, "Chunks evicted to make room.", {}),
-    Metric("lmcache_evicted_bytes_total", COUNTER, "Payload bytes of evicted chunks.", {}),
-    Metric(
-        "lmcache_eviction_age_seconds", HISTOGRAM, "Time since the last use of evicted chunks.", {}, _AGE_S
+    _counter("lmcache_evicted_chunks_total", "Chunks evicted to make room."),
+    _counter("lmcache_evicted_bytes_total", "Payload bytes of evicted chunks."),
+    _histogram("lmcache_eviction_age_seconds", "Time since the last use of evicted chunks.", _AGE_S),
+    _gauge("lmcache_l1_capacity_bytes", "Size of L1."),
+    _gauge("lmcache_l1_ready_bytes", "L1 taken by stored objects, in whole frames."),
+    _gauge("lmcache_l1_reserved_bytes", "L1 taken by objects that are being written."),
+    _gauge("lmcache_l1_free_bytes", "L1 that is free."),
+    _gauge(
+        "lmcache_l1_populated_bytes", "L1 that the system has backed with memory or, in a file, with space."
     ),
-    Metric("lmcache_l1_capacity_bytes", GAUGE, "Size of L1.", {}),
-    Metric("lmcache_l1_ready_bytes", GAUGE, "L1 taken by stored objects, in whole frames.", {}),
-    Metric("lmcache_l1_reserved_bytes", GAUGE, "L1 taken by objects that are being written.", {}),
-    Metric("lmcache_l1_free_bytes", GAUGE, "L1 that is free.", {}),
-    Metric(
-        "lmcache_l1_populated_bytes",
-        GAUGE,
-        "L1 that the system has backed with memory or, in a file, with space.",
-        {},
-    ),
-    Metric(
-        "lmcache_l1_pinned_bytes", GAUGE, "L1 that is pinned for copies of GPUs; 0 where there are none.", {}
-    ),
-    Metric("lmcache_l1_largest_free_bytes", GAUGE, "The largest contiguous free piece of L1.", {}),
-    Metric("lmcache_chunks", GAUGE, "Chunks in the index.", {}),
-    Metric(
+    _gauge("lmcache_l1_pinned_bytes", "L1 that is pinned for copies of GPUs; 0 where there are none."),
+    _gauge("lmcache_l1_largest_free_bytes", "The largest contiguous free piece of L1."),
+    _gauge("lmcache_chunks", "Chunks in the index."),
+    _gauge(
         "lmcache_worker_memories",
-        GAUGE,
         "Memories of workers that are mapped: of processes (host), of GPUs (cuda).",
-        {"kind": ("host", "cuda")},
+        kind=("host", "cuda"),
     ),
-    Metric(
-        "lmcache_selftests_total",
-        COUNTER,
-        "Self-tests that were run for /selftest.",
-        {"outcome": ("ok", "failed")},
-    ),
-    Metric("lmcache_leases", GAUGE, "Leases that hold chunks for requests.", {}),
-    Metric("lmcache_sessions", GAUGE, "Connected clients.", {}),
-    Metric("lmcache_namespaces", GAUGE, "Namespaces that have chunks or engines.", {}),
-    Metric("lmcache_build_info", GAUGE, "Always 1; the label has the version.", {"version": (VERSION,)}),
-    Metric("lmcache_start_time_seconds", GAUGE, "When the server started, in seconds since 1970.", {}),
+    _counter("lmcache_selftests_total", "Self-tests that were run for /selftest.", outcome=("ok", "failed")),
+    _gauge("lmcache_leases", "Leases that hold chunks for requests."),
+    _gauge("lmcache_sessions", "Connected clients."),
+    _gauge("lmcache_namespaces", "Namespaces that have chunks or engines."),
+    _gauge("lmcache_build_info", "Always 1; the label has the version.", version=(VERSION,)),
+    _gauge("lmcache_start_time_seconds", "When the server started, in seconds since 1970."),
 )
 
 
@@ -145,11 +129,13 @@ class Metrics:
         # Otherwise each counter and histogram gets a gauge *_created, which nobody asked for.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
+        self._families: dict[str, Any] = {}
         self._series: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
         for metric in TABLE:
             self._declare(metric)
-        self.set("lmcache_build_info", 1, version=VERSION)
-        self.set("lmcache_start_time_seconds", time.time())
+        started_s = time.time()
+        self.gauge("lmcache_build_info", lambda: 1, version=VERSION)
+        self.gauge("lmcache_start_time_seconds", lambda: started_s)
 
     def _declare(self, metric: Metric) -> None:
         names = tuple(metric.labels)
@@ -161,6 +147,7 @@ class Metrics:
         else:
             cls = Counter if metric.kind == COUNTER else Gauge
             family = cls(metric.name, metric.help, names, registry=self._registry)
+        self._families[metric.name] = family
         for values in product(*metric.labels.values()):
             labels = dict(zip(names, values, strict=True))
             self._series[_key(metric.name, labels)] = family.labels(**labels) if labels else family
@@ -168,16 +155,17 @@ class Metrics:
     def count(self, name: str, amount: float = 1, **labels: str) -> None:
         self._series[_key(name, labels)].inc(amount)
 
-    def set(self, name: str, value: float, **labels: str) -> None:
-        self._series[_key(name, labels)].set(value)
+    def gauge(self, name: str, read: Callable[[], float], **labels: str) -> None:
+        """The gauge is what `read` returns whenever somebody asks."""
+        self._series[_key(name, labels)].set_function(read)
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         self._series[_key(name, labels)].observe(value)
 
     def value(self, name: str, **labels: str) -> float:
         """The present value of a counter or gauge."""
-        series = self._series[_key(name, labels)]
-        return float(series._value.get())
+        (family,) = self._families[name].collect()
+        return float(next(sample.value for sample in family.samples if sample.labels == labels))
 
     def count_tokens(self, requested: int, computed: int, hit: int, limit: int) -> None:
         """A lookup: `hit` tokens found beyond the `computed` ones; beyond `limit` nothing can be used."""
@@ -199,29 +187,3 @@ class Metrics:
 
 def _key(name: str, labels: dict[str, str]) -> tuple[str, tuple[tuple[str, str], ...]]:
     return name, tuple(sorted(labels.items()))
-
-
-def page() -> str:
-    """docs/metrics.md."""
-    lines = [
-        "# Metrics",
-        "",
-        "Served at `/metrics` on `--http-host` and `--http-port`. Made from the table in",
-        "`lmcache_server/telemetry/metrics.py` by `python -m lmcache_server.telemetry.metrics`; a test holds",
-        "both together.",
-        "Every series exists, at zero, from the first scrape; labels take the values listed and no others.",
-        "",
-        "| metric | kind | labels | meaning |",
-        "|---|---|---|---|",
-    ]
-    for metric in TABLE:
-        labels = "; ".join(
-            f"`{name}`: {'the version' if name == 'version' else ', '.join(values)}"
-            for name, values in metric.labels.items()
-        )
-        lines.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(page(), end="")

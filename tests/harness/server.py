@@ -175,6 +175,13 @@ class LMCacheServer:
             assert time.monotonic() < deadline, f"it did not happen in time: {status}"
             time.sleep(0.02)
 
+    def wait_for_metric(self, name: str, value: float, timeout_s: float = 5.0) -> None:
+        """Wait until a sample of /metrics has this value; some are counted once a second."""
+        deadline = time.monotonic() + timeout_s
+        while (found := self.metrics()[name]) != value:
+            assert time.monotonic() < deadline, f"{name} is {found:g}, not {value:g}"
+            time.sleep(0.02)
+
     def wait_until_populated(self) -> None:
         self.wait_until(lambda l1: l1["populated_bytes"] == l1["total_bytes"])
 

@@ -276,6 +276,7 @@ def test_a_status_of_everything_that_can_be_shown():
         }],
         "sessions": [{
             "session_id": 9, "pid": 77, "role": "worker", "engine_id": "engine-1", "rank": 1, "age_s": 61.0,
+            "not_cached": "",
         }],
         "tokens": {"computed": 10, "hit": 30, "miss": 10, "tail": 1}, "hit_rate": 0.75,
     }  # fmt: skip

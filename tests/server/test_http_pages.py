@@ -1,41 +1,84 @@
 """HTTP: what each page says, also when the event loop does not answer or clients misbehave."""
 
+import asyncio
 import contextlib
 import http.client
+import logging
 import re
 import socket
+import threading
 import time
 
 import pytest
+import uvloop
 
 from lmcache_server.admin import http as pages
 from lmcache_server.errors import StartError
+from lmcache_server.telemetry.metrics import CONTENT_TYPE
 
-PAGES = {
-    "metrics": (200, b"lmcache_chunks 0\n"),
-    "status": (200, b"{}"),
-    "history": (200, b"[]"),
-    "health": (200, b"ok"),
-    "ready": (200, b"ok"),
-    "selftest": (503, b'{"ok": false}'),
+
+async def selftest():
+    return pages.as_json({"ok": False}, 503)
+
+
+ROUTES = {
+    "/": lambda: pages.PAGE,
+    "/metrics": lambda: pages.Answer(b"lmcache_chunks 0\n", CONTENT_TYPE),
+    "/healthz": lambda: pages.text("ok"),
+    "/readyz": lambda: pages.text("ok"),
+    "/status": lambda: pages.as_json({}),
+    "/selftest": selftest,
 }
 
 
+class Loop:
+    """An event loop in a thread of its own, as a server of which nobody else is asked."""
+
+    def __init__(self, server):
+        self.server = server
+        self.loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever)
+        self._thread.start()
+
+    def call(self, function, *arguments):
+        async def called():
+            result = function(*arguments)
+            return await result if asyncio.iscoroutine(result) else result
+
+        return asyncio.run_coroutine_threadsafe(called(), self.loop).result(10)
+
+    def end(self):
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
 @contextlib.contextmanager
-def serving(ask=PAGES.__getitem__, host="127.0.0.1"):
-    server = pages.bind(host, 0)
-    server.start(ask)
+def serving(routes=ROUTES, host="127.0.0.1"):
+    server = pages.Server(host, 0)
+    loop = Loop(server)
+    loop.call(server.start, routes)
     try:
         yield server
+        loop.call(server.stop)
     finally:
-        server.stop()
-        server.server_close()
+        loop.end()
+        server.close()
 
 
-def get(server, path, method="GET"):
-    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=5)
+def address(server):
+    host, port = re.fullmatch(r"http://\[?(.+?)\]?:(\d+)", server.url).groups()
+    return host, int(port)
+
+
+def connected(server):
+    return socket.create_connection(address(server), timeout=8)
+
+
+def get(server, path, method="GET", **headers):
+    connection = http.client.HTTPConnection(*address(server), timeout=8)
     with contextlib.closing(connection):
-        connection.request(method, path)
+        connection.request(method, path, headers={name.replace("_", "-"): headers[name] for name in headers})
         response = connection.getresponse()
         return response.status, response.headers["Content-Type"], response.read()
 
@@ -46,18 +89,13 @@ def test_each_page():
         metrics = b"lmcache_chunks 0\n"
         assert get(server, "/metrics") == (200, "text/plain; version=0.0.4; charset=utf-8", metrics)
         assert get(server, "/status") == (200, "application/json", b"{}")
-        assert get(server, "/healthz") == get(server, "/healthcheck") == (200, text, b"ok")
-        assert get(server, "/readyz?verbose") == (200, text, b"ok")
-        assert get(server, "/history") == (200, "application/json", b"[]")
+        assert get(server, "/readyz?verbose") == (200, text, b"ok\n")
         assert get(server, "/selftest") == (503, "application/json", b'{"ok": false}')
         status, kind, body = get(server, "/")
         assert (status, kind) == (200, "text/html; charset=utf-8")
         assert body.startswith(b"<!doctype html>")
         status, _, body = get(server, "/nothing")
-        assert (status, body) == (
-            404,
-            b"not found: lmcache server: / " + " ".join(pages._PATHS).encode() + b"\n",
-        )
+        assert (status, body) == (404, f"not found: lmcache server: {' '.join(ROUTES)}\n".encode())
         assert get(server, "/../etc/passwd")[0] == 404
 
 
@@ -70,21 +108,68 @@ def test_only_get_and_head():
             assert body == b"nothing can be changed here: only GET and HEAD\n"
 
 
-def test_what_is_no_request_is_told_so():
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        (b"GET\r\n\r\n", 400),
+        (b"GET / HTTP/9.9\r\n\r\n", 400),
+        (b"\xff\x00 / \r\n\r\n", 400),
+        (b"GET /" + b"x" * pages.MAX_HEAD_BYTES + b" HTTP/1.0\r\n\r\n", 431),
+        (b"GET / HTTP/1.0\r\n" + b"a: b\r\n" * 200_000 + b"\r\n", 431),
+        (b"GET /healthz HTTP/1.0\r\n\r\n" + b"x" * 1_000_000, 200),
+        (b"POST /healthz HTTP/1.1\r\n\r\n" + b"x" * 1_000_000, 405),
+    ],
+    ids=lambda value: value if isinstance(value, int) else value[:12].decode("latin-1"),
+)
+def test_what_is_no_request_is_told_so(request_, code):
+    with serving() as server, connected(server) as connection:
+        connection.sendall(request_)
+        connection.shutdown(socket.SHUT_WR)
+        answer = connection.makefile("rb").read()
+        assert answer.startswith(b"HTTP/1.1 %d " % code)
+        assert answer.endswith(b"\n")
+
+
+def test_a_client_that_sends_nothing_more_gets_all_of_a_long_answer():
+    long = pages.Answer(b"x" * 10_000_000)
+    with serving({"/": lambda: long}) as server, connected(server) as connection:
+        connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.makefile("rb").read().endswith(long.body)
+
+
+def test_a_page_of_another_name_cannot_read():
+    """A stranger's page may have its own name lead here (DNS rebinding); it says so in Host."""
     with serving() as server:
-        for request in (
-            b"GET\r\n\r\n",
-            b"GET / HTTP/9.9\r\n\r\n",
-            b"GET /" + b"x" * 70_000 + b" HTTP/1.0\r\n\r\n",
-        ):
-            with socket.create_connection(server.server_address[:2], timeout=5) as connection:
-                connection.sendall(request)
-                assert connection.makefile("rb").read().endswith(b"\n")
+        port = address(server)[1]
+        for host in ("127.0.0.1", f"127.0.0.1:{port}", "10.1.2.3", "[::1]:8080", "localhost", "LOCALHOST:1"):
+            assert get(server, "/status", Host=host)[0] == 200, host
+        for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "evil", "[", "a@b.c"):
+            code, _, body = get(server, "/status", Host=host)
+            assert (code, b"--http-host" in body) == (403, True), host
+        with connected(server) as connection:
+            connection.sendall(b"GET /status HTTP/1.0\r\n\r\n")
+            assert connection.makefile("rb").read().endswith(b"{}"), "old clients and probes send no Host"
+
+
+def test_other_machines_may_use_a_name_without_a_dot_and_the_one_that_was_given():
+    with serving(host="0.0.0.0") as server:
+        assert get(server, "/status", Host="lmcache:8080")[0] == 200, "as Prometheus does beside a container"
+        assert get(server, "/status", Host="lmcache.evil.example")[0] == 403
+        server._names.add("cache.example")
+        assert get(server, "/status", Host="cache.example:8080")[0] == 200
+
+
+def test_a_page_of_another_site_cannot_start_a_test():
+    with serving() as server:
+        assert get(server, "/selftest", Sec_Fetch_Site="cross-site")[0] == 403
+        assert get(server, "/selftest", Sec_Fetch_Site="same-origin")[0] == 503
+        assert get(server, "/status", Sec_Fetch_Site="cross-site")[0] == 200, "as by a link"
 
 
 def test_no_answer_is_kept_and_the_page_may_load_nothing():
     with serving() as server:
-        connection = http.client.HTTPConnection(*server.server_address[:2], timeout=5)
+        connection = http.client.HTTPConnection(*address(server), timeout=8)
         with contextlib.closing(connection):
             connection.request("GET", "/")
             headers = connection.getresponse().headers
@@ -96,7 +181,7 @@ def test_no_answer_is_kept_and_the_page_may_load_nothing():
 
 
 def test_the_page_is_one_file():
-    page = pages._PAGE.decode()
+    page = pages.PAGE.body.decode()
     assert len(page.splitlines()) <= 400
     assert not re.search(
         r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|<script .|@import|url\(", page
@@ -105,40 +190,54 @@ def test_the_page_is_one_file():
     assert addresses == {"http://www.w3.org/2000/svg", "tcp://${host}"}, "of namespaces and of examples only"
 
 
-def test_not_ready_says_why():
-    with serving(lambda _what: (503, b"why\n")) as server:
-        assert get(server, "/readyz") == (503, "text/plain; charset=utf-8", b"why\n")
+def test_a_page_that_fails_is_503_and_the_next_is_answered(caplog):
+    def broken():
+        raise RuntimeError("a fault")
+
+    with serving({**ROUTES, "/status": broken}) as server, caplog.at_level(logging.ERROR):
+        assert get(server, "/status")[::2] == (503, b"the server failed on this page; its log says why\n")
+        assert get(server, "/healthz")[0] == 200
+    assert "/status failed" in caplog.text
+    assert "a fault" in caplog.text
 
 
-def test_a_loop_that_does_not_answer_is_503():
-    def ask(_what):
-        raise TimeoutError
-
-    with serving(ask) as server:
-        status, _, body = get(server, "/healthz")
-        assert status == 503
-        assert body
-
-
-def test_before_it_is_started_it_is_not_ready():
-    server = pages.bind("127.0.0.1", 0)
-    assert server.url == f"http://127.0.0.1:{server.server_address[1]}"
-    server.stop()
-    server.server_close()
+def test_a_loop_that_hangs_does_not_answer():
+    with serving({**ROUTES, "/status": lambda: time.sleep(1.0) or pages.text("late")}) as server:
+        with connected(server) as slow, connected(server) as probe:
+            slow.sendall(b"GET /status HTTP/1.0\r\n\r\n")
+            time.sleep(0.1)
+            probe.settimeout(0.3)
+            probe.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+            with pytest.raises(TimeoutError):
+                probe.recv(1)
+        assert get(server, "/healthz")[0] == 200
 
 
-def test_a_port_in_use_is_one_sentence():
-    with serving() as server:
-        port = server.server_address[1]
-        with pytest.raises(StartError) as caught:
-            pages.bind("127.0.0.1", port)
+def test_before_it_is_started_its_port_is_taken_and_nothing_is_answered():
+    server = pages.Server("127.0.0.1", 0)
+    port = address(server)[1]
+    with pytest.raises(StartError) as caught:
+        pages.Server("127.0.0.1", port)
     assert f"127.0.0.1:{port} for HTTP: address already in use" in str(caught.value)
     assert "--http-port" in str(caught.value)
+    with connected(server) as early:
+        early.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+        early.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            early.recv(1)
+    server.close()
+
+
+@pytest.mark.parametrize("host", ["a" * 100 + ".example", "\udcff", "a\0b"])
+def test_what_is_no_name_of_a_host_is_one_sentence(host):
+    with pytest.raises(StartError, match="for HTTP") as caught:
+        pages.Server(host, 1)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_unknown_host_is_one_sentence():
     with pytest.raises(StartError, match=r"cannot listen on no\.such\.host\.invalid:1 for HTTP"):
-        pages.bind("no.such.host.invalid", 1)
+        pages.Server("no.such.host.invalid", 1)
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
@@ -152,12 +251,84 @@ def test_ipv6():
         assert get(server, "/healthz")[0] == 200
 
 
-def test_silent_clients_neither_use_up_threads_nor_delay_the_end():
+def test_silent_clients_give_way_and_do_not_delay_the_end():
     with serving() as server, contextlib.ExitStack() as stack:
-        for _ in range(pages.MAX_CONNECTIONS + 5):
-            stack.enter_context(socket.create_connection(server.server_address[:2], timeout=5))
-        extra = stack.enter_context(socket.create_connection(server.server_address[:2], timeout=5))
-        assert extra.recv(1) == b""  # turned away
+        silent = [stack.enter_context(connected(server)) for _ in range(pages.MAX_CONNECTIONS + 5)]
+        for each in silent:
+            each.settimeout(2.0)
+        assert [each.recv(1) for each in silent[:5]] == [b""] * 5, "the oldest gave way"
+        assert get(server, "/healthz")[0] == 200
+        assert len(server._connections) <= pages.MAX_CONNECTIONS
         started_s = time.monotonic()
-        server.stop()
-        assert time.monotonic() - started_s < 2.0
+    assert time.monotonic() - started_s < 2.0
+
+
+def test_connections_that_drip_do_not_keep_probes_away():
+    """A byte each 2.5 s on every connection that may be, and a new one for each that is ended."""
+    with serving() as server, contextlib.ExitStack() as stack:
+        ended = threading.Event()
+
+        def drip():
+            while not ended.is_set():
+                with contextlib.suppress(OSError), connected(server) as connection:
+                    while not ended.is_set():
+                        connection.sendall(b"G")
+                        ended.wait(2.5)
+
+        threads = [threading.Thread(target=drip) for _ in range(pages.MAX_CONNECTIONS)]
+        stack.callback(lambda: [thread.join() for thread in threads])
+        stack.callback(ended.set)
+        for thread in threads:
+            thread.start()
+        end_s = time.monotonic() + 8
+        slowest_s = 0.0
+        while time.monotonic() < end_s:
+            started_s = time.monotonic()
+            assert get(server, "/healthz")[0] == 200
+            slowest_s = max(slowest_s, time.monotonic() - started_s)
+            time.sleep(0.05)
+        assert slowest_s < 5.0
+
+
+def test_a_request_has_5_seconds_whatever_comes_in_meanwhile(monkeypatch):
+    monkeypatch.setattr(pages, "TIMEOUT_S", 0.5)
+    with serving() as server, connected(server) as slow:
+        started_s = time.monotonic()
+        with contextlib.suppress(OSError):
+            while time.monotonic() - started_s < 3 and not slow.sendall(b"G"):
+                slow.settimeout(0.1)
+                with contextlib.suppress(TimeoutError):
+                    assert slow.recv(1) == b""
+                    break
+        assert 0.4 < time.monotonic() - started_s < 2.0
+
+
+def test_who_does_not_read_is_ended(monkeypatch):
+    monkeypatch.setattr(pages, "TIMEOUT_S", 0.5)
+    long = pages.Answer(b"x" * 50_000_000)
+    with serving({"/": lambda: long}) as server, connected(server) as connection:
+        connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        deadline_s = time.monotonic() + 3
+        time.sleep(0.1)
+        while server._connections:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+
+
+def test_another_machine_has_a_few_connections_and_others_are_not_touched():
+    class Task:
+        cancelled = False
+
+        def cancel(self):
+            self.cancelled = True
+
+    with contextlib.closing(pages.Server("127.0.0.1", 0)) as server:
+        before = []
+        for peer in ["10.0.0.2"] + ["10.0.0.1"] * 8 + ["127.0.0.1"] * 12:
+            server._make_room(peer)
+            before.append(Task())
+            server._connections[before[-1]] = peer
+        assert not any(task.cancelled for task in before)
+        server._make_room("10.0.0.1")
+        assert [task for task in before if task.cancelled] == [before[1]], "the oldest of its own"
+        assert len(server._connections) == len(before) - 1

@@ -1,15 +1,15 @@
 """/selftest: the real path, whatever the configuration; nothing stays; what is broken is said."""
 
+import asyncio
 import json
 import multiprocessing
 import os
 import signal
-import time
 import urllib.error
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import uvloop
 from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
 
@@ -67,14 +67,18 @@ def test_a_page_is_stored_and_restored_and_forgotten(flags):
 def test_who_asks_at_the_same_time_or_soon_after_gets_the_same_answer(monkeypatch):
     monkeypatch.setattr("lmcache_server.admin.selftest.KEEP_S", 1.0)
     ended = []
-    with LMCacheServer(l1_size_gb=0.01) as server, ThreadPoolExecutor(8) as pool:
+
+    async def ask(server):
         selftest = SelfTest(server.address, None, ended.append)
-        answers = list(pool.map(lambda _: selftest.result(), range(8)))
+        answers = await asyncio.gather(*(selftest.result() for _ in range(8)))
         assert len(set(answers)) == 1
         assert ended == [""]
-        time.sleep(1.0)
-        assert selftest.result() != answers[0]
+        await asyncio.sleep(1.0)
+        assert await selftest.result() != answers[0]
         assert ended == ["", ""]
+
+    with LMCacheServer(l1_size_gb=0.01) as server:
+        uvloop.run(ask(server))
 
 
 @pytest.mark.parametrize(
@@ -88,10 +92,27 @@ def test_who_asks_at_the_same_time_or_soon_after_gets_the_same_answer(monkeypatc
 def test_a_client_that_cannot_run_is_said(monkeypatch, program, why):
     monkeypatch.setattr("sys.executable", program)
     ended = []
-    code, text = SelfTest("ipc:///nowhere", None, ended.append).result()
-    assert (code, json.loads(text)["failed"]) == (503, "client")
-    assert why in json.loads(text)["error"]
-    assert ended == [f"client: {json.loads(text)['error']}"]
+    answer = uvloop.run(SelfTest("ipc:///nowhere", None, ended.append).result())
+    assert (answer.code, json.loads(answer.body)["failed"]) == (503, "client")
+    assert why in json.loads(answer.body)["error"]
+    assert ended == [f"client: {json.loads(answer.body)['error']}"]
+
+
+def test_a_client_that_does_not_end_is_ended(monkeypatch, tmp_path):
+    program = tmp_path / "sleeps"
+    program.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(program))
+    monkeypatch.setattr("lmcache_server.admin.selftest.DEADLINE_S", 1.0)
+
+    async def ask():
+        answer = await SelfTest("ipc:///nowhere", None, lambda _: None).result()
+        await asyncio.sleep(0.2)
+        return json.loads(answer.body)["error"]
+
+    assert "did not end within 1 s" in uvloop.run(ask())
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 def test_without_room_it_fails_and_says_at_which_step():

@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import time
+from pathlib import Path
 
 import pytest
 
@@ -94,6 +95,15 @@ def test_closing_does_not_wait_for_all_of_a_large_memory(monkeypatch):
     memory.close()
     assert time.monotonic() - started_s < 2.0
     assert not any(thread.is_alive() for thread in memory._threads)
+
+
+def test_a_process_that_is_started_copies_none_of_it(open_l1):
+    """Not even its page tables: of 100 GB that would stop the event loop for seconds."""
+    l1 = open_l1(2 * GB_BYTES // 1024)
+    maps = Path("/proc/self/smaps").read_text()
+    own = maps[maps.index(f"{l1.base_address:x}-") :]
+    flags = next(line for line in own.splitlines() if line.startswith("VmFlags:")).split()
+    assert "dc" in flags, "do not copy on fork"
 
 
 def test_more_than_the_machine_has_is_refused_with_both_figures(monkeypatch):

@@ -1,0 +1,33 @@
+"""Prints docs/metrics.md, made from the table of metrics.
+
+python scripts/metrics_page.py > docs/metrics.md
+"""
+
+from lmcache_server.telemetry.metrics import TABLE, Metric
+
+HEAD = """# Metrics
+
+Served at `/metrics` on `--http-host` and `--http-port`. Made from the table in
+`lmcache_server/telemetry/metrics.py` by `python scripts/metrics_page.py`; a test holds both together.
+Every series exists, at zero, from the first scrape; labels take the values listed and no others.
+
+| metric | kind | labels | meaning |
+|---|---|---|---|
+"""
+
+
+def row(metric: Metric) -> str:
+    labels = "; ".join(
+        f"`{name}`: {'the version' if name == 'version' else ', '.join(values)}"
+        for name, values in metric.labels.items()
+    )
+    return f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |\n"
+
+
+def page() -> str:
+    """The whole page, as Markdown."""
+    return HEAD + "".join(map(row, TABLE))
+
+
+if __name__ == "__main__":
+    print(page(), end="")
