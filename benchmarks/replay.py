@@ -27,7 +27,7 @@ from harness.rawclient import RawEngine, group  # noqa: E402
 from harness.server import LMCacheServer  # noqa: E402
 
 from lmcache_client.channel import Channel, ChannelError  # noqa: E402
-from lmcache_client.contract import protocol  # noqa: E402
+from lmcache_client.contract import messages  # noqa: E402
 from lmcache_client.contract.keys import ROOT_KEY  # noqa: E402
 
 TRACE = ROOT / "benchmarks/data/mooncake_synthetic.jsonl.gz"
@@ -93,7 +93,7 @@ def oracle(requests: Sequence[Request], capacity: int) -> tuple[list[int], int]:
     return hits, full
 
 
-def ask(channel: Channel, message: protocol.Message) -> Any:
+def ask(channel: Channel, message: messages.Message) -> Any:
     """The reply, seen when it comes; a channel's `call` looks once a millisecond."""
     pending = channel.submit(message, TIMEOUT_S)
     channel.poll(pending, TIMEOUT_S)
@@ -121,34 +121,34 @@ class Client:
         hit, held = 0, b""
         if limit:
             started_s = time.perf_counter()
-            question = protocol.Lookup(name, "", keys[:limit], 0, limit * CHUNK, request.tokens)
-            found: protocol.Found = ask(self.engine.scheduler, question)
+            question = messages.Lookup(name, "", keys[:limit], 0, limit * CHUNK, request.tokens)
+            found: messages.Found = ask(self.engine.scheduler, question)
             self.outcome.lookups_s.append(time.perf_counter() - started_s)
             hit, held = found.resume_tokens // CHUNK, found.held[0]
             if hit and self.loads:
                 self._retrieve(found, keys[hit - 1], ids[:hit])
             if hit:
-                ask(self.engine.scheduler, protocol.EndRequest(name, (found.lease_id,), ()))
+                ask(self.engine.scheduler, messages.EndRequest(name, (found.lease_id,), ()))
         self.outcome.hits.append(hit * CHUNK)
         self.stamps[: len(ids)] = np.array(ids)[:, None]
         for start in range(hit, len(ids), STEP_CHUNKS):
             step = range(start, min(start + STEP_CHUNKS, len(ids)))
             self._store(keys, [i for i in step if not (i // 8 < len(held) and held[i // 8] >> i % 8 & 1)])
         if keys:
-            ask(self.engine.scheduler, protocol.EndRequest(name, (), keys))
+            ask(self.engine.scheduler, messages.EndRequest(name, (), keys))
 
-    def _retrieve(self, found: protocol.Found, key: bytes, ids: Sequence[int]) -> None:
+    def _retrieve(self, found: messages.Found, key: bytes, ids: Sequence[int]) -> None:
         self.stamps[:] = -1
         blocks = (tuple(range(1, len(ids) + 1)),)
-        ask(self.engine.worker, protocol.Retrieve("", found.lease_id, key, found.resume_tokens, 0, blocks))
+        ask(self.engine.worker, messages.Retrieve("", found.lease_id, key, found.resume_tokens, 0, blocks))
         if (self.stamps[: len(ids)] != np.array(ids)[:, None]).any():
             raise RuntimeError("a page of another chunk was loaded")
 
     def _store(self, keys: Sequence[bytes], chunks: Sequence[int]) -> None:
         if chunks:
             parents = (ROOT_KEY, *keys)
-            objects = tuple(protocol.StoreObject(keys[i], parents[i], i, 0, (i + 1,)) for i in chunks)
-            self.outcome.dropped += ask(self.engine.worker, protocol.Store(objects)).dropped
+            objects = tuple(messages.StoreObject(keys[i], parents[i], i, 0, (i + 1,)) for i in chunks)
+            self.outcome.dropped += ask(self.engine.worker, messages.Store(objects)).dropped
 
 
 def replay(requests: Sequence[Request], capacity: int, loads: bool = True, **flags: Any) -> Outcome:
