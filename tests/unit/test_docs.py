@@ -163,7 +163,7 @@ def test_the_advice_for_recurrent_models_is_quoted_as_it_is_given() -> None:
 
 
 def test_what_is_said_to_users_of_lmcache_is_true() -> None:
-    """The middle column has this server's flags and metrics; keys without effect are said to have none."""
+    """The middle column has this server's flags and metrics, and names the keys without effect."""
     text = (ROOT / "docs" / "coming-from-lmcache.md").read_text()
     rows = [
         [cell.strip() for cell in row.split("|")[1:-1]]
@@ -176,4 +176,4 @@ def test_what_is_said_to_users_of_lmcache_is_true() -> None:
         assert set(ONLY_NAMES.findall(row[1])) <= known, row
         assert all(f"`{name}`" in metrics for name in re.findall(r"`(lmcache_[a-z0-9_]+)", row[1])), row
     for key in WITHOUT_EFFECT:
-        assert [row[1] for row in rows if f"`{PREFIX}{key}`" in row[0]] == ["no effect, said once"], key
+        assert [row[1] for row in rows if f"`{PREFIX}{key}`" in row[0]] == ["no effect, logged once"], key
