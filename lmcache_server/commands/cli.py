@@ -4,17 +4,15 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
 import click
 
 from lmcache_client.contract.version import VERSION
 from lmcache_server import config as configuration
 from lmcache_server.config import CONFIG_VARIABLE, OPTIONS, flag_name, variable_name
-from lmcache_server.errors import StartError
-
-if TYPE_CHECKING:
-    from lmcache_client.contract.messages import Message
+from lmcache_server.errors import CommandError, StartError
+from lmcache_server.host.logs import printable
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -22,12 +20,6 @@ CONTROL_TIMEOUT_S = 2.0
 
 Command = Callable[..., Any]
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-
-
-class CannotStartError(click.ClickException):
-    """A configuration or an environment in which a command cannot run."""
-
-    exit_code = EXIT_USAGE
 
 
 def _config_options(*names: str) -> Callable[[Command], Command]:
@@ -67,16 +59,10 @@ def _control_options(command: Command) -> Command:
     return _config_options("host", "port")(timeout(command))
 
 
-def _ask(flags: dict[str, Any], config_file: str | None, timeout_s: float, message: "Message") -> Any:
-    from lmcache_server.commands import control
-
-    try:
-        found = configuration.resolve(("host", "port"), flags, os.environ, config_file)
-        return control.ask(found["host"], found["port"], message, timeout_s)
-    except StartError as error:
-        raise CannotStartError(str(error)) from error
-    except control.ControlError as error:
-        raise click.ClickException(str(error)) from error
+def _where(flags: dict[str, Any], config_file: str | None) -> tuple[str, int]:
+    """The host and the port of the server that a command asks."""
+    options = configuration.resolve(("host", "port"), flags, os.environ, config_file)
+    return options["host"], options["port"]
 
 
 @click.group(context_settings=_CONTEXT, invoke_without_command=True)
@@ -97,13 +83,10 @@ def server(config_file: str | None, **flags: Any) -> int:
     Each option may also be set by the environment variable shown, or by a key of the TOML file. A flag
     goes before the environment, the environment before the file, the file before the default.
     """
-    try:
-        config = configuration.load(flags, os.environ, config_file)
-        from lmcache_server.app import run
+    config = configuration.load(flags, os.environ, config_file)
+    from lmcache_server.app import run
 
-        return run(config)
-    except StartError as error:
-        raise CannotStartError(str(error)) from error
+    return run(config)
 
 
 @cli.command()
@@ -113,11 +96,10 @@ def status(config_file: str | None, timeout_s: float, as_json: bool, **flags: An
     """Print what a server holds: memory, namespaces, sessions, hit rate."""
     import json
 
-    from lmcache_client.contract.messages import Status
+    from lmcache_server.commands import control
     from lmcache_server.commands.status import summary
 
-    reply = _ask(flags, config_file, timeout_s, Status())
-    report = json.loads("".join(reply.pieces))
+    report = control.report(*_where(flags, config_file), timeout_s)
     click.echo(json.dumps(report, indent=2) if as_json else summary(report))
 
 
@@ -125,9 +107,10 @@ def status(config_file: str | None, timeout_s: float, as_json: bool, **flags: An
 @_control_options
 def clear(config_file: str | None, timeout_s: float, **flags: Any) -> None:
     """Make a server forget everything that nobody is using."""
-    from lmcache_client.contract.messages import Clear
+    from lmcache_client.contract.messages import Clear, Cleared
+    from lmcache_server.commands import control
 
-    reply = _ask(flags, config_file, timeout_s, Clear())
+    reply = control.ask(*_where(flags, config_file), Clear(), Cleared, timeout_s)
     click.echo(f"forgot {reply.chunks} chunk{'' if reply.chunks == 1 else 's'}")
 
 
@@ -140,10 +123,11 @@ def ping(config_file: str | None, timeout_s: float, **flags: Any) -> None:
     """
     import time
 
-    from lmcache_client.contract.messages import Ping
+    from lmcache_client.contract.messages import Done, Ping
+    from lmcache_server.commands import control
 
     started_s = time.perf_counter()
-    _ask(flags, config_file, timeout_s, Ping())
+    control.ask(*_where(flags, config_file), Ping(), Done, timeout_s)
     click.echo(f"the server answers, after {1000 * (time.perf_counter() - started_s):.1f} ms")
 
 
@@ -159,22 +143,19 @@ def doctor(config_file: str | None, as_json: bool, **flags: Any) -> int:
     import dataclasses
     import json
 
-    from lmcache_server.commands.doctor.checks import COLOURS, FAIL
+    from lmcache_server.commands.doctor.checks import COLOURS
     from lmcache_server.commands.doctor.examine import examine
-    from lmcache_server.host.logs import printable
+    from lmcache_server.host.preflight import FAIL
 
-    try:
-        options = configuration.resolve(flags, flags, os.environ, config_file)
-    except StartError as error:
-        raise CannotStartError(str(error)) from error
-    found = examine(options, flags)
+    options = configuration.resolve(flags, flags, os.environ, config_file)
+    checks = examine(options, flags)
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(check) for check in found], indent=2))
-    for check in () if as_json else found:
+        click.echo(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
+    for check in () if as_json else checks:
         verdict = click.style(f"{check.verdict:<6}", fg=COLOURS[check.verdict])
         line = f"{check.name}: {check.finding}" + (f" -> {check.fix}" if check.fix else "")
         click.echo(verdict + printable(line))
-    return EXIT_FAILED if any(check.verdict == FAIL for check in found) else 0
+    return EXIT_FAILED if any(check.verdict == FAIL for check in checks) else 0
 
 
 _COUNT = click.IntRange(1, 1024)
@@ -182,12 +163,16 @@ _COUNT = click.IntRange(1, 1024)
 
 @cli.command()
 @_control_options
-@click.option("--workers", type=_COUNT, default=1, show_default=True, help="Engines that store and retrieve.")
-@click.option("--clients", type=_COUNT, default=1, show_default=True, help="Engines that look up.")
 @click.option(
-    "--page-kb", type=click.IntRange(1, 1 << 16), default=64, show_default=True, help="KiB of a page."
+    "--workers", type=_COUNT, default=1, show_default=True, help="Number of engines that store and load."
 )
-@click.option("--layers", type=_COUNT, default=16, show_default=True, help="Pages of a block.")
+@click.option(
+    "--clients", type=_COUNT, default=1, show_default=True, help="Number of engines that only look up."
+)
+@click.option(
+    "--page-kb", type=click.IntRange(1, 1 << 16), default=64, show_default=True, help="KiB per page."
+)
+@click.option("--layers", type=_COUNT, default=16, show_default=True, help="Layers (pages per block).")
 @click.option(
     "--groups",
     type=click.Choice(["full", "hybrid"]),
@@ -195,16 +180,16 @@ _COUNT = click.IntRange(1, 1024)
     show_default=True,
     help="Full attention alone, or a sliding-window and a recurrent group beside it.",
 )
-@click.option("--chunks", type=_COUNT, default=4, show_default=True, help="Chunks of a request.")
+@click.option("--chunks", type=_COUNT, default=4, show_default=True, help="Chunks per request.")
 @click.option(
-    "--requests", type=click.IntRange(1), default=20, show_default=True, help="Requests of an engine."
+    "--requests", type=click.IntRange(1), default=20, show_default=True, help="Requests per engine."
 )
 @click.option(
     "--only",
     default="lookup,store,retrieve",
     show_default=True,
     metavar="LIST",
-    help="What to measure; what is retrieved is stored first.",
+    help="What to measure; retrieve measures store first.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print settings and figures as JSON.")
 def bench(
@@ -217,31 +202,21 @@ def bench(
 ) -> None:
     """Measure a running server with synthetic engines.
 
-    A chunk has 4 blocks, a block a page in each layer; lookups are of 1 to 512 small chunks. At most a
-    quarter of L1 is filled, with chunks that no engine can use; they are forgotten when the bench ends.
+    A chunk has 4 blocks, and a block has a page in each layer; lookups are of 1 to 512 small chunks. At most
+    a quarter of L1 is filled, with chunks that no engine can use; they are forgotten when the bench ends.
     Engines that are served meanwhile are slower.
     """
-    import io
     import json
 
     from lmcache_client.contract.endpoint import address
-    from lmcache_client.contract.messages import Status
+    from lmcache_server.commands import control
     from lmcache_server.commands.bench import run
-    from lmcache_server.commands.bench.workload import BenchError
 
-    flags = {"host": host, "port": port}
-    report = json.loads("".join(_ask(flags, config_file, timeout_s, Status()).pieces))
-    found = configuration.resolve(("host", "port"), flags, os.environ, config_file)
-    try:
-        crews = run.crews(f"lmcache bench {os.urandom(8).hex()}", report["config"]["chunk_size"], **settings)
-        click.echo(run.announcement(crews, report["l1"]), err=True)
-        steps = sum(crew.num_samples for crew in crews)
-        with click.progressbar(
-            length=steps, file=sys.stderr if sys.stderr.isatty() else io.StringIO()
-        ) as bar:
-            results = run.run(address(found["host"], found["port"]), crews, bar.update)
-    except BenchError as error:
-        raise click.ClickException(str(error)) from error
+    where = _where({"host": host, "port": port}, config_file)
+    report = control.report(*where, timeout_s)
+    crews = run.crews(f"lmcache bench {os.urandom(8).hex()}", report["config"]["chunk_size"], **settings)
+    click.echo(run.announcement(crews, report["l1"]), err=True)
+    results = run.run(address(*where), crews)
     settings |= {"chunk_size": crews[0].workload.chunk_size}
     whole = {"server_version": report["version"], "settings": settings, "results": results}
     click.echo(json.dumps(whole, indent=2) if as_json else run.table(results))
@@ -269,8 +244,6 @@ def bench(
 @click.option(
     "--timeout-s", type=click.FloatRange(1), default=600, show_default=True, help="Seconds for one answer."
 )
-@click.option("--lm-eval", "task", metavar="TASK", help="Compare the scores of a task of lm_eval, too.")
-@click.option("--limit", type=click.IntRange(1), metavar="N", help="Only so many questions of that task.")
 @click.option("--json", "as_json", is_flag=True, help="Print figures and verdict as JSON.")
 def verify(
     url: str,
@@ -279,8 +252,6 @@ def verify(
     lengths: tuple[int, ...],
     api_key: str | None,
     timeout_s: float,
-    task: str | None,
-    limit: int | None,
     as_json: bool,
 ) -> int:
     """Prove that what vLLM at URL gets from the cache is right, whatever its model.
@@ -294,31 +265,21 @@ def verify(
     """
     import json
 
-    from lmcache_server.commands.verify import prompts, run, scores, table
-    from lmcache_server.commands.verify.engine import Engine, VerifyError
+    from lmcache_server.commands.verify import prompts, run, table
+    from lmcache_server.commands.verify.engine import VllmServer
 
-    try:
-        engine = Engine(url, model, api_key, timeout_s)
-        engine.counters()
-        cases = prompts.from_file(prompts_file) if prompts_file else prompts.built_in(engine, list(lengths))
-        click.echo(f"{engine.url}, {engine.model}: {len(cases)} prompts, one at a time", err=True)
-        if not as_json:
-            click.echo(table.HEADER)
-        results = run.run(engine, cases, lambda each: None if as_json else click.echo(table.row(each)))
-        verdicts = [run.verdict(results)]
-        report: dict[str, Any] = {
-            "url": engine.url,
-            "model": engine.model,
-            "prompts": [each.row() for each in results],
-        }
-        if task:
-            report["lm_eval"] = scores.compare(engine, task, limit)
-            verdicts.append(scores.verdict(report["lm_eval"]))
-    except VerifyError as error:
-        raise click.ClickException(str(error)) from error
-    report |= {"right": all(good for good, _ in verdicts), "verdict": [text for _, text in verdicts]}
-    click.echo(json.dumps(report, indent=2) if as_json else "\n".join(report["verdict"]))
-    return 0 if report["right"] else EXIT_FAILED
+    vllm = VllmServer(url, model, api_key, timeout_s)
+    vllm.counters()
+    cases = prompts.from_file(prompts_file) if prompts_file else prompts.built_in(vllm, list(lengths))
+    click.echo(printable(f"{vllm.url}, {vllm.model}: {len(cases)} prompts, one at a time"), err=True)
+    if not as_json:
+        click.echo(table.HEADER)
+    results = run.run(vllm, cases, lambda result: None if as_json else click.echo(table.row(result)))
+    right, verdict = run.verdict(results)
+    rows = [result.row() for result in results]
+    report = {"url": vllm.url, "model": vllm.model, "prompts": rows, "right": right, "verdict": verdict}
+    click.echo(json.dumps(report, indent=2) if as_json else verdict)
+    return 0 if right else EXIT_FAILED
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -328,10 +289,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(cli.main(args=arguments, prog_name="lmcache", standalone_mode=False))
     except click.UsageError as error:
         help_hint = f" (see '{error.ctx.command_path} --help')" if error.ctx is not None else ""
-        click.echo(f"lmcache: {error.format_message()}{help_hint}", err=True)
-        sys.exit(EXIT_USAGE)
-    except click.ClickException as error:
-        click.echo(f"lmcache: {error.format_message()}", err=True)
-        sys.exit(error.exit_code)
+        _end(EXIT_USAGE, f"{error.format_message()}{help_hint}")
+    except StartError as error:
+        _end(EXIT_USAGE, str(error))
+    except CommandError as error:
+        _end(EXIT_FAILED, str(error))
     except click.Abort:
         sys.exit(EXIT_FAILED)
+
+
+def _end(code: int, sentence: str) -> NoReturn:
+    click.echo(f"lmcache: {printable(sentence)}", err=True)
+    sys.exit(code)

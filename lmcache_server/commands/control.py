@@ -1,6 +1,8 @@
 """One question to a running server, for the command line."""
 
+import json
 import os
+from typing import Any, TypeVar
 
 import zmq
 
@@ -12,21 +14,98 @@ from lmcache_client.contract.endpoint import (
     check_runtime_directory,
     runtime_directory,
 )
-from lmcache_client.contract.messages import Message, Refused
+from lmcache_client.contract.messages import Message, Refused, Status, StatusReport
+from lmcache_server.errors import CommandError
 
 REQUEST_ID = 1
+MAX_NUMBER = 1 << 63
+Reply = TypeVar("Reply", bound=Message)
+
+_GROUP = {"kind": str, **dict.fromkeys(("block_size", "window", "layers", "block_bytes"), int)}
+_NAMESPACE = {
+    **dict.fromkeys(("namespace", "model"), str),
+    **dict.fromkeys(("chunk_size", "chunks", "world_size"), int),
+    "engines": [str],
+    "groups": [_GROUP],
+}
+_SESSION = {
+    **dict.fromkeys(("role", "engine_id", "client_version", "vllm_version", "not_cached"), str),
+    **dict.fromkeys(("session_id", "pid", "rank"), int),
+    "age_s": float,
+}
+_L1 = ("total_bytes", "free_bytes", "ready_bytes", "reserved_bytes", "populated_bytes", "chunks", "leases")
+_REPORT = {
+    **{"version": str, "pid": int, "uptime_s": float, "hit_rate": float},
+    "l1": dict.fromkeys(_L1, int),
+    "tokens": dict.fromkeys(("hit", "miss", "computed"), int),
+    "config": {"chunk_size": int | None, "l1_size_gb": float, "l1_path": str, "l1_hugetlb": bool},
+    "namespaces": [_NAMESPACE],
+    "sessions": [_SESSION],
+}
+"""What the commands read of a status report: the type of each value, by its name."""
 
 
-class ControlError(Exception):
-    """No server, or none that answered what was asked: one sentence."""
+class ControlError(CommandError):
+    """No server answers, or none that answered what was asked; the message is one sentence."""
 
 
 class UnreachableError(ControlError):
-    """No server answers there."""
+    """No server answers at `endpoint`."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(
+            f"no lmcache server answers at {endpoint}: start one with 'lmcache server', "
+            "or pass the --host and --port that it was started with"
+        )
+        self.endpoint = endpoint
 
 
-def ask(host: str, port: int, message: Message, timeout_s: float) -> Message:
+def report(host: str, port: int, timeout_s: float) -> dict[str, Any]:
+    """The status of a server, with everything in it that the commands read. Raises ControlError."""
+    reply = ask(host, port, Status(), StatusReport, timeout_s)
+    try:
+        status: dict[str, Any] = json.loads("".join(reply.pieces))
+    except (ValueError, RecursionError):
+        status = {}
+    if not _has_shape(status, _REPORT):
+        raise ControlError(
+            f"the lmcache server at {address(host, port)} sent a status that this version cannot read: "
+            "install the same version of lmcache-mp for the server and for this command"
+        )
+    return status
+
+
+def _has_shape(value: Any, shape: Any) -> bool:
+    if isinstance(shape, dict):
+        return isinstance(value, dict) and all(
+            name in value and _has_shape(value[name], part) for name, part in shape.items()
+        )
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(_has_shape(part, shape[0]) for part in value)
+    if isinstance(value, int | float):
+        return 0 <= value < MAX_NUMBER and isinstance(value, shape | int if shape is float else shape)
+    return isinstance(value, shape)
+
+
+def ask(host: str, port: int, message: Message, expected: type[Reply], timeout_s: float) -> Reply:
     """The answer of the server at `host` and `port` to Ping, Status or Clear. Raises ControlError."""
+    endpoint = _endpoint(host, port)
+    frame = _exchange(endpoint, messages.encode_request(REQUEST_ID, message), timeout_s)
+    try:
+        _, request_id, reply = messages.decode_reply(frame)
+    except ProtocolError as error:
+        raise ControlError(f"{endpoint} is not a compatible lmcache server: {error}") from error
+    if isinstance(reply, Refused):
+        raise ControlError(reply.message)
+    if request_id != REQUEST_ID or not isinstance(reply, expected):
+        raise ControlError(
+            f"{endpoint} is not a compatible lmcache server: it answered another question than "
+            f"{type(message).__name__}"
+        )
+    return reply
+
+
+def _endpoint(host: str, port: int) -> str:
     try:
         endpoint = address(host, port)
         if not host:
@@ -34,33 +113,28 @@ def ask(host: str, port: int, message: Message, timeout_s: float) -> Message:
     except EndpointError as error:
         raise ControlError(str(error)) from error
     except FileNotFoundError:
-        raise _unreachable(endpoint) from None
+        raise UnreachableError(endpoint) from None
+    except OSError as error:
+        raise ControlError(
+            f"cannot use {runtime_directory()} for the socket ({error.strerror}): name another directory in "
+            "LMCACHE_RUNTIME_DIR"
+        ) from error
     if not host and not os.path.exists(endpoint.removeprefix("ipc://")):
-        raise _unreachable(endpoint)
+        raise UnreachableError(endpoint)
+    return endpoint
+
+
+def _exchange(endpoint: str, request: bytes, timeout_s: float) -> bytes:
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         try:
             socket.connect(endpoint)
-        except zmq.ZMQError as error:
-            raise ControlError(f"{endpoint} is no address of a server: {error}") from error
-        socket.send(messages.encode_request(REQUEST_ID, message))
+        except (zmq.ZMQError, ValueError) as error:  # ValueError: text that no address can have
+            raise ControlError(
+                f"{endpoint} is not the address of a server ({error}): pass another --host or --port"
+            ) from error
+        socket.send(request)
         if not socket.poll(int(timeout_s * 1000)):
-            raise _unreachable(endpoint)
-        frame = socket.recv()
-    try:
-        _, request_id, reply = messages.decode_reply(frame)
-    except ProtocolError as error:
-        raise ControlError(f"what answers at {endpoint} is no fitting lmcache server: {error}") from error
-    if isinstance(reply, Refused):
-        raise ControlError(reply.message)
-    if request_id != REQUEST_ID:
-        raise ControlError(f"what answers at {endpoint} answered another question")
-    return reply
-
-
-def _unreachable(endpoint: str) -> UnreachableError:
-    return UnreachableError(
-        f"no lmcache server answers at {endpoint}: start one with 'lmcache server', "
-        "or pass the --host and --port that it was started with"
-    )
+            raise UnreachableError(endpoint)
+        return socket.recv()

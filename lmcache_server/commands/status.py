@@ -2,11 +2,12 @@
 
 from typing import Any
 
+from lmcache_server.host.logs import printable
 from lmcache_server.host.units import size
 
 
 def summary(report: dict[str, Any]) -> str:
-    """A few lines that a person reads at a glance; `report` is the JSON of /status."""
+    """A few lines that a person reads at a glance; `report` is what `control.report` returns."""
     l1, tokens = report["l1"], report["tokens"]
     used = l1["ready_bytes"] + l1["reserved_bytes"]
     share = 100 * used / max(l1["total_bytes"], 1)
@@ -39,7 +40,8 @@ def summary(report: dict[str, Any]) -> str:
         )
         if session["not_cached"]:
             lines.append(f"     because it has {session['not_cached']}")
-    return "\n".join(lines)
+    # Clients chose some of the names: none of them ends a line or moves the cursor.
+    return "\n".join(map(printable, lines))
 
 
 def _duration(seconds: float) -> str:

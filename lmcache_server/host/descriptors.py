@@ -10,9 +10,10 @@ import logging
 import resource
 import socket
 
+from lmcache_server.host import preflight
+
 logger = logging.getLogger(__name__)
 
-LEAST_LIMIT = 4096
 ENOUGH_LIMIT = 1 << 16
 CONNECTIONS = 3072
 """For connections, at most half of the limit: as many as all sessions that may be need, and more would only
@@ -27,12 +28,9 @@ def raise_limit() -> None:
     wanted = ENOUGH_LIMIT if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_LIMIT)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    if _limit() < LEAST_LIMIT:
-        logger.warning(
-            "the limit of open files is %(limit)d: clients that connect very often could end the server; "
-            "raise it to %(least)d or more (ulimit -n; for a systemd unit LimitNOFILE=)",
-            {"limit": _limit(), "least": LEAST_LIMIT},
-        )
+    check = preflight.open_files(_limit())
+    if check.fix:
+        logger.warning("%(finding)s: %(fix)s", {"finding": check.finding, "fix": check.fix})
 
 
 def _limit() -> int:

@@ -25,13 +25,29 @@ def memory_info() -> dict[str, int]:
     return info
 
 
-def file_system_type(descriptor: int) -> int:
-    """The magic number of the file system that an open file is on. Raises OSError."""
+def file_system_type(path: str | int) -> int:
+    """The magic number of the file system that an open file or `path` is on. Raises OSError."""
     # struct statfs begins with it, a long; the rest of it is shorter than this everywhere.
     answer = (ctypes.c_long * 64)()
-    if _libc.fstatfs(descriptor, ctypes.byref(answer)):
+    if isinstance(path, int):
+        failed = _libc.fstatfs(path, ctypes.byref(answer))
+    else:
+        failed = _libc.statfs(os.fsencode(path), ctypes.byref(answer))
+    if failed:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return int(answer[0])
+
+
+def free_bytes(path: str | int) -> int:
+    """What files can still take of the file system of an open file or of `path`. Raises OSError."""
+    system = os.statvfs(path)
+    # A ramfs has no size of its own.
+    return system.f_bavail * system.f_frsize if system.f_blocks else _UNLIMITED_BYTES
+
+
+def mount_point(path: str) -> str:
+    """Where the file system is mounted that the file `path` is on or would be created on."""
+    return next(str(parent) for parent in Path(path).absolute().parents if os.path.ismount(parent))
 
 
 def local_processors(pci_bus_id: str, root: Path = Path("/")) -> set[int]:

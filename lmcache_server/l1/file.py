@@ -15,7 +15,15 @@ import struct
 from lmcache_client.contract.keys import SCHEMA
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.errors import StartError
-from lmcache_server.host.machine import HUGETLBFS, MEMORY_FILE_SYSTEMS, available_bytes, file_system_type
+from lmcache_server.host import preflight
+from lmcache_server.host.machine import (
+    HUGETLBFS,
+    MEMORY_FILE_SYSTEMS,
+    available_bytes,
+    file_system_type,
+    free_bytes,
+    mount_point,
+)
 from lmcache_server.host.units import GB_BYTES
 
 MAGIC = b"lmcache-mp L1\r\n\0"
@@ -113,19 +121,16 @@ class L1File:
             ) from None
 
     def _check_space(self) -> None:
-        info, system = os.fstat(self._descriptor), os.fstatvfs(self._descriptor)
-        missing = max(0, self.num_frames * FRAME_BYTES - info.st_blocks * 512)
-        free, reason = system.f_bavail * system.f_frsize, "its file system"
-        # What is to be restored is not given up for the rest; and a ramfs has no size of its own.
-        if self.index is not None or not system.f_blocks:
-            free = missing
-        if self.in_memory:
-            free, reason = min((free, reason), available_bytes())
-        if missing > free:
-            raise StartError(
-                f"--l1-size-gb asks for {missing / GB_BYTES:.2f} GB more in --l1-path {self.path} and "
-                f"{free / GB_BYTES:.2f} GB are available ({reason}): ask for less or free space"
+        size_bytes = self.num_frames * FRAME_BYTES
+        taken_bytes = os.fstat(self._descriptor).st_blocks * 512
+        # What is to be restored is not given up for the rest.
+        if self.index is None:
+            mount, free = mount_point(self.path), free_bytes(self._descriptor)
+            preflight.require(
+                preflight.l1_file(self.path, mount, self.in_memory, size_bytes, taken_bytes, free)
             )
+        if self.in_memory:
+            preflight.require(preflight.memory(size_bytes, taken_bytes, *available_bytes()))
 
     def _read(self) -> tuple[bytes | None, str]:
         """(the index, or None; why there is none)."""
@@ -167,11 +172,12 @@ def _open(path: str) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         return os.open(path, flags, 0o600)
+    except FileNotFoundError:
+        raise StartError(str(preflight.no_directory(path))) from None
     except OSError as error:
         advice = {
             errno.EISDIR: "it is a directory; name a file in it",
             errno.ELOOP: "it is a symbolic link; name the file that it leads to",
-            errno.ENOENT: "there is no such directory; create it",
             errno.EROFS: "its file system is read-only; name a file on another",
             errno.EACCES: "this user may not; change the rights of the file or of its directory",
         }.get(error.errno or 0, error.strerror)

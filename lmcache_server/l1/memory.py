@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.errors import StartError
+from lmcache_server.host import preflight
 from lmcache_server.host.machine import available_bytes, memory_info
 from lmcache_server.host.units import GB_BYTES
 
@@ -30,7 +31,6 @@ FILL_NICENESS = 10
 
 _MADV_POPULATE_WRITE = 23
 _MAP_HUGETLB = 0x40000
-_BYTES_PER_MIB = 1 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 for _function in (_libc.mlock, _libc.munlock):
@@ -191,12 +191,7 @@ def _populate_piece(address: int, size_bytes: int) -> int:
 
 
 def _map(num_bytes: int) -> mmap.mmap:
-    available, reason = available_bytes()
-    if num_bytes > available:
-        raise StartError(
-            f"--l1-size-gb asks for {num_bytes / GB_BYTES:.2f} GB and {available / GB_BYTES:.2f} GB are "
-            f"available ({reason}): ask for less or free memory"
-        )
+    preflight.require(preflight.memory(num_bytes, 0, *available_bytes()))
     return _advised(_anonymous(num_bytes, 0))
 
 
@@ -216,16 +211,13 @@ def _advised(mapping: mmap.mmap) -> mmap.mmap:
 
 def _map_hugetlb(num_bytes: int) -> mmap.mmap:
     info = memory_info()
-    page_bytes = info.get("Hugepagesize", 2 * _BYTES_PER_MIB)
-    needed = -(-num_bytes // page_bytes)
-    total, free = info.get("HugePages_Total", 0), info.get("HugePages_Free", 0)
-    free -= info.get("HugePages_Rsvd", 0)
+    page_bytes = info.get("Hugepagesize", 2 << 20)
     try:
-        return _anonymous(needed * page_bytes, _MAP_HUGETLB)
+        return _anonymous(-(-num_bytes // page_bytes) * page_bytes, _MAP_HUGETLB)
     except OSError as error:
+        preflight.require(preflight.huge_pages(info, num_bytes))
         raise StartError(
-            f"--l1-hugetlb needs {needed} huge pages of {page_bytes // _BYTES_PER_MIB} MiB and the system "
-            f"has {free} free: run 'sysctl vm.nr_hugepages={total - free + needed}' or leave out --l1-hugetlb"
+            f"the system refuses its huge pages ({error.strerror}): leave out --l1-hugetlb"
         ) from error
 
 

@@ -8,14 +8,20 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from pathlib import Path
 
+import msgpack
 import pytest
+import zmq
 
+from lmcache_client.contract import messages
+from lmcache_client.contract.messages import Done, Refused, Registered, StatusReport
 from lmcache_server import app
 from lmcache_server.commands import cli
+from lmcache_server.commands.status import summary
 from lmcache_server.config import OPTIONS, Config, flag_name, variable_name
 from lmcache_server.errors import StartError
 
@@ -260,27 +266,161 @@ def test_the_server_is_small():
     assert resident_bytes - 17 * (1 << 20) < 60 * (1 << 20)
 
 
-def test_a_status_of_everything_that_can_be_shown():
-    from lmcache_server.commands.status import summary
+# -- what answers is not what was asked for --------------------------------------------------------------
 
-    group = {"kind": "sliding_window", "block_size": 16, "window": 512, "layers": 3, "block_bytes": 1536}
-    report = {
-        "version": "1.2.3", "boot_id": "ab", "pid": 42, "uptime_s": 3725.0, "config": {},
-        "l1": {
-            "total_bytes": 4 << 30, "free_bytes": 3 << 30, "ready_bytes": 1 << 30, "reserved_bytes": 0,
-            "stored_bytes": 1 << 30, "populated_bytes": 0, "chunks": 5, "leases": 2,
-        },
-        "namespaces": [{
-            "namespace": "0123456789abcdef" * 4, "model": "some/model", "chunk_size": 256, "chunks": 5,
-            "world_size": 2, "engines": ["engine-1"], "groups": [group],
-        }],
-        "sessions": [{
-            "session_id": 9, "pid": 77, "role": "worker", "engine_id": "engine-1", "rank": 1, "age_s": 61.0,
-            "not_cached": "",
-        }],
-        "tokens": {"computed": 10, "hit": 30, "miss": 10, "tail": 1}, "hit_rate": 0.75,
-    }  # fmt: skip
-    text = summary(report)
+GROUP = {"kind": "sliding_window", "block_size": 16, "window": 512, "layers": 3, "block_bytes": 1536}
+REPORT = {
+    "version": "1.2.3", "boot_id": "ab", "pid": 42, "uptime_s": 3725.0,
+    "config": {"chunk_size": None, "l1_size_gb": 4.0, "l1_path": "", "l1_hugetlb": False},
+    "l1": {
+        "total_bytes": 4 << 30, "free_bytes": 3 << 30, "ready_bytes": 1 << 30, "reserved_bytes": 0,
+        "stored_bytes": 1 << 30, "populated_bytes": 0, "chunks": 5, "leases": 2,
+    },
+    "namespaces": [{
+        "namespace": "0123456789abcdef" * 4, "model": "some/model", "chunk_size": 256, "chunks": 5,
+        "world_size": 2, "engines": ["engine-1"], "groups": [GROUP],
+    }],
+    "sessions": [{
+        "session_id": 9, "pid": 77, "role": "worker", "engine_id": "engine-1", "rank": 1, "age_s": 61.0,
+        "client_version": "1.2.3", "vllm_version": "0.32.0", "not_cached": "",
+    }],
+    "tokens": {"computed": 10, "hit": 30, "miss": 10, "tail": 1}, "hit_rate": 0.75,
+}  # fmt: skip
+ASKING = (["ping"], ["clear"], ["status"], ["status", "--json"], ["bench", "--requests", "1"])
+NOT_COMPATIBLE = "is not a compatible lmcache server"
+UNREADABLE = "sent a status that this version cannot read: install the same version of lmcache-mp"
+HOSTILE = "m\x1b[2J\x1b]0;owned\x07\nlmcache server 9.9.9"
+
+
+@contextlib.contextmanager
+def answering(make):
+    """Meanwhile something at PORT answers each frame with the frames that `make(request id)` returns."""
+    stop = threading.Event()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.bind(f"ipc://{os.environ['LMCACHE_RUNTIME_DIR']}/{PORT}.sock")
+
+        def serve():
+            while not stop.is_set():
+                if router.poll(20):
+                    identity, frame = router.recv_multipart()
+                    router.send_multipart([identity, *make(messages.decode_request(frame)[0])])
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+
+def reply(message, request_id=None):
+    return lambda asked: [messages.encode_reply(bytes(16), request_id or asked, message)]
+
+
+def status_reply(report):
+    text = report if isinstance(report, str) else json.dumps(report)
+    return reply(StatusReport(tuple(text[i : i + 4096] for i in range(0, len(text), 4096))))
+
+
+def error_of(capsys, *command):
+    """The one line on stderr with which a command in this process fails."""
+    code, output, errors = in_process(capsys, *command, "--port", PORT, "--timeout-s", "2")
+    assert (code, output, errors.count("\n")) == (1, "", 1), (output, errors)
+    assert errors[:-1].isprintable()
+    return errors
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        reply(Registered(256, "")),
+        reply(Done(), 2),
+        lambda _: [b""],
+        lambda _: [b"\xc1\xc1"],
+        lambda _: [b"a", b"b"],
+        lambda _: [msgpack.packb([99, 1, bytes(16), 0, []])],
+    ],
+)
+def test_a_reply_to_another_question_is_one_sentence(capsys, make):
+    with answering(make):
+        for command in ASKING:
+            assert NOT_COMPATIBLE in error_of(capsys, *command)
+
+
+def test_what_says_done_to_everything_has_only_answered_a_ping(capsys):
+    with answering(reply(Done())):
+        assert in_process(capsys, "ping", "--port", PORT)[0] == 0
+        for command in ASKING[1:]:
+            assert NOT_COMPATIBLE in error_of(capsys, *command)
+
+
+def without(path):
+    report = json.loads(json.dumps(REPORT))
+    *way, last = path
+    part = report
+    for step in way:
+        part = part[step]
+    del part[last]
+    return report
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        "", "{", "[]", "{}", "null", "[" * 60_000, "9" * 5000,
+        without(["version"]), without(["l1", "total_bytes"]), without(["config", "chunk_size"]),
+        without(["namespaces", 0, "groups", 0, "kind"]), without(["sessions", 0, "not_cached"]),
+        {**REPORT, "uptime_s": "x"}, {**REPORT, "pid": 1.5}, {**REPORT, "sessions": {}},
+        {**REPORT, "hit_rate": float("nan")}, {**REPORT, "uptime_s": float("inf")},
+        {**REPORT, "uptime_s": 10**400}, {**REPORT, "l1": {**REPORT["l1"], "total_bytes": -1}},
+    ],
+)  # fmt: skip
+def test_a_status_that_cannot_be_read_is_one_sentence(capsys, report):
+    with answering(status_reply(report)):
+        for command in ASKING[2:]:
+            assert UNREADABLE in error_of(capsys, *command)
+        code, output, errors = in_process(capsys, "doctor", "--port", PORT)
+        assert (code, errors) == (1, "")
+        assert re.search(f"^fail  server: .* {UNREADABLE}", output, re.MULTILINE)
+
+
+def test_names_that_clients_chose_move_no_cursor_and_begin_no_line(capsys):
+    report = json.loads(json.dumps(REPORT))
+    report["namespaces"][0]["model"] = report["sessions"][0]["engine_id"] = HOSTILE
+    report["version"] = report["sessions"][0]["not_cached"] = HOSTILE
+    with answering(status_reply(report)):
+        for command in (["status"], ["status", "--json"], ["doctor"]):
+            _, output, errors = in_process(capsys, *command, "--port", PORT)
+            assert output.count("owned") >= 2
+            assert all(line.isprintable() for line in output.split("\n")), output
+            assert not any(line.startswith("lmcache server 9.9.9") for line in output.split("\n"))
+            assert not errors
+    with answering(reply(Refused("x", HOSTILE))):
+        for command in ASKING:
+            assert error_of(capsys, *command) == (
+                "lmcache: m\\x1b[2J\\x1b]0;owned\\x07\\nlmcache server 9.9.9\n"
+            )
+
+
+@pytest.mark.parametrize("command", ["ping", "status", "clear", "bench"])
+@pytest.mark.parametrize("host", ["a\udcff", "a b", "x" * 300, "%", "\n"])
+def test_a_host_that_no_address_can_have(capsys, command, host):
+    code, output, errors = in_process(capsys, command, "--host", host, "--timeout-s", "0.1")
+    assert (code, output, errors.count("\n")) == (1, "", 1)
+    assert "pass another --host or --port" in errors or "no lmcache server answers" in errors
+
+
+def test_a_socket_directory_that_cannot_be_looked_at(capsys, monkeypatch):
+    monkeypatch.setenv("LMCACHE_RUNTIME_DIR", "/dev/null/below")
+    assert in_process(capsys, "ping")[2] == (
+        "lmcache: cannot use /dev/null/below for the socket (Not a directory): name another directory in "
+        "LMCACHE_RUNTIME_DIR\n"
+    )
+
+
+def test_a_status_of_everything_that_can_be_shown():
+    text = summary(REPORT)
     for part in (
         "1.2.3", "25.0 %", "75.0 %", "some/model", "0123456789ab", "chunk size 256", "sliding window", "512",
         "1.5 KiB", "engine-1", "rank 1", "pid 77",

@@ -15,9 +15,10 @@ from harness.server import LMCacheServer
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.messages import Done, Ping, Refused, Welcome
-from lmcache_server.host.descriptors import ENOUGH_LIMIT, LEAST_LIMIT
+from lmcache_server.host.descriptors import ENOUGH_LIMIT
+from lmcache_server.host.preflight import LEAST_OPEN_FILES
 
-LIMIT = LEAST_LIMIT
+LIMIT = LEAST_OPEN_FILES
 SMALL_LIMIT = 512
 FLOOD_S = 4.0
 TURNED_AWAY = "connections are turned away"

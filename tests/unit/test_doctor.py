@@ -4,7 +4,9 @@ import pytest
 
 from lmcache_client.contract.version import VERSION
 from lmcache_server.commands.doctor import checks
-from lmcache_server.commands.doctor.checks import FAIL, OK, UNLIMITED, WARN
+from lmcache_server.errors import StartError
+from lmcache_server.host import preflight
+from lmcache_server.host.preflight import FAIL, OK, UNLIMITED, WARN
 
 GB = 1 << 30
 THP, SHMEM = "/sys/thp/enabled", "/sys/thp/shmem_enabled"
@@ -31,11 +33,9 @@ CASES = [
         "off (deny)",
         "echo advise | sudo tee /sys/thp/shmem_enabled",
     ),
-    (checks.reserved_huge_pages(PAGES, GB, False, False), OK, "10 of 2.0 MiB, not used", ""),
-    (checks.reserved_huge_pages(PAGES, 10 << 20, True, False), OK, "5 of 10 are free", ""),
-    (checks.reserved_huge_pages(PAGES, 11 << 20, True, False), FAIL, "L1 needs 6", "vm.nr_hugepages=11"),
-    (checks.reserved_huge_pages(PAGES, GB, True, True), OK, "5 of 10", ""),
-    (checks.reserved_huge_pages({}, GB, True, False), FAIL, "needs 512 of 2.0 MiB", "vm.nr_hugepages=512"),
+    (preflight.huge_pages(PAGES, 10 << 20), OK, "5 of 10 are free", ""),
+    (preflight.huge_pages(PAGES, 11 << 20), FAIL, "needs 6 huge pages of 2.0 MiB", "vm.nr_hugepages=11"),
+    (preflight.huge_pages({}, GB), FAIL, "needs 512 huge pages of 2.0 MiB", "vm.nr_hugepages=512"),
     (checks.numa([0], {"GPU": -1}), OK, "one node", ""),
     (checks.numa([0, 1], {}), OK, "2 nodes: numactl", ""),
     (checks.numa([0, 1], {"a": 1, "b": 0}), OK, "a at node 1, b at node 0", ""),
@@ -46,17 +46,32 @@ CASES = [
     (checks.ptrace("3", EPERM), FAIL, EPERM, "sudo reboot"),
     (checks.ptrace("1", EPERM), FAIL, EPERM, "--cap-add SYS_PTRACE"),
     (checks.ptrace(None, EPERM), FAIL, EPERM, "--cap-add SYS_PTRACE"),
-    (checks.l1_file("", "", True, 0, GB), OK, "not used", ""),
-    (checks.l1_file("/a/b c", "", True, 0, GB), FAIL, "no directory", "mkdir -p \"$(dirname '/a/b c')\""),
-    (checks.l1_file("/dev/shm/x", "/dev/shm", True, GB, GB), OK, "1.0 GiB for 1.0 GiB", ""),
-    (checks.l1_file("/dev/shm/x", "/dev/shm", True, GB - 1, GB), FAIL, "are left", "size=2G /dev/shm"),
-    (checks.l1_file("/disk/x", "/disk", False, 10 * GB, 11 * GB), FAIL, "at /disk", "--l1-size-gb 9"),
-    (checks.memory(GB, "the limit", 0, GB), OK, "1.0 GiB available for 1.0 GiB of L1 (the limit)", ""),
-    (checks.memory(0, "the limit", GB, GB), OK, "0 B available beside L1, which has its memory", ""),
-    (checks.memory(8 * GB, "the limit", 2 * GB, 100 * GB), FAIL, "for 98.0 GiB", "--l1-size-gb 9"),
-    (checks.open_files(4096, 4096), OK, "4096", ""),
-    (checks.open_files(UNLIMITED, 4096), OK, "unlimited", ""),
-    (checks.open_files(1024, 4096), WARN, "1024: clients", "ulimit -n 65536"),
+    (preflight.no_directory("/a/b c"), FAIL, "no directory", "mkdir -p \"$(dirname '/a/b c')\""),
+    (preflight.l1_file("/dev/shm/x", "/dev/shm", True, GB, 1, GB - 1), OK, "1.0 GiB for 1.0 GiB", ""),
+    (
+        preflight.l1_file("/dev/shm/x", "/dev/shm", True, GB, GB // 2, GB // 4),
+        FAIL,
+        "--l1-size-gb asks for 0.50 GB and 0.25 GB are available (the file system of /dev/shm/x, /dev/shm)",
+        "size=2G /dev/shm",
+    ),
+    (
+        preflight.l1_file("/disk/x", "/disk", False, 11 * GB, 9 * GB, GB),
+        FAIL,
+        "the file system of /disk/x, /disk",
+        "lmcache server --l1-size-gb 9  (or free space)",
+    ),
+    (preflight.memory(GB, 0, GB, "the limit"), OK, "1.0 GiB available for 1.0 GiB of L1 (the limit)", ""),
+    (preflight.memory(GB, GB, 0, "the limit"), OK, "0 B available beside L1, which has its memory", ""),
+    (
+        preflight.memory(100 * GB, 2 * GB, 8 * GB, "the limit"),
+        FAIL,
+        "--l1-size-gb asks for 98.00 GB and 8.00 GB are available (the limit)",
+        "lmcache server --l1-size-gb 9  (or free memory)",
+    ),
+    (preflight.memory(GB, 0, 1 << 20, "the limit"), FAIL, "0.00 GB are available", "free memory"),
+    (preflight.open_files(4096), OK, "4096", ""),
+    (preflight.open_files(UNLIMITED), OK, "unlimited", ""),
+    (preflight.open_files(4095), WARN, "the limit of open files is 4095, so clients", "ulimit -n 65536"),
     (
         checks.driver([], 0, "no libcuda.so.1", False),
         OK,
@@ -89,15 +104,8 @@ CASES = [
     (checks.plugin("0.32.0", "", "a,lmcache_mp"), OK, "finds the connector", ""),
     (checks.plugin("0.32.0", "", "a,b"), FAIL, "leaves lmcache_mp out", "VLLM_PLUGINS=a,b,lmcache_mp"),
     (checks.plugin("0.32.0", "", ""), FAIL, "leaves lmcache_mp out", "VLLM_PLUGINS=lmcache_mp"),
-    (checks.server("", "port 1", "", True), WARN, "none answers at port 1", "lmcache server"),
-    (checks.server("", "port 1", "another protocol: install …", False), FAIL, "another protocol", ""),
-    (checks.server(VERSION, "port 1", "", False), OK, f"{VERSION} at port 1", ""),
-    (
-        checks.server("9.9", "port 1", "", False),
-        FAIL,
-        f"9.9 at port 1, and {VERSION}",
-        "lmcache-mp==9.9",
-    ),
+    (checks.server(VERSION, "port 1"), OK, f"{VERSION} at port 1", ""),
+    (checks.server("9.9", "port 1"), FAIL, f"9.9 at port 1, and {VERSION}", "lmcache-mp==9.9"),
     (checks.connectors("", {}, [], {}), OK, "none known", ""),
     (checks.connectors("1", {}, [], {}), OK, "0 connected", ""),
     (checks.connectors("1", {"a": "1"}, [], {}), OK, "1 connected", ""),
@@ -123,9 +131,15 @@ CASES = [
 
 
 @pytest.mark.parametrize(("check", "verdict", "finding", "fix"), CASES, ids=[str(case[0]) for case in CASES])
-def test_a_check(check: checks.Check, verdict: str, finding: str, fix: str) -> None:
+def test_a_check(check: preflight.Check, verdict: str, finding: str, fix: str) -> None:
     assert check.verdict == verdict
     assert finding in check.finding
     assert fix in check.fix
     assert bool(fix) == bool(check.fix)
     assert "\n" not in check.finding + check.fix
+
+
+def test_what_fails_keeps_the_server_from_starting_and_a_warning_does_not() -> None:
+    preflight.require(preflight.open_files(1024))
+    with pytest.raises(StartError, match=r"needs 6 huge pages .* are free: sudo sysctl vm.nr_hugepages=11"):
+        preflight.require(preflight.huge_pages(PAGES, 11 << 20))

@@ -119,7 +119,9 @@ def test_what_is_no_file_or_not_ours_is_refused(tmp_path):
     link = tmp_path / "link"
     link.symlink_to(finished(tmp_path / "l1"))
     assert sentence(link).endswith("it is a symbolic link; name the file that it leads to")
-    assert sentence(tmp_path / "none/l1").endswith("there is no such directory; create it")
+    assert sentence(tmp_path / "none/l1") == (
+        f'there is no directory for --l1-path {tmp_path}/none/l1: mkdir -p "$(dirname {tmp_path}/none/l1)"'
+    )
     os.mkfifo(tmp_path / "fifo", 0o600)
     assert "is not a regular file" in sentence(tmp_path / "fifo")
     (tmp_path / "l1").chmod(0o640)
@@ -273,17 +275,23 @@ def test_a_crash_between_any_two_steps_of_a_clean_stop_starts_empty(tmp_path, mo
 
 
 def test_what_the_file_system_cannot_hold_is_refused_with_both_figures(mounted):
-    assert sentence(mounted("size=8m") / "l1", 1 << 30).endswith(
-        "/l1 and 0.01 GB are available (its file system): ask for less or free space"
+    directory = mounted("size=8m")
+    assert sentence(directory / "l1", 1 << 30) == (
+        f"--l1-size-gb asks for 1.00 GB and 0.01 GB are available (the file system of {directory}/l1, "
+        f"{directory}): sudo mount -o remount,size=2G {directory}  (docker: --shm-size 2g)"
     )
+
+
+def test_a_ramfs_has_no_size_of_its_own(mounted):
+    with opened(mounted("mode=700", "ramfs") / "l1", 1 << 20) as file:
+        assert file.in_memory
 
 
 def test_a_memory_file_system_takes_memory_that_must_be_there(mounted, monkeypatch):
     monkeypatch.setattr(l1_file, "available_bytes", lambda: (1 << 20, "MemAvailable of this machine"))
     path = mounted("size=8m") / "l1"
     assert sentence(path, 4 << 20) == (
-        f"--l1-size-gb asks for 0.00 GB more in --l1-path {path} and 0.00 GB are available (MemAvailable of "
-        "this machine): ask for less or free space"
+        "--l1-size-gb asks for 0.00 GB and 0.00 GB are available (MemAvailable of this machine): free memory"
     )
     monkeypatch.undo()
     with opened(path, 4 << 20) as file:

@@ -1,5 +1,5 @@
-"""What is timed, in the words of one client: generators that prepare, yield once, yield a sample for each
-request, and clean up."""
+"""What one client times: generators that prepare, yield once, yield a sample for each request, and clean
+up."""
 
 import time
 from collections.abc import Iterator
@@ -30,21 +30,21 @@ def ping(client: Client, _: int) -> Samples:
 
 
 def lookup(client: Client, chunks: int) -> Samples:
-    """All clients look up the same prompt; whoever is first stores it."""
+    """All clients look up the same prompt, which the first of them has stored."""
     keys = chain(0, 0, chunks)
     client.ask(client.worker, client.store_message(keys), Stored)
     message = client.lookup_message(keys)
     yield Sample()
     for _ in range(client.workload.requests):
         started_s = time.perf_counter()
-        found = client.ask(client.scheduler, message, Found, LOOKUP_WAIT_S)
+        hit = client.ask(client.scheduler, message, Found, LOOKUP_WAIT_S)
         seconds = time.perf_counter() - started_s
-        if found.resume_tokens < message.limit_tokens:
+        if hit.resume_tokens < message.limit_tokens:
             raise BenchError(
                 "the server has no room to keep what is looked up: pass --only store,retrieve, or try again "
                 "when fewer engines use it"
             )
-        client.release(found)
+        client.release(hit)
         yield Sample(seconds)
 
 
@@ -62,22 +62,22 @@ def store(client: Client, _: int) -> Samples:
 
 
 def retrieve(client: Client, _: int) -> Samples:
-    """Looked up before the first is timed and released after the last, so that the figures are of copies."""
+    """Leases are taken before the first sample and given up after the last: the figures are of copies."""
     workload = client.workload
     chains = [chain(client.number, request, workload.chunks) for request in range(workload.requests)]
-    found = [client.ask(client.scheduler, client.lookup_message(keys), Found) for keys in chains]
+    hits = [client.ask(client.scheduler, client.lookup_message(keys), Found) for keys in chains]
     whole = workload.chunks * workload.chunk_size
     message = None
     yield Sample()
-    for turn, (keys, each) in enumerate(zip(chains, found, strict=True)):
-        if each.resume_tokens < whole:
+    for turn, (keys, hit) in enumerate(zip(chains, hits, strict=True)):
+        if hit.resume_tokens < whole:
             yield Sample(lost=True)
             continue
-        message = client.retrieve_message(each, keys[-1], turn)
+        message = client.retrieve_message(hit, keys[-1], turn)
         started_s = time.perf_counter()
         client.ask(client.worker, message, Done)
         seconds = time.perf_counter() - started_s
         yield Sample(seconds, workload.block_bytes * sum(map(len, message.block_ids)))
     if message is not None:
         client.check(message)
-    client.release(*found)
+    client.release(*hits)

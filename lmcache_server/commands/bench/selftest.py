@@ -1,4 +1,5 @@
-"""One page's worth of the whole path, from an engine's side: stored, found, restored elsewhere, compared.
+"""The whole path from an engine's side, with a few pages: they are stored, looked up, loaded into other
+blocks and compared.
 
 `python -m lmcache_server.commands.bench.selftest ADDRESS [CHUNK_SIZE]` prints a JSON object: `ok`, the
 seconds of each step and, if one failed, `failed` (its name) and `error` (a sentence). Nothing of it stays.
@@ -21,8 +22,8 @@ CHUNKS = 2
 
 
 def selftest(address: str, chunk_size: int | None) -> dict[str, Any]:
-    """See the module. `chunk_size` is the server's in tokens (None: auto)."""
-    # Of every kind of group something; whose words and keys nobody has used.
+    """The object that the module prints. `chunk_size` is the server's in tokens (None: auto)."""
+    # The workload has one group of every kind, with words and keys that nobody else has used.
     number = secrets.randbits(22)
     model = f"lmcache selftest {secrets.token_hex(8)}"
     workload = Workload(model, chunk_size or AUTO_CHUNK_TOKENS, True, 2, 4096, CHUNKS, 1)
@@ -43,16 +44,16 @@ def selftest(address: str, chunk_size: int | None) -> dict[str, Any]:
             if client.ask(client.worker, store, Stored).stored < len(store.objects):
                 raise BenchError("the server dropped the store: all of L1 is in use, or the copy failed")
             ended("lookup")
-            found = client.ask(client.scheduler, client.lookup_message(keys), Found, LOOKUP_WAIT_S)
-            if found.resume_tokens < CHUNKS * workload.chunk_size:
-                raise BenchError("the server does not find what it has stored a moment ago")
+            hit = client.ask(client.scheduler, client.lookup_message(keys), Found, LOOKUP_WAIT_S)
+            if hit.resume_tokens < CHUNKS * workload.chunk_size:
+                raise BenchError("the server does not find what it stored a moment ago")
             ended("retrieve")
-            retrieve = client.retrieve_message(found, keys[-1], 0)
+            retrieve = client.retrieve_message(hit, keys[-1], 0)
             client.ask(client.worker, retrieve, Done)
             ended("compare")
             client.check(retrieve)
             ended("goodbye")
-            client.release(found)
+            client.release(hit)
         ended("")
     except BenchError as error:
         return {"ok": False, "failed": step, "error": str(error), **steps}
@@ -60,7 +61,7 @@ def selftest(address: str, chunk_size: int | None) -> dict[str, Any]:
 
 
 def _late(*_: object) -> None:
-    raise BenchError(f"the server did not do it within {DEADLINE_S} s")
+    raise BenchError(f"the server did not finish within {DEADLINE_S} s")
 
 
 def main() -> None:

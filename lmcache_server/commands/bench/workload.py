@@ -1,7 +1,7 @@
-"""What is asked of the server: a geometry that no model has, and how much of it."""
+"""What the bench asks of the server: a geometry that no model has, and how much of it."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lmcache_client.contract.geometry import (
     FULL,
@@ -12,18 +12,19 @@ from lmcache_client.contract.geometry import (
     Region,
 )
 from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.errors import CommandError
 
 BLOCKS_PER_CHUNK = 4
-"""The server's: an object takes whole frames of L1."""
+"""The block size follows from it and from the server's chunk size."""
 
 
-class BenchError(Exception):
-    """Why there are no figures, in one sentence."""
+class BenchError(CommandError):
+    """There are no figures; the message is one sentence that says why."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """`requests` requests of `chunks` chunks each, of each worker. A page is the bytes of one block in one of
+    """Each worker makes `requests` requests of `chunks` chunks. A page is the bytes of one block in one of
     the `layers` regions of a group; with `hybrid` a hit needs a full, a sliding-window and a recurrent group.
     `chunk_size` is the server's, in tokens."""
 
@@ -37,7 +38,7 @@ class Workload:
 
     @property
     def groups(self) -> tuple[GroupSpec, ...]:
-        """Without regions."""
+        """The groups, without their regions."""
         block_size = self.chunk_size // math.gcd(self.chunk_size, BLOCKS_PER_CHUNK)
         full = GroupSpec(FULL, block_size, 0, "bench", ())
         if not self.hybrid:
@@ -47,7 +48,7 @@ class Workload:
 
     @property
     def positions(self) -> list[list[int]]:
-        """For each group the block positions that a request stores."""
+        """The block positions that a request stores, by group."""
         return [
             [at for chunk in range(self.chunks) for at in group.stored_blocks(chunk, self.chunk_size)]
             for group in self.groups
@@ -55,7 +56,7 @@ class Workload:
 
     @property
     def num_blocks(self) -> int:
-        """The null block, those that a request stores, and as many to retrieve into."""
+        """The number of the null block, those that a request stores, and as many to load into."""
         return 1 + 2 * sum(map(len, self.positions))
 
     @property
@@ -64,23 +65,21 @@ class Workload:
 
     @property
     def geometry(self) -> Geometry:
-        """As vLLM lays it out: all groups share the pages, layer after layer, and no two a block."""
+        """The layout is vLLM's: all groups share the pages, layer after layer, but no two share a block."""
         layer_bytes = self.num_blocks * self.page_bytes
         regions = tuple(
             Region(0, layer * layer_bytes, self.page_bytes, self.page_bytes) for layer in range(self.layers)
         )
-        specs = (
-            GroupSpec(each.kind, each.block_size, each.window, each.tag, regions) for each in self.groups
-        )
-        return Geometry(tuple(specs), self.num_blocks)
+        groups = tuple(replace(group, regions=regions) for group in self.groups)
+        return Geometry(groups, self.num_blocks)
 
     @property
     def memory_bytes(self) -> int:
-        """Of a worker."""
+        """The size of a worker's memory."""
         return self.num_blocks * self.block_bytes
 
     @property
     def request_l1_bytes(self) -> int:
-        """What a request takes of L1."""
+        """How much of L1 a request takes: objects fill whole frames."""
         objects = (len(at) // self.chunks * self.block_bytes for at in self.positions)
         return self.chunks * sum(-(-size // FRAME_BYTES) * FRAME_BYTES for size in objects)

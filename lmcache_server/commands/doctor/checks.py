@@ -1,25 +1,15 @@
-"""The judgements: what was read of the machine comes in, a line goes out. Nothing is read here."""
+"""What the server's start does not judge: figures come in, a finding and its fix go out.
 
-import shlex
+What it does judge is in `host/preflight.py`. Nothing is read here.
+"""
+
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from lmcache_client.contract.version import INSTALL_VLLM, VERSION, VLLM_RANGE, too_old, untested
-from lmcache_server.host.units import GB_BYTES, size
+from lmcache_server.host.preflight import FAIL, OK, UNLIMITED, WARN, Check
+from lmcache_server.host.units import size
 
-OK, WARN, FAIL = "ok", "warn", "fail"
 COLOURS = {OK: "green", WARN: "yellow", FAIL: "red"}
-UNLIMITED = 1 << 63
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line: `fix` is the command that helps, where one does."""
-
-    name: str
-    verdict: str
-    finding: str
-    fix: str = ""
 
 
 def memlock(limit_bytes: int, l1_bytes: int, num_gpus: int) -> Check:
@@ -47,21 +37,6 @@ def transparent_huge_pages(setting: str | None, path: str) -> Check:
         advised = f"echo advise | sudo tee {path}" if "shmem" in path else f"echo madvise | sudo tee {path}"
         return Check(name, WARN, f"off ({chosen}): populating L1 is slower", advised)
     return Check(name, OK, chosen)
-
-
-def reserved_huge_pages(info: Mapping[str, int], l1_bytes: int, wanted: bool, running: bool) -> Check:
-    """`info` is /proc/meminfo; `wanted` is --l1-hugetlb, and a `running` server has its pages already."""
-    name = "reserved huge pages"
-    total = info.get("HugePages_Total", 0)
-    free = max(info.get("HugePages_Free", 0) - info.get("HugePages_Rsvd", 0), 0)
-    page_bytes = info.get("Hugepagesize", 2 << 20)
-    if not wanted:
-        return Check(name, OK, f"{total} of {size(page_bytes)}, not used without --l1-hugetlb")
-    needed = -(-l1_bytes // page_bytes)
-    if running or free >= needed:
-        return Check(name, OK, f"{free} of {total} are free, for {size(l1_bytes)} of L1")
-    fix = f"sudo sysctl vm.nr_hugepages={total - free + needed}"
-    return Check(name, FAIL, f"{free} of {total} are free and L1 needs {needed} of {size(page_bytes)}", fix)
 
 
 def numa(nodes: Sequence[int], gpu_nodes: Mapping[str, int]) -> Check:
@@ -95,54 +70,6 @@ def ptrace(scope: str | None, failure: str) -> Check:
     else:
         fix = "docker run --cap-add SYS_PTRACE …  (Kubernetes: securityContext.capabilities.add)"
     return Check("ptrace", FAIL, f"memory of another process cannot be read ({setting}): {failure}", fix)
-
-
-def l1_file(path: str, mount: str, in_memory: bool, room_bytes: int, l1_bytes: int) -> Check:
-    """`room_bytes` is what the file of --l1-path takes already and what its file system has left besides;
-    `mount` is where that is mounted, empty when there is no directory for the file."""
-    name = "shared memory"
-    if not path:
-        return Check(name, OK, "not used without --l1-path")
-    if not mount:
-        fix = f'mkdir -p "$(dirname {shlex.quote(path)})"'
-        return Check(name, FAIL, f"there is no directory for --l1-path {path}", fix)
-    if room_bytes >= l1_bytes:
-        return Check(name, OK, f"{size(room_bytes)} for {size(l1_bytes)} of L1 at {mount}")
-    gigabytes = -(-l1_bytes // GB_BYTES) + 1
-    fix = f"sudo mount -o remount,size={gigabytes}G {mount}  (docker: --shm-size {gigabytes}g)"
-    return Check(
-        name,
-        FAIL,
-        f"{size(room_bytes)} are left for {size(l1_bytes)} of L1 at {mount}",
-        fix if in_memory else _smaller(room_bytes),
-    )
-
-
-def memory(available_bytes: int, reason: str, populated_bytes: int, l1_bytes: int) -> Check:
-    """`populated_bytes` is what a running server has taken of its `l1_bytes` already."""
-    missing = max(l1_bytes - populated_bytes, 0)
-    need = f"for {size(missing)} of L1" if missing else "beside L1, which has its memory"
-    finding = f"{size(available_bytes)} available {need} ({reason})"
-    if missing <= available_bytes:
-        return Check("memory", OK, finding)
-    return Check("memory", FAIL, finding, _smaller(available_bytes + populated_bytes))
-
-
-def _smaller(room_bytes: int) -> str:
-    """With a tenth to spare."""
-    return f"lmcache server --l1-size-gb {int(90 * room_bytes / GB_BYTES) / 100:g}"
-
-
-def open_files(limit: int, least: int) -> Check:
-    """`limit` is the hard one: the server makes use of it."""
-    if limit >= least:
-        return Check("open files", OK, "unlimited" if limit >= UNLIMITED else str(limit))
-    return Check(
-        "open files",
-        WARN,
-        f"{limit}: clients that connect very often could end the server",
-        "ulimit -n 65536  (systemd: LimitNOFILE=65536; docker: --ulimit nofile=65536)",
-    )
 
 
 def driver(gpus: Sequence[str], version: int, failure: str, has_device_files: bool) -> Check:
@@ -190,12 +117,8 @@ def plugin(vllm_version: str, failure: str, allowed: str | None) -> Check:
     return Check("plugin", OK, "vLLM finds the connector by its name")
 
 
-def server(version: str, where: str, failure: str, unreachable: bool) -> Check:
-    """`version` of the server that answers; else `failure`."""
-    if unreachable:
-        return Check("server", WARN, f"none answers at {where}", "lmcache server")
-    if failure:
-        return Check("server", FAIL, failure)
+def server(version: str, where: str) -> Check:
+    """`version` of the server that answers at `where`."""
     if version != VERSION:
         fix = f"pip install lmcache-mp=={version}  (or restart the server with this one)"
         return Check("server", FAIL, f"{version} at {where}, and {VERSION} here", fix)

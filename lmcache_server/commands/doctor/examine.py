@@ -1,6 +1,5 @@
 """What this machine, this Python environment and a running server say, for the checks."""
 
-import json
 import os
 import subprocess
 import sys
@@ -11,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_client.contract.endpoint import address
-from lmcache_client.contract.messages import Status, StatusReport
 from lmcache_client.memory.host import ProofBuffer, allow_tracer
 from lmcache_kernels.driver import CudaError, Driver
 from lmcache_kernels.page_copy import KernelError, compiled
 from lmcache_server.commands import control
 from lmcache_server.commands.doctor import checks
-from lmcache_server.commands.doctor.checks import Check
-from lmcache_server.host import descriptors, machine
+from lmcache_server.host import machine, preflight
+from lmcache_server.host.preflight import FAIL, WARN, Check
 from lmcache_server.host.units import GB_BYTES
 
 TIMEOUT_S = 2.0
@@ -41,28 +39,27 @@ except CopyError as error:
 def examine(options: Mapping[str, Any], given: Mapping[str, Any]) -> list[Check]:
     """All checks. `options` are the server's that matter here; of those that were not `given` as flags a
     running server's own count."""
-    found, server = _server(options["host"], options["port"])
-    config = found.get("config", {})
+    report, server = _server(options["host"], options["port"])
+    config = report.get("config", {})
     l1 = {
         name: config.get(name, options[name]) if given.get(name) is None else options[name]
         for name in ("l1_size_gb", "l1_path", "l1_hugetlb")
     }
     l1_bytes = int(l1["l1_size_gb"] * GB_BYTES)
     driver, failure = _driver()
-    gpus = [driver.pci_bus_id(each) for each in range(driver.num_devices())] if driver is not None else []
+    gpus = [driver.pci_bus_id(index) for index in range(driver.num_devices())] if driver is not None else []
     version = driver.version() if driver is not None else 0
     vllm_version = _vllm_version()
-    limits = _limits(found.get("pid", 0))
+    limits = _limits(report.get("pid", 0))
     return [
         server,
-        _connectors(found),
+        _connectors(report),
         checks.vllm(vllm_version),
         checks.plugin(vllm_version, _plugin_failure(), os.environ.get("VLLM_PLUGINS")),
-        *_l1_memory(l1, l1_bytes, found),
+        *_l1_room(l1["l1_path"], l1["l1_hugetlb"], l1_bytes, report),
         checks.memlock(limits["Max locked memory"], l1_bytes, len(gpus)),
         checks.transparent_huge_pages(_text(_THP), _THP),
-        checks.reserved_huge_pages(machine.memory_info(), l1_bytes, l1["l1_hugetlb"], bool(found)),
-        checks.open_files(limits["Max open files"], descriptors.LEAST_LIMIT),
+        preflight.open_files(limits["Max open files"]),
         checks.ptrace(_text("/proc/sys/kernel/yama/ptrace_scope"), _try_reading()),
         checks.numa(
             sorted(machine.numbers(_text("/sys/devices/system/node/online") or "0")),
@@ -81,59 +78,55 @@ def _text(path: str) -> str | None:
 
 
 def _server(host: str, port: int) -> tuple[dict[str, Any], Check]:
-    """The status report of a running server, empty without one, and what is to be said of it."""
-    where, report, failure, unreachable = f"port {port}", dict[str, Any](), "", False
+    """The status report of a running server, empty without one, and the check of the server."""
     try:
-        where = address(host, port)
-        reply = control.ask(host, port, Status(), TIMEOUT_S)
-        assert isinstance(reply, StatusReport)
-        report = json.loads("".join(reply.pieces))
-    except control.UnreachableError:
-        unreachable = True
-    except (control.ControlError, ValueError) as error:
-        failure = str(error)
-    return report, checks.server(report.get("version", ""), where, failure, unreachable)
+        report = control.report(host, port, TIMEOUT_S)
+    except control.UnreachableError as error:
+        return {}, Check("server", WARN, f"none answers at {error.endpoint}", "lmcache server")
+    except control.ControlError as error:
+        return {}, Check("server", FAIL, str(error))
+    return report, checks.server(report["version"], address(host, port))
 
 
 def _connectors(report: Mapping[str, Any]) -> Check:
+    sessions = report.get("sessions", ())
     versions = {
-        f"engine {each['engine_id']}, pid {each['pid']}": str(each["client_version"])
-        for each in report.get("sessions", ())
-        if each["engine_id"]
+        f"engine {session['engine_id']}, pid {session['pid']}": session["client_version"]
+        for session in sessions
+        if session["engine_id"]
     }
-    vllms = {each["vllm_version"] for each in report.get("sessions", ()) if each["vllm_version"]}
+    vllms = sorted({session["vllm_version"] for session in sessions} - {""})
     not_cached = {
-        f"engine {each['engine_id']}": str(each["not_cached"])
-        for each in report.get("sessions", ())
-        if each["not_cached"]
+        f"engine {session['engine_id']}": session["not_cached"]
+        for session in sessions
+        if session["not_cached"]
     }
-    return checks.connectors(report.get("version", ""), versions, sorted(vllms), not_cached)
+    return checks.connectors(report.get("version", ""), versions, vllms, not_cached)
 
 
-def _l1_memory(l1: Mapping[str, Any], l1_bytes: int, report: Mapping[str, Any]) -> list[Check]:
-    """Whether there is room for L1: in memory, or in a file of a memory file system or on a disk."""
-    path, taken = l1["l1_path"], report.get("l1", {}).get("populated_bytes", 0)
-    mount, in_memory, room_bytes = "", not l1["l1_hugetlb"], 0
-    if path and os.path.isdir(directory := os.path.dirname(os.path.abspath(path))):
-        in_memory = _is_memory(directory)
-        taken = os.stat(path).st_blocks * 512 if os.path.exists(path) else 0
-        left = os.statvfs(directory)
-        room_bytes = taken + left.f_bavail * left.f_frsize
-        mount = next(each for each in map(str, Path(path).absolute().parents) if os.path.ismount(each))
-    found = [checks.l1_file(path, mount, in_memory, room_bytes, l1_bytes)]
-    if in_memory:
-        found.insert(0, checks.memory(*machine.available_bytes(), taken, l1_bytes))
-    if mount and in_memory:
-        found.append(checks.transparent_huge_pages(_text(_THP_OF_FILES), _THP_OF_FILES))
-    return found
+def _l1_room(path: str, hugetlb: bool, l1_bytes: int, report: Mapping[str, Any]) -> list[Check]:
+    """Whether there is room for L1 in memory, in reserved huge pages, or in the file `path`."""
+    if path:
+        return _file_room(path, l1_bytes)
+    if hugetlb:
+        # A running server has its pages already.
+        return [] if report else [preflight.huge_pages(machine.memory_info(), l1_bytes)]
+    taken_bytes = report.get("l1", {}).get("populated_bytes", 0)
+    return [preflight.memory(l1_bytes, taken_bytes, *machine.available_bytes())]
 
 
-def _is_memory(directory: str) -> bool:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        return machine.file_system_type(descriptor) in machine.MEMORY_FILE_SYSTEMS
-    finally:
-        os.close(descriptor)
+def _file_room(path: str, l1_bytes: int) -> list[Check]:
+    directory = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(directory):
+        return [preflight.no_directory(path)]
+    in_memory = machine.file_system_type(directory) in machine.MEMORY_FILE_SYSTEMS
+    taken_bytes = os.stat(path).st_blocks * 512 if os.path.exists(path) else 0
+    free_bytes, mount = machine.free_bytes(directory), machine.mount_point(path)
+    room = preflight.l1_file(path, mount, in_memory, l1_bytes, taken_bytes, free_bytes)
+    if not in_memory:
+        return [room]
+    memory = preflight.memory(l1_bytes, taken_bytes, *machine.available_bytes())
+    return [room, memory, checks.transparent_huge_pages(_text(_THP_OF_FILES), _THP_OF_FILES)]
 
 
 def _limits(pid: int) -> dict[str, int]:
@@ -143,7 +136,7 @@ def _limits(pid: int) -> dict[str, int]:
     limits = {}
     for line in text.splitlines()[1:]:
         name, hard = line[:26].strip(), line[47:68].strip()
-        limits[name] = checks.UNLIMITED if hard == "unlimited" else int(hard)
+        limits[name] = preflight.UNLIMITED if hard == "unlimited" else int(hard)
     return limits
 
 
@@ -195,10 +188,10 @@ def _vllm_version() -> str:
 
 
 def _plugin_failure() -> str:
-    found = metadata.entry_points(group=PLUGINS, name="lmcache_mp")
+    plugins = metadata.entry_points(group=PLUGINS, name="lmcache_mp")
     try:
-        for entry in found:
-            entry.load()
+        for plugin in plugins:
+            plugin.load()
     except Exception as error:  # whatever an installation that is broken raises
         return f"the plugin lmcache_mp does not load: {error}"
-    return "" if found else "the plugin lmcache_mp is not installed in this Python environment"
+    return "" if plugins else "the plugin lmcache_mp is not installed in this Python environment"

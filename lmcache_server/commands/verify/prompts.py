@@ -5,22 +5,15 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmcache_server.commands.verify.engine import Engine, Prompt, VerifyError
+from lmcache_server.commands.verify.engine import Prompt, VerifyError, VllmServer
 
 ANSWER_TOKENS = 32
 DEFAULT_MAX_TOKENS = 8192
 _SAMPLE_CHARS = 2000
 _SLACK = 0.9
-"""Lengths are guessed from a sample of the text; the longest prompt must still fit."""
+"""The longest prompt must fit although lengths are guessed from a sample of the text."""
 
-_WHO = (
-    "The keeper",
-    "Her brother",
-    "The harbour master",
-    "A pilot",
-    "The youngest clerk",
-    "Nobody on the pier",
-)
+_WHO = ("The keeper", "Her brother", "The harbour master", "A pilot", "The youngest clerk", "Nobody here")
 _DID = ("counted", "wrote down", "sold", "carried away", "painted", "lost", "mended", "weighed")
 _WHAT = ("lamps", "barrels of oil", "letters", "nets", "brass screws", "charts", "sacks of meal", "ropes")
 _WHEN = ("before the storm", "at noon", "while the tide was out", "on a Sunday", "by candlelight", "in March")
@@ -40,20 +33,20 @@ class Case:
         return self.prompt == self.stored
 
 
-def built_in(engine: Engine, lengths: list[int] | None) -> list[Case]:
+def built_in(vllm: VllmServer, lengths: list[int] | None) -> list[Case]:
     """A prompt of about each length in tokens, and a conversation that goes on from the middle one.
 
     Without `lengths`: an eighth, a quarter, half and all of what the model takes, at most
     DEFAULT_MAX_TOKENS.
     """
-    most = engine.max_tokens - ANSWER_TOKENS if engine.max_tokens else DEFAULT_MAX_TOKENS
+    most = vllm.max_tokens - ANSWER_TOKENS if vllm.max_tokens else DEFAULT_MAX_TOKENS
     longest = min(int(most * _SLACK), DEFAULT_MAX_TOKENS)
     lengths = lengths or [longest // part for part in (8, 4, 2, 1)]
     too_long = [length for length in lengths if length > most]
     if too_long or min(lengths) < 1:
         raise VerifyError(f"prompts can have 1 to {most} tokens here, not {(too_long or lengths)[0]}")
     chars = min(_SAMPLE_CHARS, max(most // 2, 16))
-    sample = engine.ask(_text(0, chars), 1)
+    sample = vllm.ask(_text(0, chars), 1)
     chars_per_token = chars / len(sample.prompt_ids)
     texts = [_text(i, int(length * chars_per_token)) for i, length in enumerate(lengths, start=1)]
     cases = [Case("repeated", text, text) for text in texts]
@@ -62,13 +55,13 @@ def built_in(engine: Engine, lengths: list[int] | None) -> list[Case]:
 
 
 def from_file(path: Path) -> list[Case]:
-    """One prompt a line: text, or a JSON string (for line breaks), or a JSON list of token ids."""
+    """Each line is a prompt: text, or a JSON string (for line breaks), or a JSON list of token ids."""
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise VerifyError(f"cannot read {path}: {error}") from None
     if not lines:
-        raise VerifyError(f"{path} has no prompt: write one a line")
+        raise VerifyError(f"{path} has no prompt: write one on each line")
     prompts = [_prompt(line) for line in lines]
     return [Case(f"line {number}", prompt, prompt) for number, prompt in enumerate(prompts, start=1)]
 
@@ -76,13 +69,10 @@ def from_file(path: Path) -> list[Case]:
 def _prompt(line: str) -> Prompt:
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return line
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and value and all(type(each) is int for each in value):
-        return value
-    return line
+    is_ids = isinstance(value, list) and value and all(type(token) is int for token in value)
+    return value if is_ids or isinstance(value, str) else line
 
 
 def _text(seed: int, num_chars: int) -> str:
@@ -91,12 +81,6 @@ def _text(seed: int, num_chars: int) -> str:
     text = f"Log book {seed}.\n"
     while len(text) < num_chars:
         number = choose.randrange(2, 1000)
-        words = (
-            choose.choice(_WHO),
-            choose.choice(_DID),
-            str(number),
-            choose.choice(_WHAT),
-            choose.choice(_WHEN),
-        )
-        text += " ".join(words) + (".\n" if choose.randrange(5) == 0 else ". ")
+        who, did, what, when = (choose.choice(words) for words in (_WHO, _DID, _WHAT, _WHEN))
+        text += f"{who} {did} {number} {what} {when}." + ("\n" if choose.randrange(5) == 0 else " ")
     return text[:num_chars]

@@ -12,14 +12,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lmcache_server.commands.verify import engine as vllm
 from lmcache_server.commands.verify.compare import MAX_NOISE, distance, is_equal, is_within
-from lmcache_server.commands.verify.engine import Answer, Engine, VerifyError
+from lmcache_server.commands.verify.engine import (
+    FINISHED,
+    LOADED_TOKENS,
+    RUNNING,
+    Answer,
+    VerifyError,
+    VllmServer,
+    new_salt,
+)
 from lmcache_server.commands.verify.prompts import ANSWER_TOKENS, Case
 
 COUNT_TIMEOUT_S = 2.0
 REST_TOKENS = 8
-"""What is left to compute of a prompt that was cut: less than any block, so that all resume at its start."""
+"""The length of what a cut prompt leaves to compute: less than any block, so that all resume at its start."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +74,14 @@ class Result:
         }
 
 
-def run(engine: Engine, cases: list[Case], done: Callable[[Result], None]) -> list[Result]:
-    """Verify each case, one request at a time; `done` is told as each ends. Raises VerifyError."""
-    before = engine.counters()
-    if before.get(vllm.RUNNING):
-        raise VerifyError("vLLM serves others just now: verify it when nobody else uses it")
-    engine.reset_prefix_cache()
+def run(vllm: VllmServer, cases: list[Case], done: Callable[[Result], None]) -> list[Result]:
+    """Verify each case, one request at a time; `done` is called with each result. Raises VerifyError."""
+    if vllm.counters()[RUNNING]:
+        raise VerifyError("vLLM is busy with other requests: run verify while it is idle")
+    vllm.reset_prefix_cache()
     results = []
     for case in cases:
-        result = _verify(engine, case)
+        result = _verify(vllm, case)
         results.append(result)
         done(result)
         if result.served_tokens and not result.equals:
@@ -83,41 +89,40 @@ def run(engine: Engine, cases: list[Case], done: Callable[[Result], None]) -> li
             # Recurrent layers can be resumed only where the stored prompt left a state.
             stored = ids if case.is_repeat else case.stored
             cut = Case(f"{case.name}, cut", ids[: result.served_tokens + REST_TOKENS], stored)
-            results.append(_verify(engine, cut))
+            results.append(_verify(vllm, cut))
             done(results[-1])
     return results
 
 
-def _verify(engine: Engine, case: Case) -> Result:
-    salts = [vllm.new_salt() for _ in range(4)]
-    start = engine.counters()
-    cold = engine.ask(case.prompt, ANSWER_TOKENS, salts[0])
-    again = engine.ask(case.prompt, ANSWER_TOKENS, salts[1])
-    requests = 2
+def _verify(vllm: VllmServer, case: Case) -> Result:
+    salts = [new_salt(), new_salt()]
+    start = vllm.counters()
+    cold, again = (vllm.ask(case.prompt, ANSWER_TOKENS, salt) for salt in salts)
+    requests = 4
     if case.is_repeat:
-        salts[2:] = [salts[0], salts[0]]
+        salts = [salts[0], salts[0]]
     else:
-        for salt in salts[2:]:
-            engine.ask(case.stored, ANSWER_TOKENS, salt)
+        salts = [new_salt(), new_salt()]
+        for salt in salts:
+            vllm.ask(case.stored, ANSWER_TOKENS, salt)
             requests += 1
-    local = engine.ask(case.prompt, ANSWER_TOKENS, salts[2])
-    engine.reset_prefix_cache()
-    stored = engine.counters()
-    served = engine.ask(case.prompt, ANSWER_TOKENS, salts[3])
-    loaded = _loaded(engine, stored)
-    finished = engine.counters()[vllm.FINISHED] - start[vllm.FINISHED]
-    if finished > requests + 2:
-        raise VerifyError("others sent requests to this vLLM meanwhile: verify it when nobody else uses it")
+    local = vllm.ask(case.prompt, ANSWER_TOKENS, salts[0])
+    vllm.reset_prefix_cache()
+    before = vllm.counters()
+    served = vllm.ask(case.prompt, ANSWER_TOKENS, salts[1])
+    loaded = _loaded(vllm, before)
+    if vllm.counters()[FINISHED] - start[FINISHED] > requests:
+        raise VerifyError("vLLM served other requests meanwhile: run verify while it is idle")
     return Result(case, cold, again, local, served, loaded)
 
 
-def _loaded(engine: Engine, before: dict[str, float]) -> int:
-    """Tokens loaded since `before`, by vLLM's metrics, which come a moment after the answer."""
+def _loaded(vllm: VllmServer, before: dict[str, int]) -> int:
+    """Counts the tokens loaded since `before`, by vLLM's metrics, which follow a moment after the answer."""
     end_s = time.monotonic() + COUNT_TIMEOUT_S
     while True:
-        now = engine.counters()
-        loaded = int(now[vllm.LOADED_TOKENS] - before[vllm.LOADED_TOKENS])
-        finished = now[vllm.FINISHED] > before[vllm.FINISHED]
+        now = vllm.counters()
+        loaded = now[LOADED_TOKENS] - before[LOADED_TOKENS]
+        finished = now[FINISHED] > before[FINISHED]
         if (loaded and finished) or time.monotonic() > end_s:
             return loaded
         time.sleep(0.05)

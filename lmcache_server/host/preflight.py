@@ -1,0 +1,104 @@
+"""Whether this machine can carry the server: figures come in, a finding and its fix go out.
+
+Nothing is read here. The server's start and `lmcache doctor` ask the same functions, so they never disagree.
+"""
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lmcache_server.errors import StartError
+from lmcache_server.host.units import GB_BYTES, size
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+UNLIMITED = 1 << 60
+LEAST_OPEN_FILES = 4096
+
+
+@dataclass(frozen=True)
+class Check:
+    """One judgement. `fix` says what to do; it is empty where nothing needs to be done."""
+
+    name: str
+    verdict: str
+    finding: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.finding}: {self.fix}" if self.fix else self.finding
+
+
+def require(check: Check) -> None:
+    """Raises StartError when a check fails."""
+    if check.verdict == FAIL:
+        raise StartError(str(check))
+
+
+def memory(l1_bytes: int, taken_bytes: int, available_bytes: int, reason: str) -> Check:
+    """L1 has `taken_bytes` of its memory already; `reason` says where the figure of the rest is from."""
+    missing = max(l1_bytes - taken_bytes, 0)
+    if missing <= available_bytes:
+        need = f"for {size(missing)} of L1" if missing else "beside L1, which has its memory"
+        return Check("memory", OK, f"{size(available_bytes)} available {need} ({reason})")
+    fix = _smaller(available_bytes + taken_bytes, "free memory")
+    return Check("memory", FAIL, _lacks(missing, available_bytes, reason), fix)
+
+
+def l1_file(
+    path: str, mount: str, in_memory: bool, l1_bytes: int, taken_bytes: int, free_bytes: int
+) -> Check:
+    """The file `path` has `taken_bytes` of the file system at `mount`, which has `free_bytes` left;
+    `in_memory` says that what its files take is memory."""
+    name = "shared memory"
+    missing, room_bytes = max(l1_bytes - taken_bytes, 0), taken_bytes + free_bytes
+    if missing <= free_bytes:
+        return Check(name, OK, f"{size(room_bytes)} for {size(l1_bytes)} of L1 at {mount}")
+    fix = _smaller(room_bytes, "free space")
+    if in_memory:
+        gigabytes = -(-l1_bytes // GB_BYTES) + 1
+        fix = f"sudo mount -o remount,size={gigabytes}G {mount}  (docker: --shm-size {gigabytes}g)"
+    return Check(name, FAIL, _lacks(missing, free_bytes, f"the file system of {path}, {mount}"), fix)
+
+
+def no_directory(path: str) -> Check:
+    fix = f'mkdir -p "$(dirname {shlex.quote(path)})"'
+    return Check("shared memory", FAIL, f"there is no directory for --l1-path {path}", fix)
+
+
+def huge_pages(info: Mapping[str, int], l1_bytes: int) -> Check:
+    """`info` is /proc/meminfo: whether enough of the reserved huge pages are free for --l1-hugetlb."""
+    name = "reserved huge pages"
+    total = info.get("HugePages_Total", 0)
+    free = max(info.get("HugePages_Free", 0) - info.get("HugePages_Rsvd", 0), 0)
+    page_bytes = info.get("Hugepagesize", 2 << 20)
+    needed = -(-l1_bytes // page_bytes)
+    if needed <= free:
+        return Check(name, OK, f"{free} of {total} are free, for {size(l1_bytes)} of L1")
+    finding = f"--l1-hugetlb needs {needed} huge pages of {size(page_bytes)} and {free} of {total} are free"
+    fix = f"sudo sysctl vm.nr_hugepages={total - free + needed}  (or leave out --l1-hugetlb)"
+    return Check(name, FAIL, finding, fix)
+
+
+def open_files(limit: int) -> Check:
+    if limit >= LEAST_OPEN_FILES:
+        return Check("open files", OK, "unlimited" if limit >= UNLIMITED else str(limit))
+    return Check(
+        "open files",
+        WARN,
+        f"the limit of open files is {limit}, so clients that connect very often could end the server",
+        f"raise it to {LEAST_OPEN_FILES} or more (ulimit -n 65536; systemd: LimitNOFILE=65536; "
+        "docker: --ulimit nofile=65536)",
+    )
+
+
+def _lacks(missing_bytes: int, available_bytes: int, reason: str) -> str:
+    return (
+        f"--l1-size-gb asks for {missing_bytes / GB_BYTES:.2f} GB and {available_bytes / GB_BYTES:.2f} GB "
+        f"are available ({reason})"
+    )
+
+
+def _smaller(room_bytes: int, otherwise: str) -> str:
+    """The advice to ask for less, which leaves a tenth of the room to others."""
+    gigabytes = int(900 * room_bytes / GB_BYTES) / 1000
+    return f"lmcache server --l1-size-gb {gigabytes:g}  (or {otherwise})" if gigabytes else otherwise
