@@ -21,6 +21,7 @@ REGISTER_S = 10.0
 JOIN_S = 2.0
 RELEASE_S = 5.0
 Export = HostExport | CudaExport
+Tables = Sequence[Sequence[int] | Mapping[int, int]]
 Reply = TypeVar("Reply", bound=Message)
 
 
@@ -40,9 +41,8 @@ class Worker:
     def register(self) -> messages.Registered:
         """Hand over the memory and prove that it is this process's own; to be done for each new life of the
         server, in the channel's `on_up`. Raises ChannelError."""
-        system = self.channel.system
-        system.allow_tracer(self.channel.server_pid)
-        memory = self.export.memory(system.pid())
+        self.channel.system.allow_tracer(self.channel.server_pid)
+        memory = self.export.memory(self.channel.system.pid())
         message = messages.Register(
             self.engine_id, self.rank, self.model, self.geometry, memory, self.ephemeral
         )
@@ -84,18 +84,15 @@ class Scheduler:
     def forget(self, lookup: Pending) -> None:
         """Nobody waits for this lookup any more: release what it has promised, or will promise yet."""
         lookup.abandon()
-        if lookup.reply is not None:
-            self._release_late(lookup.reply)
+        self._release_late(lookup.reply)
 
-    def _release_late(self, reply: Message) -> None:
+    def _release_late(self, reply: Message | None) -> None:
         if isinstance(reply, Found) and reply.lease_id:
             self.release((reply.lease_id,))
 
-    def release(
-        self, lease_ids: tuple[int, ...], keys: tuple[bytes, ...] = (), request_id: str = ""
-    ) -> Pending:
+    def release(self, leases: tuple[int, ...], keys: tuple[bytes, ...] = (), request_id: str = "") -> Pending:
         """Give up leases and touch the chunks of `keys`; with `request_id` if that request has ended."""
-        message = messages.EndRequest(self.engine_id, lease_ids, keys, request_id)
+        message = messages.EndRequest(self.engine_id, leases, keys, request_id)
         return self.channel.submit(message, RELEASE_S)
 
 
@@ -112,12 +109,7 @@ def chunk_object(keys: Sequence[bytes], chunk: int, group: int, block_ids: tuple
 
 
 def load_message(
-    request_id: str,
-    found: Found,
-    key: bytes,
-    computed: int,
-    groups: Sequence[GroupSpec],
-    tables: Sequence[Sequence[int] | Mapping[int, int]],
+    request_id: str, found: Found, key: bytes, computed: int, groups: Sequence[GroupSpec], tables: Tables
 ) -> Retrieve:
     """What every worker sends to load what was `found` beyond `computed` tokens, into the blocks that
     `tables` give for each group by position. `key` is that of the chunk which ends at the resume point."""

@@ -191,14 +191,10 @@ class LMCacheMPConnector(Uncached):
 
     def wait_for_save(self) -> None:
         if self._worker is not None:
-            metadata = self._step_metadata()
+            metadata = self._get_connector_metadata()
+            assert isinstance(metadata, StepMetadata)
             self._worker.submit(metadata)
             self._idle = metadata.idle
-
-    def _step_metadata(self) -> StepMetadata:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, StepMetadata)
-        return metadata
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is not None:

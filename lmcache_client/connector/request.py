@@ -1,8 +1,8 @@
-"""One request of the engine, as the scheduler side sees it: its keys, its lookup, its promises."""
+"""One request of the engine, as the scheduler side sees it: its keys, its lookup or what that promised."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
@@ -14,6 +14,22 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+class Asking(NamedTuple):
+    """A lookup under way: of what is restorable beyond the `computed` tokens that the engine held."""
+
+    lookup: Pending
+    computed: int
+    since_s: float
+
+
+class Promised(NamedTuple):
+    """What a lookup found, until it has been used or released; the rest is as it was asked."""
+
+    found: Found
+    computed: int
+    since_s: float
+
+
 @dataclass
 class Tracked:
     """From the request's arrival to its end. What depends on the server is of one registration."""
@@ -23,10 +39,8 @@ class Tracked:
     chunk_size: int = 0
     keys: list[bytes] = field(default_factory=list)
     mm_index: int = 0
-    lookup: Pending | None = None
-    asked_s: float = 0.0
-    asked_computed: int = 0
-    answer: Found | None = None
+    state: Asking | Promised | None = None
+    """None: the server has not been asked, did not answer, or its promise is of no use any more."""
     held: tuple[bytes, ...] = ()
     next_chunk: int = 0
     """Chunks before this one have been offered for storing."""
@@ -43,7 +57,7 @@ class Tracked:
     def start_anew(self, generation: int, chunk_size: int) -> None:
         """Forget what a server said before its present registration."""
         self.generation = generation
-        self.lookup = self.answer = None
+        self.state = None
         self.held = ()
         if self.chunk_size != chunk_size:
             self.chunk_size = chunk_size

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from lmcache_client.channel import Channel, ChannelError
 from lmcache_client.connector.log import log_state, logger, trace
 from lmcache_client.connector.metadata import Load, Save, StepMetadata, WorkerReport
-from lmcache_client.connector.request import Tracked
+from lmcache_client.connector.request import Asking, Promised, Tracked
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import FAILED_LOADS, LOADED_TOKENS, LOADS, TransferStats
 from lmcache_client.contract.geometry import RECURRENT, Geometry, GroupSpec
@@ -121,47 +121,50 @@ class SchedulerSide:
         limit = min((request.num_tokens - 1) // self.chunk_size, MAX_CHUNKS) * self.chunk_size
         if tracked.no_load or limit <= computed:
             return 0, False
-        if not self._ask(tracked, computed, limit):
+        state = self._ask(tracked, computed, limit)
+        if isinstance(state, Asking):
             return None, False
-        answer = tracked.answer
-        if answer is None or answer.resume_tokens <= computed:
+        if state is None or state.found.resume_tokens <= computed:
             self._release(tracked)
             return 0, False
-        assert answer.resume_tokens % self.chunk_size == 0
-        assert answer.resume_tokens <= limit
-        return answer.resume_tokens - computed, True
+        assert state.found.resume_tokens % self.chunk_size == 0
+        assert state.found.resume_tokens <= limit
+        return state.found.resume_tokens - computed, True
 
-    def _ask(self, tracked: Tracked, computed: int, limit: int) -> bool:
-        """Have an answer to the current question; False: ask again in the next step."""
-        now_s = self._now_s()
-        if tracked.answer is not None:
-            fresh = now_s - tracked.asked_s < tracked.answer.lease_s / 2
+    def _ask(self, tracked: Tracked, computed: int, limit: int) -> Asking | Promised | None:
+        """How it stands with the current question: Asking, to be asked again in the next step; Promised, with
+        the answer; or None, without one."""
+        state, now_s = tracked.state, self._now_s()
+        if isinstance(state, Promised):
             # What the engine computed by itself since only makes the promise larger than needed.
-            if computed >= tracked.asked_computed and (fresh or not tracked.answer.resume_tokens):
-                return True
+            if computed >= state.computed and now_s - state.since_s < state.found.lease_s / 2:
+                return state
             self._release(tracked)
-        if tracked.lookup is None:
+            state = None
+        if state is None:
             if not self.channel.responsive:
-                return True
+                return None
             keys = tracked.keys_of(limit // self.chunk_size)
             num_tokens, timeout_s = tracked.request.num_tokens, self._settings.lookup_timeout_s
-            tracked.lookup = self.client.lookup(tracked.name, keys, computed, limit, num_tokens, timeout_s)
-            tracked.asked_s, tracked.asked_computed = now_s, computed
-        lookup = tracked.lookup
-        self.channel.poll(lookup, LOOKUP_WAIT_S)
-        if not lookup.done:
-            return False
-        tracked.lookup = None
-        if isinstance(lookup.reply, Found):
-            tracked.answer, tracked.held = lookup.reply, lookup.reply.held
-            trace(tracked.request.request_id, "can be resumed at %d tokens", lookup.reply.resume_tokens)
-            if computed < tracked.asked_computed:
-                # Meanwhile the engine lost some of what it held: the promise is too small now.
-                self._release(tracked)
-                return False
-        else:
-            trace(tracked.request.request_id, "not looked up: %s", lookup.error)
-        return True
+            lookup = self.client.lookup(tracked.name, keys, computed, limit, num_tokens, timeout_s)
+            tracked.state = state = Asking(lookup, computed, now_s)
+        self.channel.poll(state.lookup, LOOKUP_WAIT_S)
+        return self._answered(tracked, state, computed) if state.lookup.done else state
+
+    def _answered(self, tracked: Tracked, asked: Asking, computed: int) -> Asking | Promised | None:
+        """What became of a lookup that is done."""
+        tracked.state, found = None, asked.lookup.reply
+        if not isinstance(found, Found):
+            trace(tracked.request.request_id, "not looked up: %s", asked.lookup.error)
+            return None
+        tracked.held = found.held
+        tracked.state = promised = Promised(found, asked.computed, asked.since_s)
+        trace(tracked.request.request_id, "can be resumed at %d tokens", found.resume_tokens)
+        if computed < asked.computed:
+            # Meanwhile the engine lost some of what it held: the promise is too small, it asks again.
+            self._release(tracked)
+            return asked
+        return promised
 
     def new_request(self, request: "Request") -> None:
         """vLLM's on_new_request."""
@@ -179,10 +182,10 @@ class SchedulerSide:
 
     def _release(self, tracked: Tracked) -> None:
         """Give up the lease of an answer that will not be used (any more)."""
-        answer, tracked.answer = tracked.answer, None
-        current = tracked.generation == self.channel.generation
-        if answer is not None and answer.lease_id and current:
-            self.client.release((answer.lease_id,))
+        if isinstance(state := tracked.state, Promised):
+            tracked.state = None
+            if state.found.lease_id and tracked.generation == self.channel.generation:
+                self.client.release((state.found.lease_id,))
 
     # -- load -------------------------------------------------------------------------------------
 
@@ -195,12 +198,12 @@ class SchedulerSide:
         if not external_tokens:
             self._release(tracked)
             return
-        answer = tracked.answer
-        assert answer is not None, "vLLM loads what this connector did not offer"
-        computed = answer.resume_tokens - external_tokens
-        assert computed >= tracked.asked_computed
-        key, tables = tracked.keys[answer.resume_tokens // self.chunk_size - 1], blocks.get_block_ids()
-        message = load_message(tracked.name, answer, key, computed, self.groups, tables)
+        assert isinstance(tracked.state, Promised), "vLLM loads what this connector did not offer"
+        found = tracked.state.found
+        computed = found.resume_tokens - external_tokens
+        assert computed >= tracked.state.computed
+        key, tables = tracked.keys[found.resume_tokens // self.chunk_size - 1], blocks.get_block_ids()
+        message = load_message(tracked.name, found, key, computed, self.groups, tables)
         wanted = [block for ids in message.block_ids for block in ids]
         assert all(wanted), "vLLM allocated no block where one is needed"
         job_id = self._hold(wanted)
@@ -216,8 +219,9 @@ class SchedulerSide:
         if idle:
             # With a request that waits for an answer the engine would turn on the spot without a rest, and
             # on few cores keep the server from answering. In other steps nothing that arrives is urgent.
-            asked = (each.lookup for each in self._tracked.values())
-            self.channel.poll(next((each for each in asked if each is not None), None), IDLE_WAIT_S)
+            states = (each.state for each in self._tracked.values())
+            asking = next((each for each in states if isinstance(each, Asking)), None)
+            self.channel.poll(asking and asking.lookup, IDLE_WAIT_S)
         metadata = StepMetadata(loads=self._queued, idle=idle)
         self._queued = []
         if self._stores and self.channel.ready:
@@ -250,12 +254,10 @@ class SchedulerSide:
             current = tracked.generation == self.channel.generation
             if current and computed < (tracked.next_chunk + 1) * self.chunk_size:
                 continue
-            tracked = self._current(request_id)
-            if tracked is None:
+            if (tracked := self._current(request_id)) is None:
                 continue
             # Tokens beyond num_tokens are drafts, or not sampled yet: their KV may not stay.
-            complete = min(computed, tracked.request.num_tokens) // self.chunk_size
-            complete = min(complete, MAX_CHUNKS)
+            complete = min(min(computed, tracked.request.num_tokens) // self.chunk_size, MAX_CHUNKS)
             if complete <= tracked.next_chunk:
                 continue
             state = output.kv_connector_block_state
@@ -285,14 +287,13 @@ class SchedulerSide:
         if state is None:
             return
         for request_id, offers in state.boundary_state_offloads.items():
-            tracked = self._current(request_id)
-            if tracked is None:
+            if (tracked := self._current(request_id)) is None:
                 continue
             for group, block_id, tokens in offers:
                 chunk = tokens // self.chunk_size - 1
-                if tokens % self.chunk_size or tokens > tracked.request.num_tokens or not block_id:
+                if tokens % self.chunk_size or chunk >= MAX_CHUNKS or not block_id:
                     continue
-                if chunk >= MAX_CHUNKS:
+                if tokens > tracked.request.num_tokens:
                     continue
                 if self.groups[group].kind == RECURRENT and not tracked.holds(group, chunk):
                     keys = tracked.keys_of(chunk + 1)
@@ -319,12 +320,10 @@ class SchedulerSide:
     def worker_output(self, output: "KVConnectorOutput") -> None:
         """vLLM's update_connector_output, after each step: free what is settled, note what failed."""
         for request_id in output.failed_recving or ():
-            tracked = self._tracked.get(request_id)
-            if tracked is not None:
+            if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.no_load = True
         for request_id in output.finished_recving or ():
-            tracked = self._tracked.get(request_id)
-            if tracked is not None:
+            if (tracked := self._tracked.get(request_id)) is not None:
                 self.stats.count(FAILED_LOADS if tracked.no_load else LOADS)
                 self.stats.count(LOADED_TOKENS, 0 if tracked.no_load else tracked.loading)
                 outcome = "failed" if tracked.no_load else "ended"
@@ -359,10 +358,11 @@ class SchedulerSide:
         trace(request.request_id, "ended")
         if tracked is None:
             return
-        if tracked.lookup is not None:
+        state = tracked.state
+        if isinstance(state, Asking):
             # Unconsumed: its answer, which may be here already, holds a lease.
-            self.client.forget(tracked.lookup)
-        leases = (tracked.answer.lease_id,) if tracked.answer is not None and tracked.answer.lease_id else ()
+            self.client.forget(state.lookup)
+        leases = (state.found.lease_id,) if isinstance(state, Promised) and state.found.lease_id else ()
         if leases or tracked.keys:
             keys = tuple(tracked.keys[:MAX_CHUNKS])
             self.client.release(leases, keys, tracked.name)

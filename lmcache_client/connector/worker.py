@@ -33,10 +33,9 @@ FATAL_AT_START = (messages.CONFIGURATION, messages.NO_ACCESS, messages.WRONG_VER
 
 @dataclass
 class _InFlight:
-    """A job and its request, once that is sent; `load` is None for stores, `open` until it has been
-    accounted for."""
+    """A job and its request, once that is sent; `open` until it has been accounted for."""
 
-    load: Load | None
+    job: Load | Save
     started_s: float
     pending: Pending | None = None
     open: bool = True
@@ -93,24 +92,22 @@ class WorkerSide:
     def submit(self, metadata: StepMetadata) -> None:
         """Start the step's loads and stores; called when its forward pass has been submitted."""
         now_s = self.channel.system.now_s()
-        sent: list[tuple[_InFlight, Load | Save]] = [
-            (_InFlight(each, now_s), each) for each in metadata.loads
-        ]
+        flying = [_InFlight(each, now_s) for each in metadata.loads]
         for save in metadata.saves:
             if self.channel.ready:
-                sent.append((_InFlight(None, now_s), save))
+                flying.append(_InFlight(save, now_s))
             else:
                 self._settled[save.job_id] += 1
-        if not sent:
+        if not flying:
             return
-        self._jobs.update((job.job_id, flying) for flying, job in sent)
+        self._jobs.update((each.job.job_id, each) for each in flying)
 
         def send() -> None:
-            for flying, job in sent:
-                if isinstance(job, Load):
-                    flying.pending = self.client.load(job.message, self._settings.load_timeout_s)
+            for each in flying:
+                if isinstance(each.job, Load):
+                    each.pending = self.client.load(each.job.message, self._settings.load_timeout_s)
                 else:
-                    flying.pending = self.client.store(job.message, STORE_TIMEOUT_S)
+                    each.pending = self.client.store(each.job.message, STORE_TIMEOUT_S)
 
         # A destination may still be read, and a source is still written, by what is being computed.
         self.client.export.after_compute(send)
@@ -129,14 +126,14 @@ class WorkerSide:
             if waited_for is None or not waited_for.done:
                 self.channel.system.sleep(IDLE_WAIT_S)
         self.channel.poll()
-        for job_id, job in list(self._jobs.items()):
-            pending = job.pending
+        for job_id, each in list(self._jobs.items()):
+            pending = each.pending
             if pending is None:
                 continue
-            if job.open and pending.done:
-                job.open = False
-                if job.load is not None:
-                    self._loaded(job.load, pending, job.started_s, results)
+            if each.open and pending.done:
+                each.open = False
+                if isinstance(each.job, Load):
+                    self._loaded(each.job, pending, each.started_s, results)
                 else:
                     self._stored(pending)
             if pending.settled:
