@@ -165,7 +165,7 @@ async def _serve(config: Config, listener: "_Listener", web: http.Server, l1: L1
     gpus = Gpus()
     l1.pins = Pins(gpus, l1.base_address, l1.num_bytes, UNIT_BYTES)
     system = System(loop, gpus, l1.pins)
-    copies = Copies(l1, metrics, system, config.verify)
+    copies = Copies(l1, metrics, system, config.checksums)
     router, report = assemble(config, cache, copies, metrics, listener.send, system)
     if l1.file is not None:
         restart.restore(l1.file, cache, router.registry.known)

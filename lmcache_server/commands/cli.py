@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from lmcache_client.contract.version import VERSION
 from lmcache_server import config as configuration
-from lmcache_server.config import CONFIG_VARIABLE, OPTIONS, flag_name, variable_name
+from lmcache_server.config import OPTIONS
 from lmcache_server.errors import StartError
 
 if TYPE_CHECKING:
@@ -24,37 +25,6 @@ Command = Callable[..., Any]
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-class CannotStartError(click.ClickException):
-    """A configuration or an environment in which a command cannot run."""
-
-    exit_code = EXIT_USAGE
-
-
-def _config_options(*names: str) -> Callable[[Command], Command]:
-    """The flags of these options. They come as text and are parsed with what the environment and the
-    file say, by the same rules."""
-
-    def decorate(command: Command) -> Command:
-        for name in reversed(names):
-            flag, metadata = flag_name(name), OPTIONS[name].metadata
-            is_flag = isinstance(OPTIONS[name].default, bool)
-            decorator = click.option(
-                f"{flag}/--no-{flag[2:]}" if is_flag else flag,
-                default=None,
-                help=f"{metadata['help']}  [default: {metadata['shown']}; env: {variable_name(name)}]",
-                **({} if is_flag else {"type": str, "metavar": metadata["metavar"]}),
-            )
-            command = decorator(command)
-        return click.option(
-            "--config",
-            "config_file",
-            metavar="FILE",
-            help=f"TOML file; its keys are the flags' names with underscores.  [env: {CONFIG_VARIABLE}]",
-        )(command)
-
-    return decorate
-
-
 def _control_options(command: Command) -> Command:
     timeout = click.option(
         "--timeout-s",
@@ -64,17 +34,14 @@ def _control_options(command: Command) -> Command:
         metavar="SECONDS",
         help="Seconds to wait for an answer.",
     )
-    return _config_options("host", "port")(timeout(command))
+    return configuration.options("host", "port")(timeout(command))
 
 
-def _ask(flags: dict[str, Any], config_file: str | None, timeout_s: float, message: "Message") -> Any:
+def _ask(host: str, port: int, timeout_s: float, message: "Message") -> Any:
     from lmcache_server.commands import control
 
     try:
-        found = configuration.resolve(("host", "port"), flags, os.environ, config_file)
-        return control.ask(found["host"], found["port"], message, timeout_s)
-    except StartError as error:
-        raise CannotStartError(str(error)) from error
+        return control.ask(host, port, message, timeout_s)
     except control.ControlError as error:
         raise click.ClickException(str(error)) from error
 
@@ -90,50 +57,47 @@ def cli(context: click.Context) -> None:
 
 
 @cli.command()
-@_config_options(*OPTIONS)
-def server(config_file: str | None, **flags: Any) -> int:
+@configuration.options(*OPTIONS)
+def server(**values: Any) -> int:
     """Run the server until SIGTERM or SIGINT.
 
     Each option may also be set by the environment variable shown, or by a key of the TOML file. A flag
     goes before the environment, the environment before the file, the file before the default.
     """
-    try:
-        config = configuration.load(flags, os.environ, config_file)
-        from lmcache_server.app import run
+    config = configuration.checked(values)
+    from lmcache_server.app import run
 
-        return run(config)
-    except StartError as error:
-        raise CannotStartError(str(error)) from error
+    return run(config)
 
 
 @cli.command()
 @_control_options
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def status(config_file: str | None, timeout_s: float, as_json: bool, **flags: Any) -> None:
+def status(host: str, port: int, timeout_s: float, as_json: bool) -> None:
     """Print what a server holds: memory, namespaces, sessions, hit rate."""
     import json
 
     from lmcache_client.contract.messages import Status
     from lmcache_server.commands.status import summary
 
-    reply = _ask(flags, config_file, timeout_s, Status())
+    reply = _ask(host, port, timeout_s, Status())
     report = json.loads("".join(reply.pieces))
     click.echo(json.dumps(report, indent=2) if as_json else summary(report))
 
 
 @cli.command()
 @_control_options
-def clear(config_file: str | None, timeout_s: float, **flags: Any) -> None:
+def clear(host: str, port: int, timeout_s: float) -> None:
     """Make a server forget everything that nobody is using."""
     from lmcache_client.contract.messages import Clear
 
-    reply = _ask(flags, config_file, timeout_s, Clear())
+    reply = _ask(host, port, timeout_s, Clear())
     click.echo(f"forgot {reply.chunks} chunk{'' if reply.chunks == 1 else 's'}")
 
 
 @cli.command()
 @_control_options
-def ping(config_file: str | None, timeout_s: float, **flags: Any) -> None:
+def ping(host: str, port: int, timeout_s: float) -> None:
     """Ask whether a server answers.
 
     The exit code is 0 when it does and 1 when it does not.
@@ -143,14 +107,15 @@ def ping(config_file: str | None, timeout_s: float, **flags: Any) -> None:
     from lmcache_client.contract.messages import Ping
 
     started_s = time.perf_counter()
-    _ask(flags, config_file, timeout_s, Ping())
+    _ask(host, port, timeout_s, Ping())
     click.echo(f"the server answers, after {1000 * (time.perf_counter() - started_s):.1f} ms")
 
 
 @cli.command()
-@_config_options("host", "port", "l1_size_gb", "l1_path", "l1_hugetlb")
+@configuration.options("host", "port", "l1_size_gb", "l1_path", "l1_hugetlb")
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as a JSON array.")
-def doctor(config_file: str | None, as_json: bool, **flags: Any) -> int:
+@click.pass_context
+def doctor(context: click.Context, /, as_json: bool, **options: Any) -> int:
     """Check this machine, this Python environment and a running server.
 
     A line for each check, with the command that helps where something is wrong. Run it as the server's user;
@@ -163,11 +128,12 @@ def doctor(config_file: str | None, as_json: bool, **flags: Any) -> int:
     from lmcache_server.commands.doctor.examine import examine
     from lmcache_server.host.logs import printable
 
-    try:
-        options = configuration.resolve(flags, flags, os.environ, config_file)
-    except StartError as error:
-        raise CannotStartError(str(error)) from error
-    found = examine(options, flags)
+    given = {
+        name: value
+        for name, value in options.items()
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
+    found = examine(options, given)
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(check) for check in found], indent=2))
     for check in () if as_json else found:
@@ -207,14 +173,7 @@ _COUNT = click.IntRange(1, 1024)
     help="What to measure; what is retrieved is stored first.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print settings and figures as JSON.")
-def bench(
-    config_file: str | None,
-    timeout_s: float,
-    host: str | None,
-    port: str | None,
-    as_json: bool,
-    **settings: Any,
-) -> None:
+def bench(host: str, port: int, timeout_s: float, as_json: bool, **settings: Any) -> None:
     """Measure a running server with synthetic engines.
 
     A chunk has 4 blocks, a block a page in each layer; lookups are of 1 to 512 small chunks. At most a
@@ -229,9 +188,7 @@ def bench(
     from lmcache_server.commands.bench import run
     from lmcache_server.commands.bench.workload import BenchError
 
-    flags = {"host": host, "port": port}
-    report = json.loads("".join(_ask(flags, config_file, timeout_s, Status()).pieces))
-    found = configuration.resolve(("host", "port"), flags, os.environ, config_file)
+    report = json.loads("".join(_ask(host, port, timeout_s, Status()).pieces))
     try:
         crews = run.crews(f"lmcache bench {os.urandom(8).hex()}", report["config"]["chunk_size"], **settings)
         click.echo(run.announcement(crews, report["l1"]), err=True)
@@ -239,7 +196,7 @@ def bench(
         with click.progressbar(
             length=steps, file=sys.stderr if sys.stderr.isatty() else io.StringIO()
         ) as bar:
-            results = run.run(address(found["host"], found["port"]), crews, bar.update)
+            results = run.run(address(host, port), crews, bar.update)
     except BenchError as error:
         raise click.ClickException(str(error)) from error
     settings |= {"chunk_size": crews[0].workload.chunk_size}
@@ -333,5 +290,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except click.ClickException as error:
         click.echo(f"lmcache: {error.format_message()}", err=True)
         sys.exit(error.exit_code)
+    except StartError as error:
+        click.echo(f"lmcache: {error}", err=True)
+        sys.exit(EXIT_USAGE)
     except click.Abort:
         sys.exit(EXIT_FAILED)
