@@ -77,7 +77,7 @@ def assemble(
     failures = Failures()
     registry = Registry(config, cache, system)
     report = Report(config, cache, l1, registry, failures, metrics, system)
-    copies = Copies(cache, registry, l1, metrics, failures, system, config.verify)
+    copies = Copies(cache, registry, l1, metrics, failures, system, config.checksums)
     lookups = Lookups(cache, registry, metrics, system, config.lease_s)
     router = Router(
         cache, registry, lookups, copies, metrics, failures, system, send=send, status=report.status

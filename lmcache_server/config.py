@@ -5,12 +5,15 @@ LMCACHE_L1_SIZE_GB and the key `l1_size_gb` of the TOML file. Precedence: flag, 
 """
 
 import dataclasses
-import math
+import reprlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import click
+from click.core import ParameterSource
 
 from lmcache_client.contract.endpoint import is_loopback
 from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS
@@ -22,193 +25,93 @@ from lmcache_server.host.units import GB_BYTES
 ENVIRONMENT_PREFIX = "LMCACHE_"
 CONFIG_VARIABLE = "LMCACHE_CONFIG"
 MAX_FILE_BYTES = 1 << 20
+FORMER_NAMES = {"checksums": ["verify"]}
+"""Accepted for one release, wherever the name is."""
 
-_TRUE = ("1", "true", "yes", "on")
-_FALSE = ("0", "false", "no", "off")
-
-
-class _Unfit(ValueError):
-    """A value that does not fit its option; the message names what would."""
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-Parser = Callable[[object], Any]
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise _Unfit("text")
+def _printable(value: str) -> str:
+    # No address and no path has control characters in it, or bytes that are no UTF-8.
+    if not value.isprintable():
+        raise ValueError
     return value.strip()
 
 
-def _flag(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    word = value.strip().lower() if isinstance(value, str) else ""
-    if word not in _TRUE + _FALSE:
-        raise _Unfit("true or false")
-    return word in _TRUE
+def _chunk_size(value: str) -> Any:
+    return None if value.strip().lower() == "auto" else click.IntRange(1, MAX_CHUNK_TOKENS)(value)
 
 
-def _integer(low: int, high: int) -> Parser:
-    def parse(value: object) -> int:
-        try:
-            number = int(value) if isinstance(value, str) else value
-        except ValueError:
-            number = None
-        if type(number) is not int or not low <= number <= high:
-            raise _Unfit(f"an integer from {low} to {high}")
-        return number
-
-    return parse
+def _kind(convert: Callable[[str], Any], fit: str) -> Any:
+    """What `convert` takes without a ValueError, and what is said to fit it."""
+    kind = click.types.FuncParamType(convert)
+    kind.name = fit
+    return kind
 
 
-def _number(low: float, high: float) -> Parser:
-    def parse(value: object) -> float:
-        try:
-            number = float(value) if isinstance(value, (str, int, float)) else math.nan
-        except (ValueError, OverflowError):
-            number = math.nan
-        if isinstance(value, bool) or not low <= number <= high:
-            raise _Unfit(f"a number from {low:g} to {high:g}")
-        return number
-
-    return parse
+_TEXT = _kind(_printable, "text that can be printed")
+_CHUNK_SIZE = _kind(_chunk_size, f"auto, or an integer from 1 to {MAX_CHUNK_TOKENS}")
 
 
-def _choice(*names: str) -> Parser:
-    def parse(value: object) -> str:
-        for name in names:
-            if isinstance(value, str) and value.strip().lower() == name.lower():
-                return name
-        raise _Unfit(f"one of {', '.join(names)}" if len(names) > 1 else names[0])
-
-    return parse
+def _option(default: Any, kind: Any, help_text: str, **more: Any) -> Any:
+    """A field of Config; `more` is for click.option."""
+    return dataclasses.field(default=default, metadata={"type": kind, "help": help_text, **more})
 
 
-def _chunk_size(value: object) -> int | None:
-    if isinstance(value, str) and value.strip().lower() == "auto":
-        return None
-    try:
-        number: int = _integer(1, MAX_CHUNK_TOKENS)(value)
-    except _Unfit:
-        raise _Unfit(f"auto, or an integer from 1 to {MAX_CHUNK_TOKENS}") from None
-    return number
+def _one_of(*names: str) -> Any:
+    return click.Choice(names, case_sensitive=False)
 
 
-def _option(default: Any, parse: Parser, shown: str, help_text: str, metavar: str = "") -> Any:
-    """A field of Config. `shown` is how the help and the log show the default."""
-    return dataclasses.field(
-        default=default, metadata={"parse": parse, "shown": shown, "help": help_text, "metavar": metavar}
-    )
-
-
+# fmt: off
 @dataclass(frozen=True)
 class Config:
     """The effective configuration of a server."""
 
     host: str = _option(
-        "",
-        _text,
-        "a Unix socket",
-        "Address to serve engines on, over TCP. Without it: a Unix socket that only this user can open.",
-        "HOST",
-    )
+        "", _TEXT, "Address to serve engines on, over TCP. Without it: a Unix socket that only this user can "
+        "open.", show_default="a Unix socket")
     port: int = _option(
-        DEFAULT_PORT,
-        _integer(1, 65535),
-        str(DEFAULT_PORT),
-        "TCP port for engines; without --host, the number that names the Unix socket.",
-        "PORT",
-    )
+        DEFAULT_PORT, click.IntRange(1, 65535), "TCP port for engines; without --host, the number that names "
+        "the Unix socket.")
     allow_remote: bool = _option(
-        False,
-        _flag,
-        "no",
-        "Needed for a --host or --http-host other than loopback. Opens the server to every machine that "
-        "can reach it, without password or encryption: they can tell what is cached, clear it, and have "
-        "the server copy between the cache and processes of this machine.",
-    )
+        False, click.BOOL, "Needed for a --host or --http-host other than loopback. Opens the server to "
+        "every machine that can reach it, without password or encryption: they can tell what is cached, "
+        "clear it, and have the server copy between the cache and processes of this machine.")
     http_host: str = _option(
-        "127.0.0.1",
-        _text,
-        "127.0.0.1",
-        "Address of the status page, /metrics, /healthz and the rest.",
-        "HOST",
-    )
+        "127.0.0.1", _TEXT, "Address of the status page, /metrics, /healthz and the rest.")
     http_port: int = _option(
-        8080,
-        _integer(0, 65535),
-        "8080",
-        "TCP port of the status page and the rest of HTTP; 0 takes a free one and logs it.",
-        "PORT",
-    )
+        8080, click.IntRange(0, 65535), "TCP port of the status page and the rest of HTTP; 0 takes a free "
+        "one and logs it.")
     chunk_size: int | None = _option(
-        None,
-        _chunk_size,
-        "auto",
-        "Tokens in a chunk, the unit of hits and eviction. auto takes what suits each model; a number "
-        "must be a multiple of the unified block size of every model.",
-        "TOKENS",
-    )
+        None, _CHUNK_SIZE, "Tokens in a chunk, the unit of hits and eviction. auto takes what suits each "
+        "model; a number must be a multiple of the unified block size of every model.",
+        metavar="TOKENS", show_default="auto")
     l1_size_gb: float = _option(
-        4.0,
-        _number(0.001, 100_000),
-        "4",
-        "Memory for the cache in GB (1 GB = 2**30 bytes), fractions allowed. All of it is taken, in the "
-        "background, from the start.",
-        "GB",
-    )
+        4.0, click.FloatRange(0.001, 100_000), "Memory for the cache in GB (1 GB = 2**30 bytes), fractions "
+        "allowed. All of it is taken, in the background, from the start.")
     eviction_policy: str = _option(
-        "LRU",
-        _choice("LRU"),
-        "LRU",
-        "What goes first when the cache is full: LRU, least recently used.",
-        "POLICY",
-    )
+        "LRU", _one_of("LRU"), "What goes first when the cache is full: LRU, least recently used.")
     l1_hugetlb: bool = _option(
-        False,
-        _flag,
-        "no",
-        "Take the memory from the huge pages reserved with vm.nr_hugepages. Otherwise the system is "
-        "asked for transparent huge pages.",
-    )
+        False, click.BOOL, "Take the memory from the huge pages reserved with vm.nr_hugepages. Otherwise the "
+        "system is asked for transparent huge pages.")
     l1_path: str = _option(
-        "",
-        _text,
-        "none",
-        "File that holds the cache, best in a memory file system such as /dev/shm: after a clean stop the "
-        "next server with the same file and --l1-size-gb has the whole cache back. Without it the cache is "
-        "memory that ends with the server.",
-        "FILE",
-    )
-    verify: bool = _option(
-        False,
-        _flag,
-        "no",
-        "Take a checksum of every stored page and check it before the page is loaded. A damaged page "
-        "counts as a miss.",
-    )
+        "", _TEXT, "File that holds the cache, best in a memory file system such as /dev/shm: after a clean "
+        "stop the next server with the same file and --l1-size-gb has the whole cache back. Without it the "
+        "cache is memory that ends with the server.", metavar="FILE", show_default="none")
+    checksums: bool = _option(
+        False, click.BOOL, "Take a checksum of every stored page and check it before the page is loaded. A "
+        "damaged page counts as a miss. --verify, its former name, is deprecated: the next release will not "
+        "know it.")
     lease_s: float = _option(
-        120.0,
-        _number(1, 86400),
-        "120",
-        "Seconds for which a hit is kept for an engine that does not come to fetch it.",
-        "SECONDS",
-    )
+        120.0, click.FloatRange(1, 86400), "Seconds for which a hit is kept for an engine that does not come "
+        "to fetch it.", metavar="SECONDS")
     log_level: str = _option(
-        "info",
-        _choice("debug", "info", "warning", "error"),
-        "info",
-        "How much to log on stderr: debug, info, warning or error.",
-        "LEVEL",
-    )
+        "info", _one_of("debug", "info", "warning", "error"), "How much to log on stderr: debug, info, "
+        "warning or error.")
     log_format: str = _option(
-        TEXT,
-        _choice(*FORMATS),
-        TEXT,
-        "How to log: text, or json for one object a line, with what the line names as fields.",
-        "FORMAT",
-    )
+        TEXT, _one_of(*FORMATS), "How to log: text, or json for one object a line, with what the line names "
+        "as fields.")
+    # fmt: on
 
     @property
     def l1_size_bytes(self) -> int:
@@ -226,35 +129,36 @@ def variable_name(name: str) -> str:
     return ENVIRONMENT_PREFIX + name.upper()
 
 
-def resolve(
-    names: Iterable[str],
-    flags: Mapping[str, object],
-    environment: Mapping[str, str],
-    config_file: str | None = None,
-) -> dict[str, Any]:
-    """The value of each option in `names`; a flag that is None was not given.
+def options(*names: str) -> Callable[[_Command], _Command]:
+    """The flags of these options, and --config, for a command; it is called with their values.
 
-    `config_file` is the value of --config; without it LMCACHE_CONFIG counts. Raises StartError.
+    What does not fit raises StartError.
     """
-    path = config_file or environment.get(CONFIG_VARIABLE) or ""
-    in_file = _read_file(Path(path)) if path else {}
-    values = {}
-    for name in names:
-        variable = variable_name(name)
-        if flags.get(name) is not None:
-            values[name] = _parse(name, flags[name], flag_name(name))
-        elif _is_set(name, environment):
-            values[name] = _parse(name, environment[variable], f"the environment variable {variable}")
-        elif name in in_file:
-            values[name] = _parse(name, in_file[name], f"{name} in {path}")
-        else:
-            values[name] = OPTIONS[name].default
-    return values
+
+    def decorate(command: _Command) -> _Command:
+        for name in reversed(names):
+            every, default = [name, *FORMER_NAMES.get(name, ())], OPTIONS[name].default
+            flags = list(map(flag_name, every))
+            settings = {"envvar": list(map(variable_name, every)), "show_envvar": True}
+            settings |= {"default": default, "show_default": True}
+            if isinstance(default, bool):
+                flags = [f"{flag}/--no-{flag[2:]}" for flag in flags]
+            else:
+                settings["metavar"] = name.rpartition("_")[2].upper()
+            settings |= OPTIONS[name].metadata
+            command = click.option(name, *flags, cls=_Option, **settings)(command)
+        return click.option(
+            "--config", metavar="FILE", envvar=CONFIG_VARIABLE, show_envvar=True, is_eager=True,
+            callback=_take_file, expose_value=False,
+            help="TOML file; its keys are the flags' names with underscores.",
+        )(command)  # fmt: skip
+
+    return decorate
 
 
-def load(flags: Mapping[str, object], environment: Mapping[str, str], config_file: str | None) -> Config:
-    """The configuration of a server; see `resolve`. Raises StartError."""
-    config = Config(**resolve(OPTIONS, flags, environment, config_file))
+def checked(values: Mapping[str, Any]) -> Config:
+    """The configuration of these values, if they go together. Raises StartError."""
+    config = Config(**values)
     for name in ("host", "http_host"):
         host = getattr(config, name)
         if host and not is_loopback(host) and not config.allow_remote:
@@ -271,29 +175,61 @@ def load(flags: Mapping[str, object], environment: Mapping[str, str], config_fil
 
 def describe(config: Config) -> str:
     """The effective configuration in one line."""
-    parts = []
-    for name, field in OPTIONS.items():
-        value = getattr(config, name)
-        shown = field.metadata["shown"] if value == field.default else _shown(value)
-        parts.append(f"{name}={shown!r}" if " " in shown else f"{name}={shown}")
-    return "configuration: " + " ".join(parts)
+    return "configuration: " + " ".join(f"{name}={_shown(name, getattr(config, name))}" for name in OPTIONS)
 
 
-def _shown(value: object) -> str:
-    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
+def _shown(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    text = OPTIONS[name].metadata["show_default"] if value in ("", None) else str(value).removesuffix(".0")
+    return repr(text) if " " in text else text
 
 
-def _is_set(name: str, environment: Mapping[str, str]) -> bool:
-    value = environment.get(variable_name(name), "")
-    # Kubernetes sets LMCACHE_PORT=tcp://… in every pod beside a Service named lmcache; it is not meant.
-    return bool(value) and not (name == "port" and value.startswith("tcp://"))
+class _Option(click.Option):
+    """Of a value that does not fit it says where that is from and what would fit."""
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        value = super().resolve_envvar_value(ctx)
+        # Kubernetes sets LMCACHE_PORT=tcp://… in every pod beside a Service named lmcache; it is not meant.
+        return None if value and self.name == "port" and value.startswith("tcp://") else value
+
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        source, given = ctx.get_parameter_source(self.name or ""), value
+        where = self.opts[0]
+        if source is ParameterSource.ENVIRONMENT:
+            where = f"the environment variable {' or '.join(self.envvar or ())}"
+        try:
+            if source is ParameterSource.DEFAULT_MAP:
+                where = f"{self.name} in {ctx.meta[CONFIG_VARIABLE]}"
+                # What TOML has a type for has that type, or is text; the rest is as for a flag.
+                kinds = (bool,) if self.is_flag else () if self.type is _TEXT else (int, float)
+                given = str(value) if type(value) in (str, *kinds) else self.type.fail("")
+            parsed = super().type_cast_value(ctx, given)
+            return parsed if parsed == parsed else self.type.fail("NaN is in no range")  # noqa: PLR0124
+        except (click.BadParameter, ValueError):
+            raise StartError(f"{where} must be {_fit(self.type)}, not {_excerpt(value)}") from None
 
 
-def _parse(name: str, value: object, source: str) -> Any:
+def _fit(kind: Any) -> str:
+    if isinstance(kind, click.Choice):
+        return "one of " * (len(kind.choices) > 1) + ", ".join(kind.choices)
+    if isinstance(kind, click.IntRange | click.FloatRange):
+        number = "an integer" if isinstance(kind, click.IntRange) else "a number"
+        return f"{number} from {kind.min:g} to {kind.max:g}"
+    return "true or false" if kind is click.BOOL else str(kind.name)
+
+
+def _excerpt(value: object) -> str:
     try:
-        return OPTIONS[name].metadata["parse"](value)
-    except _Unfit as error:
-        raise StartError(f"{source} must be {error}, not {value!r}") from None
+        return reprlib.repr(value)
+    except ValueError:
+        return "a number that long"
+
+
+def _take_file(ctx: click.Context, _option: click.Parameter, path: str | None) -> None:
+    if path:
+        ctx.default_map = _read_file(Path(path))
+        ctx.meta[CONFIG_VARIABLE] = path
 
 
 def _read_file(path: Path) -> dict[str, object]:
@@ -302,16 +238,25 @@ def _read_file(path: Path) -> dict[str, object]:
     else:
         import tomli as tomllib
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
             raise StartError(f"the configuration file {path} has more than {MAX_FILE_BYTES} bytes")
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(text.decode())
     except OSError as error:
         raise StartError(f"cannot read the configuration file {path}: {error.strerror}") from error
+    except RecursionError as error:
+        raise StartError(
+            f"the configuration file {path} is nested too deep: a line is KEY = VALUE"
+        ) from error
     except ValueError as error:  # not UTF-8, or not TOML
         raise StartError(f"the configuration file {path} is not valid TOML: {error}") from error
+    for name, (former,) in FORMER_NAMES.items():
+        if former in content:
+            content.setdefault(name, content.pop(former))
     for key in content:
         if key not in OPTIONS:
-            raise StartError(f"unknown key {key!r} in {path}: {_suggest(key)}")
+            raise StartError(f"unknown key {key!r:.80} in {path}: {_suggest(key)}")
     return content
 
 

@@ -29,14 +29,14 @@ ASKING = ("--config", "--host", "--port", "--timeout-s")
 
 def option_row(option: click.Option) -> str:
     names = " / ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
+    context = click.Context(cli)
     value = ""
     if not option.is_flag:
         is_number = isinstance(option.type, click.types.IntParamType | click.types.FloatParamType)
-        value = option.metavar or ("NUMBER" if is_number else option.make_metavar(click.Context(cli)))
-    text = option.help or ""
-    if option.show_default and "[default:" not in text:
-        text += f"  [default: {option.default}]"
-    return f"| {names} {value.replace('|', '&#124;')} | {text} |".replace("\n", " ").replace("  ", " ")
+        value = option.metavar or ("NUMBER" if is_number else option.make_metavar(context))
+    _, text = option.get_help_record(context) or ("", "")
+    row = f"| {names} {value.replace('|', '&#124;')} | {text} |"
+    return row.replace("<", "&lt;").replace("\n", " ").replace("  ", " ")
 
 
 def section(name: str, command: click.Command) -> str:

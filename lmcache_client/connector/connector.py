@@ -173,7 +173,11 @@ class LMCacheMPConnector(Uncached):
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         if not self._supported:
             return
-        geometry, buffers = translate.geometry(self._vllm_config, self._kv_cache_config, kv_caches)
+        try:
+            geometry, buffers = translate.geometry(self._vllm_config, self._kv_cache_config, kv_caches)
+        except UnsupportedError as error:
+            log_uncached(str(error))
+            return
         rank = self._vllm_config.parallel_config.rank
         model = translate.model_tag(self._vllm_config)
         export: HostExport | CudaExport

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+from click.core import ParameterSource
 
 from lmcache_client.contract.version import VERSION
 from lmcache_server import config as configuration
-from lmcache_server.config import CONFIG_VARIABLE, OPTIONS, flag_name, variable_name
+from lmcache_server.config import OPTIONS
 from lmcache_server.errors import CommandError, StartError
 from lmcache_server.host.logs import printable
 
@@ -22,31 +23,6 @@ Command = Callable[..., Any]
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-def _config_options(*names: str) -> Callable[[Command], Command]:
-    """The flags of these options. They come as text and are parsed with what the environment and the
-    file say, by the same rules."""
-
-    def decorate(command: Command) -> Command:
-        for name in reversed(names):
-            flag, metadata = flag_name(name), OPTIONS[name].metadata
-            is_flag = isinstance(OPTIONS[name].default, bool)
-            decorator = click.option(
-                f"{flag}/--no-{flag[2:]}" if is_flag else flag,
-                default=None,
-                help=f"{metadata['help']}  [default: {metadata['shown']}; env: {variable_name(name)}]",
-                **({} if is_flag else {"type": str, "metavar": metadata["metavar"]}),
-            )
-            command = decorator(command)
-        return click.option(
-            "--config",
-            "config_file",
-            metavar="FILE",
-            help=f"TOML file; its keys are the flags' names with underscores.  [env: {CONFIG_VARIABLE}]",
-        )(command)
-
-    return decorate
-
-
 def _control_options(command: Command) -> Command:
     timeout = click.option(
         "--timeout-s",
@@ -56,13 +32,7 @@ def _control_options(command: Command) -> Command:
         metavar="SECONDS",
         help="Seconds to wait for an answer.",
     )
-    return _config_options("host", "port")(timeout(command))
-
-
-def _where(flags: dict[str, Any], config_file: str | None) -> tuple[str, int]:
-    """The host and the port of the server that a command asks."""
-    options = configuration.resolve(("host", "port"), flags, os.environ, config_file)
-    return options["host"], options["port"]
+    return configuration.options("host", "port")(timeout(command))
 
 
 @click.group(context_settings=_CONTEXT, invoke_without_command=True)
@@ -76,14 +46,14 @@ def cli(context: click.Context) -> None:
 
 
 @cli.command()
-@_config_options(*OPTIONS)
-def server(config_file: str | None, **flags: Any) -> int:
+@configuration.options(*OPTIONS)
+def server(**values: Any) -> int:
     """Run the server until SIGTERM or SIGINT.
 
     Each option may also be set by the environment variable shown, or by a key of the TOML file. A flag
     goes before the environment, the environment before the file, the file before the default.
     """
-    config = configuration.load(flags, os.environ, config_file)
+    config = configuration.checked(values)
     from lmcache_server.app import run
 
     return run(config)
@@ -92,31 +62,31 @@ def server(config_file: str | None, **flags: Any) -> int:
 @cli.command()
 @_control_options
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def status(config_file: str | None, timeout_s: float, as_json: bool, **flags: Any) -> None:
+def status(host: str, port: int, timeout_s: float, as_json: bool) -> None:
     """Print what a server holds: memory, namespaces, sessions, hit rate."""
     import json
 
     from lmcache_server.commands import control
     from lmcache_server.commands.status import summary
 
-    report = control.report(*_where(flags, config_file), timeout_s)
+    report = control.report(host, port, timeout_s)
     click.echo(json.dumps(report, indent=2) if as_json else summary(report))
 
 
 @cli.command()
 @_control_options
-def clear(config_file: str | None, timeout_s: float, **flags: Any) -> None:
+def clear(host: str, port: int, timeout_s: float) -> None:
     """Make a server forget everything that nobody is using."""
     from lmcache_client.contract.messages import Clear, Cleared
     from lmcache_server.commands import control
 
-    reply = control.ask(*_where(flags, config_file), Clear(), Cleared, timeout_s)
+    reply = control.ask(host, port, Clear(), Cleared, timeout_s)
     click.echo(f"forgot {reply.chunks} chunk{'' if reply.chunks == 1 else 's'}")
 
 
 @cli.command()
 @_control_options
-def ping(config_file: str | None, timeout_s: float, **flags: Any) -> None:
+def ping(host: str, port: int, timeout_s: float) -> None:
     """Ask whether a server answers.
 
     The exit code is 0 when it does and 1 when it does not.
@@ -127,14 +97,15 @@ def ping(config_file: str | None, timeout_s: float, **flags: Any) -> None:
     from lmcache_server.commands import control
 
     started_s = time.perf_counter()
-    control.ask(*_where(flags, config_file), Ping(), Done, timeout_s)
+    control.ask(host, port, Ping(), Done, timeout_s)
     click.echo(f"the server answers, after {1000 * (time.perf_counter() - started_s):.1f} ms")
 
 
 @cli.command()
-@_config_options("host", "port", "l1_size_gb", "l1_path", "l1_hugetlb")
+@configuration.options("host", "port", "l1_size_gb", "l1_path", "l1_hugetlb")
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as a JSON array.")
-def doctor(config_file: str | None, as_json: bool, **flags: Any) -> int:
+@click.pass_context
+def doctor(context: click.Context, /, as_json: bool, **options: Any) -> int:
     """Check this machine, this Python environment and a running server.
 
     A line for each check, with the command that helps where something is wrong. Run it as the server's user;
@@ -147,8 +118,12 @@ def doctor(config_file: str | None, as_json: bool, **flags: Any) -> int:
     from lmcache_server.commands.doctor.examine import examine
     from lmcache_server.host.preflight import FAIL
 
-    options = configuration.resolve(flags, flags, os.environ, config_file)
-    checks = examine(options, flags)
+    given = {
+        name: value
+        for name, value in options.items()
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
+    checks = examine(options, given)
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
     for check in () if as_json else checks:
@@ -192,14 +167,7 @@ _COUNT = click.IntRange(1, 1024)
     help="What to measure; retrieve measures store first.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print settings and figures as JSON.")
-def bench(
-    config_file: str | None,
-    timeout_s: float,
-    host: str | None,
-    port: str | None,
-    as_json: bool,
-    **settings: Any,
-) -> None:
+def bench(host: str, port: int, timeout_s: float, as_json: bool, **settings: Any) -> None:
     """Measure a running server with synthetic engines.
 
     A chunk has 4 blocks, and a block has a page in each layer; lookups are of 1 to 512 small chunks. At most
@@ -212,8 +180,8 @@ def bench(
     from lmcache_server.commands import control
     from lmcache_server.commands.bench import run
 
-    where = _where({"host": host, "port": port}, config_file)
-    report = control.report(*where, timeout_s)
+    where = host, port
+    report = control.report(host, port, timeout_s)
     crews = run.crews(f"lmcache bench {os.urandom(8).hex()}", report["config"]["chunk_size"], **settings)
     click.echo(run.announcement(crews, report["l1"]), err=True)
     results = run.run(address(*where), crews)
@@ -290,6 +258,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except click.UsageError as error:
         help_hint = f" (see '{error.ctx.command_path} --help')" if error.ctx is not None else ""
         _end(EXIT_USAGE, f"{error.format_message()}{help_hint}")
+    except click.ClickException as error:
+        _end(error.exit_code, error.format_message())
     except StartError as error:
         _end(EXIT_USAGE, str(error))
     except CommandError as error:

@@ -87,7 +87,7 @@ TABLE = (
     ),
     _counter(
         "lmcache_verify_failures_total",
-        "Stored pages that were found damaged (with --verify); their chunks were forgotten.",
+        "Stored pages that were found damaged (with --checksums); their chunks were forgotten.",
     ),
     _histogram("lmcache_lookup_seconds", "Time to answer a lookup.", _LOOKUP_S),
     _counter(

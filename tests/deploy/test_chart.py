@@ -33,7 +33,7 @@ def values(shape: str) -> dict[str, Any]:
             "user": 1000650000,
             "l1SizeGb": 0.5,
             "port": 6000,
-            "extraArgs": ["--verify", "--lease-s=60"],
+            "extraArgs": ["--checksums", "--lease-s=60"],
             "gpu": {"enabled": True, "runtimeClassName": "", "hostIPC": True},
             "affinity": {"nodeAffinity": {}},
             "podAnnotations": {"a": "b"},

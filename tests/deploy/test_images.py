@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from harness import tools
+from harness.options import load
 from harness.paths import ROOT
 
 from deploy.flags import assert_server_options_exist
 from lmcache_client.contract.version import VERSION
-from lmcache_server import config
 
 DEPLOY = ROOT / "deploy"
 DOCKERFILES = (DEPLOY / "docker" / "Dockerfile", DEPLOY / "docker" / "Dockerfile.vllm")
@@ -94,8 +94,7 @@ def test_server_and_engine_of_compose_meet():
     assert server["ulimits"]["memlock"] == -1
     assert_server_options_exist((), server["environment"])
     # The server takes what it is given.
-    flags = dict.fromkeys(config.OPTIONS)
-    assert config.load(flags, server["environment"], None).http_host == "0.0.0.0"
+    assert load(environment=server["environment"]).http_host == "0.0.0.0"
 
 
 def test_files_that_compose_mounts_are_there():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from harness import tools
+from harness.options import load
 from harness.paths import ROOT
 from harness.processes import tethered
 from harness.server import LMCacheServer
@@ -69,7 +70,7 @@ def test_it_has_what_the_server_needs():
 
 
 def test_its_configuration_file_is_accepted():
-    loaded = config.load({}, {}, str(UNIT.parent / "lmcache.toml"))
+    loaded = load("--config", str(UNIT.parent / "lmcache.toml"))
     assert loaded.l1_size_gb == 64
     commented = re.findall(r"^# (\w+) = ", (UNIT.parent / "lmcache.toml").read_text(), re.MULTILINE)
     assert commented

@@ -93,7 +93,7 @@ class RouterTarget:
         system.now_s = lambda: self.now_s  # type: ignore[method-assign]
         self.cache = Cache(FRAME_BYTES, self.l1.num_frames, lease_s=30.0)
         self.system, self.metrics = system, metrics
-        config = Config(verify=True)
+        config = Config(checksums=True)
         self.router, self.report = assemble(config, self.cache, self.l1, metrics, self._sent, system)
 
     def close(self) -> None:

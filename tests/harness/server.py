@@ -43,7 +43,8 @@ class LMCacheServer:
     """`lmcache server` on free ports, with a runtime directory of its own. A context manager.
 
     `flags` are the server's options by their names in Python: `l1_size_gb=0.01, chunk_size=256`;
-    True stands for a flag without a value, False for none; `--verify` is on unless a test says otherwise.
+    True stands for a flag without a value, False for none; `--checksums` is on unless a test says otherwise,
+    also by its former name, verify=False.
     `without_capability` is a number of capabilities(7) that the server must not have even when the tests
     run as root. `descriptors` are the soft and the hard limit of open files that it starts with.
     """
@@ -57,7 +58,9 @@ class LMCacheServer:
     ) -> None:
         self._without_capability = without_capability
         self._descriptors = descriptors
-        self.flags = {"l1_size_gb": 0.5, "chunk_size": "auto", "verify": True, **flags}
+        if "verify" in flags:
+            flags["checksums"] = flags.pop("verify")
+        self.flags = {"l1_size_gb": 0.5, "chunk_size": "auto", "checksums": True, **flags}
         self.port = int(self.flags.setdefault("port", free_port()))
         self.http_port = int(self.flags.setdefault("http_port", free_port()))
         self.runtime_dir = tempfile.mkdtemp(prefix="lmcache-test-", dir="/tmp")

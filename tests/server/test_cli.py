@@ -87,9 +87,14 @@ def test_the_help_names_every_option_with_its_default_and_its_variable(capsys):
     code, text, _ = in_process(capsys, "server", "--help")
     words = " ".join(text.split())
     assert code == 0
+    shown = {"host": "(a Unix socket)", "chunk_size": "(auto)", "l1_path": "(none)"}
+    assert "--config" in text
     for name, field in OPTIONS.items():
+        default = f"no-{flag_name(name)[2:]}" if field.default is False else shown.get(name, field.default)
         assert flag_name(name) in text
-        assert f"[default: {field.metadata['shown']}; env: {variable_name(name)}]" in words
+        # Long words are broken at their hyphens.
+        (values,) = re.findall(rf"\[env var: {variable_name(name)}\b(.*?)\]", words)
+        assert f"default: {default}" in values.replace("- ", "-")
     assert "1 GB = 2**30 bytes" in words
     assert "without password or encryption" in words
 
@@ -145,6 +150,9 @@ def test_help_imports_nothing_heavy_and_the_server_neither_torch_nor_vllm():
         (("server", "surplus"), "lmcache: Got unexpected extra argument"),
         (("serve",), "lmcache: No such command 'serve'"),
         (("ping", "--timeout-s", "0"), "lmcache: Invalid value for '--timeout-s'"),
+        (("server", "--http-host", "\udcff"), "lmcache: --http-host must be text that can be printed"),
+        (("ping", "--host", "\udcff"), "lmcache: --host must be text that can be printed, not"),
+        (("ping", "--config", "/dev/zero"), "lmcache: the configuration file /dev/zero has more than"),
         (("ping", "--port", "0"), "lmcache: --port must be an integer from 1 to 65535, not '0'"),
     ],
 )

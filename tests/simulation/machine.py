@@ -236,7 +236,7 @@ class SimulatedServer:
         self.dies_at_next_load = False
         self.cache = Cache(FRAME_BYTES, num_frames, lease_s)
         self.l1 = L1(num_frames)
-        config = Config(chunk_size=chunk_size, lease_s=lease_s, verify=True)
+        config = Config(chunk_size=chunk_size, lease_s=lease_s, checksums=True)
         metrics = Metrics()
         self.router, _ = assemble(config, self.cache, self.l1, metrics, self._send, self)  # type: ignore[arg-type]
         register = self.router.registry.register

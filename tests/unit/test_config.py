@@ -3,17 +3,12 @@
 import dataclasses
 
 import pytest
+from harness.options import load
 
-from lmcache_server.config import (
-    GB_BYTES,
-    OPTIONS,
-    Config,
-    StartError,
-    describe,
-    load,
-    resolve,
-    variable_name,
-)
+from lmcache_server.commands.cli import cli
+from lmcache_server.config import OPTIONS, Config, describe, flag_name, variable_name
+from lmcache_server.errors import StartError
+from lmcache_server.host.units import GB_BYTES
 
 
 def write(tmp_path, text):
@@ -22,15 +17,20 @@ def write(tmp_path, text):
     return str(path)
 
 
-def sentence(*arguments):
+def of_file(tmp_path, text, **environment):
+    return load("--config", write(tmp_path, text), environment=environment)
+
+
+def sentence(*arguments, **environment):
     with pytest.raises(StartError) as caught:
-        load(*arguments)
+        load(*arguments, environment=environment)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
     return str(caught.value)
 
 
 def test_the_defaults_suit_themselves():
-    config = load({}, {}, None)
+    config = load()
     assert config == Config()
     assert (config.port, config.http_port, config.chunk_size) == (5555, 8080, None)
     assert config.l1_size_bytes == 4 * GB_BYTES
@@ -39,38 +39,67 @@ def test_the_defaults_suit_themselves():
 def test_flag_before_environment_before_file_before_default(tmp_path):
     path = write(tmp_path, "port = 1\nhttp_port = 2\nlease_s = 3\n")
     environment = {"LMCACHE_PORT": "11", "LMCACHE_HTTP_PORT": "12"}
-    config = load({"port": "21", "http_port": None}, environment, path)
+    config = load("--port", "21", "--config", path, environment=environment)
     assert (config.port, config.http_port, config.lease_s, config.log_level) == (21, 12, 3.0, "info")
+
+
+def test_a_flag_that_is_off_goes_before_all_else(tmp_path):
+    path = write(tmp_path, "l1_hugetlb = true")
+    assert load("--config", path).l1_hugetlb
+    assert not load("--config", path, environment={"LMCACHE_L1_HUGETLB": "no"}).l1_hugetlb
+    assert not load("--config", path, "--no-l1-hugetlb", environment={"LMCACHE_L1_HUGETLB": "on"}).l1_hugetlb
 
 
 def test_the_environment_can_name_the_file_and_the_flag_goes_before_it(tmp_path):
     path = write(tmp_path, "port = 1234")
-    assert load({}, {"LMCACHE_CONFIG": path}, None).port == 1234
-    assert "cannot read" in sentence({}, {"LMCACHE_CONFIG": path}, str(tmp_path / "other.toml"))
+    assert load(environment={"LMCACHE_CONFIG": path}).port == 1234
+    assert "cannot read" in sentence("--config", str(tmp_path / "other.toml"), LMCACHE_CONFIG=path)
 
 
 def test_every_option_can_be_set_in_each_way(tmp_path):
     values = {
         "host": "127.0.0.1", "port": 1, "allow_remote": True, "http_host": "::1", "http_port": 0,
         "chunk_size": 544, "l1_size_gb": 0.5, "eviction_policy": "lru", "l1_hugetlb": False,
-        "l1_path": "/dev/shm/l1", "verify": True, "lease_s": 7.5, "log_level": "DEBUG", "log_format": "json",
+        "l1_path": "/dev/shm/l1", "checksums": True, "lease_s": 7.5, "log_level": "DEBUG",
+        "log_format": "json",
     }  # fmt: skip
     assert list(values) == list(OPTIONS) == [field.name for field in dataclasses.fields(Config)]
     expected = Config(**(values | {"eviction_policy": "LRU", "log_level": "debug"}))
     texts = {name: str(value) for name, value in values.items()}
+    flags = [
+        flag_name(name if value else f"no_{name}")
+        if isinstance(value, bool)
+        else f"{flag_name(name)}={value}"
+        for name, value in values.items()
+    ]
     lines = [
         f"{name} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
         for name, value in values.items()
     ]
-    assert load(texts, {}, None) == expected
-    assert load({}, {variable_name(name): text for name, text in texts.items()}, None) == expected
-    assert load({}, {}, write(tmp_path, "\n".join(lines))) == expected
+    assert load(*flags) == expected
+    assert load(environment={variable_name(name): text for name, text in texts.items()}) == expected
+    assert of_file(tmp_path, "\n".join(lines)) == expected
+    assert of_file(tmp_path, "\n".join(f'{name} = "{text}"' for name, text in texts.items())) == expected
+
+
+def test_the_former_name_of_checksums_is_accepted(tmp_path):
+    for config in (
+        load("--verify"),
+        load(environment={"LMCACHE_VERIFY": "1"}),
+        of_file(tmp_path, "verify = true"),
+    ):
+        assert config == Config(checksums=True)
+    assert load("--no-verify", environment={"LMCACHE_CHECKSUMS": "1"}) == Config()
+    assert load(environment={"LMCACHE_CHECKSUMS": "0", "LMCACHE_VERIFY": "1"}) == Config()
+    assert of_file(tmp_path, "verify = true\nchecksums = false") == Config()
+    (option,) = (each for each in cli.commands["server"].params if each.name == "checksums")
+    assert "--verify, its former name, is deprecated" in option.help
 
 
 @pytest.mark.parametrize("text", ["auto", "AUTO", " auto "])
 def test_chunk_size_auto(text, tmp_path):
-    assert load({"chunk_size": text}, {}, None).chunk_size is None
-    assert load({}, {}, write(tmp_path, f'chunk_size = "{text}"')).chunk_size is None
+    assert load("--chunk-size", text).chunk_size is None
+    assert of_file(tmp_path, f'chunk_size = "{text}"').chunk_size is None
 
 
 @pytest.mark.parametrize(
@@ -87,16 +116,21 @@ def test_chunk_size_auto(text, tmp_path):
         ("lease_s", "0.5", "--lease-s must be a number from 1 to 86400, not '0.5'"),
         ("eviction_policy", "FIFO", "--eviction-policy must be LRU, not 'FIFO'"),
         ("log_level", "loud", "--log-level must be one of debug, info, warning, error, not 'loud'"),
+        ("host", "\udcff", "--host must be text that can be printed, not '\\udcff'"),
+        ("http_host", "a\udc80", "--http-host must be text that can be printed, not 'a\\udc80'"),
+        ("l1_path", "a\nb", "--l1-path must be text that can be printed, not 'a\\nb'"),
+        ("port", "9" * 5000, "--port must be an integer from 1 to 65535, not '999999999999...9999999999999'"),
     ],
 )
 def test_a_bad_flag_says_what_would_be_good(name, value, expected):
-    assert sentence({name: value}, {}, None) == expected
+    assert sentence(flag_name(name), value) == expected
 
 
 def test_a_bad_variable_is_named():
-    assert sentence({}, {"LMCACHE_L1_HUGETLB": "maybe"}, None) == (
+    assert sentence(LMCACHE_L1_HUGETLB="maybe") == (
         "the environment variable LMCACHE_L1_HUGETLB must be true or false, not 'maybe'"
     )
+    assert sentence(LMCACHE_HTTP_HOST="\udcff").startswith("the environment variable LMCACHE_HTTP_HOST must")
 
 
 @pytest.mark.parametrize(
@@ -105,30 +139,43 @@ def test_a_bad_variable_is_named():
         ("port = 'x'", "port in {path} must be an integer from 1 to 65535, not 'x'"),
         ("port = true", "port in {path} must be an integer from 1 to 65535, not True"),
         ("port = 5.0", "port in {path} must be an integer from 1 to 65535, not 5.0"),
+        ("port = [1]", "port in {path} must be an integer from 1 to 65535, not [1]"),
+        ("port" + ".a" * 5000 + " = 1", "port in {path} must be an integer from 1 to 65535, not {{'a': {{"),
+        ("port = 0x" + "f" * 5000, "port in {path} must be an integer from 1 to 65535, not a number"),
         ("lease_s = true", "lease_s in {path} must be a number from 1 to 86400, not True"),
-        ("host = 7", "host in {path} must be text, not 7"),
+        ("lease_s = nan", "lease_s in {path} must be a number from 1 to 86400, not nan"),
+        ("lease_s = 1" + "0" * 400, "lease_s in {path} must be a number from 1 to 86400, not 1000"),
+        ("host = 7", "host in {path} must be text that can be printed, not 7"),
+        ('host = "\\u0000"', "host in {path} must be text that can be printed, not '\\x00'"),
+        ('l1_path = "/a\\u0000"', "l1_path in {path} must be text that can be printed, not '/a\\x00'"),
         ("allow_remote = 1", "allow_remote in {path} must be true or false, not 1"),
+        ("log_level = 1979-05-27", "log_level in {path} must be one of debug, info, warning, error, not "),
+        ("verify = 'maybe'", "checksums in {path} must be true or false, not 'maybe'"),
         ("chunk-size = 3", "unknown key 'chunk-size' in {path}: did you mean chunk_size?"),
         ("[l1]\nsize = 3", "unknown key 'l1' in {path}: the keys are host, port, "),
+        ("x" * 5000 + " = 3", "unknown key 'xxxxx"),
         ("port", "the configuration file {path} is not valid TOML: "),
+        ("port = " + "[" * 5000 + "]" * 5000, "the configuration file {path} is nested too deep: "),
     ],
+    ids=lambda value: value[:20],
 )
 def test_a_bad_file_says_where_and_what(tmp_path, text, expected):
     path = write(tmp_path, text)
-    assert sentence({}, {}, path).startswith(expected.format(path=path))
+    assert sentence("--config", path).startswith(expected.format(path=path))
 
 
 def test_files_that_cannot_be_read(tmp_path):
     missing = str(tmp_path / "missing.toml")
-    assert sentence({}, {}, missing) == (
+    assert sentence("--config", missing) == (
         f"cannot read the configuration file {missing}: No such file or directory"
     )
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe")
-    assert "is not valid TOML" in sentence({}, {}, str(binary))
+    assert "is not valid TOML" in sentence("--config", str(binary))
     large = tmp_path / "large.toml"
     large.write_text("#" * (1 << 20) + "\n")
-    assert sentence({}, {}, str(large)).endswith("has more than 1048576 bytes")
+    assert sentence("--config", str(large)).endswith("has more than 1048576 bytes")
+    assert sentence("--config", "/dev/zero").endswith("/dev/zero has more than 1048576 bytes")
 
 
 def test_variables_of_others_are_not_ours():
@@ -138,41 +185,43 @@ def test_variables_of_others_are_not_ours():
         "LMCACHE_PORT": "tcp://10.0.0.7:5555",
         "LMCACHE_HOST": "",
     }
-    assert load({}, environment, None) == Config()
+    assert load(environment=environment) == Config()
 
 
 @pytest.mark.parametrize("name", ["host", "http_host"])
 def test_other_machines_are_let_in_only_by_an_explicit_flag(name):
     flag = "--" + name.replace("_", "-")
     for host in ("0.0.0.0", "::", "[::]", "10.1.2.3", "tcp://0.0.0.0", "example.org"):
-        assert sentence({name: host}, {}, None) == (
+        assert sentence(flag, host) == (
             f"{flag} {host} lets other machines connect, without password or encryption: "
             "add --allow-remote if that is wanted, or use 127.0.0.1"
         )
-        assert getattr(load({name: host, "allow_remote": True}, {}, None), name) == host
+        assert getattr(load(flag, host, "--allow-remote"), name) == host
     for host in ("127.0.0.1", "localhost", "::1", "[::1]", "127.0.0.9"):
-        assert getattr(load({name: host}, {}, None), name) == host
+        assert getattr(load(flag, host), name) == host
 
 
 def test_http_needs_an_address():
-    assert sentence({"http_host": ""}, {}, None) == "--http-host must name an address, for example 127.0.0.1"
+    assert sentence("--http-host", "") == "--http-host must name an address, for example 127.0.0.1"
 
 
 def test_a_file_has_no_huge_pages_of_its_own():
-    assert sentence({"l1_path": "/dev/shm/l1", "l1_hugetlb": "yes"}, {}, None) == (
+    assert sentence("--l1-path", "/dev/shm/l1", LMCACHE_L1_HUGETLB="yes") == (
         "--l1-path and --l1-hugetlb exclude each other: leave one of them out"
     )
 
 
-def test_commands_read_only_what_they_need():
-    environment = {"LMCACHE_L1_SIZE_GB": "rubbish", "LMCACHE_PORT": "77"}
-    assert resolve(("host", "port"), {}, environment) == {"host": "", "port": 77}
+def test_commands_read_only_what_they_need(monkeypatch, tmp_path):
+    monkeypatch.setenv("LMCACHE_L1_SIZE_GB", "rubbish")
+    monkeypatch.setenv("LMCACHE_CONFIG", write(tmp_path, "port = 77\nlease_s = 'rubbish'"))
+    context = cli.commands["ping"].make_context("ping", [])
+    assert context.params == {"host": "", "port": 77, "timeout_s": 2.0}
 
 
 def test_the_configuration_is_one_line_with_every_option():
-    line = describe(load({"port": "7", "chunk_size": "544", "l1_hugetlb": True}, {}, None))
+    line = describe(load("--port", "7", "--chunk-size", "544", "--l1-hugetlb"))
     assert line == (
         "configuration: host='a Unix socket' port=7 allow_remote=no http_host=127.0.0.1 http_port=8080 "
-        "chunk_size=544 l1_size_gb=4 eviction_policy=LRU l1_hugetlb=yes l1_path=none verify=no "
+        "chunk_size=544 l1_size_gb=4 eviction_policy=LRU l1_hugetlb=yes l1_path=none checksums=no "
         "lease_s=120 log_level=info log_format=text"
     )

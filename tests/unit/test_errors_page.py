@@ -9,7 +9,7 @@ from harness.house import FILES
 from harness.paths import ROOT
 
 PAGE = ROOT / "docs" / "errors.md"
-OF_OTHERS = frozenset({"ClickException"})
+OF_OTHERS = frozenset[str]()
 """Exception classes of other packages that ours derive from; those of Python are known by their names."""
 BRANCH = re.compile(r"^((?:│   |    )*)(├── |└── )?(\w+)$")
 

@@ -52,10 +52,10 @@ def test_who_reads_changes_nothing(target):
     router.registry.known[b"gone"] = {"model": "gone", "ephemeral": False}
     cache = report._cache
     cache.evicted_chunks, cache.evicted_bytes, cache.evicted_ages_s = 3, 300, [1.0, 2.0, 70.0]
-    before = router.metrics.render()
+    before = target.metrics.render()
     for _ in range(2):
         assert report.status()["namespaces"] == [], "what nobody has is not shown"
-        assert router.metrics.render() == before
+        assert target.metrics.render() == before
     assert b"gone" in router.registry.known
     assert cache.evicted_ages_s == [1.0, 2.0, 70.0]
 
@@ -63,13 +63,13 @@ def test_who_reads_changes_nothing(target):
 def test_a_tick_counts_what_was_evicted_once_and_forgets_what_nobody_has(target):
     router, report = target.router, target.report
     router.registry.known[b"gone"] = {"model": "gone", "ephemeral": False}
-    cache, value = report._cache, router.metrics.value
+    cache, value = report._cache, target.metrics.value
     cache.evicted_chunks, cache.evicted_bytes, cache.evicted_ages_s = 3, 300, [1.0, 2.0, 70.0]
     for _ in range(2):
         report.tick()
         assert value("lmcache_evicted_chunks_total") == 3
         assert value("lmcache_evicted_bytes_total") == 300
-        assert b"lmcache_eviction_age_seconds_count 3.0" in router.metrics.render()
+        assert b"lmcache_eviction_age_seconds_count 3.0" in target.metrics.render()
     cache.evicted_chunks = 4
     report.tick()
     assert value("lmcache_evicted_chunks_total") == 4
@@ -77,7 +77,7 @@ def test_a_tick_counts_what_was_evicted_once_and_forgets_what_nobody_has(target)
 
 
 def test_gauges_are_what_the_report_says(target):
-    l1, value = target.report.status()["l1"], target.router.metrics.value
+    l1, value = target.report.status()["l1"], target.metrics.value
     assert value("lmcache_l1_capacity_bytes") == l1["total_bytes"] > 0
     for name in ("ready", "reserved", "free", "populated", "pinned", "largest_free"):
         assert value(f"lmcache_l1_{name}_bytes") == l1[f"{name}_bytes"]
