@@ -46,7 +46,7 @@ FACES = (
 TOOLS = ("lmcache_server/commands", "lmcache_server/__main__.py")
 BUDGETS = {
     "path": Budget(8300, "what a byte or a decision goes through"),
-    "faces": Budget(1320, "what configures and watches it"),
+    "faces": Budget(1180, "what configures and watches it"),
     "tools": Budget(2100, "the command lmcache"),
 }
 
