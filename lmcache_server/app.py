@@ -144,6 +144,6 @@ def _routes(report: Report, metrics: Metrics, selftest: SelfTest) -> http.Routes
         "/healthcheck": lambda: http.text("ok"),
         "/readyz": ready,
         "/status": lambda: http.as_json(report.status()),
-        "/history": lambda: http.as_json(report.history()),
+        "/history": lambda: http.as_json(report.history.report()),
         "/selftest": selftest.result,
     }

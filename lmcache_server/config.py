@@ -9,7 +9,6 @@ import reprlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -25,7 +24,7 @@ from lmcache_server.host.units import GB_BYTES
 ENVIRONMENT_PREFIX = "LMCACHE_"
 CONFIG_VARIABLE = "LMCACHE_CONFIG"
 MAX_FILE_BYTES = 1 << 20
-FORMER_NAMES = {"checksums": ["verify"]}
+FORMER_NAMES = {"checksums": "verify"}
 """Accepted for one release, wherever the name is."""
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -90,7 +89,8 @@ class Config:
         4.0, click.FloatRange(0.001, 100_000), "Memory for the cache in GB (1 GB = 2**30 bytes), fractions "
         "allowed. All of it is taken, in the background, from the start.")
     eviction_policy: str = _option(
-        "LRU", _one_of("LRU"), "What goes first when the cache is full: LRU, least recently used.")
+        "LRU", _one_of("LRU"), "What goes first when the cache is full: LRU, least recently used.",
+        metavar="POLICY")
     l1_hugetlb: bool = _option(
         False, click.BOOL, "Take the memory from the huge pages reserved with vm.nr_hugepages. Otherwise the "
         "system is asked for transparent huge pages.")
@@ -106,11 +106,9 @@ class Config:
         120.0, click.FloatRange(1, 86400), "Seconds for which a hit is kept for an engine that does not come "
         "to fetch it.", metavar="SECONDS")
     log_level: str = _option(
-        "info", _one_of("debug", "info", "warning", "error"), "How much to log on stderr: debug, info, "
-        "warning or error.")
+        "info", _one_of("debug", "info", "warning", "error"), "How much to log on stderr.")
     log_format: str = _option(
-        TEXT, _one_of(*FORMATS), "How to log: text, or json for one object a line, with what the line names "
-        "as fields.")
+        TEXT, _one_of(*FORMATS), "json: one object a line, with what the line names as fields.")
     # fmt: on
 
     @property
@@ -137,15 +135,14 @@ def options(*names: str) -> Callable[[_Command], _Command]:
 
     def decorate(command: _Command) -> _Command:
         for name in reversed(names):
-            every, default = [name, *FORMER_NAMES.get(name, ())], OPTIONS[name].default
-            flags = list(map(flag_name, every))
-            settings = {"envvar": list(map(variable_name, every)), "show_envvar": True}
-            settings |= {"default": default, "show_default": True}
+            every = [name, FORMER_NAMES[name]] if name in FORMER_NAMES else [name]
+            default, flags = OPTIONS[name].default, list(map(flag_name, every))
+            settings = {"default": default, "show_default": True, "show_envvar": True}
             if isinstance(default, bool):
                 flags = [f"{flag}/--no-{flag[2:]}" for flag in flags]
-            else:
+            elif not isinstance(OPTIONS[name].metadata["type"], click.Choice):
                 settings["metavar"] = name.rpartition("_")[2].upper()
-            settings |= OPTIONS[name].metadata
+            settings |= {"envvar": list(map(variable_name, every)), **OPTIONS[name].metadata}
             command = click.option(name, *flags, cls=_Option, **settings)(command)
         return click.option(
             "--config", metavar="FILE", envvar=CONFIG_VARIABLE, show_envvar=True, is_eager=True,
@@ -227,37 +224,29 @@ def _excerpt(value: object) -> str:
 
 
 def _take_file(ctx: click.Context, _option: click.Parameter, path: str | None) -> None:
-    if path:
-        ctx.default_map = _read_file(Path(path))
-        ctx.meta[CONFIG_VARIABLE] = path
-
-
-def _read_file(path: Path) -> dict[str, object]:
+    if not path:
+        return
     if sys.version_info >= (3, 11):
         import tomllib
     else:
         import tomli as tomllib
     try:
-        with path.open("rb") as file:
+        with open(path, "rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
         if len(text) > MAX_FILE_BYTES:
             raise StartError(f"the configuration file {path} has more than {MAX_FILE_BYTES} bytes")
         content = tomllib.loads(text.decode())
     except OSError as error:
         raise StartError(f"cannot read the configuration file {path}: {error.strerror}") from error
-    except RecursionError as error:
-        raise StartError(
-            f"the configuration file {path} is nested too deep: a line is KEY = VALUE"
-        ) from error
-    except ValueError as error:  # not UTF-8, or not TOML
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, nested too deep
         raise StartError(f"the configuration file {path} is not valid TOML: {error}") from error
-    for name, (former,) in FORMER_NAMES.items():
+    for name, former in FORMER_NAMES.items():
         if former in content:
             content.setdefault(name, content.pop(former))
     for key in content:
         if key not in OPTIONS:
             raise StartError(f"unknown key {key!r:.80} in {path}: {_suggest(key)}")
-    return content
+    ctx.default_map, ctx.meta[CONFIG_VARIABLE] = content, path
 
 
 def _suggest(key: str) -> str:

@@ -21,7 +21,7 @@ def row(metric: Metric) -> str:
         f"`{name}`: {'the version' if name == 'version' else ', '.join(values)}"
         for name, values in metric.labels.items()
     )
-    return f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |\n"
+    return f"| `{metric.name}` | {metric.kind.__name__.lower()} | {labels} | {metric.help} |\n"
 
 
 def page() -> str:

@@ -15,6 +15,8 @@ import logging
 import re
 import socket
 from collections.abc import Awaitable, Callable, Mapping
+from email import message_from_string
+from email.message import Message
 from email.utils import formatdate
 from http import HTTPStatus
 from pathlib import Path
@@ -53,29 +55,24 @@ def as_json(value: object, code: int = 200) -> Answer:
     return Answer(json.dumps(value).encode(), "application/json", code)
 
 
-def _policy(page: bytes) -> str:
-    """The Content-Security-Policy of a page that needs nothing but its own script and style."""
-
-    def hashes(tag: bytes) -> str:
-        bodies = re.findall(b"<%b>(.*?)</%b>" % (tag, tag), page, re.DOTALL)
-        digests = (base64.b64encode(hashlib.sha256(body).digest()).decode() for body in bodies)
-        return " ".join(f"'sha256-{digest}'" for digest in digests)
-
-    return (
-        f"default-src 'none'; script-src {hashes(b'script')}; style-src {hashes(b'style')}; img-src data:; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-
-
 PAGE = Answer(Path(__file__).with_name("page.html").read_bytes(), "text/html; charset=utf-8")
 """For people."""
+
+
+def _hashes(tag: str) -> str:
+    bodies = re.findall(f"<{tag}>(.*?)</{tag}>".encode(), PAGE.body, re.DOTALL)
+    digests = (base64.b64encode(hashlib.sha256(body).digest()).decode() for body in bodies)
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+
 _HEADERS = f"""Server: lmcache\r
 Connection: close\r
 Allow: GET, HEAD\r
 Cache-Control: no-store\r
 X-Content-Type-Options: nosniff\r
 Referrer-Policy: no-referrer\r
-Content-Security-Policy: {_policy(PAGE.body)}\r
+Content-Security-Policy: default-src 'none'; script-src {_hashes("script")}; style-src {_hashes("style")}; \
+img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'\r
 """
 
 
@@ -159,15 +156,13 @@ class Server:
 
     async def _answer(self, head: str) -> tuple[str, Answer]:
         """(the method, what it is answered) of a request without its body."""
-        line, *fields = head.split("\r\n")
+        line, _, fields = head.partition("\r\n")
         if not re.fullmatch(r"[^ ]+ [^ ]+ HTTP/1\.\d", line):
             return "", text("this is no request of HTTP/1", 400)
         method, target, _ = line.split(" ")
-        pairs = (field.partition(":") for field in fields)
-        headers = {name.lower(): value.strip() for name, _, value in pairs}
-        return method, await self._respond(method, target.partition("?")[0], headers)
+        return method, await self._respond(method, target.partition("?")[0], message_from_string(fields))
 
-    async def _respond(self, method: str, path: str, headers: Mapping[str, str]) -> Answer:
+    async def _respond(self, method: str, path: str, headers: Message) -> Answer:
         if method not in ("GET", "HEAD"):
             return text("nothing can be changed here: only GET and HEAD", 405)
         if not self._is_meant(headers.get("host", "")):

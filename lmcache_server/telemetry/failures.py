@@ -36,13 +36,7 @@ class Failures:
     def report(self, now_s: float) -> list[dict[str, Any]]:
         """The latest first; ages in seconds."""
         return [
-            {
-                "what": what,
-                "engine_id": engine_id,
-                "sentence": failure.sentence,
-                "count": failure.count,
-                "age_s": round(now_s - failure.last_s, 3),
-                "first_age_s": round(now_s - failure.first_s, 3),
-            }
+            {"what": what, "engine_id": engine_id, "sentence": failure.sentence, "count": failure.count,
+             "age_s": round(now_s - failure.last_s, 3), "first_age_s": round(now_s - failure.first_s, 3)}
             for (what, engine_id), failure in reversed(self._failures.items())
-        ]
+        ]  # fmt: skip

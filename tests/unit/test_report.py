@@ -20,9 +20,9 @@ def target():
 def test_it_is_ready_with_the_first_frame(target):
     report = target.report
     assert report.unready() == ""
-    report._cache = Cache(FRAME_BYTES, 0)
+    report.cache = Cache(FRAME_BYTES, 0)
     assert report.unready().startswith("L1 has no memory yet")
-    report._cache.grow(1)
+    report.cache.grow(1)
     assert report.unready() == ""
 
 
@@ -42,7 +42,7 @@ def test_what_is_counted_is_in_the_history_by_the_next_interval(target):
     target.metrics.count("lmcache_transfer_bytes_total", 7, direction="load")
     target.now_s += INTERVAL_S
     target.report.tick()
-    assert target.report.history()["growth"] == {
+    assert target.report.history.report()["growth"] == {
         "hit_tokens": [64], "miss_tokens": [32], "store_bytes": [5], "load_bytes": [7],
     }  # fmt: skip
 
@@ -50,7 +50,7 @@ def test_what_is_counted_is_in_the_history_by_the_next_interval(target):
 def test_who_reads_changes_nothing(target):
     router, report = target.router, target.report
     router.registry.known[b"gone"] = {"model": "gone", "ephemeral": False}
-    cache = report._cache
+    cache = report.cache
     cache.evicted_chunks, cache.evicted_bytes, cache.evicted_ages_s = 3, 300, [1.0, 2.0, 70.0]
     before = target.metrics.render()
     for _ in range(2):
@@ -63,7 +63,7 @@ def test_who_reads_changes_nothing(target):
 def test_a_tick_counts_what_was_evicted_once_and_forgets_what_nobody_has(target):
     router, report = target.router, target.report
     router.registry.known[b"gone"] = {"model": "gone", "ephemeral": False}
-    cache, value = report._cache, target.metrics.value
+    cache, value = report.cache, target.metrics.value
     cache.evicted_chunks, cache.evicted_bytes, cache.evicted_ages_s = 3, 300, [1.0, 2.0, 70.0]
     for _ in range(2):
         report.tick()
@@ -81,5 +81,5 @@ def test_gauges_are_what_the_report_says(target):
     assert value("lmcache_l1_capacity_bytes") == l1["total_bytes"] > 0
     for name in ("ready", "reserved", "free", "populated", "pinned", "largest_free"):
         assert value(f"lmcache_l1_{name}_bytes") == l1[f"{name}_bytes"]
-    target.report._cache.grow(1)
+    target.report.cache.grow(1)
     assert value("lmcache_l1_capacity_bytes") == l1["total_bytes"] + FRAME_BYTES
