@@ -158,21 +158,16 @@ def doctor(config_file: str | None, as_json: bool, **flags: Any) -> int:
     return EXIT_FAILED if any(check.verdict == FAIL for check in checks) else 0
 
 
-_COUNT = click.IntRange(1, 1024)
+def _count(flag: str, default: int, meaning: str, most: int | None = 1024) -> Callable[[Command], Command]:
+    return click.option(flag, type=click.IntRange(1, most), default=default, show_default=True, help=meaning)
 
 
 @cli.command()
 @_control_options
-@click.option(
-    "--workers", type=_COUNT, default=1, show_default=True, help="Number of engines that store and load."
-)
-@click.option(
-    "--clients", type=_COUNT, default=1, show_default=True, help="Number of engines that only look up."
-)
-@click.option(
-    "--page-kb", type=click.IntRange(1, 1 << 16), default=64, show_default=True, help="KiB per page."
-)
-@click.option("--layers", type=_COUNT, default=16, show_default=True, help="Layers (pages per block).")
+@_count("--workers", 1, "Number of engines that store and load.")
+@_count("--clients", 1, "Number of engines that only look up.")
+@_count("--page-kb", 64, "KiB per page.", 1 << 16)
+@_count("--layers", 16, "Layers (pages per block).")
 @click.option(
     "--groups",
     type=click.Choice(["full", "hybrid"]),
@@ -180,10 +175,8 @@ _COUNT = click.IntRange(1, 1024)
     show_default=True,
     help="Full attention alone, or a sliding-window and a recurrent group beside it.",
 )
-@click.option("--chunks", type=_COUNT, default=4, show_default=True, help="Chunks per request.")
-@click.option(
-    "--requests", type=click.IntRange(1), default=20, show_default=True, help="Requests per engine."
-)
+@_count("--chunks", 4, "Chunks per request.")
+@_count("--requests", 20, "Requests per engine.", None)
 @click.option(
     "--only",
     default="lookup,store,retrieve",
@@ -192,14 +185,7 @@ _COUNT = click.IntRange(1, 1024)
     help="What to measure; retrieve measures store first.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print settings and figures as JSON.")
-def bench(
-    config_file: str | None,
-    timeout_s: float,
-    host: str | None,
-    port: str | None,
-    as_json: bool,
-    **settings: Any,
-) -> None:
+def bench(config_file: str | None, timeout_s: float, as_json: bool, **settings: Any) -> None:
     """Measure a running server with synthetic engines.
 
     A chunk has 4 blocks, and a block has a page in each layer; lookups are of 1 to 512 small chunks. At most
@@ -212,7 +198,7 @@ def bench(
     from lmcache_server.commands import control
     from lmcache_server.commands.bench import run
 
-    where = _where({"host": host, "port": port}, config_file)
+    where = _where({name: settings.pop(name) for name in ("host", "port")}, config_file)
     report = control.report(*where, timeout_s)
     crews = run.crews(f"lmcache bench {os.urandom(8).hex()}", report["config"]["chunk_size"], **settings)
     click.echo(run.announcement(crews, report["l1"]), err=True)
@@ -246,13 +232,7 @@ def bench(
 )
 @click.option("--json", "as_json", is_flag=True, help="Print figures and verdict as JSON.")
 def verify(
-    url: str,
-    model: str | None,
-    prompts_file: Path | None,
-    lengths: tuple[int, ...],
-    api_key: str | None,
-    timeout_s: float,
-    as_json: bool,
+    url: str, prompts_file: Path | None, lengths: tuple[int, ...], as_json: bool, **options: Any
 ) -> int:
     """Prove that what vLLM at URL gets from the cache is right, whatever its model.
 
@@ -265,16 +245,16 @@ def verify(
     """
     import json
 
-    from lmcache_server.commands.verify import prompts, run, table
+    from lmcache_server.commands.verify import prompts, run
     from lmcache_server.commands.verify.engine import VllmServer
 
-    vllm = VllmServer(url, model, api_key, timeout_s)
+    vllm = VllmServer(url, **options)
     vllm.counters()
     cases = prompts.from_file(prompts_file) if prompts_file else prompts.built_in(vllm, list(lengths))
     click.echo(printable(f"{vllm.url}, {vllm.model}: {len(cases)} prompts, one at a time"), err=True)
     if not as_json:
-        click.echo(table.HEADER)
-    results = run.run(vllm, cases, lambda result: None if as_json else click.echo(table.row(result)))
+        click.echo(run.HEADER)
+    results = run.run(vllm, cases, lambda result: None if as_json else click.echo(result.line()))
     right, verdict = run.verdict(results)
     rows = [result.row() for result in results]
     report = {"url": vllm.url, "model": vllm.model, "prompts": rows, "right": right, "verdict": verdict}

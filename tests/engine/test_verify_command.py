@@ -61,8 +61,9 @@ def test_a_right_cache_is_found_right_a_wrong_one_wrong(tmp_path: Path) -> None:
         lines = out.splitlines()
         assert [line.split()[0] for line in lines[1:-1]] == ["repeated", "repeated", "continued"]
         assert all("equal   equal" in line for line in lines[1:3]), out
-        # Resumed in the middle, this model computes the rest in other shapes: vLLM's own cache does so, too.
-        assert "as vLLM's own cache" in lines[3], out
+        # Resumed in the middle, this model computes the rest in other shapes: vLLM's own cache does so, too,
+        # and on some processors it rounds to the same.
+        assert "as vLLM's own cache" in lines[3] or "equal   equal" in lines[3], out
         assert lines[-1].startswith("right: 3 of 3 prompts were served, 3 equal to the last bit"), out
 
         code, out, err = verify(f"{url}/v1/", "--prompts", str(prompts), "--json")

@@ -47,7 +47,7 @@ TOOLS = ("lmcache_server/commands", "lmcache_server/__main__.py")
 BUDGETS = {
     "path": Budget(8300, "what a byte or a decision goes through"),
     "faces": Budget(1440, "what configures and watches it"),
-    "tools": Budget(2100, "the command lmcache"),
+    "tools": Budget(1870, "the command lmcache"),
 }
 
 
