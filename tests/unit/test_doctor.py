@@ -114,9 +114,9 @@ CASES = [
     (checks.server("9.9", "port 1"), FAIL, f"9.9 at port 1, and {VERSION}", "lmcache-mp==9.9"),
     (checks.connectors("", []), OK, "none known", ""),
     (checks.connectors("1", []), OK, "0 connected", ""),
-    (checks.connectors("1", [session(), session(engine_id="")]), OK, "1 connected", ""),
+    (checks.connectors("1", [session(), session(), session(engine_id="")]), OK, "1 connected", ""),
     (
-        checks.connectors("1", [session(vllm_version="3"), session(vllm_version="2")]),
+        checks.connectors("1", [session(vllm_version="3"), session(vllm_version="2", pid=8)]),
         OK,
         "2 connected, of no other version, in vLLM 2 and 3",
         "",

@@ -133,20 +133,18 @@ def connectors(server_version: str, sessions: Sequence[Mapping[str, Any]]) -> Ch
         return Check(name, OK, "none known without a server")
     vllms = sorted({session["vllm_version"] for session in sessions} - {""})
     running = f", in vLLM {' and '.join(vllms)}" if vllms else ""
-    engines = [session for session in sessions if session["engine_id"]]
-    others = [
-        f"engine {engine['engine_id']}, pid {engine['pid']} has {engine['client_version']}"
-        for engine in engines
-        if engine["client_version"] != server_version
-    ]
+    # Both sides of a connector may live in one process, each with a session of its own.
+    versions = {
+        f"engine {session['engine_id']}, pid {session['pid']}": session["client_version"]
+        for session in sessions
+        if session["engine_id"]
+    }
+    others = [f"{who} has {version}" for who, version in versions.items() if version != server_version]
     if others:
         fix = f"pip install lmcache-mp=={server_version}  (where vLLM is installed)"
         return Check(name, WARN, f"the server has {server_version}, {', '.join(others)}{running}", fix)
-    not_cached = [
-        f"engine {session['engine_id']} is not cached, because it has {session['not_cached']}"
-        for session in sessions
-        if session["not_cached"]
-    ]
-    if not_cached:
-        return Check(name, WARN, "; ".join(not_cached))
-    return Check(name, OK, f"{len(engines)} connected, of no other version{running}")
+    reasons = {session["engine_id"]: session["not_cached"] for session in sessions if session["not_cached"]}
+    if reasons:
+        lines = [f"engine {who} is not cached, because it has {reason}" for who, reason in reasons.items()]
+        return Check(name, WARN, "; ".join(lines))
+    return Check(name, OK, f"{len(versions)} connected, of no other version{running}")
