@@ -133,21 +133,16 @@ def doctor(context: click.Context, /, as_json: bool, **options: Any) -> int:
     return EXIT_FAILED if any(check.verdict == FAIL for check in checks) else 0
 
 
-_COUNT = click.IntRange(1, 1024)
+def _count(flag: str, default: int, meaning: str, most: int | None = 1024) -> Callable[[Command], Command]:
+    return click.option(flag, type=click.IntRange(1, most), default=default, show_default=True, help=meaning)
 
 
 @cli.command()
 @_control_options
-@click.option(
-    "--workers", type=_COUNT, default=1, show_default=True, help="Number of engines that store and load."
-)
-@click.option(
-    "--clients", type=_COUNT, default=1, show_default=True, help="Number of engines that only look up."
-)
-@click.option(
-    "--page-kb", type=click.IntRange(1, 1 << 16), default=64, show_default=True, help="KiB per page."
-)
-@click.option("--layers", type=_COUNT, default=16, show_default=True, help="Layers (pages per block).")
+@_count("--workers", 1, "Number of engines that store and load.")
+@_count("--clients", 1, "Number of engines that only look up.")
+@_count("--page-kb", 64, "KiB per page.", 1 << 16)
+@_count("--layers", 16, "Layers (pages per block).")
 @click.option(
     "--groups",
     type=click.Choice(["full", "hybrid"]),
@@ -155,10 +150,8 @@ _COUNT = click.IntRange(1, 1024)
     show_default=True,
     help="Full attention alone, or a sliding-window and a recurrent group beside it.",
 )
-@click.option("--chunks", type=_COUNT, default=4, show_default=True, help="Chunks per request.")
-@click.option(
-    "--requests", type=click.IntRange(1), default=20, show_default=True, help="Requests per engine."
-)
+@_count("--chunks", 4, "Chunks per request.")
+@_count("--requests", 20, "Requests per engine.", None)
 @click.option(
     "--only",
     default="lookup,store,retrieve",
@@ -214,13 +207,7 @@ def bench(host: str, port: int, timeout_s: float, as_json: bool, **settings: Any
 )
 @click.option("--json", "as_json", is_flag=True, help="Print figures and verdict as JSON.")
 def verify(
-    url: str,
-    model: str | None,
-    prompts_file: Path | None,
-    lengths: tuple[int, ...],
-    api_key: str | None,
-    timeout_s: float,
-    as_json: bool,
+    url: str, prompts_file: Path | None, lengths: tuple[int, ...], as_json: bool, **options: Any
 ) -> int:
     """Prove that what vLLM at URL gets from the cache is right, whatever its model.
 
@@ -233,16 +220,16 @@ def verify(
     """
     import json
 
-    from lmcache_server.commands.verify import prompts, run, table
+    from lmcache_server.commands.verify import prompts, run
     from lmcache_server.commands.verify.engine import VllmServer
 
-    vllm = VllmServer(url, model, api_key, timeout_s)
+    vllm = VllmServer(url, **options)
     vllm.counters()
     cases = prompts.from_file(prompts_file) if prompts_file else prompts.built_in(vllm, list(lengths))
     click.echo(printable(f"{vllm.url}, {vllm.model}: {len(cases)} prompts, one at a time"), err=True)
     if not as_json:
-        click.echo(table.HEADER)
-    results = run.run(vllm, cases, lambda result: None if as_json else click.echo(table.row(result)))
+        click.echo(run.HEADER)
+    results = run.run(vllm, cases, lambda result: None if as_json else click.echo(result.line()))
     right, verdict = run.verdict(results)
     rows = [result.row() for result in results]
     report = {"url": vllm.url, "model": vllm.model, "prompts": rows, "right": right, "verdict": verdict}

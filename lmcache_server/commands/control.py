@@ -21,26 +21,23 @@ REQUEST_ID = 1
 MAX_NUMBER = 1 << 63
 Reply = TypeVar("Reply", bound=Message)
 
-_GROUP = {"kind": str, **dict.fromkeys(("block_size", "window", "layers", "block_bytes"), int)}
-_NAMESPACE = {
-    **dict.fromkeys(("namespace", "model"), str),
-    **dict.fromkeys(("chunk_size", "chunks", "world_size"), int),
-    "engines": [str],
-    "groups": [_GROUP],
-}
-_SESSION = {
-    **dict.fromkeys(("role", "engine_id", "client_version", "vllm_version", "not_cached"), str),
-    **dict.fromkeys(("session_id", "pid", "rank"), int),
-    "age_s": float,
-}
-_L1 = ("total_bytes", "free_bytes", "ready_bytes", "reserved_bytes", "populated_bytes", "chunks", "leases")
+
+def _all(kind: type, names: str) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), kind)
+
+
+_GROUP = _all(str, "kind") | _all(int, "block_size window layers block_bytes")
+_NAMESPACE = _all(str, "namespace model") | _all(int, "chunk_size chunks world_size")
+_SESSION = _all(str, "role engine_id client_version vllm_version not_cached") | _all(
+    int, "session_id pid rank"
+)
 _REPORT = {
     **{"version": str, "pid": int, "uptime_s": float, "hit_rate": float},
-    "l1": dict.fromkeys(_L1, int),
-    "tokens": dict.fromkeys(("hit", "miss", "computed"), int),
+    "l1": _all(int, "total_bytes free_bytes ready_bytes reserved_bytes populated_bytes chunks leases"),
+    "tokens": _all(int, "hit miss computed"),
     "config": {"chunk_size": int | None, "l1_size_gb": float, "l1_path": str, "l1_hugetlb": bool},
-    "namespaces": [_NAMESPACE],
-    "sessions": [_SESSION],
+    "namespaces": [{**_NAMESPACE, "engines": [str], "groups": [_GROUP]}],
+    "sessions": [{**_SESSION, "age_s": float}],
 }
 """What the commands read of a status report: the type of each value, by its name."""
 

@@ -13,6 +13,12 @@ THP, SHMEM = "/sys/thp/enabled", "/sys/thp/shmem_enabled"
 PAGES = {"HugePages_Total": 10, "HugePages_Free": 8, "HugePages_Rsvd": 3, "Hugepagesize": 2 << 20}
 EPERM = "the kernel does not let the server"
 
+
+def session(**changed: object) -> dict[str, object]:
+    same = {"engine_id": "a", "pid": 7, "client_version": "1", "vllm_version": "", "not_cached": ""}
+    return {**same, **changed}
+
+
 CASES = [
     (checks.memlock(64 << 10, GB, 0), OK, "64.0 KiB; only GPUs", ""),
     (checks.memlock(UNLIMITED, GB, 1), OK, "unlimited, for 1.0 GiB", ""),
@@ -106,25 +112,25 @@ CASES = [
     (checks.plugin("0.32.0", "", ""), FAIL, "leaves lmcache_mp out", "VLLM_PLUGINS=lmcache_mp"),
     (checks.server(VERSION, "port 1"), OK, f"{VERSION} at port 1", ""),
     (checks.server("9.9", "port 1"), FAIL, f"9.9 at port 1, and {VERSION}", "lmcache-mp==9.9"),
-    (checks.connectors("", {}, [], {}), OK, "none known", ""),
-    (checks.connectors("1", {}, [], {}), OK, "0 connected", ""),
-    (checks.connectors("1", {"a": "1"}, [], {}), OK, "1 connected", ""),
+    (checks.connectors("", []), OK, "none known", ""),
+    (checks.connectors("1", []), OK, "0 connected", ""),
+    (checks.connectors("1", [session(), session(), session(engine_id="")]), OK, "1 connected", ""),
     (
-        checks.connectors("1", {"a": "1"}, ["2", "3"], {}),
+        checks.connectors("1", [session(vllm_version="3"), session(vllm_version="2", pid=8)]),
         OK,
-        "1 connected, of no other version, in vLLM 2 and 3",
+        "2 connected, of no other version, in vLLM 2 and 3",
         "",
     ),
     (
-        checks.connectors("1", {"a": "1"}, [], {"engine a": "vLLM 9"}),
+        checks.connectors("1", [session(), session(not_cached="vLLM 9")]),
         WARN,
         "engine a is not cached, because it has vLLM 9",
         "",
     ),
     (
-        checks.connectors("1", {"a": "1", "b": "2"}, [], {}),
+        checks.connectors("1", [session(), session(engine_id="b", client_version="2")]),
         WARN,
-        "the server has 1, b has 2",
+        "the server has 1, engine b, pid 7 has 2",
         "lmcache-mp==1",
     ),
 ]
@@ -137,6 +143,10 @@ def test_a_check(check: preflight.Check, verdict: str, finding: str, fix: str) -
     assert fix in check.fix
     assert bool(fix) == bool(check.fix)
     assert "\n" not in check.finding + check.fix
+
+
+def test_with_hardly_any_memory_no_size_is_advised() -> None:
+    assert preflight.memory(GB, 0, 1 << 20, "the limit").fix == "free memory"
 
 
 def test_what_fails_keeps_the_server_from_starting_and_a_warning_does_not() -> None:

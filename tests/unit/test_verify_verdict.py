@@ -125,9 +125,11 @@ def answering(pages: dict[str, str], code: int = 404) -> Iterator[str]:
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 MODELS = {"/v1/models": json.dumps({"data": [{"id": "m", "max_model_len": 100}]})}
@@ -154,6 +156,43 @@ def test_what_is_missing_is_one_sentence_that_says_what_to_do() -> None:
         vllm(url)
     with answering({"/v1/models": "<html>"}) as url, pytest.raises(VerifyError, match="is not vLLM"):
         vllm(url)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "", "[]", "{}", "null", "[" * 100_000, '{"data": [{"id": {}}]}', '{"data": [{"id": 5}, {"id": 6}]}',
+        '{"data": [{"id": "m", "max_model_len": "x"}]}', '{"data": [{"id": "m", "max_model_len": NaN}]}',
+        '{"data": [{"id": "m", "max_model_len": Infinity}]}',
+    ],
+)  # fmt: skip
+def test_a_list_of_models_that_is_not_vllms_is_one_sentence(page: str) -> None:
+    with answering({"/v1/models": page}) as url, pytest.raises(VerifyError, match=r"/v1/models is not vLLM"):
+        vllm(url)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        "[]", "{}", '{"choices": 1}', "[" * 100_000, '{"choices": [{"text": 5}]}',
+        '{"choices": [{"text": "x", "logprobs": 5}]}',
+        '{"choices": [{"text": "x", "prompt_token_ids": 7}]}',
+        '{"choices": [{"text": "x", "logprobs": {"tokens": ["a"], "top_logprobs": [{"a": "b"}]}}]}',
+    ],
+)  # fmt: skip
+def test_a_completion_that_is_not_vllms_is_one_sentence(event: str) -> None:
+    with answering({**MODELS, "/v1/completions": f"data: {event}\n\n"}) as url:
+        server = vllm(url)
+        with pytest.raises(VerifyError, match=r"/v1/completions is not vLLM"):
+            server.ask("p", 1)
+
+
+def test_a_completion_without_tokens_and_a_reset_that_says_nothing() -> None:
+    with answering({**MODELS, "/v1/completions": "\n", "/reset_prefix_cache": "\n"}) as url:
+        with pytest.raises(VerifyError, match="ended a completion without a token"):
+            vllm(url).ask("p", 1)
+        with pytest.raises(VerifyError, match="reset_prefix_cache is not vLLM"):
+            vllm(url).reset_prefix_cache()
 
 
 def test_an_engine_that_is_used_by_others_is_not_judged() -> None:

@@ -14,24 +14,16 @@ OPERATIONS = ("lookup", "store", "retrieve")
 LOOKUP_CHUNKS = (1, 8, 64, 512)
 """The lengths of the prompts that are looked up; each prompt begins the next."""
 LOOKUPS_PER_REQUEST = 25
+TIMES = ("p50_s", "p90_s", "p99_s", "max_s")
 MAX_SHARE = 0.25
 """The bench fills at most this share of L1 with what nobody needs."""
 MIB = 1 << 20
 
 
 def crews(
-    model: str,
-    chunk_size: int | None,
-    *,
-    workers: int,
-    clients: int,
-    page_kb: int,
-    layers: int,
-    groups: str,
-    chunks: int,
-    requests: int,
-    only: str,
-) -> list[Crew]:
+    model: str, chunk_size: int | None, *, workers: int, clients: int, page_kb: int, layers: int, groups: str,
+    chunks: int, requests: int, only: str,
+) -> list[Crew]:  # fmt: skip
     """The crews, which measure one after the other. `model` is a name that nobody has used, `chunk_size` the
     server's (None: auto), the rest are the options of the command. Raises BenchError."""
     wanted = set(only.split(","))
@@ -86,15 +78,12 @@ def figures(parts: list[Part]) -> dict[str, float]:
     whole = [sample for sample in samples if not sample.lost]
     wall_s = max(end_s for _, end_s, _ in parts) - min(start_s for start_s, _, _ in parts)
     seconds = [sample.seconds for sample in whole] or [0.0]
-    p50, p90, p99 = (float(value) for value in np.quantile(seconds, (0.5, 0.9, 0.99)))
+    quantiles = np.quantile(seconds, (0.5, 0.9, 0.99, 1.0)).round(7).tolist()
     num_bytes = sum(sample.num_bytes for sample in whole)
     return {
         "count": len(whole),
         "lost": len(samples) - len(whole),
-        "p50_s": round(p50, 7),
-        "p90_s": round(p90, 7),
-        "p99_s": round(p99, 7),
-        "max_s": round(max(seconds), 7),
+        **dict(zip(TIMES, quantiles, strict=True)),
         "wall_s": round(wall_s, 4),
         "per_s": round(len(whole) / wall_s, 1),
         "bytes": num_bytes,
@@ -106,7 +95,7 @@ def table(results: dict[str, dict[str, float]]) -> str:
     """The figures for a terminal."""
     lines = [f"{'':12}{'count':>8}{'p50':>11}{'p90':>11}{'p99':>11}{'max':>11}{'rate':>14}"]
     for name, row in results.items():
-        times = "".join(f"{_time(row[key]):>11}" for key in ("p50_s", "p90_s", "p99_s", "max_s"))
+        times = "".join(f"{_time(row[key]):>11}" for key in TIMES)
         rate = f"{row['gb_per_s']:.2f} GB/s" if row["bytes"] else f"{row['per_s']:,.0f}/s"
         lines.append(f"{name.replace('_', ' '):12}{row['count']:>8}{times}{rate:>14}")
     for name, row in results.items():

@@ -4,6 +4,7 @@ What it does judge is in `host/preflight.py`. Nothing is read here.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from lmcache_client.contract.version import INSTALL_VLLM, VERSION, VLLM_RANGE, too_old, untested
 from lmcache_server.host.preflight import FAIL, OK, UNLIMITED, WARN, Check
@@ -125,20 +126,25 @@ def server(version: str, where: str) -> Check:
     return Check("server", OK, f"{version} at {where}, as here")
 
 
-def connectors(
-    server_version: str, versions: Mapping[str, str], vllms: Sequence[str], not_cached: Mapping[str, str]
-) -> Check:
-    """`versions` has the connector's by engine and process, as far as any is connected; `vllms` are the
-    versions of vLLM that they run in; `not_cached` has, by engine, why it does not use the server."""
+def connectors(server_version: str, sessions: Sequence[Mapping[str, Any]]) -> Check:
+    """`sessions` are those of a server's status; the version is empty without a server."""
+    name = "connectors"
     if not server_version:
-        return Check("connectors", OK, "none known without a server")
+        return Check(name, OK, "none known without a server")
+    vllms = sorted({session["vllm_version"] for session in sessions} - {""})
     running = f", in vLLM {' and '.join(vllms)}" if vllms else ""
+    # Both sides of a connector may live in one process, each with a session of its own.
+    versions = {
+        f"engine {session['engine_id']}, pid {session['pid']}": session["client_version"]
+        for session in sessions
+        if session["engine_id"]
+    }
     others = [f"{who} has {version}" for who, version in versions.items() if version != server_version]
     if others:
-        finding = f"the server has {server_version}, {', '.join(others)}{running}"
         fix = f"pip install lmcache-mp=={server_version}  (where vLLM is installed)"
-        return Check("connectors", WARN, finding, fix)
-    if not_cached:
-        findings = [f"{who} is not cached, because it has {reason}" for who, reason in not_cached.items()]
-        return Check("connectors", WARN, "; ".join(findings))
-    return Check("connectors", OK, f"{len(versions)} connected, of no other version{running}")
+        return Check(name, WARN, f"the server has {server_version}, {', '.join(others)}{running}", fix)
+    reasons = {session["engine_id"]: session["not_cached"] for session in sessions if session["not_cached"]}
+    if reasons:
+        lines = [f"engine {who} is not cached, because it has {reason}" for who, reason in reasons.items()]
+        return Check(name, WARN, "; ".join(lines))
+    return Check(name, OK, f"{len(versions)} connected, of no other version{running}")

@@ -53,7 +53,7 @@ def examine(options: Mapping[str, Any], given: Mapping[str, Any]) -> list[Check]
     limits = _limits(report.get("pid", 0))
     return [
         server,
-        _connectors(report),
+        checks.connectors(report.get("version", ""), report.get("sessions", ())),
         checks.vllm(vllm_version),
         checks.plugin(vllm_version, _plugin_failure(), os.environ.get("VLLM_PLUGINS")),
         *_l1_room(l1["l1_path"], l1["l1_hugetlb"], l1_bytes, report),
@@ -86,22 +86,6 @@ def _server(host: str, port: int) -> tuple[dict[str, Any], Check]:
     except control.ControlError as error:
         return {}, Check("server", FAIL, str(error))
     return report, checks.server(report["version"], address(host, port))
-
-
-def _connectors(report: Mapping[str, Any]) -> Check:
-    sessions = report.get("sessions", ())
-    versions = {
-        f"engine {session['engine_id']}, pid {session['pid']}": session["client_version"]
-        for session in sessions
-        if session["engine_id"]
-    }
-    vllms = sorted({session["vllm_version"] for session in sessions} - {""})
-    not_cached = {
-        f"engine {session['engine_id']}": session["not_cached"]
-        for session in sessions
-        if session["not_cached"]
-    }
-    return checks.connectors(report.get("version", ""), versions, vllms, not_cached)
 
 
 def _l1_room(path: str, hugetlb: bool, l1_bytes: int, report: Mapping[str, Any]) -> list[Check]:

@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmcache_server.errors import CommandError
 
@@ -22,8 +22,6 @@ NO_NUMBER = -9999.0
 """What vLLM gives for minus infinity. NaN, which wrong pages may lead to, comes as null, and counts so."""
 RESET_TIMEOUT_S = 60.0
 LOADED_TOKENS = "vllm:lmcache_mp_loaded_tokens_total"
-FINISHED = "vllm:request_success_total"
-RUNNING = "vllm:num_requests_running"
 RESET = "/reset_prefix_cache"
 _ADVICE: dict[Any, str] = {
     401: "vLLM wants an API key: pass it with --api-key",
@@ -53,6 +51,12 @@ class Answer:
     tops: list[dict[str, float]] = field(default_factory=list)
     prompt_ids: list[int] = field(default_factory=list)
     first_token_s: float = 0.0
+
+
+class Counters(NamedTuple):
+    loaded_tokens: int
+    finished: int
+    running: int
 
 
 class VllmServer:
@@ -112,9 +116,9 @@ class VllmServer:
             f"vLLM did not reset its prefix cache within {RESET_TIMEOUT_S:.0f} s: let it finish its requests"
         )
 
-    def counters(self) -> dict[str, int]:
-        """The series of /metrics by name, each added up over its labels."""
-        totals = dict.fromkeys((FINISHED, RUNNING), 0)
+    def counters(self) -> Counters:
+        """What /metrics says, each series added up over its labels."""
+        totals: dict[str, int] = {}
         with self._opened("/metrics") as response:
             lines = response.read().decode(errors="replace").splitlines()
         for line in lines:
@@ -127,7 +131,8 @@ class VllmServer:
                 f"vLLM at {self.url} does not use this cache: start it with --kv-transfer-config "
                 '\'{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both"}\''
             )
-        return totals
+        running, finished = "vllm:num_requests_running", "vllm:request_success_total"
+        return Counters(totals[LOADED_TOKENS], totals.get(finished, 0), totals.get(running, 0))
 
     @contextlib.contextmanager
     def _opened(self, path: str, body: Mapping[str, Any] | None = None) -> Iterator[Any]:

@@ -13,17 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmcache_server.commands.verify.compare import MAX_NOISE, distance, is_equal, is_within
-from lmcache_server.commands.verify.engine import (
-    FINISHED,
-    LOADED_TOKENS,
-    RUNNING,
-    Answer,
-    VerifyError,
-    VllmServer,
-    new_salt,
-)
+from lmcache_server.commands.verify.engine import Answer, Counters, VerifyError, VllmServer, new_salt
 from lmcache_server.commands.verify.prompts import ANSWER_TOKENS, Case
 
+HEADER = f"{'prompt':<16}{'tokens':>8}{'served':>8}  {'text':<8}{'logprobs':<21}first token, cold -> served"
 COUNT_TIMEOUT_S = 2.0
 REST_TOKENS = 8
 """The length of what a cut prompt leaves to compute: less than any block, so that all resume at its start."""
@@ -73,10 +66,20 @@ class Result:
             "first_token_served_s": round(self.served.first_token_s, 6),
         }
 
+    def line(self) -> str:
+        """The same for a terminal, below HEADER."""
+        start = f"{self.case.name:<16}{len(self.served.prompt_ids):>8}"
+        if not self.served_tokens:
+            return f"{start}{'-':>8}  not served"
+        logprobs = self.equals or f"differ by {self.difference:.2g}"
+        text = "equal" if self.cold.text == self.served.text else "as own" if self.equals else "differs"
+        times = f"{1e3 * self.cold.first_token_s:.0f} ms -> {1e3 * self.served.first_token_s:.0f} ms"
+        return f"{start}{self.served_tokens:>8}  {text:<8}{logprobs:<21}{times}"
+
 
 def run(vllm: VllmServer, cases: list[Case], done: Callable[[Result], None]) -> list[Result]:
     """Verify each case, one request at a time; `done` is called with each result. Raises VerifyError."""
-    if vllm.counters()[RUNNING]:
+    if vllm.counters().running:
         raise VerifyError("vLLM is busy with other requests: run verify while it is idle")
     vllm.reset_prefix_cache()
     results = []
@@ -111,19 +114,18 @@ def _verify(vllm: VllmServer, case: Case) -> Result:
     before = vllm.counters()
     served = vllm.ask(case.prompt, ANSWER_TOKENS, salts[1])
     loaded = _loaded(vllm, before)
-    if vllm.counters()[FINISHED] - start[FINISHED] > requests:
+    if vllm.counters().finished - start.finished > requests:
         raise VerifyError("vLLM served other requests meanwhile: run verify while it is idle")
     return Result(case, cold, again, local, served, loaded)
 
 
-def _loaded(vllm: VllmServer, before: dict[str, int]) -> int:
+def _loaded(vllm: VllmServer, before: Counters) -> int:
     """Counts the tokens loaded since `before`, by vLLM's metrics, which follow a moment after the answer."""
     end_s = time.monotonic() + COUNT_TIMEOUT_S
     while True:
         now = vllm.counters()
-        loaded = now[LOADED_TOKENS] - before[LOADED_TOKENS]
-        finished = now[FINISHED] > before[FINISHED]
-        if (loaded and finished) or time.monotonic() > end_s:
+        loaded = now.loaded_tokens - before.loaded_tokens
+        if (loaded and now.finished > before.finished) or time.monotonic() > end_s:
             return loaded
         time.sleep(0.05)
 
