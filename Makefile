@@ -3,12 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMPS := .venv/stamps
 
-.PHONY: help install lint test test-versions watch-vllm test-gpu bench bench-gpu simulate fuzz demo verified-models docs docs-serve clean
+.PHONY: help install lint check test test-versions watch-vllm test-gpu bench bench-gpu simulate fuzz demo verified-models docs docs-serve clean
 
 help:
 	@echo "make install   create .venv and install vLLM (CPU build unless there is one) and this package"
 	@echo "make demo      a real model through vLLM and the server, with a table of what was saved"
 	@echo "make lint      ruff and mypy"
+	@echo "make check     lint, the unit tests and 100 simulated histories: for whoever edits"
 	@echo "make test      install, lint and all tests"
 	@echo "make test-versions  what depends on vLLM, on the oldest and the newest version (VLLM=\"0.31.0 0.33.0\")"
 	@echo "make watch-vllm  VLLM=0.34.0: what that version changes in all that the connector relies on"
@@ -52,6 +53,10 @@ $(STAMPS)/deploy: pyproject.toml | $(STAMPS)/package
 test: install lint $(STAMPS)/deploy
 	@$(BIN)/python scripts/install_tools.py
 	$(BIN)/python scripts/run_tests.py
+
+check: install lint
+	$(BIN)/python -m pytest -q tests/unit
+	$(MAKE) --no-print-directory simulate SEEDS=100
 
 VLLM ?=
 test-versions: install
