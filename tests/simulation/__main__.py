@@ -12,7 +12,6 @@ from collections import Counter
 from simulation.bugs import BUGS
 from simulation.scenario import Scenario
 
-
 ENOUGH_SEEDS = 20
 """Among so many histories there are some with loads."""
 
