@@ -102,7 +102,7 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
     l1.fill(cache.total_frames, lambda frames: loop.call_soon_threadsafe(cache.grow, frames))
     listener.start(router, loop)
 
-    selftest = SelfTest(listener.endpoint, config.chunk_size, router.selftest_ended)
+    selftest = SelfTest(listener.endpoint, config.chunk_size, report.selftest_ended)
     web.start(_routes(report, metrics, selftest))
     logger.info(
         "ready: engines at %(endpoint)s, HTTP at %(url)s", {"endpoint": listener.endpoint, "url": web.url}

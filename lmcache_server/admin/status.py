@@ -51,6 +51,12 @@ class Report:
         totals |= {f"{each}_bytes": count for each, count in copied.items()}
         self.history.update(self.system.now_s(), totals)
 
+    def selftest_ended(self, error: str) -> None:
+        """A self-test has ended: well, or with this error."""
+        self.metrics.count("lmcache_selftests_total", 1, outcome="failed" if error else "ok")
+        if error:
+            self.failures.add(self.system.now_s(), "self-test failed", "", error)
+
     def unready(self) -> str:
         """Why there is no memory to serve from, in a sentence; empty if there is."""
         if not self.cache.total_frames:

@@ -30,6 +30,7 @@ from lmcache_server.service.sessions import (
     MAX_WAITING_BYTES,
     MAX_WORKERS,
     Engines,
+    Greeting,
     Session,
     Shard,
     namespace_summary,
@@ -61,28 +62,28 @@ class Registry:
         self._closed = False
         self._ending: dict[bytes, list[Shard]] = {}
         """By client id, the shards of ended sessions whose copies may still run."""
-        self._greeting: dict[bytes, bytes] = {}
-        """By client id, the connection on which a greeting waits for the end of those copies."""
+        self._greeting: dict[bytes, Greeting] = {}
+        """By client id, its last greeting, if that waits for the end of those copies."""
 
     def hello(self, identity: bytes, message: Hello) -> Message | Coroutine[Any, Any, Message]:
         known = self.sessions.values()
         for old in [s for s in known if s.client_id == message.client_id or s.identity == identity]:
             self.drop(old, "connected again")
-        # An earlier greeting that still waits is that of a connection which the client has given up.
+        # The client has given up an earlier greeting that still waits.
         self._greeting.pop(message.client_id, None)
         if self._copying(message.client_id):
-            self._greeting[message.client_id] = identity
-            return self._hello_after(identity, message)
+            greeting = self._greeting[message.client_id] = Greeting(identity)
+            return self._hello_after(greeting, message)
         return self._welcome(identity, message)
 
-    async def _hello_after(self, identity: bytes, message: Hello) -> Message:
+    async def _hello_after(self, greeting: Greeting, message: Hello) -> Message:
         """The greeting says that no copy of the session before runs any more: it waits until that is so."""
         while copying := self._copying(message.client_id):
             await copying[0]
-            if self._greeting.get(message.client_id) != identity:
+            if self._greeting.get(message.client_id) is not greeting:
                 raise Refusal(messages.NOT_REGISTERED, "this client has greeted again, or has gone")
         del self._greeting[message.client_id]
-        return self._welcome(identity, message)
+        return self._welcome(greeting.identity, message)
 
     def _welcome(self, identity: bytes, message: Hello) -> Message:
         if self._closed:
@@ -109,7 +110,9 @@ class Registry:
 
     def disconnected(self, identity: bytes) -> None:
         """The connection of a client has ended, greeted or still waiting for the answer."""
-        for client_id in [client for client, waiting in self._greeting.items() if waiting == identity]:
+        for client_id in [
+            client for client, greeting in self._greeting.items() if greeting.identity == identity
+        ]:
             del self._greeting[client_id]
         session = self.sessions.get(identity)
         if session is not None:

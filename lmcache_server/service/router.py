@@ -140,12 +140,6 @@ class Router:
         self._cache.expire(self._system.now_s())
         self.registry.tick()
 
-    def selftest_ended(self, error: str) -> None:
-        """A self-test has ended: well, or with this error."""
-        self._metrics.count("lmcache_selftests_total", 1, outcome="failed" if error else "ok")
-        if error:
-            self._failures.add(self._system.now_s(), "self-test failed", "", error)
-
     # -- one request ------------------------------------------------------------------------------
 
     def _decoded(self, identity: bytes, frame: bytes) -> Request | None:

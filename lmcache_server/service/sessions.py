@@ -91,6 +91,13 @@ class Session:
         return self.shard.engine_id if self.shard is not None else self.joined
 
 
+@dataclass(frozen=True, eq=False)
+class Greeting:
+    """A greeting that waits until no copy of the client's former session runs any more."""
+
+    identity: bytes
+
+
 @dataclass
 class Engine:
     """The shards of one engine, by rank, and what follows from them once all are there."""
