@@ -209,6 +209,8 @@ def started(server, *arguments):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # Tests that a shell started in the background ignore Ctrl-C, and so would the bench.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
     )
     while not server.status()["sessions"]:
         assert process.poll() is None, process.communicate()
