@@ -210,7 +210,7 @@ def started(server, *arguments):
         text=True,
         start_new_session=True,
         # Tests that a shell started in the background ignore Ctrl-C, and so would the bench.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     while not server.status()["sessions"]:
         assert process.poll() is None, process.communicate()
