@@ -63,7 +63,8 @@ test-versions: install
 	@$(BIN)/python scripts/test_versions.py $(VLLM)
 
 watch-vllm: install
-	@$(BIN)/python scripts/watch_vllm.py $(VLLM)
+	@# 1 says that something changed, and is no failure.
+	@$(BIN)/python scripts/watch_vllm.py $(VLLM) || [ $$? = 1 ]
 
 # Neither vLLM nor the virtual environment is needed: an interpreter that has torch, cupy, pyzmq, pytest and
 # what the server needs (click, uvloop, msgpack, prometheus-client).
