@@ -326,7 +326,7 @@ def test_a_clean_file_outlives_a_refused_start(running: LMCacheServer, connect: 
     prompt = Prompt(connect(running))
     prompt.store()
     assert running.terminate() == 0
-    assert "ask for less or free space" in refusal(l1_size_gb=90000, l1_path=path)
+    assert "--l1-size-gb asks for 89999" in refusal(l1_size_gb=90000, l1_path=path)
     running.start()
     reconnect(prompt.engine, running)
     prompt.load()
