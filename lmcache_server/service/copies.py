@@ -109,7 +109,7 @@ class Copies:
         self, reserved: list[tuple[StoreObject, Reservation]], checksums: list[bytes], outcome: Outcome
     ) -> None:
         """Commit or abort in the order of the chain: a chunk finds its place by the one before it."""
-        sums = checksums or [b""] * len(reserved)
+        sums = checksums if checksums and outcome.error is None else [b""] * len(reserved)
         for (_, room), own in sorted(
             zip(reserved, sums, strict=True), key=lambda pair: pair[0][0].chunk_index
         ):

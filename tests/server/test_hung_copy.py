@@ -199,3 +199,21 @@ def test_the_end_of_the_server_does_not_wait_for_ever(server: Server) -> None:
     assert not server.target.loop.run_until_complete(server.target.system.all_ended(0.2))
     assert isinstance(server.ask(1, hello(1), connection=1), Refused), "nobody is welcome any more"
     server.target.router.registry._closed = False
+
+
+def test_a_fault_between_two_checksums_gives_all_frames_back(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = iter((b"\0" * 64, None))
+
+    def checksums(*_arguments: object) -> bytes:
+        found = next(calls)
+        if found is None:
+            raise MemoryError("no room for a checksum")
+        return found
+
+    monkeypatch.setattr("lmcache_server.transfer.jobs.checksums", checksums)
+    two = Store(tuple(StoreObject(bytes([n]) * 32, ROOT_KEY, 0, 0, IDS) for n in (1, 2)))
+    assert server.ask(1, two) == Stored(0, 0, 2)
+    assert server.target.cache.reserved_frames == 0
+    server.target.cache.check_integrity()
