@@ -80,8 +80,9 @@ class Registry:
         """The greeting says that no copy of the session before runs any more: it waits until that is so."""
         while copying := self._copying(message.client_id):
             await copying[0]
-            if self._greeting.get(message.client_id) is not greeting:
-                raise Refusal(messages.NOT_REGISTERED, "this client has greeted again, or has gone")
+        # Also where the copies ended before this began to wait: the client may have gone meanwhile.
+        if self._greeting.get(message.client_id) is not greeting:
+            raise Refusal(messages.NOT_REGISTERED, "this client has greeted again, or has gone")
         del self._greeting[message.client_id]
         return self._welcome(greeting.identity, message)
 
