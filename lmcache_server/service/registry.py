@@ -84,6 +84,9 @@ class Registry:
         if self._greeting.get(message.client_id) is not greeting:
             raise Refusal(messages.NOT_REGISTERED, "this client has greeted again, or has gone")
         del self._greeting[message.client_id]
+        # The same connection may have greeted as another client since.
+        if (other := self.sessions.get(greeting.identity)) is not None:
+            self.drop(other, "connected again")
         return self._welcome(greeting.identity, message)
 
     def _welcome(self, identity: bytes, message: Hello) -> Message:
