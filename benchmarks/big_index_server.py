@@ -13,7 +13,8 @@ from lmcache_client.contract.keys import ModelTag, namespace_id
 from lmcache_server import app
 from lmcache_server.commands import cli
 from lmcache_server.core.cache import Cache
-from lmcache_server.core.index import Chunk, StoredObject
+from lmcache_server.core.index import Chunk
+from lmcache_server.core.packed import StoredObject
 
 BLOCK_TOKENS = 16
 CHUNK_TOKENS = 256

@@ -1,4 +1,4 @@
-"""Bytes per second of store and retrieve, in host memory, beside memcpy and LMCache."""
+"""Bytes per second of store and load, in host memory, beside memcpy and LMCache."""
 
 import ctypes
 import json
@@ -54,9 +54,9 @@ def memcpy_gb_s(threads: int) -> float:
 
 
 def ours_gb_s(port: int, variables: dict[str, str], page_kib: int, workers: int) -> tuple[float, float]:
-    """Store and retrieve, by `lmcache bench`, which checks the bytes."""
+    """Store and load, by `lmcache bench`, which checks the bytes."""
     chunks, layers = shape(page_kib, OUR_BLOCKS)
-    command = [sys.executable, "-m", "lmcache_server", "bench", "--json", "--only", "store,retrieve"]
+    command = [sys.executable, "-m", "lmcache_server", "bench", "--json", "--only", "store,load"]
     command += ["--port", str(port), "--page-kb", str(page_kib), "--workers", str(workers)]
     command += ["--layers", str(layers), "--chunks", str(chunks), "--requests", str(REQUESTS)]
     result = subprocess.run(
@@ -66,8 +66,8 @@ def ours_gb_s(port: int, variables: dict[str, str], page_kib: int, workers: int)
         raise RuntimeError(f"lmcache bench failed: {result.stderr}")
     found = json.loads(result.stdout)["results"]
     assert not found["store"]["lost"]
-    assert not found["retrieve"]["lost"]
-    return found["store"]["gb_per_s"], found["retrieve"]["gb_per_s"]
+    assert not found["load"]["lost"]
+    return found["store"]["gb_per_s"], found["load"]["gb_per_s"]
 
 
 def shape(page_kib: int, blocks: int) -> tuple[int, int]:
@@ -90,7 +90,7 @@ def lmcache_gb_s(port: int, http_port: int, page_kib: int, seed: int) -> tuple[f
     shape = f"(2,{blocks},{block_tokens},{heads},{head_numbers}):bfloat16:{layers}"
     found = peer.bench(port, http_port, shape, tokens, range(seed, seed + REQUESTS))
     num_bytes = 2 * layers * (tokens // block_tokens) * (page_kib << 10)
-    return num_bytes / found["store"] / GIB, num_bytes / found["retrieve"] / GIB
+    return num_bytes / found["store"] / GIB, num_bytes / found["load"] / GIB
 
 
 def wait_until_populated(url: str) -> None:
@@ -133,7 +133,7 @@ def main() -> None:
     peer.install()
     section = Section(
         "copies",
-        "Store and retrieve",
+        "Store and load",
         f"GB (2**30 bytes) per second in host memory, requests of {REQUEST_BYTES >> 20} MiB, the best of "
         f"{ROUNDS} runs of each. Ours by `lmcache bench`, over the time from the first request to the last "
         "reply, blocks in no order; LMCache by its own `lmcache bench server`, from the median request of one "
@@ -160,8 +160,8 @@ def main() -> None:
                 ]
             )
             rows[-1] += [""] * (9 - len(rows[-1]))
-    columns = ["page", "workers", "store", "retrieve", "memcpy", "store / memcpy", "retrieve / memcpy"]
-    section.table("", [*columns, "LMCache store", "LMCache retrieve"], rows)
+    columns = ["page", "workers", "store", "load", "memcpy", "store / memcpy", "load / memcpy"]
+    section.table("", [*columns, "LMCache store", "LMCache load"], rows)
     low, high = min(shares), max(shares)
     section.bar(
         "at least 75 % of memcpy of as many threads", f"{low[0]:.0%} to {high[0]:.0%}", low[0] >= 0.75
@@ -169,15 +169,15 @@ def main() -> None:
     section.bar("ahead of LMCache", f"{min(ahead):.1f} to {max(ahead):.1f} times", min(ahead) > 1)
     section.plot(
         "copies",
-        "Store and retrieve, one worker",
+        "Store and load, one worker",
         "page, KiB",
         "GB/s",
         {
             f"memcpy, {THREADS} threads": [(page, memcpy[1]) for page in PAGES_KIB],
             "store": [(page, best[page, 1][0]) for page in PAGES_KIB],
-            "retrieve": [(page, best[page, 1][1]) for page in PAGES_KIB],
+            "load": [(page, best[page, 1][1]) for page in PAGES_KIB],
             "LMCache store": [(page, peers[page][0]) for page in PAGES_KIB],
-            "LMCache retrieve": [(page, peers[page][1]) for page in PAGES_KIB],
+            "LMCache load": [(page, peers[page][1]) for page in PAGES_KIB],
         },
     )
     section.save()

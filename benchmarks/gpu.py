@@ -159,7 +159,7 @@ def through_the_server(
                 assert reply.stored == len(keys), reply
                 found = engine.lookup(keys)
                 start = time.perf_counter()
-                engine.retrieve(found, keys, tables)
+                engine.load(found, keys, tables)
                 loaded_s.append(time.perf_counter() - start)
                 engine.end(found)
             one = blocks[:2]
@@ -168,7 +168,7 @@ def through_the_server(
 
             def chunk(engine: GpuEngine = engine, keys: Any = keys, tables: Any = tables) -> None:
                 promised = engine.lookup(keys)
-                engine.retrieve(promised, keys, tables)
+                engine.load(promised, keys, tables)
                 engine.end(promised)
 
             latency_s = statistics.median(seconds(chunk, 20))
@@ -198,7 +198,7 @@ def starts(sizes_gb: list[float], page_bytes: int) -> list[tuple[Any, ...]]:
             keys, tables = prompt(engine, [1, 2])
             engine.store_prompt(keys, tables)
             found = engine.lookup(keys)
-            engine.retrieve(found, keys, tables)
+            engine.load(found, keys, tables)
             served_s = time.perf_counter() - start
             server.wait_until(lambda l1: l1["pinned_bytes"] == l1["total_bytes"], 600)
             pinned_s = time.perf_counter() - start
@@ -250,7 +250,7 @@ def slowdown(times: int, l1_gb: float) -> list[tuple[Any, ...]]:
                         while not ending.is_set():
                             if load:
                                 found = engine.lookup(keys)
-                                engine.retrieve(found, keys, tables)
+                                engine.load(found, keys, tables)
                                 engine.end(found)
                             else:
                                 fresh, places = prompt(engine, tables[0])

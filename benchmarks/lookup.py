@@ -18,7 +18,7 @@ from systems import lmcache_server, our_server, server_command
 
 from lmcache_client.channel import Channel, ChannelError
 from lmcache_client.contract import messages
-from lmcache_client.contract.messages import EndRequest, Found, Join, Joined, Lookup
+from lmcache_client.contract.messages import Found, Join, Joined, Lookup, Release
 
 ENGINE_ID = "engine"
 CHUNKS = (1, 64, 512)
@@ -37,7 +37,7 @@ Times = list[float]
 def question(first: int, chunks: int) -> Lookup:
     keys = tuple(key(number) for number in range(first, first + chunks))
     limit = chunks * CHUNK_TOKENS
-    return Lookup(ENGINE_ID, "request", keys, 0, limit, limit + 1)
+    return Lookup("request", keys, 0, limit, limit + 1)
 
 
 def ask_ours(address: str, asked: list[Lookup], ready: Callable[[], Any], pause: Callable[[], None]) -> Times:
@@ -59,7 +59,7 @@ def ask_ours(address: str, asked: list[Lookup], ready: Callable[[], Any], pause:
         times.append(time.perf_counter() - start)
         assert isinstance(pending.reply, Found), pending.error
         assert pending.reply.resume_tokens == each.limit_tokens, "the index has all that is asked for"
-        ended = channel.submit(EndRequest(ENGINE_ID, (pending.reply.lease_id,), ()), WAIT_S)
+        ended = channel.submit(Release((pending.reply.lease_id,), ()), WAIT_S)
         channel.poll(ended, WAIT_S)
         pause()
     channel.close()

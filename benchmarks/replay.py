@@ -115,32 +115,32 @@ class Client:
 
     def serve(self, request: Request) -> None:
         """One request from its arrival to its end, as the connector does it."""
-        name, ids = self.engine.engine_id, request.ids
+        ids = request.ids
         limit = (request.tokens - 1) // CHUNK
         keys = tuple(hashlib.sha256(each.to_bytes(8, "little")).digest() for each in ids)
         hit, held = 0, b""
         if limit:
             started_s = time.perf_counter()
-            question = messages.Lookup(name, "", keys[:limit], 0, limit * CHUNK, request.tokens)
+            question = messages.Lookup("", keys[:limit], 0, limit * CHUNK, request.tokens)
             found: messages.Found = ask(self.engine.scheduler, question)
             self.outcome.lookups_s.append(time.perf_counter() - started_s)
             hit, held = found.resume_tokens // CHUNK, found.held[0]
             if hit and self.loads:
-                self._retrieve(found, keys[hit - 1], ids[:hit])
+                self._load(found, keys[hit - 1], ids[:hit])
             if hit:
-                ask(self.engine.scheduler, messages.EndRequest(name, (found.lease_id,), ()))
+                ask(self.engine.scheduler, messages.Release((found.lease_id,), ()))
         self.outcome.hits.append(hit * CHUNK)
         self.stamps[: len(ids)] = np.array(ids)[:, None]
         for start in range(hit, len(ids), STEP_CHUNKS):
             step = range(start, min(start + STEP_CHUNKS, len(ids)))
             self._store(keys, [i for i in step if not (i // 8 < len(held) and held[i // 8] >> i % 8 & 1)])
         if keys:
-            ask(self.engine.scheduler, messages.EndRequest(name, (), keys))
+            ask(self.engine.scheduler, messages.Release((), keys))
 
-    def _retrieve(self, found: messages.Found, key: bytes, ids: Sequence[int]) -> None:
+    def _load(self, found: messages.Found, key: bytes, ids: Sequence[int]) -> None:
         self.stamps[:] = -1
         blocks = (tuple(range(1, len(ids) + 1)),)
-        ask(self.engine.worker, messages.Retrieve("", found.lease_id, key, found.resume_tokens, 0, blocks))
+        ask(self.engine.worker, messages.Load("", found.lease_id, key, found.resume_tokens, 0, blocks))
         if (self.stamps[: len(ids)] != np.array(ids)[:, None]).any():
             raise RuntimeError("a page of another chunk was loaded")
 

@@ -13,7 +13,7 @@ from lmcache_client.channel import Channel, ChannelError, Pending
 from lmcache_client.contract import messages
 from lmcache_client.contract.geometry import Geometry, GroupSpec
 from lmcache_client.contract.keys import ROOT_KEY, ModelTag
-from lmcache_client.contract.messages import Found, Message, Retrieve, Store, StoreObject
+from lmcache_client.contract.messages import Found, Load, Message, Store, StoreObject
 from lmcache_client.memory.cuda import CudaExport
 from lmcache_client.memory.host import HostExport
 
@@ -50,7 +50,7 @@ class Worker:
         with self.export.proving(challenge.nonce):
             return expect(self.channel.call(messages.Prove(), REGISTER_S), messages.Registered)
 
-    def load(self, message: Retrieve, timeout_s: float) -> Pending:
+    def load(self, message: Load, timeout_s: float) -> Pending:
         """Have pages copied into this worker's blocks, which nobody may use before it is settled."""
         return self.channel.submit(message, timeout_s)
 
@@ -78,7 +78,7 @@ class Scheduler:
     ) -> Pending:
         """Ask for a resume point, as `messages.Lookup` says; the answer is a Found. If it comes when nobody
         waits any more, its lease is released."""
-        question = messages.Lookup(self.engine_id, request_id, tuple(keys), computed, limit, tokens)
+        question = messages.Lookup(request_id, tuple(keys), computed, limit, tokens)
         return self.channel.submit(question, timeout_s, on_late=self._release_late)
 
     def forget(self, lookup: Pending) -> None:
@@ -92,8 +92,7 @@ class Scheduler:
 
     def release(self, leases: tuple[int, ...], keys: tuple[bytes, ...] = (), request_id: str = "") -> Pending:
         """Give up leases and touch the chunks of `keys`; with `request_id` if that request has ended."""
-        message = messages.EndRequest(self.engine_id, leases, keys, request_id)
-        return self.channel.submit(message, RELEASE_S)
+        return self.channel.submit(messages.Release(leases, keys, request_id), RELEASE_S)
 
 
 def expect(reply: Message, kind: type[Reply]) -> Reply:
@@ -110,11 +109,11 @@ def chunk_object(keys: Sequence[bytes], chunk: int, group: int, block_ids: tuple
 
 def load_message(
     request_id: str, found: Found, key: bytes, computed: int, groups: Sequence[GroupSpec], tables: Tables
-) -> Retrieve:
+) -> Load:
     """What every worker sends to load what was `found` beyond `computed` tokens, into the blocks that
     `tables` give for each group by position. `key` is that of the chunk which ends at the resume point."""
     block_ids = tuple(
         tuple(table[at] for at in group.needed_blocks(found.resume_tokens, computed))
         for group, table in zip(groups, tables, strict=True)
     )
-    return Retrieve(request_id, found.lease_id, key, found.resume_tokens, computed, block_ids)
+    return Load(request_id, found.lease_id, key, found.resume_tokens, computed, block_ids)

@@ -19,7 +19,8 @@ from lmcache_server.errors import StartError
 from lmcache_server.host import descriptors, logs
 from lmcache_server.l1 import restart
 from lmcache_server.l1.file import L1File
-from lmcache_server.l1.memory import UNIT_BYTES, L1Memory
+from lmcache_server.l1.memory import L1Memory
+from lmcache_server.l1.populate import UNIT_BYTES
 from lmcache_server.net.listener import Listener, bound_socket
 from lmcache_server.service.copies import Copies
 from lmcache_server.service.lookups import Lookups
@@ -94,12 +95,12 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
     metrics = Metrics()
     cache = Cache(FRAME_BYTES, 0 if l1.file else l1.num_frames, config.lease_s)
     gpus = Gpus()
-    l1.pins = Pins(gpus, l1.base_address, l1.num_bytes, UNIT_BYTES)
-    system = System(loop, gpus, l1.pins)
+    pins = Pins(gpus, l1.base_address, l1.num_bytes, UNIT_BYTES)
+    system = System(loop, gpus, pins)
     router, report = assemble(config, cache, l1, metrics, listener.send, system)
     if l1.file is not None:
         restart.restore(l1.file, cache, router.registry.known)
-    l1.fill(cache.total_frames, lambda frames: loop.call_soon_threadsafe(cache.grow, frames))
+    l1.fill(cache.total_frames, lambda frames: loop.call_soon_threadsafe(cache.grow, frames), pins)
     listener.start(router, loop)
 
     selftest = SelfTest(listener.endpoint, config.chunk_size, report.selftest_ended)

@@ -54,7 +54,7 @@ class Talk:
             if random.random() < 0.004:
                 engine.end(found)  # It comes too late.
             with suppress(ChannelError):
-                engine.retrieve(found, keys, tables)
+                engine.load(found, keys, tables)
         engine.store_prompt(keys, tables)
         engine.end(found, keys)
         self.chunks += 1

@@ -24,7 +24,7 @@ from lmcache_client.connector.support import UnsupportedError
 from lmcache_client.connector.uncached import Uncached, log_uncached, tell_server
 from lmcache_client.connector.worker import Results, WorkerSide, transfer_results, worker_report
 from lmcache_client.contract.geometry import GroupSpec
-from lmcache_client.memory.cuda import CudaExport, ExportError
+from lmcache_client.memory.cuda import CudaExport, ExportError, check_proof_places
 from lmcache_client.memory.host import HostExport
 
 try:
@@ -185,6 +185,7 @@ class LMCacheMPConnector(Uncached):
             export = HostExport(buffers)
         else:
             try:
+                check_proof_places(geometry, len(buffers))
                 export = CudaExport(buffers, lambda: int(torch.cuda.current_stream().cuda_stream))
             except ExportError as error:
                 logger.warning("lmcache: this engine is not cached, because it has %s", error)

@@ -5,20 +5,20 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from lmcache_client.contract.messages import Retrieve, Store
+from lmcache_client.contract.messages import Load, Store
 
 
 @dataclass
-class Load:
+class LoadJob:
     """One request's load. `job_id` names the destination blocks that are held until it is settled."""
 
     job_id: int
     request_id: str
-    message: Retrieve
+    message: Load
 
 
 @dataclass
-class Save:
+class StoreJob:
     """One step's stores. `job_id` names the source blocks that are held until it is settled."""
 
     job_id: int
@@ -29,8 +29,8 @@ class Save:
 class StepMetadata(KVConnectorMetadata):
     """Scheduler to workers, once a step."""
 
-    loads: list[Load] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
+    loads: list[LoadJob] = field(default_factory=list)
+    stores: list[StoreJob] = field(default_factory=list)
     idle: bool = False
     """The step computes nothing: the workers may wait a moment for the server."""
 

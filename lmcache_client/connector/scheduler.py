@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_client.channel import Channel, ChannelError
 from lmcache_client.connector.log import log_state, logger, trace
-from lmcache_client.connector.metadata import Load, Save, StepMetadata, WorkerReport
+from lmcache_client.connector.metadata import LoadJob, StepMetadata, StoreJob, WorkerReport
 from lmcache_client.connector.request import Asking, Promised, Tracked
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import FAILED_LOADS, LOADED_TOKENS, LOADS, TransferStats
@@ -68,7 +68,7 @@ class SchedulerSide:
         self._stores = stores
         self._pool: BlockPool | None = None
         self._tracked: dict[str, Tracked] = {}
-        self._queued: list[Load] = []
+        self._queued: list[LoadJob] = []
         self._jobs: dict[int, _Job] = {}
         self._next_job = 1
         self.stats = TransferStats()
@@ -207,7 +207,7 @@ class SchedulerSide:
         wanted = [block for ids in message.block_ids for block in ids]
         assert all(wanted), "vLLM allocated no block where one is needed"
         job_id = self._hold(wanted)
-        self._queued.append(Load(job_id, request.request_id, message))
+        self._queued.append(LoadJob(job_id, request.request_id, message))
         tracked.loading = external_tokens
         trace(request.request_id, "loading %d tokens, job %d", external_tokens, job_id)
 
@@ -228,17 +228,17 @@ class SchedulerSide:
             offered = [*self._computed_objects(output), *self._state_objects(output)]
             for start in range(0, len(offered), MAX_OBJECTS):
                 request_ids, objects = zip(*offered[start : start + MAX_OBJECTS], strict=True)
-                self._save(metadata, Store(objects, tuple(dict.fromkeys(request_ids))))
+                self._store(metadata, Store(objects, tuple(dict.fromkeys(request_ids))))
         return metadata
 
-    def _save(self, metadata: StepMetadata, store: Store) -> None:
+    def _store(self, metadata: StepMetadata, store: Store) -> None:
         """Have these objects stored, unless too many blocks are held already."""
         number, request_ids = len(store.objects), ", ".join(store.request_ids)
         if not self._may_hold(store.objects):
             trace(request_ids, "%d objects are not stored, too many blocks are held", number)
             return
         job_id = self._hold([block for each in store.objects for block in each.block_ids])
-        metadata.saves.append(Save(job_id, store))
+        metadata.stores.append(StoreJob(job_id, store))
         trace(request_ids, "storing %d objects, job %d", number, job_id)
 
     def _computed_objects(self, output: "SchedulerOutput") -> Iterable[tuple[str, StoreObject]]:

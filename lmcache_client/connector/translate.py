@@ -6,11 +6,11 @@ Interfaces: vLLM's v1/kv_cache_interface.py (KVCacheConfig, KVCacheTensor and th
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec.structs import replace
 from vllm import __version__ as VLLM_VERSION
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -92,38 +92,50 @@ def geometry(
 ) -> tuple[Geometry, tuple[tuple[int, int], ...]]:
     """The worker's geometry and its buffers as (address, bytes).
 
-    `kv_caches` are the layers' views, in whose storage the pages lie as the configuration says.
+    `kv_caches` are the layers' views, in whose storage the pages lie as the configuration says. Raises
+    UnsupportedError.
     """
-    buffers: list[tuple[int, int]] = []
-    regions: dict[str, Region] = {}
-    for tensor in config.kv_cache_tensors:
-        for index, layer in enumerate(tensor.layers):
-            storage = kv_caches[layer].untyped_storage()
-            buffer = (storage.data_ptr(), storage.nbytes())
-            if buffer not in buffers:
-                buffers.append(buffer)
-            offset = tensor.offset + index * tensor.layer_stride
-            view = kv_caches[layer]
-            view_offset = view.data_ptr() - buffer[0]
-            if view.stride(0) and view.shape[0] == config.num_blocks:
-                # Where a view shows the same thing as the configuration, both must say the same.
-                stride_bytes = view.stride(0) * view.element_size()
-                if view_offset != offset or stride_bytes != tensor.block_stride:
-                    raise UnsupportedError(
-                        f"layer {layer}, whose memory is not where vLLM's configuration says"
-                    )
-            page_bytes = _page_bytes(_spec_of(config, layer), tensor.block_stride)
-            regions[layer] = Region(buffers.index(buffer), offset, tensor.block_stride, page_bytes)
+    buffers = list(dict.fromkeys(_buffer(kv_caches[layer]) for layer in _layers(config)))
+    regions = _regions(config, kv_caches, buffers)
     groups = []
     for group in config.kv_cache_groups:
         layers = [layer for layer in group.layer_names if layer in regions]
         tag = _group_tag(vllm_config, config, group.kv_cache_spec, layers, kv_caches)
         groups.append(_group(group.kv_cache_spec, tag, merged([regions[layer] for layer in layers])))
-    for index in range(len(buffers)):
-        # A GPU's worker proves there that the memory is its own.
-        if not any(each.buffer == index and not each.offset for group in groups for each in group.regions):
-            raise UnsupportedError("KV cache memory that does not begin with a page of the null block")
     return Geometry(tuple(groups), config.num_blocks), tuple(buffers)
+
+
+def _layers(config: KVCacheConfig) -> list[str]:
+    return [layer for tensor in config.kv_cache_tensors for layer in tensor.layers]
+
+
+def _buffer(view: torch.Tensor) -> tuple[int, int]:
+    storage = view.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+def _regions(
+    config: KVCacheConfig, kv_caches: "dict[str, torch.Tensor]", buffers: list[tuple[int, int]]
+) -> dict[str, Region]:
+    """Where the pages of each layer are, by its name."""
+    regions = {}
+    for tensor in config.kv_cache_tensors:
+        for index, layer in enumerate(tensor.layers):
+            buffer = buffers.index(_buffer(kv_caches[layer]))
+            page_bytes = _page_bytes(_spec_of(config, layer), tensor.block_stride)
+            offset = tensor.offset + index * tensor.layer_stride
+            regions[layer] = Region(buffer, offset, tensor.block_stride, page_bytes)
+            _check_view(layer, kv_caches[layer], config.num_blocks, regions[layer])
+    return regions
+
+
+def _check_view(layer: str, view: torch.Tensor, num_blocks: int, region: Region) -> None:
+    """Where a view shows the same thing as the configuration, both must say the same."""
+    if not view.stride(0) or view.shape[0] != num_blocks:
+        return
+    offset, stride_bytes = view.data_ptr() - _buffer(view)[0], view.stride(0) * view.element_size()
+    if (offset, stride_bytes) != (region.offset, region.stride_bytes):
+        raise UnsupportedError(f"layer {layer}, whose memory is not where vLLM's configuration says")
 
 
 def merged(regions: Sequence[Region]) -> tuple[Region, ...]:

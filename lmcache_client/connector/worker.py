@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lmcache_client.channel import Channel, ChannelError, Pending, RefusedError
 from lmcache_client.connector import stats
 from lmcache_client.connector.log import log_state, logger
-from lmcache_client.connector.metadata import Load, Save, StepMetadata, WorkerReport
+from lmcache_client.connector.metadata import LoadJob, StepMetadata, StoreJob, WorkerReport
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import TransferStats
 from lmcache_client.contract import messages
@@ -35,7 +35,7 @@ FATAL_AT_START = (messages.CONFIGURATION, messages.NO_ACCESS, messages.WRONG_VER
 class _InFlight:
     """A job and its request, once that is sent; `open` until it has been accounted for."""
 
-    job: Load | Save
+    job: LoadJob | StoreJob
     started_s: float
     pending: Pending | None = None
     open: bool = True
@@ -93,18 +93,18 @@ class WorkerSide:
         """Start the step's loads and stores; called when its forward pass has been submitted."""
         now_s = self.channel.system.now_s()
         flying = [_InFlight(each, now_s) for each in metadata.loads]
-        for save in metadata.saves:
+        for store in metadata.stores:
             if self.channel.ready:
-                flying.append(_InFlight(save, now_s))
+                flying.append(_InFlight(store, now_s))
             else:
-                self._settled[save.job_id] += 1
+                self._settled[store.job_id] += 1
         if not flying:
             return
         self._jobs.update((each.job.job_id, each) for each in flying)
 
         def send() -> None:
             for each in flying:
-                if isinstance(each.job, Load):
+                if isinstance(each.job, LoadJob):
                     each.pending = self.client.load(each.job.message, self._settings.load_timeout_s)
                 else:
                     each.pending = self.client.store(each.job.message, STORE_TIMEOUT_S)
@@ -132,7 +132,7 @@ class WorkerSide:
                 continue
             if each.open and pending.done:
                 each.open = False
-                if isinstance(each.job, Load):
+                if isinstance(each.job, LoadJob):
                     self._loaded(each.job, pending, each.started_s, results)
                 else:
                     self._stored(pending)
@@ -141,7 +141,7 @@ class WorkerSide:
                 results.settled[job_id] += 1
         return results
 
-    def _loaded(self, load: Load, pending: Pending, started_s: float, results: Results) -> None:
+    def _loaded(self, load: LoadJob, pending: Pending, started_s: float, results: Results) -> None:
         results.loaded.add(load.request_id)
         self.stats.observe_load(self.channel.system.now_s() - started_s)
         if pending.error is not None:
@@ -173,7 +173,7 @@ def worker_report(results: Results) -> WorkerReport | None:
     return WorkerReport(results.settled) if results.settled else None
 
 
-def _log_failed_load(load: Load, error: ChannelError) -> None:
+def _log_failed_load(load: LoadJob, error: ChannelError) -> None:
     # An expired lease or a lost server is the contract at work; anything else deserves a look.
     expected = not isinstance(error, RefusedError) or error.code in (
         messages.EXPIRED,

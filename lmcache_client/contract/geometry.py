@@ -6,7 +6,8 @@ the server both compute from it, so that they agree without asking each other.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from lmcache_client.contract.codec import Natural, Wire
 
 FULL = "full"
 SLIDING_WINDOW = "sliding_window"
@@ -29,21 +30,19 @@ class GeometryError(ValueError):
     """A geometry, or a chunk size for it, that cannot be served; the message says what to change."""
 
 
-@dataclass(frozen=True)
-class Region:
+class Region(Wire, frozen=True):
     """One strided array of pages inside the engine's memory.
 
     The page of block `b` is at `offset + b * stride_bytes` of exported buffer `buffer`, `page_bytes` long.
     """
 
-    buffer: int
-    offset: int
-    stride_bytes: int
-    page_bytes: int
+    buffer: Natural
+    offset: Natural
+    stride_bytes: Natural
+    page_bytes: Natural
 
 
-@dataclass(frozen=True)
-class GroupSpec:
+class GroupSpec(Wire, frozen=True):
     """One KV cache group: what it needs to resume, and where its pages are.
 
     `window` is the sliding window or the attention chunk in tokens, 0 for other kinds. `tag` names
@@ -53,8 +52,8 @@ class GroupSpec:
     """
 
     kind: str
-    block_size: int
-    window: int
+    block_size: Natural
+    window: Natural
     tag: str
     regions: tuple[Region, ...]
     replicated: bool = False
@@ -98,12 +97,11 @@ class GroupSpec:
         return range(max(needed.start, chunk_index * chunk_size // self.block_size), needed.stop)
 
 
-@dataclass(frozen=True)
-class Geometry:
+class Geometry(Wire, frozen=True):
     """What one worker registers: its groups, all with block ids in [0, num_blocks); id 0 is null."""
 
     groups: tuple[GroupSpec, ...]
-    num_blocks: int
+    num_blocks: Natural
 
     def __post_init__(self) -> None:
         if not 0 < len(self.groups) <= MAX_GROUPS:

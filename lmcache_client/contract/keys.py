@@ -10,13 +10,17 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import Annotated
 
+from msgspec import Meta
+
+from lmcache_client.contract.codec import Natural, Wire
 from lmcache_client.contract.geometry import Geometry
 
 KEY_BYTES = 32
-MAX_DETAIL = 4096
-"""Characters of a model's name, and of each name and value that an engine says of it."""
+Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Detail = Annotated[str, Meta(max_length=4096)]
+"""A model's name, or a name or a value that an engine says of it."""
 MAX_DETAILS = 64
 SCHEMA = 1
 """Changes whenever keys, namespaces or the order of bytes in an object change."""
@@ -72,23 +76,17 @@ def chunk_keys(chunks: Iterable[tuple[Sequence[int], object]], parent: bytes = R
         yield parent
 
 
-@dataclass(frozen=True)
-class ModelTag:
+class ModelTag(Wire, frozen=True):
     """What an engine says of its model; every field is part of the namespace.
 
     `details` holds (name, value) pairs that the connector found relevant (revision, dtypes,
     quantisation, configuration digest, …); they are compared, never parsed.
     """
 
-    model: str
-    details: tuple[tuple[str, str], ...]
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
-
-    def __post_init__(self) -> None:
-        texts = [self.model, *(text for pair in self.details for text in pair)]
-        if len(self.details) > MAX_DETAILS or max(map(len, texts)) > MAX_DETAIL:
-            raise ValueError(f"a model has at most {MAX_DETAILS} details, of {MAX_DETAIL} characters each")
+    model: Detail
+    details: Annotated[tuple[tuple[Detail, Detail], ...], Meta(max_length=MAX_DETAILS)]
+    tensor_parallel_size: Natural
+    pipeline_parallel_size: Natural
 
     @property
     def world_size(self) -> int:

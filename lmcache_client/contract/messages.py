@@ -1,20 +1,22 @@
 """Every message between the connector and the server.
 
-A client (ZeroMQ DEALER) sends one frame: the MessagePack array [PROTOCOL_VERSION, request id, code,
-fields]. The server (ROUTER) answers each with one frame [PROTOCOL_VERSION, request id, boot id, code,
-fields]; a reply may overtake an earlier one. A request that fails is answered with Refused. Tokens never
-travel, only keys; pages never travel, only where they are.
+A client (ZeroMQ DEALER) sends one frame: the MessagePack array [PROTOCOL_VERSION, request id, message].
+The server (ROUTER) answers each with one frame [PROTOCOL_VERSION, request id, boot id, message]; a reply may
+overtake an earlier one. A message is the array of its code, which is the number in its class, and its fields.
+A request that fails is answered with Refused. Tokens never travel, only keys; pages never travel, only where
+they are.
 """
 
-from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from lmcache_client.contract import codec
-from lmcache_client.contract.codec import ProtocolError
+from lmcache_client.contract.codec import Natural, ProtocolError, Wire
 from lmcache_client.contract.geometry import Geometry
-from lmcache_client.contract.keys import KEY_BYTES, ModelTag
+from lmcache_client.contract.keys import Key, ModelTag
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 DEFAULT_PORT = 5555
 BOOT_ID_BYTES = 16
 CLIENT_ID_BYTES = 16
@@ -28,6 +30,12 @@ MAX_CHUNKS = 1 << 16
 MAX_LEASES = 4096
 MAX_OBJECTS = 4096
 
+Name = Annotated[str, Meta(max_length=MAX_NAME)]
+Keys = Annotated[tuple[Key, ...], Meta(max_length=MAX_CHUNKS)]
+Handle = Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
+Range = tuple[Natural, Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]]
+BlockIds = tuple[Natural, ...]
+
 # Codes of Refused. A client acts on the code and shows the message.
 BAD_REQUEST = "bad_request"
 WRONG_VERSION = "wrong_version"
@@ -40,40 +48,26 @@ OVERLOADED = "overloaded"
 INTERNAL = "internal"
 
 
-def _check_keys(keys: tuple[bytes, ...]) -> None:
-    if len(keys) > MAX_CHUNKS or (keys and set(map(len, keys)) != {KEY_BYTES}):
-        raise ProtocolError(f"at most {MAX_CHUNKS} keys of {KEY_BYTES} bytes each")
-
-
-@dataclass(frozen=True)
-class Hello:
+class Hello(Wire, frozen=True, tag=0):
     """The first message of a session. `pid` is the client's, as it sees itself; `client_id` is random and
     stays over reconnections: a session that comes again ends the one before, and its copies, first."""
 
-    pid: int
-    client_id: bytes
-    client_version: str
-
-    def __post_init__(self) -> None:
-        if len(self.client_id) != CLIENT_ID_BYTES or len(self.client_version) > MAX_NAME:
-            raise ProtocolError(
-                f"a client id has {CLIENT_ID_BYTES} bytes, a version up to {MAX_NAME} letters"
-            )
+    pid: Natural
+    client_id: Annotated[bytes, Meta(min_length=CLIENT_ID_BYTES, max_length=CLIENT_ID_BYTES)]
+    client_version: Name
 
 
-@dataclass(frozen=True)
-class Welcome:
+class Welcome(Wire, frozen=True, tag=1):
     """`server_pid` is whom the client must allow to trace it (Yama). `session_id` names the session.
     A reply with another boot id than `boot_id` comes from another life of the server."""
 
     boot_id: bytes
-    server_pid: int
+    server_pid: Natural
     server_version: str
-    session_id: int
+    session_id: Natural
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(Wire, frozen=True):
     """Where the pages of process `pid` are, as ranges (start, bytes).
 
     On a CPU they start at addresses, and NONCE_BYTES at `proof_address` are for the nonce. On the GPU with
@@ -81,141 +75,106 @@ class Memory:
     the same position in `handles`, and the nonce is for the first bytes of every range.
     """
 
-    pid: int
-    buffers: tuple[tuple[int, int], ...]
-    proof_address: int
+    pid: Natural
+    buffers: Annotated[tuple[Range, ...], Meta(max_length=MAX_BUFFERS)]
+    proof_address: Natural
     device: bytes = b""
-    handles: tuple[bytes, ...] = ()
+    handles: tuple[Handle, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.buffers) > MAX_BUFFERS or not all(size for _, size in self.buffers):
-            raise ProtocolError(f"at most {MAX_BUFFERS} buffers, none of them empty")
         if self.device and (len(self.device) != UUID_BYTES or len(self.handles) != len(self.buffers)):
             raise ProtocolError(f"a GPU has a UUID of {UUID_BYTES} bytes and each of its buffers a handle")
-        if any(len(handle) != HANDLE_BYTES for handle in self.handles):
-            raise ProtocolError(f"a memory handle has {HANDLE_BYTES} bytes")
         if self.device and any(size < NONCE_BYTES for _, size in self.buffers):
             raise ProtocolError(f"a buffer on a GPU has at least {NONCE_BYTES} bytes")
 
 
-@dataclass(frozen=True)
-class Register:
+class Register(Wire, frozen=True, tag=2):
     """A worker hands over handles to its KV cache memory. Answered with Challenge.
 
     What an `ephemeral` engine stores is forgotten when the last engine of its namespace is gone, and only
     ephemeral engines share that namespace.
     """
 
-    engine_id: str
-    rank: int
+    engine_id: Name
+    rank: Natural
     model: ModelTag
     geometry: Geometry
     memory: Memory
     ephemeral: bool = False
 
-    def __post_init__(self) -> None:
-        if len(self.engine_id) > MAX_NAME:
-            raise ProtocolError(f"an engine id has at most {MAX_NAME} characters")
 
-
-@dataclass(frozen=True)
-class Challenge:
+class Challenge(Wire, frozen=True, tag=3):
     """The client writes `nonce` where its memory says, then sends Prove. No byte of it has one of its two
     high bits: as a number of any format that KV caches have, it is finite and small."""
 
     nonce: bytes
 
 
-@dataclass(frozen=True)
-class Prove:
+class Prove(Wire, frozen=True, tag=4):
     """Answered with Registered once the server has mapped the client's memory and read the nonce there."""
 
 
-@dataclass(frozen=True)
-class Registered:
-    chunk_size: int
+class Registered(Wire, frozen=True, tag=5):
+    chunk_size: Natural
     warning: str
 
 
-@dataclass(frozen=True)
-class Join:
+class Join(Wire, frozen=True, tag=6):
     """The scheduler side asks after its engine."""
 
     engine_id: str
 
 
-@dataclass(frozen=True)
-class Joined:
-    """`ready` once every worker of the engine has registered; else the rest means nothing yet."""
+class Joined(Wire, frozen=True, tag=7):
+    """`ready` once every worker of the engine has registered; else the chunk size means nothing yet."""
 
     ready: bool
-    chunk_size: int
-    namespace: bytes
+    chunk_size: Natural
 
 
-@dataclass(frozen=True)
-class NotCached:
+class NotCached(Wire, frozen=True, tag=8):
     """An engine that does not use the cache says why: "it has `reason`". Answered with Done."""
 
-    engine_id: str
-    model: str
-    vllm_version: str
-    reason: str
-
-    def __post_init__(self) -> None:
-        longest = max(map(len, (self.engine_id, self.model, self.vllm_version)))
-        if longest > MAX_NAME or len(self.reason) > MAX_REASON:
-            raise ProtocolError(f"a name has at most {MAX_NAME} characters, a reason {MAX_REASON}")
+    engine_id: Name
+    model: Name
+    vllm_version: Name
+    reason: Annotated[str, Meta(max_length=MAX_REASON)]
 
 
-@dataclass(frozen=True)
-class Lookup:
+class Lookup(Wire, frozen=True, tag=9):
     """Up to where can this chain of chunks be restored?
 
     `computed_tokens` are what the engine holds itself, a multiple of the unified block size; `limit_tokens`
     is the largest resume point of use, a multiple of the chunk size below `num_tokens`, the request's length.
     """
 
-    engine_id: str
     request_id: str
-    keys: tuple[bytes, ...]
-    computed_tokens: int
-    limit_tokens: int
-    num_tokens: int
-
-    def __post_init__(self) -> None:
-        _check_keys(self.keys)
+    keys: Keys
+    computed_tokens: Natural
+    limit_tokens: Natural
+    num_tokens: Natural
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(Wire, frozen=True, tag=10):
     """`resume_tokens` is 0 when the server has nothing beyond what the engine computed; else `lease_id` keeps
     it restorable for `lease_s`. `held`: a bitmap per group, lowest bit first, of chunks all shards have."""
 
-    resume_tokens: int
-    lease_id: int
-    lease_s: int
+    resume_tokens: Natural
+    lease_id: Natural
+    lease_s: Natural
     held: tuple[bytes, ...]
 
 
-@dataclass(frozen=True)
-class EndRequest:
+class Release(Wire, frozen=True, tag=11):
     """A request is over: its leases end, its chunks are touched (recently used). `request_id` is for the
     debug log alone, and empty when the request goes on and only gives its leases up."""
 
-    engine_id: str
-    lease_ids: tuple[int, ...]
-    keys: tuple[bytes, ...]
+    lease_ids: Annotated[tuple[Natural, ...], Meta(max_length=MAX_LEASES)]
+    keys: Keys
     request_id: str = ""
 
-    def __post_init__(self) -> None:
-        _check_keys(self.keys)
-        if len(self.lease_ids) > MAX_LEASES:
-            raise ProtocolError(f"at most {MAX_LEASES} leases, not {len(self.lease_ids)}")
 
-
-@dataclass(frozen=True)
-class Retrieve:
+class Load(Wire, frozen=True, tag=12):
     """Copy pages into the worker's blocks: for each group the ids of the blocks at
     `needed_blocks(resume_tokens, computed_tokens)`. Answered with Done when the bytes are there.
 
@@ -224,92 +183,75 @@ class Retrieve:
     """
 
     request_id: str
-    lease_id: int
-    key: bytes
-    resume_tokens: int
-    computed_tokens: int
-    block_ids: tuple[tuple[int, ...], ...]
-
-    def __post_init__(self) -> None:
-        _check_keys((self.key,))
+    lease_id: Natural
+    key: Key
+    resume_tokens: Natural
+    computed_tokens: Natural
+    block_ids: tuple[BlockIds, ...]
 
 
-@dataclass(frozen=True)
-class StoreObject:
+class StoreObject(Wire, frozen=True):
     """One object: the ids of the blocks at `stored_blocks(chunk_index, chunk_size)` of the group.
     `parent` is the key of the chunk before it (ROOT_KEY for the first), by which it is evicted earlier."""
 
-    key: bytes
-    parent: bytes
-    chunk_index: int
-    group: int
-    block_ids: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        _check_keys((self.key, self.parent))
+    key: Key
+    parent: Key
+    chunk_index: Natural
+    group: Natural
+    block_ids: BlockIds
 
 
-@dataclass(frozen=True)
-class Store:
+class Store(Wire, frozen=True, tag=13):
     """Copy pages out of the worker's blocks. The blocks must not change until Stored has come.
     `request_ids` are those whose chunks these are, for the debug log alone."""
 
-    objects: tuple[StoreObject, ...]
+    objects: Annotated[tuple[StoreObject, ...], Meta(max_length=MAX_OBJECTS)]
     request_ids: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.objects) > MAX_OBJECTS or len(self.request_ids) > len(self.objects):
-            raise ProtocolError(f"at most {MAX_OBJECTS} objects, and no more requests than objects")
+        if len(self.request_ids) > len(self.objects):
+            raise ProtocolError("no more requests than objects")
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(Wire, frozen=True, tag=14):
     """How many objects were stored, were there already (or being written), and were dropped."""
 
-    stored: int
-    present: int
-    dropped: int
+    stored: Natural
+    present: Natural
+    dropped: Natural
 
 
-@dataclass(frozen=True)
-class Clear:
+class Clear(Wire, frozen=True, tag=15):
     """Forget everything that nobody is using."""
 
 
-@dataclass(frozen=True)
-class Cleared:
-    chunks: int
+class Cleared(Wire, frozen=True, tag=16):
+    chunks: Natural
 
 
-@dataclass(frozen=True)
-class Status:
+class Status(Wire, frozen=True, tag=17):
     """What does the server hold?"""
 
 
-@dataclass(frozen=True)
-class StatusReport:
+class StatusReport(Wire, frozen=True, tag=18):
     """A JSON object, the same as the HTTP endpoint /status gives; in pieces of at most MAX_TEXT."""
 
     pieces: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Ping:
+class Ping(Wire, frozen=True, tag=19):
     pass
 
 
-@dataclass(frozen=True)
-class Goodbye:
+class Goodbye(Wire, frozen=True, tag=20):
     """The session ends; answered when none of its memory is mapped or being copied."""
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(Wire, frozen=True, tag=21):
     pass
 
 
-@dataclass(frozen=True)
-class Refused:
+class Refused(Wire, frozen=True, tag=22):
     """`code` is one of the constants above; `message` is a sentence that says what to do."""
 
     code: str
@@ -318,12 +260,9 @@ class Refused:
 
 Message = (
     Hello | Welcome | Register | Challenge | Prove | Registered | Join | Joined | NotCached | Lookup | Found
-    | EndRequest | Retrieve | Store | Stored | Clear | Cleared | Status | StatusReport | Ping | Goodbye | Done
+    | Release | Load | Store | Stored | Clear | Cleared | Status | StatusReport | Ping | Goodbye | Done
     | Refused
 )  # fmt: skip
-
-_TYPES: tuple[type[Any], ...] = get_args(Message)
-_CODES = {cls: code for code, cls in enumerate(_TYPES)}
 
 
 class BadRequestError(ProtocolError):
@@ -336,7 +275,7 @@ class BadRequestError(ProtocolError):
 
 
 def encode_request(request_id: int, message: Message) -> bytes:
-    return codec.pack([PROTOCOL_VERSION, request_id, _CODES[type(message)], codec.to_fields(message)])
+    return codec.pack([PROTOCOL_VERSION, request_id, message])
 
 
 def decode_request(frame: bytes) -> tuple[int, Message]:
@@ -346,16 +285,14 @@ def decode_request(frame: bytes) -> tuple[int, Message]:
     if version != PROTOCOL_VERSION:
         raise BadRequestError(request_id, WRONG_VERSION, _version_sentence(version))
     try:
-        code, fields = _exactly(2, rest)
-        return request_id, _message(code, fields)
+        (plain,) = _exactly(1, rest)
+        return request_id, codec.build(Message, plain)
     except ProtocolError as error:
         raise BadRequestError(request_id, BAD_REQUEST, str(error)) from error
 
 
 def encode_reply(boot_id: bytes, request_id: int, message: Message) -> bytes:
-    return codec.pack(
-        [PROTOCOL_VERSION, request_id, boot_id, _CODES[type(message)], codec.to_fields(message)]
-    )
+    return codec.pack([PROTOCOL_VERSION, request_id, boot_id, message])
 
 
 def decode_reply(frame: bytes) -> tuple[bytes, int, Message]:
@@ -363,10 +300,10 @@ def decode_reply(frame: bytes) -> tuple[bytes, int, Message]:
     version, request_id, *rest = _open(frame)
     if version != PROTOCOL_VERSION:
         raise ProtocolError(_version_sentence(version))
-    boot_id, code, fields = _exactly(3, rest)
+    boot_id, plain = _exactly(2, rest)
     if type(boot_id) is not bytes or len(boot_id) != BOOT_ID_BYTES:
         raise ProtocolError("a reply carries a boot id")
-    return boot_id, request_id, _message(code, fields)
+    return boot_id, request_id, codec.build(Message, plain)
 
 
 def _open(frame: bytes) -> list[Any]:
@@ -390,10 +327,3 @@ def _version_sentence(version: int) -> str:
         f"the other side speaks protocol version {version}, this side {PROTOCOL_VERSION}: "
         "install the same version of lmcache-mp for the server and for vLLM"
     )
-
-
-def _message(code: Any, fields: Any) -> Message:
-    if type(code) is not int or not 0 <= code < len(_TYPES):
-        raise ProtocolError(f"unknown message code {code!r}")
-    message: Message = codec.from_fields(_TYPES[code], fields)
-    return message

@@ -5,6 +5,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 
+from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.messages import Memory
 from lmcache_kernels import driver as cuda
 from lmcache_kernels.driver import CudaError, Driver
@@ -12,6 +13,14 @@ from lmcache_kernels.driver import CudaError, Driver
 
 class ExportError(Exception):
     """This memory cannot be handed to another process; the message says what to change."""
+
+
+def check_proof_places(geometry: Geometry, num_buffers: int) -> None:
+    """Raises ExportError unless each buffer begins with a page of the null block: there a worker proves that
+    the memory is its own, and the content of that page means nothing."""
+    places = {(region.buffer, region.offset) for group in geometry.groups for region in group.regions}
+    if any((buffer, 0) not in places for buffer in range(num_buffers)):
+        raise ExportError("KV cache memory that does not begin with a page of the null block")
 
 
 class CudaExport:

@@ -154,10 +154,10 @@ def _count(flag: str, default: int, meaning: str, most: int | None = 1024) -> Ca
 @_count("--requests", 20, "Requests per engine.", None)
 @click.option(
     "--only",
-    default="lookup,store,retrieve",
+    default="lookup,store,load",
     show_default=True,
     metavar="LIST",
-    help="What to measure; retrieve measures store first.",
+    help="What to measure; load measures store first.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print settings and figures as JSON.")
 def bench(host: str, port: int, timeout_s: float, as_json: bool, **settings: Any) -> None:

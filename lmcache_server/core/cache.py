@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_server.core import integrity
 from lmcache_server.core.hits import resume_point
-from lmcache_server.core.index import Chunk, Index, StoredObject
+from lmcache_server.core.index import Chunk, Index
 from lmcache_server.core.leases import Lease, LeaseTable
 from lmcache_server.core.lru import EvictionOrder
+from lmcache_server.core.packed import StoredObject
 from lmcache_server.core.placement import Layout, bitmap
 from lmcache_server.core.pool import FramePool, Runs, count_frames
 from lmcache_server.core.reads import Read, ReadPart, plan_parts
@@ -101,13 +102,13 @@ class Cache:
         keys: Sequence[bytes],
         computed_tokens: int,
         limit_tokens: int,
-        session: int,
+        owner: int,
         now_s: float,
     ) -> Hit:
         """The largest resume point of a chain of chunks beyond `computed_tokens`, at most `limit_tokens`.
 
-        If there is one, what it needs is leased to `session`, and the chain up to it is recently used. A
-        session that holds too much loses its oldest lease for it.
+        If there is one, what it needs is leased to the session of number `owner`, and the chain up to it is
+        recently used. An owner that holds too much loses its oldest lease for it.
         """
         self._advance(now_s)
         found = list(map(self._index.chunks(layout.namespace).get, keys))
@@ -123,9 +124,9 @@ class Cache:
         # What is leased is in use as long as it is, and most recently used when that ends.
         self._use(found[:first])
         self._pin(leased)
-        while (old := self._leases.crowded_out(session, len(leased))) is not None:
-            self.release(old.lease_id, old.session)
-        lease = self._leases.grant(session, layout.namespace, resume_tokens, first, leased, now_s)
+        while (old := self._leases.crowded_out(owner, len(leased))) is not None:
+            self.release(old.lease_id, old.owner)
+        lease = self._leases.grant(owner, layout.namespace, resume_tokens, first, leased, now_s)
         return Hit(resume_tokens, lease.lease_id, held)
 
     def is_partial(self, layout: Layout, key: bytes) -> bool:
@@ -133,9 +134,9 @@ class Cache:
         chunk = self._index.get(layout.namespace, key)
         return chunk is not None and layout.is_partial(chunk.ready, chunk.reserved)
 
-    def release(self, lease_id: int, session: int) -> bool:
-        """Ends a lease of `session`; False if it has no such lease (any more)."""
-        lease = self._leases.end(lease_id, session)
+    def release(self, lease_id: int, owner: int) -> bool:
+        """Ends a lease of `owner`; False if that has no such lease (any more)."""
+        lease = self._leases.end(lease_id, owner)
         if lease is None:
             return False
         self._unpin_all(lease.chunks)
@@ -146,9 +147,9 @@ class Cache:
         self._advance(now_s)
         return self._end(self._leases.overdue(now_s))
 
-    def drop_session(self, session: int) -> int:
-        """Ends the leases of a session; its reservations stay until the copy into them has ended."""
-        return self._end(self._leases.of_session(session))
+    def drop_owner(self, owner: int) -> int:
+        """Ends the leases of an owner; its reservations stay until the copy into them has ended."""
+        return self._end(self._leases.of_owner(owner))
 
     def touch(self, namespace: bytes, keys: Sequence[bytes]) -> None:
         """Makes a chain of chunks recently used, its tail least so; unknown keys are ignored."""
@@ -218,12 +219,12 @@ class Cache:
         self,
         lease_id: int,
         key: bytes,
-        shard: int,
+        rank: int,
         resume_tokens: int,
         computed_tokens: int,
         layout: Layout,
     ) -> Read | None:
-        """What `shard` reads to resume at the leased resume point; stays in place until close_read.
+        """What `rank` reads to resume at the leased resume point; stays in place until close_read.
 
         None unless the lease lives, is of this namespace and resume point, ends with the chunk `key`, and
         keeps all that is needed.
@@ -233,7 +234,7 @@ class Cache:
             return None
         if lease.chunks and lease.chunks[-1].key != key:
             return None
-        parts = plan_parts(lease, layout, shard, computed_tokens)
+        parts = plan_parts(lease, layout, rank, computed_tokens)
         if parts is None:
             return None
         read = Read(parts, lease)
@@ -295,7 +296,7 @@ class Cache:
 
     def _end(self, leases: list[Lease]) -> int:
         for lease in leases:
-            self.release(lease.lease_id, lease.session)
+            self.release(lease.lease_id, lease.owner)
         return len(leases)
 
     def _use(self, chain: Iterable[Chunk | None]) -> None:
@@ -373,7 +374,7 @@ class Cache:
     def _free_objects(self, chunk: Chunk) -> int:
         """Frees the frames of all ready objects; returns their payload in bytes."""
         freed_bytes = 0
-        for stored in chunk.objects():
+        for stored in chunk.packed.objects():
             self._pool.free(stored.runs)
             freed_bytes += stored.num_bytes
         self.used_frames -= chunk.frames

@@ -1,26 +1,8 @@
 """Chunk entries, found by namespace and key."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
 
-import msgpack  # type: ignore[import-untyped]
-
-from lmcache_server.core.pool import Runs
-
-CHECKSUM_BYTES = 4
-"""Of each page of an object that has any."""
-
-_NO_OBJECTS: bytes = msgpack.packb([])
-
-
-class StoredObject(NamedTuple):
-    """A ready object: how many blocks it holds, its payload in bytes, where it is, and the checksums of
-    its pages, which nobody looks at here (empty: none were taken)."""
-
-    num_blocks: int
-    num_bytes: int
-    runs: Runs
-    checksums: bytes = b""
+from lmcache_server.core.packed import NO_OBJECTS, StoredObject
 
 
 class Chunk:
@@ -49,32 +31,24 @@ class Chunk:
         self.frames = 0
         """Frames of its ready objects."""
         self.last_used_s = 0.0
-        self.packed = _NO_OBJECTS
-        """Its ready objects in the order of their bits, as MessagePack: most of the memory of an index is
-        what the chunks that nobody asks for take, and this is a tenth of the tuples."""
+        self.packed = NO_OBJECTS
+        """Its ready objects."""
         self.older: Chunk | None = None
         self.newer: Chunk | None = None
 
     def add(self, bit: int, stored: StoredObject, frames: int) -> None:
         assert not self.ready >> bit & 1, "an object is written once"
-        objects = self.objects()
-        objects.insert(self._position(bit), stored)
-        self.packed = msgpack.packb(objects)
+        self.packed = self.packed.with_object(self._position(bit), stored)
         self.ready |= 1 << bit
         self.frames += frames
 
     def get(self, bit: int) -> StoredObject | None:
         if not self.ready >> bit & 1:
             return None
-        return self.objects()[self._position(bit)]
-
-    def objects(self) -> list[StoredObject]:
-        """The ready objects in the order of their bits. ValueError or TypeError if `packed` is none of it."""
-        fields: Any = msgpack.unpackb(self.packed, use_list=False)
-        return list(map(StoredObject._make, fields))
+        return self.packed.objects()[self._position(bit)]
 
     def clear(self) -> None:
-        self.packed = _NO_OBJECTS
+        self.packed = NO_OBJECTS
         self.ready = self.frames = 0
 
     def _position(self, bit: int) -> int:

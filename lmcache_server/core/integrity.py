@@ -3,9 +3,10 @@
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-from lmcache_server.core.index import Index, StoredObject
+from lmcache_server.core.index import Index
 from lmcache_server.core.leases import Lease
 from lmcache_server.core.lru import EvictionOrder
+from lmcache_server.core.packed import StoredObject
 from lmcache_server.core.pool import FramePool, Runs, count_frames
 from lmcache_server.core.reservation import Reservation
 
@@ -22,14 +23,14 @@ def check_chunks(
     assert len(indexed) == index.num_chunks
     for chunk in chunks:
         assert chunk.pins == pins[chunk], "pins are leases, reads and reservations"
-        assert chunk.ready.bit_count() == len(chunk.objects())
-        assert chunk.frames == sum(count_frames(stored.runs) for stored in chunk.objects())
+        assert chunk.ready.bit_count() == len(chunk.packed.objects())
+        assert chunk.frames == sum(count_frames(stored.runs) for stored in chunk.packed.objects())
         assert chunk.ready or chunk.reserved or chunk.pins, "an empty chunk is forgotten"
     assert all(index.get(chunk.namespace, chunk.key) is chunk for chunk in indexed)
     reserved = Counter((reservation.chunk, reservation.bit) for reservation in reservations)
     assert all(chunk.reserved >> bit & 1 for chunk, bit in reserved)
     assert len(reserved) == sum(chunk.reserved.bit_count() for chunk in chunks), "one object, one writer"
-    return [stored for chunk in chunks for stored in chunk.objects()]
+    return [stored for chunk in chunks for stored in chunk.packed.objects()]
 
 
 def check_order(index: Index, order: EvictionOrder) -> None:

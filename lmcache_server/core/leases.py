@@ -1,4 +1,4 @@
-"""Leases: promises, bound to a session, that the chunks of a resume point stay."""
+"""Leases: promises, bound to an owner (the number of a session), that the chunks of a resume point stay."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class Lease:
     """`chunks` are those of the chain from `first_chunk` up to the resume point."""
 
     lease_id: int
-    session: int
+    owner: int
     namespace: bytes
     resume_tokens: int
     first_chunk: int
@@ -45,7 +45,7 @@ class LeaseTable:
         self.lease_s = lease_s
         self._last_id = 0
         self._leases: dict[int, Lease] = {}
-        self._by_session: dict[int, _Held] = {}
+        self._by_owner: dict[int, _Held] = {}
         self._cost = 0
 
     def __len__(self) -> int:
@@ -57,19 +57,19 @@ class LeaseTable:
     def get(self, lease_id: int) -> Lease | None:
         return self._leases.get(lease_id)
 
-    def crowded_out(self, session: int, num_chunks: int) -> Lease | None:
-        """What has to end before `session` may get a lease of `num_chunks` chunks, if anything has to: the
-        oldest lease of the session itself or, when all leases are too many, of the one that has most."""
-        held = self._by_session.get(session)
+    def crowded_out(self, owner: int, num_chunks: int) -> Lease | None:
+        """What has to end before `owner` may get a lease of `num_chunks` chunks, if anything has to: the
+        oldest lease of that owner or, when all leases together are too many, of the owner that has most."""
+        held = self._by_owner.get(owner)
         if held is None or held.cost + LEASE_COST + num_chunks <= MAX_SESSION_COST:
             if self._cost + LEASE_COST + num_chunks <= MAX_COST:
                 return None
-            held = max(self._by_session.values(), key=lambda each: each.cost)
+            held = max(self._by_owner.values(), key=lambda each: each.cost)
         return next(iter(held.leases.values()))
 
     def grant(
         self,
-        session: int,
+        owner: int,
         namespace: bytes,
         resume_tokens: int,
         first_chunk: int,
@@ -78,26 +78,26 @@ class LeaseTable:
     ) -> Lease:
         self._last_id += 1
         deadline_s = now_s + self.lease_s
-        lease = Lease(self._last_id, session, namespace, resume_tokens, first_chunk, chunks, deadline_s)
+        lease = Lease(self._last_id, owner, namespace, resume_tokens, first_chunk, chunks, deadline_s)
         self._leases[lease.lease_id] = lease
-        held = self._by_session.setdefault(session, _Held())
+        held = self._by_owner.setdefault(owner, _Held())
         held.leases[lease.lease_id] = lease
         held.cost += lease.cost
         self._cost += lease.cost
         return lease
 
-    def end(self, lease_id: int, session: int) -> Lease | None:
-        """Takes a lease of this session out of the table; None if there is no such lease."""
+    def end(self, lease_id: int, owner: int) -> Lease | None:
+        """Takes a lease of this owner out of the table; None if there is no such lease."""
         lease = self._leases.get(lease_id)
-        if lease is None or lease.session != session:
+        if lease is None or lease.owner != owner:
             return None
         del self._leases[lease_id]
-        held = self._by_session[session]
+        held = self._by_owner[owner]
         del held.leases[lease_id]
         held.cost -= lease.cost
         self._cost -= lease.cost
         if not held.leases:
-            del self._by_session[session]
+            del self._by_owner[owner]
         return lease
 
     def overdue(self, now_s: float) -> list[Lease]:
@@ -110,5 +110,5 @@ class LeaseTable:
             due.append(lease)
         return due
 
-    def of_session(self, session: int) -> list[Lease]:
-        return list(self._by_session[session].leases.values()) if session in self._by_session else []
+    def of_owner(self, owner: int) -> list[Lease]:
+        return list(self._by_owner[owner].leases.values()) if owner in self._by_owner else []

@@ -31,19 +31,19 @@ class Layout:
         if any(self.chunk_size % group.block_size for group in self.groups):
             raise ValueError(f"chunk size {self.chunk_size} is not a multiple of every block size")
 
-    def holder(self, group: int, shard: int) -> int:
-        """The shard whose objects `shard` writes and reads: itself, unless the group is replicated."""
-        return shard - shard % self.tensor_parallel_size if self.groups[group].replicated else shard
+    def holder(self, group: int, rank: int) -> int:
+        """The rank whose objects `rank` writes and reads: itself, unless the group is replicated."""
+        return rank - rank % self.tensor_parallel_size if self.groups[group].replicated else rank
 
-    def bit(self, group: int, shard: int) -> int:
+    def bit(self, group: int, rank: int) -> int:
         """The number of an object within its chunk."""
-        return self.holder(group, shard) * len(self.groups) + group
+        return self.holder(group, rank) * len(self.groups) + group
 
     @cached_property
     def masks(self) -> tuple[int, ...]:
         """Per group, the bits of the objects that make a chunk of it complete; 0 without holders."""
         return tuple(
-            sum(1 << self.bit(group, shard) for shard in ranks) for group, ranks in enumerate(self.holders)
+            sum(1 << self.bit(group, rank) for rank in ranks) for group, ranks in enumerate(self.holders)
         )
 
     def present(self, ready: Sequence[int]) -> tuple[bytes, ...]:

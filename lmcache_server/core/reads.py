@@ -1,4 +1,4 @@
-"""Which frames a retrieve reads, in which order."""
+"""Which frames a load reads, in which order."""
 
 from dataclasses import dataclass
 
@@ -31,12 +31,12 @@ class Read:
     lease: Lease
 
 
-def plan_parts(lease: Lease, layout: Layout, shard: int, computed_tokens: int) -> tuple[ReadPart, ...] | None:
-    """What `shard` reads to resume at the lease's resume point; None if any of it is not there."""
+def plan_parts(lease: Lease, layout: Layout, rank: int, computed_tokens: int) -> tuple[ReadPart, ...] | None:
+    """What `rank` reads to resume at the lease's resume point; None if any of it is not there."""
     parts: list[ReadPart] = []
     for group, ranks in enumerate(layout.holders):
-        if layout.holder(group, shard) in ranks:
-            group_parts = _plan_group(lease, layout, group, shard, computed_tokens)
+        if layout.holder(group, rank) in ranks:
+            group_parts = _plan_group(lease, layout, group, rank, computed_tokens)
             if group_parts is None:
                 return None
             parts += group_parts
@@ -44,9 +44,9 @@ def plan_parts(lease: Lease, layout: Layout, shard: int, computed_tokens: int) -
 
 
 def _plan_group(
-    lease: Lease, layout: Layout, group: int, shard: int, computed_tokens: int
+    lease: Lease, layout: Layout, group: int, rank: int, computed_tokens: int
 ) -> list[ReadPart] | None:
-    spec, bit = layout.groups[group], layout.bit(group, shard)
+    spec, bit = layout.groups[group], layout.bit(group, rank)
     needed = spec.needed_blocks(lease.resume_tokens, computed_tokens)
     first = layout.first_needed_chunk(group, lease.resume_tokens, computed_tokens)
     if first < lease.first_chunk:

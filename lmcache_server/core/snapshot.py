@@ -4,15 +4,23 @@ Only what is ready and not in use is taken. What comes back may come from anywhe
 when all of it fits together.
 """
 
-import itertools
-import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from lmcache_server.core.index import CHECKSUM_BYTES, Chunk, Index, StoredObject
+from msgspec import Meta
+
+from lmcache_client.contract import codec
+from lmcache_client.contract.codec import Natural
+from lmcache_server.core.index import Chunk, Index
 from lmcache_server.core.lru import EvictionOrder
+from lmcache_server.core.packed import CHECKSUM_BYTES, PackedObjects, StoredObject
 from lmcache_server.core.pool import FramePool, Runs
+
+Row = tuple[Natural, bytes, Annotated[float, Meta(ge=0, le=sys.float_info.max)], bytes, bytes]
+"""A chunk: position of its namespace, key, seconds since its last use, bits of its ready objects as
+little-endian bytes, these objects as PackedObjects."""
 
 
 class SnapshotError(ValueError):
@@ -21,11 +29,10 @@ class SnapshotError(ValueError):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """`rows` has a chunk each, the first to be evicted first: (position in `namespaces`, key, seconds since
-    its last use, bits of its ready objects as little-endian bytes, these objects as in `Chunk.packed`)."""
+    """`rows` has a Row for each chunk, the first to be evicted first."""
 
     total_frames: int
-    namespaces: Sequence[Any]
+    namespaces: Sequence[bytes]
     rows: Sequence[Any]
 
 
@@ -80,34 +87,20 @@ def rebuild(snapshot: Snapshot, frame_bytes: int, now_s: float) -> Contents:
     return Contents(pool, index, order, stored_bytes)
 
 
-def _chunk(namespaces: Sequence[Any], row: Any, now_s: float) -> Chunk:
-    number, key, age_s, ready, objects = row
-    if type(number) is not int or not 0 <= number < len(namespaces):
+def _chunk(namespaces: Sequence[bytes], row: Any, now_s: float) -> Chunk:
+    number, key, age_s, ready, objects = codec.build(Row, row)
+    if number >= len(namespaces):
         raise SnapshotError("a chunk is of no namespace")
     chunk = Chunk(namespaces[number], key)
-    if type(chunk.namespace) is not bytes or type(key) is not bytes or type(ready) is not bytes:
-        raise SnapshotError("a chunk has no name")
-    if type(age_s) is not float or not 0 <= age_s < math.inf:
-        raise SnapshotError("a chunk has no age")
     chunk.ready = int.from_bytes(ready, "little")
-    if type(objects) is not bytes:
-        raise SnapshotError("a chunk has no objects")
-    chunk.packed = objects
+    chunk.packed = PackedObjects(objects)
     chunk.last_used_s = now_s - age_s
     return chunk
 
 
 def _objects(chunk: Chunk) -> list[StoredObject]:
-    try:
-        objects = chunk.objects()
-    except Exception as error:  # msgpack raises a dozen types, all of which mean the same here
-        raise SnapshotError(f"a chunk whose objects are not MessagePack: {error}") from error
+    chunk.packed.check()
+    objects = chunk.packed.objects()
     if not chunk.ready or chunk.ready.bit_count() != len(objects):
         raise SnapshotError("the bits and the objects of a chunk do not agree")
-    for stored in objects:
-        numbers = [stored.num_blocks, stored.num_bytes, *itertools.chain(*stored.runs)]
-        if any(type(number) is not int or number < 0 for number in numbers):
-            raise SnapshotError("an object of something else than numbers")
-        if type(stored.checksums) is not bytes:
-            raise SnapshotError("an object has no checksums")
     return objects

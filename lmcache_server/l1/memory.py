@@ -2,11 +2,7 @@
 
 import contextlib
 import ctypes
-import errno
-import logging
 import mmap
-import os
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -15,27 +11,13 @@ from lmcache_server.errors import StartError
 from lmcache_server.host import preflight
 from lmcache_server.host.machine import available_bytes, memory_info
 from lmcache_server.host.units import GB_BYTES
+from lmcache_server.l1.populate import FileSpace, Populator
 
 if TYPE_CHECKING:
     from lmcache_server.l1.file import L1File
     from lmcache_server.transfer.pins import Pins
 
-logger = logging.getLogger(__name__)
-
-PIECE_BYTES = 32 << 20
-"""What one thread populates at a time; closing waits for a piece."""
-UNIT_BYTES = 8 * PIECE_BYTES
-"""What one thread takes on, and what is pinned for GPUs at a time."""
-MAX_FILL_THREADS = 4
-FILL_NICENESS = 10
-
-_MADV_POPULATE_WRITE = 23
 _MAP_HUGETLB = 0x40000
-
-_libc = ctypes.CDLL(None, use_errno=True)
-for _function in (_libc.mlock, _libc.munlock):
-    _function.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class L1Memory:
@@ -63,9 +45,9 @@ class L1Memory:
             raise StartError(f"--l1-size-gb must give at least one frame of {FRAME_BYTES} bytes")
         self.file = file
         self.pins: Pins | None = None
+        """Where GPUs are served, from `fill` on."""
         self.is_in_use = False
         """A copy that never ended may still read or write here: the mapping then goes with the process."""
-        """Set before `fill`, where GPUs are to be served."""
         if file is not None:
             self._mapping = _map_file(file)
         else:
@@ -74,16 +56,12 @@ class L1Memory:
         # seconds, and what is pinned would be copied whole.
         self._mapping.madvise(mmap.MADV_DONTFORK)
         self.base_address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
-        self._lock = threading.Lock()
-        self._next_offset = 0
-        self._populated_bytes = 0
-        self._closing = False
-        self._threads: list[threading.Thread] = []
+        self._populator: Populator | None = None
 
     @property
     def populated_bytes(self) -> int:
         """How much of it the background threads have populated so far; of a file, what has its space."""
-        return self._populated_bytes
+        return self._populator.populated_bytes if self._populator is not None else 0
 
     @property
     def pinned_bytes(self) -> int:
@@ -93,101 +71,31 @@ class L1Memory:
         self,
         usable_frames: int = 0,
         grow: Callable[[int], object] = lambda _frames: None,
+        pins: "Pins | None" = None,
     ) -> None:
-        """Backs it with memory in the background, and pins it where there are GPUs.
+        """Backs it with memory in the background, and pins it where `pins` has GPUs.
 
         A file first takes its space, without which a write to the mapping could end the process: its first
         `usable_frames` frames have theirs, and `grow(frames)` says, in another thread, that so many more can
         be used.
         """
-        count = 1 if self.file is not None else max(1, min(MAX_FILL_THREADS, (os.cpu_count() or 1) // 2))
-        for number in range(count):
-            arguments = (number, usable_frames * FRAME_BYTES, grow)
-            thread = threading.Thread(
-                target=self._fill, args=arguments, name=f"l1-fill-{number}", daemon=True
-            )
-            self._threads.append(thread)
-            thread.start()
+        self.pins = pins
+        space = FileSpace(self.file, self.num_bytes, usable_frames, grow) if self.file is not None else None
+        # Populating a file on a disk would read all of it, and write all of it back.
+        populate = self.file is None or self.file.in_memory
+        self._populator = Populator(self.base_address, self.num_bytes, space, populate, pins)
+        self._populator.start()
 
     def stop(self) -> None:
         """Stops what goes on in the background."""
-        with self._lock:
-            self._closing = True
-        for thread in self._threads:
-            thread.join()
+        if self._populator is not None:
+            self._populator.stop()
 
     def close(self) -> None:
         """Stops what goes on in the background and unmaps, unless a copy that hangs may still use it."""
         self.stop()
         if not self.is_in_use:
             self._mapping.close()
-
-    def _fill(self, number: int, usable_bytes: int, grow: Callable[[int], object]) -> None:
-        # On Linux this is the niceness of this thread alone: engines and copies come first.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), FILL_NICENESS)
-        pins = self.pins
-        pin = pins is not None and pins.prepare(number)
-        # Populating a file on a disk would read all of it, and write all of it back.
-        populate = self.file is None or self.file.in_memory
-        while (unit := self._take_unit()) is not None:
-            for offset in range(unit, min(unit + UNIT_BYTES, self.num_bytes), PIECE_BYTES):
-                end = min(offset + PIECE_BYTES, self.num_bytes)
-                if self._closing or not self._take_space(max(offset, usable_bytes), end, grow):
-                    return
-                if populate and (failure := _populate_piece(self.base_address + offset, end - offset)):
-                    logger.warning(
-                        "L1 is not populated beforehand but on first use: %(reason)s",
-                        {"reason": os.strerror(failure)},
-                    )
-                    populate = False
-                if populate or self.file is not None:
-                    with self._lock:
-                        self._populated_bytes += end - offset
-            if pin and pins is not None:
-                pin = pins.pin_unit(unit // UNIT_BYTES)
-
-    def _take_unit(self) -> int | None:
-        with self._lock:
-            unit = self._next_offset
-            self._next_offset += UNIT_BYTES
-        return unit if unit < self.num_bytes and not self._closing else None
-
-    def _take_space(self, start: int, end: int, grow: Callable[[int], object]) -> bool:
-        """Bytes of a file that have no space yet get it; False if there is none."""
-        if self.file is None or start >= end:
-            return True
-        try:
-            self.file.allocate(start, end - start)
-        except OSError as error:
-            logger.error(
-                "L1 has %(size_gb).2f of %(wanted_gb).2f GB and gets no more: no space for %(path)s "
-                "(%(reason)s); free some and start again, or ask for less with --l1-size-gb",
-                {
-                    "size_gb": start / GB_BYTES,
-                    "wanted_gb": self.num_bytes / GB_BYTES,
-                    "path": self.file.path,
-                    "reason": error.strerror,
-                },
-            )
-            return False
-        grow((end - start) // FRAME_BYTES)
-        return True
-
-
-def _populate_piece(address: int, size_bytes: int) -> int:
-    """Gives every page of the piece memory without changing its content; returns 0 or an errno.
-
-    Writing to the pages from here would race with copies; the kernel does it without.
-    """
-    if _libc.madvise(address, size_bytes, _MADV_POPULATE_WRITE) == 0:
-        return 0
-    failure = ctypes.get_errno()
-    if failure != errno.EINVAL:
-        return failure
-    # Before Linux 5.14: locking populates too, as far as RLIMIT_MEMLOCK allows.
-    if _libc.mlock(address, size_bytes) or _libc.munlock(address, size_bytes):
-        return ctypes.get_errno()
-    return 0
 
 
 def _map(num_bytes: int) -> mmap.mmap:

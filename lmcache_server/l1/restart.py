@@ -10,6 +10,7 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 
 from lmcache_client.contract import codec
+from lmcache_client.contract.codec import Natural
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.snapshot import Snapshot, SnapshotError
 from lmcache_server.errors import StartError
@@ -19,6 +20,8 @@ from lmcache_server.l1.file import L1File
 logger = logging.getLogger(__name__)
 
 Known = dict[bytes, dict[str, Any]]
+_Content = tuple[Natural, list[bytes], list[str], list[Any]]
+"""Frames, namespaces, what is known of each as JSON, rows."""
 
 
 def restore(file: L1File, cache: Cache, known: Known) -> None:
@@ -90,13 +93,13 @@ def decode(index: bytes, max_frames: int) -> tuple[Snapshot, Known]:
     """What `encode` made the bytes of, not checked further than to its rows. Raises SnapshotError."""
     known: Known = {}
     try:
-        total_frames, namespaces, described, rows = _unpack(index)
+        total_frames, namespaces, described, rows = codec.build(_Content, _unpack(index))
         for namespace, summary in zip(namespaces, map(json.loads, described), strict=True):
             if isinstance(summary, dict):
                 known[namespace] = summary
     except (TypeError, ValueError) as error:
         raise SnapshotError(str(error)) from error
-    if type(total_frames) is not int or not 0 <= total_frames <= max_frames or type(rows) is not list:
+    if total_frames > max_frames:
         raise SnapshotError(f"{total_frames} frames in a file of {max_frames}")
     return Snapshot(total_frames, namespaces, rows), known
 

@@ -4,11 +4,12 @@ import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+
+from msgspec.structs import asdict
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.geometry import Region
-from lmcache_client.contract.messages import Done, Message, Refused, Retrieve, Store, Stored, StoreObject
+from lmcache_client.contract.messages import Done, Load, Message, Refused, Store, Stored, StoreObject
 from lmcache_server.core.cache import Cache, Layout, NotReserved, Read, Reservation
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.l1.memory import L1Memory
@@ -122,7 +123,7 @@ class Copies:
 
     # -- load -------------------------------------------------------------------------------------
 
-    async def load(self, session: Session, message: Retrieve, request_bytes: int) -> Message:
+    async def load(self, session: Session, message: Load, request_bytes: int) -> Message:
         """Copy what a lease promises into the worker's blocks."""
         shard, layout = self._registry.shard(session, request_bytes)
         resume, computed = message.resume_tokens, message.computed_tokens

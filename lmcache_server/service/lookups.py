@@ -3,7 +3,7 @@
 import logging
 
 from lmcache_client.contract import messages
-from lmcache_client.contract.messages import Done, EndRequest, Found, Lookup, Message
+from lmcache_client.contract.messages import Done, Found, Lookup, Message, Release
 from lmcache_server.core.cache import Cache
 from lmcache_server.service.registry import Registry
 from lmcache_server.service.requests import Refusal, log_request
@@ -28,7 +28,7 @@ class Lookups:
 
     def lookup(self, session: Session, message: Lookup) -> Message:
         started_s = self._system.now_s()
-        layout = self._registry.joined_layout(session, message.engine_id)
+        layout = self._registry.joined_layout(session)
         computed, limit = message.computed_tokens, message.limit_tokens
         if not computed <= limit < message.num_tokens or limit > len(message.keys) * layout.chunk_size:
             raise Refusal(messages.BAD_REQUEST, "computed_tokens <= limit_tokens < num_tokens does not hold")
@@ -55,10 +55,10 @@ class Lookups:
         log_request(logging.DEBUG, text, session, message, values)
         return Found(hit.resume_tokens, hit.lease_id, int(self._lease_s), hit.held)
 
-    def release(self, session: Session, message: EndRequest) -> Message:
+    def release(self, session: Session, message: Release) -> Message:
         for lease_id in message.lease_ids:
             self._cache.release(lease_id, session.session_id)
-        namespace = self._registry.joined_layout(session, message.engine_id).namespace
+        namespace = self._registry.joined_layout(session).namespace
         self._cache.touch(namespace, message.keys)
         text = "request %(request_id)s: ended" if message.request_id else "leases given up: %(leases)s"
         log_request(logging.DEBUG, text, session, message, {"leases": list(message.lease_ids)})

@@ -139,7 +139,7 @@ class Registry:
         del self.sessions[session.identity]
         role, engine = session.role, self.engines.get(session.engine_id)
         self._end_shard(session)
-        self._cache.drop_session(session.session_id)
+        self._cache.drop_owner(session.session_id)
         if session.process is not None:
             session.process.close()
         passing = role == "client" or (engine is not None and engine.ephemeral)
@@ -295,9 +295,9 @@ class Registry:
         engine = self.engines.get(message.engine_id)
         layout = engine.layout if engine is not None else None
         if layout is None:
-            return Joined(False, 0, b"")
+            return Joined(False, 0)
         session.joined = message.engine_id
-        return Joined(True, layout.chunk_size, layout.namespace)
+        return Joined(True, layout.chunk_size)
 
     def not_cached(self, session: Session, message: NotCached) -> Message:
         if session.not_cached is None:
@@ -314,11 +314,11 @@ class Registry:
         session.not_cached = message
         return Done()
 
-    def joined_layout(self, session: Session, engine_id: str) -> Layout:
+    def joined_layout(self, session: Session) -> Layout:
         """The layout of the engine that this scheduler has joined."""
-        engine = self.engines.get(engine_id)
-        if engine is None or engine.layout is None or session.joined != engine_id:
-            raise Refusal(messages.NOT_REGISTERED, f"engine {engine_id!r} is not registered")
+        engine = self.engines.get(session.joined)
+        if engine is None or engine.layout is None:
+            raise Refusal(messages.NOT_REGISTERED, f"engine {session.joined!r} is not registered")
         return engine.layout
 
     def shard(self, session: Session, request_bytes: int) -> tuple[Shard, Layout]:

@@ -17,10 +17,10 @@ from lmcache_client.contract.messages import (
     Clear,
     Cleared,
     Done,
-    EndRequest,
     Goodbye,
     Hello,
     Join,
+    Load,
     Lookup,
     Message,
     NotCached,
@@ -28,7 +28,7 @@ from lmcache_client.contract.messages import (
     Prove,
     Refused,
     Register,
-    Retrieve,
+    Release,
     Status,
     StatusReport,
     Store,
@@ -100,9 +100,9 @@ class Router:
             NotCached: lambda session, message, _bytes: registry.not_cached(session, message),
             Goodbye: lambda session, _message, _bytes: registry.goodbye(session),
             Lookup: lambda session, message, _bytes: lookups.lookup(session, message),
-            EndRequest: lambda session, message, _bytes: lookups.release(session, message),
+            Release: lambda session, message, _bytes: lookups.release(session, message),
             Store: copies.store,
-            Retrieve: copies.load,
+            Load: copies.load,
         }
 
     def receive(self, identity: bytes, frame: bytes) -> None:
@@ -242,10 +242,10 @@ class Router:
         return Cleared(chunks)
 
 
-_REMEMBERED = ("register", "retrieve", "store")
+_REMEMBERED = ("register", "load", "store")
 """Operations whose refusal means that something is not cached or not loaded."""
 _OPERATIONS: dict[type[Any], str] = {
     Hello: "hello", Register: "register", Prove: "register", Join: "join", Lookup: "lookup",
-    EndRequest: "end_request", Retrieve: "retrieve", Store: "store", Clear: "clear", Status: "status",
+    Release: "release", Load: "load", Store: "store", Clear: "clear", Status: "status",
     Ping: "ping", Goodbye: "goodbye",
 }  # fmt: skip

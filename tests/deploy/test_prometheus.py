@@ -165,7 +165,7 @@ def traffic(server: LMCacheServer, first: int) -> None:
                 engine.fill(0, block, seed)
             engine.store_prompt(keys, tables)
             found = engine.lookup(keys)
-            engine.retrieve(found, keys, tables)
+            engine.load(found, keys, tables)
             engine.end(found, keys)
             engine.lookup(chain([seed, *tokens], engine.chunk_size))
             engine.store_prompt(keys, tables)

@@ -109,7 +109,7 @@ def test_a_server_confined_as_the_unit_says_serves(without, stack, monkeypatch):
         "--layers",
         "2",
         "--only",
-        "store,retrieve",
+        "store,load",
         "--port",
         str(server.port),
     ]

@@ -219,7 +219,7 @@ def test_half_an_object_may_do_for_vllm_but_what_we_find_is_valid(case):
 @settings(max_examples=300, deadline=None)
 @given(cases(models(), whole_objects=False))
 def test_vllm_reuses_exactly_the_needed_blocks(case):
-    """So the blocks that a retrieve fills are those which vLLM then reads, no more and no less."""
+    """So the blocks that a load fills are those which vLLM then reads, no more and no less."""
     groups = case[0]
     hit_tokens, positions = vllm_hit(*case)
     if hit_tokens:

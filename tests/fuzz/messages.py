@@ -1,7 +1,8 @@
 """Real messages of clients, from which mutation starts."""
 
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from fuzz.choices import Choices
 from lmcache_client.contract import codec
@@ -9,18 +10,18 @@ from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ROOT_KEY, ModelTag
 from lmcache_client.contract.messages import (
     Clear,
-    EndRequest,
     Found,
     Goodbye,
     Hello,
     Join,
+    Load,
     Lookup,
     Memory,
     Message,
     Ping,
     Prove,
     Register,
-    Retrieve,
+    Release,
     Status,
     Store,
     StoreObject,
@@ -84,13 +85,13 @@ class Speaker:
             return Join(engine_id)
         if kind in (9, 10):
             limit = CHUNK_SIZE * (1 + choices.below(CHAIN))
-            return Lookup(engine_id, "r", chain(branch), 0, limit, limit + 1 + choices.below(300))
+            return Lookup("r", chain(branch), 0, limit, limit + 1 + choices.below(300))
         if kind in (11, 12):
             return self._store(branch, choices)
         found = self.promised[choices.below(len(self.promised))] if self.promised else None
         if kind in (13, 14):
-            return self._retrieve(found, choices)
-        return EndRequest(engine_id, (found[0].lease_id,) if found else (), chain(branch))
+            return self._load(found, choices)
+        return Release((found[0].lease_id,) if found else (), chain(branch))
 
     def _store(self, branch: int, choices: Choices) -> Store:
         specs, keys, objects = geometry(choices.below(2)).groups, (ROOT_KEY, *chain(branch)), []
@@ -101,7 +102,7 @@ class Speaker:
                 objects.append(StoreObject(keys[index + 1], keys[index], index, number, ids))
         return Store(tuple(objects))
 
-    def _retrieve(self, promise: tuple[Found, Lookup] | None, choices: Choices) -> Retrieve:
+    def _load(self, promise: tuple[Found, Lookup] | None, choices: Choices) -> Load:
         found, question = promise or (Found(CHUNK_SIZE, 1, 1, ()), None)
         resume = found.resume_tokens
         ids = tuple(
@@ -110,7 +111,7 @@ class Speaker:
         )
         keys = question.keys if question is not None else chain(0)
         last = max(resume // CHUNK_SIZE - 1, 0) % len(keys)
-        return Retrieve("r", found.lease_id, keys[last], resume, 0, ids)
+        return Load("r", found.lease_id, keys[last], resume, 0, ids)
 
 
 # 4 and 5 are the most frequent on purpose: nothing is stored before a registration is proven.
@@ -120,6 +121,6 @@ _SIMPLE: dict[int, Message] = {
 
 
 def plain(message: Message) -> list[Any]:
-    """The fields as lists and plain values, to be bent."""
-    fields: list[Any] = codec.unpack(codec.pack(codec.to_fields(message)))
+    """The message as lists and plain values, to be bent."""
+    fields: list[Any] = codec.unpack(codec.pack(message))
     return fields

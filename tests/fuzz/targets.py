@@ -160,7 +160,7 @@ class RouterTarget:
         fields = plain(message)
         for _ in range(max(0, how - 10)):
             bend(fields, choices)
-        envelope = [messages.PROTOCOL_VERSION, number, messages._CODES[type(message)], fields]
+        envelope = [messages.PROTOCOL_VERSION, number, fields]
         try:
             frame = codec.pack(bend(envelope, choices) if how == 2 else envelope)
         except (OverflowError, ValueError):

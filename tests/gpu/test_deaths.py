@@ -62,7 +62,7 @@ def test_a_worker_killed_in_mid_store_is_unmapped_within_a_second(
     expected = [heir.fill(0, block, block) for block in range(1, 17)]
     for block in range(1, 17):
         heir.clear(0, block)
-    heir.retrieve(found, keys, [list(range(17, 33))])
+    heir.load(found, keys, [list(range(17, 33))])
     for content, block in zip(expected, range(17, 33), strict=True):
         assert np.array_equal(heir.pages(0, block), content)
     heir.end(found)
@@ -104,7 +104,7 @@ def test_workers_of_three_processes_at_once(server_of_workers, start_worker, sta
         assert engine.store_prompt(own, [[1, 2, 3, 4]]).stored == 4
         found = engine.lookup(own)
         assert found.resume_tokens == len(own) * WORKER_CHUNK_SIZE
-        engine.retrieve(found, own, [[20, 21, 22, 23]])
+        engine.load(found, own, [[20, 21, 22, 23]])
         engine.end(found)
         for content, block in zip(expected, range(20, 24), strict=True):
             assert np.array_equal(engine.pages(0, block), content)

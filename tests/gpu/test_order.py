@@ -12,7 +12,7 @@ from gpu_engine import GpuEngine, allocate, fused, memset
 from harness.rawclient import chain
 
 from lmcache_client.contract.keys import ROOT_KEY
-from lmcache_client.contract.messages import Done, Retrieve, Stored, StoreObject
+from lmcache_client.contract.messages import Done, Load, Stored, StoreObject
 
 CHUNK_SIZE, PAGE_BYTES, BLOCKS = 16, 64 << 10, 64
 ROUNDS = int(os.environ.get("ORDER_ROUNDS", "2000"))
@@ -80,7 +80,7 @@ def wrong_stores(it: Computing, rounds: int) -> int:
         assert stored.stored == 1
         found = it.engine.lookup([key])
         it.engine.driver.synchronize(it.engine.stream)
-        it.engine.retrieve(found, [key], [[2]])
+        it.engine.load(found, [key], [[2]])
         it.engine.end(found)
         wrong += it.read(2) != {value}
     return wrong
@@ -102,7 +102,7 @@ def wrong_loads(it: Computing, rounds: int) -> int:
         region = it.engine.groups[0].regions[0]
         at, to = (it.engine.address + region.offset + block * region.stride_bytes for block in (2, 3))
         it.engine.driver.copy(to, at, region.page_bytes, it.engine.stream)
-        reply = it.call(Retrieve("r", found.lease_id, key, CHUNK_SIZE, 0, ((2,),)))
+        reply = it.call(Load("r", found.lease_id, key, CHUNK_SIZE, 0, ((2,),)))
         assert isinstance(reply, Done), number
         it.engine.end(found)
         it.engine.driver.synchronize(it.engine.stream)

@@ -1,10 +1,10 @@
 """What cannot be served is refused with a sentence that says what to change, and costs nobody else."""
 
 import ctypes
-import dataclasses
 
 import pytest
 from gpu_engine import GpuEngine, fused
+from msgspec import structs
 from test_round_trips import CHUNK_SIZE, restored, stored_prompt, tables
 
 from lmcache_client.channel import RefusedError
@@ -40,12 +40,12 @@ def test_what_a_worker_says_of_its_memory_is_checked(start_server, start_engine,
     server = start_server(chunk_size=CHUNK_SIZE)
     size = fused(PAGE_BYTES, BLOCKS).num_bytes
     wrong = {
-        "does not see the engine's GPU": lambda honest: dataclasses.replace(honest, device=b"\xee" * 16),
-        "cannot open the worker's GPU memory": lambda honest: dataclasses.replace(
+        "does not see the engine's GPU": lambda honest: structs.replace(honest, device=b"\xee" * 16),
+        "cannot open the worker's GPU memory": lambda honest: structs.replace(
             honest, handles=(b"\xee" * 64,)
         ),
-        "beyond the allocation": lambda honest: dataclasses.replace(honest, buffers=((64 << 20, size),)),
-        "the nonce is not in the memory": lambda honest: dataclasses.replace(
+        "beyond the allocation": lambda honest: structs.replace(honest, buffers=((64 << 20, size),)),
+        "the nonce is not in the memory": lambda honest: structs.replace(
             honest, buffers=(*honest.buffers, (0, PAGE_BYTES)), handles=honest.handles * 2
         ),
     }

@@ -38,7 +38,7 @@ def restored(engine: GpuEngine, keys, pages, destination) -> int:
     """Load a prompt; how many of its pages were checked, all of which are right."""
     found = engine.lookup(keys)
     assert found.resume_tokens == len(keys) * CHUNK_SIZE, "served from the cache"
-    engine.retrieve(found, keys, destination)
+    engine.load(found, keys, destination)
     engine.end(found)
     checked = 0
     for index, group in enumerate(engine.groups):

@@ -29,7 +29,7 @@ def exercise(engine: RawEngine, number: int) -> int:
     found = engine.lookup(keys)
     if found.resume_tokens:
         elsewhere = [list(range(60, 60 + blocks)), list(range(60, 60 + blocks))]
-        engine.retrieve(found, keys, elsewhere)
+        engine.load(found, keys, elsewhere)
         for index, each in enumerate(engine.groups):
             for position in each.needed_blocks(found.resume_tokens):
                 right = engine.fill(index, 125, number * 1000 + index * 500 + position)

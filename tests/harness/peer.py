@@ -12,17 +12,17 @@ from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ModelTag, chunk_keys
 from lmcache_client.contract.messages import (
     Challenge,
-    EndRequest,
     Found,
     Goodbye,
     Hello,
     Join,
+    Load,
     Lookup,
     Memory,
     Message,
     Prove,
     Register,
-    Retrieve,
+    Release,
     Store,
     Welcome,
 )
@@ -116,12 +116,12 @@ class Peer:
 
     def lookup(self) -> Lookup:
         limit = CHUNKS * CHUNK_SIZE
-        return Lookup(self.engine_id, "request", self.keys, 0, limit, limit + 1)
+        return Lookup("request", self.keys, 0, limit, limit + 1)
 
-    def retrieve(self) -> Retrieve:
+    def load(self) -> Load:
         lease_id = self.found.lease_id if self.found is not None else 0
         ids = tuple(range(1, 1 + CHUNKS * CHUNK_BLOCKS))
-        return Retrieve("request", lease_id, self.keys[-1], CHUNKS * CHUNK_SIZE, 0, (ids,))
+        return Load("request", lease_id, self.keys[-1], CHUNKS * CHUNK_SIZE, 0, (ids,))
 
     def store(self) -> Store:
         return Store(
@@ -132,11 +132,11 @@ class Peer:
     def chunk_blocks(chunk: int) -> tuple[int, ...]:
         return tuple(range(1 + chunk * CHUNK_BLOCKS, 1 + (chunk + 1) * CHUNK_BLOCKS))
 
-    def end_request(self) -> EndRequest:
+    def release(self) -> Release:
         leases = (self.found.lease_id,) if self.found is not None else ()
-        return EndRequest(self.engine_id, leases, self.keys)
+        return Release(leases, self.keys)
 
-    LIFE = ("hello", "register", "prove", "join", "store", "lookup", "retrieve", "end_request", "goodbye")
+    LIFE = ("hello", "register", "prove", "join", "store", "lookup", "load", "release", "goodbye")
 
     def message(self, name: str) -> Message:
         plain: dict[str, Message] = {"prove": Prove(), "join": Join(self.engine_id), "goodbye": Goodbye()}

@@ -5,11 +5,11 @@ so that tests can say exactly which bytes are stored and restored; `start_ranks`
 several.
 """
 
-import dataclasses
 import os
 from collections.abc import Collection, Sequence
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from lmcache_client.channel import Channel
@@ -131,14 +131,14 @@ class RawEngine:
 
     def lookup_message(self, keys: Sequence[bytes], computed: int = 0, limit: int | None = None) -> Lookup:
         limit = len(keys) * self.chunk_size if limit is None else limit
-        return Lookup(self.engine_id, "request", tuple(keys), computed, limit, limit + 1)
+        return Lookup("request", tuple(keys), computed, limit, limit + 1)
 
     def lookup(self, keys: Sequence[bytes], computed: int = 0, limit: int | None = None) -> Found:
         limit = len(keys) * self.chunk_size if limit is None else limit
         asked = self._scheduler.lookup("request", keys, computed, limit, limit + 1, TIMEOUT_S)
         return expect(self.scheduler.wait(asked), Found)
 
-    def retrieve(
+    def load(
         self, found: Found, keys: Sequence[bytes], tables: Sequence[Sequence[int]], computed: int = 0
     ) -> Message:
         """Load into the blocks of `tables`; raises ChannelError as the connector would see it."""
@@ -164,7 +164,7 @@ def _laid_out(groups: Sequence[GroupSpec], num_blocks: int, pad: int) -> tuple[t
             stride = region.page_bytes + pad
             regions.append(Region(0, offset, stride, region.page_bytes))
             offset += num_blocks * stride
-        laid_out.append(dataclasses.replace(spec, regions=tuple(regions)))
+        laid_out.append(structs.replace(spec, regions=tuple(regions)))
     return tuple(laid_out), offset
 
 

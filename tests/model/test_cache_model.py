@@ -375,7 +375,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(session=sessions)
     def drop_session(self, session):
         lost = sorted(lease_id for lease_id, lease in self.model.leases.items() if lease.session == session)
-        assert self.cache.drop_session(session) == len(lost)
+        assert self.cache.drop_owner(session) == len(lost)
         for lease_id in lost:
             self.model.end_lease(lease_id)
 

@@ -16,14 +16,14 @@ from harness.processes import group_members
 from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
 
-from lmcache_client.contract.messages import Done, Retrieve
+from lmcache_client.contract.messages import Done, Load
 from lmcache_server.commands.bench import run
 from lmcache_server.commands.bench.client import Client
-from lmcache_server.commands.bench.measure import retrieve, store
+from lmcache_server.commands.bench.measure import load, store
 from lmcache_server.commands.bench.workload import BenchError, Workload
 
 SMALL = ("--requests", "2", "--layers", "2", "--page-kb", "8")
-COPIES = ("--only", "store,retrieve")
+COPIES = ("--only", "store,load")
 LOOKUPS = [f"lookup_{chunks}" for chunks in (1, 8, 64, 512)]
 
 
@@ -60,12 +60,12 @@ def test_every_figure_is_there_and_makes_sense(server):
     assert said.count("\n") == 1
     assert report["settings"] == {
         "workers": 1, "clients": 1, "page_kb": 8, "layers": 2, "groups": "full", "chunks": 4, "requests": 2,
-        "only": "lookup,store,retrieve", "chunk_size": 256,
+        "only": "lookup,store,load", "chunk_size": 256,
     }  # fmt: skip
     assert report["server_version"] == server.status()["version"]
-    assert list(report["results"]) == ["ping", *LOOKUPS, "store", "retrieve"]
+    assert list(report["results"]) == ["ping", *LOOKUPS, "store", "load"]
     for name, figures in report["results"].items():
-        copy = name in ("store", "retrieve")
+        copy = name in ("store", "load")
         assert figures["count"] == (2 if copy else 50)
         assert figures["lost"] == 0
         assert 0 < figures["p50_s"] <= figures["p90_s"] <= figures["p99_s"] <= figures["max_s"]
@@ -78,10 +78,10 @@ def test_it_gives_back_each_lease_and_says_goodbye(server):
     def requests(operation):
         return server.metrics()[f'lmcache_requests_total{{op="{operation}",outcome="ok"}}']
 
-    before = {operation: requests(operation) for operation in ("lookup", "end_request", "goodbye")}
+    before = {operation: requests(operation) for operation in ("lookup", "release", "goodbye")}
     bench(server, *SMALL)
     made = {operation: requests(operation) - count for operation, count in before.items()}
-    assert made == {"lookup": 4 * 50 + 2, "end_request": 4 * 50 + 1, "goodbye": 4}
+    assert made == {"lookup": 4 * 50 + 2, "release": 4 * 50 + 1, "goodbye": 4}
 
 
 @pytest.mark.parametrize(("groups", "stored", "restored"), [("full", 4, 4), ("hybrid", 7, 4 + 0.5 + 0.25)])
@@ -93,9 +93,9 @@ def test_the_bytes_are_those_that_the_server_copied(server, groups, stored, rest
     moved = [copied(server, each) - b for each, b in zip(("store", "load"), before, strict=True)]
     results = report["results"]
     blocks = [stored, restored]
-    assert [results[name]["bytes"] for name in ("store", "retrieve")] == moved
+    assert [results[name]["bytes"] for name in ("store", "load")] == moved
     assert moved == [2 * 2 * 4 * per_chunk * 2 * 8192 for per_chunk in blocks]
-    assert [results[name]["count"] for name in ("store", "retrieve")] == [4, 4]
+    assert [results[name]["count"] for name in ("store", "load")] == [4, 4]
 
 
 def test_what_it_announces_is_what_it_stores_until_it_ends(server):
@@ -164,8 +164,8 @@ def test_what_the_server_has_no_room_for_is_said_not_counted():
         promised = engine.lookup(keys)
         assert promised.resume_tokens == 64 * 256, "all of L1 is leased"
         report, _ = bench(server, *COPIES, *SMALL, sessions=2)
-        assert [report["results"][name]["lost"] for name in ("store", "retrieve")] == [2, 2]
-        assert [report["results"][name]["count"] for name in ("store", "retrieve")] == [0, 0]
+        assert [report["results"][name]["lost"] for name in ("store", "load")] == [2, 2]
+        assert [report["results"][name]["count"] for name in ("store", "load")] == [0, 0]
         text = server.cli("bench", *COPIES, *SMALL).stdout
         assert "2 of 2 requests to store are not in these figures" in text
         engine.close()
@@ -175,12 +175,12 @@ def test_what_the_server_has_no_room_for_is_said_not_counted():
 @pytest.mark.parametrize("honest", [1, 0, 3])
 def test_copies_that_did_not_happen_are_noticed(server, honest):
     class Deceived(Client):
-        """After `honest` of them, retrieves are answered but not made."""
+        """After `honest` of them, loads are answered but not made."""
 
         copies = honest
 
         def ask(self, channel, message, expected, wait_s=1.0):
-            if isinstance(message, Retrieve):
+            if isinstance(message, Load):
                 self.copies -= 1
                 if self.copies < 0:
                     return Done()
@@ -191,10 +191,10 @@ def test_copies_that_did_not_happen_are_noticed(server, honest):
     with Deceived(server.address, workload, 0) as client:
         assert len(list(store(client, 0))) == 1 + requests
         if honest == requests:
-            assert len(list(retrieve(client, 0))) == 1 + requests
+            assert len(list(load(client, 0))) == 1 + requests
         else:
             with pytest.raises(BenchError, match="wrong bytes"):
-                list(retrieve(client, 0))
+                list(load(client, 0))
     server.wait_at_rest()
 
 

@@ -34,7 +34,7 @@ def message(number):
     if kind == "lookup":
         return peer.lookup()
     if kind == "long lookup":
-        return Lookup("flooder", "r", peer.keys + chain[2:], 0, 256 * len(chain), 256 * len(chain) + 1)
+        return Lookup("r", peer.keys + chain[2:], 0, 256 * len(chain), 256 * len(chain) + 1)
     if kind == "store":
         return peer.store()
     if kind == "new store":

@@ -142,7 +142,7 @@ with LMCacheServer(chunk_size=CHUNK_SIZE) as server:
     assert other.store_prompt(own, [[1, 2]]).stored == 1
     found = other.lookup(own)
     assert found.resume_tokens == CHUNK_SIZE
-    other.retrieve(found, own, [[5, 6]])
+    other.load(found, own, [[5, 6]])
     assert (other.pages(0, 5) == page).all()
     assert "has failed for this server" in server.log.read_text()
     print("fine", flush=True)

@@ -18,6 +18,7 @@ from lmcache_client.contract.messages import (
     Goodbye,
     Hello,
     Join,
+    Load,
     Lookup,
     Memory,
     Message,
@@ -25,7 +26,6 @@ from lmcache_client.contract.messages import (
     Refused,
     Register,
     Registered,
-    Retrieve,
     Store,
     Stored,
     StoreObject,
@@ -125,7 +125,7 @@ def server() -> Iterator[Server]:
 
 
 def found(server: Server, who: int) -> Found:
-    reply = server.ask(who, Lookup(f"worker {who}", "r", (KEY,), 0, 256, 257))
+    reply = server.ask(who, Lookup("r", (KEY,), 0, 256, 257))
     assert isinstance(reply, Found)
     return reply
 
@@ -137,7 +137,7 @@ def test_others_look_up_store_and_load_while_a_copy_hangs(server: Server) -> Non
     assert server.ask(1, stored(7)) == Stored(1, 0, 0)
     hit = found(server, 1)
     assert hit.resume_tokens == 256
-    assert server.ask(1, Retrieve("r", hit.lease_id, KEY, 256, 0, (IDS,))) == messages.Done()
+    assert server.ask(1, Load("r", hit.lease_id, KEY, 256, 0, (IDS,))) == messages.Done()
     assert found(server, 0).resume_tokens == 256, "the engine whose copies hang still looks up"
     assert hung not in server.replies
     Hanging.go_on.set()

@@ -2,12 +2,12 @@
 with copies that end when the test says so."""
 
 import asyncio
-import dataclasses
 from collections.abc import Iterator
 
 import pytest
 from fuzz.messages import BUFFER_BYTES, geometry
 from fuzz.targets import RouterTarget, owner
+from msgspec import structs
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.keys import ROOT_KEY, ModelTag
@@ -16,6 +16,7 @@ from lmcache_client.contract.messages import (
     Goodbye,
     Hello,
     Join,
+    Load,
     Lookup,
     Memory,
     Message,
@@ -23,7 +24,6 @@ from lmcache_client.contract.messages import (
     Refused,
     Register,
     Registered,
-    Retrieve,
     Store,
     Stored,
     StoreObject,
@@ -152,9 +152,9 @@ def test_copies_that_wait_are_bounded_by_their_number(worker: Desk) -> None:
     key = b"\x07" * 32
     assert worker.ask(0, Store((StoreObject(key, ROOT_KEY, 0, 0, IDS),))) is None
     worker.end_copies()
-    found = worker.ask(0, Lookup("engine 0", "r", (key,), 0, 256, 257))
+    found = worker.ask(0, Lookup("r", (key,), 0, 256, 257))
     assert isinstance(found, messages.Found)
-    load = Retrieve("r", found.lease_id, key, 256, 0, (IDS,))
+    load = Load("r", found.lease_id, key, 256, 0, (IDS,))
     for _ in range(MAX_JOBS):
         assert worker.ask(0, load) is None
     assert refused(worker.ask(0, load))
@@ -177,7 +177,7 @@ def test_copies_that_wait_are_bounded_by_the_bytes_of_their_requests(worker: Des
     waiting = len(worker.copies.jobs)
     assert waiting * each <= MAX_WAITING_BYTES < (waiting + 1) * each
     worker.end_copies()
-    assert not refused(worker.ask(0, dataclasses.replace(message)))
+    assert not refused(worker.ask(0, structs.replace(message)))
 
 
 def test_sessions_are_bounded(desk: Desk) -> None:

@@ -1,6 +1,5 @@
 """What a real server logs: nothing about single requests by default, and at debug all about each."""
 
-import dataclasses
 import json
 import os
 import re
@@ -11,10 +10,11 @@ import pytest
 from harness.peer import Peer
 from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
+from msgspec import structs
 
 from lmcache_client.channel import ChannelError
 from lmcache_client.contract.keys import ROOT_KEY
-from lmcache_client.contract.messages import Clear, EndRequest, Lookup, Retrieve, Store, StoreObject
+from lmcache_client.contract.messages import Clear, Load, Lookup, Release, Store, StoreObject
 
 MODEL = "model\n2026-01-01 00:00:00,000 INFO forged"
 
@@ -32,14 +32,14 @@ def one_request(engine: RawEngine, request_id: str) -> None:
     size = engine.chunk_size
     keys = chain(range(size), size)
     blocks = tuple(range(1, 1 + size // 16))
-    question = Lookup(engine.engine_id, request_id, keys, 0, size, size + 1)
+    question = Lookup(request_id, keys, 0, size, size + 1)
     assert engine.scheduler.call(question, 5).resume_tokens == 0
     objects = (StoreObject(keys[0], ROOT_KEY, 0, 0, blocks),)
     assert engine.worker.call(Store(objects, (request_id,)), 5).stored == 1
     found = engine.scheduler.call(question, 5)
     assert found.resume_tokens == size
-    engine.worker.call(Retrieve(request_id, found.lease_id, keys[0], size, 0, (blocks,)), 5)
-    engine.scheduler.call(EndRequest(engine.engine_id, (found.lease_id,), keys, request_id), 5)
+    engine.worker.call(Load(request_id, found.lease_id, keys[0], size, 0, (blocks,)), 5)
+    engine.scheduler.call(Release((found.lease_id,), keys, request_id), 5)
 
 
 def test_a_request_is_followed_by_its_id_at_debug() -> None:
@@ -49,7 +49,7 @@ def test_a_request_is_followed_by_its_id_at_debug() -> None:
         engine.worker.call(Clear(), 5)
         one_request(engine, "cmpl-8")
         with pytest.raises(ChannelError):
-            engine.worker.call(Retrieve("cmpl-7", 999, bytes(32), engine.chunk_size, 0, ((1,) * 16,)), 5)
+            engine.worker.call(Load("cmpl-7", 999, bytes(32), engine.chunk_size, 0, ((1,) * 16,)), 5)
         engine.close()
         server.wait_at_rest()
         assert server.terminate() == 0
@@ -65,7 +65,7 @@ def test_a_request_is_followed_by_its_id_at_debug() -> None:
         {"hit_tokens": size},
         {"direction": "load", "tokens": size, "outcome": "ok"},
         {"message": "request cmpl-7: ended"},
-        {"operation": "retrieve", "code": "expired"},
+        {"operation": "load", "code": "expired"},
     ]
     assert len(followed) == len(expected)
     for line, wanted in zip(followed, expected, strict=True):
@@ -89,7 +89,7 @@ def test_by_default_there_is_no_line_for_a_request_and_none_that_a_client_made_u
         with Peer(address(server)) as peer:
             peer.ask(peer.register())  # without a greeting, which anybody may do
             peer.ask(peer.hello())
-            peer.ask(dataclasses.replace(peer.register(), rank=7))
+            peer.ask(structs.replace(peer.register(), rank=7))
         engine.worker.call(Clear(), 5)
         engine.worker.call(Clear(), 5)
         assert server.log.read_text().count("cleared: ") == 2, "of three times there was something"

@@ -1,6 +1,5 @@
 """Frames that are no messages, and messages that lie: refused or dropped, and nothing is harmed by them."""
 
-import dataclasses
 import itertools
 import random
 import socket
@@ -11,6 +10,7 @@ import zmq
 from harness.exercise import exercise, new_engine
 from harness.peer import CHUNK_BLOCKS, CHUNK_SIZE, Peer
 from harness.server import LMCacheServer
+from msgspec import structs
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.codec import MAX_MESSAGE_BYTES, pack
@@ -18,7 +18,6 @@ from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.messages import (
     Done,
-    EndRequest,
     Hello,
     Join,
     Joined,
@@ -27,6 +26,7 @@ from lmcache_client.contract.messages import (
     Ping,
     Prove,
     Refused,
+    Release,
     Store,
     StoreObject,
 )
@@ -180,7 +180,7 @@ def test_lies_about_the_shape_of_an_engine(peer: Peer) -> None:
     ]
     for lie in lies:
         refused(
-            peer.ask(dataclasses.replace(honest, **lie)),  # type: ignore[arg-type]
+            peer.ask(structs.replace(honest, **lie)),  # type: ignore[arg-type]
             messages.BAD_REQUEST,
             messages.CONFIGURATION,
         )
@@ -213,7 +213,7 @@ def test_lies_about_memory(
         ((own.buffers[0][0] if start is None else start, own.buffers[0][1] if size is None else size),),
         own.proof_address if proof is None else proof,
     )
-    peer.ask(dataclasses.replace(peer.register(), memory=memory))
+    peer.ask(structs.replace(peer.register(), memory=memory))
     refused(peer.ask(Prove()), messages.NO_ACCESS)
     refused(peer.ask(peer.store()), messages.NOT_REGISTERED)
 
@@ -244,7 +244,7 @@ def test_lies_about_stores_change_nothing(peer: Peer, server: LMCacheServer) -> 
     before = server.status()["l1"]
     for lie in lies:
         # The whole message is refused, the object that is right in it as well.
-        wrong = dataclasses.replace(first, **lie)  # type: ignore[arg-type]
+        wrong = structs.replace(first, **lie)  # type: ignore[arg-type]
         refused(peer.ask(Store((first, wrong))), messages.BAD_REQUEST)
     assert server.status()["l1"] == before
 
@@ -269,15 +269,15 @@ def test_lies_about_lookups(peer: Peer) -> None:
         (0, 16, 512, BIG), (0, 16, 512, 768, BIG), (0, 1, 513, BIG)
     ):
         reply = peer.ask(
-            dataclasses.replace(honest, computed_tokens=computed, limit_tokens=limit, num_tokens=num)
+            structs.replace(honest, computed_tokens=computed, limit_tokens=limit, num_tokens=num)
         )
         if computed <= limit < num and limit <= 512:
             assert isinstance(reply, messages.Found)
         else:
             refused(reply, messages.BAD_REQUEST)
     for keys in ((), (bytes(32),) * (1 << 16), peer.keys * (1 << 14)):
-        assert isinstance(peer.ask(dataclasses.replace(honest, keys=keys, limit_tokens=0)), messages.Found)
-    refused(peer.ask(dataclasses.replace(honest, engine_id="another")), messages.NOT_REGISTERED)
+        assert isinstance(peer.ask(structs.replace(honest, keys=keys, limit_tokens=0)), messages.Found)
+    refused(peer.ask(structs.replace(honest, engine_id="another")), messages.NOT_REGISTERED)
     reply = peer.ask(Join("another"))
     assert isinstance(reply, Joined)
     assert not reply.ready
@@ -285,7 +285,7 @@ def test_lies_about_lookups(peer: Peer) -> None:
 
 def test_lies_about_leases_load_nothing(peer: Peer, server: LMCacheServer) -> None:
     peer.live("lookup")
-    honest = peer.retrieve()
+    honest = peer.load()
     peer.memory[:] = 9
     ids = honest.block_ids[0]
     lies = [
@@ -309,14 +309,14 @@ def test_lies_about_leases_load_nothing(peer: Peer, server: LMCacheServer) -> No
         {"block_ids": ((*ids[1:], BIG),)},
     ]
     for lie in lies:
-        reply = peer.ask(dataclasses.replace(honest, **lie))  # type: ignore[arg-type]
+        reply = peer.ask(structs.replace(honest, **lie))  # type: ignore[arg-type]
         if isinstance(reply, Refused):
             refused(reply, messages.BAD_REQUEST, messages.EXPIRED)
     assert (peer.memory == 9).all(), "not a byte was written"
     with Peer(server.address, "thief") as thief:
         thief.live("join")
         # Leases end for their owner alone, whoever names them.
-        thief.ask(EndRequest("thief", tuple(range(4096)), ()))
+        thief.ask(Release(tuple(range(4096)), ()))
         assert server.status()["l1"]["leases"] == 1
         thief.ask(messages.Goodbye())
     assert isinstance(peer.ask(honest), Done)

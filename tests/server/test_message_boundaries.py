@@ -62,12 +62,12 @@ def test_the_life_that_is_cut_short_is_a_whole_one() -> None:
         peer.memory[:] = 7
         metrics = server.metrics()
         assert metrics['lmcache_objects_total{outcome="stored"}'] == CHUNKS
-        for name in ("lookup", "retrieve"):
+        for name in ("lookup", "load"):
             peer.ask(peer.message(name))
         loaded = peer.memory.reshape(len(peer.memory) // 4096, -1)[1 : 1 + CHUNKS * CHUNK_BLOCKS]
         assert not loaded.any(), "pages of zeros were stored and came back"
         assert server.status()["l1"]["leases"] == 1
-        peer.ask(peer.message("end_request"))
+        peer.ask(peer.message("release"))
         assert server.status()["l1"]["leases"] == 0
         peer.ask(peer.message("goodbye"))
         server.wait_at_rest()

@@ -1,7 +1,6 @@
 """Engines of several workers: a real server, the real channel, memory of this process."""
 
 import ctypes
-import dataclasses
 import mmap
 import time
 from collections.abc import Iterator, Sequence
@@ -10,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 from harness.rawclient import RawEngine, chain, group, start_ranks
 from harness.server import LMCacheServer
+from msgspec import structs
 
 from lmcache_client.channel import RefusedError
 from lmcache_client.contract import messages
@@ -25,7 +25,7 @@ WINDOW = group("sliding_window", window=40)
 
 def bare(spec: GroupSpec) -> GroupSpec:
     """The group on a pipeline stage that has none of its layers."""
-    return dataclasses.replace(spec, regions=())
+    return structs.replace(spec, regions=())
 
 
 def address(server: LMCacheServer) -> str:
@@ -91,7 +91,7 @@ def served_to_all(
     assert found.resume_tokens == len(keys) * size
     for engine in engines:
         engine.memory[:] = 0
-        engine.retrieve(found, keys, loaded)
+        engine.load(found, keys, loaded)
         check_restored(engine, found, stored, loaded)
     engines[0].end(found, keys)
 
@@ -100,7 +100,7 @@ LAYOUTS = {
     "mla on four ranks": ([[MLA]] * 4, 4, 1),
     "mla on two stages of two ranks": ([[MLA, bare(FULL)]] * 2 + [[bare(MLA), FULL]] * 2, 2, 3),
     "mla beside heads of each rank": ([[MLA, FULL]] * 2, 2, 3),
-    "a replicated window": ([[dataclasses.replace(WINDOW, replicated=True), MLA]] * 2, 2, 2),
+    "a replicated window": ([[structs.replace(WINDOW, replicated=True), MLA]] * 2, 2, 2),
     "stages that lack a group each": ([[FULL, bare(WINDOW)], [bare(FULL), WINDOW]], 1, 2),
     "two stages of two ranks": ([[FULL, bare(STATE)]] * 2 + [[FULL, STATE]] * 2, 2, 6),
 }
@@ -157,7 +157,7 @@ def test_ranks_whose_replicated_pages_differ_are_refused(server: LMCacheServer) 
 
 
 def test_replicated_or_not_is_part_of_the_namespace(server: LMCacheServer) -> None:
-    own = dataclasses.replace(MLA, replicated=False)
+    own = structs.replace(MLA, replicated=False)
     with ranks(server, [[MLA]] * 2, 2, "once") as once, ranks(server, [[own]] * 2, 2, "each") as each:
         size = once[0].chunk_size
         keys = chain(range(size), size)
@@ -215,9 +215,9 @@ def test_a_load_that_fails_on_one_rank_is_that_ranks_failure_alone(server: LMCac
         for engine in engines:
             engine.store_prompt(keys, stored)
         found = engines[0].lookup(keys)
-        engines[0].retrieve(found, keys, stored)
+        engines[0].load(found, keys, stored)
         with closed(engines[1]), pytest.raises(RefusedError) as refused:
-            engines[1].retrieve(found, keys, stored)
+            engines[1].load(found, keys, stored)
         assert refused.value.code == messages.COPY_FAILED
         engines[0].end(found, keys)
         assert server.status()["l1"]["leases"] == 0

@@ -13,14 +13,14 @@ import uvloop
 from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
 
-from lmcache_client.contract.messages import Done, Retrieve
+from lmcache_client.contract.messages import Done, Load
 from lmcache_server.admin.selftest import SelfTest
 from lmcache_server.commands.bench.client import Client
 from lmcache_server.commands.bench.measure import store
 from lmcache_server.commands.bench.selftest import selftest
 from lmcache_server.commands.bench.workload import Workload
 
-STEPS = ["register_s", "store_s", "lookup_s", "retrieve_s", "compare_s", "goodbye_s"]
+STEPS = ["register_s", "store_s", "lookup_s", "load_s", "compare_s", "goodbye_s"]
 
 
 def run(server):
@@ -153,7 +153,7 @@ def test_copies_that_did_not_happen_are_noticed(monkeypatch):
     honest = Client.ask
 
     def ask(channel, message, expected, wait_s=1.0):
-        return Done() if isinstance(message, Retrieve) else honest(channel, message, expected, wait_s)
+        return Done() if isinstance(message, Load) else honest(channel, message, expected, wait_s)
 
     monkeypatch.setattr(Client, "ask", staticmethod(ask))
     with LMCacheServer(l1_size_gb=0.01) as server:

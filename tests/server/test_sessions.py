@@ -231,7 +231,7 @@ def test_over_tcp() -> None:
             engine.store_prompt(keys, table)
             found = engine.lookup(keys)
             engine.memory[:] = 0
-            engine.retrieve(found, keys, table)
+            engine.load(found, keys, table)
             assert all((engine.pages(0, b) == p).all() for b, p in zip(table[0], pages, strict=True))
         finally:
             engine.close()
@@ -251,7 +251,7 @@ def test_a_lease_number_of_an_earlier_server_does_not_load_another_prompt(server
         engine.store_prompt(others, table)
         assert engine.lookup(others).lease_id == promised.lease_id
         with pytest.raises(RefusedError) as refused:
-            engine.retrieve(promised, mine, table)
+            engine.load(promised, mine, table)
         assert refused.value.code == messages.EXPIRED
     finally:
         engine.close()

@@ -43,10 +43,10 @@ def server():
             engine.store_prompt(keys, TABLE * len(engine.groups))
             engine.end(engine.lookup(keys[:1]))
             found = engine.lookup(keys)
-            engine.retrieve(found, keys, TABLE * len(engine.groups))
+            engine.load(found, keys, TABLE * len(engine.groups))
             engine.end(found)
             with pytest.raises(ChannelError):
-                engine.retrieve(found, keys, TABLE * len(engine.groups))
+                engine.load(found, keys, TABLE * len(engine.groups))
         yield running
         for engine in engines:
             engine.close()
@@ -106,7 +106,7 @@ def test_figures_are_those_of_the_status(browser, server):
         assert len(visit.rows("session_rows")) == 4
         failures = visit.rows("failures")
         assert len(failures) == len(status["failures"]) == 2
-        assert "retrieve refused" in failures[0]
+        assert "load refused" in failures[0]
         assert status["failures"][0]["sentence"] in failures[0]
 
 

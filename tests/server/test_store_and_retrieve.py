@@ -10,7 +10,7 @@ from lmcache_client.channel import RefusedError
 from lmcache_client.contract import messages
 from lmcache_client.contract.geometry import GroupSpec
 from lmcache_client.contract.keys import ROOT_KEY
-from lmcache_client.contract.messages import Found, Retrieve, StoreObject
+from lmcache_client.contract.messages import Found, Load, StoreObject
 
 HYBRIDS = {
     "full": [group()],
@@ -67,7 +67,7 @@ def test_a_prompt_comes_back_as_it_was(server: LMCacheServer, name: str, pad: in
             assert found.resume_tokens == 4 * size
             engine.memory[:] = 0
             loaded = tables(groups, len(keys) * size, 256, 2)
-            engine.retrieve(found, keys, loaded, computed)
+            engine.load(found, keys, loaded, computed)
             for index, each in enumerate(groups):
                 needed = each.needed_blocks(found.resume_tokens, computed)
                 for position in range(len(loaded[index])):
@@ -91,7 +91,7 @@ def test_pages_that_no_resume_needs_are_not_touched(server: LMCacheServer) -> No
         engine.memory[:] = 7
         free = list(range(1, 64))
         wanted = [[free.pop() for _ in each.needed_blocks(found.resume_tokens)] for each in engine.groups]
-        message = Retrieve("r", found.lease_id, keys[-1], found.resume_tokens, 0, tuple(map(tuple, wanted)))
+        message = Load("r", found.lease_id, keys[-1], found.resume_tokens, 0, tuple(map(tuple, wanted)))
         engine.worker.call(message, 10)
         used = {block for ids in wanted for block in ids}
         for index in range(2):
@@ -113,7 +113,7 @@ def test_two_engines_of_one_model_share_and_another_model_does_not(server: LMCac
         first.store_prompt(keys, table)
         found = second.lookup(keys)
         assert found.resume_tokens == first.chunk_size
-        second.retrieve(found, keys, table)
+        second.load(found, keys, table)
         assert all((second.pages(0, b) == p).all() for b, p in zip(table[0], pages, strict=True))
         assert other.lookup(keys).resume_tokens == 0
     finally:
@@ -149,7 +149,7 @@ def test_a_lease_that_was_released_or_never_was_loads_nothing(engine: RawEngine)
     invented = Found(engine.chunk_size, 4711, 1, ())
     for each in (found, invented):
         with pytest.raises(RefusedError) as refused:
-            engine.retrieve(each, keys, table)
+            engine.load(each, keys, table)
         assert refused.value.code == messages.EXPIRED
 
 

@@ -59,12 +59,12 @@ def test_a_damaged_page_is_a_miss(verify: bool) -> None:
             found = engine.lookup(prompts[1])
             assert found.resume_tokens == 2 * size
             if not verify:
-                engine.retrieve(found, prompts[1], elsewhere)
+                engine.load(found, prompts[1], elsewhere)
                 wrong = engine.pages(0, elsewhere[0][-3]) != engine.pages(0, damaged_block)
                 assert int(np.count_nonzero(wrong)) == 1, "the test does damage what would be loaded"
                 return
             with pytest.raises(RefusedError) as refusal:
-                engine.retrieve(found, prompts[1], elsewhere)
+                engine.load(found, prompts[1], elsewhere)
             assert refusal.value.code == messages.COPY_FAILED
             assert (engine.memory == before).all(), "not a byte reached the engine"
             engine.end(found)
@@ -75,7 +75,7 @@ def test_a_damaged_page_is_a_miss(verify: bool) -> None:
             # That chunk is forgotten, the one before it and the other prompt are not.
             assert engine.lookup(prompts[1]).resume_tokens == size
             other = engine.lookup(prompts[0])
-            engine.retrieve(other, prompts[0], elsewhere)
+            engine.load(other, prompts[0], elsewhere)
             for position in range(2 * size // 16):
                 for index in range(2):
                     if position in engine.groups[index].needed_blocks(2 * size):

@@ -99,7 +99,7 @@ class Prompt:
         self.engine.memory[:] = 0
         found = self.engine.lookup(self.keys)
         assert found.resume_tokens == chunks * self.engine.chunk_size
-        self.engine.retrieve(found, self.keys, self.tables)
+        self.engine.load(found, self.keys, self.tables)
         self.engine.end(found)
         for of, each in enumerate(self.engine.groups):
             for position in each.needed_blocks(found.resume_tokens):

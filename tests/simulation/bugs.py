@@ -53,7 +53,7 @@ def _late_answer_kept() -> None:
 
 
 def _leases_outlive_sessions() -> None:
-    LeaseTable.of_session = lambda self, session: []  # type: ignore[method-assign]
+    LeaseTable.of_owner = lambda self, owner: []  # type: ignore[method-assign]
 
 
 def _overdue_never_noticed() -> None:

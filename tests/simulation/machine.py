@@ -6,10 +6,10 @@ Copies move real bytes between real buffers, a few pieces at a time, while every
 import ctypes
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from lmcache_client.contract.messages import NONCE_BYTES, Memory, Register
 from lmcache_server.app import assemble

@@ -1,11 +1,11 @@
 """Sizes and needs: what an object holds suffices for every resume point that may ask for it."""
 
-import dataclasses
 import math
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from lmcache_client.contract.geometry import (
     AUTO_CHUNK_TOKENS,
@@ -175,7 +175,7 @@ def test_pages_may_reach_the_last_byte_of_a_buffer():
     ],
 )
 def test_pages_outside_the_exported_buffers_are_refused(change, buffer_bytes, message):
-    geometry = Geometry((group(FULL, 16, regions=[dataclasses.replace(PAGES, **change)]),), 10)
+    geometry = Geometry((group(FULL, 16, regions=[structs.replace(PAGES, **change)]),), 10)
     with pytest.raises(GeometryError, match=message):
         geometry.check_buffers(buffer_bytes)
 

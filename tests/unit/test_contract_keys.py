@@ -1,6 +1,5 @@
 """Keys and namespaces: pinned, the same in every process, and different whenever anything differs."""
 
-import dataclasses
 import hashlib
 import os
 import struct
@@ -10,6 +9,7 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from lmcache_client.contract.geometry import FULL, SLIDING_WINDOW, Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import KEY_BYTES, ROOT_KEY, ModelTag, chunk_key, encode, namespace_id
@@ -124,16 +124,16 @@ def test_every_part_of_a_key_counts():
 
 
 def replace_group(**change):
-    return Geometry((dataclasses.replace(GROUPS[0], **change), GROUPS[1]), 100)
+    return Geometry((structs.replace(GROUPS[0], **change), GROUPS[1]), 100)
 
 
 @pytest.mark.parametrize(
     ("model", "shards"),
     [
-        (dataclasses.replace(MODEL, model="n"), [GEOMETRY] * 2),
-        (dataclasses.replace(MODEL, details=(("revision", "s"),)), [GEOMETRY] * 2),
-        (dataclasses.replace(MODEL, details=()), [GEOMETRY] * 2),
-        (dataclasses.replace(MODEL, tensor_parallel_size=1, pipeline_parallel_size=2), [GEOMETRY] * 2),
+        (structs.replace(MODEL, model="n"), [GEOMETRY] * 2),
+        (structs.replace(MODEL, details=(("revision", "s"),)), [GEOMETRY] * 2),
+        (structs.replace(MODEL, details=()), [GEOMETRY] * 2),
+        (structs.replace(MODEL, tensor_parallel_size=1, pipeline_parallel_size=2), [GEOMETRY] * 2),
         (MODEL, [GEOMETRY]),
         (MODEL, [GEOMETRY, Geometry(GROUPS[::-1], 100)]),
         (MODEL, [GEOMETRY, replace_group(block_size=32)]),
@@ -149,11 +149,11 @@ def test_whatever_changes_the_bytes_changes_the_namespace(model, shards):
 
 
 def test_where_pages_are_does_not_change_the_namespace():
-    elsewhere = dataclasses.replace(
+    elsewhere = structs.replace(
         replace_group(regions=(Region(buffer=3, offset=8, stride_bytes=999, page_bytes=32),)), num_blocks=7
     )
     assert namespace_id(MODEL, [elsewhere] * 2) == namespace_id(MODEL, [GEOMETRY] * 2)
 
 
 def test_the_world_is_tensor_times_pipeline_parallel():
-    assert dataclasses.replace(MODEL, pipeline_parallel_size=3).world_size == 6
+    assert structs.replace(MODEL, pipeline_parallel_size=3).world_size == 6

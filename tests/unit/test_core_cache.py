@@ -9,7 +9,8 @@ import pytest
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
 from lmcache_server.core import cache as cache_module
 from lmcache_server.core.cache import Cache, Layout, NotReserved, Reservation
-from lmcache_server.core.index import Chunk, StoredObject
+from lmcache_server.core.index import Chunk
+from lmcache_server.core.packed import StoredObject
 
 FRAME_BYTES = 100
 CHUNK_SIZE = 16
@@ -273,8 +274,8 @@ def test_the_leases_of_a_dead_session_end():
     lookup(cache, chain(2))
     lookup(cache, chain(1))
     cache.lookup(PLAIN, chain(2), 0, 32, STRANGER, 0.0)
-    assert cache.drop_session(SESSION) == 2
-    assert cache.drop_session(SESSION) == 0
+    assert cache.drop_owner(SESSION) == 2
+    assert cache.drop_owner(SESSION) == 0
     assert cache.num_leases == 1
     cache.check_integrity()
 
@@ -325,7 +326,7 @@ def test_a_read_outlives_its_lease_its_session_and_clear():
     hit = lookup(cache, chain(2))
     read = open_read(cache, hit)
     cache.release(hit.lease_id, SESSION)
-    assert cache.drop_session(SESSION) == 0
+    assert cache.drop_owner(SESSION) == 0
     assert cache.clear() == 2
     assert (cache.num_chunks, cache.used_frames, cache.free_frames) == (0, 2, 0)
     assert reserve(cache, chain(1)[0]) is NotReserved.NO_ROOM
@@ -358,7 +359,7 @@ def test_a_store_that_ends_after_clear_frees_its_frames_even_while_the_chunk_is_
     cache.clear()
     cache.commit(late)
     assert (cache.used_frames, cache.free_frames) == (1, 2)
-    cache.drop_session(SESSION)
+    cache.drop_owner(SESSION)
     assert cache.free_frames == 3
 
 
@@ -410,7 +411,7 @@ def test_objects_are_packed_without_loss():
     for bit, stored in objects.items():
         chunk.add(bit, stored, 1)
     assert {bit: chunk.get(bit) for bit in objects} == objects
-    assert chunk.objects() == [objects[0], objects[5], objects[40]]
+    assert chunk.packed.objects() == [objects[0], objects[5], objects[40]]
     assert chunk.get(1) is None
 
 

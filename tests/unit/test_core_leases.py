@@ -40,8 +40,8 @@ def test_short_leases_are_bounded_by_their_number() -> None:
     assert lives(cache, granted[-1]), "the newest promise holds"
     assert not lives(cache, granted[0])
     cache.check_integrity()
-    assert cache.drop_session(GREEDY) == cache.num_leases + 4079
-    cache.drop_session(MODEST)
+    assert cache.drop_owner(GREEDY) == cache.num_leases + 4079
+    cache.drop_owner(MODEST)
     assert cache.num_leases == 0
     cache.check_integrity()
 
@@ -90,4 +90,4 @@ def test_releasing_in_any_order_keeps_count() -> None:
         for number in order:
             assert cache.release(granted[number], GREEDY)
     assert cache._leases._cost == 0
-    assert not cache._leases._by_session
+    assert not cache._leases._by_owner

@@ -14,6 +14,7 @@ import pytest
 from harness import pages
 from harness.pages import DATA, NEEDS, SHELL
 from harness.paths import ROOT
+from msgspec import structs
 
 from lmcache_client.connector import settings
 from lmcache_client.connector.settings import PREFIX, WITHOUT_EFFECT, Settings
@@ -148,8 +149,8 @@ def test_the_command_line_page_is_what_the_commands_say() -> None:
 
 def test_the_connectors_keys_are_all_in_its_page() -> None:
     text = (ROOT / "docs" / "connector.md").read_text()
-    for name, field in Settings.__dataclass_fields__.items():
-        default = "(Unix socket)" if field.default == "" else json.dumps(field.default).removesuffix(".0")
+    for name, value in structs.asdict(Settings()).items():
+        default = "(Unix socket)" if value == "" else json.dumps(value).removesuffix(".0")
         assert f"| `{PREFIX}{name}` | {default} |" in text
 
 

@@ -12,6 +12,7 @@ from lmcache_server.errors import StartError
 from lmcache_server.host import machine
 from lmcache_server.host.units import GB_BYTES
 from lmcache_server.l1 import memory as l1_memory
+from lmcache_server.l1 import populate
 from lmcache_server.l1.memory import L1Memory
 
 MIB = 1 << 20
@@ -53,11 +54,11 @@ def test_the_last_byte_can_be_used_before_it_is_populated(open_l1):
     assert ctypes.string_at(memory.base_address + memory.num_bytes - 2, 2) == b"\x00\x07"
 
 
-@pytest.mark.parametrize("advice", [l1_memory._MADV_POPULATE_WRITE, 9999])
+@pytest.mark.parametrize("advice", [populate._MADV_POPULATE_WRITE, 9999])
 def test_populating_leaves_what_was_written(open_l1, monkeypatch, advice):
     """9999 is no advice: that is how a kernel before 5.14 answers to MADV_POPULATE_WRITE."""
-    monkeypatch.setattr(l1_memory, "_MADV_POPULATE_WRITE", advice)
-    monkeypatch.setattr(l1_memory, "PIECE_BYTES", MIB)
+    monkeypatch.setattr(populate, "_MADV_POPULATE_WRITE", advice)
+    monkeypatch.setattr(populate, "PIECE_BYTES", MIB)
     memory = open_l1(40 * MIB + FRAME_BYTES)
     for offset in range(0, memory.num_bytes, FRAME_BYTES):
         ctypes.memset(memory.base_address + offset, 1 + offset // FRAME_BYTES % 255, FRAME_BYTES)
@@ -72,15 +73,15 @@ def test_populating_leaves_what_was_written(open_l1, monkeypatch, advice):
 def _may_lock():
     page = mmap.mmap(-1, 2 * MIB)
     address = ctypes.addressof(ctypes.c_char.from_buffer(page))
-    allowed = l1_memory._libc.mlock(address, 2 * MIB) == 0
+    allowed = populate._libc.mlock(address, 2 * MIB) == 0
     page.close()
     return allowed
 
 
 def test_what_cannot_be_populated_is_said_and_still_works(open_l1, monkeypatch, caplog):
-    monkeypatch.setattr(l1_memory, "_populate_piece", lambda _address, _size_bytes: 12)
+    monkeypatch.setattr(populate, "_populate_piece", lambda _address, _size_bytes: 12)
     memory = open_l1(4 * MIB)
-    for thread in memory._threads:
+    for thread in memory._populator._threads:
         thread.join(10)
     assert "L1 is not populated beforehand but on first use: Cannot allocate memory" in caplog.text
     assert memory.populated_bytes == 0
@@ -88,13 +89,13 @@ def test_what_cannot_be_populated_is_said_and_still_works(open_l1, monkeypatch, 
 
 
 def test_closing_does_not_wait_for_all_of_a_large_memory(monkeypatch):
-    monkeypatch.setattr(l1_memory, "PIECE_BYTES", 2 * MIB)
+    monkeypatch.setattr(populate, "PIECE_BYTES", 2 * MIB)
     memory = L1Memory(1024 * MIB)
     memory.fill()
     started_s = time.monotonic()
     memory.close()
     assert time.monotonic() - started_s < 2.0
-    assert not any(thread.is_alive() for thread in memory._threads)
+    assert not any(thread.is_alive() for thread in memory._populator._threads)
 
 
 def test_a_process_that_is_started_copies_none_of_it(open_l1):

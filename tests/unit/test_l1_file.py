@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.errors import StartError
 from lmcache_server.l1 import file as l1_file
-from lmcache_server.l1 import memory as l1_memory
+from lmcache_server.l1 import populate
 from lmcache_server.l1.file import HEADER_BYTES, MAGIC, L1File
 from lmcache_server.l1.memory import L1Memory
 
@@ -313,13 +313,13 @@ def filling(file, usable_frames=0):
 
 
 def wait_for_end(memory):
-    for thread in memory._threads:
+    for thread in memory._populator._threads:
         thread.join(20)
         assert not thread.is_alive()
 
 
 def test_a_file_grows_piece_by_piece_to_its_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(l1_memory, "PIECE_BYTES", 4 * FRAME_BYTES)
+    monkeypatch.setattr(populate, "PIECE_BYTES", 4 * FRAME_BYTES)
     for path in (tmp_path / "l1", Path(f"/dev/shm/lmcache-test-{os.getpid()}.grow")):
         try:
             with opened(path, 10 * FRAME_BYTES) as file, filling(file) as (memory, grown):
@@ -336,7 +336,7 @@ def test_a_file_grows_piece_by_piece_to_its_size(tmp_path, monkeypatch):
 
 def test_a_full_file_system_costs_the_rest_not_the_server(mounted, monkeypatch, caplog):
     """The space was there at the start and somebody else took it."""
-    monkeypatch.setattr(l1_memory, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(populate, "PIECE_BYTES", 1 << 20)
     directory = mounted("size=8m")
     with opened(directory / "l1", 6 << 20) as file:
         (directory / "other").write_bytes(bytes(4 << 20))

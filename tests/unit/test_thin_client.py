@@ -7,7 +7,7 @@ import pytest
 from lmcache_client.channel import ChannelError, Pending
 from lmcache_client.contract.geometry import GroupSpec
 from lmcache_client.contract.keys import ROOT_KEY, chunk_key, chunk_keys
-from lmcache_client.contract.messages import Done, EndRequest, Found, Joined, Message
+from lmcache_client.contract.messages import Done, Found, Joined, Message, Release
 from lmcache_client.engine import Scheduler, chunk_object, expect, load_message
 
 KEYS = tuple(chunk_keys(([chunk], None) for chunk in range(3)))
@@ -69,12 +69,12 @@ def test_a_lookup_that_nobody_waits_for_gives_its_lease_back(waits: bool) -> Non
     if not waits:
         assert len(channel.sent) == 1
         lookup._finish(Found(48, 9, 30, ()))
-    assert channel.sent[1:] == [EndRequest("engine", (9,), ())]
+    assert channel.sent[1:] == [Release((9,), ())]
 
 
 def test_an_engine_that_is_not_there_yet_is_not_joined() -> None:
     with pytest.raises(ChannelError, match="not all registered"):
-        scheduler(Recorder(Joined(False, 0, b""))).join()
+        scheduler(Recorder(Joined(False, 0))).join()
 
 
 def test_an_answer_of_another_kind_is_an_error() -> None:

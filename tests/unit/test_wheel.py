@@ -116,7 +116,7 @@ def test_installed_it_serves_is_typed_and_uninstalled_it_is_gone(
             deadline = time.monotonic() + 20
             while subprocess.run([lmcache, "ping"], capture_output=True, check=False, **here).returncode:
                 assert time.monotonic() < deadline, "the installed server does not answer"
-            run(lmcache, "bench", "--only", "store,retrieve", "--requests", "1", "--layers", "1", **here)
+            run(lmcache, "bench", "--only", "store,load", "--requests", "1", "--layers", "1", **here)
             assert "ok    server: " in run(lmcache, "doctor", **here)
         finally:
             server.terminate()

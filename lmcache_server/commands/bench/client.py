@@ -10,11 +10,11 @@ from lmcache_client.contract.keys import ModelTag, chunk_keys
 from lmcache_client.contract.messages import (
     MAX_LEASES,
     Done,
-    EndRequest,
     Found,
+    Load,
     Lookup,
     Message,
-    Retrieve,
+    Release,
     Store,
 )
 from lmcache_client.engine import REGISTER_S, Scheduler, Worker, chunk_object, load_message
@@ -85,9 +85,9 @@ class Client:
 
     def lookup_message(self, keys: tuple[bytes, ...]) -> Lookup:
         limit = len(keys) * self.workload.chunk_size
-        return Lookup(self._scheduler.engine_id, "bench", keys, 0, limit, limit + 1)
+        return Lookup("bench", keys, 0, limit, limit + 1)
 
-    def retrieve_message(self, found: Found, key: bytes, turn: int) -> Retrieve:
+    def load_message(self, found: Found, key: bytes, turn: int) -> Load:
         """Into other blocks than in the `turn` before."""
         groups = self._geometry.groups
         tables = [
@@ -98,7 +98,7 @@ class Client:
         ]
         return load_message("bench", found, key, 0, groups, tables)
 
-    def check(self, message: Retrieve) -> None:
+    def check(self, message: Load) -> None:
         """Raises BenchError unless what was stored is now where this, the last message, wanted it."""
         pages = self._memory.reshape(self.workload.layers, self.workload.num_blocks, -1)
         for source, group, ids in zip(self._source, self._geometry.groups, message.block_ids, strict=True):
@@ -109,7 +109,7 @@ class Client:
     def release(self, *found: Found) -> None:
         leases = tuple(each.lease_id for each in found if each.lease_id)
         for start in range(0, len(leases), MAX_LEASES):
-            message = EndRequest(self._scheduler.engine_id, leases[start : start + MAX_LEASES], ())
+            message = Release(leases[start : start + MAX_LEASES], ())
             self.ask(self.scheduler, message, Done, LOOKUP_WAIT_S)
 
     @staticmethod

@@ -41,7 +41,7 @@ def lookup(client: Client, chunks: int) -> Samples:
         seconds = time.perf_counter() - started_s
         if hit.resume_tokens < message.limit_tokens:
             raise BenchError(
-                "the server has no room to keep what is looked up: pass --only store,retrieve, or try again "
+                "the server has no room to keep what is looked up: pass --only store,load, or try again "
                 "when fewer engines use it"
             )
         client.release(hit)
@@ -61,7 +61,7 @@ def store(client: Client, _: int) -> Samples:
         yield Sample(seconds, num_bytes, stored.stored < len(message.objects))
 
 
-def retrieve(client: Client, _: int) -> Samples:
+def load(client: Client, _: int) -> Samples:
     """Leases are taken before the first sample and given up after the last: the figures are of copies."""
     workload = client.workload
     chains = [chain(client.number, request, workload.chunks) for request in range(workload.requests)]
@@ -73,7 +73,7 @@ def retrieve(client: Client, _: int) -> Samples:
         if hit.resume_tokens < whole:
             yield Sample(lost=True)
             continue
-        message = client.retrieve_message(hit, keys[-1], turn)
+        message = client.load_message(hit, keys[-1], turn)
         started_s = time.perf_counter()
         client.ask(client.worker, message, Done)
         seconds = time.perf_counter() - started_s

@@ -6,11 +6,11 @@ import numpy as np
 
 from lmcache_client.contract.geometry import AUTO_CHUNK_TOKENS
 from lmcache_server.commands.bench.crew import Crew, Part, Phase
-from lmcache_server.commands.bench.measure import lookup, ping, retrieve, store
+from lmcache_server.commands.bench.measure import load, lookup, ping, store
 from lmcache_server.commands.bench.workload import BenchError, Workload
 from lmcache_server.host.units import GB_BYTES
 
-OPERATIONS = ("lookup", "store", "retrieve")
+OPERATIONS = ("lookup", "store", "load")
 LOOKUP_CHUNKS = (1, 8, 64, 512)
 """The lengths of the prompts that are looked up; each prompt begins the next."""
 LOOKUPS_PER_REQUEST = 25
@@ -26,7 +26,8 @@ def crews(
 ) -> list[Crew]:  # fmt: skip
     """The crews, which measure one after the other. `model` is a name that nobody has used, `chunk_size` the
     server's (None: auto), the rest are the options of the command. Raises BenchError."""
-    wanted = set(only.split(","))
+    # The name that the first release had for it.
+    wanted = set(only.replace("retrieve", "load").split(","))
     if not wanted <= set(OPERATIONS):
         raise BenchError(f"--only takes some of {','.join(OPERATIONS)}, not {only}")
     tokens = chunk_size or AUTO_CHUNK_TOKENS
@@ -44,7 +45,7 @@ def crews(
         phases: tuple[Phase, ...] = tuple((f"lookup_{n}", lookup, n) for n in LOOKUP_CHUNKS)
         chosen.append(Crew(clients, lookups, (("ping", ping, 0), *phases), lookups.request_l1_bytes))
     if wanted - {"lookup"}:
-        phases = (("store", store, 0), ("retrieve", retrieve, 0))[: 1 + ("retrieve" in wanted)]
+        phases = (("store", store, 0), ("load", load, 0))[: 1 + ("load" in wanted)]
         chosen.append(Crew(workers, workload, phases, workers * requests * workload.request_l1_bytes))
     return chosen
 
@@ -57,7 +58,7 @@ def announcement(crews: list[Crew], l1: dict[str, int]) -> str:
         raise BenchError(
             f"this would store {stored / MIB:,.0f} MiB, more than a quarter of the server's L1 of "
             f"{l1['total_bytes'] / MIB:,.0f} MiB, and evict what engines need: choose fewer --requests, "
-            "--chunks, --layers or --workers, a smaller --page-kb, or no lookups (--only store,retrieve)"
+            "--chunks, --layers or --workers, a smaller --page-kb, or no lookups (--only store,load)"
         )
     memory = max(crew.size * crew.workload.memory_bytes for crew in crews)
     return (

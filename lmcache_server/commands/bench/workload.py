@@ -1,7 +1,9 @@
 """What the bench asks of the server: a geometry that no model has, and how much of it."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from lmcache_client.contract.geometry import (
     FULL,

@@ -1,0 +1,149 @@
+"""L1 backed with memory in the background: each unit of it takes its space, is populated and is pinned."""
+
+import ctypes
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.host.units import GB_BYTES
+
+if TYPE_CHECKING:
+    from lmcache_server.l1.file import L1File
+    from lmcache_server.transfer.pins import Pins
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 32 << 20
+"""What one thread populates at a time; stopping waits for a piece."""
+UNIT_BYTES = 8 * PIECE_BYTES
+"""What one thread takes on, and what is pinned for GPUs at a time."""
+MAX_THREADS = 4
+NICENESS = 10
+
+_MADV_POPULATE_WRITE = 23
+
+_libc = ctypes.CDLL(None, use_errno=True)
+for _function in (_libc.mlock, _libc.munlock):
+    _function.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class FileSpace:
+    """The space of a file of `num_bytes`, given piece by piece. Its first `usable_frames` frames have theirs;
+    `grow(frames)` is told of as many more."""
+
+    def __init__(
+        self, file: "L1File", num_bytes: int, usable_frames: int, grow: Callable[[int], object]
+    ) -> None:
+        self._file = file
+        self._num_bytes = num_bytes
+        self._usable_bytes = usable_frames * FRAME_BYTES
+        self._grow = grow
+
+    def take(self, start: int, end: int) -> bool:
+        """Give these bytes their space; False, which is logged, if there is none."""
+        start = max(start, self._usable_bytes)
+        if start >= end:
+            return True
+        try:
+            self._file.allocate(start, end - start)
+        except OSError as error:
+            logger.error(
+                "L1 has %(size_gb).2f of %(wanted_gb).2f GB and gets no more: no space for %(path)s "
+                "(%(reason)s); free some and start again, or ask for less with --l1-size-gb",
+                {
+                    "size_gb": start / GB_BYTES,
+                    "wanted_gb": self._num_bytes / GB_BYTES,
+                    "path": self._file.path,
+                    "reason": error.strerror,
+                },
+            )
+            return False
+        self._grow((end - start) // FRAME_BYTES)
+        return True
+
+
+class Populator:
+    """Threads that go through the `num_bytes` at `address`, a unit at a time. A file's `space` is taken in
+    order, by one thread."""
+
+    def __init__(
+        self, address: int, num_bytes: int, space: FileSpace | None, populate: bool, pins: "Pins | None"
+    ) -> None:
+        self._address = address
+        self._num_bytes = num_bytes
+        self._space = space
+        self._populate = populate
+        self._pins = pins
+        self._lock = threading.Lock()
+        self._next_offset = 0
+        self._stopping = False
+        count = 1 if space is not None else max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
+        self._threads = [
+            threading.Thread(target=self._work, args=(number,), name=f"l1-fill-{number}", daemon=True)
+            for number in range(count)
+        ]
+        self.populated_bytes = 0
+        """What has its memory so far; of a file, what has its space."""
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Return when no thread works any more."""
+        self._stopping = True
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self, number: int) -> None:
+        # On Linux this is the niceness of this thread alone: engines and copies come first.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        pins = self._pins if self._pins is not None and self._pins.prepare(number) else None
+        for unit in self._units():
+            for offset in range(unit, min(unit + UNIT_BYTES, self._num_bytes), PIECE_BYTES):
+                end = min(offset + PIECE_BYTES, self._num_bytes)
+                if self._stopping or (self._space is not None and not self._space.take(offset, end)):
+                    return
+                self._back(offset, end)
+            if pins is not None and not pins.pin_unit(unit // UNIT_BYTES):
+                pins = None
+
+    def _units(self) -> Iterator[int]:
+        """The offsets of units that no other thread works on."""
+        while not self._stopping:
+            with self._lock:
+                unit = self._next_offset
+                self._next_offset += UNIT_BYTES
+            if unit >= self._num_bytes:
+                return
+            yield unit
+
+    def _back(self, start: int, end: int) -> None:
+        if self._populate and (failure := _populate_piece(self._address + start, end - start)):
+            reason = {"reason": os.strerror(failure)}
+            logger.warning("L1 is not populated beforehand but on first use: %(reason)s", reason)
+            self._populate = False
+        if self._populate or self._space is not None:
+            with self._lock:
+                self.populated_bytes += end - start
+
+
+def _populate_piece(address: int, size_bytes: int) -> int:
+    """Gives every page of the piece memory without changing its content; returns 0 or an errno.
+
+    Writing to the pages from here would race with copies; the kernel does it without.
+    """
+    if _libc.madvise(address, size_bytes, _MADV_POPULATE_WRITE) == 0:
+        return 0
+    failure = ctypes.get_errno()
+    if failure != errno.EINVAL:
+        return failure
+    # Before Linux 5.14: locking populates too, as far as RLIMIT_MEMLOCK allows.
+    if _libc.mlock(address, size_bytes) or _libc.munlock(address, size_bytes):
+        return ctypes.get_errno()
+    return 0
