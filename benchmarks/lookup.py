@@ -142,7 +142,7 @@ def measure(section: Section, index_sizes: list[int]) -> dict[int, float]:
     rows, medians, worst = [], {}, {}
     cases = [(chunks, 1) for chunks in CHUNKS] + [(CROWD_CHUNKS, 1), (CROWD_CHUNKS, CROWD)]
     for size in index_sizes:
-        command = server_command("bench/big_index_server.py", str(size))
+        command = server_command("benchmarks/big_index_server.py", str(size))
         with our_server(0.01, command, chunk_size=CHUNK_TOKENS) as (_, port, variables):
             address = f"ipc://{variables['LMCACHE_RUNTIME_DIR']}/{port}.sock"
             engine = RawEngine(address, GROUPS, BLOCKS, ENGINE_ID, MODEL.model).start()

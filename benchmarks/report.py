@@ -9,7 +9,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 PLOTS = ROOT / "docs" / "benchmarks"
-NOTES = ROOT / "bench" / "notes.md"
+NOTES = ROOT / "benchmarks" / "notes.md"
 """Written by hand: what a run cannot know."""
 Section = Mapping[str, Any]
 

@@ -67,48 +67,48 @@ class Config:
     """The effective configuration of a server."""
 
     host: str = _option(
-        "", _TEXT, "Address to serve engines on, over TCP. Without it: a Unix socket that only this user can "
-        "open.", show_default="a Unix socket")
+        "", _TEXT, "TCP address at which engines reach the server. Without it: a Unix socket that only this "
+        "user can open.", show_default="a Unix socket")
     port: int = _option(
         DEFAULT_PORT, click.IntRange(1, 65535), "TCP port for engines; without --host, the number that names "
         "the Unix socket.")
     allow_remote: bool = _option(
         False, click.BOOL, "Needed for a --host or --http-host other than loopback. Opens the server to "
-        "every machine that can reach it, without password or encryption: they can tell what is cached, "
-        "clear it, and have the server copy between the cache and processes of this machine.")
+        "every machine that can reach it, without password or encryption: such a machine can see what is "
+        "cached, clear the cache, and make the server copy between the cache and processes of this machine.")
     http_host: str = _option(
-        "127.0.0.1", _TEXT, "Address of the status page, /metrics, /healthz and the rest.")
+        "127.0.0.1", _TEXT, "Address for HTTP: the status page, /metrics, /healthz and the other paths.")
     http_port: int = _option(
-        8080, click.IntRange(0, 65535), "TCP port of the status page and the rest of HTTP; 0 takes a free "
-        "one and logs it.")
+        8080, click.IntRange(0, 65535), "TCP port for HTTP; 0 takes a free port and logs it.")
     chunk_size: int | None = _option(
-        None, _CHUNK_SIZE, "Tokens in a chunk, the unit of hits and eviction. auto takes what suits each "
-        "model; a number must be a multiple of the unified block size of every model.",
+        None, _CHUNK_SIZE, "Tokens in a chunk, the unit of hits and eviction. auto chooses a size for each "
+        "model. A number must be a multiple of every model's unified block size: the least common multiple "
+        "of the block sizes of its groups.",
         metavar="TOKENS", show_default="auto")
     l1_size_gb: float = _option(
         4.0, click.FloatRange(0.001, 100_000), "Memory for the cache in GB (1 GB = 2**30 bytes), fractions "
-        "allowed. All of it is taken, in the background, from the start.")
+        "allowed. The server takes all of it, in the background, as soon as it starts.")
     eviction_policy: str = _option(
-        "LRU", _one_of("LRU"), "What goes first when the cache is full: LRU, least recently used.",
-        metavar="POLICY")
+        "LRU", _one_of("LRU"), "Which chunks are evicted first when the cache is full: LRU, the least "
+        "recently used.", metavar="POLICY")
     l1_hugetlb: bool = _option(
         False, click.BOOL, "Take the memory from the huge pages reserved with vm.nr_hugepages. Otherwise the "
-        "system is asked for transparent huge pages.")
+        "server asks the system for transparent huge pages.")
     l1_path: str = _option(
-        "", _TEXT, "File that holds the cache, best in a memory file system such as /dev/shm: after a clean "
-        "stop the next server with the same file and --l1-size-gb has the whole cache back. Without it the "
-        "cache is memory that ends with the server.", metavar="FILE", show_default="none")
+        "", _TEXT, "File that holds the cache, best in a memory file system such as /dev/shm. After a clean "
+        "stop, the next server with the same file and --l1-size-gb restores the whole cache. Without a file, "
+        "the cache ends with the server.", metavar="FILE", show_default="none")
     checksums: bool = _option(
         False, click.BOOL, "Take a checksum of every stored page and check it before the page is loaded. A "
-        "damaged page counts as a miss. --verify, its former name, is deprecated: the next release will not "
-        "know it.")
+        "request that would load a damaged page is recomputed. --verify, its former name, is deprecated: the "
+        "next release will not know it.")
     lease_s: float = _option(
-        120.0, click.FloatRange(1, 86400), "Seconds for which a hit is kept for an engine that does not come "
-        "to fetch it.", metavar="SECONDS")
+        120.0, click.FloatRange(1, 86400), "Seconds for which the server keeps a hit for an engine that has "
+        "not loaded it yet.", metavar="SECONDS")
     log_level: str = _option(
         "info", _one_of("debug", "info", "warning", "error"), "How much to log on stderr.")
     log_format: str = _option(
-        TEXT, _one_of(*FORMATS), "json: one object a line, with what the line names as fields.")
+        TEXT, _one_of(*FORMATS), "json: one object per line, with the event's values as fields.")
     # fmt: on
 
     @property

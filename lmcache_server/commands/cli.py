@@ -51,7 +51,7 @@ def server(**values: Any) -> int:
     """Run the server until SIGTERM or SIGINT.
 
     Each option may also be set by the environment variable shown, or by a key of the TOML file. A flag
-    goes before the environment, the environment before the file, the file before the default.
+    overrides the environment, the environment overrides the file, the file overrides the default.
     """
     config = configuration.checked(values)
     from lmcache_server.app import run
@@ -76,7 +76,7 @@ def status(host: str, port: int, timeout_s: float, as_json: bool) -> None:
 @cli.command()
 @_control_options
 def clear(host: str, port: int, timeout_s: float) -> None:
-    """Make a server forget everything that nobody is using."""
+    """Make a server forget all chunks that are not in use."""
     from lmcache_client.contract.messages import Clear, Cleared
     from lmcache_server.commands import control
 
@@ -108,8 +108,8 @@ def ping(host: str, port: int, timeout_s: float) -> None:
 def doctor(context: click.Context, /, as_json: bool, **options: Any) -> int:
     """Check this machine, this Python environment and a running server.
 
-    A line for each check, with the command that helps where something is wrong. Run it as the server's user;
-    what is not given is taken from the running server. The exit code is 1 when a check fails.
+    Prints one line for each check, and the fix where something is wrong. Run it as the server's user.
+    Options that you leave out come from the running server. The exit code is 1 when a check fails.
     """
     import dataclasses
     import json
@@ -148,7 +148,7 @@ def _count(flag: str, default: int, meaning: str, most: int | None = 1024) -> Ca
     type=click.Choice(["full", "hybrid"]),
     default="full",
     show_default=True,
-    help="Full attention alone, or a sliding-window and a recurrent group beside it.",
+    help="Only full attention, or also a sliding-window and a recurrent group.",
 )
 @_count("--chunks", 4, "Chunks per request.")
 @_count("--requests", 20, "Requests per engine.", None)
@@ -157,15 +157,15 @@ def _count(flag: str, default: int, meaning: str, most: int | None = 1024) -> Ca
     default="lookup,store,load",
     show_default=True,
     metavar="LIST",
-    help="What to measure; load measures store first.",
+    help="What to measure; load also measures store, first.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print settings and figures as JSON.")
 def bench(host: str, port: int, timeout_s: float, as_json: bool, **settings: Any) -> None:
     """Measure a running server with synthetic engines.
 
-    A chunk has 4 blocks, and a block has a page in each layer; lookups are of 1 to 512 small chunks. At most
-    a quarter of L1 is filled, with chunks that no engine can use; they are forgotten when the bench ends.
-    Engines that are served meanwhile are slower.
+    A chunk has 4 blocks, and a block has a page in each layer. Lookups ask for 1 to 512 small chunks. The
+    bench fills at most a quarter of L1. No engine can use its chunks, and the server forgets them when the
+    bench ends. Engines that are served meanwhile are slower.
     """
     import json
 
@@ -185,13 +185,13 @@ def bench(host: str, port: int, timeout_s: float, as_json: bool, **settings: Any
 
 @cli.command()
 @click.argument("url")
-@click.option("--model", help="Which of the models that vLLM serves.  [default: the first]")
+@click.option("--model", help="The model to ask, if vLLM serves several.  [default: the first]")
 @click.option(
     "--prompts",
     "prompts_file",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Prompts, one a line: text, a JSON string, or a JSON list of token ids.  [default: built in]",
+    help="Prompts, one per line: text, a JSON string, or a JSON list of token ids.  [default: built in]",
 )
 @click.option(
     "--tokens",
@@ -209,12 +209,12 @@ def bench(host: str, port: int, timeout_s: float, as_json: bool, **settings: Any
 def verify(
     url: str, prompts_file: Path | None, lengths: tuple[int, ...], as_json: bool, **options: Any
 ) -> int:
-    """Prove that what vLLM at URL gets from the cache is right, whatever its model.
+    """Check that vLLM at URL answers the same with the cache as without it, whatever its model.
 
-    Sends prompts at temperature 0, computed first (twice, to know the engine's own noise) and then, after
-    a reset of vLLM's own prefix cache, served by the server; compares tokens and log probabilities. Start
-    vLLM with VLLM_SERVER_DEV_MODE=1 for the reset, and let nobody else use it meanwhile. What was sent
-    stays in the cache until it is evicted, where nobody else can use it.
+    Sends each prompt at temperature 0. vLLM computes it twice, which shows the engine's own noise. After a
+    reset of vLLM's own prefix cache, it answers from the server's cache. Compares tokens and log
+    probabilities. Start vLLM with VLLM_SERVER_DEV_MODE=1 for the reset, and let nobody else use it meanwhile.
+    The prompts stay in the cache until they are evicted; nobody else can use them.
 
     The exit code is 1 when something differs or nothing was served.
     """
