@@ -67,7 +67,7 @@ watch-vllm: install
 	@$(BIN)/python scripts/watch_vllm.py $(VLLM) || [ $$? = 1 ]
 
 # Neither vLLM nor the virtual environment is needed: an interpreter that has torch, cupy, pyzmq, pytest and
-# what the server needs (click, uvloop, msgpack, prometheus-client).
+# what the server needs (click, uvloop, msgpack, msgspec, prometheus-client).
 GPU_PYTHON ?= python3
 GPU_TESTS := -m pytest -c tests/gpu/pytest.ini --rootdir=. --confcutdir=tests/gpu
 
