@@ -5,6 +5,7 @@ import re
 
 import pytest
 from harness.paths import ROOT
+from msgspec import structs
 
 from lmcache_client.connector.settings import PREFIX, Settings, parse
 
@@ -12,7 +13,7 @@ from lmcache_client.connector.settings import PREFIX, Settings, parse
 def test_the_documents_name_every_key_with_its_default() -> None:
     page = (ROOT / "docs/connector.md").read_text()
     rows = dict(re.findall(r"\| `(lmcache\.mp\.\w+)` \| ([^|]+) \|", page))
-    for name, default in vars(Settings()).items():
+    for name, default in structs.asdict(Settings()).items():
         shown = rows.pop(PREFIX + name).strip()
         number = f"{default:g}" if isinstance(default, float) else str(default).lower()
         assert shown == ("(Unix socket)" if name == "host" else number)
@@ -56,10 +57,10 @@ def test_keys_of_lmcache_that_mean_nothing_here_are_named() -> None:
     ("extra", "sentence"),
     [
         ({"lmcache.mp.prot": 1}, "unknown key 'lmcache.mp.prot'"),
-        ({"lmcache.mp.port": "many"}, "lmcache.mp.port in kv_connector_extra_config must be a int"),
-        ({"lmcache.mp.port": -1}, "must be a int"),
-        ({"lmcache.mp.load_timeout_s": True}, "must be a float"),
-        ({"lmcache.mp.strict_resume_points": "yes"}, "must be a bool"),
+        ({"lmcache.mp.port": "many"}, "lmcache.mp.port in kv_connector_extra_config is 'many': expected `int`"),
+        ({"lmcache.mp.port": -1}, "is -1: expected `int` >= 1"),
+        ({"lmcache.mp.load_timeout_s": True}, "is True: expected `float`"),
+        ({"lmcache.mp.strict_resume_points": "yes"}, "is 'yes': expected `bool`"),
     ],
 )
 def test_bad_keys_are_refused_with_a_sentence(extra: dict[str, object], sentence: str) -> None:
