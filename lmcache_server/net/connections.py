@@ -5,6 +5,7 @@ and every message knows the descriptor that it came through (ZMQ_SRCFD). This ho
 namespace and over TCP, where a process id says nothing.
 """
 
+import contextlib
 import logging
 import time
 
@@ -16,6 +17,7 @@ from lmcache_server.host import descriptors
 logger = logging.getLogger(__name__)
 
 TOLD_AGAIN_S = 60.0
+QUIET_MS = 50
 _MONITOR = "inproc://connections"
 _READABLE = int(zmq.POLLIN)
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
@@ -87,5 +89,12 @@ class Connections:
             )
 
     def close(self) -> None:
+        """Take no more connections, then stop following them."""
+        # libzmq reports a connection under the lock that `disable_monitor` takes, and under it waits for room
+        # in the monitor's queue. So the queue is emptied until nothing more comes.
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.unbind(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        while self._monitor.poll(QUIET_MS):
+            recv_monitor_message(self._monitor, zmq.NOBLOCK)
         self._socket.disable_monitor()
         self._monitor.close(0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import fcntl
 import os
 from collections.abc import Iterator
@@ -44,6 +45,9 @@ def bound_socket(config: Config) -> Iterator[tuple["zmq.Socket[bytes]", Connecti
         except EndpointError as error:
             raise StartError(str(error)) from error
         context: zmq.Context[zmq.Socket[bytes]] = stack.enter_context(zmq.Context())
+        # ROUTER names its clients by counting up from rand(), which libzmq does not seed, and a peer that has
+        # given itself the next name ends the process: zmq_assert in socket_base.cpp, libzmq 4.3.5.
+        ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4), "little"))
         socket = stack.enter_context(context.socket(zmq.ROUTER))
         socket.setsockopt(zmq.LINGER, 200)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
