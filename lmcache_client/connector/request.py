@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
 
 class Asking(NamedTuple):
-    """A lookup under way: of what is restorable beyond the `computed` tokens that the engine held."""
+    """A lookup under way: of what is restorable beyond the `computed` tokens that the engine held, up to the
+    resume point `limit`."""
 
     lookup: Pending
     computed: int
+    limit: int
     since_s: float
 
 

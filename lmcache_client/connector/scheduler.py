@@ -103,8 +103,8 @@ class SchedulerSide:
     def _join(self, _channel: Channel) -> None:
         joined = self.client.join()
         # vLLM takes any hit length and computes nonsense from a misaligned one.
-        assert joined.chunk_size > 0
-        assert joined.chunk_size % self._unified == 0
+        if not joined.chunk_size or joined.chunk_size % self._unified:
+            raise ValueError(f"the server's chunk size {joined.chunk_size} does not fit this engine")
         self.chunk_size = joined.chunk_size
         if not self._advice and (advice := self._advise(joined.chunk_size)):
             self._advice = advice
@@ -127,8 +127,6 @@ class SchedulerSide:
         if state is None or state.found.resume_tokens <= computed:
             self._release(tracked)
             return 0, False
-        assert state.found.resume_tokens % self.chunk_size == 0
-        assert state.found.resume_tokens <= limit
         return state.found.resume_tokens - computed, True
 
     def _ask(self, tracked: Tracked, computed: int, limit: int) -> Asking | Promised | None:
@@ -147,7 +145,7 @@ class SchedulerSide:
             keys = tracked.keys_of(limit // self.chunk_size)
             num_tokens, timeout_s = tracked.request.num_tokens, self._settings.lookup_timeout_s
             lookup = self.client.lookup(tracked.name, keys, computed, limit, num_tokens, timeout_s)
-            tracked.state = state = Asking(lookup, computed, now_s)
+            tracked.state = state = Asking(lookup, computed, limit, now_s)
         self.channel.poll(state.lookup, LOOKUP_WAIT_S)
         return self._answered(tracked, state, computed) if state.lookup.done else state
 
@@ -157,6 +155,11 @@ class SchedulerSide:
         if not isinstance(found, Found):
             trace(tracked.request.request_id, "not looked up: %s", asked.lookup.error)
             return None
+        if not self._fits(found, asked.limit):
+            # Whatever a server says, the engine goes on: this is a miss.
+            trace(tracked.request.request_id, "not looked up: the answer does not fit the question")
+            self.client.forget(asked.lookup)
+            return None
         tracked.held = found.held
         tracked.state = promised = Promised(found, asked.computed, asked.since_s)
         trace(tracked.request.request_id, "can be resumed at %d tokens", found.resume_tokens)
@@ -165,6 +168,13 @@ class SchedulerSide:
             self._release(tracked)
             return asked
         return promised
+
+    def _fits(self, found: Found, limit: int) -> bool:
+        return (
+            len(found.held) == len(self.groups)
+            and found.resume_tokens <= limit
+            and not found.resume_tokens % self.chunk_size
+        )
 
     def new_request(self, request: "Request") -> None:
         """vLLM's on_new_request."""

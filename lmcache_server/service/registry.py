@@ -212,6 +212,8 @@ class Registry:
             self._end_shard(session)
         if self.sessions.get(session.identity) is not session:
             raise Refusal(messages.NOT_REGISTERED, "the session ended before it was registered")
+        if not self.engines.fits(message.engine_id, message.rank, message.model, message.ephemeral):
+            raise _taken(message.engine_id)
         session.shard = Shard(
             message.engine_id,
             message.rank,
@@ -256,6 +258,9 @@ class Registry:
 
     def _join_engine(self, session: Session, shard: Shard) -> Message:
         """A proven shard becomes part of its engine, which is complete with its last shard."""
+        if not self.engines.fits(shard.engine_id, shard.rank, shard.model, shard.ephemeral):
+            self._end_shard(session)
+            raise _taken(shard.engine_id)
         shard.proven = True
         engine = self.engines.add(shard)
         try:
@@ -296,7 +301,9 @@ class Registry:
         layout = engine.layout if engine is not None else None
         if layout is None:
             return Joined(False, 0)
-        session.joined = message.engine_id
+        if any(each.joined == message.engine_id for each in self.sessions.values() if each is not session):
+            raise _taken(message.engine_id)
+        session.joined, session.joined_namespace = message.engine_id, layout.namespace
         return Joined(True, layout.chunk_size)
 
     def not_cached(self, session: Session, message: NotCached) -> Message:
@@ -315,9 +322,9 @@ class Registry:
         return Done()
 
     def joined_layout(self, session: Session) -> Layout:
-        """The layout of the engine that this scheduler has joined."""
+        """The layout of the engine that this scheduler has joined; it computed its keys and blocks by it."""
         engine = self.engines.get(session.joined)
-        if engine is None or engine.layout is None:
+        if engine is None or engine.layout is None or engine.layout.namespace != session.joined_namespace:
             raise Refusal(messages.NOT_REGISTERED, f"engine {session.joined!r} is not registered")
         return engine.layout
 
@@ -327,9 +334,7 @@ class Registry:
         engine = self.engines.get(shard.engine_id) if shard is not None else None
         if shard is None or not shard.proven or engine is None or engine.layout is None:
             raise Refusal(messages.NOT_REGISTERED, "the engine of this worker is not (yet) registered")
-        if engine.shards.get(shard.rank) is not shard:
-            # The layout is of whoever came later: pages would go into another model's namespace.
-            raise Refusal(messages.NOT_REGISTERED, "another worker has registered as this one")
+        assert engine.shards[shard.rank] is shard, "an engine has one worker of each rank"
         if session.jobs >= MAX_JOBS:
             raise Refusal(messages.OVERLOADED, f"{MAX_JOBS} copies of this worker are waiting already")
         if session.waiting_bytes + request_bytes > MAX_WAITING_BYTES:
@@ -341,3 +346,11 @@ class Registry:
         self._closed = True
         for session in list(self.sessions.values()):
             self.drop(session, "the server ends")
+
+
+def _taken(engine_id: str) -> Refusal:
+    return Refusal(
+        messages.ENGINE_ID_TAKEN,
+        f"another live engine has the engine_id {engine_id!r}: give each engine an engine_id of its own in "
+        "--kv-transfer-config, or leave it out",
+    )

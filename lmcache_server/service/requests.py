@@ -6,6 +6,9 @@ from typing import Any
 from lmcache_client.contract.messages import Message
 from lmcache_server.service.sessions import Session
 
+MAX_TEXT = 300
+"""Characters of a value in a line of the log."""
+
 logger = logging.getLogger("lmcache_server.service.router")
 
 
@@ -36,4 +39,9 @@ def log_request(
     if session is not None:
         fields |= {"session": session.session_id, "pid": session.pid}
         fields |= {"engine": session.engine_id, "model": session.model}
-    logger.log(level, text, fields | values, exc_info=trace)
+    # Names and reasons may hold as many characters as a client likes.
+    cut = {
+        name: value[:MAX_TEXT] if isinstance(value, str) else value
+        for name, value in (fields | values).items()
+    }
+    logger.log(level, text, cut, exc_info=trace)

@@ -7,6 +7,7 @@ the client registered and proved.
 
 import json
 import logging
+import math
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
@@ -46,6 +47,8 @@ from lmcache_server.telemetry.metrics import Metrics
 logger = logging.getLogger(__name__)
 
 STATUS_PIECE_CHARS = 16_384
+WARN_AGAIN_S = 60.0
+MAX_WARNED = 1024
 
 Send = Callable[[bytes, bytes], None]
 Reply = Message | Coroutine[Any, Any, Message]
@@ -87,6 +90,8 @@ class Router:
         self._send = send
         self._status = status
         self._logged_other_version = False
+        self._warned_s: dict[tuple[str, str], float] = {}
+        """When a refused registration was last logged as a warning, by engine and code; bounded."""
         self._for_anyone: dict[type[Any], Callable[[bytes, Any], Reply]] = {
             Hello: registry.hello,
             Ping: lambda _identity, _message: Done(),
@@ -188,7 +193,8 @@ class Router:
             if operation in _REMEMBERED and error.code != messages.NOT_REGISTERED:
                 self._remember(f"{operation} refused", request, str(error))
             # An engine that is not served is an event; a request that is not costs only time.
-            matters = operation == "register" and session is not None
+            message = request.message if session is not None else None
+            matters = isinstance(message, Register) and self._is_news(message, error.code)
             client = "session %(session)d (pid %(pid)d, model %(model)r): " if session is not None else ""
             log_request(
                 logging.WARNING if matters else logging.DEBUG,
@@ -209,6 +215,16 @@ class Router:
         )
         self._remember(f"{operation} failed", request, "the server failed on a request; its log says why")
         return Refused(messages.INTERNAL, "the server failed on this request; its log says why")
+
+    def _is_news(self, message: Register, code: str) -> bool:
+        """Whether this was not logged lately: an engine that was refused comes again every few seconds."""
+        now_s, name = self._system.now_s(), (message.engine_id, code)
+        if now_s - self._warned_s.pop(name, -math.inf) < WARN_AGAIN_S:
+            return False
+        self._warned_s[name] = now_s
+        if len(self._warned_s) > MAX_WARNED:
+            del self._warned_s[next(iter(self._warned_s))]
+        return True
 
     def _answer(self, request: Request, reply: Message) -> None:
         code = reply.code if isinstance(reply, Refused) else ""

@@ -54,6 +54,8 @@ class Session:
     model: str = ""
     """That of its last attempt to register, for the log."""
     joined: str = ""
+    joined_namespace: bytes = b""
+    """The engine that this scheduler asks for, and the namespace that it was answered with."""
     not_cached: NotCached | None = None
     """What an engine said that does not use the cache."""
     shard: Shard | None = None
@@ -157,12 +159,17 @@ class Engines:
     def get(self, engine_id: str) -> Engine | None:
         return self._engines.get(engine_id)
 
+    def fits(self, engine_id: str, rank: int, model: ModelTag, ephemeral: bool) -> bool:
+        """Whether no live engine of this id has another model, or a worker of this rank already."""
+        engine = self._engines.get(engine_id)
+        return engine is None or (
+            (engine.model, engine.ephemeral) == (model, ephemeral) and rank not in engine.shards
+        )
+
     def add(self, shard: Shard) -> Engine:
-        """A proven shard joins its engine; a shard of the same rank before it is replaced."""
-        engine = self._engines.get(shard.engine_id)
-        if engine is None or (engine.model, engine.ephemeral) != (shard.model, shard.ephemeral):
-            engine = Engine(shard.engine_id, shard.model, shard.ephemeral)
-            self._engines[shard.engine_id] = engine
+        """A proven shard, which fits, joins its engine."""
+        new = Engine(shard.engine_id, shard.model, shard.ephemeral)
+        engine = self._engines.setdefault(shard.engine_id, new)
         engine.shards[shard.rank] = shard
         engine.layout = None
         return engine

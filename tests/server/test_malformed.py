@@ -322,18 +322,38 @@ def test_lies_about_leases_load_nothing(peer: Peer, server: LMCacheServer) -> No
     assert not peer.memory[4096 : 33 * 4096].any(), "the honest one loads"
 
 
-def test_of_two_engines_of_one_name_the_later_counts(peer: Peer, server: LMCacheServer) -> None:
-    """Pages of the earlier one, of another model, must not come to lie in the later one's namespace."""
+def test_of_two_live_engines_of_one_name_the_later_is_told(peer: Peer, server: LMCacheServer) -> None:
     peer.live("join")
-    with Peer(server.address) as later:
-        later.model = ModelTag("another model", (), 1, 1)
-        later.live("join")
-        refused(peer.ask(peer.store()), messages.NOT_REGISTERED)
-        found = later.ask(later.lookup())
-        assert isinstance(found, messages.Found)
-        assert found.resume_tokens == 0
-        assert isinstance(later.ask(later.store()), messages.Stored)
-        later.ask(messages.Goodbye())
+    for model in (peer.model, ModelTag("another model", (), 1, 1)):
+        with Peer(server.address) as later:
+            later.model = model
+            later.live("hello")
+            refused(later.ask(later.register()), messages.ENGINE_ID_TAKEN)
+            refused(later.ask(later.message("join")), messages.ENGINE_ID_TAKEN)
+            assert isinstance(peer.ask(peer.store()), messages.Stored), "the earlier one is not disturbed"
+            later.ask(messages.Goodbye())
+    peer.ask(messages.Goodbye())
+    with Peer(server.address) as heir:
+        heir.live("lookup")
+        assert heir.found is not None
+        assert heir.found.resume_tokens
+        heir.ask(messages.Goodbye())
+
+
+def test_a_scheduler_asks_only_in_the_namespace_that_it_joined(server: LMCacheServer) -> None:
+    """Another engine may get the name when the workers of the first have gone and its scheduler has not."""
+    with Peer(server.address, "prod") as scheduler, Peer(server.address, "prod") as worker:
+        worker.live("prove")
+        scheduler.live("hello")
+        assert scheduler.ask(scheduler.message("join")) == messages.Joined(True, CHUNK_SIZE)
+        assert isinstance(scheduler.ask(scheduler.lookup()), messages.Found)
+        worker.ask(messages.Goodbye())
+        with Peer(server.address, "prod") as other:
+            other.model = ModelTag("another model", (), 1, 1)
+            other.live("prove")
+            refused(scheduler.ask(scheduler.lookup()), messages.NOT_REGISTERED)
+            refused(scheduler.ask(scheduler.release()), messages.NOT_REGISTERED)
+            other.ask(messages.Goodbye())
 
 
 def test_after_all_that_the_cache_serves(server: LMCacheServer) -> None:
