@@ -11,6 +11,7 @@ ended. Memory that a request names must not be reused before it is settled.
 """
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ GREET_TIMEOUT_S = 5.0
 PING_AFTER_S = 1.0
 PING_TIMEOUT_S = 2.0
 RETRY_REFUSED_S = 5.0
+PROBE_INTERVAL_S = 1.0
 OVERDUE_S = 30.0
 """A server that is heard so long after a deadline will not answer that request any more: it drops replies
 for a client that does not read them."""
@@ -109,6 +111,8 @@ class Channel:
         self._closed = system.event()
         self._attempted = system.event()
         self._server: Process | None = None
+        self._probe_s = 0.0
+        self._refused_since_s = math.inf
         self._last_heard_s = 0.0
         self._ping: Pending | None = None
         self.boot_id = b""
@@ -246,14 +250,29 @@ class Channel:
         if self._connection is not None:
             self._connection.close()
         self._connection = None if self._closed.is_set() else self.system.connect(self._address)
-        self._settle_if_dead()
+        if self._server is not None and self._server.ended():
+            self._settle()
         if was_ready:
             self._on_state(False, f"{reason}: requests are computed without it until it is back")
 
     def _settle_if_dead(self) -> None:
-        """A process that has ended copies nothing any more. Where process ids are not shared there is no
-        descriptor to ask; then the end of its sockets has to do, which follows the end of its threads."""
-        if self._unsettled and (self._server is None or self._server.ended()):
+        """A process that has ended copies nothing any more. Where this process has no descriptor of it, the
+        kernel must have refused connections for a while: a socket closes when the last thread has ended or,
+        if the server ends in order, a moment before."""
+        if not self._unsettled or self._server is not None:
+            self._refused_since_s = math.inf
+            if self._unsettled and self._server is not None and self._server.ended():
+                self._settle()
+            return
+        now_s = self.system.now_s()
+        if now_s < self._probe_s:
+            return
+        self._probe_s = now_s + PROBE_INTERVAL_S
+        if not self.system.nobody_listens(self._address):
+            self._refused_since_s = math.inf
+            return
+        self._refused_since_s = min(self._refused_since_s, now_s)
+        if now_s - self._refused_since_s >= OVERDUE_S:
             self._settle()
 
     def _settle(self) -> None:
@@ -319,7 +338,10 @@ class Channel:
         with self._lock:
             if self._server is not None:
                 self._server.close()
-            self._server = self.system.open_process(welcome.server_pid)
+            # A number that the server gives may mean another process here.
+            peer_pid = self._connection.peer_pid() if self._connection is not None else None
+            pid = welcome.server_pid if peer_pid is None else peer_pid
+            self._server = self.system.open_process(pid) if pid else None
             self.server_pid = welcome.server_pid
             self.boot_id = welcome.boot_id
             self._settle()

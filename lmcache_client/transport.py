@@ -6,6 +6,8 @@ The simulation in the tests replaces this as a whole; everything else of the con
 import math
 import os
 import select
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from lmcache_client.contract.codec import MAX_MESSAGE_BYTES
 from lmcache_client.memory.host import allow_tracer
 
 RECONNECT_MS = 100
+PROBE_S = 0.2
 _READABLE = int(zmq.POLLIN)
 
 
@@ -40,6 +43,8 @@ class Connection:
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
+        self._descriptor = -1
+        """The connection's own, once it is up; libzmq's to close."""
         self._poll = select.poll()
         self._poll.register(int(self._socket.getsockopt(zmq.FD)), select.POLLIN)
         self._socket.connect(address)
@@ -63,10 +68,23 @@ class Connection:
         try:
             if not _is_readable(self._monitor):
                 return None
-            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
+            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
         except zmq.ZMQError:
             return None
-        return bool(event != zmq.EVENT_DISCONNECTED)
+        is_up = event["event"] != zmq.EVENT_DISCONNECTED
+        self._descriptor = event["value"] if is_up else -1
+        return is_up
+
+    def peer_pid(self) -> int | None:
+        """The process id of the server as this process sees it, 0 if it does not see it; None over TCP, where
+        the kernel does not say."""
+        try:
+            with socket.fromfd(self._descriptor, socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+                if peer.getsockopt(socket.SOL_SOCKET, socket.SO_DOMAIN) != socket.AF_UNIX:
+                    return None
+                return int(struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+        except OSError:
+            return 0
 
     def wait(self, wait_s: float) -> None:
         """Until a frame has arrived, or `wait_s` is over, rounded up to milliseconds. Only when `receive`
@@ -135,6 +153,22 @@ class System:
             return Process(os.pidfd_open(pid))
         except OSError:
             return None
+
+    def nobody_listens(self, address: str) -> bool:
+        """Whether the kernel refuses a connection to a ZeroMQ address: whoever listened there has ended."""
+        try:
+            if address.startswith("ipc://"):
+                with socket.socket(socket.AF_UNIX) as probe:
+                    probe.settimeout(PROBE_S)
+                    probe.connect(address.removeprefix("ipc://"))
+            else:
+                host, _, port = address.removeprefix("tcp://").rpartition(":")
+                socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
+        except (ConnectionRefusedError, FileNotFoundError):
+            return True
+        except OSError:
+            return False
+        return False
 
     def allow_tracer(self, pid: int) -> None:
         allow_tracer(pid)

@@ -24,6 +24,14 @@ def _settled_when_broken() -> None:
     Channel._settle_if_dead = Channel._settle  # type: ignore[method-assign]
 
 
+def _no_descriptor_means_dead() -> None:
+    def hasty(self: Channel) -> None:
+        if self._server is None or self._server.ended():
+            self._settle()
+
+    Channel._settle_if_dead = hasty  # type: ignore[method-assign]
+
+
 def _window_too_short() -> None:
     first_needed_token = GroupSpec.first_needed_token
 
@@ -77,6 +85,7 @@ BUGS: dict[str, Callable[[], None]] = {
     for bug in (
         _blocks_not_held,
         _settled_when_broken,
+        _no_descriptor_means_dead,
         _window_too_short,
         _failed_store_committed,
         _load_of_an_evicted_chunk,

@@ -78,6 +78,9 @@ class Link:
         while not self._inbox and not self._closed and self.world.now_s < limit_s:
             self.world.sleep(0.0001)
 
+    def peer_pid(self) -> int | None:
+        return None
+
     def close(self) -> None:
         self._closed = True
         self._inbox.clear()
@@ -163,6 +166,8 @@ class ClientSystem:
         self.network = network
         self.world = network.world
         self.process = process
+        self.is_blind = self.world.chance(0.1)
+        """It has no descriptor of the server's process: another process namespace, or none to spare."""
 
     def pid(self) -> int:
         return self.process.pid
@@ -190,7 +195,10 @@ class ClientSystem:
 
     def open_process(self, pid: int) -> Watched | None:
         process = self.world.processes.get(pid)
-        return None if process is None or process.exited else Watched(process)
+        return None if self.is_blind or process is None or process.exited else Watched(process)
+
+    def nobody_listens(self, address: str) -> bool:
+        return self.network.listener is None or self.network.listener.process.exited
 
     def allow_tracer(self, pid: int) -> None:
         pass
