@@ -57,7 +57,7 @@ CASES = [
     (
         preflight.l1_file("/dev/shm/x", "/dev/shm", True, GB, GB // 2, GB // 4),
         FAIL,
-        "--l1-size-gb asks for 0.50 GB and 0.25 GB are available (the file system of /dev/shm/x, /dev/shm)",
+        "--l1-size-gb asks for 0.50 GB, but 0.25 GB are available (the file system of /dev/shm/x, /dev/shm)",
         "size=2G /dev/shm",
     ),
     (
@@ -71,7 +71,7 @@ CASES = [
     (
         preflight.memory(100 * GB, 2 * GB, 8 * GB, "the limit"),
         FAIL,
-        "--l1-size-gb asks for 98.00 GB and 8.00 GB are available (the limit)",
+        "--l1-size-gb asks for 98.00 GB, but 8.00 GB are available (the limit)",
         "lmcache server --l1-size-gb 9  (or free memory)",
     ),
     (preflight.memory(GB, 0, 1 << 20, "the limit"), FAIL, "0.00 GB are available", "free memory"),
