@@ -11,7 +11,7 @@ from click.core import ParameterSource
 
 from lmcache_client.contract.version import VERSION
 from lmcache_server import config as configuration
-from lmcache_server.config import OPTIONS
+from lmcache_server.config import OPTIONS, Command
 from lmcache_server.errors import CommandError, StartError
 from lmcache_server.host.logs import printable
 
@@ -19,7 +19,6 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 CONTROL_TIMEOUT_S = 2.0
 
-Command = Callable[..., Any]
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
