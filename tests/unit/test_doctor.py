@@ -24,7 +24,7 @@ CASES = [
     (checks.memlock(UNLIMITED, GB, 1), OK, "unlimited, for 1.0 GiB", ""),
     (checks.memlock(GB, GB, 1), OK, "1.0 GiB", ""),
     (checks.memlock(GB - 1, GB, 1), WARN, "need all 1.0 GiB", "ulimit -l unlimited"),
-    (checks.transparent_huge_pages(None, THP), WARN, "this kernel has none", ""),
+    (checks.transparent_huge_pages(None, THP), WARN, "not in this kernel", ""),
     (checks.transparent_huge_pages("always [madvise] never", THP), OK, "madvise", ""),
     (checks.transparent_huge_pages("[always] madvise never", THP), OK, "always", ""),
     (
@@ -111,14 +111,14 @@ CASES = [
     (checks.plugin("0.32.0", "", "a,b"), FAIL, "leaves lmcache_mp out", "VLLM_PLUGINS=a,b,lmcache_mp"),
     (checks.plugin("0.32.0", "", ""), FAIL, "leaves lmcache_mp out", "VLLM_PLUGINS=lmcache_mp"),
     (checks.server(VERSION, "port 1"), OK, f"{VERSION} at port 1", ""),
-    (checks.server("9.9", "port 1"), FAIL, f"9.9 at port 1, and {VERSION}", "lmcache-mp==9.9"),
-    (checks.connectors("", []), OK, "none known", ""),
+    (checks.server("9.9", "port 1"), FAIL, f"9.9 at port 1, but {VERSION}", "lmcache-mp==9.9"),
+    (checks.connectors("", []), OK, "unknown without", ""),
     (checks.connectors("1", []), OK, "0 connected", ""),
     (checks.connectors("1", [session(), session(), session(engine_id="")]), OK, "1 connected", ""),
     (
         checks.connectors("1", [session(vllm_version="3"), session(vllm_version="2", pid=8)]),
         OK,
-        "2 connected, of no other version, in vLLM 2 and 3",
+        "2 connected, all of the server's version, in vLLM 2 and 3",
         "",
     ),
     (
