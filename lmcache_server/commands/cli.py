@@ -219,7 +219,7 @@ def verify(
 
     vllm = VllmServer(url, **options)
     vllm.counters()
-    cases = prompts.from_file(prompts_file) if prompts_file else prompts.built_in(vllm, list(lengths))
+    cases = prompts.from_file(prompts_file) if prompts_file else prompts.built_in(vllm, lengths)
     click.echo(printable(f"{vllm.url}, {vllm.model}: {len(cases)} prompts, one at a time"), err=True)
     if not as_json:
         click.echo(run.HEADER)

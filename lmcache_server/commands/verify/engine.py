@@ -77,9 +77,7 @@ class VllmServer:
             self.max_tokens = int(models.get(self.model) or 0)
             names = ", ".join(models) or "none"
         if self.model not in models:
-            raise VerifyError(
-                f"vLLM has no model {self.model!r}: choose one of its models with --model ({names})"
-            )
+            raise VerifyError(f"vLLM has no model {self.model!r}: --model can be {names}")
 
     def ask(self, prompt: Prompt, max_tokens: int, salt: str = "") -> Answer:
         """Stream the completion at temperature 0. Requests with different salts share no cached pages."""

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +34,7 @@ class Case:
         return self.prompt == self.stored
 
 
-def built_in(vllm: VllmServer, lengths: list[int] | None) -> list[Case]:
+def built_in(vllm: VllmServer, lengths: Sequence[int]) -> list[Case]:
     """A prompt of about each length in tokens, and one that continues the beginning of the middle prompt.
 
     The default lengths are an eighth, a quarter, half and all of what the model takes, up to
@@ -42,9 +43,8 @@ def built_in(vllm: VllmServer, lengths: list[int] | None) -> list[Case]:
     most = vllm.max_tokens - ANSWER_TOKENS if vllm.max_tokens else DEFAULT_MAX_TOKENS
     longest = min(int(most * _SLACK), DEFAULT_MAX_TOKENS)
     lengths = lengths or [longest // part for part in (8, 4, 2, 1)]
-    too_long = [length for length in lengths if length > most]
-    if too_long or min(lengths) < 1:
-        raise VerifyError(f"prompts can have 1 to {most} tokens here, not {(too_long or lengths)[0]}")
+    if wrong := [length for length in lengths if not 1 <= length <= most]:
+        raise VerifyError(f"prompts can have 1 to {most} tokens here, not {wrong[0]}")
     chars = min(_SAMPLE_CHARS, max(most // 2, 16))
     sample = vllm.ask(_text(0, chars), 1)
     chars_per_token = chars / len(sample.prompt_ids)
