@@ -5,7 +5,7 @@ listening without closing the connections that it has. So connections get only a
 beyond it is shut down as soon as it is accepted. The rest serves to watch processes and to accept.
 """
 
-import contextlib
+import ctypes
 import logging
 import resource
 import socket
@@ -14,6 +14,7 @@ from lmcache_server.host import preflight
 
 logger = logging.getLogger(__name__)
 
+_libc = ctypes.CDLL(None)
 ENOUGH_LIMIT = 1 << 16
 CONNECTIONS = 3072
 """The most connections, at most half of the limit. All allowed sessions fit; more would only cost memory for
@@ -29,7 +30,7 @@ def raise_limit() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     check = preflight.open_files(_limit())
-    if check.fix:
+    if check.verdict != preflight.OK:
         logger.warning("%(finding)s: %(fix)s", {"finding": check.finding, "fix": check.fix})
 
 
@@ -51,10 +52,5 @@ def usable() -> int:
 
 def shut_down(descriptor: int) -> None:
     """End a connection that libzmq owns; libzmq then closes the descriptor."""
-    # The number may already belong to a newer connection. Its client then reconnects by itself.
-    with contextlib.suppress(OSError):
-        connection = socket.socket(fileno=descriptor)
-        try:
-            connection.shutdown(socket.SHUT_RDWR)
-        finally:
-            connection.detach()
+    # The number may already belong to a newer connection, whose client then reconnects, or to nothing.
+    _libc.shutdown(descriptor, socket.SHUT_RDWR)

@@ -29,11 +29,8 @@ def file_system_type(path: str | int) -> int:
     """The magic number of the file system of `path`, a name or an open descriptor. Raises OSError."""
     # On every architecture, struct statfs begins with the number as a long and is shorter than this.
     answer = (ctypes.c_long * 64)()
-    if isinstance(path, int):
-        failed = _libc.fstatfs(path, ctypes.byref(answer))
-    else:
-        failed = _libc.statfs(os.fsencode(path), ctypes.byref(answer))
-    if failed:
+    name = f"/proc/self/fd/{path}" if isinstance(path, int) else path
+    if _libc.statfs(os.fsencode(name), ctypes.byref(answer)):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return int(answer[0])
 

@@ -82,13 +82,9 @@ def huge_pages(info: Mapping[str, int], l1_bytes: int) -> Check:
 def open_files(limit: int) -> Check:
     if limit >= LEAST_OPEN_FILES:
         return Check("open files", OK, "unlimited" if limit >= UNLIMITED else str(limit))
-    return Check(
-        "open files",
-        WARN,
-        f"the limit of open files is {limit}, so clients that connect very often could crash the server",
-        f"raise it to {LEAST_OPEN_FILES} or more (ulimit -n 65536; systemd: LimitNOFILE=65536; "
-        "docker: --ulimit nofile=65536)",
-    )
+    finding = f"the limit of open files is {limit}, so clients that connect very often could crash the server"
+    ways = "ulimit -n 65536; systemd: LimitNOFILE=65536; docker: --ulimit nofile=65536"
+    return Check("open files", WARN, finding, f"raise it to {LEAST_OPEN_FILES} or more ({ways})")
 
 
 def _lacks(missing_bytes: int, available_bytes: int, reason: str) -> str:
