@@ -1,4 +1,4 @@
-"""Prints docs/command-line.md, made from what `lmcache --help` is made from.
+"""Prints docs/command-line.md, made from the same commands as `lmcache --help`.
 
 python scripts/command_line.py > docs/command-line.md
 """
@@ -40,9 +40,9 @@ def option_row(option: click.Option) -> str:
 
 
 def section(name: str, command: click.Command) -> str:
-    arguments = [each.human_readable_name for each in command.params if isinstance(each, click.Argument)]
-    options = [each for each in command.params if isinstance(each, click.Option)]
-    paragraphs = [" ".join(each.split()) for each in (command.help or "").split("\n\n")]
+    arguments = [param.human_readable_name for param in command.params if isinstance(param, click.Argument)]
+    options = [param for param in command.params if isinstance(param, click.Option)]
+    paragraphs = [" ".join(paragraph.split()) for paragraph in (command.help or "").split("\n\n")]
     parts = [f"## {' '.join(['lmcache', name, *arguments])}", *paragraphs]
     if set(ASKING) <= {option.opts[0] for option in options}:
         parts.append("Takes the options of an asking command.")

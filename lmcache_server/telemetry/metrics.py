@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import prometheus_client
@@ -29,8 +28,8 @@ class Metric(NamedTuple):
     kind: type[Counter] | type[Gauge] | type[Histogram]
     name: str
     help: str
-    labels: Mapping[str, Sequence[str]] = MappingProxyType({})
-    options: Mapping[str, Any] = MappingProxyType({})
+    labels: Mapping[str, Sequence[str]] = {}
+    options: Mapping[str, Any] = {}
 
 
 TABLE = (
