@@ -39,27 +39,32 @@ MODELS = {
 }
 HEAD = """# Verified models
 
-What [`lmcache verify`](hybrid-models.md) said of `vllm serve` with each of these models, in one run of
-`make verified-models` on {date}: vLLM {vllm} (CPU build, bfloat16), two processors, no GPU. The models
-have tiny random weights of each architecture, except where it says otherwise. Random weights make the test
-sharper, not easier: a page that is wrong anywhere changes the log probabilities.
+This page has the results of [`lmcache verify`](hybrid-models.md) for `vllm serve` with each of these models,
+from one run of `make verified-models` on {date}: vLLM {vllm} (CPU build, bfloat16), two processors, no GPU.
+Unless the table says otherwise, the models have tiny random weights. Random weights make the test sharper:
+one wrong page changes the log probabilities.
 
-Each prompt was computed twice with nothing cached, then answered with vLLM's own prefix cache, and, after
-that was reset, served by the server. *equal*: the same tokens and, at each of 32 positions, the same log
-probabilities of the {top} likeliest tokens, to the last bit. *as vLLM's own cache*: equal in the same way to
-what vLLM answers from its own prefix cache; that differs from what it computes in one piece by the figure
-beside it, because a prompt that is resumed in the middle is computed in pieces of other lengths.
-*differ*: equal to none of them, and no further off than twice the figure by which those differ among
-themselves; such a prompt is verified once more, cut where what was served ends, so that vLLM's own cache and
-the server give it the same tokens. One prompt of each row goes on where another one of 60 % of its length
-ended.
+vLLM computed each prompt twice with nothing cached, then answered it from its own prefix cache. After a reset
+of that cache, the server served the prompt. The column "log probabilities" tells what the
+served answer equals:
+
+- *equal*: the computed answer. The tokens are the same, and at each of 32 positions the log probabilities of
+  the {top} likeliest tokens are the same to the last bit.
+- *as vLLM's own cache*: in the same way, the answer from vLLM's own prefix cache. The figure is the
+  difference
+  between that answer and the computed one: vLLM computes a resumed prompt in pieces of other lengths.
+- *differ*: none of them, but the difference is at most twice the figure, the difference among vLLM's own
+  answers. Such a prompt is cut where the served part ends and verified again, so that vLLM's own cache and
+  the server provide the same tokens.
+
+In each row, one prompt continues a stored prompt of 60 % of its length.
 
 | model | groups (block size) | chunk | prompts, in tokens | tokens served | log probabilities | verdict |
 |---|---|---|---|---|---|---|
 """
 FOOT = """
-The times to the first token are not shown: the models are too small for them to mean anything. See
-[Benchmarks](benchmarks.md) for those, and run `lmcache verify` on your own engine for yours.
+The table does not show times to the first token: these models are too small for times to mean anything. For
+times, see [Benchmarks](benchmarks.md), or run `lmcache verify` on your own engine.
 """
 
 
