@@ -45,14 +45,14 @@ Unless the table says otherwise, the models have tiny random weights. Random wei
 one wrong page changes the log probabilities.
 
 vLLM computed each prompt twice with nothing cached, then answered it from its own prefix cache. After a reset
-of that cache, the server served the prompt. The column "log probabilities" tells what the
-served answer equals:
+of that cache, the server served the prompt. The column "log probabilities" tells what
+the served answer equals:
 
 - *equal*: the computed answer. The tokens are the same, and at each of 32 positions the log probabilities of
   the {top} likeliest tokens are the same to the last bit.
 - *as vLLM's own cache*: in the same way, the answer from vLLM's own prefix cache. The figure is the
-  difference
-  between that answer and the computed one: vLLM computes a resumed prompt in pieces of other lengths.
+  difference between that answer and the computed one: vLLM computes a resumed prompt in pieces of other
+  lengths.
 - *differ*: none of them, but the difference is at most twice the figure, the difference among vLLM's own
   answers. Such a prompt is cut where the served part ends and verified again, so that vLLM's own cache and
   the server provide the same tokens.
