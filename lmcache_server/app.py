@@ -1,4 +1,4 @@
-"""The server process: memory, socket, event loop, orderly end."""
+"""The server process: takes memory and sockets, runs the event loop, and shuts down in order."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ logger = logging.getLogger("lmcache_server")
 
 TICK_S = 1.0
 END_S = 5.0
-"""How long the end waits for copies that run; one that hangs ends with the process."""
+"""How long the shutdown waits for running copies; one that hangs ends with the process."""
 EXIT_CANNOT_START = 2
 
 
@@ -52,7 +52,7 @@ def run(config: Config) -> int:
     except StartError as error:
         if config.log_format != logs.JSON:
             raise
-        # Who reads the log by machine would miss the sentence that the command ends with.
+        # A program that reads the JSON log would miss the line that the command prints at its end.
         logger.critical("%(reason)s", {"reason": str(error)})
         return EXIT_CANNOT_START
 
@@ -74,7 +74,7 @@ def _run(config: Config) -> int:
 def assemble(
     config: Config, cache: Cache, l1: L1Memory, metrics: Metrics, send: Send, system: System
 ) -> tuple[Router, Report]:
-    """Everything that answers clients, and what tells people of it, over one cache."""
+    """The objects that answer clients, and the report about them, over one cache."""
     failures = Failures()
     registry = Registry(config, cache, system)
     report = Report(config, cache, l1, registry, failures, metrics, system)
@@ -88,7 +88,7 @@ def assemble(
 
 async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Memory) -> int:
     loop = asyncio.get_running_loop()
-    # From here on a signal ends the server in order: what a file holds is restored below, and kept.
+    # From here on a signal ends the server in order, so that what is restored from a file below is saved.
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -113,8 +113,8 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
         while not stop.is_set():
             router.tick()
             report.tick()
-            # A look at every chunk of a large index, in search of garbage, would stop the server for seconds:
-            # what has lived for a second is not looked at again, and almost nothing here needs a search.
+            # A garbage collection over a large index would stop the server for seconds. So objects that are
+            # a second old are never searched again; almost none of ours are in reference cycles.
             gc.collect()
             gc.freeze()
             with contextlib.suppress(asyncio.TimeoutError):
@@ -124,7 +124,7 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
         await web.stop()
         l1.stop()
         router.registry.close()
-        # Copies that end in time have their last word to say; then nothing is held any more.
+        # Copies that end in time still report to the cache; afterwards it holds nothing for them.
         l1.is_in_use = not await system.all_ended(END_S)
         cache.check_integrity()
         listener.stop()
@@ -135,8 +135,8 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
 
 def _routes(report: Report, metrics: Metrics, selftest: SelfTest) -> http.Routes:
     def ready() -> http.Answer:
-        why = report.unready()
-        return http.text(why, 503) if why else http.text("ok")
+        reason = report.unready()
+        return http.text(reason, 503) if reason else http.text("ok")
 
     return {
         "/": lambda: http.PAGE,

@@ -1,7 +1,7 @@
-"""The options of `lmcache server`: one table, from which flags, environment, file and help come.
+"""The options of `lmcache server`: the fields of Config define flags, environment, file and help.
 
-The fields of Config are that table. An option `l1_size_gb` is the flag `--l1-size-gb`, the variable
-LMCACHE_L1_SIZE_GB and the key `l1_size_gb` of the TOML file. Precedence: flag, environment, file, default.
+The option `l1_size_gb` is the flag `--l1-size-gb`, the variable LMCACHE_L1_SIZE_GB and the key `l1_size_gb`
+of the TOML file. The flag wins over the environment, the environment over the file.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import reprlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -25,13 +25,13 @@ ENVIRONMENT_PREFIX = "LMCACHE_"
 CONFIG_VARIABLE = "LMCACHE_CONFIG"
 MAX_FILE_BYTES = 1 << 20
 FORMER_NAMES = {"checksums": "verify"}
-"""Accepted for one release, wherever the name is."""
+"""Accepted for one release as flag, variable and key."""
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
+Command = Callable[..., Any]
 
 
 def _printable(value: str) -> str:
-    # No address and no path has control characters in it, or bytes that are no UTF-8.
+    # No address or path has control characters or bytes that are not UTF-8.
     if not value.isprintable():
         raise ValueError
     return value.strip()
@@ -42,7 +42,7 @@ def _chunk_size(value: str) -> Any:
 
 
 def _kind(convert: Callable[[str], Any], fit: str) -> Any:
-    """What `convert` takes without a ValueError, and what is said to fit it."""
+    """A type for values that `convert` accepts without a ValueError; errors call a valid value `fit`."""
     kind = click.types.FuncParamType(convert)
     kind.name = fit
     return kind
@@ -53,7 +53,7 @@ _CHUNK_SIZE = _kind(_chunk_size, f"auto, or an integer from 1 to {MAX_CHUNK_TOKE
 
 
 def _option(default: Any, kind: Any, help_text: str, **more: Any) -> Any:
-    """A field of Config; `more` is for click.option."""
+    """A field of Config; `more` goes to click.option."""
     return dataclasses.field(default=default, metadata={"type": kind, "help": help_text, **more})
 
 
@@ -127,22 +127,20 @@ def variable_name(name: str) -> str:
     return ENVIRONMENT_PREFIX + name.upper()
 
 
-def options(*names: str) -> Callable[[_Command], _Command]:
-    """The flags of these options, and --config, for a command; it is called with their values.
+def options(*names: str) -> Callable[[Command], Command]:
+    """A decorator that gives a command the flags of these options and --config. The command is called with
+    their values; a bad value raises StartError before that."""
 
-    What does not fit raises StartError.
-    """
-
-    def decorate(command: _Command) -> _Command:
+    def decorate(command: Command) -> Command:
         for name in reversed(names):
-            every = [name, FORMER_NAMES[name]] if name in FORMER_NAMES else [name]
-            default, flags = OPTIONS[name].default, list(map(flag_name, every))
+            spellings = [name, FORMER_NAMES[name]] if name in FORMER_NAMES else [name]
+            default, flags = OPTIONS[name].default, list(map(flag_name, spellings))
             settings = {"default": default, "show_default": True, "show_envvar": True}
             if isinstance(default, bool):
                 flags = [f"{flag}/--no-{flag[2:]}" for flag in flags]
             elif not isinstance(OPTIONS[name].metadata["type"], click.Choice):
                 settings["metavar"] = name.rpartition("_")[2].upper()
-            settings |= {"envvar": list(map(variable_name, every)), **OPTIONS[name].metadata}
+            settings |= {"envvar": list(map(variable_name, spellings)), **OPTIONS[name].metadata}
             command = click.option(name, *flags, cls=_Option, **settings)(command)
         return click.option(
             "--config", metavar="FILE", envvar=CONFIG_VARIABLE, show_envvar=True, is_eager=True,
@@ -154,17 +152,17 @@ def options(*names: str) -> Callable[[_Command], _Command]:
 
 
 def checked(values: Mapping[str, Any]) -> Config:
-    """The configuration of these values, if they go together. Raises StartError."""
+    """The configuration with these values. Raises StartError if they contradict each other."""
     config = Config(**values)
     for name in ("host", "http_host"):
         host = getattr(config, name)
         if host and not is_loopback(host) and not config.allow_remote:
             raise StartError(
                 f"{flag_name(name)} {host} lets other machines connect, without password or encryption: "
-                f"add --allow-remote if that is wanted, or use 127.0.0.1"
+                f"add --allow-remote if you want that, or use 127.0.0.1"
             )
     if config.l1_path and config.l1_hugetlb:
-        raise StartError("--l1-path and --l1-hugetlb exclude each other: leave one of them out")
+        raise StartError("--l1-path and --l1-hugetlb cannot be combined: leave one of them out")
     if not config.http_host:
         raise StartError("--http-host must name an address, for example 127.0.0.1")
     return config
@@ -183,11 +181,11 @@ def _shown(name: str, value: object) -> str:
 
 
 class _Option(click.Option):
-    """Of a value that does not fit it says where that is from and what would fit."""
+    """An option whose error says where a bad value came from and what would be valid."""
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
         value = super().resolve_envvar_value(ctx)
-        # Kubernetes sets LMCACHE_PORT=tcp://… in every pod beside a Service named lmcache; it is not meant.
+        # Kubernetes sets LMCACHE_PORT=tcp://… in every pod beside a Service named lmcache.
         return None if value and self.name == "port" and value.startswith("tcp://") else value
 
     def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
@@ -198,7 +196,7 @@ class _Option(click.Option):
         try:
             if source is ParameterSource.DEFAULT_MAP:
                 where = f"{self.name} in {ctx.meta[CONFIG_VARIABLE]}"
-                # What TOML has a type for has that type, or is text; the rest is as for a flag.
+                # TOML values have types: true is not a number. Text is read like a flag's.
                 kinds = (bool,) if self.is_flag else () if self.type is _TEXT else (int, float)
                 given = str(value) if type(value) in (str, *kinds) else self.type.fail("")
             parsed = super().type_cast_value(ctx, given)
@@ -220,7 +218,7 @@ def _excerpt(value: object) -> str:
     try:
         return reprlib.repr(value)
     except ValueError:
-        return "a number that long"
+        return "a number this long"
 
 
 def _take_file(ctx: click.Context, _option: click.Parameter, path: str | None) -> None:

@@ -1,4 +1,4 @@
-"""What ends the server's start, and what ends a command."""
+"""The errors that end the server's start or a command."""
 
 
 class StartError(Exception):
@@ -6,4 +6,4 @@ class StartError(Exception):
 
 
 class CommandError(Exception):
-    """A command cannot do what it was asked for; the message is one sentence that says why."""
+    """A command cannot do its work; the message is one sentence that says why."""

@@ -1,4 +1,4 @@
-"""Prints docs/command-line.md, made from what `lmcache --help` is made from.
+"""Prints docs/command-line.md, made from the same commands as `lmcache --help`.
 
 python scripts/command_line.py > docs/command-line.md
 """
@@ -9,20 +9,19 @@ from lmcache_server.commands.cli import cli
 
 HEAD = """# Command line
 
-Made from the commands themselves by `python scripts/command_line.py`; a test holds both together. `lmcache
-COMMAND --help` says the same in a terminal.
+`python scripts/command_line.py` generates this page from the commands, and a test keeps it up to date.
+`lmcache COMMAND --help` prints the same text.
 
-Exit codes: 0, done; 1, it did not work; 2, it cannot run as it was called. Any error is one sentence on
-stderr.
+The exit code is 0 for success, 1 for failure, and 2 if the command cannot run with these options. Every error
+is one line on stderr.
 
 Every option of `lmcache server` is also an environment variable (`LMCACHE_L1_SIZE_GB=100`) and a key of a
-TOML file (`l1_size_gb = 100`) that `--config` or `LMCACHE_CONFIG` names. The flag goes before the
-environment, the environment before the file. `LMCACHE_RUNTIME_DIR` names the directory of the Unix sockets,
-for the server and the engines alike; without it they meet in a directory of their user.
+TOML file (`l1_size_gb = 100`) that `--config` or `LMCACHE_CONFIG` names. A flag wins over the environment,
+and the environment over the file. `LMCACHE_RUNTIME_DIR` names the directory of the Unix sockets; it must be
+the same for the server and the engines. The default is a directory of the user.
 
-Commands that ask a running server find it by `--host`, `--port`, their variables or the same file, and wait
-`--timeout-s` seconds for its answer (default 2). Below they are named as *the options of an asking
-command*.
+Commands that ask a running server find it by `--host` and `--port`, their variables or the same file, and
+wait `--timeout-s` seconds (default 2) for its answer. Below, these are *the options of an asking command*.
 """
 ASKING = ("--config", "--host", "--port", "--timeout-s")
 
@@ -40,9 +39,9 @@ def option_row(option: click.Option) -> str:
 
 
 def section(name: str, command: click.Command) -> str:
-    arguments = [each.human_readable_name for each in command.params if isinstance(each, click.Argument)]
-    options = [each for each in command.params if isinstance(each, click.Option)]
-    paragraphs = [" ".join(each.split()) for each in (command.help or "").split("\n\n")]
+    arguments = [param.human_readable_name for param in command.params if isinstance(param, click.Argument)]
+    options = [param for param in command.params if isinstance(param, click.Option)]
+    paragraphs = [" ".join(paragraph.split()) for paragraph in (command.help or "").split("\n\n")]
     parts = [f"## {' '.join(['lmcache', name, *arguments])}", *paragraphs]
     if set(ASKING) <= {option.opts[0] for option in options}:
         parts.append("Takes the options of an asking command.")

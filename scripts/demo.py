@@ -1,8 +1,8 @@
 """`make demo`: a real model, served by vLLM, whose KV cache outlives resets, restarts and engines.
 
-A conversation about a long text is sent to vLLM's OpenAI server. First to a vLLM without the connector
-that has nothing cached: its texts and times are what everything else is compared with. Then to vLLM
-processes that share one `lmcache server`. One request at a time: vLLM's numerics depend on the batch.
+The demo sends a conversation about a long text to vLLM's OpenAI server. The first vLLM has no connector and
+nothing cached: its texts and times are the reference. Then follow vLLM processes that share one
+`lmcache server`. Requests go one at a time, because vLLM's numerics depend on the batch.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ QUESTIONS = (
     "What did Ruth Marsh do during the great storm?",
 )
 WARM_UP = [{"role": "user", "content": "Hello!"}]
-"""The first request to an engine is slow whatever it says; too short to be looked up or stored."""
+"""The first request to an engine is always slow. This one is too short to be looked up or stored."""
 ANSWER_TOKENS = 40
 VLLM_TIMEOUT_S = 300.0
 SERVER_TIMEOUT_S = 30.0
@@ -44,7 +44,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for one request; `cached_tokens` is what vLLM did not compute, whoever had it."""
+    """The answer to one request. `cached_tokens` came from vLLM's own cache or from the server."""
 
     text: str
     first_token_s: float
@@ -54,7 +54,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: `answer` of the engine under test, `reference` of vLLM without connector."""
+    """One line of the table: the `answer` to check, and the `reference` of vLLM without the connector."""
 
     step: str
     answer: Answer
@@ -103,7 +103,7 @@ def ask(vllm: Service, messages: list[Message]) -> Answer:
 
 
 def forget_own_cache(vllm: Service) -> None:
-    """Reset vLLM's own prefix cache, so that it cannot be what answers. Raises DemoError."""
+    """Reset vLLM's own prefix cache, so that only the server can have cached pages. Raises DemoError."""
     deadline = time.monotonic() + RESET_TIMEOUT_S
     while time.monotonic() < deadline:
         with vllm.post("/reset_prefix_cache") as response:
@@ -114,7 +114,7 @@ def forget_own_cache(vllm: Service) -> None:
 
 
 class Demo:
-    """The processes, and the rows of the table as they come."""
+    """Starts the processes, holds the conversation and collects the rows of the table."""
 
     def __init__(self, model: Path, runtime_dir: str) -> None:
         self.model = model
@@ -157,7 +157,7 @@ class Demo:
             "VLLM_CACHE_ROOT": str(CACHE / "vllm"),
             "VLLM_SERVER_DEV_MODE": "1",  # /reset_prefix_cache
             "VLLM_CPU_CI_ENV": "1",  # no warm-up for shapes that a demo does not meet
-            # vLLM sets one core more aside when it has a connector: times would not be comparable.
+            # With a connector, vLLM would reserve one more core, and the times would not be comparable.
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
             "LMCACHE_RUNTIME_DIR": self.runtime_dir,
         }
@@ -198,10 +198,10 @@ class Demo:
         raise DemoError(f"lmcache server's /metrics has no {HITS}")
 
     def turn(self, vllm: Service, number: int, step: str, must_be_served: bool) -> None:
-        """Send the conversation up to its turn `number` and note the row."""
+        """Send the conversation up to turn `number` and add its row."""
         before = self.hits()
         answer = ask(vllm, self.conversation[: 2 * number - 1])
-        # A hit that vLLM could not use was not served.
+        # A hit that vLLM could not use does not count as served.
         served = min(self.hits() - before, answer.cached_tokens)
         row = Row(f"turn {number}, {step}", answer, self.references[number - 1], served, must_be_served)
         self.rows.append(row)
@@ -284,10 +284,10 @@ def prepared_model() -> Path:
 
 
 def with_cleanup(action: Callable[[str], None]) -> None:
-    """Run `action` with a runtime directory; SIGTERM and Ctrl-C unwind it, once."""
+    """Run `action` with a temporary runtime directory. The first SIGTERM or Ctrl-C stops it cleanly."""
 
     def interrupt(number: int, frame: object) -> None:
-        # Children are being ended from here on: a second signal must not leave some behind.
+        # From here on children are being stopped; a second signal must not leave some behind.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise KeyboardInterrupt

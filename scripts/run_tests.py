@@ -1,8 +1,8 @@
-"""`make test`: all tests, in two lanes beside each other: engines are waited for while all else computes.
+"""`make test`: runs all tests in two parallel lanes: engines mostly wait while everything else computes.
 
     python scripts/run_tests.py [PYTEST ARGUMENTS]
 
-The second lane's output follows that of the first. Exits with the first failure's code.
+The output of the second lane follows that of the first. Exits with the code of the first failure.
 """
 
 import subprocess
@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES = "tests/engine"
-"""Also the tests of the documents start an engine, but one alone."""
+"""The tests of the documents start an engine, too, but only one."""
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Pictures of the status page for the documents: a real server, some minutes of engines at work, Chromium.
+"""Takes pictures of the status page for the documents: a real server after some minutes of work, in Chromium.
 
 `python scripts/screenshot.py [SECONDS]` writes docs/images/status-page-{light,dark,phone}.png.
 """
@@ -28,11 +28,11 @@ MODELS = {
     "meta-llama/Llama-3.1-8B-Instruct": (group("full", 16, 0, 32),),
 }
 SHOTS = {"light": ("light", 1120, 0), "dark": ("dark", 1120, 0), "phone": ("dark", 390, 1260)}
-"""Colours, width and height; height 0 is that of the whole page."""
+"""Colour scheme, width and height; height 0 takes the whole page."""
 
 
 class Talk:
-    """A conversation that grows by a chunk with each turn, behind a system prompt that all talks share."""
+    """A conversation that grows by one chunk per turn, after a system prompt that all talks share."""
 
     def __init__(self, number: int, engine: RawEngine) -> None:
         self.engine = engine
@@ -44,19 +44,19 @@ class Talk:
         shared = range(size)
         tokens = [*shared, *range(1000 * self.seed, 1000 * self.seed + (self.chunks - 1) * size)]
         keys = chain(tokens, size)
-        blocks = len(tokens) // min(each.block_size for each in engine.groups)
+        blocks = len(tokens) // min(group.block_size for group in engine.groups)
         tables = [
             [1 + (at + 7 * self.seed) % (engine.num_blocks - 1) for at in range(blocks)]
-            for each in engine.groups
+            for _ in engine.groups
         ]
-        found = engine.lookup(keys)
-        if found.resume_tokens:
+        hit = engine.lookup(keys)
+        if hit.resume_tokens:
             if random.random() < 0.004:
-                engine.end(found)  # It comes too late.
+                engine.end(hit)  # so that the load comes too late and fails
             with suppress(ChannelError):
-                engine.load(found, keys, tables)
+                engine.load(hit, keys, tables)
         engine.store_prompt(keys, tables)
-        engine.end(found, keys)
+        engine.end(hit, keys)
         self.chunks += 1
 
 
@@ -66,7 +66,7 @@ def work(engines: list[RawEngine], seconds: float) -> None:
     number = 0
     while (at := time.monotonic() - started_s) < seconds:
         share = at / seconds
-        # More come in the middle than at both ends; later more of them stay.
+        # The load peaks in the middle; later, fewer talks are new.
         load = 0.25 + 0.75 * max(0.0, 1 - abs(2.2 * share - 1.1)) + 0.1 * random.random()
         if len(talks) < 4 or random.random() < 0.5 - 0.35 * share:
             number += 1

@@ -1,11 +1,11 @@
-"""`make test-versions`: what depends on vLLM, on the oldest and the newest version that is served.
+"""`make test-versions`: runs the tests that depend on vLLM with the oldest and the newest supported version.
 
     python scripts/test_versions.py [VERSION…]
 
-Each version gets a thin environment (thin_vllm.py). In it run the table of what the connector uses, the hit
+Each version gets a thin environment (thin_vllm.py). It runs the table of what the connector uses, the hit
 tests against vLLM's own coordinator, simulated histories of the real connector, and real engines: one model
 of each kind, another process, a shared prefix, a failed load, adapters, two ranks, a server that restarts.
-`make test` runs everything on the version in between. Exits with the first failure's code.
+`make test` runs everything with the version in between. Exits with the code of the first failure.
 """
 
 import subprocess
@@ -45,21 +45,21 @@ def main() -> int:
 
 
 def run(version: str) -> int:
-    """The tests in the environment of one version; simulated histories run beside them. Returns a code."""
+    """Run the tests and the simulated histories in the environment of one version; returns an exit code."""
     started_s = time.monotonic()
     print(f"== vLLM {version}", flush=True)
     python = str(ROOT / ".venv" / "thin" / version / "bin" / "python")
     simulation = [python, "-m", "simulation", "--seeds", str(HISTORIES)]
     with tempfile.TemporaryFile() as output:
-        beside = subprocess.Popen(simulation, cwd=ROOT / "tests", stdout=output, stderr=output)
+        histories = subprocess.Popen(simulation, cwd=ROOT / "tests", stdout=output, stderr=output)
         try:
             changed = ("test_other_vllm.py",) if version == NEWEST else ()
-            tests = [f"tests/engine/{each}" for each in (*TESTS, *changed)]
+            tests = [f"tests/engine/{test}" for test in (*TESTS, *changed)]
             code = subprocess.call([python, "-m", "pytest", *tests], cwd=ROOT)
-            simulation_code = beside.wait()
+            simulation_code = histories.wait()
         except BaseException:
-            beside.terminate()
-            beside.wait()
+            histories.terminate()
+            histories.wait()
             raise
         output.seek(0)
         sys.stdout.write(output.read().decode(errors="replace"))

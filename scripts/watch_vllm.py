@@ -1,8 +1,8 @@
-"""Show what changed between two versions of vLLM in the code that the connector relies on.
+"""Shows what changed between two versions of vLLM in the code that the connector relies on.
 
-`python watch_vllm.py NEW [--against OLD]`; OLD is the version that is installed here unless another is given.
-vLLM is read, never imported: a version that is not installed is downloaded. Comments and docstrings do not
-count. Exit status: 0 nothing changed, 1 something did, 2 a name of WATCHED is in neither version.
+`python watch_vllm.py NEW [--against OLD]`; OLD defaults to the installed version. vLLM is read, never
+imported; a version that is not installed is downloaded. Comments and docstrings do not count. Exit status:
+0 if nothing changed, 1 if something changed, 2 if a name of WATCHED is in neither version.
 """
 
 import argparse
@@ -129,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What changed in the parts of vLLM that the connector uses.")
     parser.add_argument("version", metavar="VERSION", help="such as 0.34.0")
     parser.add_argument(
-        "--against", metavar="OLD", help="the version to compare with; default: the installed"
+        "--against", metavar="OLD", help="the version to compare with; default: the installed one"
     )
     given = parser.parse_args()
     here, new = installed_version(), given.version
@@ -137,14 +137,14 @@ def main() -> None:
     if not old:
         sys.exit("no vLLM is installed here to compare with: run `make install`, or give --against")
     with ExitStack() as stack:
-        before, after = (installed() if each == here else downloaded(each, stack) for each in (old, new))
+        before, after = (installed() if v == here else downloaded(v, stack) for v in (old, new))
         print(f"vLLM {old} and {new}:")
         code = report(before, after, WATCHED)
     sys.exit(code)
 
 
 def installed_version() -> str:
-    """Nothing where there is none. That of a CPU build is not told apart: its Python is the same."""
+    """The installed version, or nothing. A CPU build counts as its version: it has the same Python code."""
     for distribution in metadata.packages_distributions().get("vllm", ()):
         return metadata.version(distribution).partition("+")[0]
     return ""
@@ -158,14 +158,14 @@ def installed() -> Path:
 
 
 def downloaded(version: str, stack: ExitStack) -> zipfile.Path:
-    """The wheel for GPUs: every version has one, and its Python is the CPU build's but for the platforms."""
+    """The GPU wheel: every version has one, and its Python code is the CPU build's except for platforms/."""
     directory = stack.enter_context(tempfile.TemporaryDirectory())
     wheel = stack.enter_context(zipfile.ZipFile(pip_download("vllm", version, directory)))
     return zipfile.Path(wheel, "vllm/")
 
 
 def report(old: Tree, new: Tree, watched: Mapping[str, tuple[str, ...]]) -> int:
-    """Print what differs, each with its differences, and how much; returns the exit status."""
+    """Print every difference and their numbers; returns the exit status."""
     counts: Counter[str] = Counter()
     for file, names in watched.items():
         before, after = parsed(old / file), parsed(new / file)
@@ -177,9 +177,9 @@ def report(old: Tree, new: Tree, watched: Mapping[str, tuple[str, ...]]) -> int:
                 print(f"\n{verdict}: {file} {name}")
                 lines = difflib.unified_diff(one.splitlines(), other.splitlines(), lineterm="")
                 print("".join(f"    {line}\n" for line in list(lines)[2:]), end="")
-    print("\n" + ", ".join(f"{counts[each]} {each}" for each in ("same", "changed", "gone", "new")))
+    print("\n" + ", ".join(f"{counts[kind]} {kind}" for kind in ("same", "changed", "gone", "new")))
     if counts["in neither"]:
-        print(f"{counts['in neither']} in neither version: put right WATCHED in scripts/watch_vllm.py")
+        print(f"{counts['in neither']} in neither version: correct WATCHED in scripts/watch_vllm.py")
         return 2
     return int(counts["same"] < counts.total())
 
@@ -193,7 +193,7 @@ def compared(old: str, new: str) -> str:
 
 
 def parsed(file: Tree) -> ast.Module:
-    """An empty module where there is no such file."""
+    """The module of a file without docstrings; an empty module if there is no such file."""
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     module = ast.parse(text)
     _WithoutDocstrings().visit(module)
@@ -201,7 +201,7 @@ def parsed(file: Tree) -> ast.Module:
 
 
 class _WithoutDocstrings(ast.NodeTransformer):
-    """Strings that are statements go, below fields too; comments are not parsed in the first place."""
+    """Removes strings that are statements, also below fields. (ast drops comments.)"""
 
     def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
         value = node.value
@@ -209,21 +209,21 @@ class _WithoutDocstrings(ast.NodeTransformer):
 
 
 def code_of(module: ast.Module, name: str) -> str:
-    """The code of a name of WATCHED, in one style; nothing where it does not exist."""
+    """The code of a name of WATCHED, in one style; empty if it does not exist."""
     if name == "*":
         return ast.unparse(module)
     if name.startswith("~"):
         return "\n".join(line for line in ast.unparse(module).splitlines() if name[1:] in line)
-    found: list[ast.AST] = [module]
+    nodes: list[ast.AST] = [module]
     for part in name.split("."):
         # More than one: a property and its setter, overloads.
-        found = [
+        nodes = [
             node
-            for scope in found
+            for scope in nodes
             for node in ast.iter_child_nodes(scope)
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == part
         ]
-    return "\n\n".join(map(ast.unparse, found))
+    return "\n\n".join(map(ast.unparse, nodes))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""HTTP for people and probes: the routes that it is given, to read only, and a page for people at /.
+"""A read-only HTTP server for people and probes, with the status page.
 
-It runs on the event loop of the server, so that a loop that hangs does not answer: a probe asks for that.
-The page has no part of its own elsewhere: its policy allows no other script, style or address.
+It runs on the server's event loop: if the loop hangs, probes get no answer, as they should. The status page
+is one file; its content security policy allows no other script, style or address.
 """
 
 import asyncio
@@ -16,7 +16,6 @@ import re
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from email import message_from_string
-from email.message import Message
 from email.utils import formatdate
 from http import HTTPStatus
 from pathlib import Path
@@ -29,11 +28,11 @@ from lmcache_server.errors import StartError
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 5.0
-"""For all of a request to come in, and once more for its answer to be taken."""
+"""For the client to send its request, and again to take the answer."""
 MAX_HEAD_BYTES = 8192
 MAX_CONNECTIONS = 32
 MAX_CONNECTIONS_OF_A_PEER = 8
-"""Of one address other than loopback."""
+"""From one address that is not loopback."""
 RETRY_S = 0.1
 
 
@@ -44,11 +43,11 @@ class Answer(NamedTuple):
 
 
 Routes = Mapping[str, Callable[[], Answer | Awaitable[Answer]]]
-"""What is answered at each path. A coroutine starts something, which a page of another site may not do."""
+"""A function for each path. An async one starts work, so pages of other sites may not call it."""
 
 
-def text(sentence: str, code: int = 200) -> Answer:
-    return Answer(f"{sentence}\n".encode(), code=code)
+def text(line: str, code: int = 200) -> Answer:
+    return Answer(f"{line}\n".encode(), code=code)
 
 
 def as_json(value: object, code: int = 200) -> Answer:
@@ -56,7 +55,6 @@ def as_json(value: object, code: int = 200) -> Answer:
 
 
 PAGE = Answer(Path(__file__).with_name("page.html").read_bytes(), "text/html; charset=utf-8")
-"""For people."""
 
 
 def _hashes(tag: str) -> str:
@@ -77,7 +75,7 @@ img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-an
 
 
 class Server:
-    """Listens from the beginning, so that a second server fails at once (StartError); `start` answers."""
+    """Listens when it is created, so that a port in use is a StartError at once; answers after `start`."""
 
     def __init__(self, host: str, port: int) -> None:
         name = host_name(host)
@@ -85,7 +83,7 @@ class Server:
         self._is_local = is_loopback(host)
         self._routes: Routes = {}
         self._connections: dict[asyncio.Task[None], str] = {}
-        """The address of each one's peer, the oldest first."""
+        """The peer's address of each connection, the oldest first."""
         self._socket = socket.socket(socket.AF_INET6 if ":" in name else socket.AF_INET)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -93,17 +91,17 @@ class Server:
             self._socket.listen(MAX_CONNECTIONS)
         except (OSError, TypeError, ValueError) as error:
             self.close()
-            why = getattr(error, "strerror", None) or str(error)
+            reason = getattr(error, "strerror", None) or str(error)
             raise StartError(
-                f"cannot listen on {host}:{port} for HTTP: {why.lower()}; "
-                "stop what uses it, or choose another --http-port"
+                f"cannot listen on {host}:{port} for HTTP: {reason.lower()}; "
+                "stop the program that uses this port, or choose another --http-port"
             ) from error
         self._socket.setblocking(False)
         name, port = self._socket.getsockname()[:2]
         self.url = f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
     def start(self, routes: Routes) -> None:
-        """Answer from now on, on the loop that runs."""
+        """Answer requests from now on, on the running loop."""
         self._routes = routes
         self._accepting = asyncio.get_running_loop().create_task(self._accept())
 
@@ -122,18 +120,18 @@ class Server:
             try:
                 connection, (peer, *_) = await loop.sock_accept(self._socket)
             except OSError:
-                # There is no descriptor for it: it goes on waiting, and would be tried at once again.
+                # No descriptor is free. The connection keeps waiting, so do not try again at once.
                 await asyncio.sleep(RETRY_S)
                 continue
             self._make_room(peer)
             task = loop.create_task(self._serve(connection))
             self._connections[task] = peer
             task.add_done_callback(lambda task: self._connections.pop(task, ""))
-            # Who connects without end does not have the loop for himself, and this one begins.
+            # Let this connection and the rest of the server run, even if new ones keep coming.
             await asyncio.sleep(0)
 
     def _make_room(self, peer: str) -> None:
-        """The oldest connection gives way: those that send nothing must not keep a probe away."""
+        """Drop the oldest connection if there are too many, so that idle ones cannot keep a probe out."""
         same = [task for task, other in self._connections.items() if other == peer]
         too_many = len(same) >= MAX_CONNECTIONS_OF_A_PEER and not is_loopback(peer)
         if too_many or len(self._connections) >= MAX_CONNECTIONS:
@@ -142,35 +140,33 @@ class Server:
             oldest.cancel()
 
     async def _serve(self, connection: socket.socket) -> None:
-        """One request and its answer; a client that breaks off or is slow is no event."""
+        """Answer one request. A client that breaks off or is too slow is dropped without a log line."""
         with connection, contextlib.suppress(OSError, EOFError, asyncio.TimeoutError):
             reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_HEAD_BYTES)
             try:
-                method, answer = "", text(f"more than {MAX_HEAD_BYTES} bytes are no request", 431)
+                head, answer = b"", text(f"send a request head of at most {MAX_HEAD_BYTES} bytes", 431)
                 with contextlib.suppress(asyncio.LimitOverrunError):
                     head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), TIMEOUT_S)
-                    method, answer = await self._answer(head.decode("latin-1"))
-                await asyncio.wait_for(_send(reader, writer, answer, method != "HEAD"), TIMEOUT_S)
+                    answer = await self._answer(head.decode("latin-1"))
+                has_body = not head.startswith(b"HEAD ")
+                await asyncio.wait_for(_send(reader, writer, answer, has_body), TIMEOUT_S)
             finally:
                 writer.transport.abort()
 
-    async def _answer(self, head: str) -> tuple[str, Answer]:
-        """(the method, what it is answered) of a request without its body."""
+    async def _answer(self, head: str) -> Answer:
         line, _, fields = head.partition("\r\n")
         if not re.fullmatch(r"[^ ]+ [^ ]+ HTTP/1\.\d", line):
-            return "", text("this is no request of HTTP/1", 400)
+            return text("this is not an HTTP/1 request", 400)
         method, target, _ = line.split(" ")
-        return method, await self._respond(method, target.partition("?")[0], message_from_string(fields))
-
-    async def _respond(self, method: str, path: str, headers: Message) -> Answer:
+        path, headers = target.partition("?")[0], message_from_string(fields)
         if method not in ("GET", "HEAD"):
-            return text("nothing can be changed here: only GET and HEAD", 405)
-        if not self._is_meant(headers.get("host", "")):
-            return text("name this server by its IP address, localhost or what --http-host says", 403)
+            return text("this server is read-only: use GET or HEAD", 405)
+        if not self._is_own_name(headers.get("host", "")):
+            return text("use this server's IP address, localhost or the name from --http-host", 403)
         if (route := self._routes.get(path)) is None:
             return text(f"not found: lmcache server: {' '.join(self._routes)}", 404)
         if inspect.iscoroutinefunction(route) and headers.get("sec-fetch-site") == "cross-site":
-            return text("a page of another site may not start this: open it by its address", 403)
+            return text("a page of another site may not start this: open its address yourself", 403)
         try:
             answer = route()
             return answer if isinstance(answer, Answer) else await answer
@@ -178,12 +174,12 @@ class Server:
             logger.exception("%(path)s failed", {"path": path})
             return text("the server failed on this page; its log says why", 503)
 
-    def _is_meant(self, host: str) -> bool:
-        """Whether a Host header can be of this server. Any other is that of a stranger's page, whose own name
-        was made to lead here so that it may read what it gets (DNS rebinding)."""
+    def _is_own_name(self, host: str) -> bool:
+        """Whether a Host header can name this server. A stranger's page can make its own name point here to
+        read our answers (DNS rebinding), but then the header has that name."""
         with contextlib.suppress(ValueError):
             name = urlsplit(f"//{host}").hostname or ""
-            # A name without a dot, as of a container, is none that a stranger can have.
+            # No stranger can own a name without a dot, such as a container's.
             known = name in self._names or ("." not in name and not self._is_local)
             return known or bool(ipaddress.ip_address(name))
         return False
@@ -198,7 +194,7 @@ async def _send(
     )
     writer.write(head.encode() + (answer.body if has_body else b""))
     writer.write_eof()
-    # What a client still sends must be taken in, or the kernel tells it of that and drops the answer.
+    # Read what the client still sends: otherwise the kernel resets the connection and drops the answer.
     while await reader.read(1 << 16):
         pass
     writer.close()

@@ -1,4 +1,4 @@
-"""/selftest: a client in a process of its own stores and restores a page through the real path."""
+"""/selftest: a client in its own process stores pages and restores them over the real path."""
 
 import asyncio
 import contextlib
@@ -13,14 +13,14 @@ from typing import Any
 from lmcache_server.admin.http import Answer, as_json
 
 KEEP_S = 5.0
-"""A result is given to all who ask within this time of its end, so that a probe cannot load the server."""
+"""For this long the result of a test is given again, so that frequent probes do not load the server."""
 DEADLINE_S = 16.0
-"""More than the client's own."""
+"""Longer than the client's own deadline."""
 PACKAGES = Path(__file__).resolve().parents[2]
 
 
 class SelfTest:
-    """One test at a time. `ended(error)` is told of each: "", or the step that failed and why."""
+    """Runs one test at a time, and then calls `ended` with "" or with the failed step and the reason."""
 
     def __init__(self, address: str, chunk_size: int | None, ended: Callable[[str], object]) -> None:
         self._arguments = [address] if chunk_size is None else [address, str(chunk_size)]
@@ -41,24 +41,24 @@ class SelfTest:
     async def _run(self) -> dict[str, Any]:
         command = [sys.executable, "-m", "lmcache_server.commands.bench.selftest", *self._arguments]
         try:
-            # In a directory that the interpreter searches anyway: -m puts the present one first.
+            # -m adds the working directory to the search path: use one that is on it anyway.
             process = await asyncio.create_subprocess_exec(
                 *command, cwd=PACKAGES, stdin=DEVNULL, stdout=PIPE, stderr=PIPE
             )
             try:
-                said, complained = await asyncio.wait_for(process.communicate(), DEADLINE_S)
+                output, errors = await asyncio.wait_for(process.communicate(), DEADLINE_S)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
             if process.returncode == 0:
-                report: dict[str, Any] = json.loads(said)
+                report: dict[str, Any] = json.loads(output)
                 return report
-            last = b"".join(complained.splitlines()[-1:]).decode(errors="replace")
-            why = f"its process ended with code {process.returncode}: {last}"
+            last = b"".join(errors.splitlines()[-1:]).decode(errors="replace")
+            reason = f"its process ended with code {process.returncode}: {last}"
         except ValueError:
-            why = "what its process said is not JSON"
+            reason = "its process did not print JSON"
         except asyncio.TimeoutError:
-            why = f"its process did not end within {DEADLINE_S:.0f} s"
+            reason = f"its process did not end within {DEADLINE_S:.0f} s"
         except OSError as error:
-            why = f"its process could not run: {error}"
-        return {"ok": False, "failed": "client", "error": why}
+            reason = f"its process could not run: {error}"
+        return {"ok": False, "failed": "client", "error": reason}

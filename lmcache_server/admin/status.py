@@ -1,4 +1,4 @@
-"""What the server says of itself: the status report (JSON), its history, and the gauges of /metrics."""
+"""The server's reports about itself: the status (JSON), its history, and the gauges of /metrics."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from lmcache_server.telemetry.metrics import Metrics
 
 @dataclass
 class Report:
-    """Reads the state of the server. Nothing but `tick` changes anything, however often somebody asks."""
+    """Reads the server's state. Only `tick` changes anything, however often somebody asks."""
 
     config: Config
     cache: Cache
@@ -36,36 +36,37 @@ class Report:
         self._declare_gauges()
 
     def tick(self) -> None:
-        """Once a second: forget namespaces that are of no use any more, count what was evicted."""
+        """Once a second: forget unused namespaces, count evictions, and record the history."""
         self.registry.forget_namespaces()
-        evicted = {"chunks": self.cache.evicted_chunks, "bytes": self.cache.evicted_bytes}
-        for name, total in evicted.items():
-            counter = f"lmcache_evicted_{name}_total"
-            self.metrics.count(counter, total - self.metrics.value(counter))
-        while self.cache.evicted_ages_s:
-            self.metrics.observe("lmcache_eviction_age_seconds", self.cache.evicted_ages_s.pop())
-        value = self.metrics.value
-        tokens = {each: value("lmcache_tokens_total", outcome=each) for each in ("hit", "miss")}
-        copied = {each: value("lmcache_transfer_bytes_total", direction=each) for each in ("store", "load")}
-        totals = {f"{each}_tokens": count for each, count in tokens.items()}
-        totals |= {f"{each}_bytes": count for each, count in copied.items()}
+        cache, metrics = self.cache, self.metrics
+        for what, total in (("chunks", cache.evicted_chunks), ("bytes", cache.evicted_bytes)):
+            counter = f"lmcache_evicted_{what}_total"
+            metrics.count(counter, total - metrics.value(counter))
+        while cache.evicted_ages_s:
+            metrics.observe("lmcache_eviction_age_seconds", cache.evicted_ages_s.pop())
+        totals = {
+            "hit_tokens": metrics.value("lmcache_tokens_total", outcome="hit"),
+            "miss_tokens": metrics.value("lmcache_tokens_total", outcome="miss"),
+            "store_bytes": metrics.value("lmcache_transfer_bytes_total", direction="store"),
+            "load_bytes": metrics.value("lmcache_transfer_bytes_total", direction="load"),
+        }
         self.history.update(self.system.now_s(), totals)
 
     def selftest_ended(self, error: str) -> None:
-        """A self-test has ended: well, or with this error."""
+        """Count a self-test that succeeded (an empty `error`) or failed."""
         self.metrics.count("lmcache_selftests_total", 1, outcome="failed" if error else "ok")
         if error:
             self.failures.add(self.system.now_s(), "self-test failed", "", error)
 
     def unready(self) -> str:
-        """Why there is no memory to serve from, in a sentence; empty if there is."""
+        """Why the server has no memory to serve from yet; empty if it has."""
         if not self.cache.total_frames:
-            return "L1 has no memory yet: its file is taking the first of its space"
+            return "L1 has no memory yet: the first part of its file is being allocated"
         pins = self.l1.pins
         return pins.failure if pins is not None and not pins.pinned_bytes else ""
 
     def status(self) -> dict[str, Any]:
-        """Everything that `lmcache status` and /status show. Bytes, tokens and seconds as the names say."""
+        """The data of `lmcache status` and /status, as JSON values; the names tell the units."""
         now_s = self.system.now_s()
         tokens = {
             outcome: int(self.metrics.value("lmcache_tokens_total", outcome=outcome))

@@ -1,4 +1,4 @@
-"""The command `lmcache`. What a command needs is imported when it runs, so that --help is quick."""
+"""The command `lmcache`. Each subcommand imports what it needs when it runs, so that --help is quick."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from click.core import ParameterSource
 
 from lmcache_client.contract.version import VERSION
 from lmcache_server import config as configuration
-from lmcache_server.config import OPTIONS
+from lmcache_server.config import OPTIONS, Command
 from lmcache_server.errors import CommandError, StartError
 from lmcache_server.host.logs import printable
 
@@ -19,7 +19,6 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 CONTROL_TIMEOUT_S = 2.0
 
-Command = Callable[..., Any]
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -118,12 +117,8 @@ def doctor(context: click.Context, /, as_json: bool, **options: Any) -> int:
     from lmcache_server.commands.doctor.examine import examine
     from lmcache_server.host.preflight import FAIL
 
-    given = {
-        name: value
-        for name, value in options.items()
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-    }
-    checks = examine(options, given)
+    flags = {name for name in options if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    checks = examine(options, flags)
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
     for check in () if as_json else checks:
@@ -173,11 +168,10 @@ def bench(host: str, port: int, timeout_s: float, as_json: bool, **settings: Any
     from lmcache_server.commands import control
     from lmcache_server.commands.bench import run
 
-    where = host, port
     report = control.report(host, port, timeout_s)
     crews = run.crews(f"lmcache bench {os.urandom(8).hex()}", report["config"]["chunk_size"], **settings)
     click.echo(run.announcement(crews, report["l1"]), err=True)
-    results = run.run(address(*where), crews)
+    results = run.run(address(host, port), crews)
     settings |= {"chunk_size": crews[0].workload.chunk_size}
     whole = {"server_version": report["version"], "settings": settings, "results": results}
     click.echo(json.dumps(whole, indent=2) if as_json else run.table(results))
@@ -225,7 +219,7 @@ def verify(
 
     vllm = VllmServer(url, **options)
     vllm.counters()
-    cases = prompts.from_file(prompts_file) if prompts_file else prompts.built_in(vllm, list(lengths))
+    cases = prompts.from_file(prompts_file) if prompts_file else prompts.built_in(vllm, lengths)
     click.echo(printable(f"{vllm.url}, {vllm.model}: {len(cases)} prompts, one at a time"), err=True)
     if not as_json:
         click.echo(run.HEADER)
@@ -238,9 +232,9 @@ def verify(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The entry point: any error is one sentence on stderr and an exit code, never a traceback."""
+    """The entry point: every expected error is one line on stderr and an exit code, without a traceback."""
     try:
-        # What the command returned, or the code of --help and the like; None counts as 0.
+        # The command's return value, or the exit code of --help and the like; None counts as 0.
         sys.exit(cli.main(args=arguments, prog_name="lmcache", standalone_mode=False))
     except click.UsageError as error:
         help_hint = f" (see '{error.ctx.command_path} --help')" if error.ctx is not None else ""
@@ -255,6 +249,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(EXIT_FAILED)
 
 
-def _end(code: int, sentence: str) -> NoReturn:
-    click.echo(f"lmcache: {printable(sentence)}", err=True)
+def _end(code: int, reason: str) -> NoReturn:
+    click.echo(f"lmcache: {printable(reason)}", err=True)
     sys.exit(code)

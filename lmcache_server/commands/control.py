@@ -1,13 +1,14 @@
-"""One question to a running server, for the command line."""
+"""Asks a running server one question, for the command line."""
 
 import json
 import os
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import zmq
 
 from lmcache_client.contract import messages
-from lmcache_client.contract.codec import ProtocolError
+from lmcache_client.contract.codec import Natural, ProtocolError
 from lmcache_client.contract.endpoint import (
     EndpointError,
     address,
@@ -18,32 +19,33 @@ from lmcache_client.contract.messages import Message, Refused, Status, StatusRep
 from lmcache_server.errors import CommandError
 
 REQUEST_ID = 1
-MAX_NUMBER = 1 << 63
+_Real = Annotated[float, msgspec.Meta(ge=0, lt=1 << 63)]
 Reply = TypeVar("Reply", bound=Message)
 
 
-def _all(kind: type, names: str) -> dict[str, Any]:
-    return dict.fromkeys(names.split(), kind)
+def _object(strings: str, numbers: str, **others: Any) -> Any:
+    """The type of a JSON object, from the names of its strings and whole numbers and the types of others."""
+    kinds = dict.fromkeys(strings.split(), str) | dict.fromkeys(numbers.split(), Natural) | others
+    return msgspec.defstruct("Object", kinds.items())
 
 
-_GROUP = _all(str, "kind") | _all(int, "block_size window layers block_bytes")
-_NAMESPACE = _all(str, "namespace model") | _all(int, "chunk_size chunks world_size")
-_SESSION = _all(str, "role engine_id client_version vllm_version not_cached") | _all(
-    int, "session_id pid rank"
+_GROUP = _object("kind", "block_size window layers block_bytes")
+_NUMBERS = "chunk_size chunks world_size"
+_NAMESPACE = _object("namespace model", _NUMBERS, engines=list[str], groups=list[_GROUP])  # type: ignore[valid-type]
+_SESSION = _object(
+    "role engine_id client_version vllm_version not_cached", "session_id pid rank", age_s=_Real
 )
-_REPORT = {
-    **{"version": str, "pid": int, "uptime_s": float, "hit_rate": float},
-    "l1": _all(int, "total_bytes free_bytes ready_bytes reserved_bytes populated_bytes chunks leases"),
-    "tokens": _all(int, "hit miss computed"),
-    "config": {"chunk_size": int | None, "l1_size_gb": float, "l1_path": str, "l1_hugetlb": bool},
-    "namespaces": [{**_NAMESPACE, "engines": [str], "groups": [_GROUP]}],
-    "sessions": [{**_SESSION, "age_s": float}],
-}
-"""What the commands read of a status report: the type of each value, by its name."""
+_L1 = _object("", "total_bytes free_bytes ready_bytes reserved_bytes populated_bytes chunks leases")
+_CONFIG = _object("l1_path", "", chunk_size=Natural | None, l1_size_gb=_Real, l1_hugetlb=bool)
+_REPORT = _object(
+    "version", "pid", uptime_s=_Real, hit_rate=_Real, l1=_L1, tokens=_object("", "hit miss computed"),
+    config=_CONFIG, namespaces=list[_NAMESPACE], sessions=list[_SESSION],  # type: ignore[valid-type]
+)  # fmt: skip
+"""The parts of a status report that the commands read."""
 
 
 class ControlError(CommandError):
-    """No server answers, or none that answered what was asked; the message is one sentence."""
+    """No server answers, or its answer is of no use; the message is one sentence."""
 
 
 class UnreachableError(ControlError):
@@ -58,34 +60,21 @@ class UnreachableError(ControlError):
 
 
 def report(host: str, port: int, timeout_s: float) -> dict[str, Any]:
-    """The status of a server, with everything in it that the commands read. Raises ControlError."""
+    """The status of a server, which has everything that the commands read. Raises ControlError."""
     reply = ask(host, port, Status(), StatusReport, timeout_s)
     try:
         status: dict[str, Any] = json.loads("".join(reply.pieces))
-    except (ValueError, RecursionError):
-        status = {}
-    if not _has_shape(status, _REPORT):
+        msgspec.convert(status, _REPORT)
+    except (ValueError, RecursionError, msgspec.ValidationError):
         raise ControlError(
             f"the lmcache server at {address(host, port)} sent a status that this version cannot read: "
             "install the same version of lmcache-mp for the server and for this command"
-        )
+        ) from None
     return status
 
 
-def _has_shape(value: Any, shape: Any) -> bool:
-    if isinstance(shape, dict):
-        return isinstance(value, dict) and all(
-            name in value and _has_shape(value[name], part) for name, part in shape.items()
-        )
-    if isinstance(shape, list):
-        return isinstance(value, list) and all(_has_shape(part, shape[0]) for part in value)
-    if isinstance(value, int | float):
-        return 0 <= value < MAX_NUMBER and isinstance(value, shape | int if shape is float else shape)
-    return isinstance(value, shape)
-
-
 def ask(host: str, port: int, message: Message, expected: type[Reply], timeout_s: float) -> Reply:
-    """The answer of the server at `host` and `port` to Ping, Status or Clear. Raises ControlError."""
+    """Send Ping, Status or Clear to a server and return its reply. Raises ControlError."""
     endpoint = _endpoint(host, port)
     frame = _exchange(endpoint, messages.encode_request(REQUEST_ID, message), timeout_s)
     try:
@@ -96,7 +85,7 @@ def ask(host: str, port: int, message: Message, expected: type[Reply], timeout_s
         raise ControlError(reply.message)
     if request_id != REQUEST_ID or not isinstance(reply, expected):
         raise ControlError(
-            f"{endpoint} is not a compatible lmcache server: it answered another question than "
+            f"{endpoint} is not a compatible lmcache server: its reply does not answer "
             f"{type(message).__name__}"
         )
     return reply

@@ -7,7 +7,7 @@ from lmcache_server.host.units import size
 
 
 def summary(report: dict[str, Any]) -> str:
-    """A few lines that a person reads at a glance; `report` is what `control.report` returns."""
+    """A short text about the server; `report` is what `control.report` returns."""
     l1, tokens = report["l1"], report["tokens"]
     used = l1["ready_bytes"] + l1["reserved_bytes"]
     share = 100 * used / max(l1["total_bytes"], 1)
@@ -40,7 +40,7 @@ def summary(report: dict[str, Any]) -> str:
         )
         if session["not_cached"]:
             lines.append(f"     because it has {session['not_cached']}")
-    # Clients chose some of the names: none of them ends a line or moves the cursor.
+    # Clients chose some of these names, which must not end a line or move the cursor.
     return "\n".join(map(printable, lines))
 
 

@@ -1,1 +1,1 @@
-"""The machine: /proc, limits, standard error."""
+"""The machine: /proc, limits, and the log on standard error."""

@@ -1,11 +1,11 @@
 """File descriptors: the server takes no more connections than it has descriptors for.
 
-libzmq ends the whole process when it has none left for a connection at a Unix socket, and it can stop
-listening only by closing the connections that it has. So those beyond a share of the limit are shut down
-as soon as they are accepted; what is left is for watching processes and for what comes in meanwhile.
+libzmq aborts the process when it has no descriptor for a new connection at a Unix socket, and it cannot stop
+listening without closing the connections that it has. So connections get only a share of the limit: one
+beyond it is shut down as soon as it is accepted. The rest serves to watch processes and to accept.
 """
 
-import contextlib
+import ctypes
 import logging
 import resource
 import socket
@@ -14,22 +14,23 @@ from lmcache_server.host import preflight
 
 logger = logging.getLogger(__name__)
 
+_libc = ctypes.CDLL(None)
 ENOUGH_LIMIT = 1 << 16
 CONNECTIONS = 3072
-"""For connections, at most half of the limit: as many as all sessions that may be need, and more would only
-be memory for connections that never greet."""
+"""The most connections, at most half of the limit. All allowed sessions fit; more would only cost memory for
+clients that never send Hello."""
 SPARE = 1100
-"""More than libzmq can accept while nobody looks: it waits when its monitor's queue of 1,001 is full."""
+"""libzmq accepts at most 1,001 connections before the server reads its monitor: then that queue is full."""
 
 
 def raise_limit() -> None:
-    """Make use of the hard limit, and say so when it is low."""
+    """Raise the soft limit to the hard limit; log a warning if that is low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = ENOUGH_LIMIT if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_LIMIT)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     check = preflight.open_files(_limit())
-    if check.fix:
+    if check.verdict != preflight.OK:
         logger.warning("%(finding)s: %(fix)s", {"finding": check.finding, "fix": check.fix})
 
 
@@ -39,22 +40,17 @@ def _limit() -> int:
 
 
 def for_connections() -> int:
-    """A connection whose descriptor has this number or a higher one is one too many: the kernel gives out
-    the lowest free number, so a high one says that all below are taken."""
+    """The first descriptor that is one connection too many. The kernel gives out the lowest free number, so
+    a high number means that all lower ones are taken."""
     return min(_limit() // 2, CONNECTIONS)
 
 
 def usable() -> int:
-    """Descriptors with this number and higher ones stay free for connections that come in meanwhile."""
+    """The first descriptor that stays free for connections that libzmq is about to accept."""
     return max(_limit() - SPARE, _limit() * 5 // 8)
 
 
 def shut_down(descriptor: int) -> None:
-    """End a connection that libzmq owns; it closes the descriptor itself."""
-    # Meanwhile the number may stand for another connection, whose client then comes back by itself.
-    with contextlib.suppress(OSError):
-        connection = socket.socket(fileno=descriptor)
-        try:
-            connection.shutdown(socket.SHUT_RDWR)
-        finally:
-            connection.detach()
+    """End a connection that libzmq owns; libzmq then closes the descriptor."""
+    # The number may already belong to a newer connection, whose client then reconnects, or to nothing.
+    _libc.shutdown(descriptor, socket.SHUT_RDWR)

@@ -1,7 +1,7 @@
-"""The log on stderr: a line for each event, as text or as a JSON object.
+"""The log on stderr: one line per event, as text or as a JSON object.
 
-An event's values come as one mapping, `logger.info("session %(session)d ended", {"session": 7})`: the text
-takes from it what it names, the JSON object has all of it as fields.
+An event's values come as one mapping: `logger.info("session %(session)d ended", {"session": 7})`. The text
+shows the values that it names; the JSON object has all of them as fields.
 """
 
 import json
@@ -13,14 +13,15 @@ from datetime import datetime, timezone
 from types import TracebackType
 
 TEXT, JSON = FORMATS = ("text", "json")
+LINE = "%(asctime)s %(levelname)s %(message)s"
 
 logger = logging.getLogger("lmcache_server")
 
 
 def set_up(level: str, form: str) -> None:
-    """Log everything of this process on stderr, from `level` on and in one of FORMATS."""
+    """Log all of this process on stderr, from `level` up, in one of FORMATS."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if form == JSON else TextFormatter())
+    handler.setFormatter(JsonFormatter() if form == JSON else TextFormatter(LINE))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     logging.captureWarnings(True)
     sys.excepthook = _ended_by
@@ -34,11 +35,8 @@ def _ended_by(kind: type[BaseException], error: BaseException | None, trace: Tra
 
 
 class TextFormatter(logging.Formatter):
-    """One line an event. Only a traceback follows on lines of its own, which are indented: whatever a client
-    named its model, no line begins that is not the server's."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(message)s")
+    """One line per event; the lines of a traceback follow, indented. So no name that a client chose can
+    start a line that looks like the server's."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return printable(super().formatMessage(record))
@@ -49,7 +47,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time, level, logger, message, the event's values, a traceback if there is one."""
+    """One object per line: time, level, logger, message, the event's values, and any traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
@@ -62,12 +60,12 @@ class JsonFormatter(logging.Formatter):
         values = record.args if isinstance(record.args, Mapping) else {}
         if record.exc_info:
             event["traceback"] = self.formatException(record.exc_info)
-        # ASCII alone: no character of a client's ends the line for whoever reads it.
+        # json.dumps escapes all but ASCII, so no client's text can end the line.
         return json.dumps({**event, **values}, default=str)
 
 
 def printable(text: str) -> str:
-    """Line ends, control characters and the like as escapes."""
+    """The text with line ends, control characters and the like escaped."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,4 +1,4 @@
-"""What this machine, or the container the server runs in, can still give."""
+"""Memory, file systems and processors of this machine, or of the container that the server runs in."""
 
 import ctypes
 import os
@@ -10,13 +10,13 @@ _UNLIMITED_BYTES = 1 << 60
 
 HUGETLBFS = 0x958458F6
 MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
-"""tmpfs and ramfs: what their files take is memory."""
+"""tmpfs and ramfs, whose files take memory."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def memory_info() -> dict[str, int]:
-    """/proc/meminfo: sizes in bytes, and the HugePages_* counts."""
+    """The values of /proc/meminfo: sizes in bytes, HugePages_* as counts."""
     info = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -26,32 +26,29 @@ def memory_info() -> dict[str, int]:
 
 
 def file_system_type(path: str | int) -> int:
-    """The magic number of the file system that an open file or `path` is on. Raises OSError."""
-    # struct statfs begins with it, a long; the rest of it is shorter than this everywhere.
+    """The magic number of the file system of `path`, a name or an open descriptor. Raises OSError."""
+    # On every architecture, struct statfs begins with the number as a long and is shorter than this.
     answer = (ctypes.c_long * 64)()
-    if isinstance(path, int):
-        failed = _libc.fstatfs(path, ctypes.byref(answer))
-    else:
-        failed = _libc.statfs(os.fsencode(path), ctypes.byref(answer))
-    if failed:
+    name = f"/proc/self/fd/{path}" if isinstance(path, int) else path
+    if _libc.statfs(os.fsencode(name), ctypes.byref(answer)):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return int(answer[0])
 
 
 def free_bytes(path: str | int) -> int:
-    """What files can still take of the file system of an open file or of `path`. Raises OSError."""
+    """The free space for files where `path` is, a name or an open descriptor. Raises OSError."""
     system = os.statvfs(path)
-    # A ramfs has no size of its own.
+    # A ramfs reports no size.
     return system.f_bavail * system.f_frsize if system.f_blocks else _UNLIMITED_BYTES
 
 
 def mount_point(path: str) -> str:
-    """Where the file system is mounted that the file `path` is on or would be created on."""
+    """The mount point of the file system that has, or would have, the file `path`."""
     return next(str(parent) for parent in Path(path).absolute().parents if os.path.ismount(parent))
 
 
 def local_processors(pci_bus_id: str, root: Path = Path("/")) -> set[int]:
-    """The processors of the NUMA node that a device is at; empty where the system does not say."""
+    """The processors of a device's NUMA node; empty if the system does not say."""
     try:
         text = (root / "sys/bus/pci/devices" / pci_bus_id.lower() / "local_cpulist").read_text()
     except OSError:
@@ -60,17 +57,17 @@ def local_processors(pci_bus_id: str, root: Path = Path("/")) -> set[int]:
 
 
 def numbers(text: str) -> set[int]:
-    """What a list of the system means: "0-2,8" is 0, 1, 2 and 8."""
-    found: set[int] = set()
+    """The numbers of a list as /sys writes it: "0-2,8" means 0, 1, 2 and 8."""
+    members: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
         if first:
-            found.update(range(int(first), int(last or first) + 1))
-    return found
+            members.update(range(int(first), int(last or first) + 1))
+    return members
 
 
 def available_bytes(root: Path = Path("/")) -> tuple[int, str]:
-    """(bytes that can still be allocated, where that figure is from)."""
+    """The bytes that can still be allocated, and the source of that figure."""
     available = memory_info().get("MemAvailable", _UNLIMITED_BYTES)
     reason = "MemAvailable of this machine"
     for directory in _cgroup_directories(root):
@@ -81,7 +78,7 @@ def available_bytes(root: Path = Path("/")) -> tuple[int, str]:
 
 
 def _cgroup_directories(root: Path) -> Iterator[Path]:
-    """The cgroups, v1 and v2, whose memory limits hold for this process: its own and all above."""
+    """The cgroups, v1 and v2, whose memory limits apply to this process: its own and all parents."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -99,7 +96,7 @@ def _cgroup_directories(root: Path) -> Iterator[Path]:
 
 
 def _left_in_cgroup(directory: Path) -> int:
-    """Bytes below the limit of one cgroup, counting its page cache as free."""
+    """The bytes left below the limit of one cgroup, whose page cache counts as free."""
     for limit_name, used_name, cache_names in (
         ("memory.max", "memory.current", ("inactive_file", "active_file")),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),

@@ -1,6 +1,6 @@
-"""Whether this machine can carry the server: figures come in, a finding and its fix go out.
+"""Checks whether this machine can run the server: pure functions from figures to a finding and its fix.
 
-Nothing is read here. The server's start and `lmcache doctor` ask the same functions, so they never disagree.
+The server's start and `lmcache doctor` call the same functions, so they never disagree.
 """
 
 import shlex
@@ -17,7 +17,7 @@ LEAST_OPEN_FILES = 4096
 
 @dataclass(frozen=True)
 class Check:
-    """One judgement. `fix` says what to do; it is empty where nothing needs to be done."""
+    """The result of one check. `fix` says what to do; it is empty if nothing is wrong."""
 
     name: str
     verdict: str
@@ -29,13 +29,13 @@ class Check:
 
 
 def require(check: Check) -> None:
-    """Raises StartError when a check fails."""
+    """Raises StartError if the check failed."""
     if check.verdict == FAIL:
         raise StartError(str(check))
 
 
 def memory(l1_bytes: int, taken_bytes: int, available_bytes: int, reason: str) -> Check:
-    """L1 has `taken_bytes` of its memory already; `reason` says where the figure of the rest is from."""
+    """L1 already has `taken_bytes` of its memory. `reason` names the source of `available_bytes`."""
     missing = max(l1_bytes - taken_bytes, 0)
     if missing <= available_bytes:
         need = f"for {size(missing)} of L1" if missing else "beside L1, which has its memory"
@@ -47,8 +47,8 @@ def memory(l1_bytes: int, taken_bytes: int, available_bytes: int, reason: str) -
 def l1_file(
     path: str, mount: str, in_memory: bool, l1_bytes: int, taken_bytes: int, free_bytes: int
 ) -> Check:
-    """The file `path` has `taken_bytes` of the file system at `mount`, which has `free_bytes` left;
-    `in_memory` says that what its files take is memory."""
+    """The file `path` takes `taken_bytes` of the file system at `mount`, which has `free_bytes` left.
+    `in_memory`: the files of that file system take memory."""
     name = "shared memory"
     missing, room_bytes = max(l1_bytes - taken_bytes, 0), taken_bytes + free_bytes
     if missing <= free_bytes:
@@ -66,7 +66,7 @@ def no_directory(path: str) -> Check:
 
 
 def huge_pages(info: Mapping[str, int], l1_bytes: int) -> Check:
-    """`info` is /proc/meminfo: whether enough of the reserved huge pages are free for --l1-hugetlb."""
+    """Whether enough reserved huge pages are free for --l1-hugetlb; `info` is machine.memory_info()."""
     name = "reserved huge pages"
     total = info.get("HugePages_Total", 0)
     free = max(info.get("HugePages_Free", 0) - info.get("HugePages_Rsvd", 0), 0)
@@ -74,7 +74,7 @@ def huge_pages(info: Mapping[str, int], l1_bytes: int) -> Check:
     needed = -(-l1_bytes // page_bytes)
     if needed <= free:
         return Check(name, OK, f"{free} of {total} are free, for {size(l1_bytes)} of L1")
-    finding = f"--l1-hugetlb needs {needed} huge pages of {size(page_bytes)} and {free} of {total} are free"
+    finding = f"--l1-hugetlb needs {needed} huge pages of {size(page_bytes)}, but {free} of {total} are free"
     fix = f"sudo sysctl vm.nr_hugepages={total - free + needed}  (or leave out --l1-hugetlb)"
     return Check(name, FAIL, finding, fix)
 
@@ -82,23 +82,19 @@ def huge_pages(info: Mapping[str, int], l1_bytes: int) -> Check:
 def open_files(limit: int) -> Check:
     if limit >= LEAST_OPEN_FILES:
         return Check("open files", OK, "unlimited" if limit >= UNLIMITED else str(limit))
-    return Check(
-        "open files",
-        WARN,
-        f"the limit of open files is {limit}, so clients that connect very often could end the server",
-        f"raise it to {LEAST_OPEN_FILES} or more (ulimit -n 65536; systemd: LimitNOFILE=65536; "
-        "docker: --ulimit nofile=65536)",
-    )
+    finding = f"the limit of open files is {limit}, so clients that connect very often could crash the server"
+    ways = "ulimit -n 65536; systemd: LimitNOFILE=65536; docker: --ulimit nofile=65536"
+    return Check("open files", WARN, finding, f"raise it to {LEAST_OPEN_FILES} or more ({ways})")
 
 
 def _lacks(missing_bytes: int, available_bytes: int, reason: str) -> str:
     return (
-        f"--l1-size-gb asks for {missing_bytes / GB_BYTES:.2f} GB and {available_bytes / GB_BYTES:.2f} GB "
+        f"--l1-size-gb asks for {missing_bytes / GB_BYTES:.2f} GB, but {available_bytes / GB_BYTES:.2f} GB "
         f"are available ({reason})"
     )
 
 
 def _smaller(room_bytes: int, otherwise: str) -> str:
-    """The advice to ask for less, which leaves a tenth of the room to others."""
+    """Advice to ask for less, and to leave a tenth of the room to others."""
     gigabytes = int(900 * room_bytes / GB_BYTES) / 1000
     return f"lmcache server --l1-size-gb {gigabytes:g}  (or {otherwise})" if gigabytes else otherwise

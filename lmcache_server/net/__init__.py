@@ -1,1 +1,1 @@
-"""Sockets."""
+"""The ROUTER socket and its connections."""

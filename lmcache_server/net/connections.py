@@ -1,8 +1,8 @@
-"""Which client a connection belongs to, so that the end of one is the end of the other.
+"""Which client a connection belongs to, so that a client's session ends with its connection.
 
-ROUTER does not say that a peer has gone. Its monitor does, by the number of the connection's descriptor,
-and every message knows the descriptor that it came through (ZMQ_SRCFD). This holds in any process
-namespace and over TCP, where a process id says nothing.
+A ROUTER socket does not say that a peer has gone. Its monitor does: it reports the number of the connection's
+descriptor. And every message has the number of the descriptor that it came through (ZMQ_SRCFD). This works
+over TCP and between process namespaces, where a process id means nothing.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from lmcache_server.host import descriptors
 
 logger = logging.getLogger(__name__)
 
-TOLD_AGAIN_S = 60.0
+WARN_EVERY_S = 60.0
 QUIET_MS = 50
 _MONITOR = "inproc://connections"
 _READABLE = int(zmq.POLLIN)
@@ -24,40 +24,40 @@ _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
 def is_readable(socket: "zmq.Socket[bytes]") -> bool:
-    """A fifth of the cost of the exception that tells of an empty socket."""
+    """Whether a message is waiting. Costs a fifth of trying to receive one and catching zmq.Again."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & _READABLE)
 
 
 class Connections:
     """Follows the connections of a ROUTER socket; create it before the socket is bound.
 
-    A descriptor's number is used again, but ZeroMQ's one I/O thread reports the end of a connection before
-    the messages of the next that has its number. So `ended` must be asked before `belongs`.
+    Descriptor numbers are used again. But ZeroMQ's one I/O thread reports the end of a connection before it
+    delivers messages of the next one with that number. So call `ended` before `belongs`.
     """
 
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
         self._socket = socket
-        # Not get_monitor_socket, whose queue is twice as long: libzmq accepts no faster than this is read.
+        # Not get_monitor_socket, whose queue is twice as long: a full queue stops libzmq from accepting more.
         socket.monitor(_MONITOR, _EVENTS)
         self._monitor = socket.context.socket(zmq.PAIR)
         self._monitor.setsockopt(zmq.RCVHWM, 1)
         self._monitor.connect(_MONITOR)
         self._most = descriptors.for_connections()
-        self._told_s = -TOLD_AGAIN_S
+        self._warned_s = -WARN_EVERY_S
         self._open: dict[int, bytes] = {}
-        """The client of each open connection, by descriptor; empty while it has said nothing."""
+        """The client of each open connection, by descriptor; empty until its first message."""
 
     @property
     def descriptor(self) -> int:
-        """Becomes readable when `ended` may have something; signals edges, as all of ZeroMQ's do."""
+        """Becomes readable when `ended` may have news. Like all of ZeroMQ's descriptors, it signals edges."""
         return int(self._monitor.getsockopt(zmq.FD))
 
     def ended(self) -> list[bytes]:
-        """The clients, by ROUTER's name, whose connections have ended since the last call."""
+        """The ROUTER identities of clients whose connections have ended since the last call."""
         gone: list[bytes] = []
         while is_readable(self._monitor):
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
-            # An accepted connection has a new descriptor: whoever had the number before has gone.
+            # If a connection was accepted, the former owner of its descriptor number has gone.
             identity = self._open.pop(event["value"], b"")
             if identity:
                 gone.append(identity)
@@ -68,10 +68,10 @@ class Connections:
         return gone
 
     def belongs(self, frame: zmq.Frame, identity: bytes) -> bool:
-        """Note that this message came from the client `identity`; False when its connection has ended."""
+        """Note that this message came from the client `identity`. False if its connection has ended."""
         try:
             descriptor = frame.get(zmq.SRCFD)
-        except zmq.ZMQError:  # an empty frame does not know
+        except zmq.ZMQError:  # an empty frame has no descriptor
             return False
         if descriptor not in self._open:
             return False
@@ -80,11 +80,11 @@ class Connections:
 
     def _turn_away(self, descriptor: int) -> None:
         descriptors.shut_down(descriptor)
-        if time.monotonic() - self._told_s >= TOLD_AGAIN_S:
-            self._told_s = time.monotonic()
+        if time.monotonic() - self._warned_s >= WARN_EVERY_S:
+            self._warned_s = time.monotonic()
             logger.warning(
-                "connections are turned away: %(descriptors)d file descriptors are in use; close clients "
-                "that are not needed, or raise the limit of open files (ulimit -n) to %(enough)d",
+                "connections are turned away: %(descriptors)d file descriptors are in use; stop clients "
+                "that you do not need, or raise the limit of open files (ulimit -n) to %(enough)d",
                 {"descriptors": self._most, "enough": 2 * descriptors.CONNECTIONS},
             )
 

@@ -1,4 +1,4 @@
-"""The ROUTER socket: bound once, and its frames moved to and from the router on the event loop."""
+"""Binds the ROUTER socket, and moves its frames to and from the router on the event loop."""
 
 import asyncio
 import contextlib
@@ -24,18 +24,19 @@ from lmcache_server.net.connections import Connections, is_readable
 from lmcache_server.service.router import Router
 
 BURST_FRAMES = 64
-"""Requests handled in one go before the loop looks after everything else."""
+"""Requests handled in a row before the event loop gets its turn."""
 BURST_S = 0.005
 RECEIVE_HIGH_WATER = 8
-"""Frames queued from one client, 32 MiB at most; beyond it the client's own queue fills."""
+"""Frames queued from one client, 32 MiB at most; further ones wait in the client's own queue."""
 SEND_HIGH_WATER = 1024
-"""Replies queued for a client that does not read; beyond it they are dropped, and it times out. More than
-the copies that it may have waiting: one whose end it never hears of would hold its blocks."""
+"""Replies queued for a client that does not read; further ones are dropped, and its requests time out. This
+is more than a client's waiting copies: without the reply to a copy, the client would hold its blocks."""
 HANDSHAKE_MS = 5000
 
 
 @contextlib.contextmanager
 def bound_socket(config: Config) -> Iterator[tuple["zmq.Socket[bytes]", Connections]]:
+    """The bound ROUTER socket and its connections; closes both at the end. Raises StartError."""
     with contextlib.ExitStack() as stack:
         try:
             endpoint = address(config.host, config.port)
@@ -62,15 +63,15 @@ def bound_socket(config: Config) -> Iterator[tuple["zmq.Socket[bytes]", Connecti
         except zmq.ZMQError as error:
             raise StartError(
                 f"cannot listen on {endpoint}: {os.strerror(error.errno or 0).lower()}; "
-                "stop what uses it, or choose another --port or --host"
+                "stop the program that uses it, or choose another --port or --host"
             ) from error
         yield socket, connections
 
 
 @contextlib.contextmanager
 def _claimed(path: Path, port: int) -> Iterator[None]:
-    """Own the Unix socket at `path` while this lasts. ZeroMQ takes over a socket file that is in use
-    without a word, so a lock beside it says whether it is."""
+    """Own the Unix socket at `path` inside the context. ZeroMQ silently takes over a socket file that is in
+    use, so a lock file beside it keeps a second server out."""
     directory = runtime_directory()
     try:
         directory.mkdir(mode=0o700, parents=False, exist_ok=True)
@@ -96,8 +97,8 @@ def _claimed(path: Path, port: int) -> Iterator[None]:
 class Listener:
     """Moves frames between the ROUTER socket and the router on the event loop.
 
-    ZeroMQ's descriptor signals edges, not levels: after it, and after each send, everything that has
-    arrived must be taken in, or it would wait for the next edge.
+    ZeroMQ's descriptor signals edges, not levels. So after each edge and each send, all waiting messages must
+    be read, or they would wait for the next edge.
     """
 
     def __init__(self, socket: "zmq.Socket[bytes]", connections: Connections) -> None:
@@ -147,7 +148,7 @@ class Listener:
                 self._loop.call_soon(self._drain)
 
     def _take_in(self) -> bool:
-        """Handle what has arrived; True if the loop had better look after something else before the rest."""
+        """Handle waiting requests. Returns True if more may wait, but the event loop should get its turn."""
         if self._router is None or self._loop is None:
             return False
         end_s = self._loop.time() + BURST_S

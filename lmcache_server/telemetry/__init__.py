@@ -1,1 +1,1 @@
-"""What is counted, where things happen."""
+"""Counters, recent failures and history, filled where things happen."""

@@ -1,19 +1,12 @@
-"""Every metric of the server, declared in one table. All series exist, at zero, from the first scrape."""
+"""All metrics of the server, in one table. Every series exists, at zero, from the first scrape."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    exposition,
-)
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from lmcache_client.contract.version import VERSION
 
@@ -30,13 +23,13 @@ _DIRECTION = {"direction": ("store", "load")}
 
 
 class Metric(NamedTuple):
-    """One row of the table. `labels` has all values that each label can have."""
+    """One row of the table. `labels` lists every value that a label can take; `options` go to `kind`."""
 
     kind: type[Counter] | type[Gauge] | type[Histogram]
     name: str
     help: str
-    labels: Mapping[str, Sequence[str]] = MappingProxyType({})
-    options: Mapping[str, Any] = MappingProxyType({})
+    labels: Mapping[str, Sequence[str]] = {}
+    options: Mapping[str, Any] = {}
 
 
 TABLE = (
@@ -44,25 +37,25 @@ TABLE = (
            {"op": _OPERATIONS, "outcome": ("ok", "refused", "failed")}),
     Metric(Counter, "lmcache_tokens_requested_total", "Tokens of the requests that were looked up."),
     Metric(Counter, "lmcache_tokens_total",
-           "Looked-up tokens, each in exactly one outcome: held by the engine itself (computed), found here "
-           "(hit), not restorable (miss), beyond the last whole chunk before the last token (tail). They add "
-           "up to lmcache_tokens_requested_total. Without those of self-tests and benchmarks.",
+           "Looked-up tokens: held by the engine itself (computed), found here (hit), not restorable (miss), "
+           "after the last whole chunk that leaves a token to compute (tail). The four add up to "
+           "lmcache_tokens_requested_total. Self-tests and benchmarks are left out.",
            {"outcome": ("computed", "hit", "miss", "tail")}),
     Metric(Counter, "lmcache_objects_total",
-           "Objects offered for storing: stored, there already, being written by another, no room, copy "
-           "failed.", {"outcome": ("stored", "present", "busy", "no_room", "failed")}),
-    Metric(Counter, "lmcache_transfer_bytes_total", "Bytes copied out of (store) and into (load) engines.",
+           "Objects that workers offered: stored, already present, being written by another store (busy), "
+           "dropped for lack of room, or failed to copy.",
+           {"outcome": ("stored", "present", "busy", "no_room", "failed")}),
+    Metric(Counter, "lmcache_transfer_bytes_total", "Bytes copied from (store) and to (load) engines.",
            _DIRECTION),
     Metric(Histogram, "lmcache_transfer_seconds", "Time from a copy request to its end, waiting included.",
            _DIRECTION, {"buckets": _TRANSFER_S}),
-    Metric(Counter, "lmcache_copy_failures_total", "Copies that failed; loads among them are recomputed.",
+    Metric(Counter, "lmcache_copy_failures_total", "Failed copies; vLLM recomputes the failed loads.",
            _DIRECTION),
     Metric(Counter, "lmcache_verify_failures_total",
-           "Stored pages that were found damaged (with --checksums); their chunks were forgotten."),
+           "Stored pages found damaged (with --checksums); the server forgot their chunks."),
     Metric(Histogram, "lmcache_lookup_seconds", "Time to answer a lookup.", {}, {"buckets": _LOOKUP_S}),
     Metric(Counter, "lmcache_partial_chunks_total",
-           "Times that a lookup ended before a chunk which, for 5 s or more, some workers of the engine had "
-           "stored and others had not."),
+           "Lookups that ended before a chunk which, for 5 s, only some workers of the engine had stored."),
     Metric(Counter, "lmcache_evicted_chunks_total", "Chunks evicted to make room."),
     Metric(Counter, "lmcache_evicted_bytes_total", "Payload bytes of evicted chunks."),
     Metric(Histogram, "lmcache_eviction_age_seconds", "Time since the last use of evicted chunks.",
@@ -70,18 +63,14 @@ TABLE = (
     Metric(Gauge, "lmcache_l1_capacity_bytes", "Size of L1."),
     Metric(Gauge, "lmcache_l1_ready_bytes", "L1 taken by stored objects, in whole frames."),
     Metric(Gauge, "lmcache_l1_reserved_bytes", "L1 taken by objects that are being written."),
-    Metric(Gauge, "lmcache_l1_free_bytes", "L1 that is free."),
-    Metric(Gauge, "lmcache_l1_populated_bytes",
-           "L1 that the system has backed with memory or, in a file, with space."),
-    Metric(Gauge, "lmcache_l1_pinned_bytes",
-           "L1 that is pinned for copies of GPUs; 0 where there are none."),
+    Metric(Gauge, "lmcache_l1_free_bytes", "Free L1."),
+    Metric(Gauge, "lmcache_l1_populated_bytes", "L1 that the system has backed with memory or file space."),
+    Metric(Gauge, "lmcache_l1_pinned_bytes", "L1 pinned for copies to and from GPUs; 0 without GPUs."),
     Metric(Gauge, "lmcache_l1_largest_free_bytes", "The largest contiguous free piece of L1."),
     Metric(Gauge, "lmcache_chunks", "Chunks in the index."),
-    Metric(Gauge, "lmcache_worker_memories",
-           "Memories of workers that are mapped: of processes (host), of GPUs (cuda).",
+    Metric(Gauge, "lmcache_worker_memories", "Mapped memories of workers, by kind: host or GPU (cuda).",
            {"kind": ("host", "cuda")}),
-    Metric(Counter, "lmcache_selftests_total", "Self-tests that were run for /selftest.",
-           {"outcome": ("ok", "failed")}),
+    Metric(Counter, "lmcache_selftests_total", "Runs of /selftest.", {"outcome": ("ok", "failed")}),
     Metric(Gauge, "lmcache_leases", "Leases that hold chunks for requests."),
     Metric(Gauge, "lmcache_sessions", "Connected clients."),
     Metric(Gauge, "lmcache_namespaces", "Namespaces that have chunks or engines."),
@@ -91,18 +80,18 @@ TABLE = (
 
 
 class Metrics:
-    """The metrics of one server. Unknown names and label values raise KeyError."""
+    """The metrics of one server. A name or label value that is not in the table raises KeyError."""
 
     def __init__(self) -> None:
-        # Otherwise each counter and histogram gets a gauge *_created, which nobody asked for.
-        disable_created_metrics()  # type: ignore[no-untyped-call]
+        # Without this, every counter and histogram also gets a gauge *_created.
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         self._series: dict[tuple[str, frozenset[tuple[str, str]]], Any] = {}
         for kind, name, help_text, labels, options in TABLE:
             family: Any = kind(name, help_text, tuple(labels), registry=self._registry, **options)
             for values in product(*labels.values()):
-                each = dict(zip(labels, values, strict=True))
-                self._series[_key(name, each)] = family.labels(**each) if each else family
+                pairs = dict(zip(labels, values, strict=True))
+                self._series[_key(name, pairs)] = family.labels(**pairs) if pairs else family
         started_s = time.time()
         self.gauge("lmcache_build_info", lambda: 1, version=VERSION)
         self.gauge("lmcache_start_time_seconds", lambda: started_s)
@@ -111,7 +100,7 @@ class Metrics:
         self._series[_key(name, labels)].inc(amount)
 
     def gauge(self, name: str, read: Callable[[], float], **labels: str) -> None:
-        """The gauge is what `read` returns whenever somebody asks."""
+        """From now on the gauge shows what `read` returns."""
         self._series[_key(name, labels)].set_function(read)
 
     def observe(self, name: str, value: float, **labels: str) -> None:
@@ -123,13 +112,9 @@ class Metrics:
         return float(series.samples[0].value)
 
     def count_tokens(self, requested: int, computed: int, hit: int, limit: int) -> None:
-        """A lookup: `hit` tokens found beyond the `computed` ones; beyond `limit` nothing can be used."""
-        outcomes = {
-            "computed": computed,
-            "hit": hit,
-            "miss": limit - computed - hit,
-            "tail": requested - limit,
-        }
+        """Count a lookup: `hit` tokens found after `computed` ones, of at most `limit` restorable ones."""
+        miss, tail = limit - computed - hit, requested - limit
+        outcomes = {"computed": computed, "hit": hit, "miss": miss, "tail": tail}
         assert min(outcomes.values()) >= 0
         for outcome, tokens in outcomes.items():
             self.count("lmcache_tokens_total", tokens, outcome=outcome)
@@ -137,7 +122,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """The Prometheus text format."""
-        return exposition.generate_latest(self._registry)
+        return prometheus_client.generate_latest(self._registry)
 
 
 def _key(name: str, labels: dict[str, str]) -> tuple[str, frozenset[tuple[str, str]]]:

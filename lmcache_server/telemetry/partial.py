@@ -1,7 +1,7 @@
-"""Chunks that some shards of an engine have stored and others have not, for longer than a step can explain.
+"""Chunks that only some shards of an engine have stored, for longer than one step can explain.
 
-Such a chunk makes hits shorter, never wrong: a hit ends before it. It comes from stores that were dropped
-on one shard alone, and it is whole again once an engine has computed it anew.
+A hit ends before such a chunk, so hits get shorter, never wrong. The cause is a store that failed or was
+dropped on one shard alone. The chunk becomes whole when an engine computes it again.
 """
 
 import logging
@@ -15,15 +15,15 @@ MAX_WARNED = 4096
 
 
 class PartialChunks:
-    """What lookups saw; bounded, the oldest is forgotten first."""
+    """The partial chunks that lookups met. Bounded: the oldest entry is forgotten first."""
 
     def __init__(self) -> None:
         self._first_seen_s: dict[tuple[bytes, bytes], float] = {}
         self._warned: dict[bytes, None] = {}
 
     def seen(self, namespace: bytes, key: bytes, now_s: float) -> bool:
-        """A lookup met a partial chunk; True if it was met PATIENCE_S before, which begins anew then.
-        The first such chunk of a namespace is logged."""
+        """Note that a lookup met a partial chunk. Returns True, and starts over, if the chunk has been
+        partial for PATIENCE_S. The first such chunk of a namespace is logged."""
         first_s = self._first_seen_s.setdefault((namespace, key), now_s)
         if len(self._first_seen_s) > MAX_SUSPECTS:
             del self._first_seen_s[next(iter(self._first_seen_s))]
@@ -35,9 +35,9 @@ class PartialChunks:
             if len(self._warned) > MAX_WARNED:
                 del self._warned[next(iter(self._warned))]
             logger.warning(
-                "namespace %(namespace)s: some workers of an engine have stored a chunk and others have not, "
-                "so hits are shorter than they could be; look for dropped or failed stores "
-                "(lmcache_objects_total), and give the server more --l1-size-gb if there was no room",
+                "namespace %(namespace)s: only some workers of an engine have stored a chunk, so hits are "
+                "shorter than they could be; look for dropped or failed stores in lmcache_objects_total, "
+                "and raise --l1-size-gb if there was no room",
                 {"namespace": namespace.hex()[:16]},
             )
         return True

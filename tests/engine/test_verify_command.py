@@ -93,7 +93,7 @@ def test_a_right_cache_is_found_right_a_wrong_one_wrong(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["ftp://127.0.0.1"], "is not an address"),
+        (["ftp://127.0.0.1"], "is not a URL"),
         (["http://127.0.0.1:9"], "does not answer /v1/models"),
     ],
 )

@@ -181,7 +181,7 @@ def test_flags_reach_the_server_and_its_exit_code_comes_back(capsys, monkeypatch
 
 def test_more_memory_than_the_machine_has():
     line = sentence(2, "server", "--l1-size-gb", "90000", "--http-port", "0", "--port", PORT)
-    assert re.fullmatch(r"lmcache: --l1-size-gb asks for 90000\.00 GB and [\d.]+ GB are available .*", line)
+    assert re.fullmatch(r"lmcache: --l1-size-gb asks for 90000\.00 GB, but [\d.]+ GB are available .*", line)
 
 
 @pytest.mark.parametrize("host", [(), ("--host", "127.0.0.1")])

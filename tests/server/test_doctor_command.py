@@ -48,7 +48,7 @@ def test_with_a_running_server() -> None:
         assert found["server"]["finding"] == (
             f"{VERSION} at ipc://{server.runtime_dir}/{server.port}.sock, as here"
         )
-        assert found["connectors"]["finding"] == "1 connected, of no other version"
+        assert found["connectors"]["finding"] == "1 connected, all of the server's version"
         assert " of L1 (" in found["memory"]["finding"]
         assert found["open files"]["verdict"] == "ok"
         assert found["ptrace"]["verdict"] == "ok"

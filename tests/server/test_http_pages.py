@@ -105,7 +105,7 @@ def test_only_get_and_head():
         for method in ("POST", "DELETE", "OPTIONS", "MAKE"):
             code, kind, body = get(server, "/status", method)
             assert (code, kind) == (405, "text/plain; charset=utf-8")
-            assert body == b"nothing can be changed here: only GET and HEAD\n"
+            assert body == b"this server is read-only: use GET or HEAD\n"
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_who_asks_at_the_same_time_or_soon_after_gets_the_same_answer(monkeypatc
     [
         ("/bin/false", "ended with code 1"),
         ("/nowhere", "could not run: [Errno 2]"),
-        ("/bin/true", "not JSON"),
+        ("/bin/true", "not print JSON"),
     ],
 )
 def test_a_client_that_cannot_run_is_said(monkeypatch, program, why):

@@ -197,7 +197,7 @@ def test_charts_show_the_history_and_can_be_heard(browser, server):
         assert visit.page.get_attribute("#copy_plot svg", "aria-label").startswith("Throughput over the last")
         assert visit.page.get_attribute("#bar", "aria-label").endswith("%")
         visit.page.hover("#hit_plot", position={"x": 1, "y": 50})
-        assert visit.text("#hit_keys").startswith("nothing asked 4 min 55 s ago")
+        assert visit.text("#hit_keys").startswith("no lookups 4 min 55 s ago")
         headings = visit.page.evaluate("[...document.querySelectorAll('h1, h2')].map(e => e.tagName)")
         assert headings[0] == "H1"
         assert set(headings[1:]) == {"H2"}
@@ -212,7 +212,7 @@ def test_without_an_engine_it_says_how_to_start_one(browser, idle):
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"lmcache.mp.port": idle.port},
         }
-        assert visit.text("#no_session") == "Nobody is connected."
+        assert visit.text("#no_session") == "No client is connected."
         assert visit.text("#no_failure").startswith("None")
         assert not visit.page.is_visible("#namespace_table")
         assert not visit.text("#hit_rate").endswith("%")

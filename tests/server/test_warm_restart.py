@@ -318,7 +318,7 @@ def test_a_file_of_something_else_and_a_link_are_refused_and_untouched(path: Pat
     assert path.read_bytes() == b"precious" * HEADER_BYTES
     (tmp_path / "link").symlink_to(path)
     assert "symbolic link" in refusal(l1_size_gb=0.05, l1_path=tmp_path / "link")
-    assert "exclude each other" in refusal(l1_path=path, l1_hugetlb=True)
+    assert "cannot be combined" in refusal(l1_path=path, l1_hugetlb=True)
 
 
 def test_a_clean_file_outlives_a_refused_start(running: LMCacheServer, connect: Connect, path: Path) -> None:

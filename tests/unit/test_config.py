@@ -197,7 +197,7 @@ def test_other_machines_are_let_in_only_by_an_explicit_flag(name):
     for host in ("0.0.0.0", "::", "[::]", "10.1.2.3", "tcp://0.0.0.0", "example.org"):
         assert sentence(flag, host) == (
             f"{flag} {host} lets other machines connect, without password or encryption: "
-            "add --allow-remote if that is wanted, or use 127.0.0.1"
+            "add --allow-remote if you want that, or use 127.0.0.1"
         )
         assert getattr(load(flag, host, "--allow-remote"), name) == host
     for host in ("127.0.0.1", "localhost", "::1", "[::1]", "127.0.0.9"):
@@ -210,7 +210,7 @@ def test_http_needs_an_address():
 
 def test_a_file_has_no_huge_pages_of_its_own():
     assert sentence("--l1-path", "/dev/shm/l1", LMCACHE_L1_HUGETLB="yes") == (
-        "--l1-path and --l1-hugetlb exclude each other: leave one of them out"
+        "--l1-path and --l1-hugetlb cannot be combined: leave one of them out"
     )
 
 

@@ -24,7 +24,7 @@ CASES = [
     (checks.memlock(UNLIMITED, GB, 1), OK, "unlimited, for 1.0 GiB", ""),
     (checks.memlock(GB, GB, 1), OK, "1.0 GiB", ""),
     (checks.memlock(GB - 1, GB, 1), WARN, "need all 1.0 GiB", "ulimit -l unlimited"),
-    (checks.transparent_huge_pages(None, THP), WARN, "this kernel has none", ""),
+    (checks.transparent_huge_pages(None, THP), WARN, "not in this kernel", ""),
     (checks.transparent_huge_pages("always [madvise] never", THP), OK, "madvise", ""),
     (checks.transparent_huge_pages("[always] madvise never", THP), OK, "always", ""),
     (
@@ -57,7 +57,7 @@ CASES = [
     (
         preflight.l1_file("/dev/shm/x", "/dev/shm", True, GB, GB // 2, GB // 4),
         FAIL,
-        "--l1-size-gb asks for 0.50 GB and 0.25 GB are available (the file system of /dev/shm/x, /dev/shm)",
+        "--l1-size-gb asks for 0.50 GB, but 0.25 GB are available (the file system of /dev/shm/x, /dev/shm)",
         "size=2G /dev/shm",
     ),
     (
@@ -71,7 +71,7 @@ CASES = [
     (
         preflight.memory(100 * GB, 2 * GB, 8 * GB, "the limit"),
         FAIL,
-        "--l1-size-gb asks for 98.00 GB and 8.00 GB are available (the limit)",
+        "--l1-size-gb asks for 98.00 GB, but 8.00 GB are available (the limit)",
         "lmcache server --l1-size-gb 9  (or free memory)",
     ),
     (preflight.memory(GB, 0, 1 << 20, "the limit"), FAIL, "0.00 GB are available", "free memory"),
@@ -111,14 +111,14 @@ CASES = [
     (checks.plugin("0.32.0", "", "a,b"), FAIL, "leaves lmcache_mp out", "VLLM_PLUGINS=a,b,lmcache_mp"),
     (checks.plugin("0.32.0", "", ""), FAIL, "leaves lmcache_mp out", "VLLM_PLUGINS=lmcache_mp"),
     (checks.server(VERSION, "port 1"), OK, f"{VERSION} at port 1", ""),
-    (checks.server("9.9", "port 1"), FAIL, f"9.9 at port 1, and {VERSION}", "lmcache-mp==9.9"),
-    (checks.connectors("", []), OK, "none known", ""),
+    (checks.server("9.9", "port 1"), FAIL, f"9.9 at port 1, but {VERSION}", "lmcache-mp==9.9"),
+    (checks.connectors("", []), OK, "unknown without", ""),
     (checks.connectors("1", []), OK, "0 connected", ""),
     (checks.connectors("1", [session(), session(), session(engine_id="")]), OK, "1 connected", ""),
     (
         checks.connectors("1", [session(vllm_version="3"), session(vllm_version="2", pid=8)]),
         OK,
-        "2 connected, of no other version, in vLLM 2 and 3",
+        "2 connected, all of the server's version, in vLLM 2 and 3",
         "",
     ),
     (

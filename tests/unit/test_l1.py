@@ -114,7 +114,7 @@ def test_more_than_the_machine_has_is_refused_with_both_figures(monkeypatch):
     with pytest.raises(StartError) as caught:
         L1Memory(100 * GB_BYTES)
     assert str(caught.value) == (
-        "--l1-size-gb asks for 100.00 GB and 1.50 GB are available (MemAvailable of this machine): "
+        "--l1-size-gb asks for 100.00 GB, but 1.50 GB are available (MemAvailable of this machine): "
         "lmcache server --l1-size-gb 1.35  (or free memory)"
     )
 
@@ -133,7 +133,7 @@ def test_missing_huge_pages_are_refused_with_the_command_that_reserves_them():
     with pytest.raises(StartError) as caught:
         L1Memory(needed * page_bytes, hugetlb=True)
     assert str(caught.value) == (
-        f"--l1-hugetlb needs {needed} huge pages of {page_bytes // MIB}.0 MiB and {free} of "
+        f"--l1-hugetlb needs {needed} huge pages of {page_bytes // MIB}.0 MiB, but {free} of "
         f"{info['HugePages_Total']} are free: sudo sysctl vm.nr_hugepages="
         f"{info['HugePages_Total'] - free + needed}  (or leave out --l1-hugetlb)"
     )

@@ -277,7 +277,7 @@ def test_a_crash_between_any_two_steps_of_a_clean_stop_starts_empty(tmp_path, mo
 def test_what_the_file_system_cannot_hold_is_refused_with_both_figures(mounted):
     directory = mounted("size=8m")
     assert sentence(directory / "l1", 1 << 30) == (
-        f"--l1-size-gb asks for 1.00 GB and 0.01 GB are available (the file system of {directory}/l1, "
+        f"--l1-size-gb asks for 1.00 GB, but 0.01 GB are available (the file system of {directory}/l1, "
         f"{directory}): sudo mount -o remount,size=2G {directory}  (docker: --shm-size 2g)"
     )
 
@@ -291,7 +291,7 @@ def test_a_memory_file_system_takes_memory_that_must_be_there(mounted, monkeypat
     monkeypatch.setattr(l1_file, "available_bytes", lambda: (1 << 20, "MemAvailable of this machine"))
     path = mounted("size=8m") / "l1"
     assert sentence(path, 4 << 20) == (
-        "--l1-size-gb asks for 0.00 GB and 0.00 GB are available (MemAvailable of this machine): free memory"
+        "--l1-size-gb asks for 0.00 GB, but 0.00 GB are available (MemAvailable of this machine): free memory"
     )
     monkeypatch.undo()
     with opened(path, 4 << 20) as file:

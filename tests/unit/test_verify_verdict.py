@@ -142,7 +142,7 @@ def vllm(url: str, model: str | None = None) -> VllmServer:
 def test_what_is_missing_is_one_sentence_that_says_what_to_do() -> None:
     with answering({**MODELS, "/metrics": "vllm:x 1\n"}) as url:
         assert (vllm(url).model, vllm(url).max_tokens) == ("m", 100)
-        with pytest.raises(VerifyError, match="serves no model 'n', but m"):
+        with pytest.raises(VerifyError, match="has no model 'n': --model can be m"):
             vllm(url, "n")
         with pytest.raises(VerifyError, match="VLLM_SERVER_DEV_MODE=1"):
             vllm(url).reset_prefix_cache()

@@ -121,7 +121,7 @@ def test_a_name_in_neither_version_is_an_error(report: Report) -> None:
         "in neither: core/pool.py Pool.untouch",
         "in neither: core/pool.py touch",
         "1 same, 0 changed, 0 gone, 0 new",
-        "2 in neither version: put right WATCHED in scripts/watch_vllm.py",
+        "2 in neither version: correct WATCHED in scripts/watch_vllm.py",
     ]
 
 

@@ -1,1 +1,1 @@
-"""`lmcache bench`: what a running server does for a synthetic engine, measured from the engine's side."""
+"""`lmcache bench`: measures a running server from the side of synthetic engines."""

@@ -1,4 +1,5 @@
-"""A synthetic engine of one worker: memory of this process, and both sides of the connector's wire."""
+"""A synthetic engine with one worker: its memory is this process's, and it sends what both of a connector's
+sides send."""
 
 import itertools
 from typing import TypeVar
@@ -24,19 +25,19 @@ from lmcache_server.commands.bench.workload import BenchError, Workload
 CONNECT_S = 2.0
 ANSWER_S = 60.0
 LOOKUP_WAIT_S = 0.001
-"""As the connector waits for a lookup."""
+"""The connector waits for lookups in the same portions."""
 Reply = TypeVar("Reply", bound=Message)
 
 
 def chain(number: int, request: int, chunks: int) -> tuple[bytes, ...]:
-    """The keys of a request of worker `number`."""
+    """The keys of a request's chunks, different for each worker `number` and `request`."""
     return tuple(chunk_keys(((number, request), None) for _ in range(chunks)))
 
 
 class Client:
-    """Worker number `number`. Every request has keys of its own, all of them store the same pages.
+    """Worker number `number`. Every request has its own keys, but all store the same pages.
 
-    Raises BenchError, here and wherever the server does not do what was asked.
+    All methods raise BenchError if the server does not do what they ask for.
     """
 
     def __init__(self, address: str, workload: Workload, number: int) -> None:
@@ -44,12 +45,12 @@ class Client:
         self.number = number
         engine_id = f"{workload.model} {number}"
         geometry = workload.geometry
-        # Every word is another, so no page can be taken for one of elsewhere.
+        # All words differ, between clients too, so no page can pass for another.
         words = workload.memory_bytes // 8
         self._memory = np.arange(number << 40, (number << 40) + words, dtype=np.uint64)
         export = HostExport(((self._memory.ctypes.data, self._memory.nbytes),))
         self._geometry = geometry
-        # Neighbours are no neighbours in memory, as in an engine that has served for a while.
+        # A request's blocks are scattered over memory, as in an engine that has served for a while.
         blocks = iter(np.random.default_rng(number).permutation(np.arange(1, workload.num_blocks)).tolist())
         positions = workload.positions
         self._source = [dict(zip(at, itertools.islice(blocks, len(at)), strict=True)) for at in positions]
@@ -88,7 +89,7 @@ class Client:
         return Lookup("bench", keys, 0, limit, limit + 1)
 
     def load_message(self, found: Found, key: bytes, turn: int) -> Load:
-        """Into other blocks than in the `turn` before."""
+        """A load into other blocks than in the previous `turn`."""
         groups = self._geometry.groups
         tables = [
             {at: target[nth % len(target)] for nth, at in enumerate(needed, turn)}
@@ -99,22 +100,22 @@ class Client:
         return load_message("bench", found, key, 0, groups, tables)
 
     def check(self, message: Load) -> None:
-        """Raises BenchError unless what was stored is now where this, the last message, wanted it."""
+        """Compare the pages that `message`, the last load, filled. Raises BenchError if they are wrong."""
         pages = self._memory.reshape(self.workload.layers, self.workload.num_blocks, -1)
         for source, group, ids in zip(self._source, self._geometry.groups, message.block_ids, strict=True):
             for at, block in zip(group.needed_blocks(message.resume_tokens), ids, strict=True):
                 if not np.array_equal(pages[:, source[at]], pages[:, block]):
                     raise BenchError("the server restored wrong bytes: stop it, and report this")
 
-    def release(self, *found: Found) -> None:
-        leases = tuple(each.lease_id for each in found if each.lease_id)
+    def release(self, *hits: Found) -> None:
+        leases = tuple(hit.lease_id for hit in hits if hit.lease_id)
         for start in range(0, len(leases), MAX_LEASES):
             message = Release(leases[start : start + MAX_LEASES], ())
             self.ask(self.scheduler, message, Done, LOOKUP_WAIT_S)
 
     @staticmethod
     def ask(channel: Channel, message: Message, expected: type[Reply], wait_s: float = ANSWER_S) -> Reply:
-        """The answer, waited for in portions of `wait_s` seconds."""
+        """The reply to `message`; waits for it in portions of `wait_s` seconds."""
         pending = channel.submit(message, ANSWER_S)
         while not pending.done:
             channel.poll(pending, wait_s)

@@ -1,4 +1,4 @@
-"""Clients in processes of their own, which start each measurement together."""
+"""Clients, each in its own process, that start every measurement together."""
 
 import multiprocessing
 import os
@@ -16,17 +16,17 @@ from lmcache_server.commands.bench.measure import Sample, Samples
 from lmcache_server.commands.bench.workload import BenchError, Workload
 
 Phase = tuple[str, Callable[[Client, int], Samples], int]
-"""A name, the measurement, and its argument."""
+"""A name, a measurement and its argument."""
 Part = tuple[float, float, list[Sample]]
-"""When one client started and ended a phase, and its samples."""
+"""The start and end of one client's phase, in seconds of perf_counter, and its samples."""
 
 _start: Barrier
-"""In a client's process: where all clients wait for the last."""
+"""In a client's process: all clients wait here until the last one is ready."""
 
 
 @dataclass(frozen=True)
 class Crew:
-    """`size` clients that measure the same; what they store takes `l1_bytes` of L1."""
+    """`size` clients that measure the same thing; their chunks take `l1_bytes` of L1."""
 
     size: int
     workload: Workload
@@ -34,13 +34,13 @@ class Crew:
     l1_bytes: int
 
     def run(self, address: str) -> dict[str, list[Part]]:
-        """What each client measured, by phase. Raises BenchError. No process is left when it ends."""
+        """Run all clients and return their parts by phase. Raises BenchError. Leaves no process."""
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(self.size, context, _enter, (context.Barrier(self.size),))
-        # Ctrl-C is for this process, which ends the others: they inherit that it is blocked.
+        # Ctrl-C is for this process, which then ends the clients: they inherit the blocked signal.
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
         try:
-            # A client waits for all others before it measures, so each gets a process of its own.
+            # Each client occupies one process of the pool, because it waits there for all others.
             clients = [pool.submit(_client, address, self, number) for number in range(self.size)]
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
@@ -50,7 +50,7 @@ class Crew:
             for process in multiprocessing.active_children():
                 process.kill()
             if isinstance(error, BrokenProcessPool):
-                raise BenchError("a process of the bench was ended: is there enough memory for it?") from None
+                raise BenchError("a bench process was killed: is there enough memory for it?") from None
             raise
         finally:
             pool.shutdown()
@@ -58,7 +58,7 @@ class Crew:
 
 
 def _enter(start: Barrier) -> None:
-    """The first that a client's process does."""
+    """Prepare a client's process."""
     global _start  # noqa: PLW0603  (a process of a pool gets its barrier no other way)
     _start = start
     threading.Thread(target=_end_with_the_command, daemon=True).start()
@@ -72,7 +72,7 @@ def _end_with_the_command() -> None:
 
 
 def _client(address: str, crew: Crew, number: int) -> list[Part]:
-    """The program of one client."""
+    """Run all phases of one client."""
     try:
         with Client(address, crew.workload, number) as client:
             return [_measured(measurement(client, argument)) for _, measurement, argument in crew.phases]

@@ -1,5 +1,5 @@
-"""What one client times: generators that prepare, yield once, yield a sample for each request, and clean
-up."""
+"""The measurements of one client: generators that prepare, yield once, then yield a sample for each request,
+and clean up."""
 
 import time
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from lmcache_server.commands.bench.workload import BenchError
 
 
 class Sample(NamedTuple):
-    """One request, from its submission to its answer; `lost` if the server could not do all of it."""
+    """One request, from its submission to its reply. `lost`: the server did not do all of it."""
 
     seconds: float = 0.0
     num_bytes: int = 0
@@ -30,7 +30,7 @@ def ping(client: Client, _: int) -> Samples:
 
 
 def lookup(client: Client, chunks: int) -> Samples:
-    """All clients look up the same prompt, which the first of them has stored."""
+    """All clients look up the same prompt, which the first one stored."""
     keys = chain(0, 0, chunks)
     client.ask(client.worker, client.store_message(keys), Stored)
     message = client.lookup_message(keys)
@@ -41,7 +41,7 @@ def lookup(client: Client, chunks: int) -> Samples:
         seconds = time.perf_counter() - started_s
         if hit.resume_tokens < message.limit_tokens:
             raise BenchError(
-                "the server has no room to keep what is looked up: pass --only store,load, or try again "
+                "the server has no room for the chunks to look up: pass --only store,load, or try again "
                 "when fewer engines use it"
             )
         client.release(hit)
@@ -62,7 +62,7 @@ def store(client: Client, _: int) -> Samples:
 
 
 def load(client: Client, _: int) -> Samples:
-    """Leases are taken before the first sample and given up after the last: the figures are of copies."""
+    """Takes its leases before the first sample and gives them up after the last: only copies are timed."""
     workload = client.workload
     chains = [chain(client.number, request, workload.chunks) for request in range(workload.requests)]
     hits = [client.ask(client.scheduler, client.lookup_message(keys), Found) for keys in chains]

@@ -1,4 +1,4 @@
-"""The bench as a whole: which clients measure what, how much of the server they take, and the figures."""
+"""The whole bench: plans which clients measure what, limits their share of the server, and sums up."""
 
 import dataclasses
 
@@ -12,11 +12,11 @@ from lmcache_server.host.units import GB_BYTES
 
 OPERATIONS = ("lookup", "store", "load")
 LOOKUP_CHUNKS = (1, 8, 64, 512)
-"""The lengths of the prompts that are looked up; each prompt begins the next."""
+"""The lengths of the prompts to look up; each prompt is a prefix of the next."""
 LOOKUPS_PER_REQUEST = 25
 TIMES = ("p50_s", "p90_s", "p99_s", "max_s")
 MAX_SHARE = 0.25
-"""The bench fills at most this share of L1 with what nobody needs."""
+"""The bench fills at most this share of L1 with its chunks, which nobody needs."""
 MIB = 1 << 20
 
 
@@ -24,9 +24,9 @@ def crews(
     model: str, chunk_size: int | None, *, workers: int, clients: int, page_kb: int, layers: int, groups: str,
     chunks: int, requests: int, only: str,
 ) -> list[Crew]:  # fmt: skip
-    """The crews, which measure one after the other. `model` is a name that nobody has used, `chunk_size` the
-    server's (None: auto), the rest are the options of the command. Raises BenchError."""
-    # The name that the first release had for it.
+    """The crews, which measure one after the other. `model` is a new name, `chunk_size` the server's in
+    tokens (None: auto), and the rest are the command's options. Raises BenchError."""
+    # "retrieve" is what the first release called a load.
     wanted = set(only.replace("retrieve", "load").split(","))
     if not wanted <= set(OPERATIONS):
         raise BenchError(f"--only takes some of {','.join(OPERATIONS)}, not {only}")
@@ -51,8 +51,8 @@ def crews(
 
 
 def announcement(crews: list[Crew], l1: dict[str, int]) -> str:
-    """A sentence on what the crews will take. Raises BenchError when that is too much for the server, whose
-    status has `l1`."""
+    """One line about what the crews will take. `l1` is from the server's status. Raises BenchError if they
+    would take too much."""
     stored = sum(crew.l1_bytes for crew in crews)
     if stored > MAX_SHARE * l1["total_bytes"]:
         raise BenchError(
@@ -74,7 +74,7 @@ def run(address: str, crews: list[Crew]) -> dict[str, dict[str, float]]:
 
 def figures(parts: list[Part]) -> dict[str, float]:
     """The figures of one operation. Lost requests are only counted. GB/s (1 GB = 2**30 bytes) and requests
-    per second are those of all clients together, from the first start to the last end."""
+    per second are of all clients together, from the first start to the last end."""
     samples = [sample for _, _, measured in parts for sample in measured]
     whole = [sample for sample in samples if not sample.lost]
     wall_s = max(end_s for _, end_s, _ in parts) - min(start_s for start_s, _, _ in parts)

@@ -1,8 +1,9 @@
-"""The whole path from an engine's side, with a few pages: they are stored, looked up, loaded into other
-blocks and compared.
+"""Tests a server from an engine's side: stores a few pages, looks them up, loads them into other blocks and
+compares.
 
 `python -m lmcache_server.commands.bench.selftest ADDRESS [CHUNK_SIZE]` prints a JSON object: `ok`, the
-seconds of each step and, if one failed, `failed` (its name) and `error` (a sentence). Nothing of it stays.
+seconds of each step and, if one failed, its name as `failed` and the reason as `error`. It leaves nothing
+in the cache.
 """
 
 import json
@@ -23,7 +24,7 @@ CHUNKS = 2
 
 def selftest(address: str, chunk_size: int | None) -> dict[str, Any]:
     """The object that the module prints. `chunk_size` is the server's in tokens (None: auto)."""
-    # The workload has one group of every kind, with words and keys that nobody else has used.
+    # A hybrid workload, with words and keys that nobody else has used.
     number = secrets.randbits(22)
     model = f"lmcache selftest {secrets.token_hex(8)}"
     workload = Workload(model, chunk_size or AUTO_CHUNK_TOKENS, True, 2, 4096, CHUNKS, 1)
@@ -46,7 +47,7 @@ def selftest(address: str, chunk_size: int | None) -> dict[str, Any]:
             ended("lookup")
             hit = client.ask(client.scheduler, client.lookup_message(keys), Found, LOOKUP_WAIT_S)
             if hit.resume_tokens < CHUNKS * workload.chunk_size:
-                raise BenchError("the server does not find what it stored a moment ago")
+                raise BenchError("the server does not find the pages that it has just stored")
             ended("load")
             load = client.load_message(hit, keys[-1], 0)
             client.ask(client.worker, load, Done)

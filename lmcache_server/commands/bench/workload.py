@@ -1,4 +1,4 @@
-"""What the bench asks of the server: a geometry that no model has, and how much of it."""
+"""The bench's requests: the geometry of a made-up model, and the number of chunks and requests."""
 
 import math
 from dataclasses import dataclass
@@ -17,18 +17,18 @@ from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.errors import CommandError
 
 BLOCKS_PER_CHUNK = 4
-"""The block size follows from it and from the server's chunk size."""
+"""The block size is the server's chunk size divided by this, if that is possible."""
 
 
 class BenchError(CommandError):
-    """There are no figures; the message is one sentence that says why."""
+    """The bench has no result; the message is one sentence that says why."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Each worker makes `requests` requests of `chunks` chunks. A page is the bytes of one block in one of
-    the `layers` regions of a group; with `hybrid` a hit needs a full, a sliding-window and a recurrent group.
-    `chunk_size` is the server's, in tokens."""
+    """Each worker makes `requests` requests of `chunks` chunks of `chunk_size` tokens. A page of `page_bytes`
+    is one block in one of the `layers` regions of a group. A `hybrid` model has a full, a sliding-window and
+    a recurrent group; else it has a full one."""
 
     model: str
     chunk_size: int
@@ -40,7 +40,7 @@ class Workload:
 
     @property
     def groups(self) -> tuple[GroupSpec, ...]:
-        """The groups, without their regions."""
+        """The groups, still without regions."""
         block_size = self.chunk_size // math.gcd(self.chunk_size, BLOCKS_PER_CHUNK)
         full = GroupSpec(FULL, block_size, 0, "bench", ())
         if not self.hybrid:
@@ -50,7 +50,7 @@ class Workload:
 
     @property
     def positions(self) -> list[list[int]]:
-        """The block positions that a request stores, by group."""
+        """For each group, the positions of the blocks that a request stores."""
         return [
             [at for chunk in range(self.chunks) for at in group.stored_blocks(chunk, self.chunk_size)]
             for group in self.groups
@@ -58,7 +58,7 @@ class Workload:
 
     @property
     def num_blocks(self) -> int:
-        """The number of the null block, those that a request stores, and as many to load into."""
+        """The null block, the blocks that a request stores, and as many to load into."""
         return 1 + 2 * sum(map(len, self.positions))
 
     @property
@@ -67,7 +67,7 @@ class Workload:
 
     @property
     def geometry(self) -> Geometry:
-        """The layout is vLLM's: all groups share the pages, layer after layer, but no two share a block."""
+        """vLLM's layout: all groups share the pages of each layer, but every block belongs to one group."""
         layer_bytes = self.num_blocks * self.page_bytes
         regions = tuple(
             Region(0, layer * layer_bytes, self.page_bytes, self.page_bytes) for layer in range(self.layers)
@@ -77,11 +77,11 @@ class Workload:
 
     @property
     def memory_bytes(self) -> int:
-        """The size of a worker's memory."""
+        """The size of one worker's memory."""
         return self.num_blocks * self.block_bytes
 
     @property
     def request_l1_bytes(self) -> int:
-        """How much of L1 a request takes: objects fill whole frames."""
+        """The L1 space of one request; every object takes whole frames."""
         objects = (len(at) // self.chunks * self.block_bytes for at in self.positions)
         return self.chunks * sum(-(-size // FRAME_BYTES) * FRAME_BYTES for size in objects)

@@ -1,1 +1,1 @@
-"""`lmcache doctor`: is this machine fit for the server and its engines, and if not, which command helps?"""
+"""`lmcache doctor`: checks whether this machine can run the server and its engines, and says what helps."""

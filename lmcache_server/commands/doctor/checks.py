@@ -1,6 +1,6 @@
-"""What the server's start does not judge: figures come in, a finding and its fix go out.
+"""The checks that only `lmcache doctor` makes: pure functions from figures to a finding and its fix.
 
-What it does judge is in `host/preflight.py`. Nothing is read here.
+The checks that the server's start makes, too, are in `host/preflight.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ COLOURS = {OK: "green", WARN: "yellow", FAIL: "red"}
 
 
 def memlock(limit_bytes: int, l1_bytes: int, num_gpus: int) -> Check:
-    """`limit_bytes` is the hard limit of locked memory, UNLIMITED if there is none."""
+    """`limit_bytes` is the hard limit of locked memory, or UNLIMITED."""
     shown = "unlimited" if limit_bytes >= UNLIMITED else size(limit_bytes)
     if not num_gpus:
         return Check("memlock", OK, f"{shown}; only GPUs need locked memory")
@@ -22,26 +22,27 @@ def memlock(limit_bytes: int, l1_bytes: int, num_gpus: int) -> Check:
         return Check("memlock", OK, f"{shown}, for {size(l1_bytes)} of L1")
     return Check(
         "memlock",
-        WARN,  # NVIDIA's open driver pins without looking at it
-        f"{shown}, and GPUs need all {size(l1_bytes)} of L1 pinned",
+        WARN,  # NVIDIA's open driver ignores the limit
+        f"{shown}, but GPUs need all {size(l1_bytes)} of L1 pinned",
         "ulimit -l unlimited  (systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1)",
     )
 
 
 def transparent_huge_pages(setting: str | None, path: str) -> Check:
-    """`setting` is the text of the file `path`, as `always [madvise] never`; None where there is none."""
+    """`setting` is the text of the file `path`, such as `always [madvise] never`; None without that file."""
     name = "huge pages of files" if "shmem" in path else "transparent huge pages"
     if setting is None:
-        return Check(name, WARN, "this kernel has none: populating L1 is slower")
+        return Check(name, WARN, "not in this kernel: populating L1 is slower")
     chosen = setting.partition("[")[2].partition("]")[0]
     if chosen in ("never", "deny"):
-        advised = f"echo advise | sudo tee {path}" if "shmem" in path else f"echo madvise | sudo tee {path}"
-        return Check(name, WARN, f"off ({chosen}): populating L1 is slower", advised)
+        advised = "advise" if "shmem" in path else "madvise"
+        fix = f"echo {advised} | sudo tee {path}"
+        return Check(name, WARN, f"off ({chosen}): populating L1 is slower", fix)
     return Check(name, OK, chosen)
 
 
 def numa(nodes: Sequence[int], gpu_nodes: Mapping[str, int]) -> Check:
-    """`gpu_nodes` has the node of each GPU, -1 where the system does not say."""
+    """`gpu_nodes` has the node of each GPU, or -1 if the system does not say."""
     if len(nodes) < 2:
         return Check("NUMA", OK, "one node")
     unknown = [gpu for gpu, node in gpu_nodes.items() if node < 0]
@@ -49,7 +50,7 @@ def numa(nodes: Sequence[int], gpu_nodes: Mapping[str, int]) -> Check:
         return Check(
             "NUMA",
             WARN,
-            f"{len(nodes)} nodes, and the system does not say which is near {', '.join(unknown)}",
+            f"{len(nodes)} nodes, but the system does not say which is near {', '.join(unknown)}",
             f"numactl --cpunodebind={nodes[0]} --membind={nodes[0]} lmcache server  (the GPUs' node)",
         )
     if gpu_nodes:
@@ -59,14 +60,14 @@ def numa(nodes: Sequence[int], gpu_nodes: Mapping[str, int]) -> Check:
 
 
 def ptrace(scope: str | None, failure: str) -> Check:
-    """`scope` is kernel.yama.ptrace_scope, None without Yama; `failure` what a copy from another process of
-    this user met with, empty when it worked."""
+    """`scope` is kernel.yama.ptrace_scope, or None without Yama. `failure` is the error of a copy by another
+    process of this user, empty if it worked."""
     setting = "no Yama" if scope is None else f"kernel.yama.ptrace_scope={scope}"
     if not failure:
         return Check("ptrace", OK, f"memory of another process was read ({setting})")
     if scope in ("2", "3"):
         fix = "sudo sysctl kernel.yama.ptrace_scope=1"
-        if scope == "3":  # cannot be taken back while the kernel runs
+        if scope == "3":  # cannot be changed while the kernel runs
             fix = "echo kernel.yama.ptrace_scope=1 | sudo tee /etc/sysctl.d/99-ptrace.conf && sudo reboot"
     else:
         fix = "docker run --cap-add SYS_PTRACE …  (Kubernetes: securityContext.capabilities.add)"
@@ -74,18 +75,18 @@ def ptrace(scope: str | None, failure: str) -> Check:
 
 
 def driver(gpus: Sequence[str], version: int, failure: str, has_device_files: bool) -> Check:
-    """`version` is the newest CUDA that the driver knows, 12080 for 12.8; `failure` why it does not start."""
+    """`version` is the driver's newest CUDA, 12080 for 12.8; `failure` is why the driver does not start."""
     if gpus:
         shown = f"CUDA {version // 1000}.{version % 1000 // 10}, {len(gpus)} GPU(s): {', '.join(gpus)}"
         return Check("driver", OK, shown)
     if has_device_files:
-        fix = "nvidia-smi  (must show the GPUs; docker: --gpus all; the driver 525 or newer)"
-        return Check("driver", FAIL, f"this machine has a GPU which cannot be used here: {failure}", fix)
+        fix = "nvidia-smi  (must show the GPUs; docker: --gpus all; the driver must be 525 or newer)"
+        return Check("driver", FAIL, f"this machine has a GPU that cannot be used here: {failure}", fix)
     return Check("driver", OK, "no GPU: engines on the CPU are served")
 
 
 def copy_kernel(num_gpus: int, failure: str, version: int) -> Check:
-    """`failure` is why cupy's NVRTC did not compile it, empty when it did."""
+    """`failure` is why cupy's NVRTC did not compile the kernel, empty if it did."""
     if not num_gpus:
         return Check("copy kernel", OK, "not needed without a GPU")
     if not failure:
@@ -95,7 +96,7 @@ def copy_kernel(num_gpus: int, failure: str, version: int) -> Check:
 
 
 def vllm(version: str) -> Check:
-    """`version` of the vLLM in this Python environment, empty if there is none."""
+    """`version` is the vLLM of this Python environment, empty if there is none."""
     if not version:
         return Check("vLLM", OK, f"not in this Python environment; the connector is for {VLLM_RANGE}")
     if refusal := too_old(version):
@@ -106,8 +107,7 @@ def vllm(version: str) -> Check:
 
 
 def plugin(vllm_version: str, failure: str, allowed: str | None) -> Check:
-    """`failure` is why the entry point by which vLLM finds the connector does not load; `allowed` is
-    VLLM_PLUGINS."""
+    """`failure` is why vLLM's entry point for the connector does not load; `allowed` is VLLM_PLUGINS."""
     if not vllm_version:
         return Check("plugin", OK, "not needed without vLLM")
     if failure:
@@ -119,32 +119,32 @@ def plugin(vllm_version: str, failure: str, allowed: str | None) -> Check:
 
 
 def server(version: str, where: str) -> Check:
-    """`version` of the server that answers at `where`."""
+    """`version` is that of the server at `where`."""
     if version != VERSION:
         fix = f"pip install lmcache-mp=={version}  (or restart the server with this one)"
-        return Check("server", FAIL, f"{version} at {where}, and {VERSION} here", fix)
+        return Check("server", FAIL, f"{version} at {where}, but {VERSION} here", fix)
     return Check("server", OK, f"{version} at {where}, as here")
 
 
 def connectors(server_version: str, sessions: Sequence[Mapping[str, Any]]) -> Check:
-    """`sessions` are those of a server's status; the version is empty without a server."""
+    """`sessions` come from the server's status; `server_version` is empty without a server."""
     name = "connectors"
     if not server_version:
-        return Check(name, OK, "none known without a server")
+        return Check(name, OK, "unknown without a server")
     vllms = sorted({session["vllm_version"] for session in sessions} - {""})
     running = f", in vLLM {' and '.join(vllms)}" if vllms else ""
-    # Both sides of a connector may live in one process, each with a session of its own.
+    # Both sides of a connector can be in one process, each with its own session.
     versions = {
         f"engine {session['engine_id']}, pid {session['pid']}": session["client_version"]
         for session in sessions
         if session["engine_id"]
     }
-    others = [f"{who} has {version}" for who, version in versions.items() if version != server_version]
+    others = [f"{engine} has {version}" for engine, version in versions.items() if version != server_version]
     if others:
         fix = f"pip install lmcache-mp=={server_version}  (where vLLM is installed)"
         return Check(name, WARN, f"the server has {server_version}, {', '.join(others)}{running}", fix)
     reasons = {session["engine_id"]: session["not_cached"] for session in sessions if session["not_cached"]}
     if reasons:
-        lines = [f"engine {who} is not cached, because it has {reason}" for who, reason in reasons.items()]
-        return Check(name, WARN, "; ".join(lines))
-    return Check(name, OK, f"{len(versions)} connected, of no other version{running}")
+        texts = [f"engine {engine} is not cached, because it has {why}" for engine, why in reasons.items()]
+        return Check(name, WARN, "; ".join(texts))
+    return Check(name, OK, f"{len(versions)} connected, all of the server's version{running}")

@@ -1,9 +1,9 @@
-"""What this machine, this Python environment and a running server say, for the checks."""
+"""Reads this machine, this Python environment and a running server, and runs all checks on them."""
 
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,19 +33,16 @@ try:
 except CopyError as error:
     print(error)
 """
-"""Reads a byte of another process as the server reads an engine: not as its parent, which Yama favours."""
+"""Reads a byte of the process that started it, as the server reads an engine. Yama lets a parent read its
+children, so the parent cannot try this itself."""
 
 
-def examine(options: Mapping[str, Any], given: Mapping[str, Any]) -> list[Check]:
-    """All checks. `options` are the server's that matter here; of those that were not `given` as flags a
-    running server's own count."""
+def examine(options: Mapping[str, Any], flags: Set[str]) -> list[Check]:
+    """Run all checks. Except for the `options` that were given as `flags`, a running server's own count."""
     report, server = _server(options["host"], options["port"])
-    config = report.get("config", {})
-    l1 = {
-        name: config.get(name, options[name]) if given.get(name) is None else options[name]
-        for name in ("l1_size_gb", "l1_path", "l1_hugetlb")
-    }
-    l1_bytes = int(l1["l1_size_gb"] * GB_BYTES)
+    config = report.get("config", {}).items()
+    effective = {**options, **{name: value for name, value in config if name not in flags}}
+    l1_bytes = int(effective["l1_size_gb"] * GB_BYTES)
     driver, failure = _driver()
     gpus = [driver.pci_bus_id(index) for index in range(driver.num_devices())] if driver is not None else []
     version = driver.version() if driver is not None else 0
@@ -56,7 +53,7 @@ def examine(options: Mapping[str, Any], given: Mapping[str, Any]) -> list[Check]
         checks.connectors(report.get("version", ""), report.get("sessions", ())),
         checks.vllm(vllm_version),
         checks.plugin(vllm_version, _plugin_failure(), os.environ.get("VLLM_PLUGINS")),
-        *_l1_room(l1["l1_path"], l1["l1_hugetlb"], l1_bytes, report),
+        *_l1_room(effective["l1_path"], effective["l1_hugetlb"], l1_bytes, report),
         checks.memlock(limits["Max locked memory"], l1_bytes, len(gpus)),
         checks.transparent_huge_pages(_text(_THP), _THP),
         preflight.open_files(limits["Max open files"]),
@@ -78,22 +75,22 @@ def _text(path: str) -> str | None:
 
 
 def _server(host: str, port: int) -> tuple[dict[str, Any], Check]:
-    """The status report of a running server, empty without one, and the check of the server."""
+    """The status report of the running server, empty if there is none, and the check "server"."""
     try:
         report = control.report(host, port, TIMEOUT_S)
     except control.UnreachableError as error:
-        return {}, Check("server", WARN, f"none answers at {error.endpoint}", "lmcache server")
+        return {}, Check("server", WARN, f"no server answers at {error.endpoint}", "lmcache server")
     except control.ControlError as error:
         return {}, Check("server", FAIL, str(error))
     return report, checks.server(report["version"], address(host, port))
 
 
 def _l1_room(path: str, hugetlb: bool, l1_bytes: int, report: Mapping[str, Any]) -> list[Check]:
-    """Whether there is room for L1 in memory, in reserved huge pages, or in the file `path`."""
+    """Checks for enough room for L1: in memory, in reserved huge pages, or in the file `path`."""
     if path:
         return _file_room(path, l1_bytes)
     if hugetlb:
-        # A running server has its pages already.
+        # A running server already has its pages.
         return [] if report else [preflight.huge_pages(machine.memory_info(), l1_bytes)]
     taken_bytes = report.get("l1", {}).get("populated_bytes", 0)
     return [preflight.memory(l1_bytes, taken_bytes, *machine.available_bytes())]
@@ -114,9 +111,9 @@ def _file_room(path: str, l1_bytes: int) -> list[Check]:
 
 
 def _limits(pid: int) -> dict[str, int]:
-    """The hard limits of a running server, or of this process, by their names in /proc/PID/limits."""
-    of_server = "lmcache" in (_text(f"/proc/{pid}/cmdline") or "")
-    text = (_text(f"/proc/{pid}/limits") if of_server else None) or _text("/proc/self/limits") or ""
+    """The hard limits of the running server, or else of this process, by their names in /proc/PID/limits."""
+    is_server = "lmcache" in (_text(f"/proc/{pid}/cmdline") or "")
+    text = (_text(f"/proc/{pid}/limits") if is_server else None) or _text("/proc/self/limits") or ""
     limits = {}
     for line in text.splitlines()[1:]:
         name, hard = line[:26].strip(), line[47:68].strip()
@@ -125,8 +122,8 @@ def _limits(pid: int) -> dict[str, int]:
 
 
 def _try_reading() -> str:
-    """Why another process of this user cannot read this one's memory, as the server reads an engine's;
-    empty when it can."""
+    """Why another process of this user cannot read this process's memory, as the server reads an engine's;
+    empty if it can."""
     own = ProofBuffer()
     command = [sys.executable, "-c", _READER, str(os.getpid()), str(own.address)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -144,7 +141,7 @@ def _driver() -> tuple[Driver | None, str]:
     try:
         return Driver(), ""
     except AttributeError:
-        return None, "its driver is older than CUDA 12"
+        return None, "the driver is older than CUDA 12"
     except (OSError, CudaError) as error:
         return None, str(error)
 
@@ -163,7 +160,7 @@ def _kernel_failure(driver: Driver | None) -> str:
 
 
 def _vllm_version() -> str:
-    """Of the vLLM in this Python environment, whatever its distribution is called; it is not imported."""
+    """The version of vLLM in this environment, from any distribution, without importing it; empty if none."""
     if find_spec("vllm") is None:
         return ""
     for distribution in metadata.packages_distributions().get("vllm", ()):
@@ -176,6 +173,6 @@ def _plugin_failure() -> str:
     try:
         for plugin in plugins:
             plugin.load()
-    except Exception as error:  # whatever an installation that is broken raises
+    except Exception as error:  # a broken installation may raise anything
         return f"the plugin lmcache_mp does not load: {error}"
     return "" if plugins else "the plugin lmcache_mp is not installed in this Python environment"

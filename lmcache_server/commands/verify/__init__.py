@@ -1,1 +1,1 @@
-"""`lmcache verify`: is what a running vLLM serves from the cache what it would have computed?"""
+"""`lmcache verify`: compares a running vLLM's answers from the cache with its computed ones."""

@@ -1,4 +1,4 @@
-"""A running vLLM, by its OpenAI API.
+"""A running vLLM, used over its OpenAI API.
 
 Interfaces: vLLM 0.32, entrypoints/openai/completion and entrypoints/serve/dev.
 """
@@ -19,7 +19,8 @@ from lmcache_server.errors import CommandError
 NUM_TOP = 5
 """The number of tokens whose log probabilities are compared at each position."""
 NO_NUMBER = -9999.0
-"""What vLLM gives for minus infinity. NaN, which wrong pages may lead to, comes as null, and counts so."""
+"""vLLM's value for minus infinity. It also stands for null, which vLLM sends for NaN; wrong pages can cause
+NaN."""
 RESET_TIMEOUT_S = 60.0
 LOADED_TOKENS = "vllm:lmcache_mp_loaded_tokens_total"
 RESET = "/reset_prefix_cache"
@@ -27,13 +28,13 @@ _ADVICE: dict[Any, str] = {
     401: "vLLM wants an API key: pass it with --api-key",
     (404, RESET): f"vLLM has no {RESET}: start it with VLLM_SERVER_DEV_MODE=1 in its environment",
 }
-"""What to do about an HTTP status, from any path or from one."""
+"""What to do about an HTTP status: from any path, or from one path."""
 
 Prompt = str | list[int]
 
 
 def new_salt() -> str:
-    """A `cache_salt` that nobody has used."""
+    """A new `cache_salt`, which nobody has used."""
     return f"lmcache verify {secrets.token_hex(8)}"
 
 
@@ -44,7 +45,7 @@ class VerifyError(CommandError):
 @dataclass
 class Answer:
     """vLLM's answer to a prompt with the tokens `prompt_ids`. `tops[i]` has the log probabilities of the
-    likeliest tokens at position i, the chosen one among them; tokens are named by their id."""
+    likeliest tokens at position i and of the chosen one; tokens are named by their ids."""
 
     text: str = ""
     tokens: list[str] = field(default_factory=list)
@@ -60,12 +61,12 @@ class Counters(NamedTuple):
 
 
 class VllmServer:
-    """vLLM at `url`, with or without a final /v1. Raises VerifyError whenever it does not do as asked."""
+    """vLLM at `url`, with or without a final /v1. All methods raise VerifyError if a request fails."""
 
     def __init__(self, url: str, model: str | None, api_key: str | None, timeout_s: float) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         if not self.url.startswith(("http://", "https://")):
-            raise VerifyError(f"{url!r} is not an address: pass vLLM's, such as http://127.0.0.1:8000")
+            raise VerifyError(f"{url!r} is not a URL: pass vLLM's, such as http://127.0.0.1:8000")
         self._timeout_s = timeout_s
         self._headers = {"Content-Type": "application/json"}
         if api_key:
@@ -76,10 +77,10 @@ class VllmServer:
             self.max_tokens = int(models.get(self.model) or 0)
             names = ", ".join(models) or "none"
         if self.model not in models:
-            raise VerifyError(f"vLLM serves no model {self.model!r}, but {names}")
+            raise VerifyError(f"vLLM has no model {self.model!r}: --model can be {names}")
 
     def ask(self, prompt: Prompt, max_tokens: int, salt: str = "") -> Answer:
-        """Stream the completion at temperature 0. What is cached under one salt is unknown to others."""
+        """Stream the completion at temperature 0. Requests with different salts share no cached pages."""
         body: dict[str, Any] = {
             "model": self.model,
             "prompt": prompt,
@@ -105,7 +106,7 @@ class VllmServer:
         return answer
 
     def reset_prefix_cache(self) -> None:
-        """Make vLLM forget its own prefix cache alone. Waits for stores that still hold blocks of it."""
+        """Make vLLM drop its own prefix cache, not the server's. Waits for stores that still hold blocks."""
         end_s = time.monotonic() + RESET_TIMEOUT_S
         while time.monotonic() < end_s:
             with self._opened(RESET, {}) as response:
@@ -117,7 +118,7 @@ class VllmServer:
         )
 
     def counters(self) -> Counters:
-        """What /metrics says, each series added up over its labels."""
+        """The counters of /metrics, each summed over its labels."""
         totals: dict[str, int] = {}
         with self._opened("/metrics") as response:
             lines = response.read().decode(errors="replace").splitlines()
@@ -136,7 +137,7 @@ class VllmServer:
 
     @contextlib.contextmanager
     def _opened(self, path: str, body: Mapping[str, Any] | None = None) -> Iterator[Any]:
-        """The response to a request. Whatever goes wrong while it is read is a VerifyError, too."""
+        """The response to a request. An error while the caller reads it is also a VerifyError."""
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(self.url + path, data, self._headers)
@@ -150,7 +151,7 @@ class VllmServer:
             reason = getattr(error, "reason", error)
             raise VerifyError(f"vLLM at {self.url} does not answer {path}: {reason}") from None
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            raise VerifyError(f"what answers at {self.url}{path} is not vLLM: {error!r}") from None
+            raise VerifyError(f"the server at {self.url}{path} is not vLLM: {error!r}") from None
 
 
 def _add(answer: Answer, event: dict[str, Any], after_s: float) -> None:

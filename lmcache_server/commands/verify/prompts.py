@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ ANSWER_TOKENS = 32
 DEFAULT_MAX_TOKENS = 8192
 _SAMPLE_CHARS = 2000
 _SLACK = 0.9
-"""The longest prompt must fit although lengths are guessed from a sample of the text."""
+"""Lengths are estimated from a sample of the text, and the longest prompt must still fit."""
 
 _WHO = ("The keeper", "Her brother", "The harbour master", "A pilot", "The youngest clerk", "Nobody here")
 _DID = ("counted", "wrote down", "sold", "carried away", "painted", "lost", "mended", "weighed")
@@ -21,8 +22,8 @@ _WHEN = ("before the storm", "at noon", "while the tide was out", "on a Sunday",
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt, and what is sent before it so that the cache has something for it: the prompt itself, or
-    the beginning of it."""
+    """A prompt, and the prompt that is `stored` first so that the cache can serve it: the same, or its
+    beginning."""
 
     name: str
     prompt: Prompt
@@ -33,18 +34,17 @@ class Case:
         return self.prompt == self.stored
 
 
-def built_in(vllm: VllmServer, lengths: list[int] | None) -> list[Case]:
-    """A prompt of about each length in tokens, and a conversation that goes on from the middle one.
+def built_in(vllm: VllmServer, lengths: Sequence[int]) -> list[Case]:
+    """A prompt of about each length in tokens, and one that continues the beginning of the middle prompt.
 
-    Without `lengths`: an eighth, a quarter, half and all of what the model takes, at most
+    The default lengths are an eighth, a quarter, half and all of what the model takes, up to
     DEFAULT_MAX_TOKENS.
     """
     most = vllm.max_tokens - ANSWER_TOKENS if vllm.max_tokens else DEFAULT_MAX_TOKENS
     longest = min(int(most * _SLACK), DEFAULT_MAX_TOKENS)
     lengths = lengths or [longest // part for part in (8, 4, 2, 1)]
-    too_long = [length for length in lengths if length > most]
-    if too_long or min(lengths) < 1:
-        raise VerifyError(f"prompts can have 1 to {most} tokens here, not {(too_long or lengths)[0]}")
+    if wrong := [length for length in lengths if not 1 <= length <= most]:
+        raise VerifyError(f"prompts can have 1 to {most} tokens here, not {wrong[0]}")
     chars = min(_SAMPLE_CHARS, max(most // 2, 16))
     sample = vllm.ask(_text(0, chars), 1)
     chars_per_token = chars / len(sample.prompt_ids)
@@ -55,13 +55,13 @@ def built_in(vllm: VllmServer, lengths: list[int] | None) -> list[Case]:
 
 
 def from_file(path: Path) -> list[Case]:
-    """Each line is a prompt: text, or a JSON string (for line breaks), or a JSON list of token ids."""
+    """One prompt per line: text, a JSON string (for line breaks), or a JSON list of token ids."""
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise VerifyError(f"cannot read {path}: {error}") from None
     if not lines:
-        raise VerifyError(f"{path} has no prompt: write one on each line")
+        raise VerifyError(f"{path} has no prompts: write one on each line")
     prompts = [_prompt(line) for line in lines]
     return [Case(f"line {number}", prompt, prompt) for number, prompt in enumerate(prompts, start=1)]
 
@@ -76,7 +76,7 @@ def _prompt(line: str) -> Prompt:
 
 
 def _text(seed: int, num_chars: int) -> str:
-    """Sentences without end, different for each seed from the first word on."""
+    """Generated sentences; texts with different seeds differ from the first line on."""
     choose = random.Random(seed)
     text = f"Log book {seed}.\n"
     while len(text) < num_chars:

@@ -1,10 +1,11 @@
 """`lmcache verify`: the order of the requests, and the verdict.
 
-Each prompt is computed twice without any cache (two salts: what differs is the engine's own noise), once with
-vLLM's own prefix cache (noise of another kind: parts of a prompt are computed in other shapes), and once,
-after vLLM's own prefix cache was reset, with what the server has. The last must be equal to one of the
-others, or no further from the first than twice the noise. If it is equal to none, vLLM's own cache may have
-ended at another token: then the prompt is verified once more, cut where what was served ends.
+vLLM answers each prompt four times. It computes the first two without any cache, under two salts: they differ
+by the engine's own noise. The third uses vLLM's own prefix cache: its noise is of another kind, because parts
+of the prompt are computed in other shapes. The fourth, after a reset of vLLM's own cache, uses the server's
+pages. It must equal one of the others, or be no further from the first than twice the noise. If it equals
+none, vLLM's own cache may have ended at another token: then the prompt is cut where the served part ends,
+and verified again.
 """
 
 import time
@@ -19,7 +20,7 @@ from lmcache_server.commands.verify.prompts import ANSWER_TOKENS, Case
 HEADER = f"{'prompt':<16}{'tokens':>8}{'served':>8}  {'text':<8}{'logprobs':<21}first token, cold -> served"
 COUNT_TIMEOUT_S = 2.0
 REST_TOKENS = 8
-"""The length of what a cut prompt leaves to compute: less than any block, so that all resume at its start."""
+"""The tokens that a cut prompt leaves to compute: less than any block, so both caches end at its start."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,12 @@ class Result:
 
     @property
     def equals(self) -> str:
-        """Which of the engine's own answers the served one is equal to, to the last bit; "" for none."""
+        """The name of the engine's own answer that the served one equals to the last bit; empty if none."""
         own = {"equal": self.cold, "as computed again": self.again, "as vLLM's own cache": self.local}
         return next((name for name, answer in own.items() if is_equal(answer, self.served)), "")
 
     def is_right(self, noise: float) -> bool:
-        """Whether vLLM could have answered so itself."""
+        """Whether vLLM could have given the served answer itself."""
         return bool(self.equals) or is_within(self.cold, self.served, noise)
 
     def row(self) -> dict[str, Any]:
@@ -67,7 +68,7 @@ class Result:
         }
 
     def line(self) -> str:
-        """The same for a terminal, below HEADER."""
+        """The same as a line for the terminal, below HEADER."""
         start = f"{self.case.name:<16}{len(self.served.prompt_ids):>8}"
         if not self.served_tokens:
             return f"{start}{'-':>8}  not served"
@@ -89,7 +90,7 @@ def run(vllm: VllmServer, cases: list[Case], done: Callable[[Result], None]) -> 
         done(result)
         if result.served_tokens and not result.equals:
             ids = result.cold.prompt_ids
-            # Recurrent layers can be resumed only where the stored prompt left a state.
+            # Recurrent layers can resume only where the stored prompt left a state.
             stored = ids if case.is_repeat else case.stored
             cut = Case(f"{case.name}, cut", ids[: result.served_tokens + REST_TOKENS], stored)
             results.append(_verify(vllm, cut))
@@ -120,7 +121,7 @@ def _verify(vllm: VllmServer, case: Case) -> Result:
 
 
 def _loaded(vllm: VllmServer, before: Counters) -> int:
-    """Counts the tokens loaded since `before`, by vLLM's metrics, which follow a moment after the answer."""
+    """The tokens loaded since `before`. vLLM's metrics lag behind its answers, so this waits for them."""
     end_s = time.monotonic() + COUNT_TIMEOUT_S
     while True:
         now = vllm.counters()
@@ -131,7 +132,7 @@ def _loaded(vllm: VllmServer, before: Counters) -> int:
 
 
 def verdict(results: list[Result]) -> tuple[bool, str]:
-    """Whether the cache was right, and the sentence that says so."""
+    """Whether the cache was right, and a sentence about it."""
     noise = max(result.noise for result in results)
     served = [result for result in results if result.served_tokens]
     wrong = [result for result in served if not result.is_right(noise)]
@@ -146,7 +147,7 @@ def verdict(results: list[Result]) -> tuple[bool, str]:
             "than its chunk size (`lmcache status`)?"
         )
     if noise > MAX_NOISE:
-        return False, f"cannot tell: without the cache {own}, too much to judge by"
+        return False, f"cannot tell: without the cache {own}, which is too much to judge by"
     if wrong:
         worst = max(result.difference for result in wrong)
         return False, (
