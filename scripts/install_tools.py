@@ -2,7 +2,7 @@
 
 Prometheus is unpacked below .cache/tools, not installed: its package would start a daemon. Chromium, of many
 parts, is installed, if this is root. Says in a line what it did or could not do and never fails: a test
-that misses a program says so itself (tests/harness/tools.py).
+that misses a program says so itself (tests/support/harness/tools.py).
 """
 
 import os

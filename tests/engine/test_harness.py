@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness.engine import Engine, EngineError
-from harness.paths import TESTS
+from harness.paths import SUPPORT, TESTS
 from harness.processes import group_members
 from harness.prompts import prompt
 
@@ -56,7 +56,7 @@ def test_engine_dies_with_the_tests() -> None:
     """
     parent = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)],
-        env={**os.environ, "PYTHONPATH": str(TESTS), "PYTHONSAFEPATH": "1"},
+        env={**os.environ, "PYTHONPATH": str(SUPPORT), "PYTHONSAFEPATH": "1"},
         stdout=subprocess.PIPE,
     )
     assert parent.stdout is not None

@@ -1,7 +1,7 @@
 """The GPU half of client and server, run without a GPU: against a stand-in of CUDA's driver.
 
 It shows that calls, handles, order, deaths and refusals are right as far as the driver's contract goes, and
-nothing about a GPU: see tests/standin/cuda.cpp.
+nothing about a GPU: see tests/support/standin/cuda.cpp.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import standin
-from harness.paths import ROOT
+from harness.paths import ROOT, SUPPORT
 from harness.server import LMCacheServer
 
 pytestmark = pytest.mark.skipif(
@@ -53,7 +53,7 @@ def test_the_gpu_suite_passes(tmp_path):
 def test_without_batches_and_kernel_the_same_bytes_come_back(tmp_path):
     """An older driver, and no cupy."""
     environment = standin.environment(tmp_path, version=12070)
-    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")))
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", SUPPORT)))
     run(environment, "tests/gpu/test_round_trips.py", "-k", "1024 or 8192 or pins")
 
 

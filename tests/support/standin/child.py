@@ -29,7 +29,7 @@ _needed = pytest.mark.skipif(
 
 
 def command(module: str, call: str) -> list[str]:
-    code = f"import sys; sys.path.insert(0, {str(TESTS / 'unit')!r}); import {module} as m; m.{call}"
+    code = f"import sys; sys.path.insert(0, {str(TESTS / 'service')!r}); import {module} as m; m.{call}"
     return [sys.executable, "-c", code]
 
 
