@@ -9,7 +9,7 @@ help:
 	@echo "make install   create .venv and install vLLM (CPU build unless there is one) and this package"
 	@echo "make demo      a real model through vLLM and the server, with a table of what was saved"
 	@echo "make lint      ruff and mypy"
-	@echo "make check     lint, the unit tests and 100 simulated histories: for whoever edits"
+	@echo "make check     lint, the tests in one process and 100 simulated histories: for whoever edits"
 	@echo "make test      install, lint and all tests"
 	@echo "make test-versions  what depends on vLLM, on the oldest and the newest version (VLLM=\"0.31.0 0.33.0\")"
 	@echo "make watch-vllm  VLLM=0.34.0: what that version changes in all that the connector relies on"
@@ -44,7 +44,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	@$(BIN)/python tests/harness/house.py
+	@$(BIN)/python tests/support/harness/house.py
 
 $(STAMPS)/deploy: pyproject.toml | $(STAMPS)/package
 	@$(BIN)/python scripts/pip_quietly.py "what checks deploy/" -e '.[deploy]'
@@ -55,7 +55,7 @@ test: install lint $(STAMPS)/deploy
 	$(BIN)/python scripts/run_tests.py
 
 check: install lint
-	$(BIN)/python -m pytest -q tests/unit
+	$(BIN)/python -m pytest -q tests/unit tests/service
 	$(MAKE) --no-print-directory simulate SEEDS=100
 
 VLLM ?=
@@ -72,9 +72,9 @@ GPU_PYTHON ?= python3
 GPU_TESTS := -m pytest -c tests/gpu/pytest.ini --rootdir=. --confcutdir=tests/gpu
 
 test-gpu:
-	PYTHONPATH=.:kernels:tests $(GPU_PYTHON) $(GPU_TESTS) tests/gpu
+	PYTHONPATH=.:kernels:tests/support $(GPU_PYTHON) $(GPU_TESTS) tests/gpu
 	@command -v compute-sanitizer >/dev/null || echo "no compute-sanitizer here: memory accesses were not checked"
-	@! command -v compute-sanitizer >/dev/null || PYTHONPATH=.:kernels:tests compute-sanitizer --error-exitcode 9 \
+	@! command -v compute-sanitizer >/dev/null || PYTHONPATH=.:kernels:tests/support compute-sanitizer --error-exitcode 9 \
 		--target-processes all $(GPU_PYTHON) $(GPU_TESTS) tests/gpu/test_kernel.py tests/gpu/test_round_trips.py \
 		-k "kernel or launches or 1024 or 65536"
 
@@ -84,7 +84,7 @@ bench: install
 	@$(BIN)/python benchmarks/run.py $(NAMES)
 
 bench-gpu:
-	PYTHONPATH=.:kernels:tests:tests/gpu $(GPU_PYTHON) benchmarks/gpu.py
+	PYTHONPATH=.:kernels:tests/support:tests/gpu $(GPU_PYTHON) benchmarks/gpu.py
 
 SEEDS ?= 1000
 FIRST ?= 0
@@ -93,8 +93,8 @@ simulate: install
 
 SECONDS ?= 600
 fuzz: install
-	cd tests && PYTHONPATH=..:../kernels ../$(BIN)/python -m fuzz decoder $(SECONDS)
-	cd tests && PYTHONPATH=..:../kernels ../$(BIN)/python -m fuzz router $(SECONDS)
+	cd tests/support && PYTHONPATH=../..:../../kernels ../../$(BIN)/python -m fuzz decoder $(SECONDS)
+	cd tests/support && PYTHONPATH=../..:../../kernels ../../$(BIN)/python -m fuzz router $(SECONDS)
 
 demo: install
 	@$(BIN)/python scripts/demo.py

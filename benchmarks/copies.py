@@ -6,12 +6,12 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from typing import Any
 
 import numpy as np
 import peer
 from harness.processes import environment
+from harness.waiting import get, wait_until
 from section import Section
 from systems import lmcache_server, our_server
 
@@ -94,12 +94,11 @@ def lmcache_gb_s(port: int, http_port: int, page_kib: int, seed: int) -> tuple[f
 
 
 def wait_until_populated(url: str) -> None:
-    while True:
-        with urllib.request.urlopen(url, timeout=10) as response:
-            l1 = json.load(response)["l1"]
-        if l1["populated_bytes"] == l1["total_bytes"]:
-            return
-        time.sleep(0.1)
+    def is_populated() -> bool:
+        l1 = json.loads(get(url))["l1"]
+        return bool(l1["populated_bytes"] == l1["total_bytes"])
+
+    wait_until(is_populated, 600.0, "L1 is populated", interval_s=0.1)
 
 
 def ours(memcpy: dict[int, float]) -> dict[tuple[int, int], tuple[float, float]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import peer
 import systems
+from harness.paths import LOGS
 from section import Section, median, micros, millis, percentile
 from systems import Probe
 
@@ -34,8 +35,8 @@ def prepared_model() -> Path:
     import demo_model
 
     models = ROOT / ".cache" / "models"
-    systems.LOGS.mkdir(parents=True, exist_ok=True)
-    return demo_model.model_directory(models) or demo_model.convert_into(models, systems.LOGS / "model.log")
+    LOGS.mkdir(parents=True, exist_ok=True)
+    return demo_model.model_directory(models) or demo_model.convert_into(models, LOGS / "model.log")
 
 
 def tokens(count: int, seed: int) -> list[int]:

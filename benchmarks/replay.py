@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 from harness.rawclient import RawEngine, group  # noqa: E402
 from harness.server import LMCacheServer  # noqa: E402

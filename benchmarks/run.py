@@ -30,7 +30,7 @@ def measure(name: str) -> bool:
     command = [sys.executable, str(BENCH / f"{name}.py")]
     if name in OWN_OUTPUT:
         command += ["--out", str(result)]
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests", BENCH)))
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests" / "support", BENCH)))
     try:
         code = subprocess.run(
             command, env={**os.environ, "PYTHONPATH": path}, timeout=TIMEOUT_S, check=False

@@ -16,7 +16,7 @@ def memory_beside_l1(server: Server) -> int:
     """Resident bytes without the largest mapping, which is L1 as far as it is populated."""
     sizes = re.findall(
         r"^Size:\s+(\d+) kB\n(?:.*\n)*?Rss:\s+(\d+) kB",
-        Path(f"/proc/{server.process.pid}/smaps").read_text(),
+        Path(f"/proc/{server.pid}/smaps").read_text(),
         re.MULTILINE,
     )
     mappings = [(int(size) << 10, int(resident) << 10) for size, resident in sizes]

@@ -9,115 +9,63 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import peer
-from harness.processes import environment, free_port, kill_group, tail, tethered
+from harness.processes import ChildProcess, environment, free_port, tail
+from harness.waiting import answers
 
 ROOT = Path(__file__).resolve().parent.parent
-LOGS = ROOT / ".cache" / "bench" / "logs"
 CHUNK_TOKENS = 256
 START_TIMEOUT_S = 600.0
 POLL_S = 0.002
 
 
-class Server:
+class Server(ChildProcess):
     """A server process that answers over HTTP as soon as it is ready; `start_s` says how long that took."""
 
     def __init__(
         self, name: str, command: list[str], variables: Mapping[str, str], http_port: int, path: str
     ) -> None:
-        self.log = LOGS / f"{name}.log"
-        LOGS.mkdir(parents=True, exist_ok=True)
         self.http_port = http_port
-        self._path = path
         start = time.perf_counter()
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                tethered(command),
-                env=environment(variables),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        while not self._is_ready():
-            if self.process.poll() is not None or time.perf_counter() - start > START_TIMEOUT_S:
-                self.stop()
-                raise RuntimeError(f"{name} did not start\n{tail(self.log)}")
-            time.sleep(POLL_S)
+        super().__init__(name, command, environment(variables))
+        self.wait_until_ready(lambda: answers(self.url(path)), START_TIMEOUT_S, POLL_S)
         self.start_s = time.perf_counter() - start
 
     def url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.http_port}{path}"
 
-    def _is_ready(self) -> bool:
-        with (
-            contextlib.suppress(OSError),
-            urllib.request.urlopen(self.url(self._path), timeout=5) as response,
-        ):
-            return bool(response.status == 200)
-        return False
 
-    def stop(self) -> None:
-        kill_group(self.process)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
-
-class Probe:
+class Probe(ChildProcess):
     """A vLLM engine in a process of its own; see probe.py for its commands. A context manager."""
 
     def __init__(
         self, name: str, python: str, arguments: Mapping[str, Any], variables: Mapping[str, str]
     ) -> None:
-        self.name = name
-        self._log = LOGS / f"vllm-{name}.log"
-        LOGS.mkdir(parents=True, exist_ok=True)
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                tethered([python, str(Path(__file__).parent / "probe.py"), json.dumps(arguments)]),
-                env=environment({**VLLM_VARIABLES, **variables}),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                start_new_session=True,
-            )
+        command = [python, str(Path(__file__).parent / "probe.py"), json.dumps(arguments)]
+        super().__init__(f"vLLM {name}", command, environment({**VLLM_VARIABLES, **variables}), pipes=True)
         self._answer()
 
     def ask(self, command: str, **arguments: Any) -> Any:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
-        self._process.stdin.flush()
+        self.say(json.dumps({"command": command, **arguments}))
         return self._answer()
 
     def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self.stdout.readline()
         if not line:
-            raise RuntimeError(f"vLLM ({self.name}) ended\n{tail(self._log)}")
+            raise RuntimeError(f"{self.name} ended\n{tail(self.log)}")
         return json.loads(line)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
             self.ask("close")
-        kill_group(self._process)
+        super().__exit__(kind, error, trace)
 
 
 VLLM_VARIABLES = {

@@ -2,7 +2,7 @@
 
 Prometheus is unpacked below .cache/tools, not installed: its package would start a daemon. Chromium has too
 many dependencies for that, so root installs it. The script prints a line for each program and never fails:
-a test without its program says so itself (tests/harness/tools.py).
+a test without its program says so itself (tests/support/harness/tools.py).
 """
 
 import os

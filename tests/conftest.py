@@ -1,4 +1,4 @@
-"""Fixtures for tests with real processes; see tests/harness."""
+"""Fixtures for tests with real processes; see tests/support/harness."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

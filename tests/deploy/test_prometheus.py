@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from harness import tools
 from harness.paths import ROOT
-from harness.processes import free_port, kill_group, new_log, tail, tethered
+from harness.processes import ChildProcess, free_port, tail
 from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
+from harness.waiting import wait_until
 
 from deploy import dashboard
 from lmcache_server.telemetry import metrics
@@ -117,10 +118,9 @@ class Prometheus:
         return [float(each["value"][1]) for each in found["result"]]
 
     def wait_for(self, expression: str, at_least: float) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while max(self.samples(expression), default=0) < at_least:
-            assert time.monotonic() < deadline, f"{expression}\n{tail(self.log)}"
-            time.sleep(0.1)
+        reached = lambda: max(self.samples(expression), default=0) >= at_least  # noqa: E731
+        what = lambda: f"{expression} is {at_least:g} or more\n{tail(self.log)}"  # noqa: E731
+        wait_until(reached, START_TIMEOUT_S, what, interval_s=0.1)
 
 
 def start_prometheus(stack: ExitStack, directory: Path, instance: str) -> Prometheus:
@@ -131,7 +131,7 @@ def start_prometheus(stack: ExitStack, directory: Path, instance: str) -> Promet
     text = text.replace("lmcache:8080", instance).replace("interval: 15s", "interval: 250ms")
     (directory / "prometheus.yml").write_text(text)
     (directory / "rules.yml").write_text((SHIPPED / "rules.yml").read_text())
-    port, log = free_port(), new_log("prometheus")
+    port = free_port()
     command = [
         str(tools.find("prometheus")),
         f"--config.file={directory / 'prometheus.yml'}",
@@ -139,17 +139,9 @@ def start_prometheus(stack: ExitStack, directory: Path, instance: str) -> Promet
         f"--web.listen-address=127.0.0.1:{port}",
         "--log.level=warn",
     ]
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            tethered(command), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
-    stack.callback(kill_group, process)
-    prometheus = Prometheus(f"http://127.0.0.1:{port}", instance, log)
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not prometheus.is_ready():
-        assert process.poll() is None, tail(log)
-        assert time.monotonic() < deadline, tail(log)
-        time.sleep(0.05)
+    process = stack.enter_context(ChildProcess("prometheus", command))
+    prometheus = Prometheus(f"http://127.0.0.1:{port}", instance, process.log)
+    process.wait_until_ready(prometheus.is_ready, START_TIMEOUT_S, interval_s=0.05)
     return prometheus
 
 

@@ -94,7 +94,7 @@ def test_a_server_confined_as_the_unit_says_serves(without, stack, monkeypatch):
         tools.missing("needs libseccomp, which is not installed")
     calls = allowed_calls(found["SystemCallFilter"]) - {without}
     confined = [sys.executable, str(CONFINED), "capabilities", "mdwe", *sorted(calls), "--"]
-    monkeypatch.setattr("harness.server.tethered", lambda command: tethered([*confined, *command]))
+    monkeypatch.setattr("harness.processes.tethered", lambda command: tethered([*confined, *command]))
     server = stack.enter_context(LMCacheServer(l1_size_gb=0.05, verify=False))
     status = Path(f"/proc/{server.pid}/status").read_text()
     assert "NoNewPrivs:\t1" in status

@@ -6,14 +6,14 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 from harness.engine import Engine, EngineError
-from harness.paths import TESTS
+from harness.paths import SUPPORT, TESTS
 from harness.processes import group_members
 from harness.prompts import prompt
+from harness.waiting import wait_until
 
 
 def test_vllm_is_not_shadowed_by_a_directory_of_tests() -> None:
@@ -56,7 +56,7 @@ def test_engine_dies_with_the_tests() -> None:
     """
     parent = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)],
-        env={**os.environ, "PYTHONPATH": str(TESTS), "PYTHONSAFEPATH": "1"},
+        env={**os.environ, "PYTHONPATH": str(SUPPORT), "PYTHONSAFEPATH": "1"},
         stdout=subprocess.PIPE,
     )
     assert parent.stdout is not None
@@ -65,7 +65,4 @@ def test_engine_dies_with_the_tests() -> None:
     assert group_members(group)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    deadline = time.monotonic() + 10
-    while group_members(group) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert group_members(group) == []
+    wait_until(lambda: not group_members(group), what="the engine has ended with the tests that started it")

@@ -1,10 +1,9 @@
 """Data-parallel replicas behind one OpenAI server share what any of them stored."""
 
-import time
-
 from harness.api_server import ApiServer
 from harness.prompts import prompt
 from harness.server import LMCacheServer
+from harness.waiting import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from lmcache_client.connector.stats import PREFIX
@@ -28,10 +27,8 @@ def test_one_replica_is_served_what_the_other_stored(server: LMCacheServer) -> N
         (namespace,) = server.status()["namespaces"]
         assert {name.rpartition("_")[2] for name in namespace["engines"]} == {"dp0", "dp1"}
         first = api.complete(cached, replica=0)
-        limit_s = time.monotonic() + 20
-        while by_replica(api, "stored_objects_total") != [2, 0]:
-            assert time.monotonic() < limit_s, "the first has stored both chunks, and the second nothing"
-            time.sleep(0.1)
+        what = "the first replica has stored both chunks, and the second nothing"
+        wait_until(lambda: by_replica(api, "stored_objects_total") == [2, 0], 20.0, what, interval_s=0.1)
         assert api.complete(cached, replica=1) == first
         assert by_replica(api, "loaded_tokens_total") == [0, 512]
         assert by_replica(api, "loads_total") == [0, 1]

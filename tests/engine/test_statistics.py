@@ -8,6 +8,7 @@ from collections.abc import Callable
 from harness.engine import Engine
 from harness.prompts import prompt
 from harness.server import LMCacheServer
+from harness.waiting import wait_until
 
 from lmcache_client.connector.stats import COUNTERS, LOAD_SECONDS, LOADS, PREFIX, STORED, TransferStats
 
@@ -40,10 +41,8 @@ def check_the_last_request_can_be_followed(engine: Engine, server: LMCacheServer
     ]
     storing = next(name for name, each in told if each.startswith("storing"))
     # The engine does not wait until the server has heard of the end.
-    deadline = time.monotonic() + 5
-    while f"request {followed}: ended" not in server.log.read_text():
-        assert time.monotonic() < deadline, "the server did not hear of the end"
-        time.sleep(0.01)
+    ended = f"request {followed}: ended"
+    wait_until(lambda: ended in server.log.read_text(), 5.0, "the server has heard of the request's end")
     lines = [json.loads(line) for line in server.log.read_text().splitlines()]
     assert [
         (line.get("hit_tokens"), line.get("direction"))
@@ -74,8 +73,7 @@ def test_loads_and_stores_are_in_vllms_log_and_metrics(start_server: Callable[..
         assert any("loads=1, loaded_tokens=512" in line and "mean_load_ms=" in line for line in lines)
 
         assert engine.reset_prefix_cache()
-        assert server.process is not None
-        engine.call("kill_server_at_load", pid=server.process.pid)
+        engine.call("kill_server_at_load", pid=server.pid)
         assert engine.run(CACHED).external_tokens == 0
         found = series(engine)
         assert (found["loads"], found["failed_loads"], found["loaded_tokens"]) == (1, 1, 512)

@@ -82,8 +82,7 @@ def test_a_right_cache_is_found_right_a_wrong_one_wrong(tmp_path: Path) -> None:
         assert "\nWRONG: " in out, out
         assert re.search("^repeated  .* differs differ by ", out, re.MULTILINE), out
 
-        assert server.process is not None
-        server.process.kill()
+        server.kill()
         code, out, err = verify(url, "--tokens", "400")
         assert code == 1
         assert "not served" in out

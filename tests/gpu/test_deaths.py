@@ -1,8 +1,6 @@
 """Workers and servers that are killed: GPU memory is given back, and who lives goes on."""
 
 import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gpu_engine import fused
+from harness.processes import ChildProcess
 from harness.rawclient import chain
+from harness.waiting import wait_until
 from test_round_trips import CHUNK_SIZE, restored, stored_prompt, tables
 from worker_process import BLOCKS, PAGE_BYTES
 from worker_process import CHUNK_SIZE as WORKER_CHUNK_SIZE
@@ -24,11 +24,7 @@ def start_worker(stack):
     def start(server, engine_id):
         command = [sys.executable, str(HERE / "worker_process.py"), server.address, engine_id]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        stack.callback(process.stdout.close)
-        stack.callback(process.wait)
-        stack.callback(process.kill)
+        process = stack.enter_context(ChildProcess("worker", command, environment, pipes=True))
         assert process.stdout.readline() == b"stored\n"
         return process
 
@@ -43,17 +39,12 @@ def test_a_worker_killed_in_mid_store_is_unmapped_within_a_second(
     free_bytes = device_bytes()
     worker = start_worker(server, f"worker-{number}")
     time.sleep(0.05 * number)
-    worker.send_signal(signal.SIGKILL)
-    worker.wait(TIMEOUT_S)
-    deadline = time.monotonic() + 1.0
-    while server.status()["sessions"]:
-        assert time.monotonic() < deadline, "the session is over within a second"
-        time.sleep(0.01)
+    worker.kill()
+    server.wait_for_status(lambda status: not status["sessions"], 1.0)
     server.wait_at_rest()
     # The memory of the dead is free again only when nobody maps it any more.
-    while device_bytes() < free_bytes - (64 << 20):
-        assert time.monotonic() < deadline + 1.0, (device_bytes(), free_bytes)
-        time.sleep(0.01)
+    what = lambda: f"all but 64 MiB of {free_bytes} bytes are free again; {device_bytes()} are"  # noqa: E731
+    wait_until(lambda: device_bytes() >= free_bytes - (64 << 20), 1.0, what, interval_s=0.01)
     # What it had stored is whole.
     heir = start_engine(server, fused(PAGE_BYTES, BLOCKS), BLOCKS, f"heir-{number}")
     keys = chain(range(WORKER_CHUNK_SIZE * 16), WORKER_CHUNK_SIZE)
@@ -75,10 +66,11 @@ def test_a_killed_server_is_replaced_and_the_worker_registers_again(start_server
     null = engine.pages(0, 0)
     server.kill()
     server.start()
-    deadline = time.monotonic() + TIMEOUT_S
-    while not (engine.worker.ready and engine.scheduler.ready and engine.worker.generation > 1):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(
+        lambda: engine.worker.ready and engine.scheduler.ready and engine.worker.generation > 1,
+        TIMEOUT_S,
+        "the engine has registered again",
+    )
     assert np.array_equal(engine.pages(0, 0), null), "the null block is as it was before the proof"
     keys, pages = stored_prompt(engine, 3, list(range(1, 32)), 3)
     assert restored(engine, keys, pages, tables(engine, 3, list(range(7, 32)))) == 6
@@ -108,4 +100,4 @@ def test_workers_of_three_processes_at_once(server_of_workers, start_worker, sta
         engine.end(found)
         for content, block in zip(expected, range(20, 24), strict=True):
             assert np.array_equal(engine.pages(0, block), content)
-    assert not any(worker.poll() for worker in workers)
+    assert not any(worker.popen.poll() for worker in workers)

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from harness.paths import ROOT
 from harness.processes import group_members
 from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
+from harness.waiting import wait_until
 
 from lmcache_client.contract.messages import Done, Load
 from lmcache_server.commands.bench import run
@@ -212,17 +212,13 @@ def started(server, *arguments):
         # Tests that a shell started in the background ignore Ctrl-C, and so would the bench.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    while not server.status()["sessions"]:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
+    server.wait_for_status(lambda status: status["sessions"] or process.poll() is not None, 30)
+    assert process.poll() is None, process.communicate()
     return process
 
 
 def wait_until_gone(process):
-    deadline = time.monotonic() + 5
-    while group_members(process.pid):
-        assert time.monotonic() < deadline, "processes are left"
-        time.sleep(0.01)
+    wait_until(lambda: not group_members(process.pid), 5.0, "all processes of the bench have ended")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -244,8 +240,7 @@ def test_a_bench_that_is_interrupted_leaves_nothing(server, number):
 def test_a_server_that_dies_ends_the_bench_with_a_sentence():
     with LMCacheServer() as server:
         process = started(server, "--requests", "100")
-        while not copied(server, "store"):
-            time.sleep(0.01)
+        wait_until(lambda: copied(server, "store"), what="the bench has stored something")
         server.kill()
         _, errors = process.communicate(timeout=20)
     assert process.returncode == 1

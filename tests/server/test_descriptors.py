@@ -12,6 +12,7 @@ from harness.clients import client, cpu_s
 from harness.exercise import exercise, new_engine
 from harness.peer import Peer
 from harness.server import LMCacheServer
+from harness.waiting import wait_until
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.messages import Done, Ping, Refused, Welcome
@@ -71,10 +72,7 @@ def test_more_connections_than_fit_are_turned_away_and_the_old_are_served() -> N
         stack.callback(old.close)
         for _ in range(2 * LIMIT):
             connected(server, stack)
-        deadline = time.monotonic() + 5
-        while TURNED_AWAY not in server.log.read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: TURNED_AWAY in server.log.read_text(), 5.0, "the log says who is turned away")
         exercise(old, 1)
         assert exercise(old, 1) == 3 * old.chunk_size
         assert server.status()["sessions"], "HTTP answers"

@@ -1,21 +1,21 @@
 """The GPU half of client and server, run without a GPU: against a stand-in of CUDA's driver.
 
 It shows that calls, handles, order, deaths and refusals are right as far as the driver's contract goes, and
-nothing about a GPU: see tests/standin/cuda.cpp.
+nothing about a GPU: see tests/support/standin/cuda.cpp.
 """
 
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import standin
-from harness.paths import ROOT
+from harness.paths import ROOT, SUPPORT
 from harness.server import LMCacheServer
+from harness.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(
     standin.COMPILER is None or standin.header() is None, reason="no C++ compiler, or no cuda.h"
@@ -53,7 +53,7 @@ def test_the_gpu_suite_passes(tmp_path):
 def test_without_batches_and_kernel_the_same_bytes_come_back(tmp_path):
     """An older driver, and no cupy."""
     environment = standin.environment(tmp_path, version=12070)
-    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")))
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", SUPPORT)))
     run(environment, "tests/gpu/test_round_trips.py", "-k", "1024 or 8192 or pins")
 
 
@@ -95,10 +95,9 @@ def test_the_server_is_ready_before_l1_is_pinned_and_pins_it_unit_by_unit(tmp_pa
 
 def test_what_cannot_be_pinned_is_an_error_with_the_limits_and_never_copied_slowly(tmp_path, monkeypatch):
     with started(tmp_path, monkeypatch, {"l1_size_gb": 0.7}, pin_limit=300 << 20) as server:
-        deadline = time.monotonic() + 20
-        while "GB of L1 are pinned" not in (log := server.log.read_text()):
-            assert time.monotonic() < deadline, log
-            time.sleep(0.05)
+        said = lambda: "GB of L1 are pinned" in server.log.read_text()  # noqa: E731
+        wait_until(said, 20.0, "the log says how much of L1 is pinned", interval_s=0.05)
+        log = server.log.read_text()
         assert "0.25 of 0.70 GB of L1 are pinned and no more could be" in log
         assert "ulimit -l unlimited, LimitMEMLOCK=infinity, docker --ulimit memlock=-1" in log
         assert log.count("could be") == 1
@@ -109,10 +108,11 @@ def test_a_gpu_that_fails_costs_its_own_sessions(tmp_path):
     """And the server says so; it goes on for everybody else."""
     environment = standin.environment(tmp_path)
     code = """
-import sys, time, pathlib, os
+import sys, pathlib, os
 from gpu_engine import GpuEngine, fused
 from harness.server import LMCacheServer
 from harness.rawclient import RawEngine, group
+from harness.waiting import wait_until
 from test_round_trips import stored_prompt, CHUNK_SIZE
 from lmcache_client.channel import ChannelError
 with LMCacheServer(chunk_size=CHUNK_SIZE) as server:
@@ -126,17 +126,12 @@ with LMCacheServer(chunk_size=CHUNK_SIZE) as server:
     keys = chain(range(900, 932), CHUNK_SIZE)
     stored = engine.store_prompt(keys, [[1, 2]])
     assert (stored.stored, stored.dropped) == (0, 1), stored
-    limit = time.monotonic() + 5
-    while len(server.status()["sessions"]) > 3:
-        time.sleep(0.05)
-        assert time.monotonic() < limit
+    server.wait_for_status(lambda status: len(status["sessions"]) <= 3, 5)
     try:
         engine.store_prompt(keys, [[1, 2]])
     except ChannelError as error:
         assert error.code == "not_registered"
-    while "restart the server" not in str(engine.worker.refusal):
-        time.sleep(0.05)
-        assert time.monotonic() < limit + 10, engine.worker.refusal
+    wait_until(lambda: "restart the server" in str(engine.worker.refusal), 15, "the worker hears what to do")
     own = chain(range(32), CHUNK_SIZE)
     page = other.fill(0, 1, 1)
     assert other.store_prompt(own, [[1, 2]]).stored == 1

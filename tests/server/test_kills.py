@@ -1,11 +1,11 @@
 """Clients killed in the middle of stores and loads, many times: the server stays whole, bytes stay right."""
 
 import random
-import subprocess
 import sys
 import time
 
 from harness.exercise import exercise, new_engine
+from harness.processes import ChildProcess, tail
 from harness.server import LMCacheServer
 
 KILLS = 60
@@ -29,28 +29,20 @@ def test_clients_killed_in_mid_copy_leave_the_server_whole() -> None:
     draw = random.Random(3)
     # Less room than the prompts and the stores beside them take: eviction goes on all the while.
     with LMCacheServer(l1_size_gb=0.2) as server:
-        address = server.address
+        command = [sys.executable, "-c", CLIENT, server.address]
         for number in range(KILLS // 2):
             pair = [
-                subprocess.Popen(
-                    [sys.executable, "-c", CLIENT, address, f"{number}-{side}", *sys.path],
-                    stdout=subprocess.PIPE,
-                )
+                ChildProcess("client", [*command, f"{number}-{side}", *sys.path], pipes=True)
                 for side in range(2)
             ]
             for client in pair:
-                assert client.stdout is not None
                 assert client.stdout.readline() == b"up\n"
             time.sleep(draw.random() * draw.choice((0.01, 0.1, 0.3)))
             for client in pair:
-                assert client.poll() is None, "a client saw a wrong byte or an error"
+                assert client.popen.poll() is None, f"a wrong byte or an error: {tail(client.log)}"
                 client.kill()
-            for client in pair:
-                client.wait()
-                assert client.stdout is not None
-                client.stdout.close()
         server.wait_at_rest(timeout_s=5)
-        engine = new_engine(address, "last")
+        engine = new_engine(server.address, "last")
         try:
             for number in range(PROMPTS):
                 exercise(engine, number)

@@ -97,7 +97,9 @@ def test_empty_frames_and_multipart_messages_are_dropped(peer: Peer) -> None:
     assert drained(peer) == 0
 
 
-def test_the_largest_frame_is_read_and_a_larger_one_ends_the_connection(server: LMCacheServer) -> None:
+def test_invariant_4_the_largest_frame_is_read_and_a_larger_one_ends_a_connection(
+    server: LMCacheServer,
+) -> None:
     with Peer(server.address) as peer:
         peer.live("join")
         frame = pack([messages.PROTOCOL_VERSION, 5, 11, ["r", 1, bytes(32), 0, 0, [[1] * 4_000_000]]])

@@ -13,6 +13,7 @@ from harness.exercise import exercise, keep_the_server_copying, new_engine
 from harness.quick_server import QuickServer
 from harness.rawclient import RawEngine, chain
 from harness.server import LMCacheServer
+from harness.waiting import wait_until
 
 from lmcache_client.channel import ChannelError
 from lmcache_client.contract.messages import Ping
@@ -59,12 +60,14 @@ class Driver(threading.Thread):
 def wait_until_back(engines: list[RawEngine], generations: list[tuple[int, int]]) -> float:
     """Seconds until every engine has registered and joined anew."""
     started_s = time.monotonic()
-    while any(
-        engine.worker.generation <= worker or engine.scheduler.generation <= scheduler
-        for engine, (worker, scheduler) in zip(engines, generations, strict=True)
-    ):
-        assert time.monotonic() - started_s < 10, "a client does not come back"
-        time.sleep(0.002)
+    wait_until(
+        lambda: all(
+            engine.worker.generation > worker and engine.scheduler.generation > scheduler
+            for engine, (worker, scheduler) in zip(engines, generations, strict=True)
+        ),
+        what="every client has come back",
+        interval_s=0.002,
+    )
     return time.monotonic() - started_s
 
 
@@ -122,12 +125,13 @@ def test_a_server_stopped_for_seconds_goes_on_and_leaks_nothing(stopped_s: float
             assert all(each.done and not each.settled for each in pending)
             time.sleep(stopped_s)
             go_on(server.pid)
-            deadline = time.monotonic() + 5
-            while not all(each.settled for each in (*pending, blocked)):
-                assert time.monotonic() < deadline
+
+            def all_settled() -> bool:
                 engine.scheduler.poll()
                 engine.worker.poll()
-                time.sleep(0.01)
+                return all(each.settled for each in (*pending, blocked))
+
+            wait_until(all_settled, 5.0, "every request is settled")
             assert exercise(engine, 1) == 3 * engine.chunk_size, "the same session goes on"
             # Twenty leases were granted to questions that nobody waits for; they end with the session.
             assert server.status()["l1"]["leases"] == 20

@@ -5,12 +5,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import pytest
 import zmq
+from harness.clients import client, go_on, stop
 from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
+from harness.waiting import wait_until
 
 from lmcache_client.channel import Channel, RefusedError
 from lmcache_client.contract import messages
@@ -20,13 +21,6 @@ from lmcache_client.memory.host import HostExport
 
 def address(server: LMCacheServer) -> str:
     return f"ipc://{server.runtime_dir}/{server.port}.sock"
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    limit_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < limit_s, "it did not happen in time"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -56,7 +50,7 @@ def test_memory_of_another_process_cannot_be_registered(server: LMCacheServer) -
     channel = Channel(address(server), register_the_stranger)
     try:
         channel.start(5, 5)
-        eventually(lambda: bool(outcomes))
+        wait_until(lambda: bool(outcomes))
         assert outcomes[0] in (messages.NO_ACCESS, messages.INTERNAL)
         assert server.status()["namespaces"] == []
     finally:
@@ -109,7 +103,7 @@ def test_a_restart_within_milliseconds_is_noticed_and_used_again(server: LMCache
         engine.store_prompt(keys, table)
         boot_id, generation = engine.worker.boot_id, engine.worker.generation
         server.restart()
-        eventually(lambda: engine.worker.generation > generation and engine.scheduler.ready, 3.0)
+        wait_until(lambda: engine.worker.generation > generation and engine.scheduler.ready, 3.0)
         assert engine.worker.boot_id != boot_id
         assert engine.lookup(keys).resume_tokens == 0
         assert engine.store_prompt(keys, table).stored == 1
@@ -121,14 +115,13 @@ def test_a_restart_within_milliseconds_is_noticed_and_used_again(server: LMCache
 def test_requests_in_flight_at_the_death_of_the_server_end_and_settle(server: LMCacheServer) -> None:
     engine = RawEngine(address(server), [group()]).start()
     try:
-        assert server.process is not None
-        server.process.send_signal(19)  # SIGSTOP: it will not answer
+        stop(server.pid)
         pending = engine.worker.submit(messages.Ping(), timeout_s=30)
         late = engine.worker.submit(messages.Ping(), timeout_s=0.1)
-        eventually(lambda: late.done)
+        wait_until(lambda: late.done)
         assert not late.settled, "a server that is only stopped can still act on the request"
         server.kill()
-        eventually(lambda: pending.done and pending.settled and late.settled, 2.0)
+        wait_until(lambda: pending.done and pending.settled and late.settled, 2.0)
         assert pending.error is not None
     finally:
         engine.close()
@@ -136,7 +129,6 @@ def test_requests_in_flight_at_the_death_of_the_server_end_and_settle(server: LM
 
 CLIENT = """
 import sys
-sys.path[:0] = sys.argv[3:]
 from harness.rawclient import RawEngine, chain, group
 engine = RawEngine(sys.argv[1], [group()], engine_id=sys.argv[2]).start()
 keys = chain(range(engine.chunk_size), engine.chunk_size)
@@ -148,21 +140,11 @@ sys.stdin.read()
 
 
 def test_a_killed_client_leaves_nothing_behind(server: LMCacheServer) -> None:
-    command = [sys.executable, "-c", CLIENT, address(server), "victim", *sys.path]
-    client = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert client.stdout is not None
-    assert client.stdin is not None
-    try:
-        assert client.stdout.readline() == b"up\n"
+    with client(CLIENT, address(server), "victim"):
         status = server.status()
         assert len(status["sessions"]) == 2
         assert status["l1"]["leases"] == 1
-    finally:
-        client.kill()
-        client.wait()
-        client.stdin.close()
-        client.stdout.close()
-    eventually(lambda: server.status()["sessions"] == [], 1.0)
+    wait_until(lambda: server.status()["sessions"] == [], 1.0)
     status = server.status()
     assert status["l1"]["leases"] == 0
     assert status["l1"]["reserved_bytes"] == 0
@@ -179,12 +161,11 @@ def test_a_client_that_says_goodbye_is_gone_at_once(server: LMCacheServer) -> No
 def test_a_stopped_server_is_not_waited_for_again_and_again(server: LMCacheServer) -> None:
     engine = RawEngine(address(server), [group()]).start()
     try:
-        assert server.process is not None
-        server.process.send_signal(19)
+        stop(server.pid)
         engine.worker.submit(messages.Ping(), timeout_s=0.1)
-        eventually(lambda: not engine.worker.responsive)
-        server.process.send_signal(18)
-        eventually(lambda: engine.worker.responsive, 5.0)
+        wait_until(lambda: not engine.worker.responsive)
+        go_on(server.pid)
+        wait_until(lambda: engine.worker.responsive, 5.0)
     finally:
         engine.close()
 
@@ -195,7 +176,7 @@ def test_sigterm_with_engines_connected_ends_with_0_within_5_s(server: LMCacheSe
         started_s = time.monotonic()
         assert server.terminate() == 0
         assert time.monotonic() - started_s < 5
-        eventually(lambda: not engine.worker.ready)
+        wait_until(lambda: not engine.worker.ready)
     finally:
         engine.close()
 
@@ -247,7 +228,7 @@ def test_a_lease_number_of_an_earlier_server_does_not_load_another_prompt(server
         promised = engine.lookup(mine)
         generation = engine.scheduler.generation
         server.restart()
-        eventually(lambda: engine.scheduler.generation > generation and engine.worker.ready)
+        wait_until(lambda: engine.scheduler.generation > generation and engine.worker.ready)
         engine.store_prompt(others, table)
         assert engine.lookup(others).lease_id == promised.lease_id
         with pytest.raises(RefusedError) as refused:
@@ -282,7 +263,7 @@ def test_a_client_of_another_process_namespace_ends_with_its_connection(over_tcp
                 client.send(messages.encode_request(1, greeting))
                 assert isinstance(messages.decode_reply(client.recv())[2], messages.Welcome)
                 assert len(server.status()["sessions"]) == 1
-            eventually(lambda: not server.status()["sessions"], 1.0)
+            wait_until(lambda: not server.status()["sessions"], 1.0)
 
 
 def test_garbage_is_answered_or_dropped_and_the_server_goes_on(server: LMCacheServer) -> None:

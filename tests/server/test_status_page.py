@@ -1,12 +1,12 @@
 """The status page in Chromium: a real server, a real engine, what a person sees."""
 
 import json
-import time
 
 import pytest
 from harness.browser import chromium
 from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
+from harness.waiting import wait_until
 
 from lmcache_client.channel import ChannelError
 
@@ -181,16 +181,15 @@ def test_no_width_scrolls_sideways(browser, server):
 
 
 def test_charts_show_the_history_and_can_be_heard(browser, server):
-    deadline = time.monotonic() + 10
-    while not sum((growth := json.loads(server.get("/history"))["growth"])["hit_tokens"]):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    history = lambda: json.loads(server.get("/history"))["growth"]  # noqa: E731
+    wait_until(lambda: sum(history()["hit_tokens"]), what="the history has a hit", interval_s=0.1)
+    growth = history()
     with Visit(browser, server) as visit:
         visit.page.wait_for_selector("#hit_plot svg path.area", state="attached")
         hit, miss = sum(growth["hit_tokens"]), sum(growth["miss_tokens"])
         assert float(visit.page.get_attribute("#hit_keys data", "value")) == hit / (hit + miss) == 4 / 7
         load = float(visit.page.get_attribute("#copy_keys data", "value"))
-        growth = json.loads(server.get("/history"))["growth"]
+        growth = history()
         assert load in [bytes_ / 5 for bytes_ in growth["load_bytes"]]
         label = visit.page.get_attribute("#hit_plot svg", "aria-label")
         assert label == "Hit rate over the last 5 minutes: between 57.1 % and 57.1 %"

@@ -13,8 +13,7 @@ GROUPS = [group(layers=3, page_bytes=6000), group("sliding_window", window=40, l
 
 def damage(server: LMCacheServer, page: bytes) -> None:
     """Flip a bit in the middle of the one copy of `page` in the server's memory."""
-    assert server.process is not None
-    pid = server.process.pid
+    pid = server.pid
     with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
         for line in maps:
             extent, access = line.split()[:2]

@@ -1,4 +1,4 @@
-"""Single decisions of the cache, one behaviour a test. tests/model drives all of them in any order."""
+"""Single decisions of the cache, one behaviour a test. test_cache_model.py drives them all in any order."""
 
 import dataclasses
 import sys

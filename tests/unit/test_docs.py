@@ -178,3 +178,27 @@ def test_what_is_said_to_users_of_lmcache_is_true() -> None:
         assert all(f"`{name}`" in metrics for name in re.findall(r"`(lmcache_[a-z0-9_]+)", row[1])), row
     for key in WITHOUT_EFFECT:
         assert [row[1] for row in rows if f"`{PREFIX}{key}`" in row[0]] == ["no effect, logged once"], key
+
+
+def test_the_tests_that_pages_name_exist() -> None:
+    """A name that ends with … stands for one that begins so; a file that is … is the one before it."""
+    checked = 0
+    for page in FOR_READERS:
+        tests = ""
+        named = re.findall(r"`(?:tests/)?(\w+/test_\w+\.py|…)(?:::(test_\w+?)(_?…)?)?`", page.read_text())
+        for file, name, cut in named:
+            tests = tests if file == "…" else (ROOT / "tests" / file).read_text()
+            if name:
+                end = r"\w*" if cut else r"\b"
+                assert re.search(rf"def {name}{end}\(", tests), f"{pages.name(page)}: {file}::{name}"
+            checked += 1
+    assert checked > 60
+
+
+def test_each_invariant_has_a_test_named_after_it() -> None:
+    design = (ROOT / "docs" / "design.md").read_text()
+    listed = design.partition("The code asserts these invariants.")[2].partition("\n## ")[0]
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("*/test_*.py"))
+    numbers = re.findall(r"^(\d)\. ", listed, re.MULTILINE)
+    assert len(numbers) == 5
+    assert set(re.findall(r"^def test_invariant_(\d)_", tests, re.MULTILINE)) == set(numbers)

@@ -9,10 +9,10 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from harness.paths import SUPPORT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +29,7 @@ def run(tmp_path_factory):
     if CXX is None:
         pytest.skip("no C++ compiler")
     library = tmp_path_factory.mktemp("page_copy") / "page_copy.so"
-    driver = Path(__file__).with_name("page_copy_on_cpu.cpp")
+    driver = SUPPORT / "standin/page_copy_on_cpu.cpp"
     command = [CXX, "-std=c++17", "-O1", "-shared", "-fPIC", f'-DSOURCE="{SOURCE}"', "-o", library, driver]
     subprocess.run(command, check=True, capture_output=True)
     function = ctypes.CDLL(str(library)).run

@@ -1,10 +1,7 @@
 """vLLM's OpenAI server as a child process."""
 
 import json
-import subprocess
 import sys
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +10,9 @@ from typing import Any, Self
 
 from harness.engine import MODEL_DEFAULTS, START_TIMEOUT_S, Engine
 from harness.models import model_path, text_model_path
-from harness.paths import ROOT
-from harness.processes import free_port, kill_group, new_log, tail, tethered
+from harness.processes import ChildProcess, free_port, new_log
 from harness.server import LMCacheServer
+from harness.waiting import answers, get
 
 
 class ApiServer:
@@ -33,9 +30,10 @@ class ApiServer:
             "kv_connector_extra_config": {"lmcache.mp.port": server.port, **extra_config},
         }
         self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
         self.log = new_log(f"api-{Path(model).name}")
         self.model = str(text_model_path(model) if text else model_path(model))
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
         self._environment = Engine(model, server=server, multiprocessing=True).environment
         if text:
             self._environment |= {"VLLM_SERVER_DEV_MODE": "1", "TORCH_COMPILE_DISABLE": "1"}
@@ -54,43 +52,18 @@ class ApiServer:
         ]
 
     def __enter__(self) -> Self:
-        with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                tethered(self._command),
-                cwd=ROOT,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        limit_s = time.monotonic() + START_TIMEOUT_S
-        while not self._is_ready():
-            if self._process.poll() is not None or time.monotonic() > limit_s:
-                kill_group(self._process)
-                raise AssertionError(f"vLLM's server did not start\n{tail(self.log)}")
-            time.sleep(0.2)
+        self._process = ChildProcess("vLLM's server", self._command, self._environment, self.log)
+        self._process.wait_until_ready(lambda: answers(f"{self.url}/health"), START_TIMEOUT_S, interval_s=0.2)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._process is not None
-        kill_group(self._process)
-        if error is not None:
-            error.add_note(tail(self.log))
-
-    def _is_ready(self) -> bool:
-        try:
-            self.get("/health")
-        except OSError:
-            return False
-        return True
+        self._process.__exit__(kind, error, trace)
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as response:
-            body: bytes = response.read()
-        return body.decode()
+        return get(f"{self.url}{path}")
 
     def complete(self, prompt: Sequence[int], replica: int, max_tokens: int = 8) -> list[int]:
         """The tokens that follow `prompt`, from the data-parallel replica of this number."""
@@ -104,7 +77,7 @@ class ApiServer:
             "return_token_ids": True,
         }
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions",
+            f"{self.url}/v1/completions",
             json.dumps(question).encode(),
             {"Content-Type": "application/json", "X-data-parallel-rank": str(replica)},
         )

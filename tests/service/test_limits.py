@@ -1,28 +1,20 @@
 """Every bound of what one client, or all of them, may have the server keep: the real router, in this process,
 with copies that end when the test says so."""
 
-import asyncio
-from collections.abc import Iterator
-
 import pytest
-from fuzz.messages import BUFFER_BYTES, geometry
-from fuzz.targets import RouterTarget, owner
+from desk import Desk
 from msgspec import structs
 
 from lmcache_client.contract import messages
-from lmcache_client.contract.keys import ROOT_KEY, ModelTag
+from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_client.contract.messages import (
     Done,
     Goodbye,
-    Hello,
-    Join,
     Load,
     Lookup,
-    Memory,
     Message,
     Prove,
     Refused,
-    Register,
     Registered,
     Store,
     Stored,
@@ -30,105 +22,12 @@ from lmcache_client.contract.messages import (
     Welcome,
 )
 from lmcache_server.service.sessions import MAX_JOBS, MAX_SESSIONS, MAX_WAITING_BYTES, MAX_WORKERS
-from lmcache_server.transfer.base import CopyJob, Opened, Outcome
-from lmcache_server.transfer.host import HostMapping
-
-SETTLED_TURNS = 6
-"""Turns of the loop after which a coroutine has come as far as it can."""
-NOBODY = 1 << 30
-"""A process id that means nothing."""
-
-
-class HeldCopies:
-    """A copy thread that waits for `end`."""
-
-    lost = False
-
-    def __init__(self, opened: Opened, loop: asyncio.AbstractEventLoop) -> None:
-        self.bases: tuple[int, ...] = (0,)
-        self.jobs: list[asyncio.Future[Outcome]] = []
-        self._loop = loop
-        self.opened, self.ended = loop.create_future(), loop.create_future()
-        self.opened.set_result(opened)
-
-    def submit(self, job: CopyJob) -> "asyncio.Future[Outcome]":
-        self.jobs.append(self._loop.create_future())
-        return self.jobs[-1]
-
-    def end(self) -> None:
-        jobs, self.jobs = self.jobs, []
-        for job in jobs:
-            job.set_result(Outcome(None, 0))
-
-    def close(self) -> "asyncio.Future[None]":
-        self.end()
-        if not self.ended.done():
-            self.ended.set_result(None)
-        return self.ended
-
-
-class Desk:
-    """Asks the router as client `who`; None where the answer is yet to come."""
-
-    def __init__(self, pid: int, address: int) -> None:
-        self.target = RouterTarget(pid, address)
-        self.memory = Memory(pid, ((address, BUFFER_BYTES),), address + BUFFER_BYTES)
-        self.target.system.copier = self._copier  # type: ignore[method-assign,assignment]
-        self.replies: list[tuple[int, Message]] = []
-        record = self.target.router._send
-        self.target.router._send = lambda who, frame: (self._record(frame), record(who, frame))  # type: ignore
-        self._last_id = 0
-
-    def _copier(self, _name: str, memory: Memory, _alive: object) -> HeldCopies:
-        self.copies = HeldCopies(Opened(None, HostMapping(memory).open()), self.target.loop)
-        return self.copies
-
-    def _record(self, frame: bytes) -> None:
-        self.replies.append(messages.decode_reply(frame)[1:])
-
-    def ask(self, who: int, message: Message) -> Message | None:
-        self._last_id += 1
-        count = len(self.replies)
-        self.target.loop.run_until_complete(self._receive(who, message))
-        return self.replies[-1][1] if len(self.replies) > count else None
-
-    async def _receive(self, who: int, message: Message) -> None:
-        identity = who.to_bytes(4, "big")
-        self.target.router.receive(identity, messages.encode_request(self._last_id, message))
-        for _ in range(SETTLED_TURNS):
-            await asyncio.sleep(0)
-
-    def hello(self, who: int) -> Message | None:
-        return self.ask(who, Hello(NOBODY, who.to_bytes(16, "big"), "test"))
-
-    def register(self, who: int, model: str = "model") -> Message | None:
-        tag = ModelTag(model, (), 1, 1)
-        return self.ask(who, Register(f"engine {who}", 0, tag, geometry(0), self.memory))
-
-    def end_copies(self) -> None:
-        async def end() -> None:
-            self.copies.end()
-            for _ in range(SETTLED_TURNS):
-                await asyncio.sleep(0)
-
-        self.target.loop.run_until_complete(end())
-
-
-@pytest.fixture
-def desk() -> Iterator[Desk]:
-    with owner() as (pid, address):
-        one = Desk(pid, address)
-        yield one
-        one.target.close()
 
 
 @pytest.fixture
 def worker(desk: Desk) -> Desk:
     """Client 0 is worker and scheduler of an engine."""
-    desk.hello(0)
-    desk.register(0)
-    assert isinstance(desk.ask(0, Prove()), Registered)
-    desk.ask(0, Join("engine 0"))
+    desk.join(0)
     return desk
 
 
@@ -159,7 +58,7 @@ def test_copies_that_wait_are_bounded_by_their_number(worker: Desk) -> None:
         assert worker.ask(0, load) is None
     assert refused(worker.ask(0, load))
     assert refused(worker.ask(0, store(2)))
-    assert len(worker.copies.jobs) == MAX_JOBS
+    assert worker.jobs == MAX_JOBS
     worker.end_copies()
     assert worker.ask(0, store(3)) is None
     worker.end_copies()
@@ -174,7 +73,7 @@ def test_copies_that_wait_are_bounded_by_the_bytes_of_their_requests(worker: Des
     while not refused(worker.ask(0, store(accepted, padding=4000))):
         accepted += 1
         assert accepted < MAX_JOBS
-    waiting = len(worker.copies.jobs)
+    waiting = worker.jobs
     assert waiting * each <= MAX_WAITING_BYTES < (waiting + 1) * each
     worker.end_copies()
     assert not refused(worker.ask(0, structs.replace(message)))

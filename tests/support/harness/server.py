@@ -1,16 +1,10 @@
 """The real server as a child process."""
 
-import contextlib
-import http.client
 import json
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +13,8 @@ from typing import Any, Self
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness.paths import ROOT
-from harness.processes import environment, free_port, kill_group, new_log, tail, tethered
+from harness.processes import ChildProcess, environment, free_port, new_log, tail
+from harness.waiting import answers, get, wait_until
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
@@ -66,7 +61,7 @@ class LMCacheServer:
         self.runtime_dir = tempfile.mkdtemp(prefix="lmcache-test-", dir="/tmp")
         self.environment = environment({"LMCACHE_RUNTIME_DIR": self.runtime_dir})
         self.log = new_log("server")
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: ChildProcess | None = None
 
     def __enter__(self) -> Self:
         try:
@@ -92,23 +87,8 @@ class LMCacheServer:
         if self._descriptors is not None:
             command = [sys.executable, "-c", _WITH_FILES, *map(str, self._descriptors), *command]
         command += self._options()
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                tethered(command),
-                cwd=ROOT,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self._is_ready():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                code = self.process.poll()
-                self.kill()
-                raise RuntimeError(f"the server did not start (exit code {code})\n{tail(self.log)}")
-            time.sleep(0.02)
+        self.process = ChildProcess("the server", command, self.environment, self.log)
+        self.process.wait_until_ready(self._is_ready, START_TIMEOUT_S)
 
     def _options(self) -> list[str]:
         options = []
@@ -118,17 +98,11 @@ class LMCacheServer:
         return options
 
     def _is_ready(self) -> bool:
-        try:
-            self.get("/readyz")
-        except (OSError, http.client.HTTPException):
-            return False
-        return True
+        return answers(f"http://127.0.0.1:{self.http_port}/readyz")
 
     def get(self, path: str) -> str:
         """The body at an HTTP path; raises OSError unless the answer is a success."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}{path}", timeout=10) as response:
-            body: bytes = response.read()
-        return body.decode()
+        return get(f"http://127.0.0.1:{self.http_port}{path}")
 
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics, by `name` or `name{label="value",…}` with labels in order of name."""
@@ -164,26 +138,19 @@ class LMCacheServer:
         text = Path(f"/proc/{self.pid}/status").read_text()
         return int(text.split("VmRSS:")[1].split()[0]) << 10
 
-    def wait_until(self, condition: Callable[[dict[str, int]], bool], timeout_s: float = 5.0) -> None:
-        """Wait until what /status says of L1 is as the condition wants it."""
-        deadline = time.monotonic() + timeout_s
-        while not condition(l1 := self.status()["l1"]):
-            assert time.monotonic() < deadline, f"it did not happen in time: {l1}"
-            time.sleep(0.02)
-
     def wait_for_status(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 10.0) -> None:
         """Wait until /status is as the condition wants it."""
-        deadline = time.monotonic() + timeout_s
-        while not condition(status := self.status()):
-            assert time.monotonic() < deadline, f"it did not happen in time: {status}"
-            time.sleep(0.02)
+        what = lambda: f"the server's status is as it should be; it is {self.status()}"  # noqa: E731
+        wait_until(lambda: condition(self.status()), timeout_s, what)
+
+    def wait_until(self, condition: Callable[[dict[str, int]], bool], timeout_s: float = 5.0) -> None:
+        """Wait until what /status says of L1 is as the condition wants it."""
+        self.wait_for_status(lambda status: condition(status["l1"]), timeout_s)
 
     def wait_for_metric(self, name: str, value: float, timeout_s: float = 5.0) -> None:
         """Wait until a sample of /metrics has this value; some are counted once a second."""
-        deadline = time.monotonic() + timeout_s
-        while (found := self.metrics()[name]) != value:
-            assert time.monotonic() < deadline, f"{name} is {found:g}, not {value:g}"
-            time.sleep(0.02)
+        what = lambda: f"{name} is {value:g}; it is {self.metrics()[name]:g}"  # noqa: E731
+        wait_until(lambda: self.metrics()[name] == value, timeout_s, what)
 
     def wait_until_populated(self) -> None:
         self.wait_until(lambda l1: l1["populated_bytes"] == l1["total_bytes"])
@@ -191,17 +158,15 @@ class LMCacheServer:
     def wait_at_rest(self, sessions: int = 0, timeout_s: float = 1.0) -> None:
         """Wait until only `sessions` sessions are left and nothing is held by any: no lease, no reader, no
         reserved frame, every frame free or ready."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            status = self.status()
+
+        def rests(status: dict[str, Any]) -> bool:
             l1 = status["l1"]
-            held = {name: l1[name] for name in ("leases", "readers", "reserved_bytes") if l1[name]}
             lost = l1["total_bytes"] - l1["free_bytes"] - l1["ready_bytes"] - l1["reserved_bytes"]
             assert lost == 0, f"{lost} bytes of L1 are neither free nor ready"
-            if len(status["sessions"]) == sessions and not held:
-                return
-            assert time.monotonic() < deadline, f"not at rest: {held}, sessions {status['sessions']}"
-            time.sleep(0.02)
+            held = any(l1[name] for name in ("leases", "readers", "reserved_bytes"))
+            return len(status["sessions"]) == sessions and not held
+
+        self.wait_for_status(rests, timeout_s)
 
     def cli(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
         """Run `lmcache` with this server's port and runtime directory."""
@@ -225,20 +190,14 @@ class LMCacheServer:
     def kill(self) -> None:
         """End it as a crash would."""
         if self.process is not None:
-            kill_group(self.process)
+            self.process.kill()
             self.process = None
 
     def terminate(self) -> int:
         """End it with SIGTERM; returns the exit code."""
         assert self.process is not None, "the server is not running"
-        self.process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(STOP_TIMEOUT_S)
-        code = self.process.poll()
-        self.kill()
-        if code is None:
-            raise RuntimeError(f"the server ignored SIGTERM for {STOP_TIMEOUT_S} s\n{tail(self.log)}")
-        return code
+        process, self.process = self.process, None
+        return process.stop(STOP_TIMEOUT_S)
 
     def restart(self) -> None:
         """Crash it and start it again at the same address, empty."""

@@ -10,15 +10,15 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.paths import CACHE, ROOT
+from harness.paths import CACHE, ROOT, SUPPORT
 
 SOURCES = (
-    ROOT / "tests/standin/cuda.cpp",
-    ROOT / "tests/unit/page_copy_on_cpu.cpp",
+    SUPPORT / "standin/cuda.cpp",
+    SUPPORT / "standin/page_copy_on_cpu.cpp",
     ROOT / "kernels/lmcache_kernels/page_copy.cu",
 )
 COMPILER = shutil.which("g++")
-CUPY = ROOT / "tests/standin/cupy"
+CUPY = SUPPORT / "standin/cupy"
 
 
 class Counters(NamedTuple):
@@ -73,7 +73,7 @@ def environment(directory: Path, **settings: object) -> dict[str, str]:
         str(CUPY),
         str(ROOT),
         str(ROOT / "kernels"),
-        str(ROOT / "tests"),
+        str(SUPPORT),
         os.environ.get("PYTHONPATH", ""),
     ]
     return {

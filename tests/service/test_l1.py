@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from harness.waiting import wait_until
 
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.errors import StartError
@@ -33,13 +34,6 @@ def open_l1():
         memory.close()
 
 
-def wait_until_populated(memory, timeout_s=20.0):
-    deadline_s = time.monotonic() + timeout_s
-    while memory.populated_bytes < memory.num_bytes:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
 def test_it_has_whole_frames_and_refuses_less_than_one(open_l1):
     memory = open_l1(3 * FRAME_BYTES + 17, populate=False)
     assert (memory.num_frames, memory.num_bytes) == (3, 3 * FRAME_BYTES)
@@ -64,7 +58,7 @@ def test_populating_leaves_what_was_written(open_l1, monkeypatch, advice):
         ctypes.memset(memory.base_address + offset, 1 + offset // FRAME_BYTES % 255, FRAME_BYTES)
     if advice == 9999 and not _may_lock():
         pytest.skip("this process may not lock memory")
-    wait_until_populated(memory)
+    wait_until(lambda: memory.populated_bytes == memory.num_bytes, 20.0, "all of L1 is populated")
     for offset in range(0, memory.num_bytes, FRAME_BYTES):
         value = 1 + offset // FRAME_BYTES % 255
         assert ctypes.string_at(memory.base_address + offset, FRAME_BYTES) == bytes([value]) * FRAME_BYTES

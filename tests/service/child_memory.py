@@ -2,9 +2,10 @@
 that does not use the copies under test."""
 
 import mmap
-import subprocess
 import sys
 from pathlib import Path
+
+from harness.processes import ChildProcess
 
 _CHILD = """
 import ctypes, mmap, sys
@@ -24,18 +25,13 @@ class ChildMemory:
         path.write_bytes(bytes(num_bytes))
         with path.open("r+b") as file:
             self.view = mmap.mmap(file.fileno(), 0)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, str(path), str(tracer_pid)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert self._process.stdout is not None
+        command = [sys.executable, "-c", _CHILD, str(path), str(tracer_pid)]
+        self._process = ChildProcess("memory", command, pipes=True)
         self.pid = self._process.pid
         self.address = int(self._process.stdout.readline())
 
     def end(self) -> None:
         self._process.kill()
-        self._process.communicate()
 
     def close(self) -> None:
         self.end()

@@ -1,4 +1,4 @@
-"""`python -m fuzz decoder|router SECONDS`, in tests: fuzz for so long, guided by coverage (atheris).
+"""`python -m fuzz decoder|router SECONDS`, in tests/support: fuzz for so long, guided by coverage (atheris).
 
 Prints how many frames went through; ends with an error and leaves the input behind when something breaks.
 """

@@ -2,42 +2,34 @@
 
 import os
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from harness.processes import ChildProcess
+from harness.waiting import wait_until
+
 
 @contextmanager
-def client(code: str, *arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
+def client(code: str, *arguments: str) -> Iterator[ChildProcess]:
     """A process that runs `code` and has said "up"; killed at the end, whatever it does."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with ChildProcess("client", [sys.executable, "-c", code, *arguments], variables, pipes=True) as process:
         assert process.stdout.readline() == b"up\n"
         yield process
-    finally:
-        process.kill()
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
 
 
 def stop(pid: int) -> None:
     """SIGSTOP; returns when every thread of the process stands still."""
     os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + 5
-    while any(_state(task) not in "tT" for task in Path(f"/proc/{pid}/task").iterdir()):
-        assert time.monotonic() < deadline, "the process does not stop"
-        time.sleep(0.001)
+    threads = Path(f"/proc/{pid}/task")
+    wait_until(
+        lambda: all(_state(thread) in "tT" for thread in threads.iterdir()),
+        5.0,
+        f"process {pid} stands still",
+        interval_s=0.001,
+    )
 
 
 def go_on(pid: int) -> None:

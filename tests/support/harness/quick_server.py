@@ -3,12 +3,10 @@
 import contextlib
 import os
 import signal
-import subprocess
 import sys
-import time
 from typing import Any
 
-from harness.processes import tail, tethered
+from harness.processes import ChildProcess
 from harness.server import START_TIMEOUT_S, LMCacheServer
 
 # Has everything imported, on which `lmcache server` spends most of its start, and forks it again and again.
@@ -34,14 +32,8 @@ class QuickServer(LMCacheServer):
     def __init__(self, **flags: Any) -> None:
         super().__init__(**flags)
         command = [sys.executable, "-c", _NURSERY, "server", *self._options()]
-        with self.log.open("ab") as log:
-            self._nursery = subprocess.Popen(
-                tethered(command),
-                env={**self.environment, "PYTHONPATH": os.pathsep.join(sys.path)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-            )
+        variables = {**self.environment, "PYTHONPATH": os.pathsep.join(sys.path)}
+        self._nursery = ChildProcess("the nursery", command, variables, self.log, pipes=True)
         self._pid = 0
 
     @property
@@ -51,36 +43,21 @@ class QuickServer(LMCacheServer):
 
     def start(self) -> None:
         self.spawn()
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self._is_ready():
-            if time.monotonic() > deadline:
-                self.kill()
-                raise RuntimeError(f"the server did not start\n{tail(self.log)}")
-            time.sleep(0.001)
+        self._nursery.wait_until_ready(self._is_ready, START_TIMEOUT_S, interval_s=0.001)
 
     def spawn(self) -> None:
         """Start it, and do not wait until it is ready."""
         assert not self._pid, "the server is running"
-        assert self._nursery.stdin is not None
-        self._nursery.stdin.write(b"\n")
-        self._nursery.stdin.flush()
-        self._pid = int(self._line())
+        self._nursery.say("")
+        self._pid = int(self._nursery.stdout.readline())
 
     def kill(self) -> None:
         if self._pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
-            assert self._line() == b"gone\n"
+            assert self._nursery.stdout.readline() == b"gone\n"
             self._pid = 0
-
-    def _line(self) -> bytes:
-        assert self._nursery.stdout is not None
-        return self._nursery.stdout.readline()
 
     def _remove(self) -> None:
         super()._remove()
         self._nursery.kill()
-        self._nursery.wait()
-        for pipe in (self._nursery.stdin, self._nursery.stdout):
-            assert pipe is not None
-            pipe.close()

@@ -9,14 +9,14 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import time
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from harness.paths import ROOT
+from harness.waiting import wait_until
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 ENVIRONMENT = {name: os.environ[name] for name in ("PATH", "LANG", "HOME") if name in os.environ}
 PACKAGES = {"lmcache_client", "lmcache_kernels", "lmcache_server"}
 ROOMS = {"lmcache_client", "kernels", "lmcache_server"}
@@ -113,9 +113,8 @@ def test_installed_it_serves_is_typed_and_uninstalled_it_is_gone(
         [lmcache, "server", "--l1-size-gb", "0.02"], stderr=subprocess.DEVNULL, **here
     ) as server:
         try:
-            deadline = time.monotonic() + 20
-            while subprocess.run([lmcache, "ping"], capture_output=True, check=False, **here).returncode:
-                assert time.monotonic() < deadline, "the installed server does not answer"
+            ping = lambda: subprocess.run([lmcache, "ping"], capture_output=True, check=False, **here)  # noqa: E731
+            wait_until(lambda: ping().returncode == 0, 20.0, "the installed server answers")
             run(lmcache, "bench", "--only", "store,load", "--requests", "1", "--layers", "1", **here)
             assert "ok    server: " in run(lmcache, "doctor", **here)
         finally:

@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 import ctypes
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
+from harness.processes import ChildProcess
 
 from fuzz.choices import Choices, bend
 from fuzz.messages import BUFFER_BYTES, Speaker, plain
@@ -57,20 +57,9 @@ sys.stdin.read()
 def owner() -> Iterator[tuple[int, int]]:
     """(pid, address) of a process that owns BUFFER_BYTES and then 32 bytes, and does nothing: what a lie
     makes the server write somewhere is written into it, and not into the fuzzer."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", _OWNER, str(BUFFER_BYTES + messages.NONCE_BYTES)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
+    command = [sys.executable, "-c", _OWNER, str(BUFFER_BYTES + messages.NONCE_BYTES)]
+    with ChildProcess("owner", command, pipes=True) as process:
         yield process.pid, int(process.stdout.readline())
-    finally:
-        process.kill()
-        process.wait()
-        process.stdin.close()
-        process.stdout.close()
 
 
 class RouterTarget:

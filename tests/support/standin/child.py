@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness.paths import TESTS
+from harness.processes import ChildProcess
 
 import standin
 from lmcache_kernels import driver as cuda
@@ -29,7 +30,7 @@ _needed = pytest.mark.skipif(
 
 
 def command(module: str, call: str) -> list[str]:
-    code = f"import sys; sys.path.insert(0, {str(TESTS / 'unit')!r}); import {module} as m; m.{call}"
+    code = f"import sys; sys.path.insert(0, {str(TESTS / 'service')!r}); import {module} as m; m.{call}"
     return [sys.executable, "-c", code]
 
 
@@ -139,29 +140,17 @@ class Exporter:
     """Another process, with memory on the device of `visible[0]`: filled with 7."""
 
     def __init__(self, visible: str = "0") -> None:
-        self.process = subprocess.Popen(
-            command("standin.child", "export()"),
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": visible},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        uuid, handle, inner, self.address = self._line().split()
+        variables = {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
+        self.process = ChildProcess("exporter", command("standin.child", "export()"), variables, pipes=True)
+        uuid, handle, inner, self.address = self.process.stdout.readline().decode().split()
         self.uuid, self.handle, self.inner_handle = map(bytes.fromhex, (uuid, handle, inner))
 
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline()
-
     def ask(self, what: str) -> str:
-        assert self.process.stdin is not None
-        self.process.stdin.write(what + "\n")
-        self.process.stdin.flush()
-        return self._line().strip()
+        self.process.say(what)
+        return self.process.stdout.readline().decode().strip()
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait()
 
 
 def export() -> None:

@@ -66,9 +66,7 @@ def main() -> None:
 def serve(listener: socket.socket) -> None:
     running: dict[int, tuple[int, socket.socket]] = {}
     while True:
-        for ready in select.select([listener, sys.stdin, *running], [], [])[0]:
-            if ready is sys.stdin:
-                return
+        for ready in select.select([listener, *running], [], [])[0]:
             if ready is listener:
                 client, _ = listener.accept()
                 message, streams, _, _ = socket.recv_fds(client, MAX_BYTES, 3)

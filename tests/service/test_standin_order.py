@@ -1,6 +1,6 @@
 """Streams of the stand-in of CUDA's driver: who does not wait sees stale bytes, and what is lost stays lost.
 
-See tests/standin/cuda.cpp.
+See tests/support/standin/cuda.cpp.
 """
 
 import ctypes

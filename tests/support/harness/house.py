@@ -1,6 +1,6 @@
 """The rooms of the product: their ranks, the arrows between files, and how many lines they may have.
 
-As a script it prints the budgets: `python tests/harness/house.py`.
+As a script it prints the budgets: `python tests/support/harness/house.py`.
 """
 
 import ast
@@ -8,7 +8,7 @@ import functools
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = {
     "lmcache_client": ROOT / "lmcache_client",
     "lmcache_kernels": ROOT / "kernels/lmcache_kernels",

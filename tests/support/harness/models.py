@@ -17,7 +17,7 @@ RECIPE = 1
 """To be raised when the weights of a given configuration change."""
 WEIGHT_STD = 0.15
 NEEDS_TORCHVISION = frozenset({"qwen35"})
-"""Models whose code in vLLM imports torchvision, which the stub in tests/stubs then stands in for."""
+"""Models whose code in vLLM imports torchvision, which the stub in tests/support/stubs then stands in for."""
 
 
 def configs() -> dict[str, dict[str, Any]]:

@@ -3,9 +3,10 @@
 import os
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parent.parent
+SUPPORT = Path(__file__).resolve().parent.parent
+TESTS = SUPPORT.parent
 ROOT = TESTS.parent
-STUBS = TESTS / "stubs"
+STUBS = SUPPORT / "stubs"
 CACHE = Path(os.environ.get("LMCACHE_TEST_CACHE") or ROOT / ".cache")
 MODELS = CACHE / "models"
 LOGS = CACHE / "logs"

@@ -40,7 +40,7 @@
 #include <utility>
 #include <vector>
 
-#include "../unit/page_copy_on_cpu.cpp"
+#include "page_copy_on_cpu.cpp"
 
 namespace {
 

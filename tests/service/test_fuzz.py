@@ -8,9 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from harness.paths import TESTS
-
 from fuzz.targets import RouterTarget, check_decoder, decoder_seeds, owner, router_seeds
+from harness.paths import SUPPORT
 
 DECODER_FRAMES = 60_000
 ROUTER_RUNS = 4000
@@ -69,7 +68,7 @@ def test_fuzzing_guided_by_coverage_runs(what: str) -> None:
     pytest.importorskip("atheris", reason="atheris is not installed: make fuzz needs it")
     result = subprocess.run(
         [sys.executable, "-m", "fuzz", what, "2"],
-        cwd=TESTS,
+        cwd=SUPPORT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from harness.models import NEEDS_TORCHVISION, model_path
-from harness.paths import CACHE, ROOT, STUBS
-from harness.processes import environment, kill_group, new_log, tail, tethered
+from harness.paths import CACHE, STUBS
+from harness.processes import ChildProcess, environment, new_log, tail
 from harness.server import LMCacheServer
 
 START_TIMEOUT_S = 300.0
@@ -66,22 +66,11 @@ def forks(of: Mapping[str, str]) -> str:
     key = tuple(sorted((name, value) for name, value in of.items() if name not in own))
     if key not in _forks:
         path = f"{tempfile.mkdtemp(prefix='lmcache-forks-')}/socket"
-        with new_log("engine-forks").open("wb") as log:
-            process = subprocess.Popen(
-                tethered([sys.executable, str(Path(__file__).with_name("engine_forks.py")), path]),
-                cwd=ROOT,
-                env=of,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-            )
+        command = [sys.executable, str(Path(__file__).with_name("engine_forks.py")), path]
+        process = ChildProcess("engine-forks", command, of)
         atexit.register(shutil.rmtree, os.path.dirname(path), ignore_errors=True)
         atexit.register(process.kill)
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not os.path.exists(path):
-            assert process.poll() is None, "the process that forks engines has ended"
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        process.wait_until_ready(lambda: os.path.exists(path), START_TIMEOUT_S, interval_s=0.01)
         _forks[key] = path
     return _forks[key]
 
@@ -120,7 +109,7 @@ class Engine:
         self.startup_s = 0.0
         self._server = server
         self._start_timeout_s = start_timeout_s
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
         self._unread = b""
         self._arguments: dict[str, Any] = {
             "model": model if os.path.isabs(model) else str(model_path(model)),
@@ -174,17 +163,9 @@ class Engine:
 
     def __enter__(self) -> Self:
         start = time.monotonic()
-        with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                self._command(),
-                cwd=ROOT,
-                env=self.environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                # A launcher stays in this session: only there an engine that is forked can join its group.
-                start_new_session=self._cold,
-            )
+        self._process = ChildProcess(
+            "engine", self._command(), self.environment, self.log, pipes=True, tether=False
+        )
         try:
             self._answer("start", self._start_timeout_s)
         except BaseException:
@@ -217,18 +198,14 @@ class Engine:
     def call(self, command: str, *, timeout_s: float = COMMAND_TIMEOUT_S, **arguments: Any) -> Any:
         """Run one of the commands of engine_process.py. Raises EngineError."""
         assert self._process is not None, "the engine is not running"
-        assert self._process.stdin is not None
-        line = json.dumps({"command": command, **arguments}) + "\n"
         try:
-            self._process.stdin.write(line.encode())
-            self._process.stdin.flush()
+            self._process.say(json.dumps({"command": command, **arguments}))
         except BrokenPipeError:
             raise EngineError(f"the engine has ended\n{tail(self.log)}") from None
         return self._answer(command, timeout_s)
 
     def _answer(self, command: str, timeout_s: float) -> Any:
         assert self._process is not None
-        assert self._process.stdout is not None
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._unread:
             left_s = deadline - time.monotonic()
@@ -239,10 +216,8 @@ class Engine:
                 raise EngineError(f"{command}: no answer within {timeout_s} s\n{tail(self.log)}")
             received = os.read(self._process.stdout.fileno(), 1 << 20)
             if not received:
-                self._process.wait()
-                raise EngineError(
-                    f"{command}: the engine ended with code {self._process.returncode}\n{tail(self.log)}"
-                )
+                code = self._process.popen.wait()
+                raise EngineError(f"{command}: the engine ended with code {code}\n{tail(self.log)}")
             self._unread += received
         line, _, self._unread = self._unread.partition(b"\n")
         answer = json.loads(line)
@@ -348,7 +323,7 @@ class Engine:
         process = self._process
         try:
             self.call("close", timeout_s=CLOSE_TIMEOUT_S)
-            code = process.wait(CLOSE_TIMEOUT_S)
+            code = process.popen.wait(CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             raise EngineError(f"close: still running after {CLOSE_TIMEOUT_S} s\n{tail(self.log)}") from None
         finally:
@@ -359,9 +334,5 @@ class Engine:
     def kill(self) -> None:
         """End it as a crash would, with all its processes."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        kill_group(process)
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
+        if process is not None:
+            process.kill()

@@ -1,6 +1,6 @@
 """The stand-in of CUDA's driver refuses what a driver would: memory, devices, contexts, processes.
 
-See tests/standin/cuda.cpp; order is tested in test_standin_order.py.
+See tests/support/standin/cuda.cpp; order is tested in test_standin_order.py.
 """
 
 import ctypes

@@ -1,6 +1,5 @@
 """Somebody who follows a page: types its commands, in order, in a directory of their own."""
 
-import contextlib
 import os
 import re
 import shutil
@@ -8,8 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +14,8 @@ from typing import Self
 
 from harness.pages import Block
 from harness.paths import CACHE, ROOT
-from harness.processes import environment, free_port, kill_group, new_log, tail, tethered
+from harness.processes import ChildProcess, environment, free_port, new_log
+from harness.waiting import answers
 
 COMMAND_TIMEOUT_S = 300.0
 START_TIMEOUT_S = 300.0
@@ -63,7 +61,7 @@ class Reader:
                 "PIP_DISABLE_PIP_VERSION_CHECK": "1",
             }
         )
-        self._running: dict[re.Pattern[str], tuple[subprocess.Popen[bytes], Path]] = {}
+        self._running: dict[re.Pattern[str], ChildProcess] = {}
 
     def __enter__(self) -> Self:
         for path in ROOT.iterdir():
@@ -76,15 +74,14 @@ class Reader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for process, log in self._running.values():
-            kill_group(process)
-            if error is not None:
-                error.add_note(tail(log))
+        for process in self._running.values():
+            process.__exit__(kind, error, trace)
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def follow(self, block: Block) -> str | None:
         """Do what the block says; returns what is then on the screen, None where nothing was done: a target
-        of make takes its time, and has tests of its own. Raises AssertionError."""
+        of make takes its time, and has tests of its own. Raises AssertionError, and RuntimeError where a
+        server does not start."""
         commands = [command for command in block.commands() if not command.startswith("make ")]
         return "".join([self._do(command, block.where) for command in commands]) if commands else None
 
@@ -112,40 +109,16 @@ class Reader:
 
     def _start(self, kind: re.Pattern[str], command: str, port: int, where: str) -> str:
         if kind in self._running:
-            process, _ = self._running.pop(kind)
-            self._stop(process)
-        log = new_log("page")
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                # `exec` comes behind the variables that the page sets for the command.
-                tethered(["/usr/bin/env", "bash", "-c", re.sub(r"^((?:\S+=\S+ )*)", r"\1exec ", command)]),
-                cwd=self.directory,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        self._running[kind] = (process, log)
-        path = "readyz" if kind is SERVER else "health"
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not _answers(f"http://127.0.0.1:{port}/{path}"):
-            assert process.poll() is None, f"{where}: {command} ended\n{tail(log)}"
-            assert time.monotonic() < deadline, f"{where}: {command} is not ready\n{tail(log)}"
-            time.sleep(0.05)
-        return log.read_text(errors="replace")
-
-    @staticmethod
-    def _stop(process: "subprocess.Popen[bytes]") -> None:
-        """As Ctrl-C does, and waited for."""
-        process.send_signal(signal.SIGINT)
-        assert process.wait(STOP_TIMEOUT_S) == 0, "it did not end in order"
-
-
-def _answers(url: str) -> bool:
-    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
-        return True
-    return False
+            # As Ctrl-C does.
+            assert self._running.pop(kind).stop(STOP_TIMEOUT_S, signal.SIGINT) == 0, "it did not end in order"
+        # `exec` comes behind the variables that the page sets for the command.
+        shell = ["/usr/bin/env", "bash", "-c", re.sub(r"^((?:\S+=\S+ )*)", r"\1exec ", command)]
+        name = f"{where}: {command}"
+        process = ChildProcess(name, shell, self._environment, new_log("page"), cwd=self.directory)
+        self._running[kind] = process
+        url = f"http://127.0.0.1:{port}/{'readyz' if kind is SERVER else 'health'}"
+        process.wait_until_ready(lambda: answers(url), START_TIMEOUT_S, interval_s=0.05)
+        return process.log.read_text(errors="replace")
 
 
 def differences(said: str, shown: str) -> list[str]:

@@ -1,0 +1,216 @@
+"""The invariants that docs/design.md lists, by the numbers that they have there: the real router, in this
+process, with copies that end when the test says so.
+
+The fourth is also in server/test_malformed.py. What can be seen of the last two in the sources is in
+unit/test_architecture.py.
+"""
+
+import msgpack
+import pytest
+from desk import Desk
+from fuzz.messages import BLOCKS, geometry
+from msgspec import structs
+
+from lmcache_client.contract import codec, messages
+from lmcache_client.contract.geometry import Geometry
+from lmcache_client.contract.keys import ROOT_KEY, ModelTag
+from lmcache_client.contract.messages import (
+    Clear,
+    Cleared,
+    Found,
+    Goodbye,
+    Hello,
+    Load,
+    Lookup,
+    Message,
+    Refused,
+    Register,
+    Store,
+    Stored,
+    StoreObject,
+)
+from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.transfer.base import CopyError
+
+CHUNK_SIZE = 256
+IDS = tuple(range(1, 17))
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def store(number: int, ids: tuple[int, ...] = IDS) -> Store:
+    return Store((StoreObject(key(number), ROOT_KEY, 0, 0, ids),))
+
+
+def lookup(desk: Desk, who: int, number: int) -> Found:
+    found = desk.ask(who, Lookup("r", (key(number),), 0, CHUNK_SIZE, CHUNK_SIZE + 1))
+    assert isinstance(found, Found)
+    return found
+
+
+def load(found: Found, number: int, ids: tuple[int, ...] = IDS) -> Load:
+    return Load("r", found.lease_id, key(number), CHUNK_SIZE, 0, (ids,))
+
+
+def is_refused(reply: Message | None, code: str) -> bool:
+    return isinstance(reply, Refused) and reply.code == code
+
+
+def frames(desk: Desk) -> tuple[int, int, int]:
+    """(free, reserved, ready); they are all that there are, as counted and as looked for one by one."""
+    desk.target.cache.check_integrity()
+    l1 = desk.target.report.status()["l1"]
+    parts = tuple(l1[f"{name}_bytes"] // FRAME_BYTES for name in ("free", "reserved", "ready"))
+    assert sum(parts) == l1["total_bytes"] // FRAME_BYTES == desk.target.l1.num_frames
+    return parts
+
+
+def test_invariant_1_free_reserved_and_ready_frames_are_all_frames(desk: Desk) -> None:
+    """Through everything that may happen to frames, looked at after each step."""
+    for who in range(3):
+        desk.join(who)
+    total, *others = frames(desk)
+    assert others == [0, 0]
+    desk.ask(0, store(1))
+    assert frames(desk) == (total - 1, 1, 0), "it is being written"
+    desk.end_copies()
+    assert frames(desk) == (total - 1, 0, 1), "it is ready"
+    desk.ask(0, store(2))
+    desk.end_copies(CopyError("a fault"))
+    assert frames(desk) == (total - 1, 0, 1), "a copy that failed gives its frame back"
+    found = lookup(desk, 1, 1)
+    assert desk.ask(1, load(found, 1)) is None
+    assert desk.ask(2, Clear()) == Cleared(1)
+    frames(desk)
+    desk.leave(1)
+    desk.end_copies()
+    assert frames(desk) == (total, 0, 0), "what is cleared in mid-load is free when the load has ended"
+    desk.ask(0, store(3))
+    desk.ask(2, Clear())
+    desk.end_copies()
+    assert frames(desk) == (total, 0, 0), "what is cleared in mid-store is free when the store has ended"
+    for number in range(4, 4 + 2 * total):
+        desk.ask(0, store(number))
+        frames(desk)
+        desk.end_copies()
+        frames(desk)
+    assert frames(desk) == (0, 0, total), "L1 is full, and the oldest made room"
+    desk.ask(0, store(3))
+    assert frames(desk) == (0, 1, total - 1)
+    desk.leave(0)
+    assert frames(desk)[1] == 0, "whoever writes and goes reserves nothing"
+
+
+def test_invariant_1_no_lease_is_left_when_nobody_is_connected(desk: Desk) -> None:
+    for who in range(4):
+        desk.join(who)
+    desk.ask(0, store(1))
+    desk.end_copies()
+    founds = [lookup(desk, who, 1) for who in range(4)]
+    assert desk.target.cache.num_leases == 4
+    assert desk.ask(0, load(founds[0], 1)) is None
+    desk.ask(0, Goodbye())
+    desk.ask(1, Goodbye())
+    desk.leave(2)
+    assert desk.ask(3, load(founds[3], 1)) is None
+    desk.leave(3)
+    desk.end_copies()
+    assert not desk.target.router.registry.sessions
+    l1 = desk.target.report.status()["l1"]
+    assert (l1["leases"], l1["readers"], l1["reserved_bytes"]) == (0, 0, 0)
+    frames(desk)
+
+
+def test_invariant_2_a_page_comes_only_from_a_ready_object_of_its_key_and_namespace(desk: Desk) -> None:
+    desk.join(0)
+    desk.join(1)
+    desk.join(2, "another model")
+    assert desk.ask(0, store(1)) is None
+    assert lookup(desk, 1, 1).resume_tokens == 0, "what is being written is not ready"
+    desk.end_copies()
+    assert lookup(desk, 2, 1).resume_tokens == 0, "it is of another namespace"
+    found = lookup(desk, 1, 1)
+    honest = load(found, 1)
+    assert is_refused(desk.ask(2, honest), messages.EXPIRED)
+    for lie in (
+        structs.replace(honest, key=key(2)),
+        structs.replace(honest, lease_id=found.lease_id + 1),
+        structs.replace(honest, resume_tokens=2 * CHUNK_SIZE, block_ids=(tuple(range(1, 33)),)),
+    ):
+        assert is_refused(desk.ask(1, lie), messages.EXPIRED), lie
+    assert desk.jobs == 0, "nothing is copied"
+    assert desk.ask(1, honest) is None
+    assert desk.jobs == 1
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [(0, *IDS[1:]), (*IDS[1:], BLOCKS), (*IDS[1:], 1 << 40), IDS[1:], (*IDS, 17), ()],
+    ids=["the null block", "one too many", "far away", "too few", "too many", "none"],
+)
+def test_invariant_2_a_page_goes_only_into_blocks_of_the_registered_geometry(
+    desk: Desk, ids: tuple[int, ...]
+) -> None:
+    desk.join(0)
+    desk.ask(0, store(1))
+    desk.end_copies()
+    found = lookup(desk, 0, 1)
+    assert is_refused(desk.ask(0, load(found, 1, ids)), messages.BAD_REQUEST)
+    assert is_refused(desk.ask(0, store(2, ids)), messages.BAD_REQUEST)
+    assert desk.jobs == 0, "nothing is copied"
+
+
+def test_invariant_2_a_geometry_lies_in_the_memory_that_is_registered(desk: Desk) -> None:
+    desk.hello(0)
+    tag, honest = ModelTag("model", (), 1, 1), geometry(1)
+    longer = Geometry(honest.groups, honest.num_blocks + 1)
+    reply = desk.ask(0, Register("engine 0", 0, tag, longer, desk.memory))
+    assert is_refused(reply, messages.CONFIGURATION)
+    assert isinstance(desk.ask(0, Register("engine 0", 0, tag, honest, desk.memory)), messages.Challenge)
+
+
+def test_invariant_3_an_object_has_one_writer_and_the_other_is_told(desk: Desk) -> None:
+    desk.join(0)
+    desk.join(1)
+    there = Stored(0, 1, 0)
+    assert desk.ask(0, store(1)) is None
+    assert desk.ask(1, store(1)) == there, "while it is being written"
+    assert desk.jobs == 1, "one writes"
+    desk.end_copies()
+    assert desk.replies[-1][1] == Stored(1, 0, 0)
+    assert desk.ask(1, store(1)) == there, "when it is there"
+    assert desk.ask(0, store(2)) is None
+    desk.end_copies(CopyError("a fault"))
+    assert desk.ask(1, store(2)) is None, "where the first failed the second may"
+    assert desk.jobs == 1
+    desk.end_copies()
+    assert desk.replies[-1][1] == Stored(1, 0, 0)
+
+
+def frame(*fields: object) -> bytes:
+    """A greeting with these fields."""
+    code = messages._CODES[Hello]
+    packed: bytes = msgpack.packb([messages.PROTOCOL_VERSION, 1, code, list(fields)])
+    return packed
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        (bytes(codec.MAX_MESSAGE_BYTES),),
+        ([[]] * codec.MAX_ARRAYS,),
+        ("x" * (codec.MAX_TEXT + 1),),
+        (msgpack.ExtType(1, b"x"),),
+        ({"name": "value"},),
+    ],
+    ids=["long", "many arrays", "long text", "extension", "map"],
+)
+def test_invariant_4_messages_are_bounded_and_plain_data(desk: Desk, fields: tuple[object, ...]) -> None:
+    greeting = (1 << 30, bytes(16), "test")
+    desk.target.router.receive(b"1", frame(*greeting, *fields))
+    assert not desk.replies, "it is not even read"
+    desk.target.router.receive(b"1", frame(*greeting, "too many fields"))
+    assert is_refused(desk.replies[-1][1], messages.BAD_REQUEST)
+    assert not desk.target.router.registry.sessions

@@ -1,0 +1,44 @@
+"""Waiting for what happens by itself."""
+
+import http.client
+import time
+import urllib.request
+from collections.abc import Callable
+from typing import TypeVar
+
+Value = TypeVar("Value")
+
+
+def wait_until(
+    condition: Callable[[], Value],
+    timeout_s: float = 10.0,
+    what: str | Callable[[], str] = "this happens",
+    interval_s: float = 0.02,
+) -> Value:
+    """The first value of `condition` that is true. Raises AssertionError when there is none in time.
+
+    `what` goes on where the sentence "waited 10 s in vain until" ends; a function is asked when it is over.
+    """
+    limit_s = time.monotonic() + timeout_s
+    while not (value := condition()):
+        if time.monotonic() > limit_s:
+            sentence = what if isinstance(what, str) else what()
+            raise AssertionError(f"waited {timeout_s:g} s in vain until {sentence}")
+        time.sleep(interval_s)
+    return value
+
+
+def get(url: str) -> str:
+    """The body at a URL; raises OSError unless the answer is a success."""
+    with urllib.request.urlopen(url, timeout=10) as response:
+        body: bytes = response.read()
+    return body.decode()
+
+
+def answers(url: str) -> bool:
+    """Whether somebody answers there with a success."""
+    try:
+        get(url)
+    except (OSError, http.client.HTTPException):
+        return False
+    return True
