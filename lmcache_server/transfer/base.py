@@ -22,10 +22,10 @@ class Outcome(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """How the attempt to open a worker's memory ended: an error, or the bytes where the nonce should be."""
+    """How opening a worker's memory ended: an error, or the bytes at each place where the nonce should be."""
 
     error: Exception | None
-    found: list[bytes]
+    nonces: list[bytes]
 
 
 class CopyJob(Protocol):

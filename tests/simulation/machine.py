@@ -292,7 +292,7 @@ class SimulatedServer:
         function(*arguments)
         self.cache.check_integrity()
         sessions = {session.session_id for session in self.router.registry.sessions.values()}
-        assert all(lease.session in sessions for lease in self.cache._leases), "a lease outlives its session"
+        assert all(lease.owner in sessions for lease in self.cache._leases), "a lease outlives its session"
         registry = self.router.registry
         live = {engine.layout.namespace for engine in registry.engines if engine.layout is not None}
         for namespace in self.cache.namespaces().keys() - live:
