@@ -216,13 +216,7 @@ class Cache:
         self._unpin(reservation.chunk)
 
     def open_read(
-        self,
-        lease_id: int,
-        key: bytes,
-        rank: int,
-        resume_tokens: int,
-        computed_tokens: int,
-        layout: Layout,
+        self, lease_id: int, key: bytes, rank: int, resume_tokens: int, computed_tokens: int, layout: Layout
     ) -> Read | None:
         """Opens what `rank` reads to resume at the leased resume point. It stays in place until close_read.
 
