@@ -15,12 +15,12 @@ from lmcache_server.core.leases import Lease, LeaseTable
 from lmcache_server.core.lru import EvictionOrder
 from lmcache_server.core.packed import StoredObject
 from lmcache_server.core.placement import Layout, bitmap
-from lmcache_server.core.pool import FramePool, Runs, count_frames
-from lmcache_server.core.reads import Read, ReadPart, plan_parts
+from lmcache_server.core.pool import FramePool, count_frames
+from lmcache_server.core.reads import Read, plan_parts
 from lmcache_server.core.reservation import NotReserved, Reservation
 from lmcache_server.core.snapshot import Snapshot, rebuild, take
 
-__all__ = ["Cache", "Hit", "Layout", "NotReserved", "Read", "ReadPart", "Reservation", "Runs"]
+__all__ = ["Cache", "Hit", "Layout", "NotReserved", "Read", "Reservation"]
 
 MAX_EVICTED_AGES = 1024
 """How many ages at eviction are kept until the caller drains them. Further ones are not recorded."""
