@@ -36,7 +36,7 @@ def _chunks(count: int) -> Iterator[Chunk]:
     num_bytes = BLOCK_TOKENS * PAGE_BYTES
     for number in range(count):
         chunk = Chunk(namespace, key(number))
-        chunk.add(0, StoredObject(BLOCK_TOKENS, num_bytes, ((number, 1),)), 1)
+        chunk.add(0, StoredObject(BLOCK_TOKENS, num_bytes, ((number, 1),), b""), 1)
         yield chunk
 
 

@@ -1,1 +1,1 @@
-"""Decisions about what is cached: no I/O, no clock, no threads. Time is given, decisions are returned."""
+"""Decides what is cached. No I/O, no clock, no threads: time comes in as an argument, decisions go out."""

@@ -1,7 +1,7 @@
-"""The cache: what the router asks, decided in one place.
+"""The cache: every decision about L1 is made here.
 
-Everything here runs on one thread and takes time as an argument. Frames are always free, reserved or
-ready; a chunk is evictable exactly while nothing pins it.
+It runs on one thread and takes the time as an argument. A frame is always free, reserved or ready; a chunk
+can be evicted exactly while nothing pins it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,21 +15,21 @@ from lmcache_server.core.leases import Lease, LeaseTable
 from lmcache_server.core.lru import EvictionOrder
 from lmcache_server.core.packed import StoredObject
 from lmcache_server.core.placement import Layout, bitmap
-from lmcache_server.core.pool import FramePool, Runs, count_frames
-from lmcache_server.core.reads import Read, ReadPart, plan_parts
+from lmcache_server.core.pool import FramePool, count_frames
+from lmcache_server.core.reads import Read, plan_parts
 from lmcache_server.core.reservation import NotReserved, Reservation
 from lmcache_server.core.snapshot import Snapshot, rebuild, take
 
-__all__ = ["Cache", "Hit", "Layout", "NotReserved", "Read", "ReadPart", "Reservation", "Runs"]
+__all__ = ["Cache", "Hit", "Layout", "NotReserved", "Read", "Reservation"]
 
 MAX_EVICTED_AGES = 1024
-"""Ages at eviction that are kept until the caller drains them; further ones are not recorded."""
+"""How many ages at eviction are kept until the caller drains them. Further ones are not recorded."""
 
 
 @dataclass(frozen=True)
 class Hit:
-    """`resume_tokens` and `lease_id` are 0 when nothing is to be had. `held` has, per group, a bitmap
-    over the chunks asked for, least significant bit first: which are ready on every holder."""
+    """The answer to a lookup. `resume_tokens` and `lease_id` are 0 when nothing can be restored. `held` has
+    a bitmap per group, least significant bit first: the requested chunks that are ready on every holder."""
 
     resume_tokens: int
     lease_id: int
@@ -48,13 +48,13 @@ class Cache:
         self.frame_bytes = frame_bytes
         self.evicted_chunks = 0
         self.evicted_bytes = 0
-        """Payload of all evicted chunks."""
+        """The payload of all evicted chunks."""
         self.evicted_ages_s: list[float] = []
-        """Seconds since last use of chunks evicted lately, for the caller to drain; bounded."""
+        """For each recently evicted chunk, the seconds since its last use. The caller drains the list."""
         self.stored_bytes = 0
-        """Payload of all ready objects."""
+        """The payload of all ready objects."""
         self.used_frames = 0
-        """Frames of ready objects."""
+        """The frames of ready objects."""
         self.reserved_frames = 0
         self._now_s = 0.0
         self._pool = FramePool(total_frames)
@@ -74,8 +74,8 @@ class Cache:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks that a lookup can find, among them those of which nothing is ready yet."""
-        return self._index.num_chunks
+        """How many chunks the index has, including those that have no ready object yet."""
+        return sum(self.namespaces().values())
 
     @property
     def num_leases(self) -> int:
@@ -105,24 +105,24 @@ class Cache:
         owner: int,
         now_s: float,
     ) -> Hit:
-        """The largest resume point of a chain of chunks beyond `computed_tokens`, at most `limit_tokens`.
+        """Finds the largest resume point of a chain beyond `computed_tokens`, at most `limit_tokens`.
 
-        If there is one, what it needs is leased to the session of number `owner`, and the chain up to it is
-        recently used. An owner that holds too much loses its oldest lease for it.
+        If there is one, the chunks that it needs are leased to session number `owner`, and the chain up to it
+        becomes recently used. An owner that holds too much loses its oldest leases.
         """
         self._advance(now_s)
-        found = list(map(self._index.chunks(layout.namespace).get, keys))
-        present = layout.present([chunk.ready if chunk else 0 for chunk in found])
+        chain = list(map(self._index.chunks(layout.namespace).get, keys))
+        present = layout.present([chunk.ready if chunk else 0 for chunk in chain])
         held = tuple(map(bitmap, present))
         resume_tokens = resume_point(layout.groups, layout.chunk_size, present, computed_tokens, limit_tokens)
         if not resume_tokens:
             return Hit(0, 0, held)
         end = resume_tokens // layout.chunk_size
         first = layout.first_leased_chunk(resume_tokens, computed_tokens)
-        leased: tuple[Chunk, ...] = tuple(found[first:end])  # type: ignore[arg-type]
+        leased: tuple[Chunk, ...] = tuple(chain[first:end])  # type: ignore[arg-type]
         assert None not in leased, "a needed chunk is in the index"
-        # What is leased is in use as long as it is, and most recently used when that ends.
-        self._use(found[:first])
+        # The leased chunks are marked as used when the lease ends.
+        self._use(chain[:first])
         self._pin(leased)
         while (old := self._leases.crowded_out(owner, len(leased))) is not None:
             self.release(old.lease_id, old.owner)
@@ -130,12 +130,12 @@ class Cache:
         return Hit(resume_tokens, lease.lease_id, held)
 
     def is_partial(self, layout: Layout, key: bytes) -> bool:
-        """Whether some shards have stored their part of a chunk and others neither have nor are at it."""
+        """Whether some shards have stored their part of a chunk while others neither have nor are storing."""
         chunk = self._index.get(layout.namespace, key)
         return chunk is not None and layout.is_partial(chunk.ready, chunk.reserved)
 
     def release(self, lease_id: int, owner: int) -> bool:
-        """Ends a lease of `owner`; False if that has no such lease (any more)."""
+        """Ends a lease; returns False if `owner` has no such lease (any more)."""
         lease = self._leases.end(lease_id, owner)
         if lease is None:
             return False
@@ -143,16 +143,16 @@ class Cache:
         return True
 
     def expire(self, now_s: float) -> int:
-        """Ends the leases whose deadline has come; returns how many."""
+        """Ends the leases whose deadline has passed; returns how many."""
         self._advance(now_s)
         return self._end(self._leases.overdue(now_s))
 
     def drop_owner(self, owner: int) -> int:
-        """Ends the leases of an owner; its reservations stay until the copy into them has ended."""
+        """Ends the leases of an owner; returns how many. Its reservations last as long as their copies."""
         return self._end(self._leases.of_owner(owner))
 
     def touch(self, namespace: bytes, keys: Sequence[bytes]) -> None:
-        """Makes a chain of chunks recently used, its tail least so; unknown keys are ignored."""
+        """Makes a chain of chunks recently used, the head most recently. Unknown keys are ignored."""
         self._use(list(map(self._index.chunks(namespace).get, keys)))
 
     def reserve(
@@ -165,11 +165,11 @@ class Cache:
         num_bytes: int,
         parent: bytes = b"",
     ) -> Reservation | NotReserved:
-        """Takes frames for an object of `num_bytes` payload, evicting chunks if need be. Of a replicated
-        group any rank may write the one object; the others are told PRESENT or BUSY.
+        """Takes frames for an object of `num_bytes` payload and evicts chunks if it must. For a replicated
+        group the first rank to ask writes the one object; the others get PRESENT or BUSY.
 
-        `parent` is the key of the chunk before it in its chain, never evicted for its child: a chain
-        longer than L1 is cut at its tail, not its head. Nothing is evicted where that makes no room.
+        `parent` is the key of the chunk before it in its chain. A parent is never evicted for its child, so
+        a chain longer than L1 loses its tail, not its head. Nothing is evicted unless that makes enough room.
         """
         if num_bytes <= 0:
             raise ValueError(f"an object of {num_bytes} bytes cannot be stored")
@@ -197,7 +197,7 @@ class Cache:
         return reservation
 
     def commit(self, reservation: Reservation, checksums: bytes = b"") -> None:
-        """The object is written: it becomes ready, and its chunk recently used."""
+        """Makes a written object ready, and its chunk recently used."""
         chunk, runs = reservation.chunk, reservation.runs
         if chunk not in self._index:
             self.abort(reservation)
@@ -210,24 +210,18 @@ class Cache:
         self._unpin(chunk, self._place(chunk.namespace, reservation.parent))
 
     def abort(self, reservation: Reservation) -> None:
-        """The object was not written, and nothing writes to its frames any more."""
+        """Frees the frames of an object that was not written. Nothing may still be writing to them."""
         self._end_reservation(reservation)
         self._pool.free(reservation.runs)
         self._unpin(reservation.chunk)
 
     def open_read(
-        self,
-        lease_id: int,
-        key: bytes,
-        rank: int,
-        resume_tokens: int,
-        computed_tokens: int,
-        layout: Layout,
+        self, lease_id: int, key: bytes, rank: int, resume_tokens: int, computed_tokens: int, layout: Layout
     ) -> Read | None:
-        """What `rank` reads to resume at the leased resume point; stays in place until close_read.
+        """Opens what `rank` reads to resume at the leased resume point. It stays in place until close_read.
 
-        None unless the lease lives, is of this namespace and resume point, ends with the chunk `key`, and
-        keeps all that is needed.
+        Returns None unless the lease is alive, belongs to this namespace and resume point, ends with the
+        chunk `key` and holds everything needed.
         """
         lease = self._leases.get(lease_id)
         if lease is None or lease.namespace != layout.namespace or lease.resume_tokens != resume_tokens:
@@ -243,21 +237,20 @@ class Cache:
         return read
 
     def close_read(self, read: Read) -> None:
-        """Nothing reads from these frames any more. Closing twice does no harm."""
+        """Ends a read: nothing reads from its frames any more. Closing twice does no harm."""
         if read in self._reads:
             self._reads.remove(read)
             self._unpin_all(read.lease.chunks)
 
     def clear(self, namespace: bytes | None = None) -> int:
-        """Forgets every chunk (of `namespace`) and returns how many. Frames of pinned ones are freed at the
-        last unpin."""
+        """Forgets every chunk (of `namespace`) as `forget` does; returns how many."""
         chunks = list(self._index if namespace is None else self._index.chunks(namespace).values())
         for chunk in chunks:
             self.forget(chunk)
         return len(chunks)
 
     def forget(self, chunk: Chunk) -> None:
-        """No lookup finds this chunk any more; frames that are pinned are freed at the last unpin."""
+        """Removes a chunk from the index. If it is pinned, its frames are freed when the last pin goes."""
         if chunk not in self._index:
             return
         self._index.remove(chunk)
@@ -266,12 +259,12 @@ class Cache:
             self._free_objects(chunk)
 
     def snapshot(self, now_s: float) -> Snapshot:
-        """All ready chunks that nobody uses, for `restore`."""
+        """Returns all ready chunks that nothing pins, for `restore`."""
         return take(self.total_frames, self._order, now_s)
 
     def restore(self, snapshot: Snapshot, now_s: float) -> None:
-        """Makes an empty cache hold what `snapshot` says; raises SnapshotError, and stays empty, unless all
-        of it fits together."""
+        """Fills an empty cache from `snapshot`. Raises SnapshotError, and stays empty, unless every part of
+        the snapshot agrees with the rest."""
         contents = rebuild(snapshot, self.frame_bytes, now_s)
         assert not self.num_chunks, "only an empty cache is restored"
         self._advance(now_s)
@@ -284,7 +277,7 @@ class Cache:
         reads = [read.lease for read in self._reads]
         objects = integrity.check_chunks(self._index, [*self._leases, *reads], self._reservations)
         integrity.check_order(self._index, self._order)
-        reserved = [held.runs for held in self._reservations]
+        reserved = [reservation.runs for reservation in self._reservations]
         assert self.stored_bytes == sum(stored.num_bytes for stored in objects)
         assert self.used_frames == sum(count_frames(stored.runs) for stored in objects)
         assert self.reserved_frames == sum(map(count_frames, reserved))
@@ -314,7 +307,7 @@ class Cache:
         self._order.remove(unused)
 
     def _unpin_all(self, chain: Sequence[Chunk]) -> None:
-        """Tail first: suffixes are evicted before the prefixes without which they are useless."""
+        """Unpins the tail first: then a suffix is evicted before its prefix, without which it is useless."""
         now_s, unused = self._now_s, []
         indexed = self._index.chunks(chain[0].namespace) if chain else {}
         for chunk in reversed(chain):
@@ -327,12 +320,11 @@ class Cache:
         self._order.add_all(unused)
 
     def _place(self, namespace: bytes, parent: bytes) -> Chunk | None:
-        """The chunk ahead of which a child of `parent` is evicted; None: it is evicted last."""
+        """The chunk that a child of `parent` is evicted ahead of, or None if the child is evicted last."""
         if parent in (b"", ROOT_KEY):
             return None
-        before = self._index.get(namespace, parent)
-        # Without its parent a chunk is of use to few: it goes first.
-        return self._order.oldest() if before is None else before
+        # A chunk without its parent is seldom of use: it is evicted first.
+        return self._index.get(namespace, parent) or next(iter(self._order), None)
 
     def _unpin(self, chunk: Chunk, place: Chunk | None = None) -> None:
         chunk.pins -= 1
@@ -347,7 +339,7 @@ class Cache:
             self._index.remove(chunk)
 
     def _victims(self, frames: int, own: Chunk | None, parent: Chunk | None) -> list[Chunk] | None:
-        """What to evict so that `frames` are free, the oldest first; None if it cannot be done."""
+        """The chunks to evict so that `frames` frames are free, oldest first; None if it cannot be done."""
         missing = frames - self._pool.free_frames
         victims: list[Chunk] = []
         if missing > self._order.frames:

@@ -1,4 +1,4 @@
-"""The resume point: up to where a chain of chunks can be restored."""
+"""Finds the resume point: how far a chain of chunks can be restored."""
 
 from collections.abc import Sequence
 
@@ -14,9 +14,9 @@ def resume_point(
 ) -> int:
     """The largest resume point in tokens, a multiple of `chunk_size`, or 0 if there is none.
 
-    `present` has, per group, one flag per chunk: whether that chunk of that group can be restored on
-    every shard. `computed_tokens`, a multiple of the unified block size, are held by the engine itself;
-    the result is beyond them and at most `limit_tokens`.
+    `present` has one flag per group and chunk: whether every shard can restore that chunk of that group.
+    The engine itself holds `computed_tokens`, a multiple of the unified block size; the result is larger
+    than that and at most `limit_tokens`.
     """
     flags = [bytes(group_flags) for group_flags in present]
     computed_chunks = computed_tokens // chunk_size
@@ -32,8 +32,8 @@ def resume_point(
         missing = _last_missing(windowed, chunk_size, chunks, computed_tokens)
         if missing < 0:
             return chunks * chunk_size
-        # The first token a group needs never moves back as the resume point grows. So whatever resume
-        # point lies between the missing chunk and here needs that chunk too, and is skipped.
+        # As the resume point grows, the first token that a group needs never moves back. So every resume
+        # point between the missing chunk and here needs that chunk too, and is skipped.
         chunks = missing
     return 0
 
@@ -41,7 +41,7 @@ def resume_point(
 def _last_missing(
     groups: Sequence[tuple[GroupSpec, bytes]], chunk_size: int, chunks: int, computed_tokens: int
 ) -> int:
-    """The last chunk that is missing for some group to resume after `chunks` chunks, or -1."""
+    """The last chunk that some group needs to resume after `chunks` chunks but lacks, or -1."""
     for group, flags in groups:
         needed = group.needed_blocks(chunks * chunk_size, computed_tokens)
         missing = flags.rfind(0, needed.start * group.block_size // chunk_size, chunks)

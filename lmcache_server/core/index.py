@@ -1,4 +1,4 @@
-"""Chunk entries, found by namespace and key."""
+"""The index: chunks by namespace and key."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from lmcache_server.core.packed import NO_OBJECTS, StoredObject
 
 
 class Chunk:
-    """What is stored of one chunk. `ready` and `reserved` have a bit per object (see Layout.bit)."""
+    """One chunk and its objects. `ready` and `reserved` have one bit per object (see Layout.bit)."""
 
     __slots__ = (
         "frames",
@@ -27,9 +27,9 @@ class Chunk:
         self.ready = 0
         self.reserved = 0
         self.pins = 0
-        """Leases, reads and reservations that hold this chunk."""
+        """How many leases, reads and reservations hold this chunk."""
         self.frames = 0
-        """Frames of its ready objects."""
+        """The frames of its ready objects."""
         self.last_used_s = 0.0
         self.packed = NO_OBJECTS
         """Its ready objects."""
@@ -56,11 +56,10 @@ class Chunk:
 
 
 class Index:
-    """Which chunks are known. A chunk that `clear` forgot while it was pinned is in no index any more."""
+    """The chunks that lookups can find. A chunk that was forgotten while pinned is not in it any more."""
 
     def __init__(self) -> None:
         self._namespaces: dict[bytes, dict[bytes, Chunk]] = {}
-        self.num_chunks = 0
 
     def __iter__(self) -> Iterator[Chunk]:
         for chunks in self._namespaces.values():
@@ -70,7 +69,7 @@ class Index:
         return self.chunks(chunk.namespace).get(chunk.key) is chunk
 
     def chunks(self, namespace: bytes) -> dict[bytes, Chunk]:
-        """The chunks of a namespace by key; not to be modified."""
+        """The chunks of a namespace by key. The caller must not modify the dict."""
         return self._namespaces.get(namespace, {})
 
     def get(self, namespace: bytes, key: bytes) -> Chunk | None:
@@ -80,12 +79,10 @@ class Index:
         chunks = self._namespaces.setdefault(chunk.namespace, {})
         assert chunk.key not in chunks, "a chunk has one entry"
         chunks[chunk.key] = chunk
-        self.num_chunks += 1
 
     def remove(self, chunk: Chunk) -> None:
         chunks = self._namespaces[chunk.namespace]
         del chunks[chunk.key]
-        self.num_chunks -= 1
         if not chunks:
             del self._namespaces[chunk.namespace]
 

@@ -1,4 +1,4 @@
-"""The invariants of the cache, asserted from its parts."""
+"""Asserts the invariants of the cache."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -14,13 +14,12 @@ from lmcache_server.core.reservation import Reservation
 def check_chunks(
     index: Index, leases: Iterable[Lease], reservations: Collection[Reservation]
 ) -> list[StoredObject]:
-    """Every chunk is what its objects and its pins say; returns the ready objects. `leases` has a lease
-    once for itself and once for each read of it."""
+    """Asserts that every chunk agrees with its objects and its pins; returns the ready objects. `leases`
+    has each lease once for itself and once for each read that holds it."""
     pins = Counter(chunk for lease in leases for chunk in lease.chunks)
     pins.update(reservation.chunk for reservation in reservations)
     indexed = list(index)
     chunks = set(indexed) | set(pins)
-    assert len(indexed) == index.num_chunks
     for chunk in chunks:
         assert chunk.pins == pins[chunk], "pins are leases, reads and reservations"
         assert chunk.ready.bit_count() == len(chunk.packed.objects())
@@ -34,7 +33,7 @@ def check_chunks(
 
 
 def check_order(index: Index, order: EvictionOrder) -> None:
-    """The eviction order has exactly the chunks that nothing pins, once each."""
+    """Asserts that the eviction order has exactly the chunks that nothing pins, once each."""
     members = list(order)
     assert len(members) == len(set(members)), "a chunk is in the eviction order once"
     assert set(members) == {chunk for chunk in index if not chunk.pins}
@@ -42,7 +41,7 @@ def check_order(index: Index, order: EvictionOrder) -> None:
 
 
 def check_frames(pool: FramePool, taken: Iterable[Runs]) -> None:
-    """Every frame is free or has one owner."""
+    """Asserts that every frame is free or has one owner."""
     end = 0
     for start, count in sorted((*pool.free_runs(), *(run for runs in taken for run in runs))):
         assert start == end, "every frame is free or has one owner"

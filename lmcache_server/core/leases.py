@@ -1,21 +1,23 @@
-"""Leases: promises, bound to an owner (the number of a session), that the chunks of a resume point stay."""
+"""Leases: each promises an owner (the number of a session) that the chunks of a resume point stay."""
 
+import itertools
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lmcache_server.core.index import Chunk
 
 LEASE_COST = 256
-"""What a lease costs beside its chunks, in references to chunks."""
+"""The memory that a lease takes besides its chunks, counted in references to chunks."""
 MAX_SESSION_COST = 1 << 20
-"""All leases of one session: 4,080 short ones, or 15 of the longest chains."""
+"""The limit for all leases of one session: 4,080 short ones, or 15 of the longest chains."""
 MAX_COST = 1 << 24
-"""All leases: 128 MiB of references."""
+"""The limit for all leases: 128 MiB of references."""
 
 
 @dataclass(frozen=True, eq=False)
 class Lease:
-    """`chunks` are those of the chain from `first_chunk` up to the resume point."""
+    """One lease. `chunks` is the part of the chain from chunk number `first_chunk` to the resume point."""
 
     lease_id: int
     owner: int
@@ -39,7 +41,7 @@ class _Held:
 
 
 class LeaseTable:
-    """Live leases. It pins nothing itself: whoever takes a lease out of it unpins the chunks."""
+    """The live leases. The table pins nothing: the caller pins the chunks, and unpins them at the end."""
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
@@ -58,13 +60,15 @@ class LeaseTable:
         return self._leases.get(lease_id)
 
     def crowded_out(self, owner: int, num_chunks: int) -> Lease | None:
-        """What has to end before `owner` may get a lease of `num_chunks` chunks, if anything has to: the
-        oldest lease of that owner or, when all leases together are too many, of the owner that has most."""
+        """The lease to end before `owner` may get one of `num_chunks` chunks, or None if there is room.
+
+        It is the owner's oldest if the owner holds too much, else the oldest of the owner with the most.
+        """
         held = self._by_owner.get(owner)
         if held is None or held.cost + LEASE_COST + num_chunks <= MAX_SESSION_COST:
             if self._cost + LEASE_COST + num_chunks <= MAX_COST:
                 return None
-            held = max(self._by_owner.values(), key=lambda each: each.cost)
+            held = max(self._by_owner.values(), key=operator.attrgetter("cost"))
         return next(iter(held.leases.values()))
 
     def grant(
@@ -87,7 +91,7 @@ class LeaseTable:
         return lease
 
     def end(self, lease_id: int, owner: int) -> Lease | None:
-        """Takes a lease of this owner out of the table; None if there is no such lease."""
+        """Takes a lease of this owner out of the table and returns it, or None if there is no such lease."""
         lease = self._leases.get(lease_id)
         if lease is None or lease.owner != owner:
             return None
@@ -101,14 +105,9 @@ class LeaseTable:
         return lease
 
     def overdue(self, now_s: float) -> list[Lease]:
-        """The leases whose deadline has come, still in the table."""
-        due = []
-        for lease in self._leases.values():
-            # All leases last equally long and time does not go back: they are in order of deadline.
-            if lease.deadline_s > now_s:
-                break
-            due.append(lease)
-        return due
+        """The leases whose deadline has passed. They stay in the table."""
+        # All leases last equally long and time never goes back, so the table is sorted by deadline.
+        return list(itertools.takewhile(lambda lease: lease.deadline_s <= now_s, self._leases.values()))
 
     def of_owner(self, owner: int) -> list[Lease]:
         return list(self._by_owner[owner].leases.values()) if owner in self._by_owner else []

@@ -1,4 +1,4 @@
-"""The order in which chunks are evicted: least recently used first."""
+"""The order in which chunks are evicted: the least recently used goes first."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -6,16 +6,16 @@ from lmcache_server.core.index import Chunk
 
 
 class EvictionOrder:
-    """A linked list through the chunks, so that every operation takes constant time.
+    """A linked list through the chunks, so that adding or removing one takes constant time.
 
-    Chunks that something pins are not members: whatever is at the front can be evicted.
+    It has no pinned chunks: the one at the front can always be evicted.
     """
 
     def __init__(self) -> None:
         self._ends = Chunk(b"", b"")
         self._ends.older = self._ends.newer = self._ends
         self.frames = 0
-        """Frames of all members: what evicting everything would free."""
+        """The frames that evicting every member would free."""
 
     def __iter__(self) -> Iterator[Chunk]:
         """From the least to the most recently used."""
@@ -27,27 +27,23 @@ class EvictionOrder:
     def __contains__(self, chunk: Chunk) -> bool:
         return chunk.newer is not None
 
-    def oldest(self) -> Chunk | None:
-        chunk = self._ends.newer
-        return None if chunk is self._ends else chunk
-
     def add(self, chunk: Chunk, ahead_of: Chunk | None = None) -> None:
-        """Puts a chunk last in line for eviction, or directly ahead of a chunk that is in line."""
+        """Puts a chunk last in line for eviction, or directly ahead of the member `ahead_of`."""
         assert chunk.newer is None, "a chunk is in the order once"
         newer = self._ends if ahead_of is None else ahead_of
         older = newer.older
-        assert older is not None, "what it goes ahead of is in the order"
+        assert older is not None, "`ahead_of` is not in the order"
         chunk.older, chunk.newer = older, newer
         older.newer = newer.older = chunk
         self.frames += chunk.frames
 
     def add_all(self, chunks: Iterable[Chunk]) -> None:
-        """Puts chunks last in line, the last of them behind the others."""
+        """Puts chunks last in line, the last of them at the very end."""
         for chunk in chunks:
             self.add(chunk)
 
     def renew(self, chain: Sequence[Chunk]) -> None:
-        """Makes members the last in line, the first of them behind the others."""
+        """Moves members to the end of the line, the first of them to the very end."""
         last = self._ends.older
         for chunk in chain:
             if last is not chunk:

@@ -1,53 +1,51 @@
-"""The ready objects of one chunk, packed: most of the memory of a large index is in chunks that nobody asks
-for, and MessagePack takes a tenth of what tuples take."""
+"""The ready objects of one chunk as MessagePack, which takes a tenth of the memory that tuples take.
 
-from typing import Any, NamedTuple
+In a large index most objects are seldom read, so unpacking them costs little.
+"""
+
+from typing import NamedTuple
 
 import msgpack  # type: ignore[import-untyped]
 
 from lmcache_client.contract import codec
 from lmcache_client.contract.codec import Natural
-from lmcache_server.core.pool import Runs
 
 CHECKSUM_BYTES = 4
-"""The size of the checksum of a page."""
+"""The size of a page's checksum."""
 
 
 class StoredObject(NamedTuple):
-    """A ready object: how many blocks it holds, its payload in bytes, where it is, and the checksums of
-    its pages, which nobody looks at here (empty: none were taken)."""
+    """A ready object: its blocks, its payload in bytes, its frames as Runs, and the checksums of its pages
+    (empty if none were taken)."""
 
-    num_blocks: int
-    num_bytes: int
-    runs: Runs
-    checksums: bytes = b""
-
-
-_OBJECTS = list[tuple[Natural, Natural, tuple[tuple[Natural, Natural], ...], bytes]]
+    num_blocks: Natural
+    num_bytes: Natural
+    runs: tuple[tuple[Natural, Natural], ...]
+    checksums: bytes
 
 
 class PackedObjects(bytes):
-    """Stored objects in the order of their bits. Being bytes costs a chunk no further object."""
+    """Stored objects in the order of their bits. As a subclass of bytes it costs a chunk only one object."""
 
     __slots__ = ()
 
     def with_object(self, position: int, stored: StoredObject) -> "PackedObjects":
-        """These objects and one more, at `position` among them."""
+        """Returns these objects with one more at `position`."""
         objects = self.objects()
         objects.insert(position, stored)
         return PackedObjects(msgpack.packb(objects))
 
     def objects(self) -> list[StoredObject]:
-        fields: Any = msgpack.unpackb(self, use_list=False)
-        return list(map(StoredObject._make, fields))
+        return list(map(StoredObject._make, msgpack.unpackb(self, use_list=False)))
 
-    def check(self) -> None:
-        """Raises ValueError unless `objects` gives what its type says: the bytes may be from anywhere."""
+    def checked_objects(self) -> list[StoredObject]:
+        """As `objects`, for bytes that may come from anywhere: raises ValueError if a type is wrong."""
         try:
             plain = msgpack.unpackb(self)
         except Exception as error:  # msgpack raises a dozen types, all of which mean the same here
             raise ValueError(f"objects that are not MessagePack: {error}") from error
-        codec.build(_OBJECTS, plain)
+        objects: list[StoredObject] = codec.build(list[StoredObject], plain)
+        return objects
 
 
 NO_OBJECTS = PackedObjects(msgpack.packb([]))

@@ -1,4 +1,4 @@
-"""What the cache must know of a namespace: its groups, its chunk size, and which shards hold what."""
+"""The layout of a namespace: its groups, its chunk size, and which shard holds which objects."""
 
 import operator
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from lmcache_client.contract.geometry import GroupSpec
 
 @dataclass(frozen=True)
 class Layout:
-    """The same for every engine of a namespace.
+    """The layout of a namespace; all its engines share it.
 
-    `chunk_size` is in tokens. `holders` has, per group, the ranks of the shards that have bytes of their
-    own for it: with pipeline parallelism a shard may have none, and of a replicated group all
-    `tensor_parallel_size` ranks of a pipeline stage write and read the objects of the stage's first. What
-    is `ephemeral` goes with its last engine.
+    `chunk_size` is in tokens. `holders` has, per group, the ranks of the shards with objects of their own.
+    With pipeline parallelism a shard may have none, and in a replicated group all `tensor_parallel_size`
+    ranks of a pipeline stage share the objects of the stage's first rank. The chunks of an `ephemeral`
+    namespace go with its last engine.
     """
 
     namespace: bytes
@@ -32,28 +32,28 @@ class Layout:
             raise ValueError(f"chunk size {self.chunk_size} is not a multiple of every block size")
 
     def holder(self, group: int, rank: int) -> int:
-        """The rank whose objects `rank` writes and reads: itself, unless the group is replicated."""
+        """The rank whose objects `rank` writes and reads: `rank` itself, unless the group is replicated."""
         return rank - rank % self.tensor_parallel_size if self.groups[group].replicated else rank
 
     def bit(self, group: int, rank: int) -> int:
-        """The number of an object within its chunk."""
+        """The number of the object within its chunk."""
         return self.holder(group, rank) * len(self.groups) + group
 
     @cached_property
     def masks(self) -> tuple[int, ...]:
-        """Per group, the bits of the objects that make a chunk of it complete; 0 without holders."""
+        """Per group, the bits of the objects that a complete chunk has; 0 for a group without holders."""
         return tuple(
             sum(1 << self.bit(group, rank) for rank in ranks) for group, ranks in enumerate(self.holders)
         )
 
     def present(self, ready: Sequence[int]) -> tuple[bytes, ...]:
-        """Per group, a byte per chunk: 1 where every object of it is ready, or none is needed.
+        """Per group, one byte per chunk: 1 if all objects of the group are ready there, or none is needed.
 
         `ready` has, per chunk of the chain, the bits of its ready objects.
         """
         flags = []
         for group, mask in enumerate(self.masks):
-            # Few chunks differ in what is ready: a step of Python for each would be half of a lookup.
+            # Few values of `ready` differ. A step of Python per chunk would double the time of a lookup.
             complete = {bits: bits & mask == mask for bits in set(ready)}
             present = bytes(map(complete.__getitem__, ready))
             if self.groups[group].window and 0 in present:
@@ -62,7 +62,7 @@ class Layout:
         return tuple(flags)
 
     def _needless(self, group: int, chunks: int) -> bytearray:
-        """A byte for each of `chunks` chunks or more: 1 where no resume ever needs a block of this group."""
+        """One byte for each of at least `chunks` chunks: 1 if no resume ever needs a block of it."""
         known, spec = self._needless_by_group[group], self.groups[group]
         for chunk in range(len(known), chunks):
             known.append(not spec.stored_blocks(chunk, self.chunk_size))
@@ -73,18 +73,17 @@ class Layout:
         return tuple(bytearray() for _ in self.groups)
 
     def is_partial(self, ready: int, reserved: int) -> bool:
-        """Whether some holders of a group have their object of a chunk and others, which are not writing it,
-        have not."""
+        """Whether some but not all of a group's objects of a chunk are ready, and none is being written."""
         return any(ready & mask not in (0, mask) and not reserved & mask for mask in self.masks)
 
     def first_needed_chunk(self, group: int, resume_tokens: int, computed_tokens: int) -> int:
-        """The chunk of the first block that `group` needs; the chunk of `resume_tokens` if none."""
+        """The chunk of the first block that `group` needs; if it needs none, the chunk of `resume_tokens`."""
         spec = self.groups[group]
         needed = spec.needed_blocks(resume_tokens, computed_tokens)
         return needed.start * spec.block_size // self.chunk_size
 
     def first_leased_chunk(self, resume_tokens: int, computed_tokens: int) -> int:
-        """The first chunk that any group with holders needs; every group needs a suffix of the chain."""
+        """The first chunk that any group with holders needs. Each group needs a suffix of the chain."""
         return min(
             (
                 self.first_needed_chunk(group, resume_tokens, computed_tokens)
@@ -96,7 +95,7 @@ class Layout:
 
 
 def bitmap(flags: bytes) -> bytes:
-    """Flags as bits, the first in the least significant bit of the first byte."""
+    """Packs flags into bits, the first into the least significant bit of the first byte."""
     if not flags:
         return b""
     digits = flags[::-1].translate(_DIGITS)

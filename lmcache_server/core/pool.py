@@ -1,21 +1,20 @@
-"""The frames of L1: which are free, and which runs of them an object gets.
+"""The frames of L1: which ones are free, and which runs of them an object gets.
 
-Every operation costs a constant per run. Free runs are kept merged with their neighbours and sorted into
-classes by size: one for each size below EXACT frames, one for each power of two above.
+Every operation takes constant time per run. Free runs are merged with their neighbours and sorted into
+classes by size: one class for each size below EXACT frames, and one for each power of two above.
 """
 
 from collections.abc import Iterable
 
 Runs = tuple[tuple[int, int], ...]
-"""Frames of one object, in the order of its bytes: (first frame, count) pairs."""
-
+"""The frames of one object, in the order of its bytes: (first frame, count) pairs."""
 
 FRAME_BYTES = 64 << 10
-"""Of the frames that L1 is made of. The cache itself works with any size."""
+"""The size of L1's frames. The cache itself works with any size."""
 
 EXACT = 64
-"""Sizes with a class of their own: where sizes are mixed and freed in any order, most objects then get the
-run of another of their size, and few are in pieces."""
+"""Each size below this has a class of its own: then most objects get a run that an object of the same size
+has freed, and few end up in pieces."""
 
 
 def _size_class(frames: int) -> int:
@@ -23,15 +22,19 @@ def _size_class(frames: int) -> int:
 
 
 def count_frames(runs: Runs) -> int:
-    return sum(count for _, count in runs)
+    return sum([count for _, count in runs])
+
+
+def _outside(start: int, count: int) -> str:
+    return f"frames {start} to {start + count} are not in this pool"
 
 
 class FramePool:
-    """Free frames among [0, total_frames)."""
+    """The free frames among [0, total_frames)."""
 
     def __init__(self, total_frames: int = 0) -> None:
-        self._total_frames = 0
-        self._free_frames = 0
+        self.total_frames = 0
+        self.free_frames = 0
         self._count_by_start: dict[int, int] = {}
         self._start_by_end: dict[int, int] = {}
         self._starts_by_class: list[dict[int, None]] = []
@@ -39,36 +42,28 @@ class FramePool:
 
     @classmethod
     def around(cls, total_frames: int, taken: Iterable[Runs]) -> "FramePool":
-        """A pool of which exactly the frames in `taken` are not free.
+        """Makes a pool in which exactly the frames in `taken` are not free.
 
-        Raises ValueError unless they are frames of the pool, each taken once.
+        Raises ValueError if one of them lies outside the pool or is taken twice.
         """
         pool, marks, frames = cls(), bytearray(total_frames), 0
         for runs in taken:
             for start, count in runs:
                 if not 0 <= start < start + count <= total_frames:
-                    raise ValueError(f"frames {start} to {start + count} are none of this pool's")
+                    raise ValueError(_outside(start, count))
                 marks[start : start + count] = b"\x01" * count
                 frames += count
         if marks.count(1) != frames:
             raise ValueError("a frame is taken twice")
-        pool._total_frames, end = total_frames, 0
+        pool.total_frames, end = total_frames, 0
         while (start := marks.find(0, end)) >= 0:
             end = marks.find(1, start)
             end = total_frames if end < 0 else end
             pool._add(start, end - start)
         return pool
 
-    @property
-    def total_frames(self) -> int:
-        return self._total_frames
-
-    @property
-    def free_frames(self) -> int:
-        return self._free_frames
-
     def largest_free_run(self) -> int:
-        """Frames in the longest free run: equal to `free_frames` when nothing is fragmented."""
+        """The frames in the longest free run: as many as `free_frames` if nothing is fragmented."""
         for starts in reversed(self._starts_by_class):
             if starts:
                 return max(map(self._count_by_start.__getitem__, starts))
@@ -78,16 +73,16 @@ class FramePool:
         """Adds `frames` free frames at the end."""
         if frames < 0:
             raise ValueError(f"a pool cannot grow by {frames} frames")
-        first = self._total_frames
-        self._total_frames += frames
+        first = self.total_frames
+        self.total_frames += frames
         if frames:
             self._add(first, frames)
 
     def allocate(self, frames: int) -> Runs | None:
-        """Takes `frames` frames, or takes nothing and returns None when fewer are free."""
+        """Takes `frames` frames and returns them. If fewer are free, takes nothing and returns None."""
         if frames <= 0:
             raise ValueError(f"an object has at least one frame, not {frames}")
-        if frames > self._free_frames:
+        if frames > self.free_frames:
             return None
         runs = []
         while frames:
@@ -97,19 +92,19 @@ class FramePool:
             if taken < count:
                 self._insert(start + taken, count - taken)
             runs.append((start, taken))
-            self._free_frames -= taken
+            self.free_frames -= taken
             frames -= taken
         return tuple(runs)
 
     def free(self, runs: Runs) -> None:
-        """Gives back what `allocate` returned."""
+        """Gives back runs that `allocate` returned."""
         for start, count in runs:
-            if count <= 0 or start < 0 or start + count > self._total_frames:
-                raise ValueError(f"frames {start} to {start + count} are none of this pool's")
+            if not 0 <= start < start + count <= self.total_frames:
+                raise ValueError(_outside(start, count))
             self._add(start, count)
 
     def free_runs(self) -> Runs:
-        """All free runs, in no order."""
+        """All free runs, in no particular order."""
         return tuple(self._count_by_start.items())
 
     def check_integrity(self) -> None:
@@ -121,15 +116,15 @@ class FramePool:
             assert self._start_by_end[start + count] == start
             assert start in self._starts_by_class[_size_class(count)]
             end_before = start + count
-        assert end_before <= self._total_frames, "a free run ends beyond the pool"
-        assert sum(self._count_by_start.values()) == self._free_frames
+        assert end_before <= self.total_frames, "a free run ends beyond the pool"
+        assert sum(self._count_by_start.values()) == self.free_frames
         assert len(self._start_by_end) == len(self._count_by_start)
         assert sum(map(len, self._starts_by_class)) == len(self._count_by_start)
 
     def _choose(self, frames: int) -> int:
-        """Start of a free run for `frames` frames: one that fits exactly if that is cheap to see, else one of
-        the largest, of which the largest rest is left. The most recently freed comes first: its memory is
-        the likeliest to be in caches."""
+        """The start of a free run for `frames` frames: an exact fit if its class shows one, else one of the
+        largest runs, which leaves the largest remainder. Within a class the most recently freed run is taken,
+        because its memory is the likeliest to be in a CPU cache."""
         exact, classes = _size_class(frames), self._starts_by_class
         if exact < len(classes) and classes[exact]:
             start = next(reversed(classes[exact]))
@@ -138,12 +133,12 @@ class FramePool:
         for starts in reversed(classes):
             if starts:
                 return next(reversed(starts))
-        raise AssertionError("free frames without a free run")
+        raise AssertionError("frames are free but no run is")
 
     def _add(self, start: int, count: int) -> None:
         """Frees a run and merges it with its neighbours."""
         assert start not in self._count_by_start, f"frame {start} is free already"
-        self._free_frames += count
+        self.free_frames += count
         before = self._start_by_end.get(start)
         if before is not None:
             count += self._remove(before)

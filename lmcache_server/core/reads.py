@@ -1,4 +1,4 @@
-"""Which frames a load reads, in which order."""
+"""Plans which frames a load reads, and in which order."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ from lmcache_server.core.pool import Runs
 
 @dataclass(frozen=True)
 class ReadPart:
-    """Pages of one object: `pages` blocks, from position `first_page` of the `num_blocks` it holds.
-    `checksums` are those of all its pages."""
+    """Some pages of one object: `pages` blocks from position `first_page` among the `num_blocks` it holds.
+    `checksums` has the checksums of all its pages."""
 
     group: int
     chunk: Chunk
@@ -24,15 +24,15 @@ class ReadPart:
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """Objects that are being read. `parts` go group after group and, within a group, in block order; a
-    group's parts cover exactly its needed blocks."""
+    """Objects that are being read. `parts` are sorted by group and, within a group, by block; the parts of a
+    group cover exactly the blocks that it needs."""
 
     parts: tuple[ReadPart, ...]
     lease: Lease
 
 
 def plan_parts(lease: Lease, layout: Layout, rank: int, computed_tokens: int) -> tuple[ReadPart, ...] | None:
-    """What `rank` reads to resume at the lease's resume point; None if any of it is not there."""
+    """What `rank` reads to resume at the lease's resume point, or None if any of it is missing."""
     parts: list[ReadPart] = []
     for group, ranks in enumerate(layout.holders):
         if layout.holder(group, rank) in ranks:
@@ -54,13 +54,14 @@ def _plan_group(
     parts = []
     position = needed.start
     for index in range(first, lease.resume_tokens // layout.chunk_size):
-        stored = spec.stored_blocks(index, layout.chunk_size)
+        blocks = spec.stored_blocks(index, layout.chunk_size)
         chunk = lease.chunks[index - lease.first_chunk]
-        found = chunk.get(bit)
-        if found is None or found.num_blocks != len(stored) or position not in stored:
+        stored = chunk.get(bit)
+        if stored is None or stored.num_blocks != len(blocks) or position not in blocks:
             return None
-        pages = min(stored.stop, needed.stop) - position
-        first_page = position - stored.start
-        parts.append(ReadPart(group, chunk, found.runs, found.num_blocks, first_page, pages, found.checksums))
+        pages = min(blocks.stop, needed.stop) - position
+        first_page = position - blocks.start
+        part = ReadPart(group, chunk, stored.runs, stored.num_blocks, first_page, pages, stored.checksums)
+        parts.append(part)
         position += pages
     return parts if position == needed.stop else None

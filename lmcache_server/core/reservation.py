@@ -1,4 +1,4 @@
-"""Frames that are being written."""
+"""Frames that a session is writing."""
 
 import enum
 from dataclasses import dataclass
@@ -8,16 +8,16 @@ from lmcache_server.core.pool import Runs
 
 
 class NotReserved(enum.Enum):
-    """Why an object is not to be stored."""
+    """Why an object is not stored; the values are labels of lmcache_objects_total."""
 
     PRESENT = "present"
     BUSY = "busy"
-    NO_ROOM = "no room"
+    NO_ROOM = "no_room"
 
 
 @dataclass(frozen=True, eq=False)
 class Reservation:
-    """Frames that one session is writing `num_bytes` of payload to; ends with commit or abort."""
+    """Frames into which one session writes `num_bytes` of payload. It ends with a commit or an abort."""
 
     chunk: Chunk
     bit: int

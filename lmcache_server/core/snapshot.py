@@ -1,7 +1,7 @@
-"""What a cache holds, as plain values that outlive its process, and back.
+"""Turns the contents of a cache into plain values that outlive its process, and back.
 
-Only what is ready and not in use is taken. What comes back may come from anywhere: it is believed only
-when all of it fits together.
+A snapshot has only the chunks that are ready and not in use. One that is restored may come from anywhere, so
+it is trusted only when every part of it agrees with the rest.
 """
 
 import sys
@@ -16,20 +16,20 @@ from lmcache_client.contract.codec import Natural
 from lmcache_server.core.index import Chunk, Index
 from lmcache_server.core.lru import EvictionOrder
 from lmcache_server.core.packed import CHECKSUM_BYTES, PackedObjects, StoredObject
-from lmcache_server.core.pool import FramePool, Runs
+from lmcache_server.core.pool import FramePool, Runs, count_frames
 
 Row = tuple[Natural, bytes, Annotated[float, Meta(ge=0, le=sys.float_info.max)], bytes, bytes]
-"""A chunk: position of its namespace, key, seconds since its last use, bits of its ready objects as
-little-endian bytes, these objects as PackedObjects."""
+"""One chunk: the position of its namespace, its key, the seconds since its last use, the bits of its ready
+objects as little-endian bytes, and the objects as PackedObjects."""
 
 
 class SnapshotError(ValueError):
-    """Values that are no snapshot of a cache."""
+    """The values are not the snapshot of a cache."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """`rows` has a Row for each chunk, the first to be evicted first."""
+    """The contents of a cache as plain values. `rows` has a Row for each chunk, in the order of eviction."""
 
     total_frames: int
     namespaces: Sequence[bytes]
@@ -38,7 +38,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a cache is made of. `stored_bytes` is the payload of all objects."""
+    """The parts of a cache. `stored_bytes` is the payload of all objects."""
 
     pool: FramePool
     index: Index
@@ -47,7 +47,7 @@ class Contents:
 
 
 def take(total_frames: int, order: Iterable[Chunk], now_s: float) -> Snapshot:
-    """A snapshot of the chunks in `order`, of a cache of `total_frames` frames."""
+    """Takes a snapshot of the chunks in `order` from a cache of `total_frames` frames."""
     numbers: dict[bytes, int] = {}
     rows = [
         (
@@ -63,22 +63,22 @@ def take(total_frames: int, order: Iterable[Chunk], now_s: float) -> Snapshot:
 
 
 def rebuild(snapshot: Snapshot, frame_bytes: int, now_s: float) -> Contents:
-    """The contents of a cache that holds what `snapshot` says. Raises SnapshotError on any doubt."""
+    """Builds the parts of a cache from `snapshot`. Raises SnapshotError on any doubt."""
     index, order, taken, stored_bytes = Index(), EvictionOrder(), list[Runs](), 0
     try:
         for row in snapshot.rows:
             chunk = _chunk(snapshot.namespaces, row, now_s)
             for stored in _objects(chunk):
-                frames = sum([count for _, count in stored.runs])
+                frames = count_frames(stored.runs)
                 if -(-stored.num_bytes // frame_bytes) != frames or not frames:
                     raise SnapshotError(f"an object of {stored.num_bytes} bytes has {frames} frames")
                 if not stored.num_blocks or len(stored.checksums) % (CHECKSUM_BYTES * stored.num_blocks):
-                    raise SnapshotError("an object has checksums for a part of its pages")
+                    raise SnapshotError("an object has checksums for only some of its pages")
                 taken.append(stored.runs)
                 chunk.frames += frames
                 stored_bytes += stored.num_bytes
             if index.get(chunk.namespace, chunk.key) is not None:
-                raise SnapshotError("a chunk is there twice")
+                raise SnapshotError("a chunk appears twice")
             index.add(chunk)
             order.add(chunk)
         pool = FramePool.around(snapshot.total_frames, taken)
@@ -90,7 +90,7 @@ def rebuild(snapshot: Snapshot, frame_bytes: int, now_s: float) -> Contents:
 def _chunk(namespaces: Sequence[bytes], row: Any, now_s: float) -> Chunk:
     number, key, age_s, ready, objects = codec.build(Row, row)
     if number >= len(namespaces):
-        raise SnapshotError("a chunk is of no namespace")
+        raise SnapshotError("the namespace of a chunk does not exist")
     chunk = Chunk(namespaces[number], key)
     chunk.ready = int.from_bytes(ready, "little")
     chunk.packed = PackedObjects(objects)
@@ -99,8 +99,7 @@ def _chunk(namespaces: Sequence[bytes], row: Any, now_s: float) -> Chunk:
 
 
 def _objects(chunk: Chunk) -> list[StoredObject]:
-    chunk.packed.check()
-    objects = chunk.packed.objects()
+    objects = chunk.packed.checked_objects()
     if not chunk.ready or chunk.ready.bit_count() != len(objects):
-        raise SnapshotError("the bits and the objects of a chunk do not agree")
+        raise SnapshotError("the bits of a chunk do not match its objects")
     return objects

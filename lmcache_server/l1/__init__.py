@@ -1,1 +1,1 @@
-"""The first tier: the host memory that holds the cache."""
+"""L1, the first tier: the host memory that holds the cache."""

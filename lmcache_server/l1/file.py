@@ -1,7 +1,7 @@
-"""The file behind L1, with which a restart is warm: a header, the frames and, after a clean stop, the index.
+"""The file behind L1, which makes restarts warm: a header, the frames and, after a clean stop, the index.
 
-While a server runs, the header says that the file is in use, from before the first change of a frame to
-after the last. So whatever ends a server early, the next start is an empty one.
+From before the first change of a frame until after the last, the header says that the file is in use. So if
+anything ends the server early, the next one starts empty.
 """
 
 import errno
@@ -28,25 +28,25 @@ from lmcache_server.host.units import GB_BYTES
 
 MAGIC = b"lmcache-mp L1\r\n\0"
 FORMAT = 2
-"""Changes with the header, with the index and with the way objects are packed and numbered in it."""
+"""Changes with the header, the index, and the way objects are packed and numbered in the index."""
 HEADER_BYTES = FRAME_BYTES
-"""Frames stay aligned."""
+"""As long as a frame, so that the frames stay aligned."""
 IN_USE, CLEAN = 1, 2
 
 _FIELDS = struct.Struct("<16sIIIQIQ32s")
-"""Magic, format, schema of keys, bytes of a frame, frames, state, bytes of the index, its SHA-256."""
+"""Magic, format, schema of keys, bytes per frame, frames, state, bytes of the index, SHA-256 of the index."""
 _VERSION = (MAGIC, FORMAT, SCHEMA, FRAME_BYTES)
 
 
 class L1File:
-    """An open file for `size_bytes` of L1, which no other server has.
+    """An open file for `size_bytes` of L1, locked against other servers.
 
-    `index` is what the server before gave to `finish`; where it is None, `reason` says why, or is empty for
-    a new file. `in_memory`: its file system takes memory, not disk space.
+    `index` is what the previous server gave to `finish`. If it is None, `reason` says why, or is empty for a
+    new file. `in_memory` says that the file system takes memory, not disk space.
     """
 
     def __init__(self, path: str, size_bytes: int) -> None:
-        """Raises StartError, and has changed no content then, when the file cannot be used."""
+        """Opens and locks the file. Raises StartError if it cannot be used, and then leaves its content."""
         self.path = path
         self.num_frames = size_bytes // FRAME_BYTES
         self._end = HEADER_BYTES + self.num_frames * FRAME_BYTES
@@ -57,7 +57,7 @@ class L1File:
             kind = file_system_type(self._descriptor)
             if kind == HUGETLBFS:
                 raise StartError(
-                    f"--l1-path {path} is on hugetlbfs, which cannot hold it: name a file in /dev/shm"
+                    f"--l1-path {path} is on hugetlbfs, which cannot hold the file: name a file in /dev/shm"
                 )
             self.in_memory = kind in MEMORY_FILE_SYSTEMS
             self.index, self.reason = self._read()
@@ -72,27 +72,27 @@ class L1File:
             raise
 
     def begin(self) -> None:
-        """Marks the file as in use and cuts its index off. Before, no frame may change. Raises OSError."""
+        """Marks the file as in use and cuts off its index. No frame may change before. Raises OSError."""
         self._write_header(IN_USE, b"")
         os.ftruncate(self._descriptor, self._end)
 
     def map(self) -> mmap.mmap:
-        """The frames. Only those may be touched that have space: see `allocate`."""
+        """Maps the frames. Only frames that have space may be touched: see `allocate`."""
         size_bytes = self._end - HEADER_BYTES
         return mmap.mmap(self._descriptor, size_bytes, flags=mmap.MAP_SHARED, offset=HEADER_BYTES)
 
     def allocate(self, offset: int, num_bytes: int) -> None:
-        """Gives space to these bytes of the frames, which keep their content. Raises OSError."""
+        """Reserves space for these bytes of the frames, and keeps their content. Raises OSError."""
         os.posix_fallocate(self._descriptor, HEADER_BYTES + offset, num_bytes)
 
     def ensure(self, frames: int) -> None:
-        """As `allocate` for the first frames of a file that was there, at no cost where they have space:
-        a file that was copied may have holes. Raises OSError."""
+        """Reserves space for the first `frames` frames if the file has holes, as a copied file may. Raises
+        OSError."""
         if os.fstat(self._descriptor).st_blocks * 512 < frames * FRAME_BYTES:
             self.allocate(0, frames * FRAME_BYTES)
 
     def finish(self, index: bytes) -> None:
-        """The frames will not change any more: makes them and `index` last. Raises OSError."""
+        """Saves the frames and `index` for the next start. No frame may change afterwards. Raises OSError."""
         with open(self._descriptor, "r+b", closefd=False) as file:
             file.seek(self._end)
             file.write(index)
@@ -105,7 +105,7 @@ class L1File:
     def _check_owner(self) -> None:
         info = os.fstat(self._descriptor)
         if not stat.S_ISREG(info.st_mode):
-            raise StartError(f"--l1-path {self.path} is not a regular file: name one, or one to be created")
+            raise StartError(f"--l1-path {self.path} is not a regular file: name one, or a new file")
         if info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) & 0o077:
             raise StartError(
                 f"--l1-path {self.path} must belong to user id {os.geteuid()} and be closed to all others: "
@@ -123,7 +123,7 @@ class L1File:
     def _check_space(self) -> None:
         size_bytes = self.num_frames * FRAME_BYTES
         taken_bytes = os.fstat(self._descriptor).st_blocks * 512
-        # What is to be restored is not given up for the rest.
+        # Without space for all of L1, the part that can be restored is still worth keeping.
         if self.index is None:
             mount, free = mount_point(self.path), free_bytes(self._descriptor)
             preflight.require(
@@ -133,14 +133,14 @@ class L1File:
             preflight.require(preflight.memory(size_bytes, taken_bytes, *available_bytes()))
 
     def _read(self) -> tuple[bytes | None, str]:
-        """(the index, or None; why there is none)."""
+        """Returns the index and "", or None and the reason."""
         size_bytes = os.fstat(self._descriptor).st_size
         if not size_bytes:
             return None, ""
         head = os.pread(self._descriptor, _FIELDS.size + 32, 0)
         if not head.startswith(MAGIC):
             raise StartError(
-                f"--l1-path {self.path} is not a file of lmcache and is left as it is: name another file"
+                f"--l1-path {self.path} is not an lmcache file and is left unchanged: name another file"
             )
         if head[: struct.calcsize("<16sIII")] != struct.pack("<16sIII", *_VERSION):
             return None, "another version of lmcache wrote it"
@@ -150,7 +150,7 @@ class L1File:
         if frames != self.num_frames:
             return None, f"it was made for --l1-size-gb {frames * FRAME_BYTES / GB_BYTES:g}"
         if state != CLEAN:
-            return None, "the server before it did not end in order"
+            return None, "the previous server did not stop cleanly"
         if size_bytes != self._end + index_bytes:
             return None, f"it has {size_bytes} bytes instead of {self._end + index_bytes}"
         with open(self._descriptor, "rb", closefd=False) as file:
@@ -160,7 +160,7 @@ class L1File:
 
     def _write_header(self, state: int, index: bytes) -> None:
         fields = _FIELDS.pack(*_VERSION, self.num_frames, state, len(index), _sha256(index))
-        # On the disk when this returns, without waiting for frames that a crash may have left to write.
+        # RWF_DSYNC writes the header to the disk, but does not wait for frames that are still to be written.
         os.pwritev(self._descriptor, [fields + _sha256(fields)], 0, os.RWF_DSYNC)
 
 
@@ -179,6 +179,6 @@ def _open(path: str) -> int:
             errno.EISDIR: "it is a directory; name a file in it",
             errno.ELOOP: "it is a symbolic link; name the file that it leads to",
             errno.EROFS: "its file system is read-only; name a file on another",
-            errno.EACCES: "this user may not; change the rights of the file or of its directory",
+            errno.EACCES: "permission denied; change the permissions of the file or of its directory",
         }.get(error.errno or 0, error.strerror)
         raise StartError(f"cannot open --l1-path {path}: {advice}") from error

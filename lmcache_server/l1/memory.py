@@ -1,43 +1,33 @@
-"""L1: the one piece of host memory that holds every stored page."""
+"""L1: one mapping of host memory that holds every stored page."""
 
 import contextlib
 import ctypes
 import mmap
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.errors import StartError
 from lmcache_server.host import preflight
 from lmcache_server.host.machine import available_bytes, memory_info
 from lmcache_server.host.units import GB_BYTES
+from lmcache_server.l1.file import L1File
 from lmcache_server.l1.populate import FileSpace, Populator
-
-if TYPE_CHECKING:
-    from lmcache_server.l1.file import L1File
-    from lmcache_server.transfer.pins import Pins
+from lmcache_server.transfer.pins import Pins
 
 _MAP_HUGETLB = 0x40000
 
 
 class L1Memory:
-    """One mapping of whole frames: anonymous and usable at once, or of a file and usable as far as `fill` has
-    come.
+    """A mapping of whole frames. Anonymous memory is usable at once, a file as far as `fill` has come.
 
-    Populating a page never changes what is in it, so copies need not wait for it; it only spares them the
-    cost of the first touch.
+    Populating a page never changes its content, so copies need not wait for it. It only spares them the cost
+    of the first touch.
     """
 
-    def __init__(
-        self,
-        size_bytes: int,
-        *,
-        hugetlb: bool = False,
-        file: "L1File | None" = None,
-    ) -> None:
+    def __init__(self, size_bytes: int, *, hugetlb: bool = False, file: L1File | None = None) -> None:
         """Maps `size_bytes`, rounded down to whole frames.
 
-        Raises StartError when the machine, its cgroup or its pool of huge pages has not as much.
+        Raises StartError if the machine, its cgroup or its pool of huge pages does not have that much.
         """
         self.num_frames = size_bytes // FRAME_BYTES
         self.num_bytes = self.num_frames * FRAME_BYTES
@@ -45,22 +35,22 @@ class L1Memory:
             raise StartError(f"--l1-size-gb must give at least one frame of {FRAME_BYTES} bytes")
         self.file = file
         self.pins: Pins | None = None
-        """Where GPUs are served, from `fill` on."""
+        """Set by `fill` where GPUs are served."""
         self.is_in_use = False
-        """A copy that never ended may still read or write here: the mapping then goes with the process."""
+        """Set if a copy that hangs may still read or write here: then `close` must not unmap."""
         if file is not None:
             self._mapping = _map_file(file)
         else:
             self._mapping = _map_hugetlb(self.num_bytes) if hugetlb else _map(self.num_bytes)
-        # The self-test's process is forked: copying the page tables of all this would stop the loop for
-        # seconds, and what is pinned would be copied whole.
+        # The self-test forks. Copying all these page tables would stop the loop for seconds, and the kernel
+        # would copy all pinned memory.
         self._mapping.madvise(mmap.MADV_DONTFORK)
         self.base_address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self._populator: Populator | None = None
 
     @property
     def populated_bytes(self) -> int:
-        """How much of it the background threads have populated so far; of a file, what has its space."""
+        """How much the background threads have populated so far, or, of a file, how much has its space."""
         return self._populator.populated_bytes if self._populator is not None else 0
 
     @property
@@ -71,28 +61,28 @@ class L1Memory:
         self,
         usable_frames: int = 0,
         grow: Callable[[int], object] = lambda _frames: None,
-        pins: "Pins | None" = None,
+        pins: Pins | None = None,
     ) -> None:
-        """Backs it with memory in the background, and pins it where `pins` has GPUs.
+        """Backs the mapping with memory in the background, and pins it if `pins` has GPUs.
 
-        A file first takes its space, without which a write to the mapping could end the process: its first
-        `usable_frames` frames have theirs, and `grow(frames)` says, in another thread, that so many more can
-        be used.
+        A file first needs its space: without it, a write to the mapping could kill the process. The first
+        `usable_frames` frames already have theirs. For further frames a background thread calls
+        `grow(frames)`.
         """
         self.pins = pins
         space = FileSpace(self.file, self.num_bytes, usable_frames, grow) if self.file is not None else None
-        # Populating a file on a disk would read all of it, and write all of it back.
+        # Populating a file on a disk would read and rewrite all of it.
         populate = self.file is None or self.file.in_memory
         self._populator = Populator(self.base_address, self.num_bytes, space, populate, pins)
         self._populator.start()
 
     def stop(self) -> None:
-        """Stops what goes on in the background."""
+        """Stops the background threads."""
         if self._populator is not None:
             self._populator.stop()
 
     def close(self) -> None:
-        """Stops what goes on in the background and unmaps, unless a copy that hangs may still use it."""
+        """Stops the background threads and unmaps, unless a copy that hangs may still use the memory."""
         self.stop()
         if not self.is_in_use:
             self._mapping.close()
@@ -100,10 +90,16 @@ class L1Memory:
 
 def _map(num_bytes: int) -> mmap.mmap:
     preflight.require(preflight.memory(num_bytes, 0, *available_bytes()))
-    return _advised(_anonymous(num_bytes, 0))
+    try:
+        return _advised(_anonymous(num_bytes))
+    except OSError as error:
+        raise StartError(
+            f"the system refuses a mapping of {num_bytes / GB_BYTES:.2f} GB ({error.strerror}): "
+            "ask for less with --l1-size-gb, or raise 'ulimit -v' or vm.overcommit_memory"
+        ) from error
 
 
-def _map_file(file: "L1File") -> mmap.mmap:
+def _map_file(file: L1File) -> mmap.mmap:
     try:
         return _advised(file.map())
     except OSError as error:
@@ -125,17 +121,9 @@ def _map_hugetlb(num_bytes: int) -> mmap.mmap:
     except OSError as error:
         preflight.require(preflight.huge_pages(info, num_bytes))
         raise StartError(
-            f"the system refuses its huge pages ({error.strerror}): leave out --l1-hugetlb"
+            f"the system refuses to map huge pages ({error.strerror}): leave out --l1-hugetlb"
         ) from error
 
 
-def _anonymous(num_bytes: int, flags: int) -> mmap.mmap:
-    try:
-        return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
-    except OSError as error:
-        if flags:
-            raise
-        raise StartError(
-            f"the system refuses a mapping of {num_bytes / GB_BYTES:.2f} GB ({error.strerror}): "
-            "ask for less with --l1-size-gb, or raise 'ulimit -v' or vm.overcommit_memory"
-        ) from error
+def _anonymous(num_bytes: int, flags: int = 0) -> mmap.mmap:
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)

@@ -1,4 +1,4 @@
-"""L1 backed with memory in the background: each unit of it takes its space, is populated and is pinned."""
+"""Backs L1 with memory in the background: each unit gets its space in a file, is populated and is pinned."""
 
 import ctypes
 import errno
@@ -6,21 +6,18 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.host.units import GB_BYTES
-
-if TYPE_CHECKING:
-    from lmcache_server.l1.file import L1File
-    from lmcache_server.transfer.pins import Pins
+from lmcache_server.l1.file import L1File
+from lmcache_server.transfer.pins import Pins
 
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 << 20
-"""What one thread populates at a time; stopping waits for a piece."""
+"""How much one thread populates at a time. `stop` waits for a piece."""
 UNIT_BYTES = 8 * PIECE_BYTES
-"""What one thread takes on, and what is pinned for GPUs at a time."""
+"""How much one thread claims, and how much is pinned for GPUs, at a time."""
 MAX_THREADS = 4
 NICENESS = 10
 
@@ -33,11 +30,11 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class FileSpace:
-    """The space of a file of `num_bytes`, given piece by piece. Its first `usable_frames` frames have theirs;
-    `grow(frames)` is told of as many more."""
+    """Reserves space for a file of `num_bytes` piece by piece. The first `usable_frames` frames have theirs.
+    `grow(frames)` is called for each further piece."""
 
     def __init__(
-        self, file: "L1File", num_bytes: int, usable_frames: int, grow: Callable[[int], object]
+        self, file: L1File, num_bytes: int, usable_frames: int, grow: Callable[[int], object]
     ) -> None:
         self._file = file
         self._num_bytes = num_bytes
@@ -45,7 +42,7 @@ class FileSpace:
         self._grow = grow
 
     def take(self, start: int, end: int) -> bool:
-        """Give these bytes their space; False, which is logged, if there is none."""
+        """Reserves space for these bytes; logs and returns False if there is none."""
         start = max(start, self._usable_bytes)
         if start >= end:
             return True
@@ -68,11 +65,11 @@ class FileSpace:
 
 
 class Populator:
-    """Threads that go through the `num_bytes` at `address`, a unit at a time. A file's `space` is taken in
-    order, by one thread."""
+    """Threads that go through the `num_bytes` at `address` unit by unit. A file has only one thread, because
+    its `space` is reserved in order."""
 
     def __init__(
-        self, address: int, num_bytes: int, space: FileSpace | None, populate: bool, pins: "Pins | None"
+        self, address: int, num_bytes: int, space: FileSpace | None, populate: bool, pins: Pins | None
     ) -> None:
         self._address = address
         self._num_bytes = num_bytes
@@ -88,20 +85,20 @@ class Populator:
             for number in range(count)
         ]
         self.populated_bytes = 0
-        """What has its memory so far; of a file, what has its space."""
+        """How much has its memory so far, or, of a file, its space."""
 
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """Return when no thread works any more."""
+        """Stops the threads and waits until they have ended."""
         self._stopping = True
         for thread in self._threads:
             thread.join()
 
     def _work(self, number: int) -> None:
-        # On Linux this is the niceness of this thread alone: engines and copies come first.
+        # On Linux this sets the niceness of this thread alone: engines and copies come first.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         pins = self._pins if self._pins is not None and self._pins.prepare(number) else None
         for unit in self._units():
@@ -114,7 +111,7 @@ class Populator:
                 pins = None
 
     def _units(self) -> Iterator[int]:
-        """The offsets of units that no other thread works on."""
+        """Claims unit after unit for this thread; yields their offsets."""
         while not self._stopping:
             with self._lock:
                 unit = self._next_offset
@@ -126,7 +123,7 @@ class Populator:
     def _back(self, start: int, end: int) -> None:
         if self._populate and (failure := _populate_piece(self._address + start, end - start)):
             reason = {"reason": os.strerror(failure)}
-            logger.warning("L1 is not populated beforehand but on first use: %(reason)s", reason)
+            logger.warning("L1 is populated on first use, not in advance: %(reason)s", reason)
             self._populate = False
         if self._populate or self._space is not None:
             with self._lock:
@@ -136,14 +133,14 @@ class Populator:
 def _populate_piece(address: int, size_bytes: int) -> int:
     """Gives every page of the piece memory without changing its content; returns 0 or an errno.
 
-    Writing to the pages from here would race with copies; the kernel does it without.
+    Writing to the pages from here would race with copies, so the kernel does it.
     """
     if _libc.madvise(address, size_bytes, _MADV_POPULATE_WRITE) == 0:
         return 0
     failure = ctypes.get_errno()
     if failure != errno.EINVAL:
         return failure
-    # Before Linux 5.14: locking populates too, as far as RLIMIT_MEMLOCK allows.
+    # Before Linux 5.14, locking populates instead, as far as RLIMIT_MEMLOCK allows.
     if _libc.mlock(address, size_bytes) or _libc.munlock(address, size_bytes):
         return ctypes.get_errno()
     return 0

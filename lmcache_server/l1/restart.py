@@ -1,5 +1,5 @@
-"""A warm restart: at a clean stop the index of the cache goes into the file of L1, at the next start it
-comes back. Any doubt about it, and the cache starts empty."""
+"""The warm restart: a clean stop saves the index of the cache in L1's file, and the next start restores it.
+If anything about the file is doubtful, the cache starts empty."""
 
 import gc
 import json
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 Known = dict[bytes, dict[str, Any]]
 _Content = tuple[Natural, list[bytes], list[str], list[Any]]
-"""Frames, namespaces, what is known of each as JSON, rows."""
+"""Frames, namespaces, the summary of each namespace as JSON, rows."""
 
 
 def restore(file: L1File, cache: Cache, known: Known) -> None:
-    """Fill an empty cache from `file`, or leave it empty and log why; then the file is in use.
+    """Fills an empty cache from `file`, or leaves it empty and logs why. Afterwards the file is in use.
 
-    `known` gets the namespaces that have chunks. Raises StartError when the file cannot be written.
+    `known` gets the summaries of the namespaces. Raises StartError if the file cannot be written.
     """
     started_s = time.perf_counter()
     reason, index, file.index = file.reason, file.index, None
@@ -36,7 +36,7 @@ def restore(file: L1File, cache: Cache, known: Known) -> None:
             file.begin()
         except OSError as error:
             raise StartError(f"cannot write to --l1-path {file.path}: {error.strerror}") from error
-        # Nothing of this is garbage; looking for some would take as long as all the rest.
+        # None of the new objects is garbage, and searching them would double the time.
         gc.disable()
         try:
             snapshot, namespaces = decode(index, file.num_frames)
@@ -44,9 +44,9 @@ def restore(file: L1File, cache: Cache, known: Known) -> None:
             cache.restore(snapshot, time.monotonic())
             known.update(namespaces)
         except SnapshotError as error:
-            reason = f"its index does not fit together ({error})"
+            reason = f"its index is inconsistent ({error})"
         except OSError as error:
-            reason = f"it has holes for which there is no space ({error.strerror})"
+            reason = f"it has holes, and there is no space to fill them ({error.strerror})"
         finally:
             gc.enable()
     if reason:
@@ -59,20 +59,20 @@ def restore(file: L1File, cache: Cache, known: Known) -> None:
 
 
 def save(file: L1File, cache: Cache, known: Known) -> None:
-    """Put the index of the cache into `file`. No copy may be under way, and none may begin any more."""
+    """Saves the index of the cache in `file`. No copy may be running, and none may start afterwards."""
     started_s = time.perf_counter()
     try:
         file.finish(encode(cache.snapshot(time.monotonic()), known))
     except OSError as error:
         logger.error(
-            "the cache is not saved, the next start is an empty one: cannot write to %(path)s: %(reason)s",
+            "the cache is not saved, so the next start will be empty: cannot write to %(path)s: %(reason)s",
             {"path": file.path, "reason": error.strerror},
         )
         return
     _log("saved %(chunks)d chunks, %(size)s, in %(seconds).2f s to %(path)s", file, cache, started_s)
 
 
-def _log(sentence: str, file: L1File, cache: Cache, started_s: float) -> None:
+def _log(text: str, file: L1File, cache: Cache, started_s: float) -> None:
     fields = {
         "chunks": cache.num_chunks,
         "bytes": cache.stored_bytes,
@@ -80,21 +80,21 @@ def _log(sentence: str, file: L1File, cache: Cache, started_s: float) -> None:
         "seconds": round(time.perf_counter() - started_s, 6),
         "path": file.path,
     }
-    logger.info(sentence, fields)
+    logger.info(text, fields)
 
 
 def encode(snapshot: Snapshot, known: Known) -> bytes:
-    """A snapshot, and what is known of its namespaces."""
-    described = [json.dumps(known.get(namespace)) for namespace in snapshot.namespaces]
-    return codec.pack([snapshot.total_frames, snapshot.namespaces, described, snapshot.rows])
+    """Encodes a snapshot and the summaries of its namespaces."""
+    summaries = [json.dumps(known.get(namespace)) for namespace in snapshot.namespaces]
+    return codec.pack([snapshot.total_frames, snapshot.namespaces, summaries, snapshot.rows])
 
 
 def decode(index: bytes, max_frames: int) -> tuple[Snapshot, Known]:
-    """What `encode` made the bytes of, not checked further than to its rows. Raises SnapshotError."""
+    """Reverses `encode`, without checking the rows. Raises SnapshotError."""
     known: Known = {}
     try:
-        total_frames, namespaces, described, rows = codec.build(_Content, _unpack(index))
-        for namespace, summary in zip(namespaces, map(json.loads, described), strict=True):
+        total_frames, namespaces, summaries, rows = codec.build(_Content, _unpack(index))
+        for namespace, summary in zip(namespaces, map(json.loads, summaries), strict=True):
             if isinstance(summary, dict):
                 known[namespace] = summary
     except (TypeError, ValueError) as error:

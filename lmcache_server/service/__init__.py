@@ -1,1 +1,1 @@
-"""What each message of a client does."""
+"""Handles the messages of the clients."""

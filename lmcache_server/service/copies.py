@@ -1,9 +1,9 @@
-"""Store and load: objects become pieces, ends of copies become commits."""
+"""Store and load: the two messages that move bytes."""
 
-import itertools
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import islice
 
 from msgspec.structs import asdict
 
@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 class Copies:
-    """The two messages that move bytes. Each is a coroutine that ends with the reply.
+    """Handles Store and Load. Each handler is a coroutine that returns the reply.
 
-    Checks come first and raise Refusal; then frames are taken, copied by the worker's own thread, and made
-    ready or given back.
+    It first checks the message and raises Refusal. Then it takes frames, has the worker's own thread copy,
+    and makes the frames ready or gives them back.
     """
 
     def __init__(
@@ -55,18 +55,18 @@ class Copies:
     # -- store ------------------------------------------------------------------------------------
 
     async def store(self, session: Session, message: Store, request_bytes: int) -> Message:
-        """Reserve room for the objects that are not there, copy them, make them ready."""
+        """Reserves room for the objects that L1 lacks, copies them and makes them ready."""
         shard, layout = self._registry.shard(session, request_bytes)
-        for each in message.objects:
-            _check_object(shard, layout, each)
+        for wanted in message.objects:
+            _check_object(shard, layout, wanted)
         with session.working(request_bytes):
             started_s = self._system.now_s()
-            reserved, present, dropped = self._reserve(session, shard, layout, message.objects)
-            job = StoreJob(
-                [(each.group, _whole(each, room)) for each, room in reserved],
-                *self._where(shard),
-                take_checksums=self._checksums,
-            )
+            reserved, present, dropped = self._reserve(shard, layout, message.objects)
+            copies = [
+                (wanted.group, ObjectCopy(room.runs, room.num_blocks, 0, wanted.block_ids))
+                for wanted, room in reserved
+            ]
+            job = StoreJob(copies, *self._where(shard), take_checksums=self._checksums)
             outcome = await self._copy(shard, job) if reserved else Outcome(None, 0)
             self._end_reservations(reserved, job.checksums, outcome)
             copied = len(reserved) if outcome.error is None else 0
@@ -74,7 +74,7 @@ class Copies:
         log_request(
             logging.DEBUG,
             "requests %(request_ids)s: %(stored)d objects stored, %(bytes)d bytes; "
-            "%(present)d were there, %(dropped)d dropped",
+            "%(present)d were present, %(dropped)d were dropped",
             session,
             message,
             asdict(stored) | self._copied("store", outcome, started_s),
@@ -82,40 +82,42 @@ class Copies:
         return stored
 
     def _reserve(
-        self, session: Session, shard: Shard, layout: Layout, objects: Sequence[StoreObject]
+        self, shard: Shard, layout: Layout, objects: Sequence[StoreObject]
     ) -> tuple[list[tuple[StoreObject, Reservation]], int, int]:
-        """Frames for the objects that the cache takes; how many it has already, and how many are dropped."""
+        """Reserves frames; returns the reservations, the number of objects already present, and the number
+        dropped."""
         reserved: list[tuple[StoreObject, Reservation]] = []
         present = dropped = 0
-        for each in objects:
-            num_bytes = shard.geometry.groups[each.group].block_bytes * len(each.block_ids)
+        for wanted in objects:
+            count = len(wanted.block_ids)
+            num_bytes = shard.geometry.groups[wanted.group].block_bytes * count
             if not num_bytes:
                 present += 1
                 continue
             room = self._cache.reserve(
-                layout, each.key, each.group, shard.rank, len(each.block_ids), num_bytes, each.parent
+                layout, wanted.key, wanted.group, shard.rank, count, num_bytes, wanted.parent
             )
             if isinstance(room, Reservation):
-                reserved.append((each, room))
+                reserved.append((wanted, room))
                 continue
-            self._metrics.count("lmcache_objects_total", 1, outcome=_OUTCOMES[room])
+            self._metrics.count("lmcache_objects_total", 1, outcome=room.value)
             present += room is not NotReserved.NO_ROOM
             dropped += room is NotReserved.NO_ROOM
         if dropped:
-            advice = "everything in L1 is in use: give it more with --l1-size-gb if this goes on"
+            advice = "everything in L1 is in use: if this goes on, give it more memory with --l1-size-gb"
             self._fail("store dropped", shard, advice, dropped)
         return reserved, present, dropped
 
     def _end_reservations(
         self, reserved: list[tuple[StoreObject, Reservation]], checksums: list[bytes], outcome: Outcome
     ) -> None:
-        """Commit or abort in the order of the chain: a chunk finds its place by the one before it."""
+        """Commits or aborts in the order of the chain, because a chunk is placed relative to its parent."""
         sums = checksums if checksums and outcome.error is None else [b""] * len(reserved)
-        for (_, room), own in sorted(
+        for (_, room), page_sums in sorted(
             zip(reserved, sums, strict=True), key=lambda pair: pair[0][0].chunk_index
         ):
             if outcome.error is None:
-                self._cache.commit(room, own)
+                self._cache.commit(room, page_sums)
             else:
                 self._cache.abort(room)
         name = "stored" if outcome.error is None else "failed"
@@ -124,7 +126,7 @@ class Copies:
     # -- load -------------------------------------------------------------------------------------
 
     async def load(self, session: Session, message: Load, request_bytes: int) -> Message:
-        """Copy what a lease promises into the worker's blocks."""
+        """Copies the leased pages into the worker's blocks."""
         shard, layout = self._registry.shard(session, request_bytes)
         resume, computed = message.resume_tokens, message.computed_tokens
         groups = shard.geometry.groups
@@ -134,8 +136,9 @@ class Copies:
             _check_blocks(shard, block_ids, len(group.needed_blocks(resume, computed)))
         read = self._cache.open_read(message.lease_id, message.key, shard.rank, resume, computed, layout)
         if read is None:
-            raise Refusal(messages.EXPIRED, "what was promised to this request is no longer held for it")
-        with session.working(request_bytes), self._reading(read):
+            raise Refusal(messages.EXPIRED, "the lease of this request has ended")
+        with session.working(request_bytes), ExitStack() as stack:
+            stack.callback(self._cache.close_read, read)
             started_s = self._system.now_s()
             stored = [part.checksums for part in read.parts] if self._checksums else None
             job = LoadJob(_parts(read, message.block_ids), *self._where(shard), stored=stored)
@@ -156,13 +159,6 @@ class Copies:
         )
         return Done() if outcome.error is None else Refused(messages.COPY_FAILED, str(outcome.error))
 
-    @contextmanager
-    def _reading(self, read: Read) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self._cache.close_read(read)
-
     def _forget_damaged(self, shard: Shard, read: Read, error: DamagedError) -> None:
         damaged = read.parts[error.part]
         self._cache.forget(damaged.chunk)
@@ -180,7 +176,7 @@ class Copies:
     # -- both -------------------------------------------------------------------------------------
 
     async def _copy(self, shard: Shard, job: CopyJob) -> Outcome:
-        """Have the worker's thread copy, and count it."""
+        """Has the worker's thread run the job, and counts and logs how it ended."""
         assert shard.copier is not None
         direction = "load" if job.load else "store"
         started_s = self._system.now_s()
@@ -190,11 +186,11 @@ class Copies:
         self._metrics.observe("lmcache_transfer_seconds", seconds, direction=direction)
         if outcome.error is not None:
             self._metrics.count("lmcache_copy_failures_total", 1, direction=direction)
-            # When a worker goes, all its copies fail; on a GPU that cannot be used every copy fails.
+            # When a worker dies or its GPU fails, all its copies fail: one line is enough.
             logger.log(
                 logging.DEBUG if shard.copy_failed else logging.INFO,
-                "a %(direction)s of engine %(engine)s, rank %(rank)d, failed: %(reason)s; more of them "
-                "are in lmcache_copy_failures_total and in the debug log",
+                "a %(direction)s of engine %(engine)s, rank %(rank)d, failed: %(reason)s; for further "
+                "failures see lmcache_copy_failures_total and the debug log",
                 {
                     "direction": direction,
                     "engine": shard.engine_id,
@@ -211,7 +207,8 @@ class Copies:
         self._failures.add(self._system.now_s(), what, shard.engine_id, reason, count)
 
     def _where(self, shard: Shard) -> tuple[Sequence[Sequence[Region]], Sequence[int], int, int]:
-        """For a job: the regions of each group, the bases of the worker's buffers, L1's base, a frame."""
+        """What a job must know: the regions of each group, the addresses of the worker's buffers and of L1,
+        and the bytes of a frame."""
         assert shard.copier is not None
         regions = [group.regions for group in shard.geometry.groups]
         return regions, shard.copier.bases, self._l1.base_address, FRAME_BYTES
@@ -221,31 +218,22 @@ class Copies:
         return {"direction": direction, "bytes": outcome.num_bytes, "seconds": seconds}
 
 
-def _whole(each: StoreObject, room: Reservation) -> ObjectCopy:
-    return ObjectCopy(room.runs, room.num_blocks, 0, each.block_ids)
-
-
 def _parts(read: Read, block_ids: Sequence[Sequence[int]]) -> list[tuple[int, ObjectCopy]]:
-    """The parts of a read with their blocks: `block_ids` has each group's in the order of its parts."""
+    """The parts of a read with their blocks. `block_ids` has the blocks of each group, in part order."""
     rest = [iter(ids) for ids in block_ids]
-    return [
-        (
-            part.group,
-            ObjectCopy(part.runs, part.num_blocks, part.first_page, _take(rest[part.group], part.pages)),
-        )
-        for part in read.parts
-    ]
+    parts = []
+    for part in read.parts:
+        ids = list(islice(rest[part.group], part.pages))
+        parts.append((part.group, ObjectCopy(part.runs, part.num_blocks, part.first_page, ids)))
+    return parts
 
 
-def _take(ids: Iterator[int], count: int) -> list[int]:
-    return list(itertools.islice(ids, count))
-
-
-def _check_object(shard: Shard, layout: Layout, each: StoreObject) -> None:
-    if each.group >= len(layout.groups) or each.chunk_index >= messages.MAX_CHUNKS:
-        raise Refusal(messages.BAD_REQUEST, f"no object of group {each.group}, chunk {each.chunk_index}")
-    positions = layout.groups[each.group].stored_blocks(each.chunk_index, layout.chunk_size)
-    _check_blocks(shard, each.block_ids, len(positions))
+def _check_object(shard: Shard, layout: Layout, wanted: StoreObject) -> None:
+    group, chunk_index = wanted.group, wanted.chunk_index
+    if group >= len(layout.groups) or chunk_index >= messages.MAX_CHUNKS:
+        raise Refusal(messages.BAD_REQUEST, f"no object of group {group}, chunk {chunk_index}")
+    positions = layout.groups[group].stored_blocks(chunk_index, layout.chunk_size)
+    _check_blocks(shard, wanted.block_ids, len(positions))
 
 
 def _check_blocks(shard: Shard, block_ids: Sequence[int], count: int) -> None:
@@ -256,6 +244,3 @@ def _check_blocks(shard: Shard, block_ids: Sequence[int], count: int) -> None:
             messages.BAD_REQUEST,
             f"expected {count} block ids from 1 to {shard.geometry.num_blocks - 1}, got {len(block_ids)}",
         )
-
-
-_OUTCOMES = {NotReserved.PRESENT: "present", NotReserved.BUSY: "busy", NotReserved.NO_ROOM: "no_room"}

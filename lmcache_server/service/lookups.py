@@ -1,4 +1,4 @@
-"""Look up and release: the two messages of a scheduler that only the cache answers."""
+"""Lookup and release: a scheduler sends them, and the cache alone answers them."""
 
 import logging
 
@@ -14,7 +14,7 @@ from lmcache_server.telemetry.partial import PartialChunks
 
 
 class Lookups:
-    """`lease_s` is how long a promise lasts, in seconds."""
+    """Handles Lookup and Release. `lease_s` is how long a lease lasts, in seconds."""
 
     def __init__(
         self, cache: Cache, registry: Registry, metrics: Metrics, system: System, lease_s: float
@@ -38,7 +38,7 @@ class Lookups:
         if beyond < limit // layout.chunk_size and self._cache.is_partial(layout, message.keys[beyond]):
             partial = self._partial.seen(layout.namespace, message.keys[beyond], started_s)
             self._metrics.count("lmcache_partial_chunks_total", int(partial))
-        # Nobody wants to know the hit rate of a self-test or a benchmark.
+        # A self-test or a benchmark would distort the hit rate.
         if not layout.ephemeral:
             self._metrics.count_tokens(message.num_tokens, computed=computed, hit=hit_tokens, limit=limit)
         seconds = self._system.now_s() - started_s

@@ -1,4 +1,4 @@
-"""Who may use the cache: sessions come and go, workers register memory and prove that it is theirs."""
+"""Decides who may use the cache: clients open sessions, and workers register memory and prove they own it."""
 
 import asyncio
 import hmac
@@ -8,41 +8,28 @@ from typing import Any
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.geometry import GeometryError, chunk_size_warning, resolve_chunk_size
-from lmcache_client.contract.messages import (
-    Challenge,
-    Done,
-    Hello,
-    Join,
-    Joined,
-    Message,
-    NotCached,
-    Register,
-    Registered,
-    Welcome,
-)
+from lmcache_client.contract.messages import Message
 from lmcache_client.contract.version import VERSION
 from lmcache_server.config import Config
 from lmcache_server.core.cache import Cache, Layout
 from lmcache_server.service.requests import Refusal
-from lmcache_server.service.sessions import (
-    MAX_JOBS,
-    MAX_SESSIONS,
-    MAX_WAITING_BYTES,
-    MAX_WORKERS,
-    Engines,
-    Greeting,
-    Session,
-    Shard,
-    namespace_summary,
-)
+from lmcache_server.service.sessions import Engines, Greeting, Session, Shard, namespace_summary
 from lmcache_server.service.system import Process, ScarceError, System
 
 logger = logging.getLogger(__name__)
 
+MAX_SESSIONS = 1024
+MAX_WORKERS = 256
+"""How many sessions may have registered memory; each of them has a copy thread."""
+MAX_JOBS = 256
+"""How many copies of one session may wait. Beyond that its stores are dropped and its loads refused."""
+MAX_WAITING_BYTES = 8 << 20
+"""The limit for the requests of one session whose copies wait. Decoded they take up to twenty times that."""
 SILENT_SESSION_S = 15.0
-"""A session whose process cannot be watched is dropped after this silence; clients ping every second."""
+"""A session whose process cannot be watched is dropped after this silence. Clients ping every second."""
 SILENT_PROCESS_S = 300.0
-"""One whose process lives after this: it may be stopped, and can greet again when it goes on."""
+"""A session whose process still runs is dropped after this silence. If the process was only suspended, it can
+greet again when it continues."""
 
 
 class Registry:
@@ -51,10 +38,10 @@ class Registry:
     def __init__(self, config: Config, cache: Cache, system: System) -> None:
         self.boot_id = system.random_bytes(messages.BOOT_ID_BYTES)
         self.sessions: dict[bytes, Session] = {}
-        """By ROUTER's name for the client."""
+        """By ROUTER's identity of the client."""
         self.engines = Engines()
         self.known: dict[bytes, dict[str, Any]] = {}
-        """Namespaces that have chunks or engines, for the status report."""
+        """For the status report: the summary of each namespace that has chunks or engines."""
         self._config = config
         self._cache = cache
         self._system = system
@@ -63,61 +50,51 @@ class Registry:
         self._ending: dict[bytes, list[Shard]] = {}
         """By client id, the shards of ended sessions whose copies may still run."""
         self._greeting: dict[bytes, Greeting] = {}
-        """By client id, its last greeting, if that waits for the end of those copies."""
+        """By client id, the client's last greeting while it waits for the end of those copies."""
 
-    def hello(self, identity: bytes, message: Hello) -> Message | Coroutine[Any, Any, Message]:
-        known = self.sessions.values()
-        for old in [s for s in known if s.client_id == message.client_id or s.identity == identity]:
+    def hello(self, identity: bytes, message: messages.Hello) -> Message | Coroutine[Any, Any, Message]:
+        sessions = self.sessions.values()
+        for old in [s for s in sessions if s.client_id == message.client_id or s.identity == identity]:
             self.drop(old, "connected again")
-        # The client has given up an earlier greeting that still waits.
+        # The client has given up any earlier greeting that still waits.
         self._greeting.pop(message.client_id, None)
         if self._copying(message.client_id):
             greeting = self._greeting[message.client_id] = Greeting(identity)
             return self._hello_after(greeting, message)
         return self._welcome(identity, message)
 
-    async def _hello_after(self, greeting: Greeting, message: Hello) -> Message:
-        """The greeting says that no copy of the session before runs any more: it waits until that is so."""
+    async def _hello_after(self, greeting: Greeting, message: messages.Hello) -> Message:
+        """Welcomes a client when its earlier copies have ended: Welcome promises that none runs any more."""
         while copying := self._copying(message.client_id):
             await copying[0]
-        # Also where the copies ended before this began to wait: the client may have gone meanwhile.
+        # The client may be gone, even if the copies had already ended when this coroutine started.
         if self._greeting.get(message.client_id) is not greeting:
-            raise Refusal(messages.NOT_REGISTERED, "this client has greeted again, or has gone")
+            raise Refusal(messages.NOT_REGISTERED, "this client has greeted again or has disconnected")
         del self._greeting[message.client_id]
-        # The same connection may have greeted as another client since.
+        # The same connection may have greeted as another client meanwhile.
         if (other := self.sessions.get(greeting.identity)) is not None:
             self.drop(other, "connected again")
         return self._welcome(greeting.identity, message)
 
-    def _welcome(self, identity: bytes, message: Hello) -> Message:
+    def _welcome(self, identity: bytes, message: messages.Hello) -> Message:
         if self._closed:
-            raise Refusal(messages.OVERLOADED, "the server is ending")
+            raise Refusal(messages.OVERLOADED, "the server is shutting down")
         if len(self.sessions) + len(self._ending) >= MAX_SESSIONS:
-            raise Refusal(messages.OVERLOADED, f"the server has {MAX_SESSIONS} sessions already")
+            raise Refusal(messages.OVERLOADED, f"the server already has {MAX_SESSIONS} sessions")
         process = self._watched(message.pid)
-        now_s = self._system.now_s()
-        session = Session(
-            self._next_session,
-            identity,
-            message.pid,
-            message.client_id,
-            message.client_version,
-            now_s,
-            now_s,
-            process,
+        now_s, number = self._system.now_s(), self._next_session
+        session = self.sessions[identity] = Session(
+            number, identity, message.pid, message.client_id, message.client_version, now_s, now_s, process
         )
         self._next_session += 1
-        self.sessions[identity] = session
-        if session.process is not None:
-            session.process.when_ended(self.drop, session, "its process ended")
-        return Welcome(self.boot_id, self._system.pid, VERSION, session.session_id)
+        if process is not None:
+            process.when_ended(self.drop, session, "its process ended")
+        return messages.Welcome(self.boot_id, self._system.pid, VERSION, session.session_id)
 
     def disconnected(self, identity: bytes) -> None:
-        """The connection of a client has ended, greeted or still waiting for the answer."""
-        for client_id in [
-            client for client, greeting in self._greeting.items() if greeting.identity == identity
-        ]:
-            del self._greeting[client_id]
+        """Drops the session or the waiting greeting of a client whose connection has ended."""
+        waiting = self._greeting.items()
+        self._greeting = {client: greeting for client, greeting in waiting if greeting.identity != identity}
         session = self.sessions.get(identity)
         if session is not None:
             self.drop(session, "its connection ended")
@@ -128,11 +105,11 @@ class Registry:
         except ScarceError as error:
             raise Refusal(
                 messages.OVERLOADED,
-                "the server has no file descriptor left to watch a process with: raise its limit (ulimit -n)",
+                "the server has no file descriptor left to watch the process: raise its limit (ulimit -n)",
             ) from error
 
     def drop(self, session: Session, reason: str) -> None:
-        """End a session: its leases at once, its copies when the slice that runs has ended, and each
+        """Ends a session. Its leases end at once, its copies after the slice that is running, and each
         reservation with its copy."""
         if self.sessions.get(session.identity) is not session:
             return
@@ -148,7 +125,7 @@ class Registry:
         logger.log(level, "session %(session)d (%(role)s, pid %(pid)d) ended: %(reason)s", values)
 
     def _end_shard(self, session: Session) -> None:
-        """The session's memory is registered no more; its copies end after the slice that runs."""
+        """Unregisters the session's memory. Its copies end after the slice that is running."""
         shard, session.shard = session.shard, None
         if shard is None:
             return
@@ -162,7 +139,7 @@ class Registry:
         self._system.spawn(self._wait_for_end(session.client_id, shard, shard.copier.close()))
 
     async def _wait_for_end(self, client_id: bytes, shard: Shard, ended: Awaitable[None]) -> None:
-        """When nothing of the shard is mapped or being copied any more, nothing of it is watched either."""
+        """Watches the shard's process until none of its memory is mapped or being copied."""
         await ended
         if shard.process is not None:
             shard.process.close()
@@ -171,7 +148,7 @@ class Registry:
             del self._ending[client_id]
 
     def _copying(self, client_id: bytes) -> list["asyncio.Future[None]"]:
-        """The ends of copies of this client's former sessions that have not come yet."""
+        """A future for each shard of this client's earlier sessions that may still be copying."""
         copiers = [shard.copier for shard in self._ending.get(client_id, ())]
         return [copier.ended for copier in copiers if copier is not None and not copier.ended.done()]
 
@@ -179,10 +156,10 @@ class Registry:
         self.drop(session, "it said goodbye")
         while copying := self._copying(session.client_id):
             await copying[0]
-        return Done()
+        return messages.Done()
 
     def tick(self) -> None:
-        """Once a second: sessions that time ends."""
+        """Drops sessions that are silent or whose GPU has failed; called once a second."""
         now_s = self._system.now_s()
         for session in list(self.sessions.values()):
             limit_s = SILENT_SESSION_S if session.process is None else SILENT_PROCESS_S
@@ -193,14 +170,14 @@ class Registry:
 
     # -- registration -----------------------------------------------------------------------------
 
-    async def register(self, session: Session, message: Register) -> Message:
-        geometry, memory = message.geometry, message.memory
-        session.model = message.model.model
-        others = sum(each.shard is not None for each in self.sessions.values() if each is not session)
-        if others >= MAX_WORKERS:
-            raise Refusal(messages.OVERLOADED, f"the server has {MAX_WORKERS} workers already")
-        if not 0 <= message.rank < message.model.world_size:
-            raise Refusal(messages.BAD_REQUEST, f"rank {message.rank} of {message.model.world_size} workers")
+    async def register(self, session: Session, message: messages.Register) -> Message:
+        rank, model, geometry, memory = message.rank, message.model, message.geometry, message.memory
+        session.model = model.model
+        workers = sum(other.shard is not None for other in self.sessions.values() if other is not session)
+        if workers >= MAX_WORKERS:
+            raise Refusal(messages.OVERLOADED, f"the server already has {MAX_WORKERS} workers")
+        if not 0 <= rank < model.world_size:
+            raise Refusal(messages.BAD_REQUEST, f"rank {rank} of {model.world_size} workers")
         try:
             geometry.check_buffers(tuple(size for _, size in memory.buffers))
             chunk_size = resolve_chunk_size(self._config.chunk_size, geometry.groups)
@@ -214,25 +191,19 @@ class Registry:
             raise Refusal(messages.NOT_REGISTERED, "the session ended before it was registered")
         if not self.engines.fits(message.engine_id, message.rank, message.model, message.ephemeral):
             raise _taken(message.engine_id)
+        # Read as a number, these bytes are harmless: see Challenge.
+        nonce = bytes(byte & 0x3F for byte in self._system.random_bytes(messages.NONCE_BYTES))
         session.shard = Shard(
-            message.engine_id,
-            message.rank,
-            message.model,
-            geometry,
-            memory,
-            chunk_size,
-            # As a number it is harmless: see Challenge.
-            nonce=bytes(byte & 0x3F for byte in self._system.random_bytes(messages.NONCE_BYTES)),
-            ephemeral=message.ephemeral,
+            message.engine_id, rank, model, geometry, memory, chunk_size, nonce, message.ephemeral
         )
-        return Challenge(session.shard.nonce)
+        return messages.Challenge(nonce)
 
     async def prove(self, session: Session) -> Message:
-        """Map the memory, read what is where the nonce should be, and let the shard join its engine."""
+        """Maps the memory, looks for the nonce in it, and lets the shard join its engine."""
         shard = session.shard
         if shard is None or shard.copier is not None:
             raise Refusal(messages.BAD_REQUEST, "there is no registration to prove")
-        # Opened before the nonce is read: from then on the descriptor, not the number, is the process.
+        # The descriptor is opened before the nonce is read, so it watches the process that has the nonce.
         shard.process = self._watched(shard.memory.pid)
         if shard.process is None and not shard.memory.device:
             self._end_shard(session)
@@ -241,7 +212,7 @@ class Registry:
                 f"the server cannot see process {shard.memory.pid}: run it in the same process namespace as "
                 "vLLM (containers: a shared pid namespace)",
             )
-        # Asked before each slice, because the process id may be given to another.
+        # Checked before each slice, because the process id may be reused.
         alive = shard.process.alive if shard.process is not None else lambda: True
         name = f"copy-{shard.engine_id[:8]}-{shard.rank}"
         shard.copier = self._system.copier(name, shard.memory, alive)
@@ -251,13 +222,13 @@ class Registry:
         if opened.error is not None:
             self._end_shard(session)
             raise Refusal(messages.NO_ACCESS, str(opened.error)) from opened.error
-        if not all(hmac.compare_digest(each, shard.nonce) for each in opened.found):
+        if not all(hmac.compare_digest(nonce, shard.nonce) for nonce in opened.nonces):
             self._end_shard(session)
             raise Refusal(messages.NO_ACCESS, "the nonce is not in the memory that was registered")
         return self._join_engine(session, shard)
 
     def _join_engine(self, session: Session, shard: Shard) -> Message:
-        """A proven shard becomes part of its engine, which is complete with its last shard."""
+        """Adds a proven shard to its engine. The last shard completes the engine."""
         if not self.engines.fits(shard.engine_id, shard.rank, shard.model, shard.ephemeral):
             self._end_shard(session)
             raise _taken(shard.engine_id)
@@ -284,10 +255,11 @@ class Registry:
                     "session": session.session_id,
                 },
             )
-        return Registered(shard.chunk_size, chunk_size_warning(shard.chunk_size, shard.geometry.groups))
+        warning = chunk_size_warning(shard.chunk_size, shard.geometry.groups)
+        return messages.Registered(shard.chunk_size, warning)
 
     def forget_namespaces(self) -> None:
-        """What has neither chunks nor engines is known no more; without engines nothing ephemeral stays."""
+        """Clears ephemeral namespaces without engines. Forgets namespaces with neither chunks nor engines."""
         live = {engine.layout.namespace for engine in self.engines if engine.layout is not None}
         gone = self.known.keys() - live
         for namespace in gone:
@@ -296,17 +268,17 @@ class Registry:
         for namespace in gone - self._cache.namespaces().keys():
             del self.known[namespace]
 
-    def join(self, session: Session, message: Join) -> Message:
+    def join(self, session: Session, message: messages.Join) -> Message:
         engine = self.engines.get(message.engine_id)
         layout = engine.layout if engine is not None else None
         if layout is None:
-            return Joined(False, 0)
+            return messages.Joined(False, 0)
         if any(each.joined == message.engine_id for each in self.sessions.values() if each is not session):
             raise _taken(message.engine_id)
         session.joined, session.joined_namespace = message.engine_id, layout.namespace
-        return Joined(True, layout.chunk_size)
+        return messages.Joined(True, layout.chunk_size)
 
-    def not_cached(self, session: Session, message: NotCached) -> Message:
+    def not_cached(self, session: Session, message: messages.NotCached) -> Message:
         if session.not_cached is None:
             logger.log(
                 logging.INFO,
@@ -319,7 +291,7 @@ class Registry:
                 },
             )
         session.not_cached = message
-        return Done()
+        return messages.Done()
 
     def joined_layout(self, session: Session) -> Layout:
         """The layout of the engine that this scheduler has joined; it computed its keys and blocks by it."""
@@ -329,23 +301,25 @@ class Registry:
         return engine.layout
 
     def shard(self, session: Session, request_bytes: int) -> tuple[Shard, Layout]:
-        """The session's proven shard and its engine's layout, for a copy asked for in `request_bytes`."""
+        """The session's proven shard and its engine's layout, for a copy whose request takes `request_bytes`.
+        Raises Refusal unless the session may copy."""
         shard = session.shard
         engine = self.engines.get(shard.engine_id) if shard is not None else None
         if shard is None or not shard.proven or engine is None or engine.layout is None:
-            raise Refusal(messages.NOT_REGISTERED, "the engine of this worker is not (yet) registered")
+            raise Refusal(messages.NOT_REGISTERED, "the engine of this worker is not registered yet")
         assert engine.shards[shard.rank] is shard, "an engine has one worker of each rank"
         if session.jobs >= MAX_JOBS:
-            raise Refusal(messages.OVERLOADED, f"{MAX_JOBS} copies of this worker are waiting already")
+            raise Refusal(messages.OVERLOADED, f"{MAX_JOBS} copies of this worker are already waiting")
         if session.waiting_bytes + request_bytes > MAX_WAITING_BYTES:
-            raise Refusal(messages.OVERLOADED, f"{MAX_WAITING_BYTES} bytes of this worker's requests wait")
+            reason = f"requests of this worker with {MAX_WAITING_BYTES} bytes are already waiting"
+            raise Refusal(messages.OVERLOADED, reason)
         return shard, engine.layout
 
     def close(self) -> None:
-        """End every session and take no new one. Copies that run end after their slice."""
+        """Ends every session and accepts no new one. Running copies end after their slice."""
         self._closed = True
         for session in list(self.sessions.values()):
-            self.drop(session, "the server ends")
+            self.drop(session, "the server is shutting down")
 
 
 def _taken(engine_id: str) -> Refusal:

@@ -1,4 +1,4 @@
-"""One request of a client: what it was, how it is refused, how it is logged."""
+"""How a client's request is refused and logged."""
 
 import logging
 from typing import Any
@@ -13,7 +13,7 @@ logger = logging.getLogger("lmcache_server.service.router")
 
 
 class Refusal(Exception):
-    """A request that is answered with Refused; `code` is one of the constants of the messages."""
+    """The request is answered with Refused; `code` is one of the constants in `messages`."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -29,13 +29,11 @@ def log_request(
     *,
     trace: bool = False,
 ) -> None:
-    """A line about one message, with `values`, the session it came from and the requests it names."""
+    """Logs a line about one message, with `values`, its session and the requests that it names."""
     if not logger.isEnabledFor(level):
         return
-    fields: dict[str, Any] = {}
-    for name in ("request_id", "request_ids"):
-        if hasattr(message, name):
-            fields[name] = getattr(message, name)
+    names = ("request_id", "request_ids")
+    fields: dict[str, Any] = {name: getattr(message, name) for name in names if hasattr(message, name)}
     if session is not None:
         fields |= {"session": session.session_id, "pid": session.pid}
         fields |= {"engine": session.engine_id, "model": session.model}

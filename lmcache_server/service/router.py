@@ -1,8 +1,8 @@
-"""Every message goes to the part of the server that answers it. Runs on the event loop, which owns all state.
+"""Passes every message to the handler that answers it. Runs on the event loop, which owns all state.
 
-Every request gets exactly one reply: at once, or, where its handler is a coroutine, when what it waits for
-has ended. Nothing that a client says is believed: block ids, positions and memory are checked against what
-the client registered and proved.
+Every request gets exactly one reply: at once or, if its handler is a coroutine, when that returns. The server
+does not trust a client: it checks block ids, positions and memory against what the client has registered and
+proved.
 """
 
 import json
@@ -13,27 +13,7 @@ from typing import Any, NamedTuple
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.codec import ProtocolError
-from lmcache_client.contract.messages import (
-    BadRequestError,
-    Clear,
-    Cleared,
-    Done,
-    Goodbye,
-    Hello,
-    Join,
-    Load,
-    Lookup,
-    Message,
-    NotCached,
-    Ping,
-    Prove,
-    Refused,
-    Register,
-    Release,
-    Status,
-    StatusReport,
-    Store,
-)
+from lmcache_client.contract.messages import Message, Refused
 from lmcache_server.core.cache import Cache
 from lmcache_server.service.copies import Copies
 from lmcache_server.service.lookups import Lookups
@@ -55,7 +35,7 @@ Reply = Message | Coroutine[Any, Any, Message]
 
 
 class Request(NamedTuple):
-    """A decoded request of the client that ROUTER calls `identity`; its frame had `num_bytes`."""
+    """A decoded request from the client that ROUTER calls `identity`; its frame had `num_bytes` bytes."""
 
     identity: bytes
     request_id: int
@@ -68,7 +48,7 @@ class Request(NamedTuple):
 
 
 class Router:
-    """See the module. `send(identity, frame)` must not block; Status is answered with `status()`."""
+    """The dispatcher. `send(identity, frame)` must not block; `status()` gives the answer to Status."""
 
     def __init__(
         self,
@@ -93,25 +73,25 @@ class Router:
         self._warned_s: dict[tuple[str, str], float] = {}
         """When a refused registration was last logged as a warning, by engine and code; bounded."""
         self._for_anyone: dict[type[Any], Callable[[bytes, Any], Reply]] = {
-            Hello: registry.hello,
-            Ping: lambda _identity, _message: Done(),
-            Status: lambda _identity, _message: self._report(),
-            Clear: lambda _identity, _message: self._clear(),
+            messages.Hello: registry.hello,
+            messages.Ping: lambda _identity, _message: messages.Done(),
+            messages.Status: lambda _identity, _message: self._report(),
+            messages.Clear: lambda _identity, _message: self._clear(),
         }
         self._for_sessions: dict[type[Any], Callable[[Session, Any, int], Reply]] = {
-            Register: lambda session, message, _bytes: registry.register(session, message),
-            Prove: lambda session, _message, _bytes: registry.prove(session),
-            Join: lambda session, message, _bytes: registry.join(session, message),
-            NotCached: lambda session, message, _bytes: registry.not_cached(session, message),
-            Goodbye: lambda session, _message, _bytes: registry.goodbye(session),
-            Lookup: lambda session, message, _bytes: lookups.lookup(session, message),
-            Release: lambda session, message, _bytes: lookups.release(session, message),
-            Store: copies.store,
-            Load: copies.load,
+            messages.Register: lambda session, message, _bytes: registry.register(session, message),
+            messages.Prove: lambda session, _message, _bytes: registry.prove(session),
+            messages.Join: lambda session, message, _bytes: registry.join(session, message),
+            messages.NotCached: lambda session, message, _bytes: registry.not_cached(session, message),
+            messages.Goodbye: lambda session, _message, _bytes: registry.goodbye(session),
+            messages.Lookup: lambda session, message, _bytes: lookups.lookup(session, message),
+            messages.Release: lambda session, message, _bytes: lookups.release(session, message),
+            messages.Store: copies.store,
+            messages.Load: copies.load,
         }
 
     def receive(self, identity: bytes, frame: bytes) -> None:
-        """Handle one request of the client that ROUTER calls `identity`."""
+        """Handles one request from the client that ROUTER calls `identity`."""
         request = self._decoded(identity, frame)
         if request is None:
             return
@@ -137,23 +117,23 @@ class Router:
         return identity in self.registry.sessions
 
     def disconnected(self, identity: bytes) -> None:
-        """The connection of this client has ended, and the client with it."""
+        """Ends the session of a client whose connection has ended."""
         self.registry.disconnected(identity)
 
     def tick(self) -> None:
-        """Once a second: what time ends."""
+        """Ends the leases and sessions whose time is over; called once a second."""
         self._cache.expire(self._system.now_s())
         self.registry.tick()
 
     # -- one request ------------------------------------------------------------------------------
 
     def _decoded(self, identity: bytes, frame: bytes) -> Request | None:
-        """The request of a frame; None for one that was answered or dropped because it is none."""
+        """The request in a frame, or None for a bad frame, which is answered or dropped here."""
         try:
             request_id, message = messages.decode_request(frame)
-        except BadRequestError as error:
+        except messages.BadRequestError as error:
             self._count("other", "refused")
-            # A client of another version comes again every few seconds.
+            # A client of another version tries again every few seconds.
             first = error.code == messages.WRONG_VERSION and not self._logged_other_version
             self._logged_other_version |= first
             logger.log(
@@ -181,20 +161,20 @@ class Router:
         if session is None:
             raise Refusal(messages.NOT_REGISTERED, "greet the server first")
         if kind not in self._for_sessions:
-            raise Refusal(messages.BAD_REQUEST, f"a client does not send {kind.__name__}")
+            raise Refusal(messages.BAD_REQUEST, f"a client must not send {kind.__name__}")
         return self._for_sessions[kind](session, request.message, request.num_bytes)
 
     def _failure(self, request: Request, error: Exception) -> Refused:
-        """The reply to a request whose handler raised, which is logged and remembered where it matters."""
+        """The reply to a request whose handler raised `error`. Logs the error; remembers it if it matters."""
         session = self.registry.sessions.get(request.identity)
         operation = request.operation
         if isinstance(error, Refusal):
-            # A client that the server of today does not know yet asks again by itself.
+            # After a restart of the server, a client registers again by itself.
             if operation in _REMEMBERED and error.code != messages.NOT_REGISTERED:
                 self._remember(f"{operation} refused", request, str(error))
-            # An engine that is not served is an event; a request that is not costs only time.
+            # A refused engine is worth a warning; a refused request costs only time.
             message = request.message if session is not None else None
-            matters = isinstance(message, Register) and self._is_news(message, error.code)
+            matters = isinstance(message, messages.Register) and self._is_news(message, error.code)
             client = "session %(session)d (pid %(pid)d, model %(model)r): " if session is not None else ""
             log_request(
                 logging.WARNING if matters else logging.DEBUG,
@@ -204,7 +184,7 @@ class Router:
                 {"operation": operation, "code": error.code, "reason": str(error)},
             )
             return Refused(error.code, str(error))
-        # A fault here must cost one request, not the server; state changes before it are complete.
+        # A bug must cost one request, not the server. State that was changed before it is consistent.
         log_request(
             logging.ERROR,
             "request %(operation)s failed",
@@ -216,7 +196,7 @@ class Router:
         self._remember(f"{operation} failed", request, "the server failed on a request; its log says why")
         return Refused(messages.INTERNAL, "the server failed on this request; its log says why")
 
-    def _is_news(self, message: Register, code: str) -> bool:
+    def _is_news(self, message: messages.Register, code: str) -> bool:
         """Whether this was not logged lately: an engine that was refused comes again every few seconds."""
         now_s, name = self._system.now_s(), (message.engine_id, code)
         if now_s - self._warned_s.pop(name, -math.inf) < WARN_AGAIN_S:
@@ -240,28 +220,29 @@ class Router:
 
     def _remember(self, what: str, request: Request, reason: str) -> None:
         session = self.registry.sessions.get(request.identity)
-        registering = request.message.engine_id if isinstance(request.message, Register) else ""
+        registering = request.message.engine_id if isinstance(request.message, messages.Register) else ""
         engine_id = registering or (session.engine_id if session is not None else "")
         self._failures.add(self._system.now_s(), what, engine_id, reason)
 
     # -- messages about the server itself ---------------------------------------------------------
 
-    def _report(self) -> StatusReport:
+    def _report(self) -> messages.StatusReport:
         text = json.dumps(self._status())
         step = STATUS_PIECE_CHARS
-        return StatusReport(tuple(text[i : i + step] for i in range(0, len(text), step)))
+        return messages.StatusReport(tuple(text[i : i + step] for i in range(0, len(text), step)))
 
-    def _clear(self) -> Cleared:
+    def _clear(self) -> messages.Cleared:
         chunks = self._cache.clear()
         level = logging.INFO if chunks else logging.DEBUG
         logger.log(level, "cleared: %(chunks)d chunks forgotten", {"chunks": chunks})
-        return Cleared(chunks)
+        return messages.Cleared(chunks)
 
 
 _REMEMBERED = ("register", "load", "store")
-"""Operations whose refusal means that something is not cached or not loaded."""
+"""If one of these is refused, something is not cached or not loaded."""
 _OPERATIONS: dict[type[Any], str] = {
-    Hello: "hello", Register: "register", Prove: "register", Join: "join", Lookup: "lookup",
-    Release: "release", Load: "load", Store: "store", Clear: "clear", Status: "status",
-    Ping: "ping", Goodbye: "goodbye",
+    messages.Hello: "hello", messages.Register: "register", messages.Prove: "register",
+    messages.Join: "join", messages.Lookup: "lookup", messages.Release: "release",
+    messages.Load: "load", messages.Store: "store", messages.Clear: "clear",
+    messages.Status: "status", messages.Ping: "ping", messages.Goodbye: "goodbye",
 }  # fmt: skip

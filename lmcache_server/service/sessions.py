@@ -1,4 +1,4 @@
-"""Who is connected: sessions, the shards they registered, and the engines that these make up."""
+"""The sessions, the shards that workers have registered, and the engines that shards make up."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,18 +12,10 @@ from lmcache_server.core.placement import Layout
 from lmcache_server.service.system import Process
 from lmcache_server.transfer.worker import CopyWorker
 
-MAX_SESSIONS = 1024
-MAX_WORKERS = 256
-"""Sessions that have registered memory; each has a copy thread."""
-MAX_JOBS = 256
-"""Copies that one session may have waiting: beyond it stores are dropped and loads refused."""
-MAX_WAITING_BYTES = 8 << 20
-"""Bytes of the requests of one session whose copies wait; decoded they take up to twenty times that."""
-
 
 @dataclass
 class Shard:
-    """What one worker registered. `copier` exists from its attempt to prove the memory its own on."""
+    """What one worker registered. `copier` is set once the worker tries to prove that it owns the memory."""
 
     engine_id: str
     rank: int
@@ -41,7 +33,7 @@ class Shard:
 
 @dataclass
 class Session:
-    """One connected client, from its greeting to its death. `identity` is ROUTER's name for it."""
+    """One connected client, from its greeting until it is dropped. ROUTER knows it as `identity`."""
 
     session_id: int
     identity: bytes
@@ -52,19 +44,19 @@ class Session:
     heard_s: float
     process: Process | None
     model: str = ""
-    """That of its last attempt to register, for the log."""
+    """The model that it last tried to register, for the log."""
     joined: str = ""
     joined_namespace: bytes = b""
-    """The engine that this scheduler asks for, and the namespace that it was answered with."""
+    """The engine whose scheduler this is, and the namespace that it was answered with."""
     not_cached: NotCached | None = None
-    """What an engine said that does not use the cache."""
+    """Set by an engine that does not use the cache."""
     shard: Shard | None = None
     jobs: int = 0
     waiting_bytes: int = 0
 
     @contextmanager
     def working(self, request_bytes: int) -> Iterator[None]:
-        """Counts a copy, and the bytes of its request, as long as it waits or runs."""
+        """Counts a copy and the bytes of its request while the copy waits or runs."""
         self.jobs += 1
         self.waiting_bytes += request_bytes
         try:
@@ -81,7 +73,7 @@ class Session:
 
     @property
     def vllm_version(self) -> str:
-        """As a worker or an engine without a cache says; empty for other clients."""
+        """The version that a worker or an uncached engine has given; empty for other clients."""
         if self.not_cached is not None:
             return self.not_cached.vllm_version
         return dict(self.shard.model.details).get("vllm", "") if self.shard is not None else ""
@@ -95,14 +87,14 @@ class Session:
 
 @dataclass(frozen=True, eq=False)
 class Greeting:
-    """A greeting that waits until no copy of the client's former session runs any more."""
+    """A greeting that waits until all copies of the client's earlier sessions have ended."""
 
     identity: bytes
 
 
 @dataclass
 class Engine:
-    """The shards of one engine, by rank, and what follows from them once all are there."""
+    """The shards of one engine by rank, and its layout once all of them are there."""
 
     engine_id: str
     model: ModelTag
@@ -111,7 +103,7 @@ class Engine:
     layout: Layout | None = None
 
     def complete(self) -> Layout | None:
-        """The layout once every shard is proven. Raises GeometryError when the shards do not fit."""
+        """The layout, or None until every shard is proven. Raises GeometryError if the shards disagree."""
         if self.layout is None and len(self.shards) == self.model.world_size:
             ordered = [self.shards[rank] for rank in sorted(self.shards)]
             self.layout = _layout(self.model, ordered, self.ephemeral)
@@ -119,7 +111,8 @@ class Engine:
 
 
 def _layout(model: ModelTag, shards: Sequence[Shard], ephemeral: bool) -> Layout:
-    """`shards` has all of an engine's, in rank order: tensor-parallel ranks of a stage are neighbours."""
+    """The layout of an engine with these shards, which are in rank order: so the tensor-parallel ranks of a
+    pipeline stage are neighbours."""
     groups = shards[0].geometry.groups
     shape = [(group.kind, group.block_size, group.window, group.replicated) for group in groups]
     tensor_ranks = model.tensor_parallel_size
@@ -128,7 +121,7 @@ def _layout(model: ModelTag, shards: Sequence[Shard], ephemeral: bool) -> Layout
         if [(group.kind, group.block_size, group.window, group.replicated) for group in own] != shape:
             raise GeometryError("the workers of this engine registered different KV cache groups")
         first = shards[shard.rank - shard.rank % tensor_ranks].geometry.groups
-        # One rank's object is read into another's pages: it must have the same bytes in the same order.
+        # One rank reads the objects of another, so both must have the same pages in the same order.
         if any(a.replicated and _contents(a) != _contents(b) for a, b in zip(own, first, strict=True)):
             raise GeometryError("the workers of this engine registered different pages as replicated")
     holders = tuple(
@@ -167,7 +160,7 @@ class Engines:
         )
 
     def add(self, shard: Shard) -> Engine:
-        """A proven shard, which fits, joins its engine."""
+        """Adds a proven shard that fits to its engine."""
         new = Engine(shard.engine_id, shard.model, shard.ephemeral)
         engine = self._engines.setdefault(shard.engine_id, new)
         engine.shards[shard.rank] = shard
@@ -185,7 +178,7 @@ class Engines:
 
 
 def namespace_summary(model: ModelTag, layout: Layout) -> dict[str, Any]:
-    """What the status report says of a namespace; kept after its engines have gone, so it is small."""
+    """What the status report says about a namespace. It is small, because it outlives the engines."""
     return {
         "namespace": layout.namespace.hex(),
         "model": model.model,

@@ -1,6 +1,6 @@
-"""What the server asks of the operating system: time, its clients' processes and their memory.
+"""The server's view of the operating system: time, the processes of its clients and their memory.
 
-The simulation in the tests replaces this as a whole; everything else of the server runs there as it is.
+The simulation in the tests replaces System; the rest of the server runs there unchanged.
 """
 
 import asyncio
@@ -21,18 +21,18 @@ from lmcache_server.transfer.worker import CopyWorker
 
 
 class ScarceError(Exception):
-    """There is no file descriptor to spare."""
+    """No file descriptor is left."""
 
 
 class Process:
-    """A process of this machine, by a descriptor that stays its own when its id is given to another."""
+    """A process of this machine, held by a descriptor: that stays valid when the process id is reused."""
 
     def __init__(self, descriptor: int, loop: asyncio.AbstractEventLoop) -> None:
         self._descriptor = descriptor
         self._loop = loop
 
     def alive(self) -> bool:
-        """May be asked in any thread until `close`, in the owner's even after."""
+        """Whether it runs. Any thread may ask until `close`, the owner's thread even afterwards."""
         if self._descriptor < 0:
             return False
         poll = select.poll()
@@ -40,7 +40,7 @@ class Process:
         return not poll.poll(0)
 
     def when_ended(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call `function` once it has ended; at most one for each descriptor, none after `close`."""
+        """Calls `function` once the process has ended, unless `close` comes first. Only one may be set."""
         self._loop.add_reader(self._descriptor, function, *arguments)
 
     def close(self) -> None:
@@ -51,8 +51,6 @@ class Process:
 
 
 class System:
-    """See the module."""
-
     def __init__(self, loop: asyncio.AbstractEventLoop, gpus: Gpus, pins: Pins) -> None:
         self._loop = loop
         self._gpus = gpus
@@ -61,27 +59,27 @@ class System:
         self.pid = os.getpid()
 
     def now_s(self) -> float:
-        """Monotonic seconds."""
+        """The monotonic time in seconds."""
         return time.monotonic()
 
     def random_bytes(self, count: int) -> bytes:
         return os.urandom(count)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine on the event loop. It handles its own errors: one that it does not is logged."""
+        """Runs a coroutine on the event loop. It must handle its own errors; asyncio logs any other."""
         task = self._loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def all_ended(self, timeout_s: float) -> bool:
-        """Wait for everything that was spawned; False if something still waits after `timeout_s`."""
+        """Waits for everything that was spawned; returns False if some of it still runs after `timeout_s`."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
         return not self._tasks
 
     def open_process(self, pid: int) -> Process | None:
-        """None where the id means nothing here: another process namespace, or the process has ended.
-        Raises ScarceError."""
+        """Opens a process; returns None if it has ended or is in another process namespace. Raises
+        ScarceError."""
         try:
             descriptor = os.pidfd_open(pid)
         except OverflowError:
@@ -96,6 +94,6 @@ class System:
         return Process(descriptor, self._loop)
 
     def copier(self, name: str, memory: Memory, alive: Callable[[], bool]) -> CopyWorker:
-        """The thread that copies to and from a worker's memory."""
+        """Starts the thread that copies to and from a worker's memory."""
         mapping = CudaMapping(memory, self._gpus, self._pins) if memory.device else HostMapping(memory)
         return CopyWorker(name, mapping, alive, self._loop)

@@ -1,4 +1,4 @@
-"""What the hands agree on: a mapping is one worker's memory, a job is one copy, an outcome is how it went."""
+"""The types that copies share: a mapping is one worker's memory, a job is one copy, an outcome its result."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -7,7 +7,7 @@ from lmcache_server.transfer.plan import Pieces
 
 
 class CopyError(Exception):
-    """A copy that did not happen, or only in part; the message says why."""
+    """A copy failed, and may have been made in part; the message says why."""
 
 
 class NoAccessError(CopyError):
@@ -15,17 +15,17 @@ class NoAccessError(CopyError):
 
 
 class Outcome(NamedTuple):
-    """How a copy ended: `error` is None when every byte was copied; `num_bytes` were copied in any case."""
+    """How a copy ended: `error` is None if every byte was copied; `num_bytes` is how many were at least."""
 
     error: Exception | None
     num_bytes: int
 
 
 class Opened(NamedTuple):
-    """How the attempt to open a worker's memory ended: an error, or the bytes where the nonce should be."""
+    """How opening a worker's memory ended: an error, or the bytes at each place where the nonce should be."""
 
     error: Exception | None
-    found: list[bytes]
+    nonces: list[bytes]
 
 
 class CopyJob(Protocol):
@@ -33,34 +33,35 @@ class CopyJob(Protocol):
 
     @property
     def load(self) -> bool:
-        """Whether bytes go to the engine."""
+        """True for a load, False for a store."""
 
     def build(self) -> Pieces:
-        """The pieces to copy."""
+        """Returns the pieces to copy."""
 
     def after(self) -> None:
-        """What follows when every byte was copied."""
+        """Called when every byte has been copied."""
 
 
 class Mapping(Protocol):
-    """A worker's memory, for the one thread that copies it."""
+    """A worker's memory, used by the one thread that copies it."""
 
     @property
     def bases(self) -> Sequence[int]:
-        """Where its buffers are for a copy, once it is open."""
+        """The addresses of its buffers for a copy, once it is open."""
 
     @property
     def lost(self) -> bool:
-        """No copy will ever succeed any more."""
+        """Whether no copy can succeed any more."""
 
     def open(self) -> list[bytes]:
-        """Make it accessible; returns the bytes where the nonce should be. Raises CopyError."""
+        """Makes the memory accessible; returns the bytes at each place where the nonce should be. Raises
+        CopyError."""
 
     def copy(self, pieces: Pieces, *, load: bool) -> None:
-        """Copy, or only begin to. Raises CopyError."""
+        """Copies the pieces, or only starts to. Raises CopyError."""
 
     def finish(self, *, load: bool) -> None:
-        """Return when everything that was begun in this direction has ended. Raises CopyError."""
+        """Waits until every copy in this direction has ended. Raises CopyError."""
 
     def close(self) -> None:
-        """Give back what `open` took. Never raises."""
+        """Gives back what `open` took. Never raises."""

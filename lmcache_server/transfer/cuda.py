@@ -1,10 +1,9 @@
-"""Copies between pinned L1 and the memory of another process on a GPU, mapped through its IPC handle."""
+"""Copies between pinned L1 and another process's memory on a GPU, which is mapped through its IPC handle."""
 
-import contextlib
-import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from lmcache_client.contract.messages import NONCE_BYTES, Memory
 from lmcache_kernels.driver import CudaError
@@ -20,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Lane:
-    """One direction: a stream, and an event behind each of the last two slices that were enqueued."""
+    """One direction: a stream and two events, each free or recorded behind one of the last two slices."""
 
     stream: int
     events: list[int]
@@ -28,8 +27,8 @@ class _Lane:
 
 
 class CudaMapping:
-    """The memory of one worker; see `transfer.base.Mapping`. Two slices of a direction are on their way at
-    a time, so that the bus does not wait for Python."""
+    """The GPU memory of one worker; see `transfer.base.Mapping`. Each direction has up to two slices in
+    flight, so that the bus does not wait for Python."""
 
     def __init__(self, memory: Memory, gpus: Gpus, pins: Pins) -> None:
         self.bases: list[int] = []
@@ -46,7 +45,7 @@ class CudaMapping:
         return self._gpu is not None and bool(self._gpu.lost)
 
     def open(self) -> list[bytes]:
-        """Raises CopyError; `close` is due all the same."""
+        """As in Mapping. Even if it raises, `close` must follow."""
         memory = self._memory
         try:
             gpu = self._gpu = self._gpus.find(memory.device)
@@ -78,7 +77,7 @@ class CudaMapping:
             ) from error
 
     def copy(self, pieces: Pieces, *, load: bool) -> None:
-        """Enqueue a slice, and wait for the one before the last."""
+        """Enqueues a slice, then waits for the one before it."""
         assert self._gpu is not None
         gpu, lane = self._gpu, self._lanes[load]
         if gpu.lost:
@@ -103,11 +102,11 @@ class CudaMapping:
             raise gpu.check(error, lane.stream) from error
 
     def finish(self, *, load: bool) -> None:
-        """Until every slice of this direction has been copied."""
+        """Waits until every slice of this direction has been copied."""
         assert self._gpu is not None
         lane = self._lanes[load]
         try:
-            # A copy that could not pin what it needs has left another context current.
+            # A copy that failed to pin has left another context current.
             self._gpu.enter()
             self._gpu.driver.synchronize(lane.stream)
         except CudaError as error:
@@ -116,31 +115,29 @@ class CudaMapping:
         lane.waiting.clear()
 
     def close(self) -> None:
-        """Nothing is copied any more, and nothing of the worker's memory is mapped."""
+        """Waits for all copies and unmaps the worker's memory."""
         if self._gpu is None:
             return
         gpu = self._gpu
-        ends: list[Callable[[], object]] = [gpu.enter]
+        steps: list[Callable[[], object]] = [gpu.enter]
         for lane in self._lanes.values():
-            ends.append(functools.partial(gpu.driver.synchronize, lane.stream))
-            ends.append(functools.partial(gpu.driver.destroy_stream, lane.stream))
-            ends += [functools.partial(gpu.driver.destroy_event, each) for each in lane.events + lane.waiting]
+            steps.append(partial(gpu.driver.synchronize, lane.stream))
+            steps.append(partial(gpu.driver.destroy_stream, lane.stream))
+            steps += [partial(gpu.driver.destroy_event, event) for event in lane.events + lane.waiting]
         if self._kernel is not None:
-            ends.append(self._kernel.close)
-        ends += [functools.partial(gpu.driver.close_handle, each) for each in self._opened.values()]
-        for end in ends:
-            with _logged(gpu):
-                end()
+            steps.append(self._kernel.close)
+        steps += [partial(gpu.driver.close_handle, address) for address in self._opened.values()]
+        for step in steps:
+            _attempt(step, gpu)
 
 
-@contextlib.contextmanager
-def _logged(gpu: Gpu) -> Iterator[None]:
-    """When one step of the end fails, the others are still due."""
+def _attempt(step: Callable[[], object], gpu: Gpu) -> None:
+    """Runs one step of closing; if it fails, the others must still run."""
     try:
-        yield
+        step()
     except CudaError as error:
         if not gpu.lost:
             logger.warning(
-                "a worker's memory on %(gpu)s was not given back in order: %(reason)s",
+                "a worker's memory on %(gpu)s was not given back cleanly: %(reason)s",
                 {"gpu": gpu.name, "reason": str(error)},
             )

@@ -1,4 +1,4 @@
-"""The GPUs of this machine that the server has a context on: those it copies for, and one to pin with."""
+"""The GPUs on which the server has a context: those that it copies for, and one to pin memory with."""
 
 import logging
 import threading
@@ -13,11 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 class LostGpuError(CopyError):
-    """The GPU's context is of no use any more to this process."""
+    """The GPU's context no longer works in this process."""
 
 
 class Gpu:
-    """One GPU: its context, made once, and the copy kernel for it, if there is one."""
+    """One GPU: its context, created once, and its copy kernel, if there is one."""
 
     def __init__(self, driver: Driver, ordinal: int) -> None:
         self.driver = driver
@@ -25,20 +25,21 @@ class Gpu:
         self.name = f"GPU {driver.pci_bus_id(ordinal)}"
         self.context = driver.retain_context(ordinal)
         self.lost = ""
+        """Why the context no longer works; empty while it does."""
         self._kernel: int | None = None
         self._lock = threading.Lock()
 
     def enter(self) -> None:
-        """Make its context current on this thread. Raises CudaError."""
+        """Makes its context current on this thread. Raises CudaError."""
         self.driver.enter(self.context)
 
     def kernel(self) -> int:
-        """The copy kernel; 0 where there is none, which is logged once. The context is current."""
+        """The copy kernel, or 0 if there is none; an error is logged once. The context must be current."""
         with self._lock:
             if self._kernel is None:
                 self._kernel = 0
                 try:
-                    # Without it a kernel would need other addresses for L1 than the server has.
+                    # The kernel gets host addresses of L1, which not every GPU can use.
                     if self.driver.sees_host_pointers(self.ordinal):
                         image = compiled(self.driver.compute_capability(self.ordinal))
                         self._kernel = self.driver.load_kernel(image, "page_copy")
@@ -47,7 +48,8 @@ class Gpu:
             return self._kernel
 
     def check(self, error: CudaError, stream: int) -> CopyError:
-        """What a failed call means: the copy alone, or the whole context."""
+        """Turns a failed call into the error to raise. A second call on `stream` shows whether only one copy
+        or the whole context has failed."""
         try:
             self.driver.synchronize(stream)
         except CudaError as lasting:
@@ -59,7 +61,7 @@ class Gpu:
 
 
 class Gpus:
-    """Found by UUID: a GPU's number differs from process to process. For any thread."""
+    """The GPUs by UUID, because a GPU's number differs between processes. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -67,39 +69,39 @@ class Gpus:
 
     @property
     def driver(self) -> Driver:
-        """Raises NoAccessError where there is none, or no GPU for it."""
+        """The CUDA driver. Raises NoAccessError if there is none, or no GPU."""
         driver = cuda.load()
         if driver is None:
             raise NoAccessError(
-                "the server sees no GPU: run it where 'nvidia-smi' shows the engine's (containers: "
+                "the server sees no GPU: run it where 'nvidia-smi' shows the engine's GPU (containers: "
                 "--gpus all), and without CUDA_VISIBLE_DEVICES"
             )
         return driver
 
     @property
     def available(self) -> bool:
-        """Takes as long as the driver's start, the first time."""
+        """Whether there is a driver with a GPU. The first call waits until the driver has started."""
         with self._lock:
             return cuda.load() is not None
 
     def near(self, number: int) -> set[int]:
-        """The processors near one of the GPUs, in turn; empty where the system does not say."""
+        """The processors near GPU `number` modulo the number of GPUs; empty if the system does not say."""
         return local_processors(self.driver.pci_bus_id(number % self.driver.num_devices()))
 
     def first(self) -> Gpu:
-        """The one to pin memory with."""
+        """The GPU to pin memory with."""
         with self._lock:
             return next(iter(self._by_ordinal.values()), None) or self._get(0)
 
     def find(self, uuid: bytes) -> Gpu:
-        """Raises NoAccessError, or CudaError when no context can be made there."""
+        """The GPU with this UUID. Raises NoAccessError, or CudaError if no context can be created there."""
         for ordinal in range(self.driver.num_devices()):
             if self.driver.uuid(ordinal) == uuid:
                 with self._lock:
                     return self._get(ordinal)
         raise NoAccessError(
-            f"the server does not see the engine's GPU {uuid.hex()}: start it with all GPUs of its engines "
-            "(containers: --gpus all), and without CUDA_VISIBLE_DEVICES"
+            f"the server does not see the engine's GPU {uuid.hex()}: start the server with all GPUs of its "
+            "engines (containers: --gpus all), and without CUDA_VISIBLE_DEVICES"
         )
 
     def _get(self, ordinal: int) -> Gpu:

@@ -1,4 +1,4 @@
-"""Copies of whole objects, as the copy thread works them off."""
+"""The jobs of the copy thread: loads and stores of several objects."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,10 +10,10 @@ from lmcache_server.transfer.plan import ObjectCopy, Pieces, join, pieces, piece
 
 @dataclass
 class ObjectsJob:
-    """What loads and stores of several objects have in common.
+    """The common part of loads and stores of several objects.
 
-    `objects` are (group, copy) pairs; `regions` are those of each group; `bases` and `l1_address` are
-    addresses, `frame_bytes` the size of a frame.
+    `objects` has (group, copy) pairs and `regions` the regions of each group. `bases` are the addresses of
+    the engine's buffers, `l1_address` is L1's, and a frame has `frame_bytes`.
     """
 
     objects: Sequence[tuple[int, ObjectCopy]]
@@ -24,20 +24,20 @@ class ObjectsJob:
 
     def pieces_by_object(self) -> list[Pieces]:
         where = self.bases, self.l1_address, self.frame_bytes
-        return [pieces(each, self.regions[group], *where) for group, each in self.objects]
+        return [pieces(page, self.regions[group], *where) for group, page in self.objects]
 
     def all_pieces(self) -> Pieces:
-        """The same of all objects at once, in no order."""
+        """The pieces of all objects together, in no particular order."""
         by_group: dict[int, list[ObjectCopy]] = {}
-        for group, each in self.objects:
-            by_group.setdefault(group, []).append(each)
+        for group, page in self.objects:
+            by_group.setdefault(group, []).append(page)
         where = self.bases, self.l1_address, self.frame_bytes
-        return join([pieces_of_all(each, self.regions[group], *where) for group, each in by_group.items()])
+        return join([pieces_of_all(pages, self.regions[group], *where) for group, pages in by_group.items()])
 
 
 @dataclass
 class StoreJob(ObjectsJob):
-    """Engine to L1. With `take_checksums` each object has its checksums afterwards, in the objects' order."""
+    """Engine to L1. With `take_checksums`, `checksums` gets those of each object, in the objects' order."""
 
     take_checksums: bool
     checksums: list[bytes] = field(default_factory=list)
@@ -51,14 +51,14 @@ class StoreJob(ObjectsJob):
 
     def after(self) -> None:
         if self.take_checksums:
-            for part, (group, each) in zip(self._pieces, self.objects, strict=True):
-                self.checksums.append(checksums(part, each, self.regions[group]))
+            for part, (group, page) in zip(self._pieces, self.objects, strict=True):
+                self.checksums.append(checksums(part, page, self.regions[group]))
 
 
 @dataclass
 class LoadJob(ObjectsJob):
-    """L1 to engine. `stored` are the checksums of each object, empty where unknown: a page that does not
-    have its own raises DamagedError before any byte is copied. None: nothing is checked."""
+    """L1 to engine. `stored` has the checksums of each object, empty if unknown, or is None to check nothing.
+    A page that does not match raises DamagedError before any byte is copied."""
 
     stored: Sequence[bytes] | None
     load: bool = field(default=True, init=False)
@@ -67,9 +67,9 @@ class LoadJob(ObjectsJob):
         if self.stored is None:
             return self.all_pieces()
         parts = self.pieces_by_object()
-        for index, (group, each) in enumerate(self.objects):
-            check(index, parts[index], each, self.regions[group], self.stored[index])
+        for index, (group, page) in enumerate(self.objects):
+            check(index, parts[index], page, self.regions[group], self.stored[index])
         return join(parts)
 
     def after(self) -> None:
-        """Nothing follows a load."""
+        """A load has nothing left to do."""

@@ -1,7 +1,7 @@
-"""Which pieces a copy engine of a GPU moves and which the copy kernel, and in what batches.
+"""Chooses which pieces a GPU's copy engine moves and which the copy kernel moves, and in what batches.
 
-A copy engine moves a large piece at the speed of the bus and takes nothing from the engine's compute, but
-pays for every piece; the kernel moves many small ones at once, on multiprocessors that the engine would use.
+A copy engine moves large pieces at the speed of the bus and takes no compute from vLLM, but each piece has a
+fixed cost. The kernel moves many small pieces at once, on multiprocessors that vLLM would use.
 """
 
 from collections.abc import Iterator
@@ -10,19 +10,18 @@ from typing import NamedTuple
 import numpy as np
 
 from lmcache_kernels.page_copy import MAX_PIECES
-from lmcache_server.transfer.plan import U64, Pieces, cut
+from lmcache_server.transfer.plan import U64, Pieces, cut, merged
 
 SMALL_BYTES = 28 << 10
-"""Shorter pieces are small. Not measured here; see docs/gpu.md for where the figure is from."""
+"""Shorter pieces count as small. docs/gpu.md says where the figure comes from."""
 MIN_KERNEL_PIECES = 16
-"""Fewer small pieces are not worth a launch."""
-
+"""Fewer small pieces are not worth a launch of the kernel."""
 
 NO_BORDERS: U64 = np.zeros(0, np.uint64)
 
 
 class Batch(NamedTuple):
-    """What one call moves: one launch of the kernel or one batch of a copy engine."""
+    """The pieces of one call: one launch of the kernel or one batch of a copy engine."""
 
     by_kernel: bool
     pieces: Pieces
@@ -36,9 +35,10 @@ def batches(
     small_bytes: int = SMALL_BYTES,
     max_batch_pieces: int = MAX_PIECES,
 ) -> Iterator[Batch]:
-    """Every byte of `whole` in exactly one batch, of the copy engine alone where there is no `kernel`; no
-    piece over one of `borders`, addresses in L1. Batches may run in any order, or at the same time."""
-    joined = Pieces(*cut(*_joined(whole), borders))
+    """Splits `whole` into batches that may run in any order or at the same time. Without `kernel` the copy
+    engine gets all of them. No piece crosses one of `borders`, which are addresses in L1."""
+    length, local, remote = merged(whole.length, whole.local, whole.remote)
+    joined = Pieces(*cut(local, remote, length, borders))
     small = joined.length < np.uint64(small_bytes)
     if not kernel or np.count_nonzero(small) < MIN_KERNEL_PIECES:
         small[:] = False
@@ -46,14 +46,3 @@ def batches(
         chosen = Pieces(*(array[small == by_kernel] for array in joined))
         for first in range(0, len(chosen.length), max_batch_pieces):
             yield Batch(by_kernel, Pieces(*(array[first : first + max_batch_pieces] for array in chosen)))
-
-
-def _joined(whole: Pieces) -> Pieces:
-    """The same bytes, each run of pieces that follow each other on both sides as one piece."""
-    local, remote, length = whole
-    if not len(length):
-        return whole
-    fresh = np.ones(len(length), dtype=bool)
-    fresh[1:] = (local[1:] != local[:-1] + length[:-1]) | (remote[1:] != remote[:-1] + length[:-1])
-    first = np.flatnonzero(fresh)
-    return Pieces(local[first], remote[first], np.add.reduceat(length, first))

@@ -1,7 +1,7 @@
-"""L1 pinned, unit by unit: a GPU copies to and from pinned memory only, at the speed of the bus.
+"""Pins L1 unit by unit: GPU copies use only pinned memory, because only that moves at the speed of the bus.
 
-Every copy of a GPU pins first what it is about to touch and has not been pinned yet; in the background the
-rest follows. So the server is ready at once, and no copy is ever slow because its memory is pageable.
+A GPU copy first pins every unit that it touches and that is not pinned yet. The rest is pinned in the
+background. So the server is ready at once, and pageable memory slows down no copy.
 """
 
 import logging
@@ -11,20 +11,18 @@ import threading
 import numpy as np
 
 from lmcache_kernels.driver import CudaError
+from lmcache_server.host.units import GB_BYTES
 from lmcache_server.transfer.base import CopyError
 from lmcache_server.transfer.gpus import Gpus
 from lmcache_server.transfer.plan import Pieces, cut
 
 logger = logging.getLogger(__name__)
 
-_GB = 1 << 30
-"""As in --l1-size-gb."""
-
 
 class Pins:
-    """Which units of the `num_bytes` at `address` are pinned. For any thread.
+    """The units of the `num_bytes` at `address`, and which of them are pinned. Any thread may use it.
 
-    A copy must not reach over the end of a unit: two registrations are not one to the driver.
+    No copy may cross the border between two units, because the driver has registered them separately.
     """
 
     def __init__(self, gpus: Gpus, address: int, num_bytes: int, unit_bytes: int) -> None:
@@ -39,11 +37,11 @@ class Pins:
         self._lock = threading.Lock()
         self.pinned_bytes = 0
         self.failure = ""
-        """Why no more can be pinned, in a sentence."""
+        """Why no more can be pinned, and what to do about it; empty if nothing failed."""
 
     def prepare(self, number: int) -> bool:
-        """Whether there are GPUs to pin for. If so the calling thread, one of several that populate and pin,
-        moves near one of them: memory lies where it is first touched."""
+        """Returns whether there are GPUs. If so, moves the calling thread, one of several that populate and
+        pin, near one of them: memory is allocated near the thread that first touches it."""
         if not self._gpus.available:
             return False
         near = self._gpus.near(number) & os.sched_getaffinity(0)
@@ -52,7 +50,7 @@ class Pins:
         return True
 
     def pin_unit(self, index: int) -> bool:
-        """As `_pin`; False when it failed, which has been logged."""
+        """As `_pin`, but returns False if it failed, which has been logged."""
         try:
             self._pin(index)
         except CopyError:
@@ -60,14 +58,14 @@ class Pins:
         return True
 
     def ensure(self, pieces: Pieces) -> None:
-        """Pin every unit that has part of these pieces. Raises CopyError."""
+        """Pins every unit that these pieces touch. Raises CopyError."""
         local, _, _ = cut(*pieces, self.borders)
         indexes = (local - np.uint64(self._address)) // np.uint64(self._unit_bytes)
         for index in np.unique(indexes[~self._pinned[indexes]]).tolist():
             self._pin(index)
 
     def _pin(self, index: int) -> None:
-        """Pin one unit, in the context of any GPU. Raises CopyError."""
+        """Pins one unit, in the context of any GPU. Raises CopyError."""
         with self._locks[index]:
             if self._pinned[index]:
                 return
@@ -87,10 +85,10 @@ class Pins:
 
     def _fail(self, error: CudaError) -> None:
         if not self.failure:
+            pinned_gb, wanted_gb = self.pinned_bytes / GB_BYTES, self._num_bytes / GB_BYTES
             self.failure = (
-                f"{self.pinned_bytes / _GB:.2f} of {self._num_bytes / _GB:.2f} GB of L1 are pinned "
-                f"and no more could be ({error}): copies between GPUs and the rest of it fail; allow locked "
-                "memory (ulimit -l unlimited, LimitMEMLOCK=infinity, docker --ulimit memlock=-1) or ask for "
-                "less with --l1-size-gb, and start again"
+                f"only {pinned_gb:.2f} of {wanted_gb:.2f} GB of L1 could be pinned ({error}): copies between "
+                "GPUs and the rest fail; allow locked memory (ulimit -l unlimited, LimitMEMLOCK=infinity, "
+                "docker --ulimit memlock=-1) or ask for less with --l1-size-gb, and restart the server"
             )
             logger.error("%s", self.failure)

@@ -1,7 +1,7 @@
-"""Which bytes go where: the pieces of a copy between objects in L1 and blocks of an engine.
+"""Plans which bytes go where: the pieces of a copy between objects in L1 and blocks of an engine.
 
-The order of bytes inside an object is fixed: region after region, inside a region block after block. So
-the page of the k-th block of an object in region r starts at
+The bytes inside an object have a fixed order: region after region and, within a region, block after block. So
+in region r the page of the k-th block of an object starts at
 `num_blocks * (page bytes of the regions before r) + k * (page bytes of r)`.
 """
 
@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmcache_client.contract.geometry import Region
-from lmcache_server.core.pool import Runs
+from lmcache_server.core.pool import Runs, count_frames
 
 U64 = NDArray[np.uint64]
 
 
 class Pieces(NamedTuple):
-    """Equally long arrays of uint64: address in L1, address in the engine's memory, bytes."""
+    """Arrays of equal length: addresses in L1, addresses in the engine's memory, and lengths in bytes."""
 
     local: U64
     remote: U64
@@ -31,7 +31,7 @@ class Pieces(NamedTuple):
 
 
 class ObjectCopy(NamedTuple):
-    """The pages of one object to copy: `block_ids` are paired with its blocks from `first_page` on."""
+    """The pages of one object to copy. `block_ids` belong to the object's blocks from `first_page` on."""
 
     runs: Runs
     num_blocks: int
@@ -44,7 +44,7 @@ def pieces(
 ) -> Pieces:
     """The pieces of `page`, cut where the frames of its object are not contiguous.
 
-    `bases` are the addresses of the engine's buffers, in the numbering of the regions.
+    `bases` are the addresses of the engine's buffers; `Region.buffer` indexes them.
     """
     inside, remote, length = _pages([page], regions, bases, frame_bytes)
     boundaries = _boundaries(page.runs, frame_bytes)
@@ -59,8 +59,8 @@ def pieces_of_all(
     l1_address: int,
     frame_bytes: int,
 ) -> Pieces:
-    """The pieces of several objects of a group, in no order. Objects in one run of frames, of which most are,
-    cost no step of Python each."""
+    """The pieces of several objects of a group, in no particular order. Objects in a single run of frames, as
+    most are, are planned together instead of one by one."""
     alike: dict[tuple[int, int, int], list[ObjectCopy]] = {}
     parts = []
     for page in pages:
@@ -80,19 +80,19 @@ def pieces_of_all(
 def _pages(
     alike: Sequence[ObjectCopy], regions: Sequence[Region], bases: Sequence[int], frame_bytes: int
 ) -> tuple[U64, U64, U64]:
-    """For each object, region and block: where a page is inside its object (the same for all), where in the
-    engine's memory, and its bytes. `alike` differ in their frames and block ids alone."""
+    """For each object, region and block: the page's position in its object (equal for all objects), its
+    address in the engine's memory, and its bytes. The objects differ only in frames and block ids."""
     page = alike[0]
     end_page = page.first_page + len(page.block_ids)
     object_bytes = page.num_blocks * sum(region.page_bytes for region in regions)
-    # Beyond its own frames lie those of other objects.
+    # A page outside the object's own frames would overwrite other objects.
     assert page.first_page >= 0
     assert end_page <= page.num_blocks
-    assert object_bytes <= frame_bytes * min(sum(count for _, count in each.runs) for each in alike)
+    assert object_bytes <= frame_bytes * min(count_frames(same.runs) for same in alike)
     sizes = np.array([region.page_bytes for region in regions], dtype=np.uint64)
     starts = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.uint64) * np.uint64(page.num_blocks)
     positions = np.arange(page.first_page, end_page, dtype=np.uint64)
-    blocks = np.array([each.block_ids for each in alike], dtype=np.uint64)
+    blocks = np.array([same.block_ids for same in alike], dtype=np.uint64)
     origins = np.array([bases[region.buffer] + region.offset for region in regions], dtype=np.uint64)
     strides = np.array([region.stride_bytes for region in regions], dtype=np.uint64)
     inside: U64 = starts[:, None] + positions * sizes[:, None]
@@ -101,17 +101,17 @@ def _pages(
 
 
 def _boundaries(runs: Runs, frame_bytes: int) -> U64:
-    """The positions inside the object at which a run of frames ends and another begins."""
+    """The positions inside the object where one run of frames ends and the next begins."""
     counts = np.array([count for _, count in runs], dtype=np.uint64)
     ends: U64 = np.cumsum(counts)[:-1].astype(np.uint64) * np.uint64(frame_bytes)
     return ends
 
 
 def cut(inside: U64, remote: U64, length: U64, boundaries: U64) -> tuple[U64, U64, U64]:
-    """Cut the pages that a boundary of their place `inside` goes through; most go through none.
+    """Cuts pages at `boundaries`, which are positions like `inside`. Most pages cross none.
 
-    A page at 10 of 20 bytes, with boundaries at 16 and 24, becomes three pieces: 10 to 16, 16 to 24 and 24 to
-    30, each with the place in the engine's memory that belongs to it.
+    With boundaries at 16 and 24, a page of 20 bytes at 10 becomes three pieces: 10 to 16, 16 to 24 and 24 to
+    30, each with its own address in the engine's memory.
     """
     if not len(boundaries):
         return inside, remote, length
@@ -144,12 +144,12 @@ def _addresses(inside: U64, runs: Runs, l1_address: int, frame_bytes: int) -> U6
 
 
 def join(parts: Sequence[Pieces]) -> Pieces:
-    """The pieces of several objects, one after the other."""
+    """The pieces of several objects, one object after the other."""
     return Pieces(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
 def slices(whole: Pieces, slice_bytes: int) -> list[Pieces]:
-    """The same pieces in slices of about `slice_bytes`; a piece stays whole."""
+    """Splits the pieces into slices of about `slice_bytes`. No piece is cut."""
     ends = np.cumsum(whole.length)
     cuts = [0]
     while cuts[-1] < len(ends):
@@ -159,11 +159,11 @@ def slices(whole: Pieces, slice_bytes: int) -> list[Pieces]:
     return [Pieces(*(array[a:b] for array in whole)) for a, b in itertools.pairwise(cuts)]
 
 
-def merged(address: U64, length: U64) -> tuple[U64, U64]:
-    """Runs of pieces that follow each other in memory, as one piece each."""
-    if not len(address):
-        return address, length
-    fresh = np.ones(len(address), dtype=bool)
-    fresh[1:] = address[1:] != address[:-1] + length[:-1]
+def merged(length: U64, *addresses: U64) -> tuple[U64, ...]:
+    """(lengths, addresses ...) with each run of pieces that are adjacent at all `addresses` as one piece."""
+    if not len(length):
+        return length, *addresses
+    fresh = np.ones(len(length), dtype=bool)
+    fresh[1:] = np.any([address[1:] != address[:-1] + length[:-1] for address in addresses], axis=0)
     first = np.flatnonzero(fresh)
-    return address[first], np.add.reduceat(length, first)
+    return np.add.reduceat(length, first), *(address[first] for address in addresses)

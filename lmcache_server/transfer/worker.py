@@ -1,17 +1,17 @@
-"""The copy worker: one thread per registered memory that works off copies. It decides nothing."""
+"""The copy worker: one thread per registered memory, which runs the copies that it is given."""
 
 import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lmcache_server.transfer.base import CopyError, CopyJob, Mapping, Opened, Outcome
 from lmcache_server.transfer.plan import slices
 
 SLICE_BYTES = 32 << 20
-"""Loads overtake stores, and an end is noticed, between slices of this size."""
+"""Between slices of this size, loads overtake stores and the end of a process is noticed."""
 
 _Waiting = tuple[CopyJob, "asyncio.Future[Outcome]"]
 
@@ -19,9 +19,9 @@ _Waiting = tuple[CopyJob, "asyncio.Future[Outcome]"]
 class CopyWorker:
     """Copies for one registered memory, in a thread of its own.
 
-    `opened` comes when the memory has been opened or could not be, `ended` when no byte of it is mapped or
-    being copied any more. `alive` is asked before each slice. All futures belong to `loop`, which never
-    waits for the thread: a copy that hangs keeps only what waits for it.
+    `opened` is set when the memory has been opened or could not be, `ended` when none of it is mapped or
+    being copied any more. `alive` is called before each slice. All futures belong to `loop`, which never
+    waits for the thread: a copy that hangs blocks only those who await it.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class CopyWorker:
         return self._mapping.lost
 
     def submit(self, job: CopyJob) -> "asyncio.Future[Outcome]":
-        """The job's end, which is to be awaited. On a worker that is closing the job fails."""
+        """Queues a job; returns a future of how it ends. If the worker is closing, the job fails."""
         future: asyncio.Future[Outcome] = self._loop.create_future()
         with self._changed:
             if not self._closing:
@@ -59,7 +59,7 @@ class CopyWorker:
         return future
 
     def close(self) -> "asyncio.Future[None]":
-        """Fail what waits, and end after the slice that is being copied. Returns `ended`."""
+        """Fails waiting jobs and ends the thread after the slice that is being copied. Returns `ended`."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -68,10 +68,9 @@ class CopyWorker:
     # -- in the thread ----------------------------------------------------------------------------
 
     def _work(self) -> None:
-        opened = Opened(None, [])
         try:
             opened = Opened(None, self._mapping.open())
-        except Exception as error:  # the worker that registered must hear of it
+        except Exception as error:  # any error must reach the worker that registered
             opened = Opened(_bare(error), [])
         self._resolve(self.opened, opened)
         self._work_off()
@@ -92,7 +91,7 @@ class CopyWorker:
         error: Exception | None = None
         num_bytes = 0
         try:
-            with self._finished(job.load):
+            try:
                 for part in slices(job.build(), SLICE_BYTES):
                     if not job.load:
                         self._let_loads_overtake()
@@ -100,19 +99,13 @@ class CopyWorker:
                         raise _ended()
                     self._mapping.copy(part, load=job.load)
                     num_bytes += part.num_bytes
+            finally:
+                # Frames and blocks are reused after the job, so all its copies must end first.
+                self._mapping.finish(load=job.load)
             job.after()
-        except Exception as failure:  # whatever it is, the job's owner must hear of it
+        except Exception as failure:  # any error must reach the owner of the job
             error = _bare(failure)
         self._resolve(future, Outcome(error, num_bytes))
-
-    @contextlib.contextmanager
-    def _finished(self, load: bool) -> Iterator[None]:
-        """Whatever happens, the end of a job comes after that of all its copies: then frames and blocks
-        get other uses."""
-        try:
-            yield
-        finally:
-            self._mapping.finish(load=load)
 
     def _let_loads_overtake(self) -> None:
         while True:
@@ -123,7 +116,7 @@ class CopyWorker:
             self._run(*waiting)
 
     def _resolve(self, future: "asyncio.Future[Any]", result: object) -> None:
-        # A thread that hung until the server had ended has nobody left to tell.
+        # If the thread hung until the server had ended, the loop is closed.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(_set_result, future, result)
 
@@ -134,7 +127,7 @@ def _set_result(future: "asyncio.Future[Any]", result: object) -> None:
 
 
 def _bare(error: Exception) -> Exception:
-    """The error without its traceback, whose frames would hold the job, and the job the error, for ever."""
+    """The error without its traceback: its frames hold the job, so the two would keep each other alive."""
     return error.with_traceback(None)
 
 

@@ -172,7 +172,7 @@ def test_a_killed_server_starts_empty(running: LMCacheServer, connect: Connect) 
         reconnect(prompt.engine, running)
         assert prompt.held_chunks() == 0
         assert running.status()["l1"]["chunks"] == 0
-    assert "is not restored: the server before it did not end in order" in running.log.read_text()
+    assert "is not restored: the previous server did not stop cleanly" in running.log.read_text()
     prompt.store()
     prompt.load()
 
@@ -311,7 +311,7 @@ def test_two_servers_on_one_file(running: LMCacheServer, connect: Connect, path:
 def test_a_file_of_something_else_and_a_link_are_refused_and_untouched(path: Path, tmp_path: Path) -> None:
     path.write_bytes(b"precious" * HEADER_BYTES)
     path.chmod(0o600)
-    assert "is not a file of lmcache and is left as it is" in refusal(l1_size_gb=0.05, l1_path=path)
+    assert "is not an lmcache file and is left unchanged" in refusal(l1_size_gb=0.05, l1_path=path)
     assert path.read_bytes() == b"precious" * HEADER_BYTES
     (tmp_path / "link").symlink_to(path)
     assert "symbolic link" in refusal(l1_size_gb=0.05, l1_path=tmp_path / "link")

@@ -77,7 +77,7 @@ def test_what_cannot_be_populated_is_said_and_still_works(open_l1, monkeypatch, 
     memory = open_l1(4 * MIB)
     for thread in memory._populator._threads:
         thread.join(10)
-    assert "L1 is not populated beforehand but on first use: Cannot allocate memory" in caplog.text
+    assert "L1 is populated on first use, not in advance: Cannot allocate memory" in caplog.text
     assert memory.populated_bytes == 0
     ctypes.memset(memory.base_address, 1, memory.num_bytes)
 

@@ -93,7 +93,7 @@ def test_frames_and_index_come_back_and_the_index_once_only(tmp_path):
         assert mapping[:] == b"".join(bytes([65 + frame]) * FRAME_BYTES for frame in range(FRAMES))
         mapping.close()
     with opened(path) as file:
-        assert (file.index, file.reason) == (None, "the server before it did not end in order")
+        assert (file.index, file.reason) == (None, "the previous server did not stop cleanly")
 
 
 def test_another_server_of_the_same_file_is_refused(tmp_path):
@@ -110,7 +110,7 @@ def test_a_file_of_something_else_is_left_as_it_is(tmp_path, content):
     path = tmp_path / "l1"
     path.write_bytes(content)
     path.chmod(0o600)
-    assert "is not a file of lmcache and is left as it is: name another file" in sentence(path)
+    assert "is not an lmcache file and is left unchanged: name another file" in sentence(path)
     assert path.read_bytes() == content
 
 
@@ -143,7 +143,7 @@ def test_a_read_only_file_system_is_refused(mounted):
 
 def test_a_file_of_huge_pages_is_refused(mounted):
     path = mounted("pagesize=2M", "hugetlbfs") / "l1"
-    assert "is on hugetlbfs, which cannot hold it: name a file in /dev/shm" in sentence(path)
+    assert "is on hugetlbfs, which cannot hold the file: name a file in /dev/shm" in sentence(path)
 
 
 def rewritten(path, position, content):
@@ -358,7 +358,7 @@ def test_an_index_for_which_there_is_no_space_is_none(mounted):
         with pytest.raises(OSError):
             file.finish(bytes(4 << 20))
     with opened(directory / "l1", 6 << 20) as file:
-        assert (file.index, file.reason) == (None, "the server before it did not end in order")
+        assert (file.index, file.reason) == (None, "the previous server did not stop cleanly")
 
 
 def test_holes_of_a_copied_file_get_space_or_are_not_used(mounted):

@@ -21,7 +21,7 @@ from lmcache_client.contract.messages import (
     StoreObject,
     Welcome,
 )
-from lmcache_server.service.sessions import MAX_JOBS, MAX_SESSIONS, MAX_WAITING_BYTES, MAX_WORKERS
+from lmcache_server.service.registry import MAX_JOBS, MAX_SESSIONS, MAX_WAITING_BYTES, MAX_WORKERS
 
 
 @pytest.fixture

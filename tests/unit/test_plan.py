@@ -104,7 +104,7 @@ def test_merging_a_side_keeps_its_bytes_and_leaves_no_neighbours(steps):
         addresses.append(at)
         lengths.append(length)
         at += length
-    address, length = merged(np.array(addresses, np.uint64), np.array(lengths, np.uint64))
+    length, address = merged(np.array(lengths, np.uint64), np.array(addresses, np.uint64))
     single = [a + i for a, n in zip(addresses, lengths, strict=True) for i in range(n)]
     assert [int(a) + i for a, n in zip(address, length, strict=True) for i in range(int(n))] == single
     assert not any(address[1:] == address[:-1] + length[:-1])

@@ -87,13 +87,13 @@ def packed(*objects):
 def row(**changes):
     values = {
         "number": 0, "key": b"k" * 32, "age_s": 1.5, "ready": b"\x03",
-        "objects": packed(StoredObject(1, 150, ((0, 2),)), StoredObject(1, 250, ((4, 1), (2, 2)))),
+        "objects": packed(StoredObject(1, 150, ((0, 2),), b""), StoredObject(1, 250, ((4, 1), (2, 2)), b"")),
     }  # fmt: skip
     return list((values | changes).values())
 
 
 def one(*runs, num_bytes=150):
-    return {"ready": b"\x01", "objects": packed(StoredObject(1, num_bytes, runs))}
+    return {"ready": b"\x01", "objects": packed(StoredObject(1, num_bytes, runs, b""))}
 
 
 def test_the_row_of_the_tests_below_is_good():
