@@ -15,7 +15,7 @@ from lmcache_client.connector.metadata import LoadJob, StepMetadata, StoreJob, W
 from lmcache_client.connector.request import Asking, Promised, Tracked
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import FAILED_LOADS, LOADED_TOKENS, LOADS, TransferStats
-from lmcache_client.contract.geometry import RECURRENT, Geometry, GroupSpec
+from lmcache_client.contract.geometry import RECURRENT, GroupSpec, unified_block_size
 from lmcache_client.contract.messages import MAX_CHUNKS, MAX_OBJECTS, Clear, Found, Store, StoreObject
 from lmcache_client.engine import JOIN_S, Scheduler, chunk_object, load_message
 from lmcache_client.transport import SYSTEM, System
@@ -75,7 +75,7 @@ class SchedulerSide:
         self.chunk_size = 0
         self._advise = advise
         self._advice = ""
-        self._unified = Geometry(groups, num_blocks=2).unified_block_size
+        self._unified = unified_block_size(groups)
         self.channel = Channel(settings.address, self._join, log_state, system)
         self.client = Scheduler(self.channel, engine_id)
         self._now_s = system.now_s

@@ -28,6 +28,7 @@ from lmcache_client.contract.geometry import (
     Geometry,
     GroupSpec,
     Region,
+    unified_block_size,
 )
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.memory.host import HostExport
@@ -122,7 +123,7 @@ class Engine:
         )
         self.scheduler.bind(self.pool)
         self.groups = bare
-        self.unified = Geometry(bare, 2).unified_block_size
+        self.unified = unified_block_size(bare)
 
     # -- memory -----------------------------------------------------------------------------------
 
