@@ -56,10 +56,13 @@ def test_keys_of_lmcache_that_mean_nothing_here_are_named() -> None:
     ("extra", "sentence"),
     [
         ({"lmcache.mp.prot": 1}, "unknown key 'lmcache.mp.prot'"),
-        ({"lmcache.mp.port": "many"}, "lmcache.mp.port in kv_connector_extra_config must be a int"),
-        ({"lmcache.mp.port": -1}, "must be a int"),
-        ({"lmcache.mp.load_timeout_s": True}, "must be a float"),
-        ({"lmcache.mp.strict_resume_points": "yes"}, "must be a bool"),
+        (
+            {"lmcache.mp.port": "many"},
+            "lmcache.mp.port in kv_connector_extra_config is 'many': expected `int`",
+        ),
+        ({"lmcache.mp.port": -1}, "is -1: expected `int` >= 1"),
+        ({"lmcache.mp.load_timeout_s": True}, "is True: expected `float`"),
+        ({"lmcache.mp.strict_resume_points": "yes"}, "is 'yes': expected `bool`"),
     ],
 )
 def test_bad_keys_are_refused_with_a_sentence(extra: dict[str, object], sentence: str) -> None:
