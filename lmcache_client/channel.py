@@ -1,13 +1,13 @@
-"""The client's end of the wire: one DEALER socket, requests with deadlines, reconnection by itself.
+"""The client's end of the wire: a DEALER socket with request deadlines and automatic reconnection.
 
-A keeper thread notices a server that went away or came (back), greets it and runs the owner's `on_up`
-(registration). The engine's own thread submits requests and polls for replies; both take turns on the
-socket under a lock that is never held longer than one poll.
+A keeper thread notices when the server disappears or appears, greets it and runs the owner's `on_up`
+(registration). The engine's own thread submits requests and polls for replies. Both threads take turns on
+the socket under a lock that is never held longer than one poll.
 
 A request has two ends. It is *done* when its owner may stop waiting: a reply came, its deadline passed or
-the connection broke. It is *settled* when the server can no longer act on it: a reply came, or the server
-is gone, or it has greeted this client anew, which it does only after the copies of the session before have
-ended. Memory that a request names must not be reused before it is settled.
+the connection broke. It is *settled* when the server can no longer act on it: a reply came, the server is
+gone, or the server has greeted this client again, which it does only after all copies of the earlier session
+have ended. Memory that a request names must not be reused before the request is settled.
 """
 
 import contextlib
@@ -30,17 +30,17 @@ PING_TIMEOUT_S = 2.0
 RETRY_REFUSED_S = 5.0
 PROBE_INTERVAL_S = 1.0
 OVERDUE_S = 30.0
-"""A server that is heard so long after a deadline will not answer that request any more: it drops replies
-for a client that does not read them."""
+"""If the server is still heard this long after a request's deadline, it will never answer that request: it
+drops replies to a client that does not read them."""
 MAX_PENDING = 1 << 14
 
 
 class ChannelError(Exception):
-    """The server cannot be asked now: no connection, or no answer in time."""
+    """There is no connection to the server, or it did not answer in time."""
 
 
 class RefusedError(ChannelError):
-    """The server answered with a reason; `code` is one of the constants of the protocol."""
+    """The server refused the request; `code` is one of the codes of Refused."""
 
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.message)
@@ -48,7 +48,8 @@ class RefusedError(ChannelError):
 
 
 class Pending:
-    """A request in flight; `reply` or `error` once it is done. See the module for done and settled."""
+    """A request in flight. Once it is done it has a `reply` or an `error`. The module docstring defines done
+    and settled."""
 
     __slots__ = ("_on_late", "deadline_s", "error", "reply", "settled")
 
@@ -64,7 +65,7 @@ class Pending:
         return self.reply is not None or self.error is not None
 
     def abandon(self) -> None:
-        """Nobody waits any more; a reply that still comes goes to `on_late`."""
+        """Stops waiting; a reply that still comes goes to `on_late`."""
         self._fail("abandoned")
 
     def _finish(self, reply: Message) -> None:
@@ -87,14 +88,14 @@ class Channel:
     """A connection to the server at a ZeroMQ address.
 
     `on_up` runs in the keeper thread after each greeting and registers the owner; while it raises
-    RefusedError the channel is not ready. `on_state` is told of each change in one sentence to log.
+    RefusedError the channel is not ready. Each change calls `on_state` with a line to log.
     """
 
     def __init__(
         self,
         address: str,
         on_up: Callable[["Channel"], object],
-        on_state: Callable[[bool, str], None] = lambda _ready, _sentence: None,
+        on_state: Callable[[bool, str], None] = lambda _ready, _text: None,
         system: System = SYSTEM,
     ) -> None:
         self.system = system
@@ -119,16 +120,16 @@ class Channel:
         self.server_pid = 0
         self.ready = False
         self.generation = 0
-        """Counts the registrations: what the server said before the current one is void."""
+        """Counts the registrations; anything the server said before the current one is void."""
         self.responsive = False
-        """False from a request that got no answer in time until the server is heard again."""
+        """False after a request got no answer in time, until the server is heard again."""
         self.refusal: RefusedError | None = None
-        """Why the server refused this client, until it accepts it."""
+        """The reason why the server refuses this client, until it accepts it."""
         self._connection: Connection | None = system.connect(address)
         self._keeper: threading.Thread | None = None
 
     def start(self, connect_s: float, register_s: float) -> None:
-        """Start the keeper; wait up to `connect_s` for a server, then `register_s` for its answer."""
+        """Starts the keeper; waits up to `connect_s` for a server, then up to `register_s` to register."""
         self._keeper = self.system.start_thread(self._keep, "lmcache-keeper")
         limit_s = self.system.now_s() + connect_s
         while self.system.now_s() < limit_s and not self._connected and not self._attempted.is_set():
@@ -139,9 +140,9 @@ class Channel:
     def submit(
         self, message: Message, timeout_s: float, on_late: Callable[[Message], None] | None = None
     ) -> Pending:
-        """Send a request; never blocks and never raises for the connection: the Pending tells.
+        """Sends a request. Never blocks or raises for a lost connection; the Pending then has the error.
 
-        `on_late` is given a reply that comes when nobody waits for it any more (in any thread).
+        A reply that comes after the Pending is done goes to `on_late`, in any thread.
         """
         pending = Pending(self.system.now_s() + timeout_s, on_late)
         with self._lock:
@@ -154,7 +155,7 @@ class Channel:
             try:
                 frame = messages.encode_request(request_id, message)
                 if len(frame) > MAX_MESSAGE_BYTES:
-                    raise ProtocolError(f"a message of {len(frame)} bytes is too large")
+                    raise ProtocolError(f"its {len(frame)} bytes exceed the limit of {MAX_MESSAGE_BYTES}")
                 self._connection.send(frame)
             except (ConnectionLostError, ProtocolError) as error:
                 pending._fail(f"the request could not be sent: {error}")
@@ -164,7 +165,7 @@ class Channel:
         return pending
 
     def poll(self, pending: Pending | None = None, wait_s: float = 0.0) -> None:
-        """Take in what has arrived; with `pending`, wait up to `wait_s` for that one to be done."""
+        """Processes replies that have arrived; with `pending`, waits up to `wait_s` until it is done."""
         limit_s = self.system.now_s() + wait_s
         with self._lock:
             self._receive()
@@ -176,11 +177,11 @@ class Channel:
                 self._receive()
 
     def call(self, message: Message, timeout_s: float) -> Message:
-        """Send a request and wait for its reply; raises ChannelError. Not for the engine's thread."""
+        """Sends a request and waits for its reply. Raises ChannelError. Not for the engine's thread."""
         return self.wait(self.submit(message, timeout_s))
 
     def wait(self, pending: Pending) -> Message:
-        """The reply to a request, when it is here; raises ChannelError. Not for the engine's thread."""
+        """Waits for the reply to a request. Raises ChannelError. Not for the engine's thread."""
         while not pending.done and not self._closed.is_set():
             self._attend()
             if not pending.done:
@@ -192,7 +193,7 @@ class Channel:
         return pending.reply
 
     def close(self, goodbye_s: float = 1.0) -> None:
-        """End the session in order; waits up to `goodbye_s` for the server's answer."""
+        """Ends the session cleanly, waiting up to `goodbye_s` for the server's answer."""
         if self._connected:
             with contextlib.suppress(ChannelError):
                 self.call(messages.Goodbye(), goodbye_s)
@@ -203,23 +204,22 @@ class Channel:
             self.ready = False
             self._break("the channel was closed")
 
-    # -- the rest runs with the lock held, except the keeper's loop -------------------------------
+    # -- with the lock held -----------------------------------------------------------------------
 
     def _receive(self) -> None:
         while self._connection and (frame := self._connection.receive()) is not None:
             self._take(frame)
         now_s = self.system.now_s()
-        for request_id in [i for i, pending in self._pending.items() if now_s >= pending.deadline_s]:
-            late = self._pending[request_id]
-            if not late.done:
-                late._fail("the lmcache server did not answer in time")
+        for pending in self._pending.values():
+            if now_s >= pending.deadline_s and not pending.done:
+                pending._fail("the lmcache server did not answer in time")
                 self.responsive = False
 
     def _take(self, frame: bytes) -> None:
         try:
             boot_id, request_id, reply = messages.decode_reply(frame)
         except ProtocolError as error:
-            self._on_state(False, f"not an answer of an lmcache server: {error}")
+            self._on_state(False, f"cannot read the reply of the lmcache server: {error}")
             return
         self._last_heard_s = self.system.now_s()
         self.responsive = True
@@ -238,7 +238,7 @@ class Channel:
             self._connected = True
 
     def _break(self, reason: str) -> None:
-        """The session is over: fail what waits, start afresh on a new socket."""
+        """Ends the session: fails all pending requests and starts again on a new socket."""
         was_ready = self.ready
         self.ready = self._connected = self.responsive = False
         self.boot_id = b""
@@ -246,7 +246,6 @@ class Channel:
             pending._fail(reason)
             self._unsettled.append(pending)
         self._pending.clear()
-        self._ping = None
         if self._connection is not None:
             self._connection.close()
         self._connection = None if self._closed.is_set() else self.system.connect(self._address)
@@ -287,16 +286,18 @@ class Channel:
             self._attend()
             with self._lock:
                 self._settle_if_dead()
-                if any(self._last_heard_s - each.deadline_s > OVERDUE_S for each in self._pending.values()):
-                    # What it named would stay held for ever; a new session settles it.
-                    self._break("the lmcache server did not answer everything")
+                if any(self._last_heard_s - late.deadline_s > OVERDUE_S for late in self._pending.values()):
+                    # The memory that they name would be held forever; a new session settles them.
+                    self._break("the lmcache server did not answer every request")
             if self._connected and not self.ready and self.system.now_s() >= self._retry_s:
                 self._greet()
             elif self.ready:
-                self._keep_alive()
+                is_silent = self.system.now_s() - self._last_heard_s > PING_AFTER_S
+                if is_silent and (self._ping is None or self._ping.done):
+                    self._ping = self.submit(Ping(), PING_TIMEOUT_S)
 
     def _attend(self) -> None:
-        """Take in replies and what became of the connection, which the engine's thread has no time for."""
+        """Processes replies and the state of the connection."""
         with self._lock:
             self._receive()
             self._watch_connection()
@@ -326,15 +327,9 @@ class Channel:
         self._attempted.set()
 
     def _hello(self) -> None:
-        pending = self.submit(Hello(self.system.pid(), self._client_id, VERSION), GREET_TIMEOUT_S)
-        while not pending.done and not self._closed.is_set():
-            self.system.sleep(0.001)
-            self._attend()
-        if pending.error is not None:
-            raise pending.error
-        welcome = pending.reply
+        welcome = self.call(Hello(self.system.pid(), self._client_id, VERSION), GREET_TIMEOUT_S)
         if not isinstance(welcome, Welcome):
-            raise ChannelError("the server did not answer a greeting with a greeting")
+            raise ChannelError(f"the server answered Hello with {type(welcome).__name__}")
         with self._lock:
             if self._server is not None:
                 self._server.close()
@@ -345,10 +340,3 @@ class Channel:
             self.server_pid = welcome.server_pid
             self.boot_id = welcome.boot_id
             self._settle()
-
-    def _keep_alive(self) -> None:
-        now_s = self.system.now_s()
-        if self._ping is not None and self._ping.done:
-            self._ping = None
-        if self._ping is None and now_s - self._last_heard_s > PING_AFTER_S:
-            self._ping = self.submit(Ping(), PING_TIMEOUT_S)

@@ -1,8 +1,8 @@
-"""The thin client: what an engine asks of the server, over a channel.
+"""The thin client, which sends an engine's requests to the server over a channel.
 
 A `Worker` registers its memory, loads and stores. The `Scheduler` joins the engine, looks up and releases.
-Requests return their Pending at once. What to ask, when, and how long to wait is for the owner to decide:
-vLLM's connector, the bench, a test.
+Requests return their Pending at once. The owner (vLLM's connector, the bench or a test) decides what to
+request, when, and how long to wait.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,8 +27,8 @@ Reply = TypeVar("Reply", bound=Message)
 
 @dataclass
 class Worker:
-    """One worker of an engine, whose pages lie in the memory of `export` as `geometry` says. What an
-    `ephemeral` engine stores is forgotten with the last engine of its namespace."""
+    """One worker of an engine. Its pages lie in the memory of `export`, laid out as in `geometry`. The server
+    forgets what `ephemeral` engines stored when the last engine of their namespace is gone."""
 
     channel: Channel
     engine_id: str
@@ -39,8 +39,8 @@ class Worker:
     ephemeral: bool = False
 
     def register(self) -> messages.Registered:
-        """Hand over the memory and prove that it is this process's own; to be done for each new life of the
-        server, in the channel's `on_up`. Raises ChannelError."""
+        """Exports the memory to the server and proves that this process owns it. Call it from the channel's
+        `on_up`, because a restarted server needs it again. Raises ChannelError."""
         self.channel.system.allow_tracer(self.channel.server_pid)
         memory = self.export.memory(self.channel.system.pid())
         message = messages.Register(
@@ -51,23 +51,23 @@ class Worker:
             return expect(self.channel.call(messages.Prove(), REGISTER_S), messages.Registered)
 
     def load(self, message: Load, timeout_s: float) -> Pending:
-        """Have pages copied into this worker's blocks, which nobody may use before it is settled."""
+        """Has pages copied into this worker's blocks, which must not be used before the load is settled."""
         return self.channel.submit(message, timeout_s)
 
     def store(self, message: Store, timeout_s: float) -> Pending:
-        """Have pages copied out of this worker's blocks, which must not change before it is settled."""
+        """Has pages copied out of this worker's blocks, which must not change before the store is settled."""
         return self.channel.submit(message, timeout_s)
 
 
 @dataclass
 class Scheduler:
-    """The scheduler side of an engine, which asks for all of its workers."""
+    """The scheduler side of an engine, which makes requests for all of its workers."""
 
     channel: Channel
     engine_id: str
 
     def join(self, timeout_s: float = JOIN_S) -> messages.Joined:
-        """Find the engine that the workers have registered; for `on_up`. Raises ChannelError."""
+        """Joins the engine that the workers have registered; for `on_up`. Raises ChannelError."""
         joined = expect(self.channel.call(messages.Join(self.engine_id), timeout_s), messages.Joined)
         if not joined.ready:
             raise ChannelError("the workers of this engine have not all registered yet")
@@ -76,13 +76,13 @@ class Scheduler:
     def lookup(
         self, request_id: str, keys: Sequence[bytes], computed: int, limit: int, tokens: int, timeout_s: float
     ) -> Pending:
-        """Ask for a resume point, as `messages.Lookup` says; the answer is a Found. If it comes when nobody
-        waits any more, its lease is released."""
-        question = messages.Lookup(request_id, tuple(keys), computed, limit, tokens)
-        return self.channel.submit(question, timeout_s, on_late=self._release_late)
+        """Asks for a resume point; `messages.Lookup` explains the arguments. The reply is a Found. If it
+        comes too late, its lease is released."""
+        message = messages.Lookup(request_id, tuple(keys), computed, limit, tokens)
+        return self.channel.submit(message, timeout_s, on_late=self._release_late)
 
     def forget(self, lookup: Pending) -> None:
-        """Nobody waits for this lookup any more: release what it has promised, or will promise yet."""
+        """Stops waiting for a lookup and releases the lease that its reply has granted or will grant."""
         lookup.abandon()
         self._release_late(lookup.reply)
 
@@ -91,27 +91,27 @@ class Scheduler:
             self.release((reply.lease_id,))
 
     def release(self, leases: tuple[int, ...], keys: tuple[bytes, ...] = (), request_id: str = "") -> Pending:
-        """Give up leases and touch the chunks of `keys`; with `request_id` if that request has ended."""
+        """Ends leases and marks the chunks of `keys` as used; with `request_id` if that request has ended."""
         return self.channel.submit(messages.Release(leases, keys, request_id), RELEASE_S)
 
 
 def expect(reply: Message, kind: type[Reply]) -> Reply:
-    """The reply, if it is a `kind`; raises ChannelError if it is anything else."""
+    """Returns the reply if it is a `kind`, and raises ChannelError otherwise."""
     if not isinstance(reply, kind):
         raise ChannelError(f"the lmcache server answered {type(reply).__name__}, not {kind.__name__}")
     return reply
 
 
 def chunk_object(keys: Sequence[bytes], chunk: int, group: int, block_ids: tuple[int, ...]) -> StoreObject:
-    """What a group stores for chunk number `chunk` of the prompt that has these keys."""
+    """The object that a group stores for chunk number `chunk` of the prompt with these keys."""
     return StoreObject(keys[chunk], keys[chunk - 1] if chunk else ROOT_KEY, chunk, group, block_ids)
 
 
 def load_message(
     request_id: str, found: Found, key: bytes, computed: int, groups: Sequence[GroupSpec], tables: Tables
 ) -> Load:
-    """What every worker sends to load what was `found` beyond `computed` tokens, into the blocks that
-    `tables` give for each group by position. `key` is that of the chunk which ends at the resume point."""
+    """The message with which every worker loads the tokens of `found` beyond `computed`. `tables` gives, for
+    each group, the block id at each position; `key` is the key of the chunk that ends at the resume point."""
     block_ids = tuple(
         tuple(table[at] for at in group.needed_blocks(found.resume_tokens, computed))
         for group, table in zip(groups, tables, strict=True)

@@ -1,6 +1,6 @@
-"""What the connector asks of the operating system and of ZeroMQ: time, threads, processes, a connection.
+"""The connector's access to the operating system and to ZeroMQ: time, threads, processes and connections.
 
-The simulation in the tests replaces this as a whole; everything else of the connector runs there as it is.
+The simulation in the tests replaces this module; it runs the rest of the connector unchanged.
 """
 
 import math
@@ -24,17 +24,17 @@ _READABLE = int(zmq.POLLIN)
 
 
 class ConnectionLostError(Exception):
-    """A frame could not be sent."""
+    """The frame could not be sent."""
 
 
 class Connection:
-    """A DEALER socket to one address, and what its monitor says of it. Not for two threads at a time."""
+    """A DEALER socket to one address, with its monitor. Only one thread at a time may use it."""
 
     def __init__(self, address: str) -> None:
-        # With its context of its own, the end of this connection is the end of its thread and descriptors.
+        # Closing a context of its own also ends the thread and the descriptors of this connection.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        # Nothing is queued for a server that is not there: it would act on stale requests later.
+        # ZeroMQ must not queue requests for an absent server, which would act on them later.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
@@ -50,21 +50,21 @@ class Connection:
         self._socket.connect(address)
 
     def send(self, frame: bytes) -> None:
-        """Never blocks; raises ConnectionLostError."""
+        """Sends a frame without blocking. Raises ConnectionLostError."""
         try:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             raise ConnectionLostError(str(error)) from error
 
     def receive(self) -> bytes | None:
-        """The next frame, if one has arrived."""
+        """The next frame, or None if none has arrived."""
         try:
             return self._socket.recv(zmq.NOBLOCK) if _is_readable(self._socket) else None
-        except zmq.ZMQError:  # whatever is wrong with the cache's connection, an engine goes on
+        except zmq.ZMQError:  # a problem with the connection must not stop the engine
             return None
 
     def event(self) -> bool | None:
-        """What became of the connection since the last call: True, it is up; False, it broke."""
+        """The next change of the connection: True if it came up, False if it broke, None without a change."""
         try:
             if not _is_readable(self._monitor):
                 return None
@@ -87,8 +87,8 @@ class Connection:
             return 0
 
     def wait(self, wait_s: float) -> None:
-        """Until a frame has arrived, or `wait_s` is over, rounded up to milliseconds. Only when `receive`
-        had nothing: ZeroMQ's descriptor tells of what is new."""
+        """Waits until a frame arrives, but at most `wait_s`, rounded up to milliseconds. Call it only after
+        `receive` returned None, because ZeroMQ's descriptor signals only new frames."""
         self._poll.poll(math.ceil(wait_s * 1000))
 
     def close(self) -> None:
@@ -99,18 +99,18 @@ class Connection:
 
 
 def _is_readable(socket: "zmq.Socket[bytes]") -> bool:
-    """A fifth of the cost of the exception that tells of an empty socket."""
+    # Asking costs a fifth of the exception that an empty socket raises.
     return bool(int(socket.getsockopt(zmq.EVENTS)) & _READABLE)
 
 
 class Process:
-    """Another process, by a descriptor that stays its own when its id is given to another."""
+    """Another process. Its descriptor stays valid even if its id is reused."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     def ended(self) -> bool:
-        """Whether it has: none of its threads does anything any more."""
+        """Whether the process has ended, with all of its threads."""
         return bool(select.select([self._descriptor], [], [], 0)[0])
 
     def close(self) -> None:
@@ -118,37 +118,24 @@ class Process:
 
 
 class System:
-    """See the module."""
+    """The real system; the simulation has another."""
 
-    def pid(self) -> int:
-        return os.getpid()
-
-    def now_s(self) -> float:
-        """Monotonic seconds."""
-        return time.monotonic()
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    def random_bytes(self, count: int) -> bytes:
-        return os.urandom(count)
-
-    def lock(self) -> "threading.RLock":
-        return threading.RLock()
-
-    def event(self) -> threading.Event:
-        return threading.Event()
+    pid = staticmethod(os.getpid)
+    now_s = staticmethod(time.monotonic)
+    sleep = staticmethod(time.sleep)
+    random_bytes = staticmethod(os.urandom)
+    lock = staticmethod(threading.RLock)
+    event = staticmethod(threading.Event)
+    connect = staticmethod(Connection)
+    allow_tracer = staticmethod(allow_tracer)
 
     def start_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
         thread = threading.Thread(target=target, name=name, daemon=True)
         thread.start()
         return thread
 
-    def connect(self, address: str) -> Connection:
-        return Connection(address)
-
     def open_process(self, pid: int) -> Process | None:
-        """None where the id means nothing here: another process namespace, or the process has ended."""
+        """The process, or None if it has ended or is in another process namespace."""
         try:
             return Process(os.pidfd_open(pid))
         except OSError:
@@ -169,9 +156,6 @@ class System:
         except OSError:
             return False
         return False
-
-    def allow_tracer(self, pid: int) -> None:
-        allow_tracer(pid)
 
 
 SYSTEM = System()

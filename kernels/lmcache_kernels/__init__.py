@@ -1,1 +1,1 @@
-"""CUDA source of this project and what launches it. Neither torch nor vLLM is needed."""
+"""The CUDA kernel of this project and its launcher. They need neither torch nor vLLM."""

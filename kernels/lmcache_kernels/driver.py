@@ -1,8 +1,8 @@
-"""CUDA's driver API, as far as this project needs it, by ctypes.
+"""The parts of CUDA's driver API that this project needs, by ctypes.
 
-The connector inside vLLM and the server both call the driver itself: no version of torch, cupy or CUDA's
-runtime has a say in what a handle means on either side. Signatures: CUDA Toolkit documentation, CUDA Driver
-API; each is the one that the exported name has had since the CUDA version given below or earlier.
+The connector inside vLLM and the server both call the driver directly, so that a handle means the same on
+both sides whatever the versions of torch, cupy and CUDA's runtime. The signatures are from the CUDA Toolkit
+documentation, CUDA Driver API. They date from CUDA 12.0 or earlier; cuMemcpyBatchAsync is from CUDA 12.8.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 HANDLE_BYTES = 64
 UUID_BYTES = 16
 NON_BLOCKING = 1
-"""Of a stream: not ordered with the legacy default stream."""
+"""A flag of streams: not ordered with the legacy default stream."""
 
 _BLOCKING_SYNC_NO_TIMING = 1 | 2
 _SCHED_BLOCKING_SYNC = 4
@@ -69,7 +69,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class CudaError(Exception):
-    """A call of the driver failed with `code` (a CUresult)."""
+    """A call to the driver failed with `code` (a CUresult)."""
 
     def __init__(self, call: str, code: int, text: str) -> None:
         super().__init__(f"{call}: {text} (CUDA error {code})")
@@ -87,19 +87,19 @@ class _CopyAttributes(ctypes.Structure):
 
 
 class Driver:
-    """Calls that raise CudaError. Contexts, streams and events are the driver's own handles, as integers.
+    """Calls to the driver, which raise CudaError. Contexts, streams and events are its own integer handles.
 
-    Unless said otherwise a call is about the context that is current on the calling thread.
+    Unless stated otherwise, a call uses the context that is current on the calling thread.
     """
 
     def __init__(self) -> None:
-        """Raises OSError where there is no driver, AttributeError where it is older than CUDA 12, and
-        CudaError where it has no GPU."""
+        """Raises OSError without a driver, AttributeError if it is older than CUDA 12, and CudaError if it
+        has no GPU."""
         self._library = ctypes.CDLL("libcuda.so.1")
         for name, argument_types in _SIGNATURES.items():
             function = getattr(self._library, name)
             function.argtypes, function.restype = argument_types, c_int
-        # By value: the one argument of this API that is no plain number or pointer.
+        # The handle is the only argument in this API that is a structure passed by value.
         self._library.cuIpcOpenMemHandle_v2.argtypes = (POINTER(_U64), _IpcHandle, c_uint)
         self._call("cuInit", 0)
         self._batch = self._find_batch()
@@ -115,13 +115,13 @@ class Driver:
         return CudaError(name, code, (text.value or b"unknown error").decode())
 
     def _out(self, name: str, kind: type, *arguments: object) -> Any:
-        """The value that `name` stores behind its first argument."""
+        """Calls `name` and returns the value that it stores through its first argument."""
         out = kind()
         self._call(name, ctypes.byref(out), *arguments)
         return out.value
 
     def version(self) -> int:
-        """The newest CUDA that the driver knows: 12080 is 12.8."""
+        """The newest CUDA version that the driver supports, as in 12080 for 12.8."""
         return int(self._out("cuDriverGetVersion", c_int))
 
     # -- devices and contexts ---------------------------------------------------------------------
@@ -130,64 +130,58 @@ class Driver:
         return int(self._out("cuDeviceGetCount", c_int))
 
     def uuid(self, ordinal: int) -> bytes:
-        """UUID_BYTES that name the device (of MIG, the instance) in every process."""
-        found = ctypes.create_string_buffer(UUID_BYTES)
-        self._call("cuDeviceGetUuid_v2", found, ordinal)
-        return found.raw
+        """The UUID_BYTES bytes that identify the device (or MIG instance) in every process."""
+        uuid = ctypes.create_string_buffer(UUID_BYTES)
+        self._call("cuDeviceGetUuid_v2", uuid, ordinal)
+        return uuid.raw
 
     def pci_bus_id(self, ordinal: int) -> str:
-        found = ctypes.create_string_buffer(32)
-        self._call("cuDeviceGetPCIBusId", found, len(found), ordinal)
-        return found.value.decode()
+        bus_id = ctypes.create_string_buffer(32)
+        self._call("cuDeviceGetPCIBusId", bus_id, len(bus_id), ordinal)
+        return bus_id.value.decode()
 
     def compute_capability(self, ordinal: int) -> str:
-        """As in `sm_90`: "90"."""
-        parts = (
-            self._out("cuDeviceGetAttribute", c_int, a, ordinal) for a in (_COMPUTE_MAJOR, _COMPUTE_MINOR)
-        )
-        return "".join(map(str, parts))
+        """The digits of the architecture, as in "90" for `sm_90`."""
+        major = self._out("cuDeviceGetAttribute", c_int, _COMPUTE_MAJOR, ordinal)
+        return f"{major}{self._out('cuDeviceGetAttribute', c_int, _COMPUTE_MINOR, ordinal)}"
 
     def sees_host_pointers(self, ordinal: int) -> bool:
-        """Whether a kernel reaches registered host memory at the address that the process has for it."""
+        """Whether kernels reach registered host memory at the address that the process uses for it."""
         return bool(self._out("cuDeviceGetAttribute", c_int, _HOST_POINTER, ordinal))
 
     def retain_context(self, ordinal: int) -> int:
-        """The device's one context of this process. Who waits in it sleeps."""
+        """The device's primary context of this process. A thread that waits in it sleeps."""
         self._call("cuDevicePrimaryCtxSetFlags_v2", ordinal, _SCHED_BLOCKING_SYNC)
         return int(self._out("cuDevicePrimaryCtxRetain", c_void_p, ordinal))
 
     def current_context(self) -> int:
-        """0 where none is current."""
+        """The current context, or 0 if none is current."""
         return int(self._out("cuCtxGetCurrent", c_void_p) or 0)
 
     def enter(self, context: int) -> None:
-        """Make it current on this thread, which another thread's capture of a graph does not disturb (nor
-        it the capture)."""
+        """Makes `context` current on this thread and keeps the thread and another thread's capture of a graph
+        from disturbing each other."""
         self._call("cuCtxSetCurrent", context)
         self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(c_int(_CAPTURE_RELAXED)))
 
     # -- memory -----------------------------------------------------------------------------------
 
     def ordinal_of(self, address: int) -> int:
-        """The device whose memory this is."""
-        found = c_int()
-        self._call("cuPointerGetAttribute", ctypes.byref(found), _ORDINAL, address)
-        return found.value
+        """The device that owns the memory at `address`."""
+        return int(self._out("cuPointerGetAttribute", c_int, _ORDINAL, address))
 
     def has_ipc_handle(self, address: int) -> bool:
         """False for memory of the virtual memory API and of memory pools."""
-        found = c_uint()
-        self._call("cuPointerGetAttribute", ctypes.byref(found), _LEGACY_IPC, address)
-        return bool(found.value)
+        return bool(self._out("cuPointerGetAttribute", c_uint, _LEGACY_IPC, address))
 
     def allocation(self, address: int) -> tuple[int, int]:
-        """(first address, bytes) of the allocation that `address` lies in."""
+        """(first address, bytes) of the allocation that contains `address`."""
         base, num_bytes = _U64(), c_size_t()
         self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(num_bytes), address)
         return base.value, num_bytes.value
 
     def memory_info(self) -> tuple[int, int]:
-        """(free, all) bytes of the device."""
+        """(free, total) bytes of the device."""
         free, total = c_size_t(), c_size_t()
         self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return free.value, total.value
@@ -199,13 +193,13 @@ class Driver:
         self._call("cuMemFree_v2", address)
 
     def ipc_handle(self, address: int) -> bytes:
-        """HANDLE_BYTES that another process opens to the first address of the same allocation."""
+        """The handle, of HANDLE_BYTES bytes, by which another process opens the allocation at `address`."""
         handle = ctypes.create_string_buffer(HANDLE_BYTES)
         self._call("cuIpcGetMemHandle", handle, address)
         return handle.raw
 
     def open_handle(self, handle: bytes) -> int:
-        """The address, in this process, of the allocation that another process exported."""
+        """Opens an allocation of another process and returns its address in this process."""
         by_value = _IpcHandle.from_buffer_copy(handle)
         return int(self._out("cuIpcOpenMemHandle_v2", _U64, by_value, _LAZY_PEER_ACCESS))
 
@@ -213,18 +207,18 @@ class Driver:
         self._call("cuIpcCloseMemHandle", address)
 
     def read(self, address: int, num_bytes: int) -> bytes:
-        """Bytes of the device, for a few of them."""
-        found = ctypes.create_string_buffer(num_bytes)
-        self._call("cuMemcpyDtoH_v2", found, address, num_bytes)
-        return found.raw
+        """Reads a few bytes of device memory."""
+        data = ctypes.create_string_buffer(num_bytes)
+        self._call("cuMemcpyDtoH_v2", data, address, num_bytes)
+        return data.raw
 
     def write(self, address: int, data: bytes) -> None:
-        """A few bytes to the device; when this returns they are there, for other processes as well."""
+        """Writes a few bytes to device memory; on return, other processes see them, too."""
         self._call("cuMemcpyHtoD_v2", address, data, len(data))
         self.synchronize(0)
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        """Pin host memory for every context of this process, kernels included."""
+        """Pins host memory for copies and kernels in every context of this process."""
         self._call("cuMemHostRegister_v2", address, num_bytes, _PORTABLE_DEVICEMAP)
 
     def unregister_host(self, address: int) -> None:
@@ -242,21 +236,21 @@ class Driver:
         self._call("cuStreamDestroy_v2", stream)
 
     def create_event(self) -> int:
-        """Who waits for it sleeps."""
+        """An event for which a waiting thread sleeps."""
         return int(self._out("cuEventCreate", c_void_p, _BLOCKING_SYNC_NO_TIMING))
 
     def record(self, event: int, stream: int) -> None:
         self._call("cuEventRecord", event, stream)
 
     def wait_for(self, event: int) -> None:
-        """Until everything that its stream had before the event was recorded has happened."""
+        """Waits until all work that its stream received before the event was recorded has completed."""
         self._call("cuEventSynchronize", event)
 
     def destroy_event(self, event: int) -> None:
         self._call("cuEventDestroy_v2", event)
 
     def copy(self, destination: int, source: int, num_bytes: int, stream: int) -> None:
-        """Enqueue one copy; the addresses say which side is host memory."""
+        """Enqueues one copy; the driver recognises host memory by its address."""
         self._call("cuMemcpyAsync", destination, source, num_bytes, stream)
 
     def copy_batch(
@@ -266,14 +260,14 @@ class Driver:
         length: NDArray[np.uint64],
         stream: int,
     ) -> None:
-        """Enqueue copies in one call where the driver has that (CUDA 12.8), else one by one; in no order
-        among each other. The arrays may change when this returns."""
+        """Enqueues copies in one call if the driver can (CUDA 12.8), otherwise one by one. The order of the
+        copies is undefined. The arrays may change when this returns."""
         if self._batch is None:
             for to, at, size in zip(destination.tolist(), source.tolist(), length.tolist(), strict=True):
                 self.copy(to, at, size, stream)
             return
         arrays = [np.ascontiguousarray(array, np.uint64) for array in (destination, source, length)]
-        # Sources are read in the order of the stream: in "any" order a page could be read too early.
+        # The sources must be read in stream order; the order "any" could read a page too early.
         attributes = _CopyAttributes(_STREAM_ORDER)
         first, failed = c_size_t(0), c_size_t()
         code = self._batch(
@@ -304,19 +298,19 @@ class Driver:
     # -- kernels ----------------------------------------------------------------------------------
 
     def load_kernel(self, image: bytes, name: str) -> int:
-        """A function of a module (a cubin, or PTX), which stays loaded."""
+        """The function `name` of a module (cubin or PTX), which stays loaded."""
         module = self._out("cuModuleLoadData", c_void_p, image)
         return int(self._out("cuModuleGetFunction", c_void_p, module, name.encode()))
 
     def launch(self, function: int, blocks: int, threads: int, stream: int, *arguments: Any) -> None:
-        """Enqueue a kernel; `arguments` are ctypes values, read before this returns."""
-        pointers = (c_void_p * len(arguments))(*[ctypes.addressof(each) for each in arguments])
+        """Enqueues a kernel; `arguments` are ctypes values, read before this returns."""
+        pointers = (c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         self._call("cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, None)
 
 
 @functools.cache
 def load() -> Driver | None:
-    """The driver, if this machine has one and it shows this process a GPU."""
+    """The driver, or None unless this machine has one and this process can use a GPU."""
     try:
         return Driver()
     except (OSError, AttributeError, CudaError):

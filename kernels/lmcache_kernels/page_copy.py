@@ -1,6 +1,6 @@
-"""Launches page_copy.cu: a list of pieces, copied by one kernel in stream order.
+"""Launches page_copy.cu, a kernel that copies a list of pieces in stream order.
 
-cupy brings the compiler (NVRTC) and nothing else: the driver loads and launches what it made.
+cupy only provides the compiler, NVRTC; the driver loads and launches the kernel.
 """
 
 import ctypes
@@ -14,18 +14,18 @@ from lmcache_kernels.driver import CudaError, Driver
 
 SOURCE = Path(__file__).with_suffix(".cu")
 TILE_BYTES = 4096
-"""What 32 threads copy at a time."""
+"""The bytes that 32 threads copy at a time."""
 THREADS = 512
-"""Of a block; at 16 bytes a load and four loads a thread, 32 KiB are on their way."""
+"""The threads of a block. With four loads of 16 bytes per thread, 32 KiB are in flight."""
 BLOCKS = 8
-"""At most as many multiprocessors are taken from the engine."""
+"""The blocks of a launch, which occupy at most this many of the engine's multiprocessors."""
 MAX_PIECES = 8192
-"""Of one launch."""
+"""The limit for one launch."""
 
 _MAX_ITEMS = 1 << 31
 _ROW_BYTES = 24
 _TABLES = 4
-"""Launches that may be on their way at a time."""
+"""How many launches may be in flight."""
 
 
 class KernelError(Exception):
@@ -33,19 +33,19 @@ class KernelError(Exception):
 
 
 def compiled(architecture: str) -> bytes:
-    """The kernel for compute capability `architecture` ("90"), by cupy's NVRTC. Raises KernelError."""
+    """Compiles the kernel for compute capability `architecture` (such as "90"). Raises KernelError."""
     try:
         from cupy.cuda import nvrtc
     except ImportError as error:
         raise KernelError(
-            "small pages are copied one by one; a kernel that is faster comes with pip install "
-            "'lmcache-mp[cuda13]', or 'lmcache-mp[cuda12]' for a driver before 580"
+            "small pages are copied one by one; for a faster kernel, run pip install 'lmcache-mp[cuda13]', "
+            "or 'lmcache-mp[cuda12]' with a driver before 580"
         ) from error
     try:
         program = nvrtc.createProgram(SOURCE.read_text(), SOURCE.name, (), ())
         nvrtc.compileProgram(program, (f"--gpu-architecture=sm_{architecture}", "--std=c++17"))
         image: bytes = nvrtc.getCUBIN(program)
-    except Exception as error:  # cupy's own types, of which it exports none
+    except Exception as error:  # cupy does not export its exception types
         raise KernelError(
             f"cupy's NVRTC did not compile the copy kernel for sm_{architecture}: {error}"
         ) from error
@@ -53,17 +53,16 @@ def compiled(architecture: str) -> bytes:
 
 
 class PageCopy:
-    """The kernel and the tables of its launches, for one thread whose context is current."""
+    """The kernel and the tables of its launches, for one thread in which the kernel's context is current."""
 
     def __init__(self, driver: Driver, function: int) -> None:
         """`function` is `page_copy` of the compiled module. Raises CudaError."""
         self._driver = driver
         self._function = function
         size_bytes = _TABLES * MAX_PIECES * _ROW_BYTES
-        # Of whole pages, so that no other registration has part of them.
+        # Whole pages of its own, so that no other registration overlaps them.
         self._staging = mmap.mmap(-1, size_bytes)
         self._host = np.frombuffer(self._staging, np.uint64).reshape(_TABLES, MAX_PIECES, 3)
-        self._events: list[int] = []
         self._next = 0
         self._device = driver.allocate(size_bytes)
         try:
@@ -81,18 +80,17 @@ class PageCopy:
         stream: int,
         num_blocks: int = BLOCKS,
     ) -> None:
-        """Enqueue the copy of `length[i]` bytes from `source[i]` to `destination[i]`, for every i; at most
-        MAX_PIECES.
+        """Enqueues copies of `length[i]` bytes from `source[i]` to `destination[i]`, for at most MAX_PIECES.
 
-        Addresses are those the device sees: of its own memory, or of pinned host memory. The arrays may
-        change when this returns. Raises ValueError or CudaError.
+        The addresses are the device's, of its own memory or of pinned host memory. The arrays may change when
+        this returns. Raises ValueError or CudaError.
         """
         if not len(length):
             return
         table, tiles = arguments(source, destination, length)
         slot, self._next = self._next, (self._next + 1) % _TABLES
         event = self._events[slot]
-        # An event that was never recorded has happened.
+        # This returns at once for an event that was never recorded.
         self._driver.wait_for(event)
         self._host[slot, : len(table)] = table
         at = slot * MAX_PIECES * _ROW_BYTES
@@ -105,7 +103,7 @@ class PageCopy:
         self._driver.record(event, stream)
 
     def close(self) -> None:
-        """No launch may be on its way. Raises CudaError."""
+        """Frees the tables. No launch may be in flight. Raises CudaError."""
         for event in self._events:
             self._driver.destroy_event(event)
         self._driver.unregister_host(self._host.ctypes.data)
@@ -118,9 +116,9 @@ def arguments(
     length: NDArray[np.uint64],
     tile_bytes: int = TILE_BYTES,
 ) -> tuple[NDArray[np.uint64], int]:
-    """The kernel's table of pieces, one row each, and how many tiles the longest has.
+    """The kernel's table with one row per piece, and the number of tiles of the longest piece.
 
-    Raises ValueError when that is too much work for one launch.
+    Raises ValueError if this is too much work for one launch.
     """
     tiles = -(-int(length.max()) // tile_bytes)
     if len(length) * tiles > _MAX_ITEMS:

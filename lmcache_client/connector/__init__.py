@@ -1,6 +1,6 @@
-"""The connector: what vLLM loads as `LMCacheMPConnector`. The only package here that imports vllm.
+"""The connector that vLLM loads as `LMCacheMPConnector`. No other package of this project imports vLLM.
 
-Importing the package imports nothing of vLLM's: its plugin runs in every vLLM process, whatever its version.
+Importing the package alone imports nothing from vLLM: its plugin runs in vLLM processes of every version.
 """
 
 import inspect
@@ -15,8 +15,8 @@ __all__ = ["LMCacheMPConnector"]
 
 
 def __getattr__(name: str) -> Any:
-    """The connector, when vLLM asks for it. Where it cannot be loaded, one that caches nothing and says why.
-    Raises RuntimeError for a vLLM that is too old."""
+    """Loads the connector when vLLM asks for it, or one that caches nothing and says why if that fails.
+    Raises RuntimeError if vLLM is too old."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm import __version__
@@ -27,20 +27,15 @@ def __getattr__(name: str) -> Any:
         from lmcache_client.connector.connector import LMCacheMPConnector
 
         if inspect.isabstract(LMCacheMPConnector):
-            raise ImportError(f"vLLM asks for {', '.join(sorted(LMCacheMPConnector.__abstractmethods__))}")
-    # An upgrade of vLLM must not become an outage, whatever it changed.
-    except Exception as error:
+            raise ImportError(f"vLLM requires {', '.join(sorted(LMCacheMPConnector.__abstractmethods__))}")
+    except Exception as error:  # an upgrade of vLLM must never become an outage
         reason = (
             f"vLLM {__version__} and lmcache-mp {VERSION}, which do not load together ({error}): "
             f"install vLLM {VLLM_RANGE} ({INSTALL_VLLM}) or another lmcache-mp"
         )
-        return _uncached(reason, error)
+        try:
+            from lmcache_client.connector.uncached import uncached
+        except ImportError:
+            raise RuntimeError(f"lmcache: {reason}") from error
+        return uncached(reason)
     return LMCacheMPConnector
-
-
-def _uncached(reason: str, error: Exception) -> Any:
-    try:
-        from lmcache_client.connector.uncached import uncached
-    except ImportError:
-        raise RuntimeError(f"lmcache: {reason}") from error
-    return uncached(reason)

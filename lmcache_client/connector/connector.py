@@ -1,9 +1,9 @@
-"""LMCacheMPConnector: vLLM's connector interface, delegated to the scheduler side or the worker side.
+"""LMCacheMPConnector implements vLLM's connector interface by its scheduler side and its worker side.
 
-Interface: distributed/kv_transfer/kv_connector/v1/base.py of vLLM; surface.py names all that is used of it.
+Interface: vLLM's distributed/kv_transfer/kv_connector/v1/base.py; surface.py lists what is used of it.
 """
 
-from collections import Counter
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
-from lmcache_client.channel import Channel
 from lmcache_client.connector import support, translate
 from lmcache_client.connector.log import logger
 from lmcache_client.connector.metadata import StepMetadata, WorkerReport
@@ -22,7 +21,7 @@ from lmcache_client.connector.settings import parse
 from lmcache_client.connector.stats import PromMetrics, TransferStats
 from lmcache_client.connector.support import UnsupportedError
 from lmcache_client.connector.uncached import Uncached, log_uncached, tell_server
-from lmcache_client.connector.worker import Results, WorkerSide, transfer_results, worker_report
+from lmcache_client.connector.worker import Results, WorkerSide
 from lmcache_client.contract.geometry import GroupSpec
 from lmcache_client.memory.cuda import CudaExport, ExportError, check_proof_places
 from lmcache_client.memory.host import HostExport
@@ -30,8 +29,7 @@ from lmcache_client.memory.host import HostExport
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ModuleNotFoundError:
-    # vLLM 0.31 does not count hits by where they come from.
-    CacheHitSource = None
+    CacheHitSource = None  # vLLM 0.31 does not count hits by source
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,8 +45,8 @@ if TYPE_CHECKING:
 class LMCacheMPConnector(Uncached):
     """Connects a vLLM engine to the lmcache server of its machine.
 
-    An engine whose vLLM, model or settings are not proven to be restored exactly runs as if it had no
-    connector; one line in its log says why. Raises ValueError for a configuration that is wrong.
+    If the cache is not proven to restore this vLLM, model and settings exactly, the engine runs as if it had
+    no connector, and one line in its log says why. Raises ValueError if the configuration is wrong.
     """
 
     if CacheHitSource is not None:
@@ -65,7 +63,6 @@ class LMCacheMPConnector(Uncached):
         self._settings, ignored = parse(transfer.kv_connector_extra_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._teller: Channel | None = None
         self._idle = False
         self._block_size_checked = False
         self._results = Results()
@@ -77,7 +74,7 @@ class LMCacheMPConnector(Uncached):
             self._supported = False
             if role == KVConnectorRole.SCHEDULER:
                 log_uncached(str(error))
-                self._teller = tell_server(self._settings, vllm_config, str(error))
+                self._teller = tell_server(vllm_config, str(error))
             return
         self._supported = True
         if role == KVConnectorRole.SCHEDULER:
@@ -89,17 +86,17 @@ class LMCacheMPConnector(Uncached):
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         if transfer.kv_load_failure_policy != "recompute":
-            # vLLM's default turns a lost cache into failed requests. It reads the policy after it has
+            # With vLLM's default, a lost cache makes requests fail. vLLM reads the policy after it has
             # built its connector.
             transfer.kv_load_failure_policy = "recompute"
-            logger.info("lmcache: a load that fails is recomputed (kv_load_failure_policy=recompute)")
+            logger.info("lmcache: vLLM recomputes a load that fails (kv_load_failure_policy=recompute)")
         for key in ignored:
             logger.warning("lmcache: %s has no effect with this connector", key)
         can_resume = support.can_resume(vllm_config, self._kv_cache_config)
         if not can_resume:
             logger.warning(
-                "lmcache: this engine stores but does not load: its attention backend cannot resume in the "
-                "middle of a prompt (MLA on a CPU, or neither chunked prefill nor prefix caching)"
+                "lmcache: this engine stores but does not load, because it cannot resume in the middle of a "
+                "prompt (MLA on a CPU, or neither chunked prefill nor prefix caching)"
             )
         self._scheduler = SchedulerSide(
             self._settings,
@@ -108,13 +105,13 @@ class LMCacheMPConnector(Uncached):
             vllm_config.parallel_config.world_size,
             loads=transfer.is_kv_consumer and can_resume,
             stores=transfer.is_kv_producer,
-            advise=lambda chunk_size: support.granularity_advice(vllm_config, groups, chunk_size),
+            advise=functools.partial(support.granularity_advice, vllm_config, groups),
         )
-        self._scheduler.start(self._settings.strict_resume_points)
+        self._scheduler.start()
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
-        """A wish: vLLM keeps its own choice where a backend does not have this one."""
+        """The preferred layout; vLLM makes its own choice if a backend does not have this one."""
         assert vllm_config.kv_transfer_config is not None
         settings, _ = parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
         try:
@@ -132,18 +129,17 @@ class LMCacheMPConnector(Uncached):
     def on_new_request(self, request: "Request") -> None:
         if self._scheduler is not None:
             if not self._block_size_checked:
-                # Once, and not earlier: vLLM breaks it after building its connector and its scheduler.
+                # Not earlier, because vLLM breaks the size after building its connector and its scheduler.
                 self._block_size_checked = True
                 if wrong := support.restore_block_size(self._vllm_config, self._scheduler.groups):
-                    logger.info("lmcache: vLLM's block size was %d in its scheduler: put right", wrong)
+                    logger.info("lmcache: corrected the wrong block size %d in vLLM's scheduler", wrong)
             self._scheduler.new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        if self._scheduler is None:
-            return 0, False
-        return self._scheduler.matched_tokens(request, num_computed_tokens)
+        scheduler = self._scheduler
+        return (0, False) if scheduler is None else scheduler.matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
@@ -188,9 +184,9 @@ class LMCacheMPConnector(Uncached):
                 check_proof_places(geometry, len(buffers))
                 export = CudaExport(buffers, lambda: int(torch.cuda.current_stream().cuda_stream))
             except ExportError as error:
-                logger.warning("lmcache: this engine is not cached, because it has %s", error)
+                log_uncached(str(error))
                 return
-            logger.warning("lmcache: nobody has run this on a GPU yet: compare outputs (docs/gpu.md)")
+            logger.warning("lmcache: the cache is untested on GPUs: compare outputs (docs/gpu.md)")
         self._worker = WorkerSide(self._settings, self._engine_id, rank, model, geometry, export)
         self._worker.start()
 
@@ -204,12 +200,14 @@ class LMCacheMPConnector(Uncached):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is not None:
             self._results = self._worker.collect(self._idle)
-        return transfer_results(self._results)
+        return KVConnectorTransferResults(
+            finished_recving=self._results.loaded, failed_recving=self._results.failed
+        )
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        report = worker_report(self._results)
-        self._results = Results(settled=Counter())
-        return report
+        settled = self._results.settled
+        self._results = Results()
+        return WorkerReport(settled) if settled else None
 
     # -- both -------------------------------------------------------------------------------------
 
@@ -232,7 +230,7 @@ class LMCacheMPConnector(Uncached):
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def reset_cache(self) -> bool | None:
-        """vLLM's prefix cache was reset together with its connector's: forget what nobody uses."""
+        """Clears the server's cache, except what is in use, when vLLM resets its own."""
         return self._scheduler.clear() if self._scheduler is not None else None
 
     def shutdown(self) -> None:
@@ -240,6 +238,5 @@ class LMCacheMPConnector(Uncached):
             self._scheduler.channel.close()
         if self._worker is not None:
             self._worker.close()
-        if self._teller is not None:
-            self._teller.close()
+        super().shutdown()
         self._scheduler = self._worker = self._teller = None

@@ -1,15 +1,15 @@
-"""The logger of the connector: a child of vLLM's, so that its lines show where vLLM's do."""
+"""The logger of the connector. It is a child of vLLM's logger, so its lines appear where vLLM's do."""
 
 from vllm.logger import init_logger
 
 logger = init_logger("vllm.lmcache_mp")
 
 
-def log_state(ready: bool, sentence: str) -> None:
-    """A change of the connection to the server."""
-    (logger.info if ready else logger.warning)("lmcache: %s", sentence)
+def log_state(ready: bool, text: str) -> None:
+    """Logs a change of the connection to the server."""
+    (logger.info if ready else logger.warning)("lmcache: %s", text)
 
 
-def trace(request_id: str, sentence: str, *values: object) -> None:
-    """What becomes of a request, for who follows one at VLLM_LOGGING_LEVEL=DEBUG."""
-    logger.debug("lmcache: request %s: " + sentence, request_id, *values, stacklevel=2)
+def trace(request_id: str, text: str, *values: object) -> None:
+    """Logs an event of a request, shown with VLLM_LOGGING_LEVEL=DEBUG."""
+    logger.debug("lmcache: request %s: " + text, request_id, *values, stacklevel=2)

@@ -1,4 +1,4 @@
-"""What the scheduler side and the worker side of the connector send each other through vLLM."""
+"""The data that the scheduler side and the worker side of the connector exchange through vLLM."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from lmcache_client.contract.messages import Load, Store
 
 @dataclass
 class LoadJob:
-    """One request's load. `job_id` names the destination blocks that are held until it is settled."""
+    """One request's load. `job_id` identifies the destination blocks, which are held until it is settled."""
 
     job_id: int
     request_id: str
@@ -19,7 +19,7 @@ class LoadJob:
 
 @dataclass
 class StoreJob:
-    """One step's stores. `job_id` names the source blocks that are held until it is settled."""
+    """One step's stores. `job_id` identifies the source blocks, which are held until it is settled."""
 
     job_id: int
     message: Store
@@ -27,17 +27,17 @@ class StoreJob:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Scheduler to workers, once a step."""
+    """Goes from the scheduler to the workers in every step."""
 
     loads: list[LoadJob] = field(default_factory=list)
     stores: list[StoreJob] = field(default_factory=list)
     idle: bool = False
-    """The step computes nothing: the workers may wait a moment for the server."""
+    """The step computes nothing, so the workers may wait briefly for the server."""
 
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Workers to scheduler, once a step: how many workers are through with which job."""
+    """Goes from the workers to the scheduler: for each job, how many workers have settled it in this step."""
 
     settled: Counter[int] = field(default_factory=Counter)
 

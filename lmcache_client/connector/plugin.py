@@ -1,8 +1,7 @@
 """Points vLLM's connector name LMCacheMPConnector at this package, in every process of an engine.
 
-vLLM runs the entry points of `vllm.general_plugins` before it resolves a connector's name. Nothing is
-imported here beyond vLLM's own factory: the connector is loaded, and refuses a vLLM that it does not work
-with, when its name is used.
+vLLM runs the entry points of `vllm.general_plugins` before it resolves a connector's name. This module only
+imports vLLM's factory: the connector is loaded, and may refuse the version of vLLM, when its name is used.
 """
 
 import logging
@@ -12,18 +11,18 @@ MODULE = "lmcache_client.connector"
 
 
 def register() -> None:
-    """Take over the name; vLLM ships an entry of that name which needs LMCache's own package. Never raises:
-    this runs in engines that do not use the connector, too."""
+    """Replaces vLLM's entry of that name, which needs the LMCache package. Never raises, because this also
+    runs in engines that do not use the connector."""
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-        # There is no public way to replace an entry, and register_connector refuses a name that is taken.
+        # vLLM has no public way to replace an entry, and register_connector refuses a name that exists.
         KVConnectorFactory._registry.pop(NAME, None)
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)
     except Exception as error:
         logging.getLogger("vllm.lmcache_mp").warning(
-            "lmcache: this vLLM knows no connector of lmcache-mp by its name (%s): give it "
-            '"kv_connector_module_path":"%s" to use it',
+            "lmcache: the connector of lmcache-mp could not be registered with vLLM (%s): to use it, set "
+            '"kv_connector_module_path":"%s" in --kv-transfer-config',
             error,
             MODULE,
         )

@@ -1,4 +1,4 @@
-"""One request of the engine, as the scheduler side sees it: its keys, its lookup or what that promised."""
+"""The scheduler side's record of one request: its chunk keys, its lookup and the promise of the server."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 class Asking(NamedTuple):
-    """A lookup under way: of what is restorable beyond the `computed` tokens that the engine held, up to the
-    resume point `limit`."""
+    """A lookup in flight for a resume point beyond `computed`, which the engine has itself, up to `limit`."""
 
     lookup: Pending
     computed: int
@@ -25,7 +24,7 @@ class Asking(NamedTuple):
 
 
 class Promised(NamedTuple):
-    """What a lookup found, until it has been used or released; the rest is as it was asked."""
+    """The answer to a lookup until it is used or released; the other fields are those of Asking."""
 
     found: Found
     computed: int
@@ -34,7 +33,8 @@ class Promised(NamedTuple):
 
 @dataclass
 class Tracked:
-    """From the request's arrival to its end. What depends on the server is of one registration."""
+    """A request from its arrival to its end. `generation` is the registration that the server's answers
+    belong to."""
 
     request: "Request"
     generation: int = 0
@@ -42,22 +42,22 @@ class Tracked:
     keys: list[bytes] = field(default_factory=list)
     mm_index: int = 0
     state: Asking | Promised | None = None
-    """None: the server has not been asked, did not answer, or its promise is of no use any more."""
+    """None if the server has not been asked or did not answer, or if its promise is of no use any more."""
     held: tuple[bytes, ...] = ()
     next_chunk: int = 0
     """Chunks before this one have been offered for storing."""
     loading: int = 0
-    """Tokens of the load under way."""
+    """The number of tokens of the load in flight."""
     no_load: bool = False
-    """A load failed: vLLM asks again, and the same offer would fail for ever."""
+    """A load failed; vLLM will ask again, but the same offer could fail forever."""
 
     def __post_init__(self) -> None:
-        # An id that a user chose may have any length, and be no text: what carries it must not fail for that.
+        # Users may choose ids that are too long or not valid text, and no message may fail for that.
         self.name = self.request.request_id[:MAX_NAME].encode("utf-8", "replace").decode()
-        """The request's id as the server hears it, for its debug log."""
+        """The request's id for the server's debug log."""
 
-    def start_anew(self, generation: int, chunk_size: int) -> None:
-        """Forget what a server said before its present registration."""
+    def reset(self, generation: int, chunk_size: int) -> None:
+        """Forgets everything the server said before this registration."""
         self.generation = generation
         self.state = None
         self.held = ()
@@ -66,12 +66,12 @@ class Tracked:
             self.keys, self.mm_index, self.next_chunk = [], 0, 0
 
     def keys_of(self, chunks: int) -> Sequence[bytes]:
-        """The keys of the first `chunks` chunks, computed once each."""
+        """The keys of the first `chunks` chunks; each is computed once."""
         self.keys.extend(chunk_keys(self._unkeyed(chunks), self.keys[-1] if self.keys else ROOT_KEY))
         return self.keys[:chunks]
 
     def _unkeyed(self, chunks: int) -> Iterator[tuple[Sequence[int], object]]:
-        """Tokens and vLLM's extra keys of each of the first `chunks` chunks that has no key yet."""
+        """The tokens and vLLM's extra keys of those of the first `chunks` chunks that have no key yet."""
         request, size = self.request, self.chunk_size
         for start in range(len(self.keys) * size, chunks * size, size):
             end = start + size
@@ -80,6 +80,5 @@ class Tracked:
 
     def holds(self, group: int, chunk: int) -> bool:
         """Whether the server said that it has this object."""
-        if not self.held or chunk // 8 >= len(self.held[group]):
-            return False
-        return self.held[group][chunk // 8] >> chunk % 8 & 1 == 1
+        bitmap = self.held[group] if self.held else b""
+        return chunk // 8 < len(bitmap) and bitmap[chunk // 8] >> chunk % 8 & 1 == 1

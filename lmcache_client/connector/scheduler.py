@@ -1,8 +1,8 @@
-"""The scheduler side of the connector: what to look up, load and store, and which blocks to hold.
+"""The scheduler side of the connector decides what to look up, load and store, and which blocks to hold.
 
-It runs in the engine's scheduler and never blocks it: a lookup is waited for a millisecond, then asked for
-again in the next step. Every block that the server reads or writes is held in vLLM's block pool until all
-workers report the copy settled.
+It runs in the engine's scheduler and never blocks it: it waits a millisecond for a lookup and asks again in
+the next step. Every block that the server reads or writes is held in vLLM's block pool until all workers
+report that the copy is settled.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +15,7 @@ from lmcache_client.connector.metadata import LoadJob, StepMetadata, StoreJob, W
 from lmcache_client.connector.request import Asking, Promised, Tracked
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import FAILED_LOADS, LOADED_TOKENS, LOADS, TransferStats
-from lmcache_client.contract.geometry import RECURRENT, Geometry, GroupSpec
+from lmcache_client.contract.geometry import RECURRENT, GroupSpec, unified_block_size
 from lmcache_client.contract.messages import MAX_CHUNKS, MAX_OBJECTS, Clear, Found, Store, StoreObject
 from lmcache_client.engine import JOIN_S, Scheduler, chunk_object, load_message
 from lmcache_client.transport import SYSTEM, System
@@ -34,12 +34,12 @@ CONNECT_S = 1.0
 CLEAR_S = 5.0
 HELD_SHARE = 0.5
 DRAIN_S = 10.0
-"""How long an idle engine keeps stepping for stores that have not been acknowledged."""
+"""How long an idle engine keeps stepping for jobs that are not settled."""
 
 
 @dataclass
 class _Job:
-    """Blocks held for a copy until `workers` workers have reported it settled."""
+    """Blocks held for a copy until `workers` more workers have reported it settled."""
 
     blocks: list[int]
     workers: int
@@ -47,8 +47,8 @@ class _Job:
 
 
 class SchedulerSide:
-    """See the module. `groups` come without regions; `world_size` workers report each job. `advise` gives a
-    sentence on where prompts can be resumed with a chunk size in tokens, or an empty string."""
+    """The scheduler side of one engine. `groups` have no regions; `world_size` workers report each job.
+    `advise` takes the chunk size and returns advice on resume points, or an empty string."""
 
     def __init__(
         self,
@@ -75,21 +75,21 @@ class SchedulerSide:
         self.chunk_size = 0
         self._advise = advise
         self._advice = ""
-        self._unified = Geometry(groups, num_blocks=2).unified_block_size
+        self._unified = unified_block_size(groups)
         self.channel = Channel(settings.address, self._join, log_state, system)
         self.client = Scheduler(self.channel, engine_id)
         self._now_s = system.now_s
 
-    def start(self, strict: bool) -> None:
-        """Connect and join, without a server for a moment only. With `strict`, advice is an error: raises
-        ValueError."""
+    def start(self) -> None:
+        """Connects and joins the engine, or returns soon without a server. Raises ValueError if the settings
+        turn advice into an error."""
         self.channel.start(CONNECT_S, JOIN_S)
-        if strict and self._advice:
+        if self._settings.strict_resume_points and self._advice:
             self.channel.close()
             raise ValueError(f"{self._advice} (lmcache.mp.strict_resume_points makes this an error)")
 
     def clear(self) -> bool:
-        """Ask the server to forget everything unused; False when it did not answer."""
+        """Asks the server to forget everything unused. Returns False if it did not answer."""
         try:
             self.channel.call(Clear(), CLEAR_S)
         except ChannelError as error:
@@ -102,7 +102,7 @@ class SchedulerSide:
 
     def _join(self, _channel: Channel) -> None:
         joined = self.client.join()
-        # vLLM takes any hit length and computes nonsense from a misaligned one.
+        # vLLM accepts any hit length and computes nonsense from a misaligned one.
         if not joined.chunk_size or joined.chunk_size % self._unified:
             raise ValueError(f"the server's chunk size {joined.chunk_size} does not fit this engine")
         self.chunk_size = joined.chunk_size
@@ -114,7 +114,7 @@ class SchedulerSide:
 
     def matched_tokens(self, request: "Request", computed: int) -> tuple[int | None, bool]:
         """vLLM's get_num_new_matched_tokens: (tokens beyond `computed`, load asynchronously), or
-        (None, False) to be asked again. Idempotent; called every step while the request waits."""
+        (None, False) to make vLLM ask again. Idempotent: vLLM asks in every step while the request waits."""
         tracked = self._current(request.request_id)
         if tracked is None or not self._loads or request.skip_reading_prefix_cache:
             return 0, False
@@ -130,11 +130,11 @@ class SchedulerSide:
         return state.found.resume_tokens - computed, True
 
     def _ask(self, tracked: Tracked, computed: int, limit: int) -> Asking | Promised | None:
-        """How it stands with the current question: Asking, to be asked again in the next step; Promised, with
-        the answer; or None, without one."""
+        """The state of the request's lookup: Asking until the next step, Promised with the answer, or None
+        if there is no answer."""
         state, now_s = tracked.state, self._now_s()
         if isinstance(state, Promised):
-            # What the engine computed by itself since only makes the promise larger than needed.
+            # If the engine has computed more tokens since, the promise covers more than it needs.
             if computed >= state.computed and now_s - state.since_s < state.found.lease_s / 2:
                 return state
             self._release(tracked)
@@ -150,7 +150,7 @@ class SchedulerSide:
         return self._answered(tracked, state, computed) if state.lookup.done else state
 
     def _answered(self, tracked: Tracked, asked: Asking, computed: int) -> Asking | Promised | None:
-        """What became of a lookup that is done."""
+        """The state after a lookup that is done."""
         tracked.state, found = None, asked.lookup.reply
         if not isinstance(found, Found):
             trace(tracked.request.request_id, "not looked up: %s", asked.lookup.error)
@@ -164,7 +164,7 @@ class SchedulerSide:
         tracked.state = promised = Promised(found, asked.computed, asked.since_s)
         trace(tracked.request.request_id, "can be resumed at %d tokens", found.resume_tokens)
         if computed < asked.computed:
-            # Meanwhile the engine lost some of what it held: the promise is too small, it asks again.
+            # The engine has lost tokens meanwhile, so the promise is too small: ask again.
             self._release(tracked)
             return asked
         return promised
@@ -181,17 +181,16 @@ class SchedulerSide:
         self._tracked[request.request_id] = Tracked(request)
 
     def _current(self, request_id: str) -> Tracked | None:
-        """The request, rid of what a server said before the current registration; None when there is
-        no server to deal with."""
+        """The request, without any promises from before the current registration; None without a server."""
         tracked = self._tracked.get(request_id)
         if tracked is None or not self.channel.ready:
             return None
         if tracked.generation != self.channel.generation:
-            tracked.start_anew(self.channel.generation, self.chunk_size)
+            tracked.reset(self.channel.generation, self.chunk_size)
         return tracked
 
     def _release(self, tracked: Tracked) -> None:
-        """Give up the lease of an answer that will not be used (any more)."""
+        """Gives up the lease of a promise that will not be used any more."""
         if isinstance(state := tracked.state, Promised):
             tracked.state = None
             if state.found.lease_id and tracked.generation == self.channel.generation:
@@ -200,15 +199,15 @@ class SchedulerSide:
     # -- load -------------------------------------------------------------------------------------
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
-        """vLLM's update_state_after_alloc: the request has its blocks. With no external tokens another
-        connector was chosen, or this is the second call after a load."""
+        """vLLM's update_state_after_alloc: the request has its blocks. Without external tokens, vLLM chose
+        another connector, or this is the second call after a load."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.loading:
             return
         if not external_tokens:
             self._release(tracked)
             return
-        assert isinstance(tracked.state, Promised), "vLLM loads what this connector did not offer"
+        assert isinstance(tracked.state, Promised), "vLLM loads tokens that this connector did not offer"
         found = tracked.state.found
         computed = found.resume_tokens - external_tokens
         assert computed >= tracked.state.computed
@@ -224,14 +223,14 @@ class SchedulerSide:
     # -- store ------------------------------------------------------------------------------------
 
     def step(self, output: "SchedulerOutput") -> StepMetadata:
-        """vLLM's build_connector_meta: what the workers are to do in this step."""
+        """vLLM's build_connector_meta: the loads and stores that the workers start in this step."""
         idle = not output.num_scheduled_tokens
         if idle:
-            # With a request that waits for an answer the engine would turn on the spot without a rest, and
-            # on few cores keep the server from answering. In other steps nothing that arrives is urgent.
-            states = (each.state for each in self._tracked.values())
-            asking = next((each for each in states if isinstance(each, Asking)), None)
-            self.channel.poll(asking and asking.lookup, IDLE_WAIT_S)
+            # While a request waits for its answer, the engine would spin and, on few cores, keep the server
+            # from answering. In other steps no reply is urgent.
+            states = (tracked.state for tracked in self._tracked.values())
+            lookups = (state.lookup for state in states if isinstance(state, Asking))
+            self.channel.poll(next(lookups, None), IDLE_WAIT_S)
         metadata = StepMetadata(loads=self._queued, idle=idle)
         self._queued = []
         if self._stores and self.channel.ready:
@@ -242,17 +241,21 @@ class SchedulerSide:
         return metadata
 
     def _store(self, metadata: StepMetadata, store: Store) -> None:
-        """Have these objects stored, unless too many blocks are held already."""
+        """Adds these objects to the step's stores, unless too many blocks are held already: a server that is
+        slower than the engine must not take the engine's blocks."""
+        assert self._pool is not None
         number, request_ids = len(store.objects), ", ".join(store.request_ids)
-        if not self._may_hold(store.objects):
-            trace(request_ids, "%d objects are not stored, too many blocks are held", number)
+        block_ids = [block for stored in store.objects for block in stored.block_ids]
+        held = sum(len(job.blocks) for job in self._jobs.values())
+        if held and held + len(block_ids) > HELD_SHARE * self._pool.num_gpu_blocks:
+            trace(request_ids, "%d objects are not stored because too many blocks are held", number)
             return
-        job_id = self._hold([block for each in store.objects for block in each.block_ids])
+        job_id = self._hold(block_ids)
         metadata.stores.append(StoreJob(job_id, store))
         trace(request_ids, "storing %d objects, job %d", number, job_id)
 
     def _computed_objects(self, output: "SchedulerOutput") -> Iterable[tuple[str, StoreObject]]:
-        """Objects of attention groups whose chunk is complete after this step."""
+        """The objects of attention groups whose chunks are complete after this step."""
         computed_before = {r.req_id: r.num_computed_tokens for r in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed_before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -260,13 +263,13 @@ class SchedulerSide:
             tracked, computed = self._tracked.get(request_id), computed_before[request_id] + scheduled
             if tracked is None:
                 continue
-            # Most steps complete no chunk of most requests: for these, no more than this.
+            # A fast exit, because most steps complete no chunk of most requests.
             current = tracked.generation == self.channel.generation
             if current and computed < (tracked.next_chunk + 1) * self.chunk_size:
                 continue
             if (tracked := self._current(request_id)) is None:
                 continue
-            # Tokens beyond num_tokens are drafts, or not sampled yet: their KV may not stay.
+            # Tokens beyond num_tokens are drafts or not sampled yet, so their KV may change.
             complete = min(min(computed, tracked.request.num_tokens) // self.chunk_size, MAX_CHUNKS)
             if complete <= tracked.next_chunk:
                 continue
@@ -287,12 +290,12 @@ class SchedulerSide:
             if group.kind == RECURRENT or not positions or tracked.holds(index, chunk):
                 continue
             block_ids = tuple(table[positions.start : positions.stop])
-            # A null block means that the engine no longer has (or never had) a part of the object.
+            # A null block means that the engine does not have this part of the object.
             if len(block_ids) == len(positions) and all(block_ids):
                 yield tracked.name, chunk_object(keys, chunk, index, block_ids)
 
     def _state_objects(self, output: "SchedulerOutput") -> Iterable[tuple[str, StoreObject]]:
-        """Recurrent states that vLLM hands over in this step, each with its exact block."""
+        """The recurrent states that vLLM offers in this step, each with its exact block."""
         state = output.kv_connector_block_state
         if state is None:
             return
@@ -319,16 +322,8 @@ class SchedulerSide:
         self._jobs[job_id] = _Job(block_ids, self._world_size, self._now_s())
         return job_id
 
-    def _may_hold(self, objects: Sequence[StoreObject]) -> bool:
-        """A server that is slower than the engine must not take the engine's blocks: beyond a share of
-        them that is held already, stores are dropped."""
-        assert self._pool is not None
-        held = sum(len(job.blocks) for job in self._jobs.values())
-        wanted = sum(len(each.block_ids) for each in objects)
-        return not held or held + wanted <= HELD_SHARE * self._pool.num_gpu_blocks
-
     def worker_output(self, output: "KVConnectorOutput") -> None:
-        """vLLM's update_connector_output, after each step: free what is settled, note what failed."""
+        """vLLM's update_connector_output, after each step: frees settled blocks and records failed loads."""
         for request_id in output.failed_recving or ():
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.no_load = True
@@ -352,17 +347,17 @@ class SchedulerSide:
         assert job.workers >= 0
         if job.workers == 0:
             del self._jobs[job_id]
-            # Freed tail first, as vLLM frees a request: suffixes are evicted before their prefixes.
+            # The tail is freed first, as vLLM does, so that suffixes are evicted before their prefixes.
             self._pool.free_blocks(self._pool.blocks[i] for i in reversed(job.blocks))
 
     def has_work(self) -> bool:
-        """Whether an idle engine must go on stepping so that held blocks come free. Not for ever: a
-        server that hangs must not make an idle engine spin."""
+        """Whether an idle engine must keep stepping to free held blocks. The time is limited, so that a
+        server that hangs does not make an idle engine spin."""
         oldest_s = min((job.started_s for job in self._jobs.values()), default=0.0)
         return bool(self._jobs) and self._now_s() - oldest_s < DRAIN_S
 
     def finished(self, request: "Request") -> None:
-        """vLLM's request_finished: touch what was used, give back what was promised."""
+        """vLLM's request_finished: marks the request's chunks as used and gives up its lease."""
         tracked = self._current(request.request_id)
         self._tracked.pop(request.request_id, None)
         trace(request.request_id, "ended")
@@ -370,9 +365,7 @@ class SchedulerSide:
             return
         state = tracked.state
         if isinstance(state, Asking):
-            # Unconsumed: its answer, which may be here already, holds a lease.
             self.client.forget(state.lookup)
         leases = (state.found.lease_id,) if isinstance(state, Promised) and state.found.lease_id else ()
         if leases or tracked.keys:
-            keys = tuple(tracked.keys[:MAX_CHUNKS])
-            self.client.release(leases, keys, tracked.name)
+            self.client.release(leases, tuple(tracked.keys[:MAX_CHUNKS]), tracked.name)

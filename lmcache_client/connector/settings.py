@@ -20,13 +20,13 @@ WITHOUT_EFFECT = frozenset(
         "save_decode_cache",
     }
 )
-"""Keys that LMCache's users have in their files; here they change nothing."""
+"""LMCache's keys that change nothing here but may be in a user's configuration."""
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """`host` empty means the Unix socket of `port`. The deadlines are the engine's own: after
-    `lookup_timeout_s` a lookup counts as a miss, after `load_timeout_s` a load is recomputed. With
-    `untested_vllm` a vLLM is served that is newer than the newest tested one."""
+    """An empty `host` means the Unix socket of `port`. After `lookup_timeout_s` a lookup counts as a miss;
+    after `load_timeout_s` the engine recomputes the tokens of a load. `untested_vllm` also allows a vLLM that
+    is newer than the newest tested version."""
 
     host: str = ""
     port: Annotated[int, Meta(ge=1)] = DEFAULT_PORT
@@ -41,18 +41,19 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 def parse(extra_config: Mapping[str, Any]) -> tuple[Settings, list[str]]:
-    """The settings, and the names of keys without effect. Raises ValueError with what to change."""
+    """Returns the settings and the keys without effect. Raises ValueError that says what to change."""
     known = Settings.__struct_fields__
-    given = {key.removeprefix(PREFIX): value for key, value in extra_config.items() if key.startswith(PREFIX)}
-    ignored = [PREFIX + name for name in given if name in WITHOUT_EFFECT]
-    values = {name: value for name, value in given.items() if name not in WITHOUT_EFFECT}
-    if unknown := [name for name in values if name not in known]:
+    values = {
+        key.removeprefix(PREFIX): value for key, value in extra_config.items() if key.startswith(PREFIX)
+    }
+    ignored = [PREFIX + name for name in values if name in WITHOUT_EFFECT]
+    if unknown := [name for name in values if name not in known and name not in WITHOUT_EFFECT]:
         raise ValueError(
             f"unknown key {PREFIX + unknown[0]!r} in kv_connector_extra_config: the keys are "
             + ", ".join(PREFIX + name for name in known)
         )
     try:
-        # Not strictly: vLLM's command line gives texts where a number is meant.
+        # Not strict, because vLLM's command line may pass numbers as text. Unknown names are ignored.
         return msgspec.convert(values, Settings, strict=False), ignored
     except msgspec.ValidationError as error:
         reason, _, name = str(error).rstrip("`").partition(" - at `$.")

@@ -1,8 +1,8 @@
-"""What an engine loads and stores, for vLLM's own log line and its /metrics.
+"""Counts the loads and stores of an engine for vLLM's own log line and its /metrics.
 
-Interfaces: vLLM 0.32, distributed/kv_transfer/kv_connector/v1/metrics.py. Both sides of the connector
-count into a `TransferStats`; vLLM takes it after each step, adds up all workers and the scheduler side and
-hands the numbers, as a plain dict, to its logger and to `PromMetrics` in the frontend.
+Interfaces: vLLM 0.32, distributed/kv_transfer/kv_connector/v1/metrics.py. Both sides of the connector count
+into a `TransferStats`. After each step vLLM takes it, adds up the workers and the scheduler side, and passes
+the numbers as a plain dict to its logger and to `PromMetrics` in the frontend.
 """
 
 from dataclasses import dataclass
@@ -18,22 +18,18 @@ if TYPE_CHECKING:
 
 LOADS, FAILED_LOADS, LOADED_TOKENS = "loads", "failed_loads", "loaded_tokens"
 LOADED_BYTES, LOAD_SECONDS = "loaded_bytes", "load_seconds"
-STORED, PRESENT, DROPPED, FAILED_STORES = (
-    "stored_objects",
-    "present_objects",
-    "dropped_objects",
-    "failed_stores",
-)
+STORED, PRESENT, DROPPED = "stored_objects", "present_objects", "dropped_objects"
+FAILED_STORES = "failed_stores"
 
 COUNTERS = {
-    LOADS: "Requests whose load from the lmcache server ended well",
-    FAILED_LOADS: "Requests whose load from the lmcache server failed: they were recomputed",
-    LOADED_TOKENS: "Tokens that requests were spared to compute by loads from the lmcache server",
+    LOADS: "Requests whose load from the lmcache server succeeded",
+    FAILED_LOADS: "Requests that were recomputed because their load from the lmcache server failed",
+    LOADED_TOKENS: "Tokens that were loaded from the lmcache server instead of computed",
     LOADED_BYTES: "Bytes loaded from the lmcache server, over all workers",
     STORED: "Objects (one chunk of one group of one worker) that the lmcache server stored",
-    PRESENT: "Objects offered to the lmcache server that it had already, or was being given",
+    PRESENT: "Objects offered to the lmcache server that it already had or was already storing",
     DROPPED: "Objects offered to the lmcache server that it did not store",
-    FAILED_STORES: "Requests to store, one a step and worker, that the lmcache server did not answer",
+    FAILED_STORES: "Store requests, one per step and worker, that the lmcache server did not fulfil",
 }
 PREFIX = "vllm:lmcache_mp_"
 LOAD_SECONDS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -41,8 +37,8 @@ LOAD_SECONDS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.
 
 @dataclass
 class TransferStats(KVConnectorStats):
-    """`data` has the counters above that are not zero, and under LOAD_SECONDS how long each load of each
-    worker took, failed ones too, from its request to the answer."""
+    """`data` has the counters above that are not zero and, under LOAD_SECONDS, the duration of every load of
+    every worker, failed ones included, from the request to the reply."""
 
     def count(self, name: str, amount: int = 1) -> None:
         if amount:
@@ -52,7 +48,7 @@ class TransferStats(KVConnectorStats):
         self.data.setdefault(LOAD_SECONDS, []).append(seconds)
 
     def take(self) -> "TransferStats | None":
-        """What was counted since the last time, or None; begins anew."""
+        """Returns and resets the counts since the last call; None if there are none."""
         if self.is_empty():
             return None
         taken = TransferStats(self.data)
@@ -66,14 +62,14 @@ class TransferStats(KVConnectorStats):
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> "TransferStats":
-        """The sum of both; neither is changed."""
+        """Returns the sum and changes neither operand."""
         total = TransferStats(dict(self.data))
         for name, value in other.data.items():
             total.data[name] = total.data[name] + value if name in total.data else value
         return total
 
     def reduce(self) -> dict[str, int | float]:
-        """The numbers of one log line; times in milliseconds."""
+        """The numbers for vLLM's log line; times are in milliseconds."""
         numbers = {name: self.data[name] for name in COUNTERS if name in self.data}
         seconds = self.data.get(LOAD_SECONDS)
         if seconds:
@@ -83,7 +79,7 @@ class TransferStats(KVConnectorStats):
 
 
 class PromMetrics(KVConnectorPromMetrics):
-    """The series of all engines of a frontend. They exist, at zero, from the start."""
+    """The time series of all engines of a frontend, which exist, at zero, from the start."""
 
     def __init__(
         self,
@@ -104,7 +100,7 @@ class PromMetrics(KVConnectorPromMetrics):
         self._load_seconds = create_metric_per_engine(
             histogram(
                 name=PREFIX + LOAD_SECONDS,
-                documentation="Histogram of the time that one worker's load from the lmcache server took.",
+                documentation="Histogram of the duration of one worker's load from the lmcache server.",
                 buckets=LOAD_SECONDS_BUCKETS,
                 labelnames=labelnames,
             ),

@@ -1,4 +1,4 @@
-"""What is refused, what vLLM gets wrong, and what to advise."""
+"""Checks what vLLM, a model and its settings support, corrects a fault of vLLM and advises on settings."""
 
 from typing import TYPE_CHECKING
 
@@ -16,27 +16,28 @@ if TYPE_CHECKING:
 
 
 class UnsupportedError(Exception):
-    """A vLLM, a model or a setting that is not proven to be restored exactly; the message is a noun phrase
-    that names it, as in "this engine is not cached, because it has …"."""
+    """The cache is not proven to restore this version, model or setting exactly. The message is a noun phrase
+    that completes "this engine is not cached, because it has …"."""
 
 
-def check_vllm(untested_too: bool) -> None:
-    """Raises UnsupportedError for a vLLM that lacks what the connector uses, and, unless `untested_too`, for
-    one that the tests do not run."""
+def check_vllm(allow_untested: bool) -> None:
+    """Raises UnsupportedError if this vLLM lacks anything that the connector uses, or if it is a version that
+    the tests do not run, unless `allow_untested`."""
     reason = untested(VLLM_VERSION)
-    if reason and not untested_too:
+    if reason and not allow_untested:
         raise UnsupportedError(reason)
-    if gone := missing():
+    if names := missing():
         raise UnsupportedError(
-            f"vLLM {VLLM_VERSION}, which lacks {', '.join(gone)}: install a version that "
-            f"lmcache-mp {VERSION} knows ({INSTALL_VLLM}) or a newer lmcache-mp"
+            f"vLLM {VLLM_VERSION}, which lacks {', '.join(names)}: install a version that "
+            f"lmcache-mp {VERSION} supports ({INSTALL_VLLM}) or a newer lmcache-mp"
         )
 
 
 def check_supported(
     vllm_config: "VllmConfig", config: "KVCacheConfig", groups: tuple[GroupSpec, ...]
 ) -> None:
-    """Raises UnsupportedError for what is not proven to be restored exactly; `groups` are the config's."""
+    """Raises UnsupportedError if the cache is not proven to restore this model with these settings exactly;
+    `groups` are those of `config`."""
     device = vllm_config.device_config.device_type
     if device not in ("cpu", "cuda"):
         raise UnsupportedError(f"its KV cache on a {device} device, which this version does not copy")
@@ -54,17 +55,17 @@ def check_supported(
             raise UnsupportedError("speculative decoding on a model with recurrent layers")
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1 and vllm_config.speculative_config is not None:
-        # vLLM's first model runner does not call `wait_for_save`, where loads start, on all of these stages.
+        # vLLM's first model runner does not call `wait_for_save`, which starts loads, on all of its stages.
         raise UnsupportedError("speculative decoding together with pipeline parallelism")
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise UnsupportedError("context parallelism")
 
 
 def can_resume(vllm_config: "VllmConfig", config: "KVCacheConfig") -> bool:
-    """Whether the engine computes a prompt from its middle on.
+    """Whether the engine can resume in the middle of a prompt.
 
-    With neither chunked prefill nor prefix caching a backend may attend to the new tokens alone, silently.
-    vLLM's MLA backends for CPUs do so even with both, and go wrong with vLLM's own prefix cache, too.
+    With neither chunked prefill nor prefix caching, a backend may silently attend only to the new tokens.
+    vLLM's MLA backends for CPUs do so even with both, and also fail with vLLM's own prefix cache.
     """
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     layers = [spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec for spec in specs]
@@ -77,33 +78,33 @@ def can_resume(vllm_config: "VllmConfig", config: "KVCacheConfig") -> bool:
 
 
 def preferred_layout(vllm_config: "VllmConfig") -> str | None:
-    """A KV cache layout in which one block of all layers is one piece, for copies by the bus of a GPU."""
+    """A KV cache layout that keeps one block of all layers contiguous, for copies over a GPU's bus."""
     if vllm_config.device_config.device_type != "cuda":
         return None
-    # FlashInfer has one such layout alone on compute capability 10, and no preference elsewhere.
+    # FlashInfer has only one such layout on compute capability 10, and no preference elsewhere.
     return "BLHNC" if torch.cuda.get_device_capability()[0] == 10 else "BLNHC"
 
 
 def restore_block_size(vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...]) -> int:
-    """Undo a fault of vLLM before 0.33 that leaves recurrent models without states to resume at.
+    """Corrects a fault of vLLM before 0.33 that leaves recurrent models without states to resume at.
 
-    An engine core in a process of its own runs the checks of its configuration once more when it is
-    built, and on a CPU they put `block_size` back to the default. By it the scheduler chooses where steps
-    end, so that no state would lie at the end of a block. Returns the wrong size, or 0 if there was none.
+    An engine core in a process of its own checks its configuration again when it is built, which on a CPU
+    resets `block_size` to the default. The scheduler uses it to choose where steps end, so no state would lie
+    at the end of a block. Returns the wrong size, or 0 if the size was right.
     """
-    found = vllm_config.cache_config.block_size
-    right = min(group.block_size for group in groups)
-    if found == right or not any(group.kind == RECURRENT for group in groups):
+    configured = vllm_config.cache_config.block_size
+    correct = min(group.block_size for group in groups)
+    if configured == correct or not any(group.kind == RECURRENT for group in groups):
         return 0
-    vllm_config.cache_config.block_size = right
-    return int(found)
+    vllm_config.cache_config.block_size = correct
+    return int(configured)
 
 
 def granularity_advice(vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...], chunk_size: int) -> str:
-    """A sentence with the settings that give more resume points, or an empty string.
+    """Names the settings that give more resume points; empty if there is nothing to advise.
 
-    vLLM publishes a recurrent state only at ends of its steps, and of those it keeps the last boundary
-    of a prompt, unless it is told to keep more.
+    vLLM publishes a recurrent state only at the end of a step, and by default it keeps only the one at the
+    last boundary of a prompt.
     """
     if not any(group.kind == RECURRENT for group in groups):
         return ""
@@ -116,11 +117,11 @@ def granularity_advice(vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...],
         advice.append(f"--max-num-batched-tokens below {2 * chunk_size}")
     if not advice:
         return ""
-    points = (
-        f"every {max(step // chunk_size, 1) * chunk_size} tokens" if interval != 0 else "the end of a prompt"
-    )
+    points = "the end of a prompt"
+    if interval != 0:
+        points = f"every {max(step // chunk_size, 1) * chunk_size} tokens"
     return (
-        "this model has recurrent layers, whose state can be resumed only where vLLM publishes it: with "
-        f"these settings at {points}, which serves growing conversations; prompts that share a prefix "
-        f"and then differ are served at every {chunk_size} tokens with {' and '.join(advice)}"
+        "this model has recurrent layers, so requests can resume only where vLLM publishes their state: with "
+        f"these settings at {points}, which serves growing conversations. To also serve prompts that share a "
+        f"prefix and then differ, at every {chunk_size} tokens, start vLLM with {' and '.join(advice)}"
     )

@@ -1,8 +1,8 @@
-"""Everything of vLLM that the connector uses, with the first version that has it.
+"""Lists everything that the connector uses from vLLM, with the first version that has it.
 
-vLLM's connector interface is not stable, and what surrounds it is not public. An engine asks `missing()` at
-its start and runs uncached if a name is gone; a test asks it on every version that is supported. What the
-connector imports from vLLM by name is not repeated here: an import that fails has the same effect.
+vLLM's connector interface is not stable, and its surroundings are not public. An engine calls `missing()` at
+startup and runs uncached if a name is gone; a test calls it for every supported version. Names that the
+connector imports from vLLM are not repeated here, because a failed import has the same effect.
 """
 
 import inspect
@@ -75,43 +75,42 @@ USED: dict[Any, dict[str, str]] = {
             kv_load_failure_policy"""
     },
 }
-"""By class or function: names, with their arguments where vLLM calls them or is called with them, under the
-first version that has them. "0.28" stands for 0.28 and earlier: nobody has looked further back."""
+"""For each class or function, the names that the connector uses, by the first version that has them, with
+their arguments where vLLM passes or receives any. "0.28" stands for all earlier versions, too."""
 
 
 def missing() -> list[str]:
-    """What this vLLM does not have of USED, as `Class.name(arguments)`."""
+    """The entries of USED that this vLLM lacks, as `Class.name(arguments)`."""
     return [
-        f"{owner.__name__}{'' if each.startswith('(') else '.'}{each}"
+        f"{owner.__name__}{'' if used.startswith('(') else '.'}{used}"
         for owner, versions in USED.items()
         for names in versions.values()
-        for each in re.findall(r"\w*\([^)]*\)|\w+", names)
-        if not _has(owner, each)
+        for used in re.findall(r"\w*\([^)]*\)|\w+", names)
+        if not _has(owner, used)
     ]
 
 
 def _has(owner: Any, used: str) -> bool:
-    name, called, arguments = used.rstrip(")").partition("(")
-    found = owner
+    name, is_function, arguments = used.rstrip(")").partition("(")
+    function = owner
     if name:
         try:
-            found = inspect.getattr_static(owner, name)
+            function = inspect.getattr_static(owner, name)
         except AttributeError:
             return name in _fields(owner)
-    if not called:
+    if not is_function:
         return True
-    if isinstance(found, classmethod):
-        found = found.__func__
-    has = [each for each in inspect.signature(found).parameters if each not in ("self", "cls")]
-    wanted = [each.strip() for each in arguments.split(",") if each.strip()]
-    return has[: len(wanted)] == wanted
+    function = getattr(function, "__func__", function)  # of a class method
+    actual = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
+    expected = re.findall(r"\w+", arguments)
+    return actual[: len(expected)] == expected
 
 
 def _fields(owner: Any) -> set[str]:
-    """Attributes that only instances have: annotated fields, and what `__init__` assigns."""
+    """The attributes that only instances have: annotated fields and names that `__init__` assigns."""
     names: set[str] = set()
-    for each in owner.__mro__:
-        names |= set(vars(each).get("__annotations__", ()))
-        code = getattr(vars(each).get("__init__"), "__code__", None)
-        names |= set(code.co_names) if code is not None else set()
+    for ancestor in owner.__mro__:
+        names.update(vars(ancestor).get("__annotations__", ()))
+        code = getattr(vars(ancestor).get("__init__"), "__code__", None)
+        names.update(code.co_names if code is not None else ())
     return names

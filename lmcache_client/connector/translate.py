@@ -1,4 +1,4 @@
-"""vLLM's KV cache configuration in the words of the contract: groups, regions, the model's tag.
+"""Translates vLLM's KV cache configuration into the contract's groups, regions and model tag.
 
 Interfaces: vLLM's v1/kv_cache_interface.py (KVCacheConfig, KVCacheTensor and the specs).
 """
@@ -42,18 +42,18 @@ if TYPE_CHECKING:
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 FULL_SPECS = (FullAttentionSpec, MLAAttentionSpec)
-"""Exactly these: their subclasses (sinks with blocks of their own, scratch states, …) need more."""
+"""Only these exact types: their subclasses (sinks with their own blocks, scratch states, …) need more."""
 
 
 def layer_spec(spec: KVCacheSpec, layer: str = "") -> KVCacheSpec:
-    """The spec of one layer of a group (any layer, when no name is given)."""
+    """The spec of one layer of a group, or of any layer if no name is given."""
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return spec.kv_cache_specs[layer] if layer else spec.first_spec
     return spec
 
 
 def group_specs(config: KVCacheConfig) -> tuple[GroupSpec, ...]:
-    """The groups without regions and tags: enough to know what a resume needs.
+    """The groups without regions and tags, which is enough to know what a resume needs.
 
     Raises UnsupportedError for a group that this project does not restore.
     """
@@ -66,8 +66,8 @@ def _group(group_spec: KVCacheSpec, tag: str, regions: tuple[Region, ...]) -> Gr
 
 
 def _is_replicated(group_spec: KVCacheSpec) -> bool:
-    """Whether every tensor-parallel rank holds all of this group's KV. vLLM says so of MLA alone; of
-    grouped-query attention with fewer heads than ranks it does not say which ranks hold the same."""
+    """Whether every tensor-parallel rank holds all of this group's KV. vLLM only says so for MLA. For
+    grouped-query attention with fewer heads than ranks, it does not say which ranks hold the same."""
     uniform = isinstance(group_spec, UniformTypeKVCacheSpecs)
     specs = group_spec.kv_cache_specs.values() if uniform else (group_spec,)
     return all(type(spec) is MLAAttentionSpec and spec.max_tp_shards == 1 for spec in specs)
@@ -92,10 +92,11 @@ def geometry(
 ) -> tuple[Geometry, tuple[tuple[int, int], ...]]:
     """The worker's geometry and its buffers as (address, bytes).
 
-    `kv_caches` are the layers' views, in whose storage the pages lie as the configuration says. Raises
+    `kv_caches` are the views of the layers; their storage holds the pages as `config` describes. Raises
     UnsupportedError.
     """
-    buffers = list(dict.fromkeys(_buffer(kv_caches[layer]) for layer in _layers(config)))
+    layers_in_order = [layer for tensor in config.kv_cache_tensors for layer in tensor.layers]
+    buffers = list(dict.fromkeys(_buffer(kv_caches[layer]) for layer in layers_in_order))
     regions = _regions(config, kv_caches, buffers)
     groups = []
     for group in config.kv_cache_groups:
@@ -103,10 +104,6 @@ def geometry(
         tag = _group_tag(vllm_config, config, group.kv_cache_spec, layers, kv_caches)
         groups.append(_group(group.kv_cache_spec, tag, merged([regions[layer] for layer in layers])))
     return Geometry(tuple(groups), config.num_blocks), tuple(buffers)
-
-
-def _layers(config: KVCacheConfig) -> list[str]:
-    return [layer for tensor in config.kv_cache_tensors for layer in tensor.layers]
 
 
 def _buffer(view: torch.Tensor) -> tuple[int, int]:
@@ -117,12 +114,13 @@ def _buffer(view: torch.Tensor) -> tuple[int, int]:
 def _regions(
     config: KVCacheConfig, kv_caches: "dict[str, torch.Tensor]", buffers: list[tuple[int, int]]
 ) -> dict[str, Region]:
-    """Where the pages of each layer are, by its name."""
+    """The region that holds the pages of each layer, by the layer's name."""
     regions = {}
+    spec_of = {layer: group.kv_cache_spec for group in config.kv_cache_groups for layer in group.layer_names}
     for tensor in config.kv_cache_tensors:
         for index, layer in enumerate(tensor.layers):
             buffer = buffers.index(_buffer(kv_caches[layer]))
-            page_bytes = _page_bytes(_spec_of(config, layer), tensor.block_stride)
+            page_bytes = _page_bytes(layer_spec(spec_of[layer], layer), tensor.block_stride)
             offset = tensor.offset + index * tensor.layer_stride
             regions[layer] = Region(buffer, offset, tensor.block_stride, page_bytes)
             _check_view(layer, kv_caches[layer], config.num_blocks, regions[layer])
@@ -130,7 +128,7 @@ def _regions(
 
 
 def _check_view(layer: str, view: torch.Tensor, num_blocks: int, region: Region) -> None:
-    """Where a view shows the same thing as the configuration, both must say the same."""
+    """Raises UnsupportedError if a layer's view, where it shows whole blocks, disagrees with `region`."""
     if not view.stride(0) or view.shape[0] != num_blocks:
         return
     offset, stride_bytes = view.data_ptr() - _buffer(view)[0], view.stride(0) * view.element_size()
@@ -139,26 +137,20 @@ def _check_view(layer: str, view: torch.Tensor, num_blocks: int, region: Region)
 
 
 def merged(regions: Sequence[Region]) -> tuple[Region, ...]:
-    """Regions whose pages follow each other in every block as one: a longer page is copied faster."""
-    found: list[Region] = []
+    """Joins regions whose pages are adjacent in every block, because longer pages are copied faster."""
+    result: list[Region] = []
     for region in regions:
-        before = found[-1] if found else None
-        if before is not None and region == replace(
-            before, offset=before.offset + before.page_bytes, page_bytes=region.page_bytes
-        ):
-            found[-1] = replace(before, page_bytes=before.page_bytes + region.page_bytes)
+        last = result[-1] if result else None
+        end = last.offset + last.page_bytes if last else 0
+        if last and region == replace(last, offset=end, page_bytes=region.page_bytes):
+            result[-1] = replace(last, page_bytes=last.page_bytes + region.page_bytes)
         else:
-            found.append(region)
-    return tuple(found)
-
-
-def _spec_of(config: KVCacheConfig, layer: str) -> KVCacheSpec:
-    group = next(group for group in config.kv_cache_groups if layer in group.layer_names)
-    return layer_spec(group.kv_cache_spec, layer)
+            result.append(region)
+    return tuple(result)
 
 
 def _page_bytes(spec: KVCacheSpec, block_stride: int) -> int:
-    """Bytes of a page that mean something. Recurrent pages are often padded to twice their size or more."""
+    """The used bytes of a page. Recurrent pages are often padded to at least twice their size."""
     size = spec.real_page_size_bytes if isinstance(spec, MambaSpec) else spec.page_size_bytes
     return min(int(size), block_stride)
 
@@ -187,7 +179,7 @@ def _group_tag(
 
 
 def model_tag(vllm_config: "VllmConfig") -> ModelTag:
-    """What must be equal before two engines may share pages, apart from their geometry."""
+    """Everything apart from the geometry that must match before two engines may share pages."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     load, device = vllm_config.load_config, vllm_config.device_config.device_type
     details: dict[str, Any] = {
@@ -197,14 +189,14 @@ def model_tag(vllm_config: "VllmConfig") -> ModelTag:
         "quantization": model.quantization,
         "configuration": _digest(model.hf_config),
         "weights": weights_mark(model.model) or getattr(model.hf_config, "_commit_hash", ""),
-        # The layout inside a page is vLLM's own, and on a CPU that of its instruction set.
+        # The layout inside a page depends on the version of vLLM and, on a CPU, on the instruction set.
         "vllm": VLLM_VERSION,
         "processor": torch.backends.cpu.get_cpu_capability() if device == "cpu" else "",
         "device": device,
         "load_format": load.load_format,
-        # Dummy weights depend on the seed alone.
+        # Dummy weights depend only on the seed.
         "seed": model.seed if str(load.load_format) == "dummy" else "",
-        # Some rotary embeddings (longrope) choose their factors by it.
+        # The rotary embedding longrope chooses its factors by this length.
         "max_model_len": model.max_model_len if "longrope" in str(model.hf_config) else "",
     }
     return ModelTag(
@@ -216,9 +208,9 @@ def model_tag(vllm_config: "VllmConfig") -> ModelTag:
 
 
 def weights_mark(model: str) -> str:
-    """Changes when the weights in a directory (or file) are replaced in place; empty for a name of a hub.
+    """A digest that changes when the weights in a directory or file are replaced; empty for a hub's model.
 
-    By names, sizes and times of the files: reading them would take as long as loading the model.
+    It covers the names, sizes and times of the files; reading them would take as long as loading the model.
     """
     path = Path(model)
     files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []

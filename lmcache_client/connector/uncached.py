@@ -1,7 +1,7 @@
-"""An engine that is not cached: the connector does nothing at every hook, and says why, once.
+"""The connector of an engine that is not cached: it does nothing at every hook and reports the reason.
 
-It says so in vLLM's log and, as long as a server runs, to the server, whose status shows it. This file uses
-as little of vLLM as a connector can: it is what is left when the rest does not load.
+The reason goes to vLLM's log, once, and to the server, whose status shows it. This file uses as little of
+vLLM as a connector can, because it must load even if the rest of the package does not.
 """
 
 import contextlib
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from lmcache_client.channel import Channel
-    from lmcache_client.connector.settings import Settings
 
 TELL_TIMEOUT_S = 2.0
 
 
 class Uncached(KVConnectorBase_V1, SupportsHMA):
-    """Every hook that vLLM requires of a connector, doing nothing."""
+    """Has every hook that vLLM requires of a connector; none of them does anything."""
+
+    _teller: "Channel | None" = None
 
     def get_num_new_matched_tokens(self, *_args: Any, **_named: Any) -> tuple[int | None, bool]:
         return 0, False
@@ -43,24 +44,27 @@ class Uncached(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache: a store that is dropped is a later miss, nothing else."""
-        return False
+        return False  # in a cache, a dropped store only causes a later miss
 
     def start_load_kv(self, *_args: Any, **_named: Any) -> None:
-        """Loads are asynchronous and start with the step's stores."""
+        """Does nothing, because loads are asynchronous and start with the step's stores."""
 
     def wait_for_layer_load(self, *_args: Any, **_named: Any) -> None:
-        """Loads are asynchronous: nothing to wait for."""
+        """Does nothing, because loads are asynchronous."""
 
     def save_kv_layer(self, *_args: Any, **_named: Any) -> None:
-        """Stores start after the whole forward pass: nothing to do per layer."""
+        """Does nothing, because stores start after the whole forward pass."""
 
     def wait_for_save(self) -> None:
         pass
 
+    def shutdown(self) -> None:
+        if self._teller is not None:
+            self._teller.close()
+
 
 def uncached(why: str) -> type[Uncached]:
-    """A connector for vLLM to construct that caches nothing; `why` is a noun phrase for the log."""
+    """The class of a connector that caches nothing; `why` is a noun phrase for the log."""
 
     class LMCacheMPConnector(Uncached):
         reason = why
@@ -69,21 +73,12 @@ def uncached(why: str) -> type[Uncached]:
             self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
         ) -> None:
             super().__init__(vllm_config, role, kv_cache_config)
-            self._teller = None
             if role == KVConnectorRole.SCHEDULER:
-                # The rest of this package may be what does not load.
-                with contextlib.suppress(Exception):
-                    from lmcache_client.connector.settings import parse
-
-                    settings, _ = parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
-                    self._teller = tell_server(settings, vllm_config, why)
+                with contextlib.suppress(Exception):  # the rest of this package may not load
+                    self._teller = tell_server(vllm_config, why)
                 log_uncached(why)
 
-        def shutdown(self) -> None:
-            if self._teller is not None:
-                self._teller.close()
-
-    # A method that a later vLLM requires and this class lacks: doing nothing is right for it, too.
+    # If a later vLLM requires a method that this class lacks, the inherited one may do nothing, too.
     LMCacheMPConnector.__abstractmethods__ = frozenset()
     return LMCacheMPConnector
 
@@ -94,11 +89,13 @@ def log_uncached(reason: str) -> None:
     )
 
 
-def tell_server(settings: "Settings", vllm_config: "VllmConfig", reason: str) -> "Channel":
-    """A channel that tells a server, whenever one is there, that this engine does not use it and why."""
+def tell_server(vllm_config: "VllmConfig", reason: str) -> "Channel":
+    """Starts a channel that reports to every server it meets why this engine does not use the cache."""
     from lmcache_client.channel import Channel
+    from lmcache_client.connector.settings import parse
     from lmcache_client.contract.messages import MAX_NAME, MAX_REASON, NotCached
 
+    settings, _ = parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
     message = NotCached(
         str(vllm_config.kv_transfer_config.engine_id)[:MAX_NAME],
         str(vllm_config.model_config.model)[:MAX_NAME],

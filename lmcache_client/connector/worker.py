@@ -1,17 +1,16 @@
-"""The worker side of the connector: registers the KV cache memory, passes loads and stores on, reports.
+"""The worker side of the connector registers the KV cache memory, requests loads and stores, and reports.
 
-Every request to the server is sent when the compute that was submitted before it is over: after a step's
-forward pass, and on a GPU when the GPU has come as far.
+A request goes to the server once all compute submitted before it has finished: after the forward pass of its
+step and, on a GPU, when the GPU has completed it.
 """
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from lmcache_client.channel import Channel, ChannelError, Pending, RefusedError
 from lmcache_client.connector import stats
 from lmcache_client.connector.log import log_state, logger
-from lmcache_client.connector.metadata import LoadJob, StepMetadata, StoreJob, WorkerReport
+from lmcache_client.connector.metadata import LoadJob, StepMetadata, StoreJob
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import TransferStats
 from lmcache_client.contract import messages
@@ -21,10 +20,6 @@ from lmcache_client.contract.messages import Stored
 from lmcache_client.engine import REGISTER_S, Export, Worker
 from lmcache_client.transport import SYSTEM, System
 
-if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-
-
 CONNECT_S = 1.0
 STORE_TIMEOUT_S = 60.0
 IDLE_WAIT_S = 0.002
@@ -33,7 +28,7 @@ FATAL_AT_START = (messages.CONFIGURATION, messages.NO_ACCESS, messages.WRONG_VER
 
 @dataclass
 class _InFlight:
-    """A job and its request, once that is sent; `open` until it has been accounted for."""
+    """A job and, once it has been sent, its request. `open` means that its result has not been recorded."""
 
     job: LoadJob | StoreJob
     started_s: float
@@ -43,7 +38,7 @@ class _InFlight:
 
 @dataclass
 class Results:
-    """What one step's poll brought: for vLLM, by request id, and for the scheduler side, by job id."""
+    """The results of a step: loads by request id for vLLM, settled jobs by id for the scheduler side."""
 
     loaded: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
@@ -51,7 +46,7 @@ class Results:
 
 
 class WorkerSide:
-    """See the module. `export` has the memory that `geometry` describes."""
+    """The worker side of one worker; `export` has the memory that `geometry` describes."""
 
     def __init__(
         self,
@@ -71,8 +66,8 @@ class WorkerSide:
         self.client = Worker(self.channel, engine_id, rank, model, geometry, export)
 
     def start(self) -> None:
-        """Connect and register. Without a server this returns after a moment, and the engine runs
-        without a cache until one appears. Raises ValueError when the server refuses the engine."""
+        """Connects and registers. Without a server this returns soon, and the engine runs without a cache
+        until one appears. Raises ValueError if the server refuses the engine."""
         self.channel.start(CONNECT_S, REGISTER_S)
         refusal = self.channel.refusal
         if refusal is not None and refusal.code in FATAL_AT_START:
@@ -90,26 +85,26 @@ class WorkerSide:
             logger.warning("lmcache: %s", warning)
 
     def submit(self, metadata: StepMetadata) -> None:
-        """Start the step's loads and stores; called when its forward pass has been submitted."""
+        """Starts the step's loads and stores, after its forward pass has been submitted."""
         now_s = self.channel.system.now_s()
-        flying = [_InFlight(each, now_s) for each in metadata.loads]
+        in_flight = [_InFlight(load, now_s) for load in metadata.loads]
         for store in metadata.stores:
             if self.channel.ready:
-                flying.append(_InFlight(store, now_s))
+                in_flight.append(_InFlight(store, now_s))
             else:
                 self._settled[store.job_id] += 1
-        if not flying:
+        if not in_flight:
             return
-        self._jobs.update((each.job.job_id, each) for each in flying)
+        self._jobs.update((item.job.job_id, item) for item in in_flight)
 
         def send() -> None:
-            for each in flying:
-                if isinstance(each.job, LoadJob):
-                    each.pending = self.client.load(each.job.message, self._settings.load_timeout_s)
+            for item in in_flight:
+                if isinstance(item.job, LoadJob):
+                    item.pending = self.client.load(item.job.message, self._settings.load_timeout_s)
                 else:
-                    each.pending = self.client.store(each.job.message, STORE_TIMEOUT_S)
+                    item.pending = self.client.store(item.job.message, STORE_TIMEOUT_S)
 
-        # A destination may still be read, and a source is still written, by what is being computed.
+        # The engine may still be reading the destinations, and is still writing the sources.
         self.client.export.after_compute(send)
 
     def close(self) -> None:
@@ -117,7 +112,7 @@ class WorkerSide:
         self.channel.close()
 
     def collect(self, idle: bool) -> Results:
-        """Take in the server's answers; an `idle` step may wait a moment for one."""
+        """Collects the server's replies; an `idle` step may wait briefly for one."""
         results = Results(settled=self._settled)
         self._settled = Counter()
         if idle and self._jobs:
@@ -126,14 +121,14 @@ class WorkerSide:
             if waited_for is None or not waited_for.done:
                 self.channel.system.sleep(IDLE_WAIT_S)
         self.channel.poll()
-        for job_id, each in list(self._jobs.items()):
-            pending = each.pending
+        for job_id, item in list(self._jobs.items()):
+            pending = item.pending
             if pending is None:
                 continue
-            if each.open and pending.done:
-                each.open = False
-                if isinstance(each.job, LoadJob):
-                    self._loaded(each.job, pending, each.started_s, results)
+            if item.open and pending.done:
+                item.open = False
+                if isinstance(item.job, LoadJob):
+                    self._loaded(item.job, pending, item.started_s, results)
                 else:
                     self._stored(pending)
             if pending.settled:
@@ -142,7 +137,7 @@ class WorkerSide:
         return results
 
     def _loaded(self, load: LoadJob, pending: Pending, started_s: float, results: Results) -> None:
-        results.loaded.add(load.request_id)
+        results.loaded.add(load.request_id)  # vLLM also expects a failed load here
         self.stats.observe_load(self.channel.system.now_s() - started_s)
         if pending.error is not None:
             results.failed.add(load.request_id)
@@ -161,24 +156,8 @@ class WorkerSide:
             self.stats.count(stats.FAILED_STORES)
 
 
-def transfer_results(results: Results) -> "KVConnectorTransferResults":
-    """For vLLM: a failed load is finished as well."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-
-    return KVConnectorTransferResults(finished_recving=results.loaded, failed_recving=results.failed)
-
-
-def worker_report(results: Results) -> WorkerReport | None:
-    """For the scheduler side; None when there is nothing to say."""
-    return WorkerReport(results.settled) if results.settled else None
-
-
 def _log_failed_load(load: LoadJob, error: ChannelError) -> None:
-    # An expired lease or a lost server is the contract at work; anything else deserves a look.
-    expected = not isinstance(error, RefusedError) or error.code in (
-        messages.EXPIRED,
-        messages.NOT_REGISTERED,
-    )
-    (logger.info if expected else logger.warning)(
-        "lmcache: request %s is computed, its load failed: %s", load.request_id, error
-    )
+    # An expired lease or a lost server is normal; any other error needs attention.
+    usual = not isinstance(error, RefusedError) or error.code in (messages.EXPIRED, messages.NOT_REGISTERED)
+    log = logger.info if usual else logger.warning
+    log("lmcache: request %s is computed because its load failed: %s", load.request_id, error)

@@ -9,32 +9,32 @@ MAX_SOCKET_PATH = 100
 
 
 class EndpointError(ValueError):
-    """An address that cannot be used; the message says what to do."""
+    """The address cannot be used; the message says what to do."""
 
 
 def runtime_directory() -> Path:
-    """The directory of the Unix sockets: $LMCACHE_RUNTIME_DIR, else one per user under /tmp."""
+    """The directory of the Unix sockets: $LMCACHE_RUNTIME_DIR, or one per user under /tmp."""
     return Path(os.environ.get("LMCACHE_RUNTIME_DIR") or f"/tmp/lmcache-mp-{os.getuid()}")
 
 
 def check_runtime_directory(directory: Path) -> None:
-    """Raises EndpointError unless only this user may enter `directory`: who can open the socket can ask
-    the server to copy memory of this user's processes."""
+    """Raises EndpointError unless only this user may enter `directory`: anyone who can open the socket can
+    make the server copy memory of this user's processes."""
     info = directory.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
         raise EndpointError(
             f"{directory} must be a directory of user id {os.getuid()} that nobody else may enter: "
-            f"remove it, run 'chmod 700 {directory}', or name another one in LMCACHE_RUNTIME_DIR"
+            f"remove it, run 'chmod 700 {directory}', or set LMCACHE_RUNTIME_DIR to another directory"
         )
 
 
 def host_name(host: str) -> str:
-    """The bare host of `host`, which may carry LMCache's `tcp://` prefix and IPv6 brackets."""
+    """Strips LMCache's `tcp://` prefix and IPv6 brackets from `host`."""
     return host.removeprefix("tcp://").rstrip("/").removeprefix("[").removesuffix("]")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`; of names, `localhost` alone is trusted to mean that."""
+    """Whether only this machine can reach `host`. `localhost` is the only name trusted to mean that."""
     name = host_name(host)
     try:
         return name == "localhost" or ipaddress.ip_address(name).is_loopback
@@ -43,9 +43,9 @@ def is_loopback(host: str) -> bool:
 
 
 def address(host: str, port: int) -> str:
-    """The ZeroMQ address for `host` (empty: the Unix socket of `port`) and `port`.
+    """The ZeroMQ address of the server: TCP if `host` is given, otherwise the Unix socket of `port`.
 
-    Raises EndpointError when the socket's path would be too long for the kernel.
+    Raises EndpointError if the path of the socket is too long for the kernel.
     """
     if host:
         name = host_name(host)

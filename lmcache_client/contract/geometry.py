@@ -1,11 +1,11 @@
-"""Sizes and needs of an engine's KV cache: which bytes one block has, which blocks a resume needs.
+"""The geometry of an engine's KV cache: where each block lies and which blocks a resume needs.
 
 Everything here is a pure function of what a worker registered. The scheduler side of the connector and
-the server both compute from it, so that they agree without asking each other.
+the server compute the same results from it, so they never need to ask each other.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from lmcache_client.contract.codec import Natural, Wire
 
@@ -16,18 +16,18 @@ RECURRENT = "recurrent"
 KINDS = (FULL, SLIDING_WINDOW, CHUNKED_LOCAL, RECURRENT)
 
 AUTO_CHUNK_TOKENS = 256
-"""`--chunk-size auto` gives at least this many tokens where no group is recurrent."""
+"""`--chunk-size auto` picks at least this many tokens if no group is recurrent."""
 
 MAX_GROUPS = 64
 MAX_REGIONS = 8192
-"""In all groups of one worker together."""
+"""The limit for all groups of one worker together."""
 MAX_BLOCKS = 1 << 31
 MAX_PAGE_BYTES = 1 << 32
 MAX_CHUNK_TOKENS = 1 << 22
 
 
 class GeometryError(ValueError):
-    """A geometry, or a chunk size for it, that cannot be served; the message says what to change."""
+    """The geometry or the chunk size cannot be served; the message says what to change."""
 
 
 class Region(Wire, frozen=True):
@@ -45,10 +45,10 @@ class Region(Wire, frozen=True):
 class GroupSpec(Wire, frozen=True):
     """One KV cache group: what it needs to resume, and where its pages are.
 
-    `window` is the sliding window or the attention chunk in tokens, 0 for other kinds. `tag` names
-    whatever else must be equal before two engines may share pages (dtype, attention backend, kernel
-    block size); it is compared, never parsed. `replicated` says that all tensor-parallel ranks of a
-    pipeline stage hold the same bytes: they are stored once.
+    `window` is the size of the sliding window or attention chunk in tokens, and 0 for other kinds. `tag`
+    holds everything else that must match before two engines may share pages (dtype, attention backend,
+    kernel block size); it is compared, never parsed. If `replicated`, all tensor-parallel ranks of a
+    pipeline stage hold the same bytes, which are stored once.
     """
 
     kind: str
@@ -69,11 +69,11 @@ class GroupSpec(Wire, frozen=True):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all regions: what one block costs in L1."""
+        """Bytes of one block over all regions, which is the space it takes in L1."""
         return sum(region.page_bytes for region in self.regions)
 
     def first_needed_token(self, resume_tokens: int) -> int:
-        """The first token whose KV (or whose state) a resume at `resume_tokens` reads."""
+        """The first token whose KV or state a resume at `resume_tokens` reads."""
         if self.kind == SLIDING_WINDOW:
             return max(0, resume_tokens - self.window + 1)
         if self.kind == CHUNKED_LOCAL:
@@ -83,22 +83,22 @@ class GroupSpec(Wire, frozen=True):
         return 0
 
     def needed_blocks(self, resume_tokens: int, computed_tokens: int = 0) -> range:
-        """Block positions that a resume at `resume_tokens` needs beyond `computed_tokens` tokens that
-        the engine already holds. Both are multiples of the block size."""
+        """The block positions that a resume at `resume_tokens` needs, apart from the first
+        `computed_tokens` tokens, which the engine holds. Both are multiples of the block size."""
         first = max(self.first_needed_token(resume_tokens), computed_tokens)
         end = resume_tokens // self.block_size
         return range(min(first // self.block_size, end), end)
 
     def stored_blocks(self, chunk_index: int, chunk_size: int) -> range:
-        """Block positions that an object of this group holds for chunk `chunk_index`: those which a
-        resume at the end of the chunk, or at any later chunk boundary, can need. May be empty."""
+        """The block positions that this group stores for chunk `chunk_index`: all that a resume at the
+        end of the chunk, or at any later chunk boundary, can need. May be empty."""
         end = (chunk_index + 1) * chunk_size
         needed = self.needed_blocks(end)
         return range(max(needed.start, chunk_index * chunk_size // self.block_size), needed.stop)
 
 
 class Geometry(Wire, frozen=True):
-    """What one worker registers: its groups, all with block ids in [0, num_blocks); id 0 is null."""
+    """The groups of one worker. Their block ids are in [0, num_blocks); id 0 is the null block."""
 
     groups: tuple[GroupSpec, ...]
     num_blocks: Natural
@@ -111,15 +111,6 @@ class Geometry(Wire, frozen=True):
             raise GeometryError(f"an engine has at most {MAX_REGIONS} regions, not {regions}")
         if not 1 < self.num_blocks <= MAX_BLOCKS:
             raise GeometryError(f"an engine has 2 to {MAX_BLOCKS} blocks, not {self.num_blocks}")
-
-    @property
-    def unified_block_size(self) -> int:
-        """Least common multiple of the groups' block sizes, in tokens."""
-        return math.lcm(*(group.block_size for group in self.groups))
-
-    @property
-    def has_recurrent(self) -> bool:
-        return any(group.kind == RECURRENT for group in self.groups)
 
     def check_buffers(self, buffer_bytes: tuple[int, ...]) -> None:
         """Raises GeometryError unless every page of every block lies inside its exported buffer."""
@@ -135,21 +126,25 @@ class Geometry(Wire, frozen=True):
                 )
 
 
-def resolve_chunk_size(chunk_size: int | None, groups: Iterable[GroupSpec]) -> int:
-    """The chunk size in tokens for a model of these groups; `None` means `auto`.
+def unified_block_size(groups: Sequence[GroupSpec]) -> int:
+    """The least common multiple of the groups' block sizes, in tokens."""
+    return math.lcm(*(group.block_size for group in groups))
 
-    Raises GeometryError when the unified block size does not divide an explicit chunk size.
+
+def resolve_chunk_size(chunk_size: int | None, groups: Sequence[GroupSpec]) -> int:
+    """The chunk size in tokens for a model with these groups; `None` means `auto`.
+
+    Raises GeometryError unless an explicit chunk size is a multiple of the unified block size.
     """
-    specs = tuple(groups)
-    unified = math.lcm(*(group.block_size for group in specs))
+    unified = unified_block_size(groups)
     if unified > MAX_CHUNK_TOKENS:
         raise GeometryError(
             f"the block sizes of this model's groups have no common multiple up to {MAX_CHUNK_TOKENS}: "
             "start vLLM with another --block-size"
         )
     if chunk_size is None:
-        if any(group.kind == RECURRENT for group in specs):
-            # A state can end at any block boundary and only a chunk boundary can be resumed at.
+        if any(group.kind == RECURRENT for group in groups):
+            # A state can end at any block boundary, but requests resume only at chunk boundaries.
             return unified
         return unified * math.ceil(AUTO_CHUNK_TOKENS / unified)
     if chunk_size % unified:
@@ -164,15 +159,14 @@ def resolve_chunk_size(chunk_size: int | None, groups: Iterable[GroupSpec]) -> i
     return chunk_size
 
 
-def chunk_size_warning(chunk_size: int, groups: Iterable[GroupSpec]) -> str:
-    """A sentence when `chunk_size` loses resume points of a recurrent model, else an empty string."""
-    specs = tuple(groups)
-    unified = math.lcm(*(group.block_size for group in specs))
+def chunk_size_warning(chunk_size: int, groups: Sequence[GroupSpec]) -> str:
+    """A warning if `chunk_size` loses resume points of a recurrent model, otherwise an empty string."""
+    unified = unified_block_size(groups)
     factor = chunk_size // unified
-    if factor < 2 or not any(group.kind == RECURRENT for group in specs):
+    if factor < 2 or not any(group.kind == RECURRENT for group in groups):
         return ""
     return (
         f"chunk size {chunk_size} is {factor} times the unified block size {unified} of a recurrent model: "
-        f"vLLM keeps its state at the last block boundary of a prompt, and {factor - 1} of {factor} such "
-        f"boundaries are no chunk boundary and cannot be resumed at; --chunk-size auto keeps all"
+        "vLLM keeps its state at the last block boundary of a prompt, but requests cannot resume at "
+        f"{factor - 1} of {factor} such boundaries; --chunk-size auto keeps them all"
     )

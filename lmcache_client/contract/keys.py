@@ -1,8 +1,8 @@
-"""Chunk keys and the namespace: what must be equal before bytes may be shared.
+"""Chunk keys and namespaces, which must match before two engines may share bytes.
 
-Both are SHA-256 over an encoding in which every value carries its type and its length, so that two
-different inputs never encode to the same bytes. Nothing depends on the process, the machine, the Python
-version or PYTHONHASHSEED; tests pin vectors.
+Both are SHA-256 digests of an encoding that gives every value its type and length, so two different inputs
+never encode to the same bytes. Nothing depends on the process, the machine, the Python version or
+PYTHONHASHSEED; the tests pin expected digests.
 """
 
 import hashlib
@@ -20,16 +20,16 @@ from lmcache_client.contract.geometry import Geometry
 KEY_BYTES = 32
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Detail = Annotated[str, Meta(max_length=4096)]
-"""A model's name, or a name or a value that an engine says of it."""
+"""The name of a model, or the name or value of one of its details."""
 MAX_DETAILS = 64
 SCHEMA = 1
 """Changes whenever keys, namespaces or the order of bytes in an object change."""
 
 
 def encode(value: object) -> bytes:
-    """Canonical bytes of a value made of None, bool, int, float, str, bytes, tuples and lists.
+    """Encodes None, bool, int, float, str, bytes, and tuples and lists of these, as canonical bytes.
 
-    Raises TypeError for anything else: what cannot be encoded must not be cached.
+    Raises TypeError for anything else, which must then not be cached.
     """
     if value is None:
         return b"N"
@@ -57,10 +57,10 @@ ROOT_KEY = hashlib.sha256(encode(("lmcache-mp chunk key", SCHEMA))).digest()
 
 
 def chunk_key(parent: bytes, tokens: Sequence[int], extra_keys: object) -> bytes:
-    """The key of a chunk: 32 bytes.
+    """The key of a chunk: KEY_BYTES bytes.
 
-    `parent` is the key of the chunk before, ROOT_KEY for the first. `tokens` are hashed as little-endian
-    uint32. `extra_keys` are vLLM's own (LoRA, cache salt, multi-modal items, prompt embeddings) or None.
+    `parent` is the key of the previous chunk, or ROOT_KEY. `tokens` are hashed as little-endian uint32.
+    `extra_keys` come from vLLM (LoRA, cache salt, multi-modal items, prompt embeddings) or are None.
     """
     words = array("I", tokens)
     if sys.byteorder == "big":
@@ -69,17 +69,17 @@ def chunk_key(parent: bytes, tokens: Sequence[int], extra_keys: object) -> bytes
 
 
 def chunk_keys(chunks: Iterable[tuple[Sequence[int], object]], parent: bytes = ROOT_KEY) -> Iterator[bytes]:
-    """The keys of chunks that follow each other, each given as (tokens, extra keys); `parent` is the key of
-    the chunk before the first of them."""
+    """The keys of consecutive chunks, each given as (tokens, extra keys); `parent` is the key of the chunk
+    before the first one."""
     for tokens, extra_keys in chunks:
         parent = chunk_key(parent, tokens, extra_keys)
         yield parent
 
 
 class ModelTag(Wire, frozen=True):
-    """What an engine says of its model; every field is part of the namespace.
+    """An engine's description of its model; every field is part of the namespace.
 
-    `details` holds (name, value) pairs that the connector found relevant (revision, dtypes,
+    `details` holds the (name, value) pairs that the connector considers relevant (revision, dtypes,
     quantisation, configuration digest, …); they are compared, never parsed.
     """
 
@@ -94,9 +94,9 @@ class ModelTag(Wire, frozen=True):
 
 
 def namespace_id(model: ModelTag, shards: Sequence[Geometry], ephemeral: bool = False) -> bytes:
-    """The namespace of an engine from its model and the geometry of each of its shards, in rank order.
+    """Derives the namespace of an engine from its model and the geometry of each shard, in rank order.
 
-    Offsets, strides and numbers of blocks are left out: they say where pages are, not what is in them.
+    Offsets, strides and block counts are left out: they say where pages are, not what they contain.
     """
     return hashlib.sha256(
         encode(

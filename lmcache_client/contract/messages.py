@@ -1,10 +1,10 @@
-"""Every message between the connector and the server.
+"""All messages between the connector and the server.
 
 A client (ZeroMQ DEALER) sends one frame: the MessagePack array [PROTOCOL_VERSION, request id, message].
-The server (ROUTER) answers each with one frame [PROTOCOL_VERSION, request id, boot id, message]; a reply may
-overtake an earlier one. A message is the array of its code, which is the number in its class, and its fields.
-A request that fails is answered with Refused. Tokens never travel, only keys; pages never travel, only where
-they are.
+The server (ROUTER) answers it with one frame [PROTOCOL_VERSION, request id, boot id, message]; a reply may
+overtake an earlier one. A message is an array of its code, which is the `tag` of its class, and its fields.
+If a request fails, the reply is Refused. Messages carry keys, never tokens, and the locations of pages, never
+their contents.
 """
 
 from typing import Annotated, Any
@@ -36,7 +36,7 @@ Handle = Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)
 Range = tuple[Natural, Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]]
 BlockIds = tuple[Natural, ...]
 
-# Codes of Refused. A client acts on the code and shows the message.
+# The codes of Refused. A client acts on the code and shows the message.
 BAD_REQUEST = "bad_request"
 WRONG_VERSION = "wrong_version"
 NOT_REGISTERED = "not_registered"
@@ -50,8 +50,8 @@ INTERNAL = "internal"
 
 
 class Hello(Wire, frozen=True, tag=0):
-    """The first message of a session. `pid` is the client's, as it sees itself; `client_id` is random and
-    stays over reconnections: a session that comes again ends the one before, and its copies, first."""
+    """The first message of a session. `pid` is the client's process id in its own namespace. `client_id` is
+    random and survives reconnections: the server first ends the client's earlier session and its copies."""
 
     pid: Natural
     client_id: Annotated[bytes, Meta(min_length=CLIENT_ID_BYTES, max_length=CLIENT_ID_BYTES)]
@@ -59,8 +59,8 @@ class Hello(Wire, frozen=True, tag=0):
 
 
 class Welcome(Wire, frozen=True, tag=1):
-    """`server_pid` is whom the client must allow to trace it (Yama). `session_id` names the session.
-    A reply with another boot id than `boot_id` comes from another life of the server."""
+    """The client must allow process `server_pid` to trace it (Yama). A reply whose boot id is not `boot_id`
+    comes from a server that has restarted."""
 
     boot_id: bytes
     server_pid: Natural
@@ -69,11 +69,11 @@ class Welcome(Wire, frozen=True, tag=1):
 
 
 class Memory(Wire, frozen=True):
-    """Where the pages of process `pid` are, as ranges (start, bytes).
+    """The ranges (start, bytes) that hold the pages of process `pid`.
 
-    On a CPU they start at addresses, and NONCE_BYTES at `proof_address` are for the nonce. On the GPU with
-    the UUID `device` each counts from the first byte of the allocation that has the raw memory handle of
-    the same position in `handles`, and the nonce is for the first bytes of every range.
+    On a CPU, a start is an address, and the nonce goes to the NONCE_BYTES at `proof_address`. On a GPU, whose
+    UUID is `device`, a start is an offset into the allocation whose raw memory handle is at the same position
+    in `handles`, and the nonce goes to the first bytes of every range.
     """
 
     pid: Natural
@@ -90,9 +90,9 @@ class Memory(Wire, frozen=True):
 
 
 class Register(Wire, frozen=True, tag=2):
-    """A worker hands over handles to its KV cache memory. Answered with Challenge.
+    """Gives the server access to a worker's KV cache memory. The reply is Challenge.
 
-    What an `ephemeral` engine stores is forgotten when the last engine of its namespace is gone, and only
+    The server forgets what an `ephemeral` engine stored when the last engine of its namespace is gone. Only
     ephemeral engines share that namespace.
     """
 
@@ -105,14 +105,14 @@ class Register(Wire, frozen=True, tag=2):
 
 
 class Challenge(Wire, frozen=True, tag=3):
-    """The client writes `nonce` where its memory says, then sends Prove. No byte of it has one of its two
-    high bits: as a number of any format that KV caches have, it is finite and small."""
+    """Asks the client to write `nonce` where its Memory says and then to send Prove. The two high bits of
+    every byte are 0, so the nonce is a small finite number in every format of KV caches."""
 
     nonce: bytes
 
 
 class Prove(Wire, frozen=True, tag=4):
-    """Answered with Registered once the server has mapped the client's memory and read the nonce there."""
+    """The reply is Registered once the server has mapped the client's memory and read the nonce there."""
 
 
 class Registered(Wire, frozen=True, tag=5):
@@ -121,20 +121,20 @@ class Registered(Wire, frozen=True, tag=5):
 
 
 class Join(Wire, frozen=True, tag=6):
-    """The scheduler side asks after its engine."""
+    """The scheduler side asks whether its engine is registered."""
 
     engine_id: str
 
 
 class Joined(Wire, frozen=True, tag=7):
-    """`ready` once every worker of the engine has registered; else the chunk size means nothing yet."""
+    """`ready` says that every worker of the engine has registered; until then `chunk_size` means nothing."""
 
     ready: bool
     chunk_size: Natural
 
 
 class NotCached(Wire, frozen=True, tag=8):
-    """An engine that does not use the cache says why: "it has `reason`". Answered with Done."""
+    """An engine says why it does not use the cache, as in "it has `reason`". The reply is Done."""
 
     engine_id: Name
     model: Name
@@ -143,10 +143,10 @@ class NotCached(Wire, frozen=True, tag=8):
 
 
 class Lookup(Wire, frozen=True, tag=9):
-    """Up to where can this chain of chunks be restored?
+    """Asks how much of this chain of chunks the server can restore. The reply is Found.
 
-    `computed_tokens` are what the engine holds itself, a multiple of the unified block size; `limit_tokens`
-    is the largest resume point of use, a multiple of the chunk size below `num_tokens`, the request's length.
+    The engine itself holds `computed_tokens`, a multiple of the unified block size. `limit_tokens` is the
+    largest useful resume point, a multiple of the chunk size below `num_tokens`, the request's length.
     """
 
     request_id: str
@@ -157,8 +157,9 @@ class Lookup(Wire, frozen=True, tag=9):
 
 
 class Found(Wire, frozen=True, tag=10):
-    """`resume_tokens` is 0 when the server has nothing beyond what the engine computed; else `lease_id` keeps
-    it restorable for `lease_s`. `held`: a bitmap per group, lowest bit first, of chunks all shards have."""
+    """`resume_tokens` is 0 if the server has nothing beyond the computed tokens; otherwise `lease_id` keeps
+    them restorable for `lease_s` seconds. `held` has a bitmap per group, lowest bit first, of the chunks that
+    all shards have."""
 
     resume_tokens: Natural
     lease_id: Natural
@@ -167,8 +168,8 @@ class Found(Wire, frozen=True, tag=10):
 
 
 class Release(Wire, frozen=True, tag=11):
-    """A request is over: its leases end, its chunks are touched (recently used). `request_id` is for the
-    debug log alone, and empty when the request goes on and only gives its leases up."""
+    """Ends leases and marks the chunks of `keys` as recently used. `request_id` only serves the debug log; it
+    is empty if the request itself goes on."""
 
     lease_ids: Annotated[tuple[Natural, ...], Meta(max_length=MAX_LEASES)]
     keys: Keys
@@ -176,11 +177,11 @@ class Release(Wire, frozen=True, tag=11):
 
 
 class Load(Wire, frozen=True, tag=12):
-    """Copy pages into the worker's blocks: for each group the ids of the blocks at
-    `needed_blocks(resume_tokens, computed_tokens)`. Answered with Done when the bytes are there.
+    """Copies pages into the worker's blocks. `block_ids` has, for each group, the blocks at the positions
+    `needed_blocks(resume_tokens, computed_tokens)`. The reply is Done when the bytes have arrived.
 
-    `key` is that of the chunk which ends at the resume point: the number of a lease may have come from
-    another life of the server, the key says what was meant.
+    `key` belongs to the chunk that ends at the resume point. It confirms the lease, whose number may be from
+    before a restart of the server.
     """
 
     request_id: str
@@ -192,8 +193,8 @@ class Load(Wire, frozen=True, tag=12):
 
 
 class StoreObject(Wire, frozen=True):
-    """One object: the ids of the blocks at `stored_blocks(chunk_index, chunk_size)` of the group.
-    `parent` is the key of the chunk before it (ROOT_KEY for the first), by which it is evicted earlier."""
+    """One object: the ids of the group's blocks at the positions `stored_blocks(chunk_index, chunk_size)`.
+    `parent` is the key of the previous chunk (or ROOT_KEY), which is evicted later than this one."""
 
     key: Key
     parent: Key
@@ -203,19 +204,19 @@ class StoreObject(Wire, frozen=True):
 
 
 class Store(Wire, frozen=True, tag=13):
-    """Copy pages out of the worker's blocks. The blocks must not change until Stored has come.
-    `request_ids` are those whose chunks these are, for the debug log alone."""
+    """Copies pages out of the worker's blocks, which must not change before the reply, Stored.
+    `request_ids` names the requests that the chunks belong to and only serves the debug log."""
 
     objects: Annotated[tuple[StoreObject, ...], Meta(max_length=MAX_OBJECTS)]
     request_ids: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.request_ids) > len(self.objects):
-            raise ProtocolError("no more requests than objects")
+            raise ProtocolError("a store names no more requests than objects")
 
 
 class Stored(Wire, frozen=True, tag=14):
-    """How many objects were stored, were there already (or being written), and were dropped."""
+    """How many objects were stored, were already present (or being written), and were dropped."""
 
     stored: Natural
     present: Natural
@@ -223,7 +224,7 @@ class Stored(Wire, frozen=True, tag=14):
 
 
 class Clear(Wire, frozen=True, tag=15):
-    """Forget everything that nobody is using."""
+    """Asks the server to forget everything that is not in use."""
 
 
 class Cleared(Wire, frozen=True, tag=16):
@@ -231,11 +232,11 @@ class Cleared(Wire, frozen=True, tag=16):
 
 
 class Status(Wire, frozen=True, tag=17):
-    """What does the server hold?"""
+    """Asks what the server holds."""
 
 
 class StatusReport(Wire, frozen=True, tag=18):
-    """A JSON object, the same as the HTTP endpoint /status gives; in pieces of at most MAX_TEXT."""
+    """The JSON object that the HTTP endpoint /status returns, in pieces of at most MAX_TEXT."""
 
     pieces: tuple[str, ...]
 
@@ -245,7 +246,7 @@ class Ping(Wire, frozen=True, tag=19):
 
 
 class Goodbye(Wire, frozen=True, tag=20):
-    """The session ends; answered when none of its memory is mapped or being copied."""
+    """Ends the session. The reply is Done when none of its memory is mapped or being copied."""
 
 
 class Done(Wire, frozen=True, tag=21):
@@ -253,7 +254,7 @@ class Done(Wire, frozen=True, tag=21):
 
 
 class Refused(Wire, frozen=True, tag=22):
-    """`code` is one of the constants above; `message` is a sentence that says what to do."""
+    """`code` is one of the constants above; `message` tells the user what to do."""
 
     code: str
     message: str
@@ -267,7 +268,7 @@ Message = (
 
 
 class BadRequestError(ProtocolError):
-    """A request that cannot be understood, but answered: `code` and the message go into Refused."""
+    """The request is not valid but can be answered: `code` and the message go into Refused."""
 
     def __init__(self, request_id: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -280,11 +281,11 @@ def encode_request(request_id: int, message: Message) -> bytes:
 
 
 def decode_request(frame: bytes) -> tuple[int, Message]:
-    """(request id, message). Raises BadRequestError, which knows the request id, when only the message
-    or the version is wrong, and ProtocolError when not even an answer can be addressed."""
+    """Returns (request id, message). Raises BadRequestError, which has the request id, if only the message
+    or the version is wrong, and ProtocolError if the frame does not even have a request id."""
     version, request_id, *rest = _open(frame)
     if version != PROTOCOL_VERSION:
-        raise BadRequestError(request_id, WRONG_VERSION, _version_sentence(version))
+        raise BadRequestError(request_id, WRONG_VERSION, _version_mismatch(version))
     try:
         (plain,) = _exactly(1, rest)
         return request_id, codec.build(Message, plain)
@@ -297,10 +298,10 @@ def encode_reply(boot_id: bytes, request_id: int, message: Message) -> bytes:
 
 
 def decode_reply(frame: bytes) -> tuple[bytes, int, Message]:
-    """(boot id, request id, message); raises ProtocolError."""
+    """Returns (boot id, request id, message). Raises ProtocolError."""
     version, request_id, *rest = _open(frame)
     if version != PROTOCOL_VERSION:
-        raise ProtocolError(_version_sentence(version))
+        raise ProtocolError(_version_mismatch(version))
     boot_id, plain = _exactly(2, rest)
     if type(boot_id) is not bytes or len(boot_id) != BOOT_ID_BYTES:
         raise ProtocolError("a reply carries a boot id")
@@ -323,7 +324,7 @@ def _exactly(count: int, rest: list[Any]) -> list[Any]:
     return rest
 
 
-def _version_sentence(version: int) -> str:
+def _version_mismatch(version: int) -> str:
     return (
         f"the other side speaks protocol version {version}, this side {PROTOCOL_VERSION}: "
         "install the same version of lmcache-mp for the server and for vLLM"

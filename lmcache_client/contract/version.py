@@ -1,4 +1,4 @@
-"""The version of this project, the same for server and connector, and the versions of vLLM that it serves."""
+"""The version of this project, shared by server and connector, and the versions of vLLM that it supports."""
 
 VERSION = "0.1.0"
 
@@ -6,16 +6,16 @@ OLDEST_VLLM = (0, 31)
 """Two things rule out vLLM 0.30, and neither shows in a name or an argument list:
 
 * 0.30 does not call `wait_for_save` in a step that computes nothing. Loads start there, so a request that is
-  alone in its engine would wait for its load for ever.
+  alone in its engine would wait for its load forever.
 * 0.30 does not tag the extra keys of a block hash: an adapter `x`, a salt `x` and the same adapter at another
-  path are all `('x',)`. A server that outlives its engines could then serve the pages of another adapter.
+  path all become `('x',)`. A server that outlives its engines could then serve another adapter's pages.
 
 vLLM 0.29 also ends the engine when a load of a hybrid model fails. `connector/surface.py` names the first
 version of everything else that the connector uses."""
 
 NEWEST_VLLM = (0, 33)
-"""The newest that the tests run. A later vLLM may keep every name and change a meaning, as 0.31 did, and then
-pages would be wrong without an error: so its engines run without a cache until somebody has tested it."""
+"""The newest version that the tests run. A later vLLM may keep every name but change a meaning, as 0.31 did,
+which would corrupt pages without an error. Its engines therefore run without a cache until it is tested."""
 
 INSTALL_VLLM = f"pip install 'vllm=={NEWEST_VLLM[0]}.{NEWEST_VLLM[1]}.*'"
 VLLM_RANGE = f"{OLDEST_VLLM[0]}.{OLDEST_VLLM[1]} to {NEWEST_VLLM[0]}.{NEWEST_VLLM[1]}"
@@ -23,7 +23,7 @@ UNTESTED_VLLM_KEY = "lmcache.mp.untested_vllm"
 
 
 def too_old(vllm_version: str) -> str:
-    """Why the connector does not load in this version of vLLM; empty unless it is older than the oldest."""
+    """The reason not to load the connector in this version of vLLM; empty unless the version is too old."""
     series = _series(vllm_version)
     if series is None or series >= OLDEST_VLLM:
         return ""
@@ -34,10 +34,10 @@ def too_old(vllm_version: str) -> str:
 
 
 def untested(vllm_version: str) -> str:
-    """Why an engine of this version of vLLM is not cached unless its user asks for it; empty for a version
-    that the tests run, and for one that is too old."""
+    """The reason not to cache with this version of vLLM unless the user asks for it; empty for a version that
+    the tests run, and for one that is too old."""
     series = _series(vllm_version)
-    # A development build carries the number of the release before it or of the one that it leads to.
+    # A development build carries the number of the previous release or of the next one.
     if series is not None and (series, ".dev" in vllm_version) <= (NEWEST_VLLM, False):
         return ""
     return (
@@ -49,10 +49,10 @@ def untested(vllm_version: str) -> str:
 
 
 def _series(vllm_version: str) -> tuple[int, int] | None:
-    """The first two numbers; None for a build that does not know its version."""
+    """The first two numbers of the version; None if the build does not know its version."""
     first, _, rest = vllm_version.partition(".")
     second = rest.partition(".")[0].partition("+")[0]
-    # A build from a checkout without tags calls itself 0.1.dev…, whatever it holds.
+    # A build from a checkout without tags calls itself 0.1.dev…, whatever it contains.
     if not (first.isdecimal() and second.isdecimal()) or vllm_version.startswith("0.1.dev"):
         return None
     return int(first), int(second)

@@ -1,4 +1,4 @@
-"""The client's half of copies between a GPU and L1: handles to its memory, and when copies may begin."""
+"""The client's half of copies between a GPU and L1: memory handles, and when a copy may begin."""
 
 import contextlib
 import queue
@@ -12,23 +12,23 @@ from lmcache_kernels.driver import CudaError, Driver
 
 
 class ExportError(Exception):
-    """This memory cannot be handed to another process; the message says what to change."""
+    """This memory cannot be exported to another process; the message says what to change."""
 
 
 def check_proof_places(geometry: Geometry, num_buffers: int) -> None:
-    """Raises ExportError unless each buffer begins with a page of the null block: there a worker proves that
-    the memory is its own, and the content of that page means nothing."""
-    places = {(region.buffer, region.offset) for group in geometry.groups for region in group.regions}
-    if any((buffer, 0) not in places for buffer in range(num_buffers)):
+    """Raises ExportError unless each buffer begins with a page of the null block. The content of that page is
+    meaningless, so the server's nonce can go there."""
+    starts = {(region.buffer, region.offset) for group in geometry.groups for region in group.regions}
+    if any((buffer, 0) not in starts for buffer in range(num_buffers)):
         raise ExportError("KV cache memory that does not begin with a page of the null block")
 
 
 class CudaExport:
     """KV cache memory of this process on one GPU.
 
-    `buffers` are (address, bytes); the first bytes of each belong to the null block, whose content means
-    nothing. `current_stream` gives the stream, a CUstream, on which the engine computes. Made in a thread
-    in which the engine's context is current. Raises ExportError.
+    `buffers` are (address, bytes); the first bytes of each belong to the null block, whose content is
+    meaningless. `current_stream` returns the CUstream on which the engine computes. The engine's context must
+    be current in the thread that creates this. Raises ExportError.
     """
 
     def __init__(self, buffers: tuple[tuple[int, int], ...], current_stream: Callable[[], int]) -> None:
@@ -55,7 +55,7 @@ class CudaExport:
 
     @contextlib.contextmanager
     def proving(self, nonce: bytes) -> Iterator[None]:
-        """While this lasts the nonce is in the first bytes of every buffer. For any thread."""
+        """Keeps the nonce in the first bytes of every buffer meanwhile. Any thread may call this."""
         self._driver.enter(self._context)
         before = [self._driver.read(address, len(nonce)) for address in self._addresses]
         try:
@@ -67,17 +67,17 @@ class CudaExport:
                 self._driver.write(address, content)
 
     def after_compute(self, function: Callable[[], None]) -> None:
-        """Call `function`, in another thread, when all that the engine has submitted so far has been
-        computed: what it reads is then read, and what it writes written."""
+        """Calls `function`, in another thread, once the GPU has computed everything that the engine has
+        submitted so far, with all its reads and writes."""
         self._fence.after(function)
 
     def close(self) -> None:
-        """What still waits is not called any more."""
+        """Drops the functions that still wait."""
         self._fence.close()
 
 
 def _exported(driver: Driver, address: int) -> tuple[bytes, int]:
-    """(handle of the allocation that `address` is in, place of `address` in it)."""
+    """(the handle of the allocation that contains `address`, the offset of `address` in it)."""
     if not driver.has_ipc_handle(address):
         raise ExportError(
             "KV cache memory from CUDA's virtual memory or pool allocator, which no other process can open: "
@@ -89,8 +89,8 @@ def _exported(driver: Driver, address: int) -> tuple[bytes, int]:
 
 
 class _Fence:
-    """Waits, in a thread of its own, for points in a stream. Nothing on the GPU ever waits for another
-    process, so nothing there can be held up by the death of one."""
+    """Waits for points in a stream, in a thread of its own. The GPU never waits for another process, so the
+    death of a process cannot stall it."""
 
     def __init__(self, driver: Driver, context: int, current_stream: Callable[[], int]) -> None:
         self._driver = driver

@@ -1,4 +1,4 @@
-"""The client's half of copies between host memories: it lets the server in and proves what is its own."""
+"""The client's half of copies between host memories: access for the server, and the proof of ownership."""
 
 import contextlib
 import ctypes
@@ -15,20 +15,20 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def allow_tracer(server_pid: int) -> None:
     """Lets process `server_pid` of the same user copy from and to this process's memory.
 
-    Needed under Yama (kernel.yama.ptrace_scope = 1, the default of Ubuntu and others); does nothing where
-    Yama is absent. Raises OSError when the kernel refuses.
+    Yama requires this (kernel.yama.ptrace_scope = 1, the default of Ubuntu and others); without Yama it does
+    nothing. Raises OSError if the kernel refuses.
     """
     zero = ctypes.c_ulong(0)
     if _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(server_pid), zero, zero, zero):
         failure = ctypes.get_errno()
-        # EINVAL: no Yama, or a server in another pid namespace. The server tries the access next, and
-        # says what is wrong if it is refused.
+        # EINVAL means no Yama, or a server in another pid namespace. The server tries the access next and
+        # reports any refusal.
         if failure != errno.EINVAL:
             raise OSError(failure, f"prctl(PR_SET_PTRACER): {os.strerror(failure)}")
 
 
 class ProofBuffer:
-    """NONCE_BYTES of this process's memory in which the server looks for the nonce that it sent."""
+    """NONCE_BYTES of this process's memory where the server looks for the nonce that it sent."""
 
     def __init__(self) -> None:
         self._bytes = (ctypes.c_char * NONCE_BYTES)()
@@ -45,8 +45,7 @@ class ProofBuffer:
 
 
 class HostExport:
-    """KV cache memory of this process on a CPU; `buffers` are (address, bytes). A step has been computed
-    when its forward pass returns."""
+    """KV cache memory of this process on a CPU; `buffers` are (address, bytes)."""
 
     def __init__(self, buffers: tuple[tuple[int, int], ...]) -> None:
         self._buffers = buffers
@@ -57,13 +56,13 @@ class HostExport:
 
     @contextlib.contextmanager
     def proving(self, nonce: bytes) -> Iterator[None]:
-        """While this lasts the nonce is where `memory` says."""
+        """Keeps the nonce at the proof address of `memory` meanwhile."""
         self._proof.write(nonce)
         yield
 
     def after_compute(self, function: Callable[[], None]) -> None:
-        """Call `function` when all that the engine has submitted so far has been computed: at once."""
+        """Calls `function` at once: on a CPU, a step has been computed when its forward pass returns."""
         function()
 
     def close(self) -> None:
-        """Nothing waits."""
+        """Does nothing, because nothing waits."""

@@ -64,7 +64,7 @@ def request(
 
 def keys(of: Request, chunks: int = CHUNKS + 1) -> list[bytes]:
     tracked = Tracked(of)
-    tracked.start_anew(1, CHUNK)
+    tracked.reset(1, CHUNK)
     # In two calls, as a prompt is looked up and its answer stored later.
     tracked.keys_of(2)
     return list(tracked.keys_of(chunks))

@@ -55,7 +55,7 @@ def test_an_engine_whose_vllm_lost_a_method_starts_uncached(server: LMCacheServe
     with Engine("gemma3", server=server, env=changed) as engine:
         assert not_cached(server, engine) == (
             f"vLLM {VLLM_VERSION}, which lacks KVConnectorBase_V1.bind_gpu_block_pool(gpu_block_pool): "
-            f"install a version that lmcache-mp {VERSION} knows ({INSTALL_VLLM}) or a newer lmcache-mp"
+            f"install a version that lmcache-mp {VERSION} supports ({INSTALL_VLLM}) or a newer lmcache-mp"
         )
 
 
@@ -84,4 +84,4 @@ print(inspect.isabstract(LMCacheMPConnector), LMCacheMPConnector.reason)
     done = run_python(program, changed)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("False vLLM")
-    assert "(vLLM asks for tomorrow)" in done.stdout
+    assert "(vLLM requires tomorrow)" in done.stdout

@@ -59,7 +59,7 @@ def test_keys_of_lmcache_that_mean_nothing_here_are_named() -> None:
         ({"lmcache.mp.prot": 1}, "unknown key 'lmcache.mp.prot'"),
         (
             {"lmcache.mp.port": "many"},
-            "lmcache.mp.port in kv_connector_extra_config is 'many': expected",
+            "lmcache.mp.port in kv_connector_extra_config is 'many': expected `int`",
         ),
         ({"lmcache.mp.port": -1}, "is -1: expected `int` >= 1"),
         ({"lmcache.mp.load_timeout_s": True}, "is True: expected `float`"),

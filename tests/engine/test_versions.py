@@ -45,7 +45,7 @@ def test_a_vllm_that_is_too_old_is_refused_and_goes_on_without_the_connector() -
         "ExampleConnector",
         "goes on",
     ]
-    assert "this vLLM knows no connector of lmcache-mp by its name" in done.stderr
+    assert "the connector of lmcache-mp could not be registered with vLLM" in done.stderr
 
 
 def test_the_errors_say_what_to_install() -> None:

@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 from lmcache_client.connector.metadata import WorkerReport
 from lmcache_client.connector.scheduler import IDLE_WAIT_S, LOOKUP_WAIT_S, SchedulerSide
 from lmcache_client.connector.settings import Settings
-from lmcache_client.connector.worker import WorkerSide, worker_report
+from lmcache_client.connector.worker import WorkerSide
 from lmcache_client.contract.geometry import (
     CHUNKED_LOCAL,
     RECURRENT,
@@ -28,6 +28,7 @@ from lmcache_client.contract.geometry import (
     Geometry,
     GroupSpec,
     Region,
+    unified_block_size,
 )
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.memory.host import HostExport
@@ -122,7 +123,7 @@ class Engine:
         )
         self.scheduler.bind(self.pool)
         self.groups = bare
-        self.unified = Geometry(bare, 2).unified_block_size
+        self.unified = unified_block_size(bare)
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -255,7 +256,7 @@ class Engine:
         """The engine's life, in a task of its first process."""
         for worker in self.workers:
             worker.start()
-        self.scheduler.start(strict=False)
+        self.scheduler.start()
         while not self.closing:
             self._step()
             self._rest("between steps", self.world.random.uniform(0.001, 0.02))
@@ -312,8 +313,7 @@ class Engine:
             for name in sorted(results.loaded):
                 finished[name] = finished.get(name, 0) + 1
             failed |= results.failed
-            own = worker_report(results)
-            report = report.aggregate(own) if own is not None else report
+            report = report.aggregate(WorkerReport(results.settled))
         self._take(finished, failed, report)
         for sequence, count in scheduled:
             self._advance(sequence, count)

@@ -22,6 +22,7 @@ from lmcache_client.contract.geometry import (
     Region,
     chunk_size_warning,
     resolve_chunk_size,
+    unified_block_size,
 )
 
 
@@ -149,8 +150,7 @@ def test_block_sizes_without_a_common_multiple_of_use_are_refused():
 def test_sizes_of_a_hybrid_model():
     regions = (Region(0, 0, 400, 100), Region(1, 50, 400, 30))
     geometry = Geometry((group(FULL, 16, regions=regions), group(RECURRENT, 48)), 10)
-    assert geometry.unified_block_size == 48
-    assert geometry.has_recurrent
+    assert unified_block_size(geometry.groups) == 48
     assert geometry.groups[0].block_bytes == 130
     assert geometry.groups[1].block_bytes == 0
 

@@ -118,9 +118,7 @@ def test_more_work_than_one_launch_takes_is_refused():
 
 def test_without_cupy_a_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(
-        KernelError, match=r"a kernel that is faster comes with pip install 'lmcache-mp\[cuda13\]'"
-    ):
+    with pytest.raises(KernelError, match=r"for a faster kernel, run pip install 'lmcache-mp\[cuda13\]'"):
         compiled("90")
 
 

@@ -45,9 +45,9 @@ FACES = (
 )
 TOOLS = ("lmcache_server/commands", "lmcache_server/__main__.py")
 BUDGETS = {
-    "path": Budget(8540, "what a byte or a decision goes through"),
-    "faces": Budget(1310, "what configures and watches it"),
-    "tools": Budget(1870, "the command lmcache"),
+    "path": Budget(8360, "what a byte or a decision goes through"),
+    "faces": Budget(1270, "what configures and watches it"),
+    "tools": Budget(1800, "the command lmcache"),
 }
 
 
