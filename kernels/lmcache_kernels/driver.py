@@ -105,14 +105,13 @@ class Driver:
         self._batch = self._find_batch()
 
     def _call(self, name: str, *arguments: object) -> None:
-        code = getattr(self._library, name)(*arguments)
-        if code:
-            raise self._error(name, code)
+        self._check(name, getattr(self._library, name)(*arguments))
 
-    def _error(self, name: str, code: int) -> CudaError:
-        text = c_char_p()
-        self._library.cuGetErrorString(code, ctypes.byref(text))
-        return CudaError(name, code, (text.value or b"unknown error").decode())
+    def _check(self, name: str, code: int) -> None:
+        if code:
+            text = c_char_p()
+            self._library.cuGetErrorString(code, ctypes.byref(text))
+            raise CudaError(name, code, (text.value or b"unknown error").decode())
 
     def _out(self, name: str, kind: type, *arguments: object) -> Any:
         """Calls `name` and returns the value that it stores through its first argument."""
@@ -270,17 +269,10 @@ class Driver:
         # The sources must be read in stream order; the order "any" could read a page too early.
         attributes = _CopyAttributes(_STREAM_ORDER)
         first, failed = c_size_t(0), c_size_t()
-        code = self._batch(
-            *(array.ctypes.data for array in arrays),
-            len(length),
-            ctypes.byref(attributes),
-            ctypes.byref(first),
-            1,
-            ctypes.byref(failed),
-            stream,
-        )
-        if code:
-            raise self._error("cuMemcpyBatchAsync", code)
+        addresses = [array.ctypes.data for array in arrays]
+        order = [ctypes.byref(attributes), ctypes.byref(first), 1]
+        code = self._batch(*addresses, len(length), *order, ctypes.byref(failed), stream)
+        self._check("cuMemcpyBatchAsync", code)
 
     def _find_batch(self) -> Any:
         address, status = c_void_p(), c_int()

@@ -57,8 +57,6 @@ class LMCacheMPConnector(Uncached):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        assert transfer is not None
-        assert transfer.engine_id is not None
         self._engine_id: str = transfer.engine_id
         self._settings, ignored = parse(transfer.kv_connector_extra_config)
         self._scheduler: SchedulerSide | None = None
@@ -84,7 +82,6 @@ class LMCacheMPConnector(Uncached):
         self, vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...], ignored: list[str]
     ) -> None:
         transfer = vllm_config.kv_transfer_config
-        assert transfer is not None
         if transfer.kv_load_failure_policy != "recompute":
             # With vLLM's default, a lost cache makes requests fail. vLLM reads the policy after it has
             # built its connector.
@@ -112,7 +109,6 @@ class LMCacheMPConnector(Uncached):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
         """The preferred layout; vLLM makes its own choice if a backend does not have this one."""
-        assert vllm_config.kv_transfer_config is not None
         settings, _ = parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
         try:
             support.check_vllm(settings.untested_vllm)

@@ -304,9 +304,8 @@ class SchedulerSide:
                 continue
             for group, block_id, tokens in offers:
                 chunk = tokens // self.chunk_size - 1
-                if tokens % self.chunk_size or chunk >= MAX_CHUNKS or not block_id:
-                    continue
-                if tokens > tracked.request.num_tokens:
+                is_past_end = tokens > tracked.request.num_tokens or chunk >= MAX_CHUNKS
+                if tokens % self.chunk_size or is_past_end or not block_id:
                     continue
                 if self.groups[group].kind == RECURRENT and not tracked.holds(group, chunk):
                     keys = tracked.keys_of(chunk + 1)

@@ -43,10 +43,8 @@ def is_loopback(host: str) -> bool:
 
 
 def address(host: str, port: int) -> str:
-    """The ZeroMQ address of the server: TCP if `host` is given, otherwise the Unix socket of `port`.
-
-    Raises EndpointError if the path of the socket is too long for the kernel.
-    """
+    """The server's ZeroMQ address: TCP if `host` is given, otherwise the Unix socket of `port`. Raises
+    EndpointError if the path of the socket is too long for the kernel."""
     if host:
         name = host_name(host)
         return f"tcp://[{name}]:{port}" if ":" in name else f"tcp://{name}:{port}"

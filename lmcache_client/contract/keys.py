@@ -98,20 +98,11 @@ def namespace_id(model: ModelTag, shards: Sequence[Geometry], ephemeral: bool = 
 
     Offsets, strides and block counts are left out: they say where pages are, not what they contain.
     """
-    return hashlib.sha256(
-        encode(
-            (
-                "lmcache-mp namespace",
-                SCHEMA,
-                model.model,
-                model.details,
-                model.tensor_parallel_size,
-                model.pipeline_parallel_size,
-                [_shape(geometry) for geometry in shards],
-                *(["ephemeral"] if ephemeral else []),
-            )
-        )
-    ).digest()
+    parts: list[object] = ["lmcache-mp namespace", SCHEMA, model.model, model.details]
+    parts += [model.tensor_parallel_size, model.pipeline_parallel_size, list(map(_shape, shards))]
+    if ephemeral:
+        parts.append("ephemeral")
+    return hashlib.sha256(encode(parts)).digest()
 
 
 def _shape(geometry: Geometry) -> list[object]:

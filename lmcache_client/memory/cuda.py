@@ -55,7 +55,7 @@ class CudaExport:
 
     @contextlib.contextmanager
     def proving(self, nonce: bytes) -> Iterator[None]:
-        """Keeps the nonce in the first bytes of every buffer meanwhile. Any thread may call this."""
+        """Keeps the nonce in the first bytes of every buffer while the context is open. For any thread."""
         self._driver.enter(self._context)
         before = [self._driver.read(address, len(nonce)) for address in self._addresses]
         try:

@@ -56,7 +56,7 @@ class HostExport:
 
     @contextlib.contextmanager
     def proving(self, nonce: bytes) -> Iterator[None]:
-        """Keeps the nonce at the proof address of `memory` meanwhile."""
+        """Keeps the nonce at the proof address of `memory` while the context is open."""
         self._proof.write(nonce)
         yield
 
