@@ -7,7 +7,7 @@ If a request fails, the reply is Refused. Messages carry keys, never tokens, and
 their contents.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from msgspec import Meta
 
@@ -288,7 +288,7 @@ def decode_request(frame: bytes) -> tuple[int, Message]:
         raise BadRequestError(request_id, WRONG_VERSION, _version_mismatch(version))
     try:
         (plain,) = _exactly(1, rest)
-        return request_id, codec.build(Message, plain)
+        return request_id, _message(plain)
     except ProtocolError as error:
         raise BadRequestError(request_id, BAD_REQUEST, str(error)) from error
 
@@ -305,7 +305,7 @@ def decode_reply(frame: bytes) -> tuple[bytes, int, Message]:
     boot_id, plain = _exactly(2, rest)
     if type(boot_id) is not bytes or len(boot_id) != BOOT_ID_BYTES:
         raise ProtocolError("a reply carries a boot id")
-    return boot_id, request_id, codec.build(Message, plain)
+    return boot_id, request_id, _message(plain)
 
 
 def _open(frame: bytes) -> list[Any]:
@@ -329,3 +329,15 @@ def _version_mismatch(version: int) -> str:
         f"the other side speaks protocol version {version}, this side {PROTOCOL_VERSION}: "
         "install the same version of lmcache-mp for the server and for vLLM"
     )
+
+
+_KINDS: dict[Any, Any] = {kind.__struct_config__.tag: kind for kind in get_args(Message)}
+
+
+def _message(plain: Any) -> Message:
+    # msgspec can choose from a union as well, but makes its table of the 23 types anew for each message.
+    code = plain[0] if type(plain) is list and plain else None
+    if type(code) is not int or code not in _KINDS:
+        raise ProtocolError(f"unknown message code {code!r:.40}")
+    message: Message = codec.build(_KINDS[code], plain)
+    return message

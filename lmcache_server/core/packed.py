@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgpack  # type: ignore[import-untyped]
 
 from lmcache_client.contract import codec
-from lmcache_client.contract.codec import Natural
+from lmcache_client.contract.codec import Natural, Wire
 
 CHECKSUM_BYTES = 4
 """The size of a page's checksum."""
@@ -44,8 +44,12 @@ class PackedObjects(bytes):
             plain = msgpack.unpackb(self)
         except Exception as error:  # msgpack raises a dozen types, all of which mean the same here
             raise ValueError(f"objects that are not MessagePack: {error}") from error
-        objects: list[StoredObject] = codec.build(list[StoredObject], plain)
-        return objects
+        checked: _Objects = codec.build(_Objects, [plain])
+        return checked.objects
+
+
+class _Objects(Wire, frozen=True):
+    objects: list[StoredObject]
 
 
 NO_OBJECTS = PackedObjects(msgpack.packb([]))

@@ -12,15 +12,22 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from lmcache_client.contract import codec
-from lmcache_client.contract.codec import Natural
+from lmcache_client.contract.codec import Natural, Wire
 from lmcache_server.core.index import Chunk, Index
 from lmcache_server.core.lru import EvictionOrder
 from lmcache_server.core.packed import CHECKSUM_BYTES, PackedObjects, StoredObject
 from lmcache_server.core.pool import FramePool, Runs, count_frames
 
-Row = tuple[Natural, bytes, Annotated[float, Meta(ge=0, le=sys.float_info.max)], bytes, bytes]
-"""One chunk: the position of its namespace, its key, the seconds since its last use, the bits of its ready
-objects as little-endian bytes, and the objects as PackedObjects."""
+
+class Row(Wire, frozen=True):
+    """A chunk: the position of its namespace, the bits of its ready objects as little-endian bytes, and these
+    objects as PackedObjects."""
+
+    namespace: Natural
+    key: bytes
+    age_s: Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+    ready: bytes
+    objects: bytes
 
 
 class SnapshotError(ValueError):
@@ -67,7 +74,7 @@ def rebuild(snapshot: Snapshot, frame_bytes: int, now_s: float) -> Contents:
     index, order, taken, stored_bytes = Index(), EvictionOrder(), list[Runs](), 0
     try:
         for row in snapshot.rows:
-            chunk = _chunk(snapshot.namespaces, row, now_s)
+            chunk = _chunk(snapshot.namespaces, codec.build(Row, row), now_s)
             for stored in _objects(chunk):
                 frames = count_frames(stored.runs)
                 if -(-stored.num_bytes // frame_bytes) != frames or not frames:
@@ -87,14 +94,13 @@ def rebuild(snapshot: Snapshot, frame_bytes: int, now_s: float) -> Contents:
     return Contents(pool, index, order, stored_bytes)
 
 
-def _chunk(namespaces: Sequence[bytes], row: Any, now_s: float) -> Chunk:
-    number, key, age_s, ready, objects = codec.build(Row, row)
-    if number >= len(namespaces):
+def _chunk(namespaces: Sequence[bytes], row: Row, now_s: float) -> Chunk:
+    if row.namespace >= len(namespaces):
         raise SnapshotError("the namespace of a chunk does not exist")
-    chunk = Chunk(namespaces[number], key)
-    chunk.ready = int.from_bytes(ready, "little")
-    chunk.packed = PackedObjects(objects)
-    chunk.last_used_s = now_s - age_s
+    chunk = Chunk(namespaces[row.namespace], row.key)
+    chunk.ready = int.from_bytes(row.ready, "little")
+    chunk.packed = PackedObjects(row.objects)
+    chunk.last_used_s = now_s - row.age_s
     return chunk
 
 

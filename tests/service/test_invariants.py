@@ -191,8 +191,7 @@ def test_invariant_3_an_object_has_one_writer_and_the_other_is_told(desk: Desk) 
 
 def frame(*fields: object) -> bytes:
     """A greeting with these fields."""
-    code = messages._CODES[Hello]
-    packed: bytes = msgpack.packb([messages.PROTOCOL_VERSION, 1, code, list(fields)])
+    packed: bytes = msgpack.packb([messages.PROTOCOL_VERSION, 1, [Hello.__struct_config__.tag, *fields]])
     return packed
 
 

@@ -21,8 +21,8 @@ MAY_IMPORT = {
 }
 CORE_MAY_IMPORT = {
     # Of all other packages, Python's own too. To hash and to pack is no I/O.
-    *("array", "collections", "dataclasses", "enum", "functools", "hashlib", "itertools", "math", "msgpack"),
-    *("operator", "struct", "sys", "typing"),
+    *("array", "collections", "dataclasses", "enum", "functools", "hashlib", "itertools", "math"),
+    *("msgpack", "msgspec", "operator", "struct", "sys", "typing"),
 }
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
