@@ -16,9 +16,10 @@ from harness.rawclient import RawEngine
 from section import Section, micros, percentile
 from systems import lmcache_server, our_server, server_command
 
-from lmcache_client.channel import Channel, ChannelError
+from lmcache_client.channel import Channel
 from lmcache_client.contract import messages
-from lmcache_client.contract.messages import Found, Join, Joined, Lookup, Release
+from lmcache_client.contract.messages import Found, Lookup
+from lmcache_client.engine import Scheduler
 
 ENGINE_ID = "engine"
 CHUNKS = (1, 64, 512)
@@ -40,15 +41,12 @@ def question(first: int, chunks: int) -> Lookup:
     return Lookup("request", keys, 0, limit, limit + 1)
 
 
-def ask_ours(address: str, asked: list[Lookup], ready: Callable[[], Any], pause: Callable[[], None]) -> Times:
+def ask_ours(
+    address: str, number: int, asked: list[Lookup], ready: Callable[[], Any], pause: Callable[[], None]
+) -> Times:
     """Seconds from the submission of each to its answer. Every one must hit; its lease is given back."""
-
-    def join(channel: Channel) -> None:
-        joined = channel.call(Join(ENGINE_ID), WAIT_S)
-        if not isinstance(joined, Joined) or not joined.ready:
-            raise ChannelError("the engine is not registered")
-
-    channel = Channel(address, join)
+    channel = Channel(address, lambda _channel: scheduler.join())
+    scheduler = Scheduler(channel, f"{ENGINE_ID} {number}")
     channel.start(WAIT_S, WAIT_S)
     ready()
     times = []
@@ -59,14 +57,16 @@ def ask_ours(address: str, asked: list[Lookup], ready: Callable[[], Any], pause:
         times.append(time.perf_counter() - start)
         assert isinstance(pending.reply, Found), pending.error
         assert pending.reply.resume_tokens == each.limit_tokens, "the index has all that is asked for"
-        ended = channel.submit(Release((pending.reply.lease_id,), ()), WAIT_S)
+        ended = scheduler.release((pending.reply.lease_id,))
         channel.poll(ended, WAIT_S)
         pause()
     channel.close()
     return times
 
 
-def ask_bare(address: str, asked: list[Lookup], ready: Callable[[], Any], pause: Callable[[], None]) -> Times:
+def ask_bare(
+    address: str, _number: int, asked: list[Lookup], ready: Callable[[], Any], pause: Callable[[], None]
+) -> Times:
     """The same with frames that nobody looks into."""
     frames = [messages.encode_request(number, each) for number, each in enumerate(asked)]
     times = []
@@ -90,7 +90,7 @@ def one_client(kind: str, address: str, index: int, chunks: int, pause_s: float,
     asked = [question(pick.randrange(index - chunks + 1), chunks) for _ in range(ROUNDS + WARM_UP)]
     ask = ask_ours if kind == "ours" else ask_bare
     waits = iter([pick.expovariate(1 / pause_s) if pause_s else 0.0 for _ in asked])
-    results.put(ask(address, asked, start.wait, lambda: time.sleep(next(waits)))[WARM_UP:])
+    results.put(ask(address, seed, asked, start.wait, lambda: time.sleep(next(waits)))[WARM_UP:])
 
 
 def clients(kind: str, address: str, index: int, chunks: int, count: int) -> Times:
@@ -145,8 +145,12 @@ def measure(section: Section, index_sizes: list[int]) -> dict[int, float]:
         command = server_command("benchmarks/big_index_server.py", str(size))
         with our_server(0.01, command, chunk_size=CHUNK_TOKENS) as (_, port, variables):
             address = f"ipc://{variables['LMCACHE_RUNTIME_DIR']}/{port}.sock"
-            engine = RawEngine(address, GROUPS, BLOCKS, ENGINE_ID, MODEL.model).start()
-            assert engine.worker.ready, engine.states
+            engines = [
+                RawEngine(address, GROUPS, BLOCKS, f"{ENGINE_ID} {n}", MODEL.model) for n in range(CROWD)
+            ]
+            for engine in engines:
+                engine.worker.start(WAIT_S, WAIT_S)
+                assert engine.worker.ready, engine.states
             for chunks, count in cases:
                 with echo_server(chunks) as bare_address:
                     bare = clients("bare", bare_address, size, chunks, count)
@@ -157,7 +161,8 @@ def measure(section: Section, index_sizes: list[int]) -> dict[int, float]:
                 shown = [micros(percentile(each, percent)) for percent in (50, 99) for each in (bare, ours)]
                 rows.append([f"{size:,}", str(count), str(chunks), *shown[:2], f"{ratio:.2f}", *shown[2:]])
                 print("  ", *rows[-1], flush=True)
-            engine.close()
+            for engine in engines:
+                engine.close()
     columns = [
         "chunks in index",
         "clients",
