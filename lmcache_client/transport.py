@@ -3,6 +3,7 @@
 The simulation in the tests replaces this module; it runs the rest of the connector unchanged.
 """
 
+import contextlib
 import math
 import os
 import select
@@ -41,7 +42,7 @@ class Connection:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.IPV6, 1)
         self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+            zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
         self._descriptor = -1
         """The connection's own, once it is up; libzmq's to close."""
@@ -65,15 +66,14 @@ class Connection:
 
     def event(self) -> bool | None:
         """The next change of the connection: True if it came up, False if it broke, None without a change."""
-        try:
-            if not _is_readable(self._monitor):
-                return None
-            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return None
-        is_up = event["event"] != zmq.EVENT_DISCONNECTED
-        self._descriptor = event["value"] if is_up else -1
-        return is_up
+        with contextlib.suppress(zmq.ZMQError):
+            while _is_readable(self._monitor):
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+                if event["event"] != zmq.EVENT_CONNECTED:
+                    return bool(event["event"] != zmq.EVENT_DISCONNECTED)
+                # The socket is connected, but the peer has not shaken hands yet.
+                self._descriptor = event["value"]
+        return None
 
     def peer_pid(self) -> int | None:
         """The process id of the server as this process sees it, 0 if it does not see it; None over TCP, where

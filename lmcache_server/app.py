@@ -24,7 +24,7 @@ from lmcache_server.l1.populate import UNIT_BYTES
 from lmcache_server.net.listener import Listener, bound_socket
 from lmcache_server.service.copies import Copies
 from lmcache_server.service.lookups import Lookups
-from lmcache_server.service.registry import Registry
+from lmcache_server.service.registry import PeerPid, Registry
 from lmcache_server.service.router import Router, Send
 from lmcache_server.service.system import System
 from lmcache_server.telemetry.failures import Failures
@@ -72,11 +72,17 @@ def _run(config: Config) -> int:
 
 
 def assemble(
-    config: Config, cache: Cache, l1: L1Memory, metrics: Metrics, send: Send, system: System
+    config: Config,
+    cache: Cache,
+    l1: L1Memory,
+    metrics: Metrics,
+    send: Send,
+    system: System,
+    peer_pid: PeerPid = lambda _identity: None,
 ) -> tuple[Router, Report]:
     """The objects that answer clients, and the report about them, over one cache."""
     failures = Failures()
-    registry = Registry(config, cache, system)
+    registry = Registry(config, cache, system, peer_pid)
     report = Report(config, cache, l1, registry, failures, metrics, system)
     copies = Copies(cache, registry, l1, metrics, failures, system, config.checksums)
     lookups = Lookups(cache, registry, metrics, system, config.lease_s)
@@ -97,7 +103,7 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
     gpus = Gpus()
     pins = Pins(gpus, l1.base_address, l1.num_bytes, UNIT_BYTES)
     system = System(loop, gpus, pins)
-    router, report = assemble(config, cache, l1, metrics, listener.send, system)
+    router, report = assemble(config, cache, l1, metrics, listener.send, system, listener.peer_pid)
     if l1.file is not None:
         restart.restore(l1.file, cache, router.registry.known)
     l1.fill(cache.total_frames, lambda frames: loop.call_soon_threadsafe(cache.grow, frames), pins)

@@ -25,6 +25,20 @@ def memory_info() -> dict[str, int]:
     return info
 
 
+def is_descendant(pid: int, ancestor: int) -> bool:
+    """Whether process `pid` is `ancestor`, or was started by it or by one of its descendants."""
+    while pid > 1 and pid != ancestor:
+        pid = _parent(pid)
+    return pid == ancestor
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
 def file_system_type(path: str | int) -> int:
     """The magic number of the file system of `path`, a name or an open descriptor. Raises OSError."""
     # On every architecture, struct statfs begins with the number as a long and is shorter than this.

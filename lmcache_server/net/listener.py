@@ -122,6 +122,10 @@ class Listener:
         self._loop.remove_reader(self._connections.descriptor)
         self._router = None
 
+    def peer_pid(self, identity: bytes) -> int | None:
+        """As Connections.peer_pid."""
+        return self._connections.peer_pid(identity)
+
     def send(self, identity: bytes, frame: bytes) -> None:
         # A peer that has gone or does not read loses its reply; its own deadline covers that.
         with contextlib.suppress(zmq.ZMQError):

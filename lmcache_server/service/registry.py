@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 import logging
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from lmcache_client.contract import messages
@@ -12,6 +12,7 @@ from lmcache_client.contract.messages import Message
 from lmcache_client.contract.version import VERSION
 from lmcache_server.config import Config
 from lmcache_server.core.cache import Cache, Layout
+from lmcache_server.host.machine import is_descendant
 from lmcache_server.service.requests import Refusal
 from lmcache_server.service.sessions import Engines, Greeting, Session, Shard, namespace_summary
 from lmcache_server.service.system import Process, ScarceError, System
@@ -31,11 +32,14 @@ SILENT_PROCESS_S = 300.0
 """A session whose process still runs is dropped after this silence. If the process was only suspended, it can
 greet again when it continues."""
 
+PeerPid = Callable[[bytes], int | None]
+"""The process at the other end of a client's connection; 0 if it is not visible here, None if unknown."""
+
 
 class Registry:
     """The sessions, and the engines that their workers make up."""
 
-    def __init__(self, config: Config, cache: Cache, system: System) -> None:
+    def __init__(self, config: Config, cache: Cache, system: System, peer_pid: PeerPid) -> None:
         self.boot_id = system.random_bytes(messages.BOOT_ID_BYTES)
         self.sessions: dict[bytes, Session] = {}
         """By ROUTER's identity of the client."""
@@ -45,6 +49,7 @@ class Registry:
         self._config = config
         self._cache = cache
         self._system = system
+        self._peer_pid = peer_pid
         self._next_session = 1
         self._closed = False
         self._ending: dict[bytes, list[Shard]] = {}
@@ -178,6 +183,10 @@ class Registry:
             raise Refusal(messages.OVERLOADED, f"the server already has {MAX_WORKERS} workers")
         if not 0 <= rank < model.world_size:
             raise Refusal(messages.BAD_REQUEST, f"rank {rank} of {model.world_size} workers")
+        peer_pid = self._peer_pid(session.identity)
+        if peer_pid and not memory.device and not is_descendant(memory.pid, peer_pid):
+            reason = f"process {memory.pid} is neither the client's own, {peer_pid}, nor started by it"
+            raise Refusal(messages.NO_ACCESS, reason)
         try:
             geometry.check_buffers(tuple(size for _, size in memory.buffers))
             chunk_size = resolve_chunk_size(self._config.chunk_size, geometry.groups)

@@ -85,10 +85,14 @@ class HostMapping:
         self.bases = [start for start, _ in memory.buffers]
         self._memory = memory
         self._second = ThreadPoolExecutor(1, "copy-second")
+        self._address_space = -1
+        """A descriptor of /proc/<pid>/mem. It stays with the memory that was opened, even if the process
+        executes another program."""
 
     def open(self) -> list[bytes]:
         """As in Mapping; also reads the first and the last byte of every buffer."""
         pid = self._memory.pid
+        self._address_space = _opened(pid)
         nonce = read(pid, self._memory.proof_address, NONCE_BYTES)
         for start, size in self._memory.buffers:
             read(pid, start, 1)
@@ -98,6 +102,21 @@ class HostMapping:
     def copy(self, pieces: Pieces, *, load: bool) -> None:
         """Copies in two threads if there is enough for both, because an engine waits for its loads and cannot
         reuse the blocks of its stores until they have ended."""
+        self._check_address_space()
+        self._copy(pieces, load=load)
+        # What was copied since the process executed another program is not the client's own.
+        self._check_address_space()
+
+    def _check_address_space(self) -> None:
+        if self._address_space >= 0:
+            try:
+                alive = os.pread(self._address_space, 1, self._memory.proof_address)
+            except OSError:
+                alive = b""
+            if not alive:
+                raise CopyError(f"process {self._memory.pid} no longer has the memory that it registered")
+
+    def _copy(self, pieces: Pieces, *, load: bool) -> None:
         half = int(np.searchsorted(np.cumsum(pieces.length), pieces.num_bytes // 2))
         if pieces.num_bytes < 2 * MIN_SHARE_BYTES or not half:
             copy(self._memory.pid, pieces, load=load)
@@ -116,6 +135,24 @@ class HostMapping:
 
     def close(self) -> None:
         self._second.shutdown()
+        if self._address_space >= 0:
+            os.close(self._address_space)
+
+
+def _opened(pid: int) -> int:
+    """A descriptor of the memory of another process of this user; raises NoAccessError."""
+    if pid == os.getpid():
+        raise NoAccessError("this is the memory of the server itself")
+    try:
+        uid = os.stat(f"/proc/{pid}").st_uid
+        if uid != os.geteuid():
+            raise NoAccessError(
+                f"process {pid} belongs to user id {uid} and the server runs as user id {os.geteuid()}: run "
+                "the server as the user of vLLM"
+            )
+        return os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _error(pid, errno.ESRCH if error.errno == errno.ENOENT else errno.EPERM) from error
 
 
 def _error(pid: int, number: int) -> CopyError:
@@ -123,7 +160,7 @@ def _error(pid: int, number: int) -> CopyError:
     if number in (errno.EPERM, errno.ENOSYS):
         return NoAccessError(
             f"the kernel does not let the server copy memory of process {pid} ({reason}): run the server as "
-            "the user of vLLM; set kernel.yama.ptrace_scope to 0 or 1, or give the server CAP_SYS_PTRACE; in "
+            "the user of vLLM; set kernel.yama.ptrace_scope to 0 or 1; in "
             "containers, share the process namespace and allow process_vm_readv in the seccomp profile"
         )
     if number == errno.ESRCH:

@@ -1,8 +1,10 @@
 """Frames that are no messages, and messages that lie: refused or dropped, and nothing is harmed by them."""
 
 import itertools
+import os
 import random
 import socket
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -215,8 +217,8 @@ def test_lies_about_memory(
         ((own.buffers[0][0] if start is None else start, own.buffers[0][1] if size is None else size),),
         own.proof_address if proof is None else proof,
     )
-    peer.ask(structs.replace(peer.register(), memory=memory))
-    refused(peer.ask(Prove()), messages.NO_ACCESS)
+    reply = peer.ask(structs.replace(peer.register(), memory=memory))
+    refused(reply if isinstance(reply, Refused) else peer.ask(Prove()), messages.NO_ACCESS)
     refused(peer.ask(peer.store()), messages.NOT_REGISTERED)
 
 
@@ -322,6 +324,26 @@ def test_lies_about_leases_load_nothing(peer: Peer, server: LMCacheServer) -> No
         thief.ask(messages.Goodbye())
     assert isinstance(peer.ask(honest), Done)
     assert not peer.memory[4096 : 33 * 4096].any(), "the honest one loads"
+
+
+def test_memory_of_a_process_that_the_client_did_not_start_is_refused(
+    peer: Peer, server: LMCacheServer
+) -> None:
+    """What is proven is that the nonce is there, and a cache hands bytes around: also to other processes."""
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as own:
+        for pid, is_own in ((os.getppid(), False), (1, False), (own.pid, True), (server.pid, True)):
+            with Peer(server.address, f"owner of {pid}") as thief:
+                thief.live("hello")
+                reply = thief.ask(
+                    structs.replace(thief.register(), memory=Memory(pid, ((1 << 20, 4096 * 40),), 1))
+                )
+                if is_own:
+                    assert isinstance(reply, messages.Challenge)
+                    refused(thief.ask(messages.Prove()), messages.NO_ACCESS)
+                else:
+                    refused(reply, messages.NO_ACCESS)
+        own.kill()
+    assert isinstance(peer.ask(messages.Ping()), Done)
 
 
 def test_of_two_live_engines_of_one_name_the_later_is_told(peer: Peer, server: LMCacheServer) -> None:

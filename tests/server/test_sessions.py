@@ -17,6 +17,7 @@ from lmcache_client.channel import Channel, RefusedError
 from lmcache_client.contract import messages
 from lmcache_client.contract.messages import Challenge, Memory, Prove, Register
 from lmcache_client.memory.host import HostExport
+from lmcache_client.transport import System
 
 
 def address(server: LMCacheServer) -> str:
@@ -127,6 +128,51 @@ def test_requests_in_flight_at_the_death_of_the_server_end_and_settle(server: LM
         engine.close()
 
 
+def test_the_kernel_says_which_process_a_client_is_connected_to() -> None:
+    for flags in ({}, {"host": "127.0.0.1"}):
+        with LMCacheServer(l1_size_gb=0.05, **flags) as running:  # type: ignore[arg-type]
+            engine = RawEngine(running.address, [group()]).start()
+            connection, system = engine.worker._connection, engine.worker.system
+            assert connection is not None
+            assert connection.peer_pid() == (None if flags else running.pid)
+            assert not system.nobody_listens(running.address)
+            engine.close()
+        assert system.nobody_listens(running.address)
+
+
+class Blind(System):
+    """A client that cannot open the server's process: EMFILE, another process namespace, a sandbox."""
+
+    def open_process(self, pid: int) -> None:
+        return None
+
+
+def test_a_client_without_a_descriptor_does_not_take_a_broken_connection_for_the_end(
+    server: LMCacheServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmcache_client.channel.OVERDUE_S", 3.0)
+    channel = Channel(address(server), lambda _channel: None, system=Blind())
+    try:
+        channel.start(5.0, 5.0)
+        stop(server.pid)
+        pending = channel.submit(messages.Ping(), 30.0)
+        with channel._lock:
+            channel._break("as if it had not answered everything")
+        time.sleep(4.0)
+        assert pending.done
+        assert not pending.settled, "a server that is only stopped listens, and can still act on it"
+        go_on(server.pid)
+        wait_until(lambda: pending.settled, 5.0, "the server greets the client again")
+        stop(server.pid)
+        second = channel.submit(messages.Ping(), 30.0)
+        server.kill()
+        wait_until(lambda: second.done, 5.0, "the connection breaks")
+        assert not second.settled
+        wait_until(lambda: second.settled, 10.0, "connections have been refused for a while")
+    finally:
+        channel.close()
+
+
 CLIENT = """
 import sys
 from harness.rawclient import RawEngine, chain, group
@@ -198,7 +244,7 @@ def test_where_the_kernel_forbids_copies_the_refusal_says_what_to_change() -> No
         command = [sys.executable, "-c", SHUT_CLIENT, address(server), "shut", *sys.path]
         result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         assert result.stdout.startswith(messages.NO_ACCESS)
-        for hint in ("user of vLLM", "kernel.yama.ptrace_scope", "CAP_SYS_PTRACE", "seccomp"):
+        for hint in ("user of vLLM", "kernel.yama.ptrace_scope", "seccomp"):
             assert hint in result.stdout
 
 

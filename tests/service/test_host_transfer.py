@@ -4,10 +4,15 @@ import ctypes
 import errno
 import os
 import random
+import signal
+import sys
+import time
 
 import numpy as np
 import pytest
 from child_memory import ChildMemory
+from harness.processes import ChildProcess
+from harness.waiting import wait_until
 
 from lmcache_client.contract.geometry import Region
 from lmcache_client.contract.messages import Memory
@@ -156,7 +161,7 @@ def test_refusals_of_the_kernel_say_what_to_change(monkeypatch, number):
     monkeypatch.setattr(host, "_libc", type("Libc", (), {"process_vm_readv": staticmethod(refuse)}))
     with pytest.raises(host.NoAccessError) as caught:
         host.read(1234, 4096, 100)
-    for advice in ("process 1234", "user of vLLM", "ptrace_scope", "CAP_SYS_PTRACE", "seccomp", "namespace"):
+    for advice in ("process 1234", "user of vLLM", "ptrace_scope", "seccomp", "namespace"):
         assert advice in str(caught.value)
 
 
@@ -197,3 +202,71 @@ def test_the_nonce_is_read_where_the_client_wrote_it():
     assert host.read(os.getpid(), proof.address, 32) == nonce
     with pytest.raises(ValueError, match="a nonce has 32 bytes, not 31"):
         proof.write(nonce[1:])
+
+
+_OTHER_PROGRAM = """
+import ctypes, mmap, os, sys
+path, address = sys.argv[1], int(sys.argv[2])
+libc = ctypes.CDLL(None)
+libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, *[ctypes.c_size_t] * 5]
+size = os.path.getsize(path)
+shared, fixed = 1, 0x10
+assert libc.mmap(address, size, 3, shared | fixed, os.open(path, os.O_RDWR), 0) == address
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_memory_of_a_program_executed_after_the_proof_is_not_touched(tmp_path, l1):
+    """It has the process id, the pidfd and the addresses of what was proven, and may have more rights."""
+    path = tmp_path / "memory"
+    path.write_bytes(b"\1" * MIB)
+    execs = (
+        "import ctypes, mmap, os, sys\n"
+        "from lmcache_client.memory.host import allow_tracer\n"
+        "allow_tracer(int(sys.argv[2]))\n"
+        "memory = mmap.mmap(os.open(sys.argv[1], os.O_RDWR), 0)\n"
+        "at = ctypes.addressof(ctypes.c_char.from_buffer(memory))\n"
+        "print(at, flush=True)\n"
+        "sys.stdin.readline()\n"
+        "os.execv(sys.executable, [sys.executable, '-c', sys.argv[3], sys.argv[1], str(at)])\n"
+    )
+    command = [sys.executable, "-c", execs, str(path), str(os.getpid()), _OTHER_PROGRAM]
+    with ChildProcess("executes", command, pipes=True) as child:
+        address = int(child.stdout.readline())
+        mapping = host.HostMapping(Memory(child.pid, ((address, MIB),), address))
+        assert mapping.open() == [b"\1" * 32]
+        whole = one_piece(l1.base_address, address, MIB)
+        mapping.copy(whole, load=False)
+        ctypes.memset(l1.base_address, 2, MIB)
+        child.stdin.write(b"go\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == b"up\n"
+        assert host.read(child.pid, address, 1) == b"\1", "the kernel would let the server"
+        for load in (True, False):
+            with pytest.raises(CopyError, match="no longer has the memory that it registered"):
+                mapping.copy(whole, load=load)
+        mapping.close()
+    assert path.read_bytes() == b"\1" * MIB
+    assert ctypes.string_at(l1.base_address, MIB) == b"\2" * MIB
+
+
+def test_the_server_does_not_open_its_own_memory():
+    with pytest.raises(host.NoAccessError, match="the memory of the server itself"):
+        host.HostMapping(Memory(os.getpid(), ((1 << 20, 1),), 1 << 20)).open()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_process_of_another_user_is_refused_whatever_rights_the_server_has(child):
+    pid = os.fork()
+    if pid == 0:
+        os.setresuid(65534, 65534, 65534)
+        time.sleep(60)
+        os._exit(0)
+    try:
+        wait_until(lambda: os.stat(f"/proc/{pid}").st_uid == 65534, 5.0, "the process is another user's")
+        with pytest.raises(host.NoAccessError, match="run the server as the user of vLLM"):
+            host.HostMapping(Memory(pid, ((child.address, 1),), child.address)).open()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
