@@ -335,8 +335,8 @@ class Channel:
                 self._server.close()
             # A number that the server gives may mean another process here.
             peer_pid = self._connection.peer_pid() if self._connection is not None else None
-            pid = welcome.server_pid if peer_pid is None else peer_pid
-            self._server = self.system.open_process(pid) if pid else None
+            is_same = peer_pid in (None, welcome.server_pid)
+            self._server = self.system.open_process(welcome.server_pid) if is_same else None
             self.server_pid = welcome.server_pid
             self.boot_id = welcome.boot_id
             self._settle()
