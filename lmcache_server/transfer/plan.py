@@ -31,7 +31,8 @@ class Pieces(NamedTuple):
 
 
 class ObjectCopy(NamedTuple):
-    """The pages of one object to copy. `block_ids` belong to the object's blocks from `first_page` on."""
+    """Some blocks of one object to copy: of its `num_blocks` blocks those from number `first_page` on, one for
+    each engine's block in `block_ids`."""
 
     runs: Runs
     num_blocks: int
