@@ -31,8 +31,8 @@ class Pieces(NamedTuple):
 
 
 class ObjectCopy(NamedTuple):
-    """Some blocks of one object to copy: of its `num_blocks` blocks those from number `first_page` on, one for
-    each engine's block in `block_ids`."""
+    """Blocks of one object to copy: it has `num_blocks`, and those from number `first_page` on belong to the
+    engine's blocks in `block_ids`."""
 
     runs: Runs
     num_blocks: int
