@@ -19,7 +19,7 @@ from pathlib import Path
 from lmcache_client.contract import messages
 from lmcache_client.contract.codec import MAX_MESSAGE_BYTES, ProtocolError
 from lmcache_client.contract.endpoint import check_runtime_directory
-from lmcache_client.contract.messages import Hello, Message, Ping, Refused, Welcome
+from lmcache_client.contract.messages import BadRequestError, Hello, Message, Ping, Refused, Welcome
 from lmcache_client.contract.version import VERSION
 from lmcache_client.transport import SYSTEM, Connection, ConnectionLostError, Process, System
 
@@ -112,6 +112,7 @@ class Channel:
         self._closed = system.event()
         self._attempted = system.event()
         self._server: Process | None = None
+        self._session_id = 0
         self._probe_s = 0.0
         self._refused_since_s = math.inf
         self._last_heard_s = 0.0
@@ -218,6 +219,10 @@ class Channel:
     def _take(self, frame: bytes) -> None:
         try:
             boot_id, request_id, reply = messages.decode_reply(frame)
+        except BadRequestError as error:
+            if (pending := self._pending.pop(error.request_id, None)) is not None:
+                pending._finish(Refused(error.code, str(error)))
+            return
         except ProtocolError as error:
             self._on_state(False, f"cannot read the reply of the lmcache server: {error}")
             return
@@ -248,11 +253,18 @@ class Channel:
         self._pending.clear()
         if self._connection is not None:
             self._connection.close()
-        self._connection = None if self._closed.is_set() else self.system.connect(self._address)
+        self._connection = None
+        self._reconnect()
         if self._server is not None and self._server.ended():
             self._settle()
         if was_ready:
             self._on_state(False, f"{reason}: requests are computed without it until it is back")
+
+    def _reconnect(self) -> None:
+        if self._connection is None and not self._closed.is_set():
+            # Without a file descriptor to spare, the keeper tries again.
+            with contextlib.suppress(ConnectionLostError):
+                self._connection = self.system.connect(self._address)
 
     def _settle_if_dead(self) -> None:
         """A process that has ended copies nothing any more. Where this process has no descriptor of it, the
@@ -283,18 +295,30 @@ class Channel:
 
     def _keep(self) -> None:
         while not self._closed.wait(KEEPER_INTERVAL_S if self._attempted.is_set() else 0.01):
-            self._attend()
-            with self._lock:
-                self._settle_if_dead()
-                if any(self._last_heard_s - late.deadline_s > OVERDUE_S for late in self._pending.values()):
-                    # The memory that they name would be held forever; a new session settles them.
-                    self._break("the lmcache server did not answer every request")
-            if self._connected and not self.ready and self.system.now_s() >= self._retry_s:
-                self._greet()
-            elif self.ready:
-                is_silent = self.system.now_s() - self._last_heard_s > PING_AFTER_S
-                if is_silent and (self._ping is None or self._ping.done):
-                    self._ping = self.submit(Ping(), PING_TIMEOUT_S)
+            self._keep_once()
+
+    def _keep_once(self) -> None:
+        try:
+            self._look_after()
+        except Exception as error:  # without its keeper, an engine would never find the server again
+            self._on_state(False, f"the connection to the lmcache server cannot be kept: {error}")
+            self._closed.wait(RETRY_REFUSED_S)
+
+    def _look_after(self) -> None:
+        self._attend()
+        with self._lock:
+            self._reconnect()
+            self._settle_if_dead()
+            if any(self._last_heard_s - late.deadline_s > OVERDUE_S for late in self._pending.values()):
+                # Without a reply, their memory would be held forever. A new session settles these requests.
+                self._break("the lmcache server did not answer every request")
+        if self._connected and not self.ready and self.system.now_s() >= self._retry_s:
+            self._greet()
+        elif self.ready:
+            is_silent = self.system.now_s() - self._last_heard_s > PING_AFTER_S
+            if is_silent and (self._ping is None or self._ping.done):
+                # It names the session: a server that has dropped it says so, and this client greets it again.
+                self._ping = self.submit(Ping(self._session_id), PING_TIMEOUT_S)
 
     def _attend(self) -> None:
         """Processes replies and the state of the connection."""
@@ -314,6 +338,9 @@ class Channel:
                 self._on_state(False, f"the lmcache server refused this engine: {error}")
             self.refusal = error
             self._retry_s = self.system.now_s() + RETRY_REFUSED_S
+            if error.code == messages.NOT_REGISTERED:
+                with self._lock:
+                    self._break("the lmcache server has ended the session")
         except ChannelError:
             self._retry_s = self.system.now_s() + KEEPER_INTERVAL_S
         except Exception as error:  # a fault in one attempt must not end the keeper
@@ -333,10 +360,11 @@ class Channel:
         with self._lock:
             if self._server is not None:
                 self._server.close()
-            # A number that the server gives may mean another process here.
+            # In this pid namespace, the server's number may belong to another process: the kernel must agree.
             peer_pid = self._connection.peer_pid() if self._connection is not None else None
-            is_same = peer_pid in (None, welcome.server_pid)
+            is_same = peer_pid == welcome.server_pid
             self._server = self.system.open_process(welcome.server_pid) if is_same else None
+            self._session_id = welcome.session_id
             self.server_pid = welcome.server_pid
             self.boot_id = welcome.boot_id
             self._settle()

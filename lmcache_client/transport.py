@@ -111,7 +111,9 @@ class Process:
 
     def ended(self) -> bool:
         """Whether the process has ended, with all of its threads."""
-        return bool(select.select([self._descriptor], [], [], 0)[0])
+        poll = select.poll()  # select() cannot ask for a descriptor beyond 1,023
+        poll.register(self._descriptor, select.POLLIN)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -126,7 +128,6 @@ class System:
     random_bytes = staticmethod(os.urandom)
     lock = staticmethod(threading.RLock)
     event = staticmethod(threading.Event)
-    connect = staticmethod(Connection)
     allow_tracer = staticmethod(allow_tracer)
 
     def start_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
@@ -140,6 +141,13 @@ class System:
             return Process(os.pidfd_open(pid))
         except OSError:
             return None
+
+    def connect(self, address: str) -> Connection:
+        """Raises ConnectionLostError, for example when no file descriptor is left."""
+        try:
+            return Connection(address)
+        except zmq.ZMQError as error:
+            raise ConnectionLostError(str(error)) from error
 
     def nobody_listens(self, address: str) -> bool:
         """Whether the kernel refuses a connection to a ZeroMQ address: whoever listened there has ended."""

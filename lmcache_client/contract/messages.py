@@ -242,7 +242,9 @@ class StatusReport(Wire, frozen=True, tag=18):
 
 
 class Ping(Wire, frozen=True, tag=19):
-    pass
+    """Answered with Done. With a `session_id` it is refused as not_registered if that session has ended."""
+
+    session_id: Natural = 0
 
 
 class Goodbye(Wire, frozen=True, tag=20):
@@ -268,7 +270,8 @@ Message = (
 
 
 class BadRequestError(ProtocolError):
-    """The request is not valid but can be answered: `code` and the message go into Refused."""
+    """An invalid request that can be answered, or the reply of a server of another version: `code` and the
+    message go into Refused."""
 
     def __init__(self, request_id: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -298,10 +301,11 @@ def encode_reply(boot_id: bytes, request_id: int, message: Message) -> bytes:
 
 
 def decode_reply(frame: bytes) -> tuple[bytes, int, Message]:
-    """Returns (boot id, request id, message). Raises ProtocolError."""
+    """Returns (boot id, request id, message). Raises ProtocolError, and for a server of another version
+    BadRequestError."""
     version, request_id, *rest = _open(frame)
     if version != PROTOCOL_VERSION:
-        raise ProtocolError(_version_mismatch(version))
+        raise BadRequestError(request_id, WRONG_VERSION, _version_mismatch(version))
     boot_id, plain = _exactly(2, rest)
     if type(boot_id) is not bytes or len(boot_id) != BOOT_ID_BYTES:
         raise ProtocolError("a reply carries a boot id")

@@ -86,7 +86,10 @@ class Registry:
             raise Refusal(messages.OVERLOADED, "the server is shutting down")
         if len(self.sessions) + len(self._ending) >= MAX_SESSIONS:
             raise Refusal(messages.OVERLOADED, f"the server already has {MAX_SESSIONS} sessions")
-        process = self._watched(message.pid)
+        # The client's number may mean another process here: over a Unix socket the kernel knows better.
+        peer_pid = self._peer_pid(identity)
+        pid = message.pid if peer_pid is None else peer_pid
+        process = self._watched(pid) if pid else None
         now_s, number = self._system.now_s(), self._next_session
         session = self.sessions[identity] = Session(
             number, identity, message.pid, message.client_id, message.client_version, now_s, now_s, process

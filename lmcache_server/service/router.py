@@ -74,7 +74,7 @@ class Router:
         """When a refused registration was last logged as a warning, by engine and code; bounded."""
         self._for_anyone: dict[type[Any], Callable[[bytes, Any], Reply]] = {
             messages.Hello: registry.hello,
-            messages.Ping: lambda _identity, _message: messages.Done(),
+            messages.Ping: self._ping,
             messages.Status: lambda _identity, _message: self._report(),
             messages.Clear: lambda _identity, _message: self._clear(),
         }
@@ -225,6 +225,12 @@ class Router:
         self._failures.add(self._system.now_s(), what, engine_id, reason)
 
     # -- messages about the server itself ---------------------------------------------------------
+
+    def _ping(self, identity: bytes, message: messages.Ping) -> messages.Done:
+        session = self.registry.sessions.get(identity)
+        if message.session_id and (session is None or session.session_id != message.session_id):
+            raise Refusal(messages.NOT_REGISTERED, "this session has ended: greet the server again")
+        return messages.Done()
 
     def _report(self) -> messages.StatusReport:
         text = json.dumps(self._status())

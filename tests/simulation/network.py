@@ -79,7 +79,7 @@ class Link:
             self.world.sleep(0.0001)
 
     def peer_pid(self) -> int | None:
-        return None
+        return self.server.process.pid if self.server is not None else 0
 
     def close(self) -> None:
         self._closed = True

@@ -23,6 +23,7 @@ from lmcache_client.contract.messages import (
     PROTOCOL_VERSION,
     WRONG_VERSION,
     BadRequestError,
+    Done,
     Load,
     Lookup,
     Memory,
@@ -166,7 +167,7 @@ def test_a_damaged_message_never_raises_anything_else(message, data):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([MESSAGES.index(Ping), 1], "at most length 0"),
+        ([MESSAGES.index(Done), 1], "at most length 0"),
         (None, "unknown message code None"),
         ([], "unknown message code None"),
         ([MESSAGES.index(Refused), "a", 1], "Expected `str`, got `int`"),
