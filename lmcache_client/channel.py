@@ -30,8 +30,8 @@ PING_TIMEOUT_S = 2.0
 RETRY_REFUSED_S = 5.0
 PROBE_INTERVAL_S = 1.0
 OVERDUE_S = 30.0
-"""If the server is still heard this long after a request's deadline, it will never answer that request: it
-drops replies to a client that does not read them."""
+"""The server drops replies to a client that does not read them. If it still talks to us this long after a
+request's deadline, that reply is lost."""
 MAX_PENDING = 1 << 14
 
 
@@ -267,9 +267,9 @@ class Channel:
                 self._connection = self.system.connect(self._address)
 
     def _settle_if_dead(self) -> None:
-        """A process that has ended copies nothing any more. Where this process has no descriptor of it, the
-        kernel must have refused connections for a while: a socket closes when the last thread has ended or,
-        if the server ends in order, a moment before."""
+        """A process that has ended copies nothing any more. Without a descriptor of the server, we wait until
+        the kernel has refused connections for a while. An orderly shutdown closes the socket a moment before
+        the last thread ends."""
         if not self._unsettled or self._server is not None:
             self._refused_since_s = math.inf
             if self._unsettled and self._server is not None and self._server.ended():

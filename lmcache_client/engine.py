@@ -91,7 +91,8 @@ class Scheduler:
             self.release((reply.lease_id,))
 
     def release(self, leases: tuple[int, ...], keys: tuple[bytes, ...] = (), request_id: str = "") -> Pending:
-        """Ends leases and marks the chunks of `keys` as used; with `request_id` if that request has ended."""
+        """Ends leases and marks the chunks of `keys` as used. Pass `request_id` only if that request has
+        ended."""
         return self.channel.submit(messages.Release(leases, keys, request_id), RELEASE_S)
 
 

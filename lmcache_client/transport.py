@@ -35,7 +35,7 @@ class Connection:
         # Closing a context of its own also ends the thread and the descriptors of this connection.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        # ZeroMQ must not queue requests for an absent server, which would act on them later.
+        # ZeroMQ must not queue requests while no server is there: the next server would act on them.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
@@ -45,7 +45,7 @@ class Connection:
             zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
         self._descriptor = -1
-        """The connection's own, once it is up; libzmq's to close."""
+        """The connection's file descriptor, or -1 until it is up. libzmq closes it."""
         self._poll = select.poll()
         self._poll.register(int(self._socket.getsockopt(zmq.FD)), select.POLLIN)
         self._socket.connect(address)
@@ -99,7 +99,7 @@ class Connection:
 
 
 def _is_readable(socket: "zmq.Socket[bytes]") -> bool:
-    # Asking costs a fifth of the exception that an empty socket raises.
+    # This costs a fifth of calling recv on an empty socket and catching the exception.
     return bool(int(socket.getsockopt(zmq.EVENTS)) & _READABLE)
 
 

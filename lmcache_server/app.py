@@ -94,7 +94,8 @@ def assemble(
 
 async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Memory) -> int:
     loop = asyncio.get_running_loop()
-    # From here on a signal ends the server in order, so that what is restored from a file below is saved.
+    # From here on, a signal shuts the server down in order. So chunks that are restored below are saved
+    # again.
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -130,7 +131,7 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
         await web.stop()
         l1.stop()
         router.registry.close()
-        # Copies that end in time still report to the cache; afterwards it holds nothing for them.
+        # Copies that end in time still report to the cache, which then gives up their pins and reservations.
         l1.is_in_use = not await system.all_ended(END_S)
         cache.check_integrity()
         listener.stop()

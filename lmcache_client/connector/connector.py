@@ -125,7 +125,8 @@ class LMCacheMPConnector(Uncached):
     def on_new_request(self, request: "Request") -> None:
         if self._scheduler is not None:
             if not self._block_size_checked:
-                # Not earlier, because vLLM breaks the size after building its connector and its scheduler.
+                # Checked only here, because vLLM sets the wrong block size after it has built the connector
+                # and the scheduler.
                 self._block_size_checked = True
                 if wrong := support.restore_block_size(self._vllm_config, self._scheduler.groups):
                     logger.info("lmcache: corrected the wrong block size %d in vLLM's scheduler", wrong)

@@ -199,8 +199,8 @@ class SchedulerSide:
     # -- load -------------------------------------------------------------------------------------
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
-        """vLLM's update_state_after_alloc: the request has its blocks. Without external tokens, vLLM chose
-        another connector, or this is the second call after a load."""
+        """vLLM's update_state_after_alloc: the request has its blocks. Zero external tokens mean that vLLM
+        chose another connector, or calls again after a load."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.loading:
             return
@@ -226,8 +226,8 @@ class SchedulerSide:
         """vLLM's build_connector_meta: the loads and stores that the workers start in this step."""
         idle = not output.num_scheduled_tokens
         if idle:
-            # While a request waits for its answer, the engine would spin and, on few cores, keep the server
-            # from answering. In other steps no reply is urgent.
+            # Without this wait, an idle engine would spin until the answer comes; on few cores that would
+            # slow the server down. In other steps no reply is urgent.
             states = (tracked.state for tracked in self._tracked.values())
             lookups = (state.lookup for state in states if isinstance(state, Asking))
             self.channel.poll(next(lookups, None), IDLE_WAIT_S)

@@ -55,7 +55,8 @@ def check_supported(
             raise UnsupportedError("speculative decoding on a model with recurrent layers")
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1 and vllm_config.speculative_config is not None:
-        # vLLM's first model runner does not call `wait_for_save`, which starts loads, on all of its stages.
+        # vLLM's V1 model runner does not call `wait_for_save` on every pipeline stage, and that call starts
+        # the loads.
         raise UnsupportedError("speculative decoding together with pipeline parallelism")
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise UnsupportedError("context parallelism")
@@ -65,7 +66,7 @@ def can_resume(vllm_config: "VllmConfig", config: "KVCacheConfig") -> bool:
     """Whether the engine can resume in the middle of a prompt.
 
     With neither chunked prefill nor prefix caching, a backend may silently attend only to the new tokens.
-    vLLM's MLA backends for CPUs do so even with both, and also fail with vLLM's own prefix cache.
+    vLLM's MLA backends for CPUs do so even if both are enabled. They also fail with vLLM's own prefix cache.
     """
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     layers = [spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec for spec in specs]
@@ -81,7 +82,7 @@ def preferred_layout(vllm_config: "VllmConfig") -> str | None:
     """A KV cache layout that keeps one block of all layers contiguous, for copies over a GPU's bus."""
     if vllm_config.device_config.device_type != "cuda":
         return None
-    # FlashInfer has only one such layout on compute capability 10, and no preference elsewhere.
+    # On compute capability 10, FlashInfer supports only one such layout. Elsewhere it accepts any.
     return "BLHNC" if torch.cuda.get_device_capability()[0] == 10 else "BLNHC"
 
 

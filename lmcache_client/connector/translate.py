@@ -128,7 +128,8 @@ def _regions(
 
 
 def _check_view(layer: str, view: torch.Tensor, num_blocks: int, region: Region) -> None:
-    """Raises UnsupportedError if a layer's view, where it shows whole blocks, disagrees with `region`."""
+    """Raises UnsupportedError if a layer's view disagrees with `region`. Only views whose first dimension is
+    blocks are checked."""
     if not view.stride(0) or view.shape[0] != num_blocks:
         return
     offset, stride_bytes = view.data_ptr() - _buffer(view)[0], view.stride(0) * view.element_size()

@@ -1,7 +1,7 @@
 """The worker side of the connector registers the KV cache memory, requests loads and stores, and reports.
 
-A request goes to the server once all compute submitted before it has finished: after the forward pass of its
-step and, on a GPU, when the GPU has completed it.
+A request is sent only when all earlier compute has finished. On a CPU that is after the step's forward pass;
+on a GPU, when the GPU has completed that pass.
 """
 
 from collections import Counter
@@ -104,7 +104,8 @@ class WorkerSide:
                 else:
                     item.pending = self.client.store(item.job.message, STORE_TIMEOUT_S)
 
-        # The engine may still be reading the destinations, and is still writing the sources.
+        # The engine may still be reading the blocks of the loads, and it is still writing the blocks of the
+        # stores.
         self.client.export.after_compute(send)
 
     def close(self) -> None:

@@ -144,7 +144,8 @@ def resolve_chunk_size(chunk_size: int | None, groups: Sequence[GroupSpec]) -> i
         )
     if chunk_size is None:
         if any(group.kind == RECURRENT for group in groups):
-            # A state can end at any block boundary, but requests resume only at chunk boundaries.
+            # vLLM may keep a state at any block boundary. Requests resume only at chunk boundaries, so a
+            # chunk is one unified block.
             return unified
         return unified * math.ceil(AUTO_CHUNK_TOKENS / unified)
     if chunk_size % unified:

@@ -29,7 +29,7 @@ SCHEMA = 1
 def encode(value: object) -> bytes:
     """Encodes None, bool, int, float, str, bytes, and tuples and lists of these, as canonical bytes.
 
-    Raises TypeError for anything else, which must then not be cached.
+    Raises TypeError for anything else. The caller must not cache such a value.
     """
     if value is None:
         return b"N"

@@ -51,7 +51,8 @@ INTERNAL = "internal"
 
 class Hello(Wire, frozen=True, tag=0):
     """The first message of a session. `pid` is the client's process id in its own namespace. `client_id` is
-    random and survives reconnections: the server first ends the client's earlier session and its copies."""
+    random and stays the same after a reconnection. Before it answers, the server ends this client's earlier
+    session and its copies."""
 
     pid: Natural
     client_id: Annotated[bytes, Meta(min_length=CLIENT_ID_BYTES, max_length=CLIENT_ID_BYTES)]
@@ -71,9 +72,9 @@ class Welcome(Wire, frozen=True, tag=1):
 class Memory(Wire, frozen=True):
     """The ranges (start, bytes) that hold the pages of process `pid`.
 
-    On a CPU, a start is an address, and the nonce goes to the NONCE_BYTES at `proof_address`. On a GPU, whose
-    UUID is `device`, a start is an offset into the allocation whose raw memory handle is at the same position
-    in `handles`, and the nonce goes to the first bytes of every range.
+    On a CPU, a start is an address, and the nonce goes to the NONCE_BYTES at `proof_address`. On a GPU,
+    `device` is its UUID. Each range has a handle at the same position in `handles`; its start is an offset
+    into that handle's allocation. The nonce goes to the first bytes of every range.
     """
 
     pid: Natural
@@ -157,9 +158,9 @@ class Lookup(Wire, frozen=True, tag=9):
 
 
 class Found(Wire, frozen=True, tag=10):
-    """`resume_tokens` is 0 if the server has nothing beyond the computed tokens; otherwise `lease_id` keeps
-    them restorable for `lease_s` seconds. `held` has a bitmap per group, lowest bit first, of the chunks that
-    all shards have."""
+    """`resume_tokens` is 0 if the server has nothing beyond the computed tokens; otherwise the lease
+    `lease_id` keeps the tokens up to there restorable for `lease_s` seconds. `held` has a bitmap per group,
+    lowest bit first, of the chunks that all shards have."""
 
     resume_tokens: Natural
     lease_id: Natural
@@ -339,7 +340,7 @@ _KINDS: dict[Any, Any] = {kind.__struct_config__.tag: kind for kind in get_args(
 
 
 def _message(plain: Any) -> Message:
-    # msgspec can choose from a union as well, but makes its table of the 23 types anew for each message.
+    # msgspec could choose the type itself, but it would rebuild its table of 23 types for every message.
     code = plain[0] if type(plain) is list and plain else None
     if type(code) is not int or code not in _KINDS:
         raise ProtocolError(f"unknown message code {code!r:.40}")

@@ -130,7 +130,8 @@ class Cache:
         return Hit(resume_tokens, lease.lease_id, held)
 
     def is_partial(self, layout: Layout, key: bytes) -> bool:
-        """Whether some shards have stored their part of a chunk while others neither have nor are storing."""
+        """Whether some shards have stored their part of a chunk, and others have not and are not storing it
+        now."""
         chunk = self._index.get(layout.namespace, key)
         return chunk is not None and layout.is_partial(chunk.ready, chunk.reserved)
 
@@ -320,7 +321,8 @@ class Cache:
         self._order.add_all(unused)
 
     def _place(self, namespace: bytes, parent: bytes) -> Chunk | None:
-        """The chunk that a child of `parent` is evicted ahead of, or None if the child is evicted last."""
+        """Where a child of `parent` goes in the eviction order: just ahead of the returned chunk, or at the
+        end if None."""
         if parent in (b"", ROOT_KEY):
             return None
         # A chunk without its parent is seldom of use: it is evicted first.

@@ -1,4 +1,4 @@
-"""Leases: each promises an owner (the number of a session) that the chunks of a resume point stay."""
+"""Leases. Each promises a session that the chunks of a resume point stay. An owner is a session's number."""
 
 import itertools
 import operator
@@ -60,7 +60,8 @@ class LeaseTable:
         return self._leases.get(lease_id)
 
     def crowded_out(self, owner: int, num_chunks: int) -> Lease | None:
-        """The lease to end before `owner` may get one of `num_chunks` chunks, or None if there is room.
+        """The lease to end before `owner` may get a new lease on `num_chunks` chunks, or None if there is
+        room.
 
         It is the owner's oldest if the owner holds too much, else the oldest of the owner with the most.
         """

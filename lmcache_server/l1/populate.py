@@ -30,8 +30,8 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class FileSpace:
-    """Reserves space for a file of `num_bytes` piece by piece. The first `usable_frames` frames have theirs.
-    `grow(frames)` is called for each further piece."""
+    """Reserves space for a file of `num_bytes` piece by piece. The first `usable_frames` frames have their
+    space already. `grow(frames)` is called for each further piece."""
 
     def __init__(
         self, file: L1File, num_bytes: int, usable_frames: int, grow: Callable[[int], object]
@@ -85,7 +85,7 @@ class Populator:
             for number in range(count)
         ]
         self.populated_bytes = 0
-        """How much has its memory so far, or, of a file, its space."""
+        """The bytes of L1 that have memory so far or, with a file, reserved space."""
 
     def start(self) -> None:
         for thread in self._threads:

@@ -39,7 +39,8 @@ class Connections:
 
     def __init__(self, router: "zmq.Socket[bytes]") -> None:
         self._socket = router
-        # Not get_monitor_socket, whose queue is twice as long: a full queue stops libzmq from accepting more.
+        # Not get_monitor_socket, whose queue is twice as long: the queue must be short, because a full one
+        # stops libzmq from accepting more.
         router.monitor(_MONITOR, _EVENTS)
         self._monitor = router.context.socket(zmq.PAIR)
         self._monitor.setsockopt(zmq.RCVHWM, 1)
@@ -104,8 +105,8 @@ class Connections:
 
     def close(self) -> None:
         """Take no more connections, then stop following them."""
-        # libzmq reports a connection under the lock that `disable_monitor` takes, and under it waits for room
-        # in the monitor's queue. So the queue is emptied until nothing more comes.
+        # To report a connection, libzmq takes the lock that `disable_monitor` needs, and holds it while it
+        # waits for room in the monitor's queue. So the queue is emptied until nothing more comes.
         with contextlib.suppress(zmq.ZMQError):
             self._socket.unbind(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         while self._monitor.poll(QUIET_MS):

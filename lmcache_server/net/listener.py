@@ -29,8 +29,9 @@ BURST_S = 0.005
 RECEIVE_HIGH_WATER = 8
 """Frames queued from one client, 32 MiB at most; further ones wait in the client's own queue."""
 SEND_HIGH_WATER = 1024
-"""Replies queued for a client that does not read; further ones are dropped, and its requests time out. This
-is more than a client's waiting copies: without the reply to a copy, the client would hold its blocks."""
+"""Replies queued for a client that does not read; further ones are dropped, and its requests time out. The
+limit exceeds the copies that one client can have waiting, because without the reply to a copy the client
+would keep holding its blocks."""
 HANDSHAKE_MS = 5000
 
 
@@ -46,8 +47,8 @@ def bound_socket(config: Config) -> Iterator[tuple["zmq.Socket[bytes]", Connecti
         except EndpointError as error:
             raise StartError(str(error)) from error
         context: zmq.Context[zmq.Socket[bytes]] = stack.enter_context(zmq.Context())
-        # ROUTER names its clients by counting up from rand(), which libzmq does not seed, and a peer that has
-        # given itself the next name ends the process: zmq_assert in socket_base.cpp, libzmq 4.3.5.
+        # ROUTER numbers its clients from rand(), which libzmq does not seed. A peer that gives itself the
+        # next number ends the process (zmq_assert in socket_base.cpp, libzmq 4.3.5).
         ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4), "little"))
         socket = stack.enter_context(context.socket(zmq.ROUTER))
         socket.setsockopt(zmq.LINGER, 200)

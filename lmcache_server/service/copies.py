@@ -219,7 +219,8 @@ class Copies:
 
 
 def _parts(read: Read, block_ids: Sequence[Sequence[int]]) -> list[tuple[int, ObjectCopy]]:
-    """The parts of a read with their blocks. `block_ids` has the blocks of each group, in part order."""
+    """The parts of a read with their blocks. `block_ids` lists the blocks of each group, in the order of that
+    group's parts."""
     rest = [iter(ids) for ids in block_ids]
     parts = []
     for part in read.parts:

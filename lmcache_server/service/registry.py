@@ -72,7 +72,7 @@ class Registry:
         """Welcomes a client when its earlier copies have ended: Welcome promises that none runs any more."""
         while copying := self._copying(message.client_id):
             await copying[0]
-        # The client may be gone, even if the copies had already ended when this coroutine started.
+        # The client may have gone meanwhile, even if there was nothing to wait for.
         if self._greeting.get(message.client_id) is not greeting:
             raise Refusal(messages.NOT_REGISTERED, "this client has greeted again or has disconnected")
         del self._greeting[message.client_id]
@@ -117,8 +117,8 @@ class Registry:
             ) from error
 
     def drop(self, session: Session, reason: str) -> None:
-        """Ends a session. Its leases end at once, its copies after the slice that is running, and each
-        reservation with its copy."""
+        """Ends a session. Its leases end at once. Its copies end after the running slice, and each
+        reservation ends with its copy."""
         if self.sessions.get(session.identity) is not session:
             return
         del self.sessions[session.identity]
@@ -147,7 +147,8 @@ class Registry:
         self._system.spawn(self._wait_for_end(session.client_id, shard, shard.copier.close()))
 
     async def _wait_for_end(self, client_id: bytes, shard: Shard, ended: Awaitable[None]) -> None:
-        """Watches the shard's process until none of its memory is mapped or being copied."""
+        """Keeps the descriptor of the shard's process open until the shard's memory is neither mapped nor
+        copied."""
         await ended
         if shard.process is not None:
             shard.process.close()
@@ -306,7 +307,8 @@ class Registry:
         return messages.Done()
 
     def joined_layout(self, session: Session) -> Layout:
-        """The layout of the engine that this scheduler has joined; it computed its keys and blocks by it."""
+        """The layout of the engine that this scheduler has joined. The scheduler's keys and blocks follow
+        this layout."""
         engine = self.engines.get(session.joined)
         if engine is None or engine.layout is None or engine.layout.namespace != session.joined_namespace:
             raise Refusal(messages.NOT_REGISTERED, f"engine {session.joined!r} is not registered")

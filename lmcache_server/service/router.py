@@ -184,7 +184,8 @@ class Router:
                 {"operation": operation, "code": error.code, "reason": str(error)},
             )
             return Refused(error.code, str(error))
-        # A bug must cost one request, not the server. State that was changed before it is consistent.
+        # A bug must cost one request, not the server. What the handler changed before the error is
+        # consistent.
         log_request(
             logging.ERROR,
             "request %(operation)s failed",
@@ -197,7 +198,8 @@ class Router:
         return Refused(messages.INTERNAL, "the server failed on this request; its log says why")
 
     def _is_news(self, message: messages.Register, code: str) -> bool:
-        """Whether this was not logged lately: an engine that was refused comes again every few seconds."""
+        """Whether this refusal is worth a warning. A refused engine tries again every few seconds, so one is
+        logged at most once a minute."""
         now_s, name = self._system.now_s(), (message.engine_id, code)
         if now_s - self._warned_s.pop(name, -math.inf) < WARN_AGAIN_S:
             return False

@@ -104,7 +104,7 @@ class HostMapping:
         reuse the blocks of its stores until they have ended."""
         self._check_address_space()
         self._copy(pieces, load=load)
-        # What was copied since the process executed another program is not the client's own.
+        # If the process executed another program meanwhile, these bytes may not be the client's.
         self._check_address_space()
 
     def _check_address_space(self) -> None:

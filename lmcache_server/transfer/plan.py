@@ -60,8 +60,8 @@ def pieces_of_all(
     l1_address: int,
     frame_bytes: int,
 ) -> Pieces:
-    """The pieces of several objects of a group, in no particular order. Objects in a single run of frames, as
-    most are, are planned together instead of one by one."""
+    """The pieces of several objects of a group, in no particular order. Most objects lie in a single run of
+    frames. These are planned together instead of one by one."""
     alike: dict[tuple[int, int, int], list[ObjectCopy]] = {}
     parts = []
     for page in pages:

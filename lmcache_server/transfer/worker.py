@@ -19,8 +19,8 @@ _Waiting = tuple[CopyJob, "asyncio.Future[Outcome]"]
 class CopyWorker:
     """Copies for one registered memory, in a thread of its own.
 
-    `opened` is set when the memory has been opened or could not be, `ended` when none of it is mapped or
-    being copied any more. `alive` is called before each slice. All futures belong to `loop`, which never
+    `opened` is set when opening the memory has succeeded or failed. `ended` is set when the memory is no
+    longer mapped or copied. `alive` is called before each slice. All futures belong to `loop`, which never
     waits for the thread: a copy that hangs blocks only those who await it.
     """
 
