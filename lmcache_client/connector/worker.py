@@ -119,7 +119,7 @@ class WorkerSide:
         if idle and self._jobs:
             waited_for = next(iter(self._jobs.values())).pending
             self.channel.poll(waited_for, IDLE_WAIT_S)
-            if waited_for is None or not waited_for.done:
+            if waited_for is None or not waited_for.settled:
                 self.channel.system.sleep(IDLE_WAIT_S)
         self.channel.poll()
         for job_id, item in list(self._jobs.items()):
