@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -76,7 +75,6 @@ def test_a_stop_ends_whoever_connects(_number: int) -> None:
     assert server.process is not None
     try:
         with storm(server.address.removeprefix("ipc://")):
-            server.process.send_signal(signal.SIGTERM)
-            assert server.process.wait(END_S) == 0
+            assert server.process.stop(END_S) == 0
     finally:
         server.kill()

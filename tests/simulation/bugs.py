@@ -9,6 +9,7 @@ from lmcache_client.contract.geometry import SLIDING_WINDOW, GroupSpec
 from lmcache_client.engine import Scheduler
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.leases import LeaseTable
+from simulation.network import ClientSystem
 
 
 def _blocks_not_held() -> None:
@@ -30,6 +31,7 @@ def _no_descriptor_means_dead() -> None:
             self._settle()
 
     Channel._settle_if_dead = hasty  # type: ignore[method-assign]
+    ClientSystem.open_process = lambda self, pid: None  # type: ignore[method-assign]
 
 
 def _window_too_short() -> None:
