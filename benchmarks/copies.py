@@ -90,7 +90,7 @@ def lmcache_gb_s(port: int, http_port: int, page_kib: int, seed: int) -> tuple[f
     shape = f"(2,{blocks},{block_tokens},{heads},{head_numbers}):bfloat16:{layers}"
     found = peer.bench(port, http_port, shape, tokens, range(seed, seed + REQUESTS))
     num_bytes = 2 * layers * (tokens // block_tokens) * (page_kib << 10)
-    return num_bytes / found["store"] / GIB, num_bytes / found["load"] / GIB
+    return num_bytes / found["store"] / GIB, num_bytes / found["retrieve"] / GIB
 
 
 def wait_until_populated(url: str) -> None:
