@@ -8,7 +8,6 @@ import math
 import os
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from lmcache_client.contract.codec import MAX_MESSAGE_BYTES
+from lmcache_client.contract.endpoint import peer_pid
 from lmcache_client.memory.host import allow_tracer
 
 RECONNECT_MS = 100
@@ -76,15 +76,8 @@ class Connection:
         return None
 
     def peer_pid(self) -> int | None:
-        """The process id of the server as this process sees it, 0 if it does not see it; None over TCP, where
-        the kernel does not say."""
-        try:
-            with socket.fromfd(self._descriptor, socket.AF_UNIX, socket.SOCK_STREAM) as peer:
-                if peer.getsockopt(socket.SOL_SOCKET, socket.SO_DOMAIN) != socket.AF_UNIX:
-                    return None
-                return int(struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
-        except OSError:
-            return 0
+        """The server's process, as endpoint.peer_pid says."""
+        return peer_pid(self._descriptor)
 
     def wait(self, wait_s: float) -> None:
         """Waits until a frame arrives, but at most `wait_s`, rounded up to milliseconds. Call it only after

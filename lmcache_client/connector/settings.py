@@ -53,7 +53,7 @@ def parse(extra_config: Mapping[str, Any]) -> tuple[Settings, list[str]]:
             + ", ".join(PREFIX + name for name in known)
         )
     try:
-        # Not strict, because vLLM's command line may pass numbers as text. Unknown names are ignored.
+        # Not strict, because vLLM's command line may pass numbers as text. Other names are left out.
         return msgspec.convert(values, Settings, strict=False), ignored
     except msgspec.ValidationError as error:
         reason, _, name = str(error).rstrip("`").partition(" - at `$.")

@@ -18,6 +18,8 @@ MAX_ARRAYS = 1 << 17
 """The limit per message: an empty array takes one byte on the wire but 64 bytes in memory."""
 MAX_TEXT = 1 << 16
 
+_PLAIN = functools.partial(msgspec.to_builtins, builtin_types=(bytes,))
+
 Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
@@ -32,8 +34,7 @@ class ProtocolError(ValueError):
 
 def pack(value: object) -> bytes:
     """Encodes plain values and Wire values as MessagePack."""
-    plain = functools.partial(msgspec.to_builtins, builtin_types=(bytes,))
-    packed: bytes = msgpack.packb(value, default=plain)
+    packed: bytes = msgpack.packb(value, default=_PLAIN)
     return packed
 
 

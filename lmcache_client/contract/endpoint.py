@@ -2,7 +2,9 @@
 
 import ipaddress
 import os
+import socket
 import stat
+import struct
 from pathlib import Path
 
 MAX_SOCKET_PATH = 100
@@ -54,3 +56,21 @@ def address(host: str, port: int) -> str:
             f"{path} is too long for a socket: set LMCACHE_RUNTIME_DIR to a shorter directory"
         )
     return f"ipc://{path}"
+
+
+def peer_pid(descriptor: int) -> int | None:
+    """The process at the other end of a Unix socket, by the kernel's account; None for a TCP socket. 0 if it
+    is in a process namespace that is not visible here, or if the connection has ended."""
+    try:
+        connection = socket.socket(fileno=descriptor)
+    except (OSError, ValueError):  # none, or not a socket
+        return 0
+    try:
+        if connection.family != socket.AF_UNIX:
+            return None
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        return int(struct.unpack("3i", credentials)[0])
+    except OSError:
+        return 0
+    finally:
+        connection.detach()  # libzmq closes it

@@ -26,10 +26,10 @@ def memory_info() -> dict[str, int]:
 
 
 def is_descendant(pid: int, ancestor: int) -> bool:
-    """Whether process `pid` is `ancestor`, or was started by it or by one of its descendants."""
+    """Whether process `pid` is `ancestor`, or was started by it or by one of its descendants. False for 0."""
     while pid > 1 and pid != ancestor:
         pid = _parent(pid)
-    return pid == ancestor
+    return 0 < pid == ancestor
 
 
 def _parent(pid: int) -> int:

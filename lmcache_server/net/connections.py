@@ -7,13 +7,12 @@ over TCP and between process namespaces, where a process id means nothing.
 
 import contextlib
 import logging
-import socket
-import struct
 import time
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from lmcache_client.contract.endpoint import peer_pid
 from lmcache_server.host import descriptors
 
 logger = logging.getLogger(__name__)
@@ -37,12 +36,12 @@ class Connections:
     delivers messages of the next one with that number. So call `ended` before `belongs`.
     """
 
-    def __init__(self, router: "zmq.Socket[bytes]") -> None:
-        self._socket = router
+    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
+        self._socket = socket
         # Not get_monitor_socket, whose queue is twice as long: the queue must be short, because a full one
         # stops libzmq from accepting more.
-        router.monitor(_MONITOR, _EVENTS)
-        self._monitor = router.context.socket(zmq.PAIR)
+        socket.monitor(_MONITOR, _EVENTS)
+        self._monitor = socket.context.socket(zmq.PAIR)
         self._monitor.setsockopt(zmq.RCVHWM, 1)
         self._monitor.connect(_MONITOR)
         self._most = descriptors.for_connections()
@@ -82,16 +81,8 @@ class Connections:
         return True
 
     def peer_pid(self, identity: bytes) -> int | None:
-        """The process at the other end of a client's Unix socket; 0 if it is in another process namespace.
-        None over TCP and for an unknown client."""
-        descriptor = next((number for number, client in self._open.items() if client == identity), -1)
-        try:
-            with socket.fromfd(descriptor, socket.AF_UNIX, socket.SOCK_STREAM) as peer:
-                if peer.getsockopt(socket.SOL_SOCKET, socket.SO_DOMAIN) != socket.AF_UNIX:
-                    return None
-                return int(struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
-        except OSError:
-            return None
+        """The process of a client, as endpoint.peer_pid says."""
+        return peer_pid(next((number for number, client in self._open.items() if client == identity), -1))
 
     def _turn_away(self, descriptor: int) -> None:
         descriptors.shut_down(descriptor)

@@ -188,9 +188,9 @@ class Registry:
         if not 0 <= rank < model.world_size:
             raise Refusal(messages.BAD_REQUEST, f"rank {rank} of {model.world_size} workers")
         peer_pid = self._peer_pid(session.identity)
-        if peer_pid and not memory.device and not is_descendant(memory.pid, peer_pid):
-            reason = f"process {memory.pid} is neither the client's own, {peer_pid}, nor started by it"
-            raise Refusal(messages.NO_ACCESS, reason)
+        if peer_pid is not None and not memory.device and not is_descendant(memory.pid, peer_pid):
+            reason = f"process {memory.pid} is not this client, nor was it started by it"
+            raise Refusal(messages.NO_ACCESS, f"{reason} (containers: share the pid namespace)")
         try:
             geometry.check_buffers(tuple(size for _, size in memory.buffers))
             chunk_size = resolve_chunk_size(self._config.chunk_size, geometry.groups)
@@ -202,7 +202,7 @@ class Registry:
             self._end_shard(session)
         if self.sessions.get(session.identity) is not session:
             raise Refusal(messages.NOT_REGISTERED, "the session ended before it was registered")
-        if not self.engines.fits(message.engine_id, message.rank, message.model, message.ephemeral):
+        if not self.engines.fits(message.engine_id, rank, model, message.ephemeral):
             raise _taken(message.engine_id)
         # Read as a number, these bytes are harmless: see Challenge.
         nonce = bytes(byte & 0x3F for byte in self._system.random_bytes(messages.NONCE_BYTES))
@@ -286,7 +286,8 @@ class Registry:
         layout = engine.layout if engine is not None else None
         if layout is None:
             return messages.Joined(False, 0)
-        if any(each.joined == message.engine_id for each in self.sessions.values() if each is not session):
+        others = (other for other in self.sessions.values() if other is not session)
+        if any(other.joined == message.engine_id for other in others):
             raise _taken(message.engine_id)
         session.joined, session.joined_namespace = message.engine_id, layout.namespace
         return messages.Joined(True, layout.chunk_size)

@@ -152,7 +152,8 @@ def _opened(pid: int) -> int:
             )
         return os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise _error(pid, errno.ESRCH if error.errno == errno.ENOENT else errno.EPERM) from error
+        same = {errno.ENOENT: errno.ESRCH, errno.EACCES: errno.EPERM}
+        raise _error(pid, same.get(error.errno or 0, error.errno or 0)) from error
 
 
 def _error(pid: int, number: int) -> CopyError:

@@ -3,12 +3,9 @@
 import os
 import subprocess
 import threading
-from collections.abc import Iterator
 
-import pytest
 import zmq
 from desk import Desk
-from fuzz.targets import owner
 from harness.waiting import wait_until
 
 from lmcache_client.channel import Channel, RefusedError
@@ -16,14 +13,6 @@ from lmcache_client.contract import messages
 from lmcache_client.contract.codec import pack, unpack
 from lmcache_client.contract.messages import Done, Ping, Refused, Welcome
 from lmcache_client.transport import Process
-
-
-@pytest.fixture
-def desk() -> Iterator[Desk]:
-    with owner() as (pid, address):
-        one = Desk(pid, address)
-        yield one
-        one.target.close()
 
 
 def test_a_client_whose_session_has_ended_hears_of_it_from_a_ping(desk: Desk) -> None:

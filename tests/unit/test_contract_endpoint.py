@@ -1,11 +1,12 @@
 """Where the server listens, and who may reach it."""
 
 import os
+import socket
 
 import pytest
 
 from lmcache_client.contract import endpoint
-from lmcache_client.contract.endpoint import EndpointError, address, check_runtime_directory
+from lmcache_client.contract.endpoint import EndpointError, address, check_runtime_directory, peer_pid
 
 
 @pytest.mark.parametrize(
@@ -71,3 +72,23 @@ def test_a_directory_of_another_user_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(EndpointError, match="LMCACHE_RUNTIME_DIR"):
         check_runtime_directory(tmp_path)
+
+
+def test_the_kernel_knows_the_peer_of_a_unix_socket_alone(tmp_path):
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen()
+        client.connect(str(tmp_path / "socket"))
+        descriptor = client.fileno()
+        assert peer_pid(descriptor) == os.getpid()
+        assert client.fileno() == descriptor, "it is still open"
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as client:
+        client.connect(listener.getsockname())
+        assert peer_pid(client.fileno()) is None
+
+
+def test_a_peer_that_cannot_be_asked_is_nobody_not_unknown():
+    """A server that took it for unknown would let a client register memory that is not its own."""
+    with open(os.devnull) as file:
+        for descriptor in (-1, file.fileno()):
+            assert peer_pid(descriptor) == 0

@@ -1,8 +1,11 @@
 """Available memory: the machine's, or what the tightest cgroup above this process leaves."""
 
+import os
+import subprocess
+
 import pytest
 
-from lmcache_server.host.machine import available_bytes, local_processors, memory_info
+from lmcache_server.host.machine import available_bytes, is_descendant, local_processors, memory_info
 
 MIB = 1 << 20
 
@@ -65,3 +68,13 @@ def test_processors_near_a_device(tmp_path, text, expected):
     if text is not None:
         write(tmp_path / "sys/bus/pci/devices/0000:1a:00.0", local_cpulist=text)
     assert local_processors("0000:1A:00.0", tmp_path) == expected
+
+
+def test_a_process_descends_from_itself_and_from_what_started_it():
+    with subprocess.Popen(["sleep", "60"]) as child:
+        assert is_descendant(child.pid, child.pid)
+        assert is_descendant(child.pid, os.getpid())
+        assert not is_descendant(os.getpid(), child.pid)
+        child.kill()
+    for pid in (0, 2, child.pid):
+        assert not is_descendant(pid, 0), "a process that is not visible has started nothing"
