@@ -16,8 +16,8 @@ from section import RESULTS
 
 BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parent
-ORDER = ("engine", "copies", "lookup", "start", "index", "replay")
-OWN_OUTPUT = ("index", "replay")
+ORDER = ("engine", "copies", "lookup", "start", "index", "replay", "admission")
+OWN_OUTPUT = ("index", "replay", "admission")
 TIMEOUT_S = 1200
 
 

@@ -95,6 +95,8 @@ class LMCacheMPConnector(Uncached):
                 "lmcache: this engine stores but does not load, because it cannot resume in the middle of a "
                 "prompt (MLA on a CPU, or neither chunked prefill nor prefix caching)"
             )
+        block_bytes = translate.block_bytes(self._kv_cache_config)
+        everything = self._settings.store_everything
         self._scheduler = SchedulerSide(
             self._settings,
             self._engine_id,
@@ -102,7 +104,9 @@ class LMCacheMPConnector(Uncached):
             vllm_config.parallel_config.world_size,
             loads=transfer.is_kv_consumer and can_resume,
             stores=transfer.is_kv_producer,
-            advise=functools.partial(support.granularity_advice, vllm_config, groups),
+            advise=functools.partial(support.resume_advice, vllm_config, groups, block_bytes, everything),
+            block_bytes=() if everything else block_bytes,
+            state_interval=vllm_config.cache_config.prefix_cache_retention_interval,
         )
         self._scheduler.start()
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from lmcache_client.channel import Pending
+from lmcache_client.contract.admission import Prompt
 from lmcache_client.contract.keys import ROOT_KEY, chunk_keys
-from lmcache_client.contract.messages import MAX_NAME, Found
+from lmcache_client.contract.messages import MAX_CHUNKS, MAX_NAME, Found
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -44,6 +45,8 @@ class Tracked:
     state: Asking | Promised | None = None
     """None if the server has not been asked or did not answer, or if its promise is of no use any more."""
     held: tuple[bytes, ...] = ()
+    known: int = 0
+    """The number of leading chunks that the server or the engine had when the prompt came."""
     next_chunk: int = 0
     """Chunks before this one have been offered for storing."""
     loading: int = 0
@@ -60,10 +63,15 @@ class Tracked:
         """Forgets everything the server said before this registration."""
         self.generation = generation
         self.state = None
-        self.held = ()
+        self.held, self.known = (), 0
         if self.chunk_size != chunk_size:
             self.chunk_size = chunk_size
             self.keys, self.mm_index, self.next_chunk = [], 0, 0
+
+    @property
+    def prompt(self) -> Prompt:
+        """Where requests are likely to resume in this one's prompt."""
+        return Prompt(min((self.request.num_prompt_tokens - 1) // self.chunk_size, MAX_CHUNKS), self.known)
 
     def keys_of(self, chunks: int) -> Sequence[bytes]:
         """The keys of the first `chunks` chunks; each is computed once."""

@@ -5,19 +5,21 @@ the next step. Every block that the server reads or writes is held in vLLM's blo
 report that the copy is settled.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmcache_client.channel import Channel, ChannelError
 from lmcache_client.connector.log import log_state, logger, trace
 from lmcache_client.connector.metadata import LoadJob, StepMetadata, StoreJob, WorkerReport
+from lmcache_client.connector.offers import Offers
 from lmcache_client.connector.request import Asking, Promised, Tracked
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import FAILED_LOADS, LOADED_TOKENS, LOADS, TransferStats
+from lmcache_client.contract.admission import known_chunks
 from lmcache_client.contract.geometry import RECURRENT, GroupSpec, unified_block_size
-from lmcache_client.contract.messages import MAX_CHUNKS, MAX_OBJECTS, Clear, Found, Store, StoreObject
-from lmcache_client.engine import JOIN_S, Scheduler, chunk_object, load_message
+from lmcache_client.contract.messages import MAX_CHUNKS, MAX_OBJECTS, Clear, Found, Store
+from lmcache_client.engine import JOIN_S, Scheduler, load_message
 from lmcache_client.transport import SYSTEM, System
 
 if TYPE_CHECKING:
@@ -48,7 +50,8 @@ class _Job:
 
 class SchedulerSide:
     """The scheduler side of one engine. `groups` have no regions; `world_size` workers report each job.
-    `advise` takes the chunk size and returns advice on resume points, or an empty string."""
+    `advise` takes the chunk size and returns advice on resume points, or an empty string. `block_bytes` and
+    `state_interval` are those of Offers."""
 
     def __init__(
         self,
@@ -59,6 +62,8 @@ class SchedulerSide:
         loads: bool,
         stores: bool,
         advise: Callable[[int], str] = lambda _chunk_size: "",
+        block_bytes: Sequence[int] = (),
+        state_interval: int | None = None,
         system: System = SYSTEM,
     ) -> None:
         self._settings = settings
@@ -73,9 +78,11 @@ class SchedulerSide:
         self._next_job = 1
         self.stats = TransferStats()
         self.chunk_size = 0
+        self._offers = Offers(groups, block_bytes, state_interval)
         self._advise = advise
         self._advice = ""
         self._unified = unified_block_size(groups)
+        self._has_states = any(group.kind == RECURRENT for group in groups)
         self.channel = Channel(settings.address, self._join, log_state, system)
         self.client = Scheduler(self.channel, engine_id)
         self._now_s = system.now_s
@@ -108,7 +115,7 @@ class SchedulerSide:
         self.chunk_size = joined.chunk_size
         if not self._advice and (advice := self._advise(joined.chunk_size)):
             self._advice = advice
-            logger.warning("lmcache: %s", advice)
+            logger.info("lmcache: %s", advice)
 
     # -- lookup -----------------------------------------------------------------------------------
 
@@ -124,10 +131,21 @@ class SchedulerSide:
         state = self._ask(tracked, computed, limit)
         if isinstance(state, Asking):
             return None, False
+        self._end_a_step_at_the_fork(tracked, computed)
         if state is None or state.found.resume_tokens <= computed:
             self._release(tracked)
             return 0, False
         return state.found.resume_tokens - computed, True
+
+    def _end_a_step_at_the_fork(self, tracked: Tracked, computed: int) -> None:
+        """Lets vLLM offer the recurrent state where this prompt leaves what the server knows.
+
+        vLLM does so by itself where a prompt leaves what is in its own prefix cache. It has just set this
+        attribute of the request, and reads it when it chooses where the next step ends.
+        """
+        fork = tracked.known * self.chunk_size
+        if self._has_states and fork > computed:
+            tracked.request.shared_prefix_boundary = max(fork, tracked.request.shared_prefix_boundary)
 
     def _ask(self, tracked: Tracked, computed: int, limit: int) -> Asking | Promised | None:
         """The state of the request's lookup: Asking until the next step, Promised with the answer, or None
@@ -161,6 +179,7 @@ class SchedulerSide:
             self.client.forget(asked.lookup)
             return None
         tracked.held = found.held
+        tracked.known = known_chunks(self.groups, found.held)
         tracked.state = promised = Promised(found, asked.computed, asked.since_s)
         trace(tracked.request.request_id, "can be resumed at %d tokens", found.resume_tokens)
         if computed < asked.computed:
@@ -234,7 +253,7 @@ class SchedulerSide:
         metadata = StepMetadata(loads=self._queued, idle=idle)
         self._queued = []
         if self._stores and self.channel.ready:
-            offered = [*self._computed_objects(output), *self._state_objects(output)]
+            offered = self._offers.of_step(output, self._current)
             for start in range(0, len(offered), MAX_OBJECTS):
                 request_ids, objects = zip(*offered[start : start + MAX_OBJECTS], strict=True)
                 self._store(metadata, Store(objects, tuple(dict.fromkeys(request_ids))))
@@ -253,63 +272,6 @@ class SchedulerSide:
         job_id = self._hold(block_ids)
         metadata.stores.append(StoreJob(job_id, store))
         trace(request_ids, "storing %d objects, job %d", number, job_id)
-
-    def _computed_objects(self, output: "SchedulerOutput") -> Iterable[tuple[str, StoreObject]]:
-        """The objects of attention groups whose chunks are complete after this step."""
-        computed_before = {r.req_id: r.num_computed_tokens for r in output.scheduled_new_reqs}
-        cached = output.scheduled_cached_reqs
-        computed_before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        for request_id, scheduled in output.num_scheduled_tokens.items():
-            tracked, computed = self._tracked.get(request_id), computed_before[request_id] + scheduled
-            if tracked is None:
-                continue
-            # A fast exit, because most steps complete no chunk of most requests.
-            current = tracked.generation == self.channel.generation
-            if current and computed < (tracked.next_chunk + 1) * self.chunk_size:
-                continue
-            if (tracked := self._current(request_id)) is None:
-                continue
-            # Tokens beyond num_tokens are drafts or not sampled yet, so their KV may change.
-            complete = min(min(computed, tracked.request.num_tokens) // self.chunk_size, MAX_CHUNKS)
-            if complete <= tracked.next_chunk:
-                continue
-            state = output.kv_connector_block_state
-            tables = state.get_block_ids(request_id) if state is not None else None
-            if tables is None:
-                continue
-            keys = tracked.keys_of(complete)
-            for chunk in range(tracked.next_chunk, complete):
-                yield from self._chunk_objects(tracked, tables, chunk, keys)
-            tracked.next_chunk = complete
-
-    def _chunk_objects(
-        self, tracked: Tracked, tables: Sequence[Sequence[int]], chunk: int, keys: Sequence[bytes]
-    ) -> Iterable[tuple[str, StoreObject]]:
-        for index, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
-            positions = group.stored_blocks(chunk, self.chunk_size)
-            if group.kind == RECURRENT or not positions or tracked.holds(index, chunk):
-                continue
-            block_ids = tuple(table[positions.start : positions.stop])
-            # A null block means that the engine does not have this part of the object.
-            if len(block_ids) == len(positions) and all(block_ids):
-                yield tracked.name, chunk_object(keys, chunk, index, block_ids)
-
-    def _state_objects(self, output: "SchedulerOutput") -> Iterable[tuple[str, StoreObject]]:
-        """The recurrent states that vLLM offers in this step, each with its exact block."""
-        state = output.kv_connector_block_state
-        if state is None:
-            return
-        for request_id, offers in state.boundary_state_offloads.items():
-            if (tracked := self._current(request_id)) is None:
-                continue
-            for group, block_id, tokens in offers:
-                chunk = tokens // self.chunk_size - 1
-                is_past_end = tokens > tracked.request.num_tokens or chunk >= MAX_CHUNKS
-                if tokens % self.chunk_size or is_past_end or not block_id:
-                    continue
-                if self.groups[group].kind == RECURRENT and not tracked.holds(group, chunk):
-                    keys = tracked.keys_of(chunk + 1)
-                    yield tracked.name, chunk_object(keys, chunk, group, (block_id,))
 
     # -- blocks held for copies -------------------------------------------------------------------
 

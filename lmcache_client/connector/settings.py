@@ -25,13 +25,15 @@ WITHOUT_EFFECT = frozenset(
 
 class Settings(msgspec.Struct, frozen=True):
     """An empty `host` means the Unix socket of `port`. After `lookup_timeout_s` a lookup counts as a miss;
-    after `load_timeout_s` the engine recomputes the tokens of a load. `untested_vllm` also allows a vLLM that
-    is newer than the newest tested version."""
+    after `load_timeout_s` the engine recomputes the tokens of a load. `store_everything` also stores windows
+    and states that no request is likely to read. `untested_vllm` also allows a vLLM that is newer than the
+    newest tested version."""
 
     host: str = ""
     port: Annotated[int, Meta(ge=1)] = DEFAULT_PORT
     lookup_timeout_s: Annotated[float, Meta(gt=0)] = 1.0
     load_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
+    store_everything: bool = False
     strict_resume_points: bool = False
     untested_vllm: bool = False
 

@@ -1,5 +1,6 @@
 """Checks what vLLM, a model and its settings support, corrects a fault of vLLM and advises on settings."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -7,6 +8,7 @@ from vllm import __version__ as VLLM_VERSION
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from lmcache_client.connector.surface import missing
+from lmcache_client.contract.admission import stored_factor
 from lmcache_client.contract.geometry import RECURRENT, GroupSpec
 from lmcache_client.contract.version import INSTALL_VLLM, VERSION, untested
 
@@ -101,28 +103,34 @@ def restore_block_size(vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...])
     return int(configured)
 
 
-def granularity_advice(vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...], chunk_size: int) -> str:
-    """Names the settings that give more resume points; empty if there is nothing to advise.
+def resume_advice(
+    vllm_config: "VllmConfig",
+    groups: tuple[GroupSpec, ...],
+    block_bytes: Sequence[int],
+    store_everything: bool,
+    chunk_size: int,
+) -> str:
+    """How to let requests resume at every chunk, and what that costs; empty if they do so already.
 
-    vLLM publishes a recurrent state only at the end of a step, and by default it keeps only the one at the
-    last boundary of a prompt.
+    `block_bytes` has the bytes of one block of each group.
     """
     if not any(group.kind == RECURRENT for group in groups):
         return ""
     interval = vllm_config.cache_config.prefix_cache_retention_interval
-    step = vllm_config.scheduler_config.max_num_batched_tokens
-    advice = []
+    settings = []
     if interval == 0:
-        advice.append(f"--prefix-cache-retention-interval {chunk_size}")
-    if step >= 2 * chunk_size:
-        advice.append(f"--max-num-batched-tokens below {2 * chunk_size}")
-    if not advice:
+        settings.append(f"--prefix-cache-retention-interval {chunk_size}")
+    # vLLM offers a state only at the end of a step.
+    if vllm_config.scheduler_config.max_num_batched_tokens >= 2 * chunk_size:
+        settings.append(f"--max-num-batched-tokens below {2 * chunk_size}")
+    factor = stored_factor(groups, block_bytes, chunk_size)
+    if factor and not store_everything:
+        settings.append('"lmcache.mp.store_everything": true')
+    if not settings:
         return ""
-    points = "the end of a prompt"
-    if interval != 0:
-        points = f"every {max(step // chunk_size, 1) * chunk_size} tokens"
+    memory = f"about {factor:.1f} times the memory in the server, " if factor else ""
     return (
-        "this model has recurrent layers, so requests can resume only where vLLM publishes their state: with "
-        f"these settings at {points}, which serves growing conversations. To also serve prompts that share a "
-        f"prefix and then differ, at every {chunk_size} tokens, start vLLM with {' and '.join(advice)}"
+        "this model has recurrent layers, so a request resumes where an earlier prompt ended or where two "
+        f"earlier prompts parted. To let it resume at every {chunk_size} tokens, set {', '.join(settings)}. "
+        f"This costs {memory}room in vLLM's own cache, and time, because steps are smaller"
     )

@@ -60,6 +60,14 @@ def group_specs(config: KVCacheConfig) -> tuple[GroupSpec, ...]:
     return tuple(_group(group.kv_cache_spec, "", ()) for group in config.kv_cache_groups)
 
 
+def block_bytes(config: KVCacheConfig) -> tuple[int, ...]:
+    """The bytes of one block of each group, in the first worker."""
+    return tuple(
+        sum(_page_bytes(layer_spec(group.kv_cache_spec, layer)) for layer in group.layer_names)
+        for group in config.kv_cache_groups
+    )
+
+
 def _group(group_spec: KVCacheSpec, tag: str, regions: tuple[Region, ...]) -> GroupSpec:
     kind, window = _kind(layer_spec(group_spec))
     return GroupSpec(kind, group_spec.block_size, window, tag, regions, _is_replicated(group_spec))
@@ -120,7 +128,7 @@ def _regions(
     for tensor in config.kv_cache_tensors:
         for index, layer in enumerate(tensor.layers):
             buffer = buffers.index(_buffer(kv_caches[layer]))
-            page_bytes = _page_bytes(layer_spec(spec_of[layer], layer), tensor.block_stride)
+            page_bytes = min(_page_bytes(layer_spec(spec_of[layer], layer)), tensor.block_stride)
             offset = tensor.offset + index * tensor.layer_stride
             regions[layer] = Region(buffer, offset, tensor.block_stride, page_bytes)
             _check_view(layer, kv_caches[layer], config.num_blocks, regions[layer])
@@ -150,10 +158,9 @@ def merged(regions: Sequence[Region]) -> tuple[Region, ...]:
     return tuple(result)
 
 
-def _page_bytes(spec: KVCacheSpec, block_stride: int) -> int:
+def _page_bytes(spec: KVCacheSpec) -> int:
     """The used bytes of a page. Recurrent pages are often padded to at least twice their size."""
-    size = spec.real_page_size_bytes if isinstance(spec, MambaSpec) else spec.page_size_bytes
-    return min(int(size), block_stride)
+    return int(spec.real_page_size_bytes if isinstance(spec, MambaSpec) else spec.page_size_bytes)
 
 
 def _group_tag(

@@ -27,6 +27,7 @@ def test_recurrent_prompts_that_share_prefixes_of_many_lengths(server: LMCacheSe
         block_size=32,
         max_num_batched_tokens=512,
         prefix_cache_retention_interval=None,
+        extra_config={"lmcache.mp.store_everything": True},
     ) as engine:
         server.clear()
         engine.run(first)
@@ -48,7 +49,7 @@ def test_recurrent_prompts_that_share_prefixes_of_many_lengths(server: LMCacheSe
 
 
 def test_the_advised_settings_give_a_resume_point_at_every_chunk(server: LMCacheServer) -> None:
-    """What the connector logs for recurrent models is true: with these two settings, every boundary."""
+    """What the connector logs for recurrent models is true: with these three settings, every boundary."""
     first = prompt(1500, 6)
     with Engine(
         "qwen3next",
@@ -56,6 +57,7 @@ def test_the_advised_settings_give_a_resume_point_at_every_chunk(server: LMCache
         block_size=32,
         max_num_batched_tokens=319,
         prefix_cache_retention_interval=160,
+        extra_config={"lmcache.mp.store_everything": True},
     ) as engine:
         server.clear()
         engine.run(first)

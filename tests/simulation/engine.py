@@ -69,6 +69,7 @@ class Running:
     stopped: bool = False
     """Ended while its load was under way: its blocks come free when that has ended."""
     failed: bool = False
+    scheduled: bool = False
     marks: list[int] = field(default_factory=lambda: [0])
 
 
@@ -119,6 +120,9 @@ class Engine:
             model.ranks,
             loads=True,
             stores=True,
+            # Half of the engines store what somebody will read, the others everything.
+            block_bytes=network.world.random.choice(((), (sum(model.page_bytes),) * len(bare))),
+            state_interval=network.world.random.choice((None, 0)),
             system=systems[0],  # type: ignore[arg-type]
         )
         self.scheduler.bind(self.pool)
@@ -286,17 +290,24 @@ class Engine:
         scheduled = self._schedule()
         tokens = {sequence.request.request_id: count for sequence, count in scheduled}
         tables = {s.request.request_id: tuple(s.tables) for s, _ in scheduled}
+        known = [s for s, _ in scheduled if s.scheduled]
         output = SimpleNamespace(
             num_scheduled_tokens=tokens,
             scheduled_new_reqs=[
                 SimpleNamespace(req_id=s.request.request_id, num_computed_tokens=s.computed)
                 for s, _ in scheduled
+                if not s.scheduled
             ],
-            scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[s.request.request_id for s in known],
+                num_computed_tokens=[s.computed for s in known],
+            ),
             kv_connector_block_state=SimpleNamespace(
                 get_block_ids=tables.get, boundary_state_offloads=self._states(scheduled)
             ),
         )
+        for sequence, _ in scheduled:
+            sequence.scheduled = True
         metadata = self.scheduler.step(output)  # type: ignore[arg-type]
         waited_s = self.world.now_s - self.world.jumped_s - started_s
         limit_s = asked * (LOOKUP_WAIT_S + 0.001) + (0 if tokens else IDLE_WAIT_S + 0.001)

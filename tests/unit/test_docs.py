@@ -18,8 +18,8 @@ from msgspec import structs
 
 from lmcache_client.connector import settings
 from lmcache_client.connector.settings import PREFIX, WITHOUT_EFFECT, Settings
-from lmcache_client.connector.support import granularity_advice
-from lmcache_client.contract.geometry import RECURRENT, GroupSpec
+from lmcache_client.connector.support import resume_advice
+from lmcache_client.contract.geometry import FULL, RECURRENT, GroupSpec
 from lmcache_server.commands.cli import cli
 
 FOR_READERS = pages.pages()
@@ -157,9 +157,10 @@ def test_the_connectors_keys_are_all_in_its_page() -> None:
 def test_the_advice_for_recurrent_models_is_quoted_as_it_is_given() -> None:
     config = SimpleNamespace(
         cache_config=SimpleNamespace(prefix_cache_retention_interval=0),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
     )
-    advice = granularity_advice(config, (GroupSpec(RECURRENT, 256, 0, "", ()),), 256)
+    groups = (GroupSpec(FULL, 544, 0, "", ()), *(GroupSpec(RECURRENT, 544, 0, "", ()),) * 3)
+    advice = resume_advice(config, groups, (13_369_344, *(13_172_736,) * 3), False, 544)
     assert f"\nlmcache: {advice}\n" in (ROOT / "docs" / "hybrid-models.md").read_text()
 
 

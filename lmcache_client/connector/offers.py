@@ -1,0 +1,116 @@
+"""The objects that a step of the engine completes and that are worth storing."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from lmcache_client.connector.request import Tracked
+from lmcache_client.contract.admission import Admission, checkpoint_interval
+from lmcache_client.contract.geometry import RECURRENT, GroupSpec
+from lmcache_client.contract.messages import MAX_CHUNKS, StoreObject
+from lmcache_client.engine import chunk_object
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+Offer = tuple[str, StoreObject]
+"""The name of a request, and an object of it."""
+
+
+class Offers:
+    """What an engine with these groups offers to the server.
+
+    `block_bytes` has the bytes of one block of each group; without them every window and state is offered.
+    `state_interval` is vLLM's prefix_cache_retention_interval.
+    """
+
+    def __init__(
+        self, groups: tuple[GroupSpec, ...], block_bytes: Sequence[int], state_interval: int | None
+    ) -> None:
+        self._groups = groups
+        self._block_bytes = block_bytes
+        self._state_interval = state_interval
+        self._admissions: dict[int, Admission] = {}
+        """By chunk size, which a server that comes back may have changed."""
+
+    def of_step(self, output: "SchedulerOutput", tracked_of: Callable[[str], Tracked | None]) -> list[Offer]:
+        """The objects that are complete after this step. `tracked_of` finds a request by its id."""
+        return [*self._computed(output, tracked_of), *self._states(output, tracked_of)]
+
+    def _admission(self, chunk_size: int) -> Admission:
+        if chunk_size not in self._admissions:
+            interval = 0
+            if self._block_bytes:
+                interval = checkpoint_interval(self._groups, self._block_bytes, chunk_size)
+            # By default vLLM itself offers a state only where it expects a request to resume.
+            all_states = self._state_interval == 0
+            self._admissions[chunk_size] = Admission(self._groups, chunk_size, interval, all_states)
+        return self._admissions[chunk_size]
+
+    def _computed(
+        self, output: "SchedulerOutput", tracked_of: Callable[[str], Tracked | None]
+    ) -> Iterable[Offer]:
+        """The objects of attention groups."""
+        new = {r.req_id: r.num_computed_tokens for r in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        computed_before = {**new, **dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))}
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            if (tracked := tracked_of(request_id)) is None:
+                continue
+            computed, chunk_size = computed_before[request_id], tracked.chunk_size
+            if request_id in new and not computed % chunk_size:
+                # Other prompts also share what only the engine's own prefix cache had of this one.
+                tracked.known = max(tracked.known, computed // chunk_size)
+            # Tokens beyond num_tokens are drafts or not sampled yet, so their KV may change.
+            computed = min(computed + scheduled, tracked.request.num_tokens)
+            complete = min(computed // chunk_size, MAX_CHUNKS)
+            if complete <= tracked.next_chunk:
+                continue
+            state = output.kv_connector_block_state
+            tables = state.get_block_ids(request_id) if state is not None else None
+            if tables is None:
+                continue
+            keys = tracked.keys_of(complete)
+            for chunk in range(tracked.next_chunk, complete):
+                yield from self._chunk(tracked, tables, chunk, keys)
+            tracked.next_chunk = complete
+
+    def _chunk(
+        self, tracked: Tracked, tables: Sequence[Sequence[int]], chunk: int, keys: Sequence[bytes]
+    ) -> Iterable[Offer]:
+        admission = self._admission(tracked.chunk_size)
+        for index, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
+            positions = group.stored_blocks(chunk, tracked.chunk_size)
+            if group.kind == RECURRENT or not positions or tracked.holds(index, chunk):
+                continue
+            if not admission.admits(index, chunk, tracked.prompt):
+                continue
+            block_ids = tuple(table[positions.start : positions.stop])
+            # A null block means that the engine does not have this part of the object.
+            if len(block_ids) == len(positions) and all(block_ids):
+                yield tracked.name, chunk_object(keys, chunk, index, block_ids)
+
+    def _states(
+        self, output: "SchedulerOutput", tracked_of: Callable[[str], Tracked | None]
+    ) -> Iterable[Offer]:
+        """The recurrent states that vLLM offers in this step, each with its exact block."""
+        state = output.kv_connector_block_state
+        if state is None:
+            return
+        for request_id, offers in state.boundary_state_offloads.items():
+            if (tracked := tracked_of(request_id)) is None:
+                continue
+            chunk_size = tracked.chunk_size
+            # A state is only offered at the end of a step, so the next one is about a step away.
+            spacing = max(output.num_scheduled_tokens.get(request_id, 0), self._state_interval or 0)
+            prompt = tracked.prompt._replace(spacing=math.ceil(spacing / chunk_size))
+            for group, block_id, tokens in offers:
+                chunk = tokens // chunk_size - 1
+                is_past_end = tokens > tracked.request.num_tokens or chunk >= MAX_CHUNKS
+                if tokens % chunk_size or is_past_end or not block_id:
+                    continue
+                if self._groups[group].kind != RECURRENT or tracked.holds(group, chunk):
+                    continue
+                if self._admission(chunk_size).admits(group, chunk, prompt):
+                    keys = tracked.keys_of(chunk + 1)
+                    yield tracked.name, chunk_object(keys, chunk, group, (block_id,))
