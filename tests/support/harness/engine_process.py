@@ -304,8 +304,9 @@ def _take_over_streams() -> tuple[TextIO, TextIO]:
 def _read_commands(commands: TextIO, into: "queue.SimpleQueue[dict[str, Any]]") -> None:
     for line in commands:
         command = json.loads(line)
-        into.put(command)
-        if command["command"] == "close":
+        is_last = command["command"] == "close"
+        into.put(command)  # whoever gets it takes it apart
+        if is_last:
             return
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
