@@ -16,7 +16,7 @@ from lmcache_client.contract.codec import Natural, ProtocolError, Wire
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import Key, ModelTag
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 DEFAULT_PORT = 5555
 BOOT_ID_BYTES = 16
 CLIENT_ID_BYTES = 16
@@ -206,10 +206,12 @@ class StoreObject(Wire, frozen=True):
 
 class Store(Wire, frozen=True, tag=13):
     """Copies pages out of the worker's blocks, which must not change before the reply, Stored.
-    `request_ids` names the requests that the chunks belong to and only serves the debug log."""
+    `request_ids` names the requests that the chunks belong to and only serves the debug log. `once` says that
+    their prompts will not come back: the server evicts first what only such prompts have brought."""
 
     objects: Annotated[tuple[StoreObject, ...], Meta(max_length=MAX_OBJECTS)]
     request_ids: tuple[str, ...] = ()
+    once: bool = False
 
     def __post_init__(self) -> None:
         if len(self.request_ids) > len(self.objects):

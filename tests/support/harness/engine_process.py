@@ -87,6 +87,7 @@ class EngineProcess:
         cache_salt: str | None,
         lora: str | None = None,
         embeds: int | None = None,
+        transfer: dict[str, Any] | None = None,
     ) -> list[str]:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
@@ -96,7 +97,12 @@ class EngineProcess:
             number = self.adapters.setdefault(lora, len(self.adapters) + 1)
             adapter = LoRARequest(os.path.basename(lora), number, lora)
         params = SamplingParams(
-            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
+            temperature=0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=logprobs,
+            extra_args=None if transfer is None else {"kv_transfer_params": transfer},
         )
         names = []
         for prompt in prompts:
