@@ -72,6 +72,10 @@ class Report:
             outcome: int(self.metrics.value("lmcache_tokens_total", outcome=outcome))
             for outcome in ("computed", "hit", "miss", "tail")
         }
+        objects = {
+            outcome: int(self.metrics.value("lmcache_objects_total", outcome=outcome))
+            for outcome in ("stored", "present", "busy", "no_room", "once", "failed")
+        }
         asked = tokens["hit"] + tokens["miss"]
         return {
             "version": VERSION,
@@ -83,6 +87,7 @@ class Report:
             "namespaces": self._namespaces(),
             "sessions": [self._session(session, now_s) for session in self.registry.sessions.values()],
             "tokens": tokens,
+            "objects": objects,
             "hit_rate": round(tokens["hit"] / asked, 4) if asked else 0.0,
             "failures": self.failures.report(now_s),
         }

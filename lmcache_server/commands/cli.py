@@ -177,9 +177,55 @@ def bench(host: str, port: int, timeout_s: float, as_json: bool, **settings: Any
     click.echo(json.dumps(whole, indent=2) if as_json else run.table(results))
 
 
+def _vllm_options(command: Command) -> Command:
+    """The options of a command that talks to vLLM."""
+    for option in (
+        click.option(
+            "--timeout-s",
+            type=click.FloatRange(1),
+            default=600,
+            show_default=True,
+            help="Seconds for one answer.",
+        ),
+        click.option("--api-key", envvar="VLLM_API_KEY", help="vLLM's --api-key.  [env: VLLM_API_KEY]"),
+        click.option("--model", help="The model to ask, if vLLM serves several.  [default: the first]"),
+    ):
+        command = option(command)
+    return command
+
+
 @cli.command()
 @click.argument("url")
-@click.option("--model", help="The model to ask, if vLLM serves several.  [default: the first]")
+@click.argument("prompts_file", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path))
+@_vllm_options
+@configuration.options("host", "port")
+def warm(url: str, prompts_file: Path, host: str, port: int, **options: Any) -> int:
+    """Fill the cache: send the prompts of FILE through vLLM at URL.
+
+    FILE has a prompt on each line: text, a JSON string, or a JSON list of token ids. vLLM computes each and
+    generates one token. Prints what the server did meanwhile, for all who use it.
+
+    The exit code is 1 when the server stored nothing or dropped something.
+    """
+    from lmcache_server.commands import control, warm
+    from lmcache_server.commands.verify import prompts
+    from lmcache_server.commands.verify.engine import VllmServer
+
+    vllm = VllmServer(url, **options)
+    vllm.counters()
+    cases = prompts.from_file(prompts_file)
+
+    def read() -> warm.Counts:
+        return warm.counts(control.report(host, port, CONTROL_TIMEOUT_S))
+
+    right, verdict = warm.verdict(warm.warm(vllm, cases, read, click.echo))
+    click.echo(f"all: {verdict}")
+    return 0 if right else EXIT_FAILED
+
+
+@cli.command()
+@click.argument("url")
+@_vllm_options
 @click.option(
     "--prompts",
     "prompts_file",
@@ -194,10 +240,6 @@ def bench(host: str, port: int, timeout_s: float, as_json: bool, **settings: Any
     type=click.IntRange(1),
     metavar="N",
     help="Length of a built-in prompt; may be given several times.  [default: four lengths up to 8192]",
-)
-@click.option("--api-key", envvar="VLLM_API_KEY", help="vLLM's --api-key.  [env: VLLM_API_KEY]")
-@click.option(
-    "--timeout-s", type=click.FloatRange(1), default=600, show_default=True, help="Seconds for one answer."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print figures and verdict as JSON.")
 def verify(

@@ -39,6 +39,7 @@ _L1 = _object("", "total_bytes free_bytes ready_bytes reserved_bytes populated_b
 _CONFIG = _object("l1_path", "", chunk_size=Natural | None, l1_size_gb=_Real, l1_hugetlb=bool)
 _REPORT = _object(
     "version", "pid", uptime_s=_Real, hit_rate=_Real, l1=_L1, tokens=_object("", "hit miss computed"),
+    objects=_object("", "stored present busy no_room once failed"),
     config=_CONFIG, namespaces=list[_NAMESPACE], sessions=list[_SESSION],  # type: ignore[valid-type]
 )  # fmt: skip
 """The parts of a status report that the commands read."""

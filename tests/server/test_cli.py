@@ -293,6 +293,7 @@ REPORT = {
         "client_version": "1.2.3", "vllm_version": "0.32.0", "not_cached": "",
     }],
     "tokens": {"computed": 10, "hit": 30, "miss": 10, "tail": 1}, "hit_rate": 0.75,
+    "objects": {"stored": 5, "present": 2, "busy": 0, "no_room": 1, "once": 0, "failed": 0},
 }  # fmt: skip
 ASKING = (["ping"], ["clear"], ["status"], ["status", "--json"], ["bench", "--requests", "1"])
 NOT_COMPATIBLE = "is not a compatible lmcache server"

@@ -46,8 +46,8 @@ FACES = (
 TOOLS = ("lmcache_server/commands", "lmcache_server/__main__.py")
 BUDGETS = {
     "path": Budget(8830, "what a byte or a decision goes through"),
-    "faces": Budget(1285, "what configures and watches it"),
-    "tools": Budget(1800, "the command lmcache"),
+    "faces": Budget(1288, "what configures and watches it"),
+    "tools": Budget(1930, "the command lmcache"),
 }
 
 
