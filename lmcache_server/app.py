@@ -24,11 +24,13 @@ from lmcache_server.l1.populate import UNIT_BYTES
 from lmcache_server.net.listener import Listener, bound_socket
 from lmcache_server.service.copies import Copies
 from lmcache_server.service.lookups import Lookups
+from lmcache_server.service.planner import Planner
 from lmcache_server.service.registry import PeerPid, Registry
 from lmcache_server.service.router import Router, Send
 from lmcache_server.service.system import System
 from lmcache_server.telemetry.failures import Failures
 from lmcache_server.telemetry.metrics import CONTENT_TYPE, Metrics
+from lmcache_server.telemetry.record import Recorder
 from lmcache_server.transfer.gpus import Gpus
 from lmcache_server.transfer.pins import Pins
 
@@ -83,9 +85,11 @@ def assemble(
     """The objects that answer clients, and the report about them, over one cache."""
     failures = Failures()
     registry = Registry(config, cache, system, peer_pid)
-    report = Report(config, cache, l1, registry, failures, metrics, system)
+    recorder = Recorder(config.record) if config.record else None
+    planner = Planner(cache, recorder)
+    report = Report(config, cache, l1, registry, planner, failures, metrics, system)
     copies = Copies(cache, registry, l1, metrics, failures, system, config.checksums)
-    lookups = Lookups(cache, registry, metrics, system, config.lease_s)
+    lookups = Lookups(cache, registry, planner, metrics, system, config.lease_s)
     router = Router(
         cache, registry, lookups, copies, metrics, failures, system, send=send, status=report.status
     )
@@ -129,6 +133,7 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
         logger.info("ending: %(sessions)d sessions", {"sessions": len(router.registry.sessions)})
     finally:
         await web.stop()
+        report.planner.flush()
         l1.stop()
         router.registry.close()
         # Copies that end in time still report to the cache, which then gives up their pins and reservations.

@@ -10,6 +10,7 @@ from lmcache_server.config import Config
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.l1.memory import L1Memory
+from lmcache_server.service.planner import MULTIPLES, Planner
 from lmcache_server.service.registry import Registry
 from lmcache_server.service.sessions import Session
 from lmcache_server.service.system import System
@@ -26,6 +27,7 @@ class Report:
     cache: Cache
     l1: L1Memory
     registry: Registry
+    planner: Planner
     failures: Failures
     metrics: Metrics
     system: System
@@ -36,8 +38,9 @@ class Report:
         self._declare_gauges()
 
     def tick(self) -> None:
-        """Once a second: forget unused namespaces, count evictions, and record the history."""
+        """Once a second: forget unused namespaces, count evictions, record the history and the lookups."""
         self.registry.forget_namespaces()
+        self.planner.flush()
         cache, metrics = self.cache, self.metrics
         for what, total in (("chunks", cache.evicted_chunks), ("bytes", cache.evicted_bytes)):
             counter = f"lmcache_evicted_{what}_total"
@@ -84,6 +87,7 @@ class Report:
             "sessions": [self._session(session, now_s) for session in self.registry.sessions.values()],
             "tokens": tokens,
             "hit_rate": round(tokens["hit"] / asked, 4) if asked else 0.0,
+            "demand": self.planner.report(now_s),
             "failures": self.failures.report(now_s),
         }
 
@@ -128,6 +132,9 @@ class Report:
         gauge("lmcache_leases", lambda: self.cache.num_leases)
         gauge("lmcache_sessions", lambda: len(self.registry.sessions))
         gauge("lmcache_namespaces", lambda: len(self._namespaces()))
+        for multiple in (*map(str, MULTIPLES), "unlimited"):
+            ratio = functools.partial(self.planner.hit_ratio, multiple)
+            gauge("lmcache_demand_hit_ratio", ratio, l1=multiple)
         for kind in ("host", "cuda"):
             gauge("lmcache_worker_memories", functools.partial(self._memories, kind == "cuda"), kind=kind)
 

@@ -14,6 +14,7 @@ from lmcache_server import config as configuration
 from lmcache_server.config import OPTIONS, Command
 from lmcache_server.errors import CommandError, StartError
 from lmcache_server.host.logs import printable
+from lmcache_server.host.units import GB_BYTES
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -22,16 +23,24 @@ CONTROL_TIMEOUT_S = 2.0
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-def _control_options(command: Command) -> Command:
-    timeout = click.option(
-        "--timeout-s",
-        type=click.FloatRange(0.01, 3600),
-        default=CONTROL_TIMEOUT_S,
-        show_default=True,
-        metavar="SECONDS",
-        help="Seconds to wait for an answer.",
-    )
-    return configuration.options("host", "port")(timeout(command))
+def _asking(*more: str) -> Callable[[Command], Command]:
+    """The options of a command that asks a server, and these `more`."""
+
+    def decorate(command: Command) -> Command:
+        timeout = click.option(
+            "--timeout-s",
+            type=click.FloatRange(0.01, 3600),
+            default=CONTROL_TIMEOUT_S,
+            show_default=True,
+            metavar="SECONDS",
+            help="Seconds to wait for an answer.",
+        )
+        return configuration.options("host", "port", *more)(timeout(command))
+
+    return decorate
+
+
+_control_options = _asking()
 
 
 @click.group(context_settings=_CONTEXT, invoke_without_command=True)
@@ -70,6 +79,37 @@ def status(host: str, port: int, timeout_s: float, as_json: bool) -> None:
 
     report = control.report(host, port, timeout_s)
     click.echo(json.dumps(report, indent=2) if as_json else summary(report))
+
+
+@cli.command()
+@_asking("l1_size_gb")
+@click.option(
+    "--from",
+    "record",
+    metavar="FILE",
+    help="Read a record that `lmcache server --record` wrote, instead of asking a server.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+def plan(
+    host: str, port: int, timeout_s: float, l1_size_gb: float, record: str | None, as_json: bool
+) -> None:
+    """Print what other sizes of L1 would have hit, of all that engines looked up.
+
+    The server counts every lookup. So the figures are no estimate for models with full attention alone, and
+    close for others. --l1-size-gb is only needed with --from.
+    """
+    import json
+
+    from lmcache_server.commands import control
+    from lmcache_server.commands.plan import replayed, table
+
+    if record is not None:
+        l1_bytes = int(l1_size_gb * GB_BYTES)
+        demand = replayed(record, l1_bytes)
+    else:
+        report = control.report(host, port, timeout_s)
+        demand, l1_bytes = report["demand"], report["l1"]["total_bytes"]
+    click.echo(json.dumps(demand, indent=2) if as_json else table(demand, l1_bytes))
 
 
 @cli.command()
