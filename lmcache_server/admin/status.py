@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,9 @@ from lmcache_server.service.system import System
 from lmcache_server.telemetry.failures import Failures
 from lmcache_server.telemetry.history import History
 from lmcache_server.telemetry.metrics import Metrics
+
+SHOWN_BYTES = 1 << 17
+"""How many bytes of JSON a report has for its namespaces, and again for its sessions."""
 
 
 @dataclass
@@ -73,6 +78,8 @@ class Report:
             for outcome in ("computed", "hit", "miss", "tail")
         }
         asked = tokens["hit"] + tokens["miss"]
+        namespaces = _shown(self._namespaces())
+        sessions = _shown(self._session(session, now_s) for session in self.registry.sessions.values())
         return {
             "version": VERSION,
             "boot_id": self.registry.boot_id.hex(),
@@ -80,8 +87,10 @@ class Report:
             "uptime_s": round(now_s - self._started_s, 3),
             "config": dataclasses.asdict(self.config),
             "l1": self._l1(),
-            "namespaces": self._namespaces(),
-            "sessions": [self._session(session, now_s) for session in self.registry.sessions.values()],
+            "namespaces": namespaces,
+            "namespaces_left_out": self._num_namespaces() - len(namespaces),
+            "sessions": sessions,
+            "sessions_left_out": len(self.registry.sessions) - len(sessions),
             "tokens": tokens,
             "hit_rate": round(tokens["hit"] / asked, 4) if asked else 0.0,
             "failures": self.failures.report(now_s),
@@ -108,16 +117,26 @@ class Report:
         }  # fmt: skip
 
     def _namespaces(self) -> list[dict[str, Any]]:
+        """Those with engines first."""
+        chunks, engines = self.cache.namespaces(), self._engines()
+        known = [
+            {**summary, "chunks": len(chunks.get(namespace, ())), "engines": engines.get(namespace, [])}
+            for namespace, summary in self.registry.known.items()
+            if namespace in chunks or namespace in engines
+        ]
+        return sorted(known, key=lambda each: not each["engines"])
+
+    def _num_namespaces(self) -> int:
         chunks = self.cache.namespaces()
+        return len(chunks) + sum(namespace not in chunks for namespace in self._engines())
+
+    def _engines(self) -> dict[bytes, list[str]]:
+        """The ids of the engines of each namespace that has any."""
         engines: dict[bytes, list[str]] = {}
         for engine in self.registry.engines:
             if engine.layout is not None:
                 engines.setdefault(engine.layout.namespace, []).append(engine.engine_id)
-        return [
-            {**summary, "chunks": chunks.get(namespace, 0), "engines": engines.get(namespace, [])}
-            for namespace, summary in self.registry.known.items()
-            if namespace in chunks or namespace in engines
-        ]
+        return engines
 
     def _declare_gauges(self) -> None:
         gauge = self.metrics.gauge
@@ -127,7 +146,7 @@ class Report:
         gauge("lmcache_chunks", lambda: self.cache.num_chunks)
         gauge("lmcache_leases", lambda: self.cache.num_leases)
         gauge("lmcache_sessions", lambda: len(self.registry.sessions))
-        gauge("lmcache_namespaces", lambda: len(self._namespaces()))
+        gauge("lmcache_namespaces", self._num_namespaces)
         for kind in ("host", "cuda"):
             gauge("lmcache_worker_memories", functools.partial(self._memories, kind == "cuda"), kind=kind)
 
@@ -135,3 +154,15 @@ class Report:
         shards = [session.shard for session in self.registry.sessions.values()]
         proven = [bool(shard.memory.device) for shard in shards if shard is not None and shard.proven]
         return proven.count(on_gpu)
+
+
+def _shown(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first entries, as many as take SHOWN_BYTES together."""
+    shown: list[dict[str, Any]] = []
+    left = SHOWN_BYTES
+    for entry in entries:
+        left -= len(json.dumps(entry))
+        if left < 0:
+            break
+        shown.append(entry)
+    return shown

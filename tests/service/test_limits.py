@@ -21,6 +21,7 @@ from lmcache_client.contract.messages import (
     StoreObject,
     Welcome,
 )
+from lmcache_server.service import registry
 from lmcache_server.service.registry import MAX_JOBS, MAX_SESSIONS, MAX_WAITING_BYTES, MAX_WORKERS
 
 
@@ -106,6 +107,24 @@ def test_models_that_come_and_go_are_forgotten(desk: Desk) -> None:
         assert isinstance(desk.ask(0, Prove()), Registered)
         assert len(desk.target.router.registry.known) <= 2
     assert len(list(desk.target.router.registry.engines)) == 1
+
+
+def test_the_namespaces_that_are_described_are_bounded(worker: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "MAX_KNOWN", 3)
+    for number in range(8):
+        assert isinstance(worker.register(0, f"model {number}"), messages.Challenge)
+        assert isinstance(worker.ask(0, Prove()), Registered)
+        assert worker.ask(0, store(number)) is None
+        worker.end_copies()
+    known = worker.target.router.registry.known
+    assert [summary["model"] for summary in known.values()] == ["model 5", "model 6", "model 7"]
+    status = worker.target.report.status()
+    assert status["namespaces"][0]["engines"] == ["engine 0"]
+    assert (len(status["namespaces"]), status["namespaces_left_out"]) == (3, 5)
+    # Whoever comes back is described again.
+    worker.register(0, "model 0")
+    assert isinstance(worker.ask(0, Prove()), Registered)
+    assert [summary["model"] for summary in known.values()] == ["model 6", "model 7", "model 0"]
 
 
 def test_what_is_known_of_a_namespace_is_small(worker: Desk) -> None:
