@@ -21,7 +21,7 @@ from lmcache_server.l1 import restart
 from lmcache_server.l1.file import L1File
 from lmcache_server.l1.memory import L1Memory
 from lmcache_server.l1.populate import UNIT_BYTES
-from lmcache_server.net.listener import Listener, bound_socket
+from lmcache_server.net.listener import Listener, bound_listener
 from lmcache_server.service.copies import Copies
 from lmcache_server.service.lookups import Lookups
 from lmcache_server.service.registry import PeerPid, Registry
@@ -60,7 +60,7 @@ def run(config: Config) -> int:
 def _run(config: Config) -> int:
     descriptors.raise_limit()
     with contextlib.ExitStack() as stack:
-        socket, connections = stack.enter_context(bound_socket(config))
+        listener = stack.enter_context(bound_listener(config))
         web = http.Server(config.http_host, config.http_port)
         stack.callback(web.close)
         file = L1File(config.l1_path, config.l1_size_bytes) if config.l1_path else None
@@ -68,7 +68,7 @@ def _run(config: Config) -> int:
             stack.callback(file.close)
         l1 = L1Memory(config.l1_size_bytes, hugetlb=config.l1_hugetlb, file=file)
         stack.callback(l1.close)
-        return uvloop.run(_serve(config, Listener(socket, connections), web, l1))
+        return uvloop.run(_serve(config, listener, web, l1))
 
 
 def assemble(
@@ -120,6 +120,7 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
         while not stop.is_set():
             router.tick()
             report.tick()
+            listener.tick(system.now_s())
             # A garbage collection over a large index would stop the server for seconds. So objects that are
             # a second old are never searched again; almost none of ours are in reference cycles.
             gc.collect()
