@@ -41,7 +41,7 @@ EXIT_CANNOT_START = 2
 
 
 def run(config: Config) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code. Raises StartError."""
+    """Serve until SIGTERM, SIGINT or SIGHUP; returns the exit code. Raises StartError."""
     logs.set_up(config.log_level, config.log_format)
     logger.info(
         "lmcache server %(version)s, %(configuration)s",
@@ -55,6 +55,8 @@ def run(config: Config) -> int:
         # A program that reads the JSON log would miss the line that the command prints at its end.
         logger.critical("%(reason)s", {"reason": str(error)})
         return EXIT_CANNOT_START
+    finally:
+        logs.flush()
 
 
 def _run(config: Config) -> int:
@@ -97,8 +99,9 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
     # From here on, a signal shuts the server down in order. So chunks that are restored below are saved
     # again.
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does with SIGHUP
+            loop.add_signal_handler(number, stop.set)
     metrics = Metrics()
     cache = Cache(FRAME_BYTES, 0 if l1.file else l1.num_frames, config.lease_s)
     gpus = Gpus()

@@ -231,7 +231,11 @@ class Registry:
         # Checked before each slice, because the process id may be reused.
         alive = shard.process.alive if shard.process is not None else lambda: True
         name = f"copy-{shard.engine_id[:8]}-{shard.rank}"
-        shard.copier = self._system.copier(name, shard.memory, alive)
+        try:
+            shard.copier = self._system.copier(name, shard.memory, alive)
+        except Exception:
+            self._end_shard(session)
+            raise
         opened = await shard.copier.opened
         if session.shard is not shard:
             raise Refusal(messages.BAD_REQUEST, "the registration was given up before it was proven")

@@ -1,6 +1,9 @@
 """Every bound of what one client, or all of them, may have the server keep: the real router, in this process,
 with copies that end when the test says so."""
 
+import os
+from typing import NoReturn
+
 import pytest
 from desk import Desk
 from msgspec import structs
@@ -107,6 +110,34 @@ def test_models_that_come_and_go_are_forgotten(desk: Desk) -> None:
         assert isinstance(desk.ask(0, Prove()), Registered)
         assert len(desk.target.router.registry.known) <= 2
     assert len(list(desk.target.router.registry.engines)) == 1
+
+
+def test_a_lookup_counts_no_more_tokens_than_its_keys_can_mean(worker: Desk) -> None:
+    keys = (b"\x07" * 32, b"\x08" * 32)
+    for num_tokens in (513, 700, (1 << 63) - 1):
+        assert isinstance(worker.ask(0, Lookup("r", keys, 0, 512, num_tokens)), messages.Found)
+    value = worker.target.metrics.value
+    assert value("lmcache_tokens_requested_total") == 513 + 700 + 768
+    assert value("lmcache_tokens_total", outcome="tail") == 1 + 188 + 256
+
+
+def test_a_proof_whose_thread_does_not_start_keeps_no_descriptor(desk: Desk) -> None:
+    desk.hello(0)
+    before = len(os.listdir("/proc/self/fd"))
+    copier = desk.target.system.copier
+
+    def failing(*_: object) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    for _ in range(3):
+        desk.target.system.copier = failing  # type: ignore[method-assign]
+        assert isinstance(desk.register(0), messages.Challenge)
+        for _ in range(3):
+            assert isinstance(desk.ask(0, Prove()), Refused)
+    assert len(os.listdir("/proc/self/fd")) == before
+    desk.target.system.copier = copier  # type: ignore[method-assign]
+    assert isinstance(desk.register(0), messages.Challenge)
+    assert isinstance(desk.ask(0, Prove()), Registered)
 
 
 def test_the_namespaces_that_are_described_are_bounded(worker: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

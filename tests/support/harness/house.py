@@ -46,8 +46,8 @@ FACES = (
 TOOLS = ("lmcache_server/commands", "lmcache_server/__main__.py")
 BUDGETS = {
     "path": Budget(8740, "what a byte or a decision goes through"),
-    "faces": Budget(1315, "what configures and watches it"),
-    "tools": Budget(1806, "the command lmcache"),
+    "faces": Budget(1390, "what configures and watches it"),
+    "tools": Budget(1808, "the command lmcache"),
 }
 
 
