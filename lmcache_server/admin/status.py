@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +86,7 @@ class Report:
             "pid": self.system.pid,
             "uptime_s": round(now_s - self._started_s, 3),
             "config": dataclasses.asdict(self.config),
-            "l1": self._l1(),
+            "l1": {name: read() for name, read in self._l1_figures().items()},
             "namespaces": namespaces,
             "namespaces_left_out": self._num_namespaces() - len(namespaces),
             "sessions": sessions,
@@ -105,15 +105,17 @@ class Report:
             "age_s": round(now_s - session.started_s, 3),
         }
 
-    def _l1(self) -> dict[str, int]:
-        cache = self.cache
+    def _l1_figures(self) -> dict[str, Callable[[], int]]:
         return {
-            "total_bytes": cache.total_frames * FRAME_BYTES, "free_bytes": cache.free_frames * FRAME_BYTES,
-            "ready_bytes": cache.used_frames * FRAME_BYTES, "stored_bytes": cache.stored_bytes,
-            "reserved_bytes": cache.reserved_frames * FRAME_BYTES,
-            "largest_free_bytes": cache.largest_free_run() * FRAME_BYTES,
-            "populated_bytes": self.l1.populated_bytes, "pinned_bytes": self.l1.pinned_bytes,
-            "chunks": cache.num_chunks, "leases": cache.num_leases, "readers": cache.num_readers,
+            "total_bytes": lambda: self.cache.total_frames * FRAME_BYTES,
+            "free_bytes": lambda: self.cache.free_frames * FRAME_BYTES,
+            "ready_bytes": lambda: self.cache.used_frames * FRAME_BYTES,
+            "stored_bytes": lambda: self.cache.stored_bytes,
+            "reserved_bytes": lambda: self.cache.reserved_frames * FRAME_BYTES,
+            "largest_free_bytes": lambda: self.cache.largest_free_run() * FRAME_BYTES,
+            "populated_bytes": lambda: self.l1.populated_bytes, "pinned_bytes": lambda: self.l1.pinned_bytes,
+            "chunks": lambda: self.cache.num_chunks, "leases": lambda: self.cache.num_leases,
+            "readers": lambda: self.cache.num_readers,
         }  # fmt: skip
 
     def _namespaces(self) -> list[dict[str, Any]]:
@@ -139,12 +141,13 @@ class Report:
         return engines
 
     def _declare_gauges(self) -> None:
-        gauge = self.metrics.gauge
-        for name in ("ready", "reserved", "free", "populated", "pinned", "largest_free"):
-            gauge(f"lmcache_l1_{name}_bytes", functools.partial(lambda key: self._l1()[key], f"{name}_bytes"))
-        gauge("lmcache_l1_capacity_bytes", lambda: self._l1()["total_bytes"])
-        gauge("lmcache_chunks", lambda: self.cache.num_chunks)
-        gauge("lmcache_leases", lambda: self.cache.num_leases)
+        gauge, figures = self.metrics.gauge, self._l1_figures()
+        for name in ("ready_bytes", "reserved_bytes", "free_bytes", "populated_bytes", "pinned_bytes",
+                     "largest_free_bytes"):  # fmt: skip
+            gauge(f"lmcache_l1_{name}", figures[name])
+        gauge("lmcache_l1_capacity_bytes", figures["total_bytes"])
+        gauge("lmcache_chunks", figures["chunks"])
+        gauge("lmcache_leases", figures["leases"])
         gauge("lmcache_sessions", lambda: len(self.registry.sessions))
         gauge("lmcache_namespaces", self._num_namespaces)
         for kind in ("host", "cuda"):
