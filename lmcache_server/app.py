@@ -21,7 +21,7 @@ from lmcache_server.l1 import restart
 from lmcache_server.l1.file import L1File
 from lmcache_server.l1.memory import L1Memory
 from lmcache_server.l1.populate import UNIT_BYTES
-from lmcache_server.net.listener import Listener, bound_socket
+from lmcache_server.net.listener import Listener, bound_listener
 from lmcache_server.service.copies import Copies
 from lmcache_server.service.lookups import Lookups
 from lmcache_server.service.planner import Planner
@@ -43,7 +43,7 @@ EXIT_CANNOT_START = 2
 
 
 def run(config: Config) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code. Raises StartError."""
+    """Serve until SIGTERM, SIGINT or SIGHUP; returns the exit code. Raises StartError."""
     logs.set_up(config.log_level, config.log_format)
     logger.info(
         "lmcache server %(version)s, %(configuration)s",
@@ -57,12 +57,14 @@ def run(config: Config) -> int:
         # A program that reads the JSON log would miss the line that the command prints at its end.
         logger.critical("%(reason)s", {"reason": str(error)})
         return EXIT_CANNOT_START
+    finally:
+        logs.flush()
 
 
 def _run(config: Config) -> int:
     descriptors.raise_limit()
     with contextlib.ExitStack() as stack:
-        socket, connections = stack.enter_context(bound_socket(config))
+        listener = stack.enter_context(bound_listener(config))
         web = http.Server(config.http_host, config.http_port)
         stack.callback(web.close)
         file = L1File(config.l1_path, config.l1_size_bytes) if config.l1_path else None
@@ -70,7 +72,7 @@ def _run(config: Config) -> int:
             stack.callback(file.close)
         l1 = L1Memory(config.l1_size_bytes, hugetlb=config.l1_hugetlb, file=file)
         stack.callback(l1.close)
-        return uvloop.run(_serve(config, Listener(socket, connections), web, l1))
+        return uvloop.run(_serve(config, listener, web, l1))
 
 
 def assemble(
@@ -101,8 +103,9 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
     # From here on, a signal shuts the server down in order. So chunks that are restored below are saved
     # again.
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does with SIGHUP
+            loop.add_signal_handler(number, stop.set)
     metrics = Metrics()
     cache = Cache(FRAME_BYTES, 0 if l1.file else l1.num_frames, config.lease_s)
     gpus = Gpus()
@@ -124,6 +127,7 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
         while not stop.is_set():
             router.tick()
             report.tick()
+            listener.tick(system.now_s())
             # A garbage collection over a large index would stop the server for seconds. So objects that are
             # a second old are never searched again; almost none of ours are in reference cycles.
             gc.collect()

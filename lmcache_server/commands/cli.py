@@ -56,7 +56,7 @@ def cli(context: click.Context) -> None:
 @cli.command()
 @configuration.options(*OPTIONS)
 def server(**values: Any) -> int:
-    """Run the server until SIGTERM or SIGINT.
+    """Run the server until SIGTERM, SIGINT or SIGHUP.
 
     Each option may also be set by the environment variable shown, or by a key of the TOML file. A flag
     overrides the environment, the environment overrides the file, the file overrides the default.

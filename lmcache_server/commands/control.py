@@ -38,8 +38,9 @@ _SESSION = _object(
 _L1 = _object("", "total_bytes free_bytes ready_bytes reserved_bytes populated_bytes chunks leases")
 _CONFIG = _object("l1_path", "", chunk_size=Natural | None, l1_size_gb=_Real, l1_hugetlb=bool)
 _REPORT = _object(
-    "version", "pid", uptime_s=_Real, hit_rate=_Real, l1=_L1, tokens=_object("", "hit miss computed"),
-    config=_CONFIG, namespaces=list[_NAMESPACE], sessions=list[_SESSION],  # type: ignore[valid-type]
+    "version", "pid namespaces_left_out sessions_left_out", uptime_s=_Real, hit_rate=_Real, l1=_L1,
+    tokens=_object("", "hit miss computed"), config=_CONFIG,
+    namespaces=list[_NAMESPACE], sessions=list[_SESSION],  # type: ignore[valid-type]
 )  # fmt: skip
 """The parts of a status report that the commands read."""
 

@@ -205,7 +205,12 @@ def test_other_machines_are_let_in_only_by_an_explicit_flag(name):
 
 
 def test_http_needs_an_address():
-    assert sentence("--http-host", "") == "--http-host must name an address, for example 127.0.0.1"
+    # ZeroMQ and the system would take no name at all for all addresses.
+    for name, hosts in {"--http-host": ("", "/", "[]", "tcp://"), "--host": ("/", "[]", "tcp:///")}.items():
+        for host in hosts:
+            for more in ([], ["--allow-remote"]):
+                said = sentence(name, host, *more)
+                assert said == f"{name} must name an address, for example 127.0.0.1", host
 
 
 def test_a_file_has_no_huge_pages_of_its_own():
