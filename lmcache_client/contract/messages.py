@@ -16,7 +16,7 @@ from lmcache_client.contract.codec import Natural, ProtocolError, Wire
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import Key, ModelTag
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 DEFAULT_PORT = 5555
 BOOT_ID_BYTES = 16
 CLIENT_ID_BYTES = 16
@@ -225,7 +225,10 @@ class Stored(Wire, frozen=True, tag=14):
 
 
 class Clear(Wire, frozen=True, tag=15):
-    """Asks the server to forget everything that is not in use."""
+    """Asks the server to forget the chunks of the namespace of the scheduler that asks or, for `lmcache
+    clear`, `everything`. What is in use keeps its frames until it is not."""
+
+    everything: bool = False
 
 
 class Cleared(Wire, frozen=True, tag=16):

@@ -75,11 +75,14 @@ def status(host: str, port: int, timeout_s: float, as_json: bool) -> None:
 @cli.command()
 @_control_options
 def clear(host: str, port: int, timeout_s: float) -> None:
-    """Make a server forget all chunks that are not in use."""
+    """Make a server forget all chunks of all models.
+
+    Chunks that are being loaded are forgotten when their loads have ended.
+    """
     from lmcache_client.contract.messages import Clear, Cleared
     from lmcache_server.commands import control
 
-    reply = control.ask(host, port, Clear(), Cleared, timeout_s)
+    reply = control.ask(host, port, Clear(everything=True), Cleared, timeout_s)
     click.echo(f"forgot {reply.chunks} chunk{'' if reply.chunks == 1 else 's'}")
 
 
