@@ -15,7 +15,7 @@ from lmcache_client.connector.metadata import LoadJob, StepMetadata, StoreJob, W
 from lmcache_client.connector.request import Asking, Promised, Tracked
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import FAILED_LOADS, LOADED_TOKENS, LOADS, TransferStats
-from lmcache_client.contract.geometry import RECURRENT, GroupSpec, unified_block_size
+from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS, RECURRENT, GroupSpec, unified_block_size
 from lmcache_client.contract.keys import KEY_BYTES, ROOT_KEY
 from lmcache_client.contract.messages import MAX_CHUNKS, MAX_OBJECTS, Cleared, Found, Store, StoreObject
 from lmcache_client.engine import JOIN_S, Scheduler, chunk_object, load_message
@@ -101,7 +101,7 @@ class SchedulerSide:
     def _join(self, _channel: Channel) -> None:
         joined = self.client.join()
         # vLLM accepts any hit length and computes nonsense from a misaligned one.
-        if not joined.chunk_size or joined.chunk_size % self._unified:
+        if not 0 < joined.chunk_size <= MAX_CHUNK_TOKENS or joined.chunk_size % self._unified:
             raise ValueError(f"the server's chunk size {joined.chunk_size} does not fit this engine")
         self.chunk_size = joined.chunk_size
         if self._clear is not None and not isinstance(self._clear.reply, Cleared):
