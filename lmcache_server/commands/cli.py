@@ -1,5 +1,6 @@
 """The command `lmcache`. Each subcommand imports what it needs when it runs, so that --help is quick."""
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from lmcache_server.host.logs import printable
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 CONTROL_TIMEOUT_S = 2.0
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -250,6 +252,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _end(EXIT_FAILED, str(error))
     except click.Abort:
         sys.exit(EXIT_FAILED)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        # What is left in the buffer of stdout would fail once more at the end of the process.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _end(EXIT_FAILED, f"cannot write the output: {error.strerror}")
 
 
 def _end(code: int, reason: str) -> NoReturn:
