@@ -16,7 +16,7 @@ from lmcache_client.connector.stats import TransferStats
 from lmcache_client.contract import messages
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import ModelTag
-from lmcache_client.contract.messages import Stored
+from lmcache_client.contract.messages import Done, Stored
 from lmcache_client.engine import REGISTER_S, Export, Worker
 from lmcache_client.transport import SYSTEM, System
 
@@ -131,7 +131,7 @@ class WorkerSide:
                 if isinstance(item.job, LoadJob):
                     self._loaded(item.job, pending, item.started_s, results)
                 else:
-                    self._stored(pending)
+                    self._stored(item.job, pending)
             if pending.settled:
                 del self._jobs[job_id]
                 results.settled[job_id] += 1
@@ -140,16 +140,17 @@ class WorkerSide:
     def _loaded(self, load: LoadJob, pending: Pending, started_s: float, results: Results) -> None:
         results.loaded.add(load.request_id)  # vLLM also expects a failed load here
         self.stats.observe_load(self.channel.system.now_s() - started_s)
-        if pending.error is not None:
+        if not isinstance(pending.reply, Done):
             results.failed.add(load.request_id)
-            _log_failed_load(load, pending.error)
+            _log_failed_load(load, pending.error or ChannelError("the server did not answer the question"))
             return
         blocks = zip(self.client.geometry.groups, load.message.block_ids, strict=True)
         self.stats.count(stats.LOADED_BYTES, sum(group.block_bytes * len(ids) for group, ids in blocks))
 
-    def _stored(self, pending: Pending) -> None:
+    def _stored(self, store: StoreJob, pending: Pending) -> None:
         reply = pending.reply
-        if isinstance(reply, Stored):
+        told = reply.stored + reply.present + reply.dropped if isinstance(reply, Stored) else 0
+        if isinstance(reply, Stored) and told == len(store.message.objects):
             self.stats.count(stats.STORED, reply.stored)
             self.stats.count(stats.PRESENT, reply.present)
             self.stats.count(stats.DROPPED, reply.dropped)

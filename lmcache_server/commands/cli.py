@@ -1,5 +1,6 @@
 """The command `lmcache`. Each subcommand imports what it needs when it runs, so that --help is quick."""
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from lmcache_server.host.units import GB_BYTES
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 CONTROL_TIMEOUT_S = 2.0
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -115,11 +117,14 @@ def plan(
 @cli.command()
 @_control_options
 def clear(host: str, port: int, timeout_s: float) -> None:
-    """Make a server forget all chunks that are not in use."""
+    """Make a server forget all chunks of all models.
+
+    Chunks that are being loaded are forgotten when their loads have ended.
+    """
     from lmcache_client.contract.messages import Clear, Cleared
     from lmcache_server.commands import control
 
-    reply = control.ask(host, port, Clear(), Cleared, timeout_s)
+    reply = control.ask(host, port, Clear(everything=True), Cleared, timeout_s)
     click.echo(f"forgot {reply.chunks} chunk{'' if reply.chunks == 1 else 's'}")
 
 
@@ -287,6 +292,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _end(EXIT_FAILED, str(error))
     except click.Abort:
         sys.exit(EXIT_FAILED)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        # What is left in the buffer of stdout would fail once more at the end of the process.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _end(EXIT_FAILED, f"cannot write the output: {error.strerror}")
 
 
 def _end(code: int, reason: str) -> NoReturn:

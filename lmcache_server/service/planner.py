@@ -116,7 +116,9 @@ class Planner:
     def _factor(self) -> float:
         """How many times the frames of full attention L1 now holds, because of windows and states."""
         chunks = self._cache.namespaces()
-        plain = sum(sizes.chunk_frames * chunks.get(namespace, 0) for namespace, sizes in self._sizes.items())
+        plain = sum(
+            sizes.chunk_frames * len(chunks.get(namespace, ())) for namespace, sizes in self._sizes.items()
+        )
         return max(self._cache.used_frames / plain, 1.0) if plain else 1.0
 
 

@@ -45,7 +45,7 @@ def message(number):
     if kind == "register":
         return Register("flooder", 0, messages.ModelTag(f"model {number}", (), 1, 1), peer.geometry,
                         peer.host_memory())
-    return {"status": Status(), "ping": Ping(), "clear": Clear()}[kind]
+    return {"status": Status(), "ping": Ping(), "clear": Clear(everything=True)}[kind]
 
 
 def drain():

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lmcache_client.channel import Channel
+from lmcache_client.connector.held import HeldBlocks
 from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.contract.geometry import SLIDING_WINDOW, GroupSpec
 from lmcache_client.engine import Scheduler
@@ -13,12 +14,12 @@ from simulation.network import ClientSystem
 
 
 def _blocks_not_held() -> None:
-    hold = SchedulerSide._hold
+    hold = HeldBlocks.hold
 
-    def careless(self: SchedulerSide, block_ids: list[int]) -> int:
+    def careless(self: HeldBlocks, block_ids: list[int]) -> int:
         return hold(self, [])
 
-    SchedulerSide._hold = careless  # type: ignore[method-assign]
+    HeldBlocks.hold = careless  # type: ignore[method-assign]
 
 
 def _settled_when_broken() -> None:
@@ -82,6 +83,31 @@ def _failed_load_offered_again() -> None:
     SchedulerSide.worker_output = forgetful  # type: ignore[method-assign]
 
 
+def _reset_keeps_the_keys() -> None:
+    reset = SchedulerSide.reset
+
+    def half(self: SchedulerSide) -> None:
+        root = self._root
+        reset(self)
+        self._root = root
+        for tracked in self._tracked.values():
+            tracked.root = root
+
+    SchedulerSide.reset = half  # type: ignore[method-assign]
+
+
+def _promise_outlives_a_reset() -> None:
+    reset = SchedulerSide.reset
+
+    def half(self: SchedulerSide) -> None:
+        tracked = dict(self._tracked)
+        self._tracked.clear()
+        reset(self)
+        self._tracked.update(tracked)
+
+    SchedulerSide.reset = half  # type: ignore[method-assign]
+
+
 BUGS: dict[str, Callable[[], None]] = {
     bug.__name__.strip("_"): bug
     for bug in (
@@ -95,5 +121,7 @@ BUGS: dict[str, Callable[[], None]] = {
         _leases_outlive_sessions,
         _overdue_never_noticed,
         _failed_load_offered_again,
+        _reset_keeps_the_keys,
+        _promise_outlives_a_reset,
     )
 }

@@ -122,6 +122,10 @@ class Scenario:
         for engine in self.running:
             engine.abort_one()
 
+    def reset_engine(self) -> None:
+        if self.running:
+            self.world.random.choice(self.running).reset_soon()
+
     def kill_server(self) -> None:
         if self.server is not None:
             self.world.count("servers killed")
@@ -187,7 +191,7 @@ class Scenario:
         menu = (
             (4.0, self.kill_server), (5.0, self.freeze_server), (5.0, self.kill_engine),
             (5.0, self.pause_engine), (1.0, self.break_link), (3.0, self.clear), (0.7, self.abort),
-            (12.0, self.jump),
+            (12.0, self.jump), (3.0, self.reset_engine),
         )  # fmt: skip
         for mean_s, fault in menu:
             if world.chance(0.4):
@@ -247,7 +251,7 @@ def _is_whole(engine: Engine) -> bool:
 
 
 def _held(engine: Engine) -> tuple[int, int]:
-    return engine.pool.num_gpu_blocks - 1 - engine.pool.get_num_free_blocks(), len(engine.scheduler._jobs)
+    return engine.pool.num_gpu_blocks - 1 - engine.pool.get_num_free_blocks(), len(engine.scheduler.held)
 
 
 def _is_at_rest(server: SimulatedServer) -> bool:

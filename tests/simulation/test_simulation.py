@@ -33,7 +33,15 @@ def test_no_seed_gives_a_wrong_byte_a_leak_or_a_hang() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     counts = {what: int(count) for count, what in re.findall(r"(\d+) ([a-z ]+)", result.stdout)}
     # Otherwise the histories would be of a cache that serves nothing, or in which nothing goes wrong.
-    for what in ("tokens loaded", "loads failed", "preemptions", "aborts", "clock jumps", "replies lost"):
+    for what in (
+        "tokens loaded",
+        "loads failed",
+        "preemptions",
+        "aborts",
+        "clock jumps",
+        "replies lost",
+        "resets",
+    ):
         assert counts[what] > SEEDS / 10, result.stdout
     for what in ("servers killed", "servers stopped", "engines killed", "connections broken"):
         assert counts[what] > SEEDS / 2, result.stdout
