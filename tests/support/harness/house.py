@@ -45,7 +45,7 @@ FACES = (
 )
 TOOLS = ("lmcache_server/commands", "lmcache_server/__main__.py")
 BUDGETS = {
-    "path": Budget(8500, "what a byte or a decision goes through"),
+    "path": Budget(8517, "what a byte or a decision goes through"),
     "faces": Budget(1285, "what configures and watches it"),
     "tools": Budget(1800, "the command lmcache"),
 }
