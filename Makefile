@@ -18,7 +18,7 @@ help:
 	@echo "make bench-gpu its figures, as Markdown"
 	@echo "make simulate  SEEDS=1000 histories of the real core in a simulated world, from seed FIRST=0 on"
 	@echo "make soak      SECONDS=600 of clients that come, fail and are killed: what does the server keep?"
-	@echo "make fuzz      SECONDS=600 of mutated messages into the decoder, then as many into the router"
+	@echo "make fuzz      SECONDS=600 each of mutated messages, replies, HTTP requests, L1 files, options"
 	@echo "make docs      the site of docs/, into .cache/site; any warning is an error (make docs-serve shows it)"
 	@echo "make verified-models  lmcache verify on each kind of model: writes docs/verified-models.md"
 	@echo "make clean     remove everything that was generated, .venv and .cache included"
@@ -94,8 +94,8 @@ simulate: install
 
 SECONDS ?= 600
 fuzz: install
-	cd tests/support && PYTHONPATH=../..:../../kernels ../../$(BIN)/python -m fuzz decoder $(SECONDS)
-	cd tests/support && PYTHONPATH=../..:../../kernels ../../$(BIN)/python -m fuzz router $(SECONDS)
+	for target in decoder router pages files options replies; do (cd tests/support && \
+		PYTHONPATH=../..:../../kernels ../../$(BIN)/python -m fuzz $$target $(SECONDS)) || exit 1; done
 
 soak: install
 	cd tests/support && PYTHONPATH=../..:../../kernels ../../$(BIN)/python -m soak $(SECONDS)
