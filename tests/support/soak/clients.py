@@ -90,7 +90,8 @@ def speak_by_hand(address: str, _http_port: int, draw: random.Random, life_s: fl
     """Peers that get to some point, say something that is no message, and hang up."""
     ends_s = time.monotonic() + life_s
     while time.monotonic() < ends_s:
-        with Peer(address, f"peer {os.getpid()}") as peer:
+        # A name of its own: the last one has it until the server has read all that the last one said.
+        with Peer(address, f"peer {os.getpid()} {draw.randrange(1 << 30)}") as peer:
             until = draw.choice(Peer.LIFE)
             peer.live(until)
             for _ in range(draw.randrange(8)):
