@@ -212,14 +212,15 @@ class Scenario:
             self.faults.copy_failure = draw.choice((0.01, 0.2))
         if world.chance(0.2):
             self.network.nonsense = draw.choice((0.002, 0.05))
-        if world.chance(0.2):
-            self.faults.hung_copy = draw.choice((0.002, 0.02))
+        if world.chance(0.3):
+            self.faults.hung_copy = draw.choice((0.005, 0.05))
         if world.chance(0.4):
             self.faults.slow_copy = draw.choice((0.01, 0.1))
         self.faults.piece_s = draw.choice((0.0001, 0.001, 0.01))
         self.network.delay_s = draw.choice((0.00002, 0.0002, 0.002))
         world.run(lambda: False, FAULTY_S)
         self._calm_down()
+        world.is_over = True
         return world.counts
 
     def _unheard(self) -> int:
