@@ -161,7 +161,11 @@ class Listener:
 
     def _is_connected(self, identity: bytes, frame: zmq.Frame) -> bool:
         self._end_sessions()
-        return self._connections.belongs(frame, identity)
+        if belongs := self._connections.belongs(frame, identity):
+            # This client may have replaced another one.
+            assert self._loop is not None
+            self._loop.call_soon(self._end_sessions)
+        return belongs
 
     def _end_sessions(self) -> None:
         for identity in self._connections.ended():

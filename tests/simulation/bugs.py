@@ -10,6 +10,8 @@ from lmcache_client.contract.geometry import SLIDING_WINDOW, GroupSpec
 from lmcache_client.engine import Scheduler
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.leases import LeaseTable
+from lmcache_server.service.registry import Registry
+from lmcache_server.service.sessions import Engines
 from simulation.network import ClientSystem
 
 
@@ -33,6 +35,18 @@ def _no_descriptor_means_dead() -> None:
 
     Channel._settle_if_dead = hasty  # type: ignore[method-assign]
     ClientSystem.open_process = lambda self, pid: None  # type: ignore[method-assign]
+
+
+def _welcomed_while_copying() -> None:
+    Registry._copying = lambda self, client_id: []  # type: ignore[method-assign]
+
+
+def _answers_believed() -> None:
+    SchedulerSide._fits = lambda self, found, limit: True  # type: ignore[method-assign]
+
+
+def _engine_ids_not_compared() -> None:
+    Engines.fits = lambda self, engine_id, rank, model, ephemeral: True  # type: ignore[method-assign]
 
 
 def _window_too_short() -> None:
@@ -114,6 +128,9 @@ BUGS: dict[str, Callable[[], None]] = {
         _blocks_not_held,
         _settled_when_broken,
         _no_descriptor_means_dead,
+        _welcomed_while_copying,
+        _answers_believed,
+        _engine_ids_not_compared,
         _window_too_short,
         _failed_store_committed,
         _load_of_an_evicted_chunk,

@@ -60,7 +60,7 @@ def test_every_option_can_be_set_in_each_way(tmp_path):
     values = {
         "host": "127.0.0.1", "port": 1, "allow_remote": True, "http_host": "::1", "http_port": 0,
         "chunk_size": 544, "l1_size_gb": 0.5, "eviction_policy": "lru", "l1_hugetlb": False,
-        "l1_path": "/dev/shm/l1", "checksums": True, "lease_s": 7.5, "log_level": "DEBUG",
+        "l1_path": "/dev/shm/l1", "checksums": True, "lease_s": 7.5, "record": "/tmp/record", "log_level": "DEBUG",
         "log_format": "json",
     }  # fmt: skip
     assert list(values) == list(OPTIONS) == [field.name for field in dataclasses.fields(Config)]
@@ -231,5 +231,5 @@ def test_the_configuration_is_one_line_with_every_option():
     assert line == (
         "configuration: host='a Unix socket' port=7 allow_remote=no http_host=127.0.0.1 http_port=8080 "
         "chunk_size=544 l1_size_gb=4 eviction_policy=LRU l1_hugetlb=yes l1_path=none checksums=no "
-        "lease_s=120 log_level=info log_format=text"
+        "lease_s=120 record=none log_level=info log_format=text"
     )
