@@ -60,8 +60,8 @@ def test_every_option_can_be_set_in_each_way(tmp_path):
     values = {
         "host": "127.0.0.1", "port": 1, "allow_remote": True, "http_host": "::1", "http_port": 0,
         "chunk_size": 544, "l1_size_gb": 0.5, "eviction_policy": "lru", "l1_hugetlb": False,
-        "l1_path": "/dev/shm/l1", "checksums": True, "lease_s": 7.5, "record": "/tmp/record", "log_level": "DEBUG",
-        "log_format": "json",
+        "l1_path": "/dev/shm/l1", "checksums": True, "lease_s": 7.5, "record": "/tmp/record",
+        "log_level": "DEBUG", "log_format": "json",
     }  # fmt: skip
     assert list(values) == list(OPTIONS) == [field.name for field in dataclasses.fields(Config)]
     expected = Config(**(values | {"eviction_policy": "LRU", "log_level": "debug"}))
