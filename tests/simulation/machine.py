@@ -380,5 +380,7 @@ class SimulatedServer:
 
     def _send(self, identity: bytes, frame: bytes) -> None:
         link = self._links.get(identity)
-        if link is not None and link.identity == identity:
+        # A coroutine of a killed server, or of a world that is over, still answers when it is thrown away.
+        is_alive = not (self.process.killed or self.world.is_over)
+        if is_alive and link is not None and link.identity == identity:
             link.reply(frame)
