@@ -45,7 +45,7 @@ FACES = (
 )
 TOOLS = ("lmcache_server/commands", "lmcache_server/__main__.py")
 BUDGETS = {
-    "path": Budget(8600, "what a byte or a decision goes through"),
+    "path": Budget(8635, "what a byte or a decision goes through"),
     "faces": Budget(1285, "what configures and watches it"),
     "tools": Budget(1830, "the command lmcache"),
 }
