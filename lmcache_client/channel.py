@@ -86,6 +86,14 @@ class Pending:
             self.error = ChannelError(reason)
 
 
+def unsent(reason: str) -> Pending:
+    """What stands for a request that is not sent: done, with an error, and settled."""
+    pending = Pending(0.0)
+    pending._fail(reason)
+    pending.settled = True
+    return pending
+
+
 class Channel:
     """A connection to the server at a ZeroMQ address.
 
@@ -152,9 +160,7 @@ class Channel:
         pending = Pending(self.system.now_s() + timeout_s, on_late)
         with self._lock:
             if self._connection is None or not self._connected or len(self._pending) >= MAX_PENDING:
-                pending._fail("no connection to the lmcache server")
-                pending.settled = True
-                return pending
+                return unsent("no connection to the lmcache server")
             request_id = self._next_id
             self._next_id += 1
             try:
@@ -163,9 +169,7 @@ class Channel:
                     raise ProtocolError(f"its {len(frame)} bytes exceed the limit of {MAX_MESSAGE_BYTES}")
                 self._connection.send(frame)
             except (ConnectionLostError, ProtocolError) as error:
-                pending._fail(f"the request could not be sent: {error}")
-                pending.settled = True
-                return pending
+                return unsent(f"the request could not be sent: {error}")
             self._pending[request_id] = pending
         return pending
 

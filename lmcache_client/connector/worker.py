@@ -7,7 +7,7 @@ on a GPU, when the GPU has completed that pass.
 from collections import Counter
 from dataclasses import dataclass, field
 
-from lmcache_client.channel import Channel, ChannelError, Pending, RefusedError
+from lmcache_client.channel import Channel, ChannelError, Pending, RefusedError, unsent
 from lmcache_client.connector import stats
 from lmcache_client.connector.log import log_state, logger
 from lmcache_client.connector.metadata import LoadJob, StepMetadata, StoreJob
@@ -61,6 +61,7 @@ class WorkerSide:
         self._settings = settings
         self._jobs: dict[int, _InFlight] = {}
         self._settled: Counter[int] = Counter()
+        self._has_failed = False
         self.stats = TransferStats()
         self.channel = Channel(settings.address, self._register, log_state, system)
         self.client = Worker(self.channel, engine_id, rank, model, geometry, export)
@@ -122,7 +123,10 @@ class WorkerSide:
             if waited_for is None or not waited_for.settled:
                 self.channel.system.sleep(IDLE_WAIT_S)
         self.channel.poll()
+        failure = self._failure()
         for job_id, item in list(self._jobs.items()):
+            if item.pending is None and failure:
+                item.pending = unsent(failure)
             pending = item.pending
             if pending is None:
                 continue
@@ -136,6 +140,15 @@ class WorkerSide:
                 del self._jobs[job_id]
                 results.settled[job_id] += 1
         return results
+
+    def _failure(self) -> str:
+        """Why jobs that are not sent yet never will be; empty as long as they will. Ask before you look at
+        them."""
+        failure = self.client.export.failure
+        if failure and not self._has_failed:
+            self._has_failed = True
+            logger.error("lmcache: %s: this worker loads and stores nothing more; restart vLLM", failure)
+        return failure
 
     def _loaded(self, load: LoadJob, pending: Pending, started_s: float, results: Results) -> None:
         results.loaded.add(load.request_id)  # vLLM also expects a failed load here

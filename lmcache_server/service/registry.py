@@ -13,7 +13,7 @@ from lmcache_client.contract.version import VERSION
 from lmcache_server.config import Config
 from lmcache_server.core.cache import Cache, Layout
 from lmcache_server.host.machine import is_descendant
-from lmcache_server.service.requests import Refusal
+from lmcache_server.service.requests import MAX_TEXT, Refusal
 from lmcache_server.service.sessions import Engines, Greeting, Session, Shard, namespace_summary
 from lmcache_server.service.system import Process, ScarceError, System
 
@@ -269,7 +269,7 @@ class Registry:
                 "namespace %(namespace)s",
                 {
                     "engine": shard.engine_id,
-                    "model": shard.model.model,
+                    "model": shard.model.model[:MAX_TEXT],
                     "groups": len(layout.groups),
                     "chunk_size": layout.chunk_size,
                     "namespace": layout.namespace.hex()[:16],

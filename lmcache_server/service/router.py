@@ -251,7 +251,7 @@ _REMEMBERED = ("register", "load", "store")
 """If one of these is refused, something is not cached or not loaded."""
 _OPERATIONS: dict[type[Any], str] = {
     messages.Hello: "hello", messages.Register: "register", messages.Prove: "register",
-    messages.Join: "join", messages.Lookup: "lookup", messages.Release: "release",
-    messages.Load: "load", messages.Store: "store", messages.Clear: "clear",
+    messages.Join: "join", messages.NotCached: "not_cached", messages.Lookup: "lookup",
+    messages.Release: "release", messages.Load: "load", messages.Store: "store", messages.Clear: "clear",
     messages.Status: "status", messages.Ping: "ping", messages.Goodbye: "goodbye",
 }  # fmt: skip

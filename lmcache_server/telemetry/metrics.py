@@ -16,8 +16,8 @@ _LOOKUP_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
 _TRANSFER_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _AGE_S = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
 _OPERATIONS = (
-    "hello", "register", "join", "lookup", "release", "load", "store", "clear", "status", "ping",
-    "goodbye", "other",
+    "hello", "register", "join", "not_cached", "lookup", "release", "load", "store", "clear", "status",
+    "ping", "goodbye", "other",
 )  # fmt: skip
 _DIRECTION = {"direction": ("store", "load")}
 
