@@ -37,6 +37,8 @@ from lmcache_server.transfer.pins import Pins
 logger = logging.getLogger("lmcache_server")
 
 TICK_S = 1.0
+THAW_TICKS = 600
+THAW_CHUNKS = 50_000
 END_S = 5.0
 """How long the shutdown waits for running copies; one that hangs ends with the process."""
 EXIT_CANNOT_START = 2
@@ -122,16 +124,15 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
     logger.info(
         "ready: engines at %(endpoint)s, HTTP at %(url)s", {"endpoint": listener.endpoint, "url": web.url}
     )
+    ticks = 0
     try:
         gc.freeze()
         while not stop.is_set():
             router.tick()
             report.tick()
             listener.tick(system.now_s())
-            # A garbage collection over a large index would stop the server for seconds. So objects that are
-            # a second old are never searched again; almost none of ours are in reference cycles.
-            gc.collect()
-            gc.freeze()
+            collect_garbage(ticks, cache.num_chunks)
+            ticks += 1
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(stop.wait(), TICK_S)
         logger.info("ending: %(sessions)d sessions", {"sessions": len(router.registry.sessions)})
@@ -147,6 +148,19 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
     if l1.file is not None:
         restart.save(l1.file, cache, router.registry.known)
     return 0
+
+
+def collect_garbage(ticks: int, num_chunks: int) -> None:
+    """Once a second. A collection over a large index would stop the server for seconds. So objects that are a
+    second old are frozen, which means never searched again; almost none of ours are in reference cycles.
+
+    The few that are, such as what an error left in the middle of a second, are found now and then, unless
+    the index is so large that it would be noticed.
+    """
+    if ticks % THAW_TICKS == THAW_TICKS - 1 and num_chunks <= THAW_CHUNKS:
+        gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def _routes(report: Report, metrics: Metrics, selftest: SelfTest) -> http.Routes:
