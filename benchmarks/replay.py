@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,8 +116,9 @@ class Client:
         self.stamps = self.engine.memory.view(np.int64).reshape(blocks, -1)[1:, :: FRAME_BYTES // 8 - 1]
         self.outcome, self.loads = Outcome(), loads
 
-    def serve(self, request: Request) -> None:
-        """One request from its arrival to its end, as the connector does it."""
+    def serve(self, request: Request, once: bool = False) -> None:
+        """One request from its arrival to its end, as the connector does it; `once` is the hint that its
+        prompt will not come back."""
         ids = request.ids
         limit = (request.tokens - 1) // CHUNK
         keys = tuple(hashlib.sha256(each.to_bytes(8, "little")).digest() for each in ids)
@@ -136,8 +137,9 @@ class Client:
         self.stamps[: len(ids)] = np.array(ids)[:, None]
         for start in range(hit, len(ids), STEP_CHUNKS):
             step = range(start, min(start + STEP_CHUNKS, len(ids)))
-            self._store(keys, [i for i in step if not (i // 8 < len(held) and held[i // 8] >> i % 8 & 1)])
-        if keys:
+            missing = [i for i in step if not (i // 8 < len(held) and held[i // 8] >> i % 8 & 1)]
+            self._store(keys, missing, once)
+        if keys and not once:
             ask(self.engine.scheduler, messages.Release((), keys))
 
     def _load(self, found: messages.Found, key: bytes, ids: Sequence[int]) -> None:
@@ -147,15 +149,18 @@ class Client:
         if (self.stamps[: len(ids)] != np.array(ids)[:, None]).any():
             raise RuntimeError("a page of another chunk was loaded")
 
-    def _store(self, keys: Sequence[bytes], chunks: Sequence[int]) -> None:
+    def _store(self, keys: Sequence[bytes], chunks: Sequence[int], once: bool) -> None:
         if chunks:
             parents = (ROOT_KEY, *keys)
             objects = tuple(messages.StoreObject(keys[i], parents[i], i, 0, (i + 1,)) for i in chunks)
-            self.outcome.dropped += ask(self.engine.worker, messages.Store(objects)).dropped
+            self.outcome.dropped += ask(self.engine.worker, messages.Store(objects, (), once)).dropped
 
 
-def replay(requests: Sequence[Request], capacity: int, loads: bool = True, **flags: Any) -> Outcome:
-    """The requests, one after the other, through a new server with room for `capacity` chunks."""
+def replay(
+    requests: Sequence[Request], capacity: int, loads: bool = True, once: Collection[int] = (), **flags: Any
+) -> Outcome:
+    """The requests, one after the other, through a new server with room for `capacity` chunks. `once` has the
+    numbers, from 0, of those with the hint that their prompt will not come back."""
     with LMCacheServer(l1_size_gb=capacity * FRAME_BYTES / (1 << 30), chunk_size=CHUNK, **flags) as server:
         server.wait_until(lambda l1: l1["populated_bytes"] == l1["total_bytes"], TIMEOUT_S)
         if (l1_bytes := server.status()["l1"]["total_bytes"]) != capacity * FRAME_BYTES:
@@ -165,7 +170,7 @@ def replay(requests: Sequence[Request], capacity: int, loads: bool = True, **fla
         due = {len(requests) * i // SAMPLES for i in range(1, SAMPLES + 1)}
         started_s = time.perf_counter()
         for number, request in enumerate(requests, 1):
-            client.serve(request)
+            client.serve(request, number - 1 in once)
             if number in due:
                 outcome.memory.append((number / len(requests), server.rss_bytes() - l1_bytes))
         outcome.wall_s = time.perf_counter() - started_s

@@ -16,8 +16,8 @@ from section import RESULTS
 
 BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parent
-ORDER = ("engine", "copies", "lookup", "start", "index", "replay", "admission")
-OWN_OUTPUT = ("index", "replay", "admission")
+ORDER = ("engine", "copies", "lookup", "start", "index", "replay", "admission", "once")
+OWN_OUTPUT = ("index", "replay", "admission", "once")
 TIMEOUT_S = 1200
 
 

@@ -13,8 +13,8 @@ from lmcache_client.engine import chunk_object
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-Offer = tuple[str, StoreObject]
-"""The name of a request, and an object of it."""
+Offer = tuple[Tracked, StoreObject]
+"""A request, and an object of it."""
 
 
 class Offers:
@@ -88,7 +88,7 @@ class Offers:
             block_ids = tuple(table[positions.start : positions.stop])
             # A null block means that the engine does not have this part of the object.
             if len(block_ids) == len(positions) and all(block_ids):
-                yield tracked.name, chunk_object(keys, chunk, index, block_ids)
+                yield tracked, chunk_object(keys, chunk, index, block_ids)
 
     def _states(
         self, output: "SchedulerOutput", tracked_of: Callable[[str], Tracked | None]
@@ -113,4 +113,4 @@ class Offers:
                     continue
                 if self._admission(chunk_size).admits(group, chunk, prompt):
                     keys = tracked.keys_of(chunk + 1)
-                    yield tracked.name, chunk_object(keys, chunk, group, (block_id,))
+                    yield tracked, chunk_object(keys, chunk, group, (block_id,))

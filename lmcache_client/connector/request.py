@@ -53,6 +53,8 @@ class Tracked:
     """Chunks before this one have been offered for storing."""
     loading: int = 0
     """The number of tokens of the load in flight."""
+    once: bool = False
+    """The request says that its prompt will not come back."""
     no_load: bool = False
     """A load failed; vLLM will ask again, but the same offer could fail forever."""
 

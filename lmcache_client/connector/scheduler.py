@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from lmcache_client.channel import Channel, Pending
 from lmcache_client.connector.held import HeldBlocks
+from lmcache_client.connector.hints import Hints
 from lmcache_client.connector.log import log_state, logger, trace
 from lmcache_client.connector.metadata import LoadJob, StepMetadata, StoreJob, WorkerReport
-from lmcache_client.connector.offers import Offers
+from lmcache_client.connector.offers import Offer, Offers
 from lmcache_client.connector.request import Asking, Promised, Tracked
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import FAILED_LOADS, LOADED_TOKENS, LOADS, TransferStats
@@ -66,6 +67,7 @@ class SchedulerSide:
         self.held = HeldBlocks(world_size, system.now_s)
         self.stats = TransferStats()
         self.chunk_size = 0
+        self._hints = Hints()
         self._offers = Offers(groups, block_bytes, state_interval)
         self._advise = advise
         self._advice = ""
@@ -98,7 +100,7 @@ class SchedulerSide:
                 # vLLM did not preempt it, so it goes on with pages of before.
                 del self._tracked[request_id]
             else:
-                self._tracked[request_id] = Tracked(tracked.request, self._root)
+                self._tracked[request_id] = Tracked(tracked.request, self._root, once=tracked.once)
         self._clear = self.client.clear()
         logger.info("lmcache: vLLM reset its cache, so nothing that was stored before is used any more")
 
@@ -197,7 +199,8 @@ class SchedulerSide:
 
     def new_request(self, request: "Request") -> None:
         """vLLM's on_new_request."""
-        self._tracked[request.request_id] = Tracked(request, self._root)
+        once = self._hints.once(request.kv_transfer_params)
+        self._tracked[request.request_id] = Tracked(request, self._root, once=once)
 
     def _current(self, request_id: str) -> Tracked | None:
         """The request, without any promises from before the current registration; None without a server."""
@@ -260,10 +263,15 @@ class SchedulerSide:
         self._queued = []
         if self._stores and self.channel.ready:
             offered = self._offers.of_step(output, self._current)
-            for start in range(0, len(offered), MAX_OBJECTS):
-                request_ids, objects = zip(*offered[start : start + MAX_OBJECTS], strict=True)
-                self._store(metadata, Store(objects, tuple(dict.fromkeys(request_ids))))
+            for once in (False, True):
+                self._offer(metadata, [offer for offer in offered if offer[0].once == once], once)
         return metadata
+
+    def _offer(self, metadata: StepMetadata, offered: Sequence[Offer], once: bool) -> None:
+        for start in range(0, len(offered), MAX_OBJECTS):
+            requests, objects = zip(*offered[start : start + MAX_OBJECTS], strict=True)
+            names = dict.fromkeys(tracked.name for tracked in requests)
+            self._store(metadata, Store(objects, tuple(names), once))
 
     def _store(self, metadata: StepMetadata, store: Store) -> None:
         """Adds these objects to the step's stores, unless too many blocks are held already."""
@@ -307,5 +315,7 @@ class SchedulerSide:
         if isinstance(state, Asking):
             self.client.forget(state.lookup)
         leases = (state.found.lease_id,) if isinstance(state, Promised) and state.found.lease_id else ()
+        # Without its keys, nothing that only this prompt brought counts as used again.
+        keys = () if tracked.once else tuple(tracked.keys[:MAX_CHUNKS])
         if leases or tracked.keys:
-            self.client.release(leases, tuple(tracked.keys[:MAX_CHUNKS]), tracked.name)
+            self.client.release(leases, keys, tracked.name)

@@ -52,7 +52,7 @@ USED: dict[Any, dict[str, str]] = {
     generate_block_hash_extra_keys: {"0.28": "(request, start_token_idx, end_token_idx, start_mm_idx)"},
     Request: {
         "0.28": """request_id num_tokens num_computed_tokens num_prompt_tokens all_token_ids
-            skip_reading_prefix_cache""",
+            kv_transfer_params skip_reading_prefix_cache""",
         "0.31": "shared_prefix_boundary",
     },
     output.SchedulerOutput: {

@@ -206,10 +206,12 @@ class StoreObject(Wire, frozen=True):
 
 class Store(Wire, frozen=True, tag=13):
     """Copies pages out of the worker's blocks, which must not change before the reply, Stored.
-    `request_ids` names the requests that the chunks belong to and only serves the debug log."""
+    `request_ids` names the requests that the chunks belong to and only serves the debug log. `once` says that
+    their prompts will not come back: the server evicts first what only such prompts have brought."""
 
     objects: Annotated[tuple[StoreObject, ...], Meta(max_length=MAX_OBJECTS)]
     request_ids: tuple[str, ...] = ()
+    once: bool = False
 
     def __post_init__(self) -> None:
         if len(self.request_ids) > len(self.objects):

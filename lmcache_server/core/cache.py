@@ -22,6 +22,9 @@ from lmcache_server.core.snapshot import Snapshot, rebuild, take
 
 __all__ = ["Cache", "Hit", "Layout", "NotReserved", "Read", "Reservation"]
 
+ONCE_SHARE = 20
+"""When L1 is full, one frame in so many may go to prompts that will not come back. Without any, a batch of
+prompts could not share its beginning."""
 MAX_EVICTED_AGES = 1024
 """How many ages at eviction are kept until the caller drains them. Further ones are not recorded."""
 
@@ -50,7 +53,8 @@ class Cache:
         self.evicted_bytes = 0
         """The payload of all evicted chunks."""
         self.evicted_ages_s: list[float] = []
-        """For each recently evicted chunk, the seconds since its last use. The caller drains the list."""
+        """For each recently evicted chunk that was kept for somebody, the seconds since its last use. The
+        caller drains the list."""
         self.stored_bytes = 0
         """The payload of all ready objects."""
         self.used_frames = 0
@@ -153,8 +157,13 @@ class Cache:
         return self._end(self._leases.of_owner(owner))
 
     def touch(self, namespace: bytes, keys: Sequence[bytes]) -> None:
-        """Makes a chain of chunks recently used, the head most recently. Unknown keys are ignored."""
-        self._use(list(map(self._index.chunks(namespace).get, keys)))
+        """Makes a chain of chunks recently used, the head most recently, by a prompt that may come back.
+        Unknown keys are ignored."""
+        chain = list(map(self._index.chunks(namespace).get, keys))
+        for chunk in chain:
+            if chunk is not None and chunk.once:
+                self._order.keep(chunk)
+        self._use(chain)
 
     def reserve(
         self,
@@ -165,12 +174,14 @@ class Cache:
         num_blocks: int,
         num_bytes: int,
         parent: bytes = b"",
+        once: bool = False,
     ) -> Reservation | NotReserved:
         """Takes frames for an object of `num_bytes` payload and evicts chunks if it must. For a replicated
         group the first rank to ask writes the one object; the others get PRESENT or BUSY.
 
         `parent` is the key of the chunk before it in its chain. A parent is never evicted for its child, so
         a chain longer than L1 loses its tail, not its head. Nothing is evicted unless that makes enough room.
+        What only prompts bring that will not come back (`once`) is evicted before everything else.
         """
         if num_bytes <= 0:
             raise ValueError(f"an object of {num_bytes} bytes cannot be stored")
@@ -181,13 +192,22 @@ class Cache:
         if chunk is not None and chunk.reserved >> bit & 1:
             return NotReserved.BUSY
         frames = -(-num_bytes // self.frame_bytes)
-        victims = self._victims(frames, chunk, self._index.get(layout.namespace, parent))
+        before = self._index.get(layout.namespace, parent)
+        if before is not None and before.once and not once:
+            self.touch(layout.namespace, (parent,))
+        missing, line = frames - self._pool.free_frames, iter(self._order)
+        if once:
+            taken = self._order.once_frames + self.reserved_frames + frames
+            line = self._order.once() if taken > self.total_frames // ONCE_SHARE else self._order.others()
+        victims = self._order.victims(missing, line, chunk, before)
         if victims is None:
-            return NotReserved.NO_ROOM
+            return NotReserved.ONCE if once else NotReserved.NO_ROOM
         if chunk is None:
             chunk = Chunk(layout.namespace, key)
+            chunk.once = once
             self._index.add(chunk)
         self._pin((chunk,))
+        chunk.once &= once
         self._evict(victims)
         runs = self._pool.allocate(frames)
         assert runs is not None, "there was room"
@@ -208,7 +228,7 @@ class Cache:
         chunk.add(reservation.bit, stored, frames)
         self.used_frames += frames
         self.stored_bytes += reservation.num_bytes
-        self._unpin(chunk, self._place(chunk.namespace, reservation.parent))
+        self._unpin(chunk, self._place(chunk, reservation.parent))
 
     def abort(self, reservation: Reservation) -> None:
         """Frees the frames of an object that was not written. Nothing may still be writing to them."""
@@ -320,13 +340,16 @@ class Cache:
                 self._unpin(chunk)
         self._order.add_all(unused)
 
-    def _place(self, namespace: bytes, parent: bytes) -> Chunk | None:
+    def _place(self, chunk: Chunk, parent: bytes) -> Chunk | None:
         """Where a child of `parent` goes in the eviction order: just ahead of the returned chunk, or at the
-        end if None."""
+        end of its part if None."""
         if parent in (b"", ROOT_KEY):
             return None
-        # A chunk without its parent is seldom of use: it is evicted first.
-        return self._index.get(namespace, parent) or next(iter(self._order), None)
+        before = self._index.get(chunk.namespace, parent)
+        if before is None:
+            # A chunk without its parent is seldom of use: it is evicted first.
+            return self._order.front
+        return None if chunk.once and not before.once else before
 
     def _unpin(self, chunk: Chunk, place: Chunk | None = None) -> None:
         chunk.pins -= 1
@@ -340,29 +363,13 @@ class Cache:
         else:
             self._index.remove(chunk)
 
-    def _victims(self, frames: int, own: Chunk | None, parent: Chunk | None) -> list[Chunk] | None:
-        """The chunks to evict so that `frames` frames are free, oldest first; None if it cannot be done."""
-        missing = frames - self._pool.free_frames
-        victims: list[Chunk] = []
-        if missing > self._order.frames:
-            return None
-        for chunk in self._order:
-            if missing <= 0:
-                break
-            if chunk is parent:
-                return None
-            if chunk is not own:
-                victims.append(chunk)
-                missing -= chunk.frames
-        return victims if missing <= 0 else None
-
     def _evict(self, victims: Sequence[Chunk]) -> None:
         for chunk in victims:
             self._order.remove((chunk,))
             self._index.remove(chunk)
             self.evicted_chunks += 1
             self.evicted_bytes += self._free_objects(chunk)
-            if len(self.evicted_ages_s) < MAX_EVICTED_AGES:
+            if not chunk.once and len(self.evicted_ages_s) < MAX_EVICTED_AGES:
                 self.evicted_ages_s.append(self._now_s - chunk.last_used_s)
 
     def _free_objects(self, chunk: Chunk) -> int:

@@ -15,6 +15,7 @@ class Chunk:
         "namespace",
         "newer",
         "older",
+        "once",
         "packed",
         "pins",
         "ready",
@@ -31,6 +32,8 @@ class Chunk:
         self.frames = 0
         """The frames of its ready objects."""
         self.last_used_s = 0.0
+        self.once = False
+        """Whether all prompts that brought or ended with this chunk said that they will not come back."""
         self.packed = NO_OBJECTS
         """Its ready objects."""
         self.older: Chunk | None = None

@@ -38,6 +38,8 @@ def check_order(index: Index, order: EvictionOrder) -> None:
     assert len(members) == len(set(members)), "a chunk is in the eviction order once"
     assert set(members) == {chunk for chunk in index if not chunk.pins}
     assert order.frames == sum(chunk.frames for chunk in members)
+    assert order.once_frames == sum(chunk.frames for chunk in members if chunk.once)
+    assert not any(chunk.once for chunk in order.others()), "they lie ahead of the others"
 
 
 def check_frames(pool: FramePool, taken: Iterable[Runs]) -> None:

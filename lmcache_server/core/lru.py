@@ -1,5 +1,6 @@
 """The order in which chunks are evicted: the least recently used goes first."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from lmcache_server.core.index import Chunk
@@ -8,42 +9,76 @@ from lmcache_server.core.index import Chunk
 class EvictionOrder:
     """A linked list through the chunks, so that adding or removing one takes constant time.
 
-    It has no pinned chunks: the one at the front can always be evicted.
+    It has no pinned chunks: the one at the front can always be evicted. Chunks that nobody will ask for again
+    (`Chunk.once`) lie in a part of their own, ahead of the others.
     """
 
     def __init__(self) -> None:
-        self._ends = Chunk(b"", b"")
-        self._ends.older = self._ends.newer = self._ends
+        self._ends, self._border = Chunk(b"", b""), Chunk(b"", b"")
+        self._ends.older = self._ends.newer = self._border
+        self._border.older = self._border.newer = self._ends
         self.frames = 0
         """The frames that evicting every member would free."""
+        self.once_frames = 0
+        """Those of members that nobody will ask for again."""
 
     def __iter__(self) -> Iterator[Chunk]:
         """From the least to the most recently used."""
-        chunk = self._ends.newer
-        while chunk is not None and chunk is not self._ends:
-            yield chunk
-            chunk = chunk.newer
+        return itertools.chain(self.once(), self.others())
+
+    def once(self) -> Iterator[Chunk]:
+        """The first part of the line: what nobody will ask for again, or cannot use."""
+        return _between(self._ends, self._border)
+
+    def others(self) -> Iterator[Chunk]:
+        """The second part of the line."""
+        return _between(self._border, self._ends)
+
+    @property
+    def front(self) -> Chunk:
+        """What `add` takes as `ahead_of` to put a chunk first in line."""
+        assert self._ends.newer is not None
+        return self._ends.newer
 
     def __contains__(self, chunk: Chunk) -> bool:
         return chunk.newer is not None
 
+    def victims(
+        self, missing: int, line: Iterable[Chunk], own: Chunk | None, parent: Chunk | None
+    ) -> list[Chunk] | None:
+        """The chunks of `line`, a part of this order, to evict so that `missing` frames become free; None if
+        that cannot be done. Neither the chunk `own` is among them nor its parent or anything behind that."""
+        victims: list[Chunk] = []
+        if missing > self.frames:
+            return None
+        for chunk in line:
+            if missing <= 0:
+                break
+            if chunk is parent:
+                return None
+            if chunk is not own:
+                victims.append(chunk)
+                missing -= chunk.frames
+        return victims if missing <= 0 else None
+
     def add(self, chunk: Chunk, ahead_of: Chunk | None = None) -> None:
-        """Puts a chunk last in line for eviction, or directly ahead of the member `ahead_of`."""
+        """Puts a chunk last in its part of the line, or directly ahead of the member `ahead_of`."""
         assert chunk.newer is None, "a chunk is in the order once"
-        newer = self._ends if ahead_of is None else ahead_of
+        newer = ahead_of or (self._border if chunk.once else self._ends)
         older = newer.older
         assert older is not None, "`ahead_of` is not in the order"
         chunk.older, chunk.newer = older, newer
         older.newer = newer.older = chunk
         self.frames += chunk.frames
+        self.once_frames += chunk.frames if chunk.once else 0
 
     def add_all(self, chunks: Iterable[Chunk]) -> None:
-        """Puts chunks last in line, the last of them at the very end."""
+        """Puts chunks last in their part of the line, the last of them at its very end."""
         for chunk in chunks:
             self.add(chunk)
 
     def renew(self, chain: Sequence[Chunk]) -> None:
-        """Moves members to the end of the line, the first of them to the very end."""
+        """Moves members to the end of their part of the line, the first of them to its very end."""
         last = self._ends.older
         for chunk in chain:
             if last is not chunk:
@@ -62,3 +97,17 @@ class EvictionOrder:
             older.newer, newer.older = newer, older
             chunk.older = chunk.newer = None
             self.frames -= chunk.frames
+            self.once_frames -= chunk.frames if chunk.once else 0
+
+    def keep(self, chunk: Chunk) -> None:
+        """Somebody asked for this chunk again: from now on it belongs to the others. It moves when it is
+        renewed."""
+        self.once_frames -= chunk.frames if chunk.once and chunk in self else 0
+        chunk.once = False
+
+
+def _between(start: Chunk, end: Chunk) -> Iterator[Chunk]:
+    chunk = start.newer
+    while chunk is not None and chunk is not end:
+        yield chunk
+        chunk = chunk.newer

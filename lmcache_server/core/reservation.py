@@ -13,6 +13,8 @@ class NotReserved(enum.Enum):
     PRESENT = "present"
     BUSY = "busy"
     NO_ROOM = "no_room"
+    ONCE = "once"
+    """The prompt will not come back, and storing it would evict what may be asked for again."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -61,7 +61,7 @@ class Copies:
             _check_object(shard, layout, wanted)
         with session.working(request_bytes):
             started_s = self._system.now_s()
-            reserved, present, dropped = self._reserve(shard, layout, message.objects)
+            reserved, present, dropped = self._reserve(shard, layout, message)
             copies = [
                 (wanted.group, ObjectCopy(room.runs, room.num_blocks, 0, wanted.block_ids))
                 for wanted, room in reserved
@@ -82,30 +82,31 @@ class Copies:
         return stored
 
     def _reserve(
-        self, shard: Shard, layout: Layout, objects: Sequence[StoreObject]
+        self, shard: Shard, layout: Layout, message: Store
     ) -> tuple[list[tuple[StoreObject, Reservation]], int, int]:
         """Reserves frames; returns the reservations, the number of objects already present, and the number
         dropped."""
         reserved: list[tuple[StoreObject, Reservation]] = []
-        present = dropped = 0
-        for wanted in objects:
+        present = dropped = no_room = 0
+        for wanted in message.objects:
             count = len(wanted.block_ids)
             num_bytes = shard.geometry.groups[wanted.group].block_bytes * count
             if not num_bytes:
                 present += 1
                 continue
             room = self._cache.reserve(
-                layout, wanted.key, wanted.group, shard.rank, count, num_bytes, wanted.parent
+                layout, wanted.key, wanted.group, shard.rank, count, num_bytes, wanted.parent, message.once
             )
             if isinstance(room, Reservation):
                 reserved.append((wanted, room))
                 continue
             self._metrics.count("lmcache_objects_total", 1, outcome=room.value)
-            present += room is not NotReserved.NO_ROOM
-            dropped += room is NotReserved.NO_ROOM
-        if dropped:
+            present += room in (NotReserved.PRESENT, NotReserved.BUSY)
+            dropped += room in (NotReserved.NO_ROOM, NotReserved.ONCE)
+            no_room += room is NotReserved.NO_ROOM
+        if no_room:
             advice = "everything in L1 is in use: if this goes on, give it more memory with --l1-size-gb"
-            self._fail("store dropped", shard, advice, dropped)
+            self._fail("store dropped", shard, advice, no_room)
         return reserved, present, dropped
 
     def _end_reservations(

@@ -186,7 +186,10 @@ class Engine:
     # -- requests ---------------------------------------------------------------------------------
 
     def add(self, name: str, tokens: list[int], salt: str, max_tokens: int) -> None:
-        request = Request(name, tokens, SamplingParams(max_tokens=max_tokens), None, cache_salt=salt or None)
+        # Every third prompt will not come back, it says; some do.
+        hints = {"lmcache.once": not len(tokens) % 3}
+        params = SamplingParams(max_tokens=max_tokens, extra_args={"kv_transfer_params": hints})
+        request = Request(name, tokens, params, None, cache_salt=salt or None)
         self.waiting.append(Running(request, salt, [[] for _ in self.groups]))
         self.scheduler.new_request(request)
 

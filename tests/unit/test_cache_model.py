@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
-from lmcache_server.core.cache import Cache, Layout, NotReserved, Read, Reservation
+from lmcache_server.core.cache import ONCE_SHARE, Cache, Layout, NotReserved, Read, Reservation
 from lmcache_server.l1 import restart
 
 FRAME_BYTES = 10
@@ -87,6 +87,7 @@ class ModelChunk:
     name: tuple[bytes, bytes]
     pins: int = 0
     objects: dict[tuple[int, int], ModelObject] = field(default_factory=dict)
+    once: bool = False
 
     def frames(self, ready: bool = True) -> int:
         return sum(each.frames for each in self.objects.values() if each.ready == ready)
@@ -108,9 +109,27 @@ class Model:
         self.total_frames = 0
         self.index: dict[tuple[bytes, bytes], ModelChunk] = {}
         self.forgotten: list[ModelChunk] = []
-        self.order: list[ModelChunk] = []
+        self.once: list[ModelChunk] = []
+        self.others: list[ModelChunk] = []
         self.leases: dict[int, ModelLease] = {}
         self.evicted = [0, 0]
+
+    @property
+    def order(self) -> list[ModelChunk]:
+        return [*self.once, *self.others]
+
+    def insert(self, chunk: ModelChunk, before: ModelChunk | None = None) -> None:
+        """Last in its own part, or ahead of another."""
+        part = next((part for part in (self.once, self.others) if before in part), None)
+        if part is None:
+            (self.once if chunk.once else self.others).append(chunk)
+        else:
+            part.insert(part.index(before), chunk)
+
+    def remove(self, chunk: ModelChunk) -> None:
+        for part in (self.once, self.others):
+            if chunk in part:
+                part.remove(chunk)
 
     def chunks(self) -> list[ModelChunk]:
         return [*self.index.values(), *self.forgotten]
@@ -139,17 +158,18 @@ class Model:
                 return resume
         return 0
 
-    def use(self, names: list[tuple[bytes, bytes]]) -> None:
+    def use(self, names: list[tuple[bytes, bytes]], keep: bool = False) -> None:
         for name in reversed(names):
             chunk = self.index.get(name)
+            if chunk is not None and keep:
+                chunk.once = False
             if chunk in self.order:
-                self.order.remove(chunk)
-                self.order.append(chunk)
+                self.remove(chunk)
+                self.insert(chunk)
 
     def pin(self, chunk: ModelChunk) -> None:
         chunk.pins += 1
-        if chunk in self.order:
-            self.order.remove(chunk)
+        self.remove(chunk)
 
     def unpin(self, chunk: ModelChunk, parent: bytes = b"") -> None:
         chunk.pins -= 1
@@ -160,10 +180,11 @@ class Model:
         elif chunk.objects:
             before = self.index.get((chunk.name[0], parent))
             if parent and before is None:
-                self.order.insert(0, chunk)
+                self.once.insert(0, chunk)
+            elif before is not None and chunk.once and not before.once:
+                self.insert(chunk)
             else:
-                at = self.order.index(before) if before in self.order else len(self.order)
-                self.order.insert(at, chunk)
+                self.insert(chunk, before)
         else:
             del self.index[chunk.name]
 
@@ -173,7 +194,13 @@ class Model:
             self.unpin(lease.chunks[index])
 
     def reserve(
-        self, name: tuple[bytes, bytes], place: tuple[int, int], num_bytes: int, tag: tuple, parent: bytes
+        self,
+        name: tuple[bytes, bytes],
+        place: tuple[int, int],
+        num_bytes: int,
+        tag: tuple,
+        parent: bytes,
+        once: bool,
     ):
         """A NotReserved, or the chunk that now has a reserved object."""
         chunk = self.index.get(name)
@@ -181,27 +208,35 @@ class Model:
             return NotReserved.PRESENT if chunk.objects[place].ready else NotReserved.BUSY
         new = ModelObject(num_bytes, tag)
         before = self.index.get((name[0], parent))
+        if before is not None and before.once and not once:
+            self.use([before.name], keep=True)
+        line = self.order
+        if once:
+            reserved = sum(each.frames(ready=False) for each in self.chunks())
+            taken = sum(each.frames() for each in line if each.once) + reserved + new.frames
+            line = self.others if taken <= self.total_frames // ONCE_SHARE else self.once
         # Chunks that are as recently used as the parent are none to evict for its child.
-        older = self.order[: self.order.index(before)] if before in self.order else self.order
+        older = line[: line.index(before)] if before in line else line
         evictable = [each for each in older if each is not chunk]
         if self.free_frames() + sum(each.frames() for each in evictable) < new.frames:
-            return NotReserved.NO_ROOM
+            return NotReserved.ONCE if once else NotReserved.NO_ROOM
         while self.free_frames() < new.frames:
             victim = evictable.pop(0)
-            self.order.remove(victim)
+            self.remove(victim)
             del self.index[victim.name]
             self.evicted[0] += 1
             self.evicted[1] += sum(each.num_bytes for each in victim.objects.values())
-        chunk = self.index.setdefault(name, ModelChunk(name))
+        chunk = self.index.setdefault(name, ModelChunk(name, once=once))
         self.pin(chunk)
+        chunk.once = chunk.once and once
         chunk.objects[place] = new
         return chunk
 
     def clear(self, namespaces: list[bytes]) -> int:
         gone = [chunk for name, chunk in self.index.items() if name[0] in namespaces]
         self.forgotten += [chunk for chunk in gone if chunk.pins]
-        self.order = [chunk for chunk in self.order if chunk not in gone]
         for chunk in gone:
+            self.remove(chunk)
             del self.index[chunk.name]
         return len(gone)
 
@@ -246,8 +281,9 @@ class CacheMachine(RuleBasedStateMachine):
         num_bytes=st.integers(1, 60),
         session=sessions,
         chained=st.booleans(),
+        once=st.booleans(),
     )
-    def reserve(self, layout, branch, index, place, num_bytes, session, chained):
+    def reserve(self, layout, branch, index, place, num_bytes, session, chained, once):
         objects = [
             (of, shard)
             for of in range(len(layout.groups))
@@ -255,17 +291,18 @@ class CacheMachine(RuleBasedStateMachine):
             if layout.groups[of].stored_blocks(index, CHUNK_SIZE)
         ]
         if objects:
-            self._reserve(layout, branch, index, *objects[place % len(objects)], num_bytes, session, chained)
+            own = objects[place % len(objects)]
+            self._reserve(layout, branch, index, *own, num_bytes, session, chained, once)
 
-    def _reserve(self, layout, branch, index, of, shard, num_bytes, session, chained=True):
+    def _reserve(self, layout, branch, index, of, shard, num_bytes, session, chained=True, once=False):
         key = chain_keys(branch)[index]
         self.serial += 1
         parent = PARENTS[key] if chained else b""
         place = (of, owner(layout, of, shard))
         tag = (layout.namespace, key, *place, self.serial)
-        expected = self.model.reserve((layout.namespace, key), place, num_bytes, tag, parent)
+        expected = self.model.reserve((layout.namespace, key), place, num_bytes, tag, parent, once)
         blocks = len(layout.groups[of].stored_blocks(index, CHUNK_SIZE))
-        got = self.cache.reserve(layout, key, of, shard, blocks, num_bytes, parent)
+        got = self.cache.reserve(layout, key, of, shard, blocks, num_bytes, parent, once)
         if isinstance(expected, NotReserved):
             assert got is expected
             return None
@@ -284,13 +321,14 @@ class CacheMachine(RuleBasedStateMachine):
         num_bytes=st.integers(1, 15),
         computed=st.just(0) | st.integers(0, 4),
         session=sessions,
+        once=st.booleans(),
     )
-    def store_a_chain_and_look_it_up(self, layout, branch, count, num_bytes, computed, session):
+    def store_a_chain_and_look_it_up(self, layout, branch, count, num_bytes, computed, session, once):
         for index in range(count):
             for of in range(len(layout.groups)):
                 for shard in writers(layout, of):
                     if layout.groups[of].stored_blocks(index, CHUNK_SIZE) and self._reserve(
-                        layout, branch, index, of, shard, num_bytes, session
+                        layout, branch, index, of, shard, num_bytes, session, once=once
                     ):
                         self.commit(-1)
         self.lookup(layout, branch, count, computed, 1 << 20, session)
@@ -383,7 +421,7 @@ class CacheMachine(RuleBasedStateMachine):
     def touch(self, layout, branch, start):
         keys = [*chain_keys(branch)[start:], b"unknown"]
         self.cache.touch(layout.namespace, keys)
-        self.model.use([(layout.namespace, key) for key in keys])
+        self.model.use([(layout.namespace, key) for key in keys], keep=True)
 
     @precondition(lambda self: self.model.leases)
     @rule(place=places, shard=st.sampled_from(SHARDS), computed=st.just(0) | st.integers(0, 12))
@@ -452,6 +490,10 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache = Cache(FRAME_BYTES, lease_s=LEASE_S)
             self.cache.restore(restart.decode(index, self.model.total_frames)[0], self.now_s)
             self.model.evicted = [0, 0]
+            # Nobody knows any more why they are the first to go, but they still are.
+            self.model.once, self.model.others = [], self.model.order
+            for chunk in self.model.others:
+                chunk.once = False
 
     @invariant()
     def nothing_is_written_where_a_read_reads(self):
@@ -479,6 +521,7 @@ class CacheMachine(RuleBasedStateMachine):
             each.num_bytes for chunk in chunks for each in chunk.objects.values() if each.ready
         )
         assert [(chunk.namespace, chunk.key) for chunk in cache._order] == [each.name for each in model.order]
+        assert sum(1 for _ in cache._order.once()) == len(model.once)
         assert [cache.evicted_chunks, cache.evicted_bytes] == model.evicted
 
     def everybody_goes(self):

@@ -7,8 +7,9 @@ import tracemalloc
 import pytest
 
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
+from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_server.core import cache as cache_module
-from lmcache_server.core.cache import Cache, Layout, NotReserved, Reservation
+from lmcache_server.core.cache import ONCE_SHARE, Cache, Layout, NotReserved, Reservation
 from lmcache_server.core.index import Chunk
 from lmcache_server.core.packed import StoredObject
 
@@ -430,3 +431,90 @@ def test_a_chunk_costs_little_memory(groups, shards, most_bytes):
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert used / count < most_bytes
+
+
+# -- prompts that will not come back ---------------------------------------------------------------------
+
+
+def store_once(cache, keys, frames=1):
+    """Offers a chain that will not come back; returns how much of it was stored."""
+    for index, (key, parent) in enumerate(zip(keys, [ROOT_KEY, *keys], strict=False)):
+        bits = cache.reserve(PLAIN, key, 0, 0, 1, frames * FRAME_BYTES, parent, once=True)
+        if bits is NotReserved.ONCE:
+            return index
+        cache.commit(bits)
+    cache.check_integrity()
+    return len(keys)
+
+
+def test_what_will_not_come_back_takes_free_room_and_is_evicted_first():
+    cache = Cache(FRAME_BYTES, 10)
+    store(cache, chain(4, name=1))
+    assert store_once(cache, chain(6, name=2)) == 6
+    store(cache, chain(6, name=3))
+    assert stored_chunks(cache, chain(4, name=1)) == "1111"
+    assert stored_chunks(cache, chain(6, name=2)) == "000000"
+
+
+def test_what_will_not_come_back_evicts_others_up_to_its_share_only():
+    cache = Cache(FRAME_BYTES, 100)
+    for name in range(20):
+        store(cache, chain(5, name))
+    most = 100 // ONCE_SHARE
+    assert store_once(cache, chain(9, name=50)) == most
+    assert cache.evicted_chunks == most
+    for name in range(51, 60):
+        assert store_once(cache, chain(9, name)) == most
+    # All that they have taken is the oldest of the others; since then they evict each other.
+    assert stored_chunks(cache, chain(5, name=0)) == "00000"
+    assert all(stored_chunks(cache, chain(5, name)) == "11111" for name in range(1, 20))
+
+
+def test_what_is_written_counts_in_the_share_of_what_will_not_come_back():
+    cache = Cache(FRAME_BYTES, 100)
+    store(cache, [bytes([1, index]) * 16 for index in range(100)])
+    results = [cache.reserve(PLAIN, key, 0, 0, 1, FRAME_BYTES, once=True) for key in chain(50, name=2)]
+    assert sum(isinstance(each, Reservation) for each in results) == 100 // ONCE_SHARE
+    assert results[-1] is NotReserved.ONCE
+
+
+def test_a_beginning_that_such_prompts_share_outlives_their_ends():
+    cache = Cache(FRAME_BYTES, 100)
+    store(cache, [bytes([1, index]) * 16 for index in range(100)])
+    beginning = chain(3, name=2)
+    for name in range(10, 20):
+        hit = lookup(cache, [*beginning, *chain(2, name)])
+        assert hit.resume_tokens == (3 * CHUNK_SIZE if name > 10 else 0)
+        cache.release(hit.lease_id, SESSION)
+        assert store_once(cache, [*beginning, *chain(2, name)][hit.resume_tokens // CHUNK_SIZE :])
+
+
+def test_a_prompt_that_comes_back_after_all_is_kept_like_any_other():
+    cache = Cache(FRAME_BYTES, 20)
+    store_once(cache, chain(4, name=1))
+    cache.touch(b"ns", chain(4, name=1))
+    cache.check_integrity()
+    store_once(cache, chain(16, name=2))
+    store(cache, chain(16, name=3))
+    assert stored_chunks(cache, chain(4, name=1)) == "1111"
+    assert cache.evicted_ages_s == [], "the age of what was not to be kept says nothing about the size of L1"
+
+
+def test_a_child_that_may_come_back_keeps_its_parent():
+    cache = Cache(FRAME_BYTES, 20)
+    (parent, child) = chain(2, name=1)
+    store_once(cache, [parent])
+    cache.commit(cache.reserve(PLAIN, child, 0, 0, 1, FRAME_BYTES, parent))
+    store_once(cache, chain(18, name=2))
+    store(cache, chain(18, name=3))
+    assert stored_chunks(cache, [parent, child]) == "11"
+
+
+def test_what_others_brought_does_not_become_theirs():
+    cache = Cache(FRAME_BYTES, 10)
+    where = layout(group(), group())
+    (key,) = chain(1)
+    cache.commit(reserve(cache, key, 0, where, 0))
+    cache.commit(cache.reserve(where, key, 1, 0, 1, FRAME_BYTES, once=True))
+    cache.check_integrity()
+    assert cache._order.once_frames == 0

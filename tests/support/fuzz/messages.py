@@ -103,7 +103,7 @@ class Speaker:
                 count = len(spec.stored_blocks(index, CHUNK_SIZE))
                 ids = tuple(1 + (index * 16 + at) % (BLOCKS - 1) for at in range(count))
                 objects.append(StoreObject(keys[index + 1], keys[index], index, number, ids))
-        return Store(tuple(objects))
+        return Store(tuple(objects), once=not len(objects) % 3)
 
     def _load(self, promise: tuple[Found, Lookup] | None, choices: Choices) -> Load:
         found, question = promise or (Found(CHUNK_SIZE, 1, 1, ()), None)

@@ -65,8 +65,11 @@ class ApiServer:
     def get(self, path: str) -> str:
         return get(f"{self.url}{path}")
 
-    def complete(self, prompt: Sequence[int], replica: int, max_tokens: int = 8) -> list[int]:
-        """The tokens that follow `prompt`, from the data-parallel replica of this number."""
+    def complete(
+        self, prompt: Sequence[int], replica: int = 0, max_tokens: int = 8, **fields: Any
+    ) -> list[int]:
+        """The tokens that follow `prompt`, from the data-parallel replica of this number. `fields` are
+        further ones of the request."""
         question = {
             "model": self.model,
             "prompt": list(prompt),
@@ -75,6 +78,7 @@ class ApiServer:
             "ignore_eos": True,
             "detokenize": False,
             "return_token_ids": True,
+            **fields,
         }
         request = urllib.request.Request(
             f"{self.url}/v1/completions",

@@ -234,11 +234,13 @@ class Engine:
         cache_salt: str | None = None,
         lora: str | None = None,
         embeds: int | None = None,
+        transfer: Mapping[str, Any] | None = None,
         settle: bool = True,
         timeout_s: float = COMMAND_TIMEOUT_S,
     ) -> list[Result]:
         """Serve all prompts as one batch, greedily; with `settle`, then let the connector finish. `lora` is
-        the directory of an adapter; `embeds` a seed for embeddings to give instead of each prompt."""
+        the directory of an adapter; `embeds` a seed for embeddings to give instead of each prompt;
+        `transfer` the requests' kv_transfer_params."""
         results = self.call(
             "generate",
             prompts=[list(prompt) for prompt in prompts],
@@ -247,6 +249,7 @@ class Engine:
             cache_salt=cache_salt,
             lora=lora,
             embeds=embeds,
+            transfer=transfer,
             settle=settle,
             timeout_s=timeout_s,
         )

@@ -87,6 +87,7 @@ class EngineProcess:
         cache_salt: str | None,
         lora: str | None = None,
         embeds: int | None = None,
+        transfer: dict[str, Any] | None = None,
     ) -> list[str]:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
@@ -96,7 +97,12 @@ class EngineProcess:
             number = self.adapters.setdefault(lora, len(self.adapters) + 1)
             adapter = LoRARequest(os.path.basename(lora), number, lora)
         params = SamplingParams(
-            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
+            temperature=0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=logprobs,
+            extra_args=None if transfer is None else {"kv_transfer_params": transfer},
         )
         names = []
         for prompt in prompts:
@@ -321,8 +327,9 @@ def _take_over_streams() -> tuple[TextIO, TextIO]:
 def _read_commands(commands: TextIO, into: "queue.SimpleQueue[dict[str, Any]]") -> None:
     for line in commands:
         command = json.loads(line)
-        into.put(command)
-        if command["command"] == "close":
+        is_last = command["command"] == "close"
+        into.put(command)  # whoever gets it takes it apart
+        if is_last:
             return
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
