@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMPS := .venv/stamps
 
-.PHONY: help install lint check test test-versions watch-vllm test-gpu bench bench-gpu simulate fuzz demo verified-models docs docs-serve clean
+.PHONY: help install lint check test test-versions watch-vllm test-gpu bench bench-gpu simulate fuzz soak demo verified-models docs docs-serve clean
 
 help:
 	@echo "make install   create .venv and install vLLM (CPU build unless there is one) and this package"
@@ -17,7 +17,8 @@ help:
 	@echo "make test-gpu  the tests of the GPU half, on a machine that has a GPU (GPU_PYTHON=python3)"
 	@echo "make bench-gpu its figures, as Markdown"
 	@echo "make simulate  SEEDS=1000 histories of the real core in a simulated world, from seed FIRST=0 on"
-	@echo "make fuzz      SECONDS=600 of mutated messages into the decoder, then as many into the router"
+	@echo "make soak      SECONDS=600 of clients that come, fail and are killed: what does the server keep?"
+	@echo "make fuzz      SECONDS=600 each of mutated messages, replies, HTTP requests, L1 files, options"
 	@echo "make docs      the site of docs/, into .cache/site; any warning is an error (make docs-serve shows it)"
 	@echo "make verified-models  lmcache verify on each kind of model: writes docs/verified-models.md"
 	@echo "make clean     remove everything that was generated, .venv and .cache included"
@@ -93,8 +94,11 @@ simulate: install
 
 SECONDS ?= 600
 fuzz: install
-	cd tests/support && PYTHONPATH=../..:../../kernels ../../$(BIN)/python -m fuzz decoder $(SECONDS)
-	cd tests/support && PYTHONPATH=../..:../../kernels ../../$(BIN)/python -m fuzz router $(SECONDS)
+	for target in decoder router pages files options replies; do (cd tests/support && \
+		PYTHONPATH=../..:../../kernels ../../$(BIN)/python -m fuzz $$target $(SECONDS)) || exit 1; done
+
+soak: install
+	cd tests/support && PYTHONPATH=../..:../../kernels ../../$(BIN)/python -m soak $(SECONDS)
 
 demo: install
 	@$(BIN)/python scripts/demo.py

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from harness.rawclient import RawEngine, group
 from harness.server import LMCacheServer
-from replay import CHUNK, FRAME_BYTES, STEP_CHUNKS, Request, ask, load, rate
+from replay import CHUNK, FRAME_BYTES, STEP_CHUNKS, Request, ask, load, planned, rate
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.admission import Admission, Prompt, checkpoint_interval, known_chunks
@@ -57,6 +57,7 @@ ARMS = (
 )
 BARS = {"windows, the rule": (0.470, 75_000), "states, published at every chunk, the rule": (0.53, 0)}
 """Token hit rate at least, and frames written at most (0: no bar)."""
+OTHER_SIZES = (0.5, 2.0)
 
 
 class Client:
@@ -126,44 +127,62 @@ class Client:
                 raise RuntimeError("a page of another chunk was loaded")
 
 
-def replay(requests: Sequence[Request], arm: Arm, frames: int = FRAMES) -> tuple[str, int, float]:
-    """(token hit rate, frames written, seconds) of the requests, one after the other, through a new server."""
+@dataclass(frozen=True)
+class Outcome:
+    """`planned` are the hit rates that the server would expect of other sizes, as multiples of its own."""
+
+    hit_rate: str
+    frames_written: int
+    seconds: float
+    planned: dict[float, float]
+
+
+def replay(requests: Sequence[Request], arm: Arm, frames: int = FRAMES) -> Outcome:
+    """The requests, one after the other, through a new server with so many frames."""
     started_s = time.perf_counter()
     with LMCacheServer(l1_size_gb=frames * FRAME_BYTES / (1 << 30), chunk_size=CHUNK, verify=False) as server:
         server.wait_until(lambda l1: l1["populated_bytes"] == l1["total_bytes"], TIMEOUT_S)
         client = Client(server, requests, arm)
         for request in requests:
             client.serve(request)
-        stored = sum(
-            size
-            for name, size in server.metrics().items()
-            if name.startswith("lmcache_transfer_bytes_total{") and "store" in name
-        )
-        written = int(stored) // FRAME_BYTES
+        written = server.metrics()['lmcache_transfer_bytes_total{direction="store"}'] / FRAME_BYTES
+        plan = planned(server, requests)
         client.engine.close()
         server.wait_at_rest()
-    return rate(requests, client.hits), written, time.perf_counter() - started_s
+    seconds = time.perf_counter() - started_s
+    return Outcome(rate(requests, client.hits), int(written), seconds, plan)
 
 
 def measure(requests: Sequence[Request]) -> dict[str, Any]:
-    rows, bars, rates = [], [], {}
+    rows, bars, plans, rates = [], [], [], {}
     for arm in ARMS:
-        hit_rate, written, seconds = replay(requests, arm)
-        rates[arm.name] = hit_rate
-        rows.append([arm.name, hit_rate, f"{written:,}", f"{written / len(requests):.1f}"])
-        print(f"{arm.name}: {hit_rate}, {written:,} frames written, {seconds:.0f} s", flush=True)
+        outcome = replay(requests, arm)
+        rates[arm.name] = outcome.hit_rate
+        written = f"{outcome.frames_written:,}"
+        rows.append([arm.name, outcome.hit_rate, written, f"{outcome.frames_written / len(requests):.1f}"])
+        print(
+            f"{arm.name}: {outcome.hit_rate}, {written} frames written, {outcome.seconds:.0f} s", flush=True
+        )
         if arm.name in BARS:
             least, most = BARS[arm.name]
+            hit_rate = outcome.hit_rate
             bars.append(_bar(f"{arm.name}: token hit rate", hit_rate, least, float(hit_rate) >= least))
             if most:
-                bars.append(_bar(f"{arm.name}: frames written", f"{written:,}", most, written <= most))
+                met = outcome.frames_written <= most
+                bars.append(_bar(f"{arm.name}: frames written", written, f"{most:,}", met))
+            for multiple in OTHER_SIZES:
+                real = replay(requests, arm, int(multiple * FRAMES)).hit_rate
+                said = outcome.planned[multiple]
+                plans.append([arm.name, f"{multiple:g}", f"{said:.4f}", real, f"{said - float(real):+.4f}"])
+                print(f"{arm.name}, {multiple:g} times L1: planned {said:.4f}, real {real}", flush=True)
     plain, ruled = (rates[arm.name] for arm in ARMS[:2])
     bars.append(_bar("full attention alone is served as without the rule", ruled, plain, ruled == plain))
     columns = ["stored", "token hit rate", "frames written", "frames a request"]
-    return {
-        "tables": [{"caption": "What is stored decides.", "columns": columns, "rows": rows}],
-        "bars": bars,
-    }
+    tables = [{"caption": "What is stored decides.", "columns": columns, "rows": rows}]
+    columns = ["stored", "times L1", "planned", "a server of that size", "error"]
+    caption = "What `lmcache plan` says of other sizes for models with windows or states."
+    tables.append({"caption": caption, "columns": columns, "rows": plans})
+    return {"tables": tables, "bars": bars}
 
 
 def _bar(bar: str, measured: object, wanted: object, met: bool) -> dict[str, Any]:

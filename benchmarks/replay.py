@@ -9,6 +9,7 @@ import argparse
 import gzip
 import hashlib
 import json
+import math
 import statistics
 import sys
 import time
@@ -63,6 +64,8 @@ class Outcome:
     wall_s: float = 0.0
     dropped: int = 0
     memory: list[tuple[float, int]] = field(default_factory=list)
+    planned: dict[float, float] = field(default_factory=dict)
+    """The hit rates that the server would expect of other sizes of L1, as multiples of its own."""
 
 
 def load(path: Path = TRACE) -> list[Request]:
@@ -171,6 +174,7 @@ def replay(
             if number in due:
                 outcome.memory.append((number / len(requests), server.rss_bytes() - l1_bytes))
         outcome.wall_s = time.perf_counter() - started_s
+        outcome.planned = planned(server, requests)
         if server.tokens("hit") != sum(outcome.hits):
             raise RuntimeError("the server counted other hits than it gave")
         client.engine.close()
@@ -178,9 +182,18 @@ def replay(
     return outcome
 
 
+def planned(server: LMCacheServer, requests: Sequence[Request]) -> dict[float, float]:
+    """What `lmcache plan` says, as shares of all tokens: it leaves out those behind the last whole chunk."""
+    window = server.status()["demand"]["windows"]["start"]
+    share = window["tokens"] / sum(request.tokens for request in requests)
+    return {
+        float(name.replace("unlimited", "inf")): rate * share for name, rate in window["hit_rates"].items()
+    }
+
+
 def measure(requests: Sequence[Request]) -> dict[str, Any]:
     """All runs, as bars, tables and plots."""
-    rows, bars, oracles, servers = [], [], [], []
+    rows, bars, oracles, servers, plans = [], [], [], [], dict[float, float]()
     mib, full_at = list[list[float]](), 0.0
     for capacity in CAPACITIES:
         name = f"{capacity:,}" if capacity else "all"
@@ -202,9 +215,16 @@ def measure(requests: Sequence[Request]) -> dict[str, Any]:
         oracles.append([room, float(theirs)])
         servers.append([room, float(ours)])
         if capacity == FIXED:
+            plans = outcome.planned
             mib = [[100 * share, size / (1 << 20)] for share, size in outcome.memory]
             full_at = 100 * full / len(requests)
         print(f"room for {name} chunks: oracle {theirs}, server {ours}, {outcome.wall_s:.1f} s", flush=True)
+    errors = [
+        abs(plans[room / FIXED if ALL < room < FIXED * 4 else math.inf] - hits) for room, hits in servers
+    ]
+    bar = "`lmcache plan` of one run against servers of all sizes: hit rate off by at most .001"
+    measured = f"at most {max(errors):.4f}"
+    bars.append({"bar": bar, "measured": measured, "met": max(errors) <= 0.001})
     first, *later = [size for share, size in mib if share >= full_at]
     growth = max(later) / first - 1
     bar = f"memory beside L1 grows by less than {FLAT:.0%} once L1 is full"

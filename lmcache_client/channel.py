@@ -33,6 +33,8 @@ OVERDUE_S = 30.0
 """The server drops replies to a client that does not read them. If it still talks to us this long after a
 request's deadline, that reply is lost."""
 MAX_PENDING = 1 << 14
+MAX_BURST = 1 << 10
+"""The replies processed in one turn: a server that never stops talking must not stop the engine."""
 
 
 class ChannelError(Exception):
@@ -84,6 +86,14 @@ class Pending:
             self.error = ChannelError(reason)
 
 
+def unsent(reason: str) -> Pending:
+    """What stands for a request that is not sent: done, with an error, and settled."""
+    pending = Pending(0.0)
+    pending._fail(reason)
+    pending.settled = True
+    return pending
+
+
 class Channel:
     """A connection to the server at a ZeroMQ address.
 
@@ -117,6 +127,8 @@ class Channel:
         self._refused_since_s = math.inf
         self._last_heard_s = 0.0
         self._ping: Pending | None = None
+        self._is_readable = True
+        """False after a reply that cannot be read, until the server accepts this client."""
         self.boot_id = b""
         self.server_pid = 0
         self.ready = False
@@ -148,9 +160,7 @@ class Channel:
         pending = Pending(self.system.now_s() + timeout_s, on_late)
         with self._lock:
             if self._connection is None or not self._connected or len(self._pending) >= MAX_PENDING:
-                pending._fail("no connection to the lmcache server")
-                pending.settled = True
-                return pending
+                return unsent("no connection to the lmcache server")
             request_id = self._next_id
             self._next_id += 1
             try:
@@ -159,9 +169,7 @@ class Channel:
                     raise ProtocolError(f"its {len(frame)} bytes exceed the limit of {MAX_MESSAGE_BYTES}")
                 self._connection.send(frame)
             except (ConnectionLostError, ProtocolError) as error:
-                pending._fail(f"the request could not be sent: {error}")
-                pending.settled = True
-                return pending
+                return unsent(f"the request could not be sent: {error}")
             self._pending[request_id] = pending
         return pending
 
@@ -208,7 +216,9 @@ class Channel:
     # -- with the lock held -----------------------------------------------------------------------
 
     def _receive(self) -> None:
-        while self._connection and (frame := self._connection.receive()) is not None:
+        for _ in range(MAX_BURST):
+            if self._connection is None or (frame := self._connection.receive()) is None:
+                break
             self._take(frame)
         now_s = self.system.now_s()
         for pending in self._pending.values():
@@ -224,15 +234,20 @@ class Channel:
                 pending._finish(Refused(error.code, str(error)))
             return
         except ProtocolError as error:
-            self._on_state(False, f"cannot read the reply of the lmcache server: {error}")
+            # Which request it was meant for is unknown. A new session settles all of them.
+            reason = f"the lmcache server sent a reply that cannot be read ({error})"
+            if self._is_readable and not self.ready:
+                self._on_state(False, reason)
+            self._is_readable = False
+            self._break(reason)
             return
         self._last_heard_s = self.system.now_s()
         self.responsive = True
-        pending = self._pending.pop(request_id, None)
-        if pending is not None:
+        restarted = self.boot_id and boot_id != self.boot_id and not isinstance(reply, Welcome)
+        if not restarted and (pending := self._pending.pop(request_id, None)) is not None:
             pending._finish(reply)
         forgotten = isinstance(reply, Refused) and reply.code == messages.NOT_REGISTERED and self.ready
-        if forgotten or (self.boot_id and boot_id != self.boot_id and not isinstance(reply, Welcome)):
+        if restarted or forgotten:
             self._break("the lmcache server has forgotten this engine")
 
     def _watch_connection(self) -> None:
@@ -348,6 +363,7 @@ class Channel:
             self._retry_s = self.system.now_s() + RETRY_REFUSED_S
         else:
             self.refusal = None
+            self._is_readable = True
             self.generation += 1
             self.ready = True
             self._on_state(True, f"connected to the lmcache server at {self._address}")

@@ -20,6 +20,7 @@ from lmcache_client.memory.host import HostExport
 REGISTER_S = 10.0
 JOIN_S = 2.0
 RELEASE_S = 5.0
+CLEAR_S = 5.0
 Export = HostExport | CudaExport
 Tables = Sequence[Sequence[int] | Mapping[int, int]]
 Reply = TypeVar("Reply", bound=Message)
@@ -94,6 +95,10 @@ class Scheduler:
         """Ends leases and marks the chunks of `keys` as used. Pass `request_id` only if that request has
         ended."""
         return self.channel.submit(messages.Release(leases, keys, request_id), RELEASE_S)
+
+    def clear(self) -> Pending:
+        """Has the server forget the chunks of this engine's namespace. The reply is a Cleared."""
+        return self.channel.submit(messages.Clear(), CLEAR_S)
 
 
 def expect(reply: Message, kind: type[Reply]) -> Reply:

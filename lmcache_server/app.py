@@ -21,27 +21,31 @@ from lmcache_server.l1 import restart
 from lmcache_server.l1.file import L1File
 from lmcache_server.l1.memory import L1Memory
 from lmcache_server.l1.populate import UNIT_BYTES
-from lmcache_server.net.listener import Listener, bound_socket
+from lmcache_server.net.listener import Listener, bound_listener
 from lmcache_server.service.copies import Copies
 from lmcache_server.service.lookups import Lookups
+from lmcache_server.service.planner import Planner
 from lmcache_server.service.registry import PeerPid, Registry
 from lmcache_server.service.router import Router, Send
 from lmcache_server.service.system import System
 from lmcache_server.telemetry.failures import Failures
 from lmcache_server.telemetry.metrics import CONTENT_TYPE, Metrics
+from lmcache_server.telemetry.record import Recorder
 from lmcache_server.transfer.gpus import Gpus
 from lmcache_server.transfer.pins import Pins
 
 logger = logging.getLogger("lmcache_server")
 
 TICK_S = 1.0
+THAW_TICKS = 600
+THAW_CHUNKS = 50_000
 END_S = 5.0
 """How long the shutdown waits for running copies; one that hangs ends with the process."""
 EXIT_CANNOT_START = 2
 
 
 def run(config: Config) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code. Raises StartError."""
+    """Serve until SIGTERM, SIGINT or SIGHUP; returns the exit code. Raises StartError."""
     logs.set_up(config.log_level, config.log_format)
     logger.info(
         "lmcache server %(version)s, %(configuration)s",
@@ -55,12 +59,14 @@ def run(config: Config) -> int:
         # A program that reads the JSON log would miss the line that the command prints at its end.
         logger.critical("%(reason)s", {"reason": str(error)})
         return EXIT_CANNOT_START
+    finally:
+        logs.flush()
 
 
 def _run(config: Config) -> int:
     descriptors.raise_limit()
     with contextlib.ExitStack() as stack:
-        socket, connections = stack.enter_context(bound_socket(config))
+        listener = stack.enter_context(bound_listener(config))
         web = http.Server(config.http_host, config.http_port)
         stack.callback(web.close)
         file = L1File(config.l1_path, config.l1_size_bytes) if config.l1_path else None
@@ -68,7 +74,7 @@ def _run(config: Config) -> int:
             stack.callback(file.close)
         l1 = L1Memory(config.l1_size_bytes, hugetlb=config.l1_hugetlb, file=file)
         stack.callback(l1.close)
-        return uvloop.run(_serve(config, Listener(socket, connections), web, l1))
+        return uvloop.run(_serve(config, listener, web, l1))
 
 
 def assemble(
@@ -83,9 +89,11 @@ def assemble(
     """The objects that answer clients, and the report about them, over one cache."""
     failures = Failures()
     registry = Registry(config, cache, system, peer_pid)
-    report = Report(config, cache, l1, registry, failures, metrics, system)
+    recorder = Recorder(config.record) if config.record else None
+    planner = Planner(cache, recorder)
+    report = Report(config, cache, l1, registry, planner, failures, metrics, system)
     copies = Copies(cache, registry, l1, metrics, failures, system, config.checksums)
-    lookups = Lookups(cache, registry, metrics, system, config.lease_s)
+    lookups = Lookups(cache, registry, planner, metrics, system, config.lease_s)
     router = Router(
         cache, registry, lookups, copies, metrics, failures, system, send=send, status=report.status
     )
@@ -97,8 +105,9 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
     # From here on, a signal shuts the server down in order. So chunks that are restored below are saved
     # again.
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does with SIGHUP
+            loop.add_signal_handler(number, stop.set)
     metrics = Metrics()
     cache = Cache(FRAME_BYTES, 0 if l1.file else l1.num_frames, config.lease_s)
     gpus = Gpus()
@@ -115,20 +124,21 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
     logger.info(
         "ready: engines at %(endpoint)s, HTTP at %(url)s", {"endpoint": listener.endpoint, "url": web.url}
     )
+    ticks = 0
     try:
         gc.freeze()
         while not stop.is_set():
             router.tick()
             report.tick()
-            # A garbage collection over a large index would stop the server for seconds. So objects that are
-            # a second old are never searched again; almost none of ours are in reference cycles.
-            gc.collect()
-            gc.freeze()
+            listener.tick(system.now_s())
+            collect_garbage(ticks, cache.num_chunks)
+            ticks += 1
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(stop.wait(), TICK_S)
         logger.info("ending: %(sessions)d sessions", {"sessions": len(router.registry.sessions)})
     finally:
         await web.stop()
+        report.planner.flush()
         l1.stop()
         router.registry.close()
         # Copies that end in time still report to the cache, which then gives up their pins and reservations.
@@ -138,6 +148,19 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
     if l1.file is not None:
         restart.save(l1.file, cache, router.registry.known)
     return 0
+
+
+def collect_garbage(ticks: int, num_chunks: int) -> None:
+    """Once a second. A collection over a large index would stop the server for seconds. So objects that are a
+    second old are frozen, which means never searched again; almost none of ours are in reference cycles.
+
+    The few that are, such as what an error left in the middle of a second, are found now and then, unless
+    the index is so large that it would be noticed.
+    """
+    if ticks % THAW_TICKS == THAW_TICKS - 1 and num_chunks <= THAW_CHUNKS:
+        gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def _routes(report: Report, metrics: Metrics, selftest: SelfTest) -> http.Routes:

@@ -14,7 +14,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from lmcache_client.contract.endpoint import is_loopback
+from lmcache_client.contract.endpoint import host_name, is_loopback
 from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS
 from lmcache_client.contract.messages import DEFAULT_PORT
 from lmcache_server.errors import StartError
@@ -105,6 +105,10 @@ class Config:
     lease_s: float = _option(
         120.0, click.FloatRange(1, 86400), "Seconds for which the server keeps a hit for an engine that has "
         "not loaded it yet.", metavar="SECONDS")
+    record: str = _option(
+        "", _TEXT, "File to which the server appends what engines look up, for `lmcache plan --from`: times, "
+        "numbers of tokens and shortened digests of prompts, no text. It grows to 256 MiB, and then "
+        "continues in a new file.", metavar="FILE", show_default="none")
     log_level: str = _option(
         "info", _one_of("debug", "info", "warning", "error"), "How much to log on stderr.")
     log_format: str = _option(
@@ -156,6 +160,8 @@ def checked(values: Mapping[str, Any]) -> Config:
     config = Config(**values)
     for name in ("host", "http_host"):
         host = getattr(config, name)
+        if not host_name(host) and (host or name == "http_host"):
+            raise StartError(f"{flag_name(name)} must name an address, for example 127.0.0.1")
         if host and not is_loopback(host) and not config.allow_remote:
             raise StartError(
                 f"{flag_name(name)} {host} lets other machines connect, without password or encryption: "
@@ -163,8 +169,6 @@ def checked(values: Mapping[str, Any]) -> Config:
             )
     if config.l1_path and config.l1_hugetlb:
         raise StartError("--l1-path and --l1-hugetlb cannot be combined: leave one of them out")
-    if not config.http_host:
-        raise StartError("--http-host must name an address, for example 127.0.0.1")
     return config
 
 

@@ -6,6 +6,7 @@ Every model runs in `vllm serve` next to an `lmcache server`. The models have ti
 tokenizer with one token per byte, except SmolLM2-135M-Instruct: it has the real weights from `make demo`.
 """
 
+import argparse
 import datetime
 import itertools
 import json
@@ -115,6 +116,8 @@ def row(title: str, namespace: dict[str, Any], report: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    formatter = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=formatter).parse_args()
     import importlib.metadata
 
     from lmcache_server.commands.verify.engine import NUM_TOP

@@ -1,5 +1,6 @@
 """Fixtures for tests with real processes; see tests/support/harness."""
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -11,6 +12,10 @@ from hypothesis import HealthCheck, settings
 
 # Needs a GPU, or what stands in for one: tests/server/test_gpu_on_stand_in.py runs it.
 collect_ignore = ["gpu"]
+
+# A test run in the background (nohup, a shell with &) ignores these, and so would all that it starts.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How fast the machine is at the moment is no property of the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -163,7 +163,7 @@ class LMCacheMPConnector(Uncached):
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.has_work()
+        return self._scheduler is not None and self._scheduler.held.has_work()
 
     # -- worker side ------------------------------------------------------------------------------
 
@@ -231,8 +231,11 @@ class LMCacheMPConnector(Uncached):
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def reset_cache(self) -> bool | None:
-        """Clears the server's cache, except what is in use, when vLLM resets its own."""
-        return self._scheduler.clear() if self._scheduler is not None else None
+        """vLLM resets its cache, usually because its weights change. Succeeds without a server, too."""
+        if self._scheduler is None:
+            return None
+        self._scheduler.reset()
+        return True
 
     def shutdown(self) -> None:
         if self._scheduler is not None:

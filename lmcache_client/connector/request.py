@@ -38,6 +38,8 @@ class Tracked:
     belong to."""
 
     request: "Request"
+    root: bytes = ROOT_KEY
+    """The parent of its first chunk."""
     generation: int = 0
     chunk_size: int = 0
     keys: list[bytes] = field(default_factory=list)
@@ -77,7 +79,7 @@ class Tracked:
 
     def keys_of(self, chunks: int) -> Sequence[bytes]:
         """The keys of the first `chunks` chunks; each is computed once."""
-        self.keys.extend(chunk_keys(self._unkeyed(chunks), self.keys[-1] if self.keys else ROOT_KEY))
+        self.keys.extend(chunk_keys(self._unkeyed(chunks), self.keys[-1] if self.keys else self.root))
         return self.keys[:chunks]
 
     def _unkeyed(self, chunks: int) -> Iterator[tuple[Sequence[int], object]]:

@@ -6,10 +6,10 @@ report that the copy is settled.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lmcache_client.channel import Channel, ChannelError
+from lmcache_client.channel import Channel, Pending
+from lmcache_client.connector.held import HeldBlocks
 from lmcache_client.connector.hints import Hints
 from lmcache_client.connector.log import log_state, logger, trace
 from lmcache_client.connector.metadata import LoadJob, StepMetadata, StoreJob, WorkerReport
@@ -18,8 +18,9 @@ from lmcache_client.connector.request import Asking, Promised, Tracked
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import FAILED_LOADS, LOADED_TOKENS, LOADS, TransferStats
 from lmcache_client.contract.admission import known_chunks
-from lmcache_client.contract.geometry import RECURRENT, GroupSpec, unified_block_size
-from lmcache_client.contract.messages import MAX_CHUNKS, MAX_OBJECTS, Clear, Found, Store
+from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS, RECURRENT, GroupSpec, unified_block_size
+from lmcache_client.contract.keys import KEY_BYTES, ROOT_KEY
+from lmcache_client.contract.messages import MAX_CHUNKS, MAX_OBJECTS, Cleared, Found, Store
 from lmcache_client.engine import JOIN_S, Scheduler, load_message
 from lmcache_client.transport import SYSTEM, System
 
@@ -34,19 +35,6 @@ if TYPE_CHECKING:
 LOOKUP_WAIT_S = 0.001
 IDLE_WAIT_S = 0.002
 CONNECT_S = 1.0
-CLEAR_S = 5.0
-HELD_SHARE = 0.5
-DRAIN_S = 10.0
-"""How long an idle engine keeps stepping for jobs that are not settled."""
-
-
-@dataclass
-class _Job:
-    """Blocks held for a copy until `workers` more workers have reported it settled."""
-
-    blocks: list[int]
-    workers: int
-    started_s: float
 
 
 class SchedulerSide:
@@ -69,14 +57,14 @@ class SchedulerSide:
     ) -> None:
         self._settings = settings
         self.groups = groups
-        self._world_size = world_size
         self._loads = loads
         self._stores = stores
-        self._pool: BlockPool | None = None
         self._tracked: dict[str, Tracked] = {}
+        self._root = ROOT_KEY
+        self._clear: Pending | None = None
+        """The last request to clear the server; None if vLLM has not reset its cache."""
         self._queued: list[LoadJob] = []
-        self._jobs: dict[int, _Job] = {}
-        self._next_job = 1
+        self.held = HeldBlocks(world_size, system.now_s)
         self.stats = TransferStats()
         self.chunk_size = 0
         self._hints = Hints()
@@ -97,24 +85,36 @@ class SchedulerSide:
             self.channel.close()
             raise ValueError(f"{self._advice} (lmcache.mp.strict_resume_points makes this an error)")
 
-    def clear(self) -> bool:
-        """Asks the server to forget everything unused. Returns False if it did not answer."""
-        try:
-            self.channel.call(Clear(), CLEAR_S)
-        except ChannelError as error:
-            logger.warning("lmcache: the server's cache was not cleared: %s", error)
-            return False
-        return True
+    def reset(self) -> None:
+        """vLLM's reset_cache: nothing that was computed before may serve a request from now on, because the
+        weights may change.
+
+        All further keys start at a new random root, so no page of before can be found, even if its store is
+        still in flight or a server that is gone now brings it back. Nobody waits for the server, which is
+        only asked to give the memory back.
+        """
+        self._root = self.channel.system.random_bytes(KEY_BYTES)
+        for request_id, tracked in list(self._tracked.items()):
+            self._forget(tracked)
+            if tracked.request.num_computed_tokens:
+                # vLLM did not preempt it, so it goes on with pages of before.
+                del self._tracked[request_id]
+            else:
+                self._tracked[request_id] = Tracked(tracked.request, self._root, once=tracked.once)
+        self._clear = self.client.clear()
+        logger.info("lmcache: vLLM reset its cache, so nothing that was stored before is used any more")
 
     def bind(self, pool: "BlockPool") -> None:
-        self._pool = pool
+        self.held.bind(pool)
 
     def _join(self, _channel: Channel) -> None:
         joined = self.client.join()
         # vLLM accepts any hit length and computes nonsense from a misaligned one.
-        if not joined.chunk_size or joined.chunk_size % self._unified:
+        if not 0 < joined.chunk_size <= MAX_CHUNK_TOKENS or joined.chunk_size % self._unified:
             raise ValueError(f"the server's chunk size {joined.chunk_size} does not fit this engine")
         self.chunk_size = joined.chunk_size
+        if self._clear is not None and not isinstance(self._clear.reply, Cleared):
+            self._clear = self.client.clear()
         if not self._advice and (advice := self._advise(joined.chunk_size)):
             self._advice = advice
             logger.info("lmcache: %s", advice)
@@ -200,7 +200,7 @@ class SchedulerSide:
     def new_request(self, request: "Request") -> None:
         """vLLM's on_new_request."""
         once = self._hints.once(request.kv_transfer_params)
-        self._tracked[request.request_id] = Tracked(request, once=once)
+        self._tracked[request.request_id] = Tracked(request, self._root, once=once)
 
     def _current(self, request_id: str) -> Tracked | None:
         """The request, without any promises from before the current registration; None without a server."""
@@ -210,6 +210,12 @@ class SchedulerSide:
         if tracked.generation != self.channel.generation:
             tracked.reset(self.channel.generation, self.chunk_size)
         return tracked
+
+    def _forget(self, tracked: Tracked) -> None:
+        """Gives up what the server has promised or is being asked for."""
+        if isinstance(tracked.state, Asking):
+            self.client.forget(tracked.state.lookup)
+        self._release(tracked)
 
     def _release(self, tracked: Tracked) -> None:
         """Gives up the lease of a promise that will not be used any more."""
@@ -237,7 +243,7 @@ class SchedulerSide:
         message = load_message(tracked.name, found, key, computed, self.groups, tables)
         wanted = [block for ids in message.block_ids for block in ids]
         assert all(wanted), "vLLM allocated no block where one is needed"
-        job_id = self._hold(wanted)
+        job_id = self.held.hold(wanted)
         self._queued.append(LoadJob(job_id, request.request_id, message))
         tracked.loading = external_tokens
         trace(request.request_id, "loading %d tokens, job %d", external_tokens, job_id)
@@ -268,28 +274,17 @@ class SchedulerSide:
             self._store(metadata, Store(objects, tuple(names), once))
 
     def _store(self, metadata: StepMetadata, store: Store) -> None:
-        """Adds these objects to the step's stores, unless too many blocks are held already: a server that is
-        slower than the engine must not take the engine's blocks."""
-        assert self._pool is not None
+        """Adds these objects to the step's stores, unless too many blocks are held already."""
         number, request_ids = len(store.objects), ", ".join(store.request_ids)
         block_ids = [block for stored in store.objects for block in stored.block_ids]
-        held = sum(len(job.blocks) for job in self._jobs.values())
-        if held and held + len(block_ids) > HELD_SHARE * self._pool.num_gpu_blocks:
+        if not self.held.has_room(len(block_ids)):
             trace(request_ids, "%d objects are not stored because too many blocks are held", number)
             return
-        job_id = self._hold(block_ids)
+        job_id = self.held.hold(block_ids)
         metadata.stores.append(StoreJob(job_id, store))
         trace(request_ids, "storing %d objects, job %d", number, job_id)
 
-    # -- blocks held for copies -------------------------------------------------------------------
-
-    def _hold(self, block_ids: list[int]) -> int:
-        assert self._pool is not None
-        job_id = self._next_job
-        self._next_job += 1
-        self._pool.touch([self._pool.blocks[i] for i in block_ids])
-        self._jobs[job_id] = _Job(block_ids, self._world_size, self._now_s())
-        return job_id
+    # -- the end of copies and of requests --------------------------------------------------------
 
     def worker_output(self, output: "KVConnectorOutput") -> None:
         """vLLM's update_connector_output, after each step: frees settled blocks and records failed loads."""
@@ -307,23 +302,7 @@ class SchedulerSide:
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             for job_id, workers in report.settled.items():
-                self._settled(job_id, workers)
-
-    def _settled(self, job_id: int, workers: int) -> None:
-        assert self._pool is not None
-        job = self._jobs[job_id]
-        job.workers -= workers
-        assert job.workers >= 0
-        if job.workers == 0:
-            del self._jobs[job_id]
-            # The tail is freed first, as vLLM does, so that suffixes are evicted before their prefixes.
-            self._pool.free_blocks(self._pool.blocks[i] for i in reversed(job.blocks))
-
-    def has_work(self) -> bool:
-        """Whether an idle engine must keep stepping to free held blocks. The time is limited, so that a
-        server that hangs does not make an idle engine spin."""
-        oldest_s = min((job.started_s for job in self._jobs.values()), default=0.0)
-        return bool(self._jobs) and self._now_s() - oldest_s < DRAIN_S
+                self.held.settled(job_id, workers)
 
     def finished(self, request: "Request") -> None:
         """vLLM's request_finished: marks the request's chunks as used and gives up its lease."""

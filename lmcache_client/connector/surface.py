@@ -45,12 +45,14 @@ USED: dict[Any, dict[str, str]] = {
             observe(transfer_stats_data, engine_idx)"""
     },
     create_metric_per_engine: {"0.28": "(metric, per_engine_labelvalues)"},
-    BlockPool: {"0.28": "blocks num_gpu_blocks touch(blocks) free_blocks(ordered_blocks)"},
+    BlockPool: {
+        "0.28": "blocks num_gpu_blocks touch(blocks) free_blocks(ordered_blocks) reset_prefix_cache()"
+    },
     KVCacheBlocks: {"0.28": "get_block_ids()"},
     generate_block_hash_extra_keys: {"0.28": "(request, start_token_idx, end_token_idx, start_mm_idx)"},
     Request: {
-        "0.28": """request_id num_tokens num_prompt_tokens all_token_ids skip_reading_prefix_cache
-            kv_transfer_params""",
+        "0.28": """request_id num_tokens num_computed_tokens num_prompt_tokens all_token_ids
+            kv_transfer_params skip_reading_prefix_cache""",
         "0.31": "shared_prefix_boundary",
     },
     output.SchedulerOutput: {

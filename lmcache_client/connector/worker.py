@@ -7,7 +7,7 @@ on a GPU, when the GPU has completed that pass.
 from collections import Counter
 from dataclasses import dataclass, field
 
-from lmcache_client.channel import Channel, ChannelError, Pending, RefusedError
+from lmcache_client.channel import Channel, ChannelError, Pending, RefusedError, unsent
 from lmcache_client.connector import stats
 from lmcache_client.connector.log import log_state, logger
 from lmcache_client.connector.metadata import LoadJob, StepMetadata, StoreJob
@@ -16,7 +16,7 @@ from lmcache_client.connector.stats import TransferStats
 from lmcache_client.contract import messages
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import ModelTag
-from lmcache_client.contract.messages import Stored
+from lmcache_client.contract.messages import Done, Stored
 from lmcache_client.engine import REGISTER_S, Export, Worker
 from lmcache_client.transport import SYSTEM, System
 
@@ -61,6 +61,7 @@ class WorkerSide:
         self._settings = settings
         self._jobs: dict[int, _InFlight] = {}
         self._settled: Counter[int] = Counter()
+        self._has_failed = False
         self.stats = TransferStats()
         self.channel = Channel(settings.address, self._register, log_state, system)
         self.client = Worker(self.channel, engine_id, rank, model, geometry, export)
@@ -122,7 +123,10 @@ class WorkerSide:
             if waited_for is None or not waited_for.settled:
                 self.channel.system.sleep(IDLE_WAIT_S)
         self.channel.poll()
+        failure = self._failure()
         for job_id, item in list(self._jobs.items()):
+            if item.pending is None and failure:
+                item.pending = unsent(failure)
             pending = item.pending
             if pending is None:
                 continue
@@ -131,25 +135,35 @@ class WorkerSide:
                 if isinstance(item.job, LoadJob):
                     self._loaded(item.job, pending, item.started_s, results)
                 else:
-                    self._stored(pending)
+                    self._stored(item.job, pending)
             if pending.settled:
                 del self._jobs[job_id]
                 results.settled[job_id] += 1
         return results
 
+    def _failure(self) -> str:
+        """Why jobs that are not sent yet never will be; empty as long as they will. Ask before you look at
+        them."""
+        failure = self.client.export.failure
+        if failure and not self._has_failed:
+            self._has_failed = True
+            logger.error("lmcache: %s: this worker loads and stores nothing more; restart vLLM", failure)
+        return failure
+
     def _loaded(self, load: LoadJob, pending: Pending, started_s: float, results: Results) -> None:
         results.loaded.add(load.request_id)  # vLLM also expects a failed load here
         self.stats.observe_load(self.channel.system.now_s() - started_s)
-        if pending.error is not None:
+        if not isinstance(pending.reply, Done):
             results.failed.add(load.request_id)
-            _log_failed_load(load, pending.error)
+            _log_failed_load(load, pending.error or ChannelError("the server did not answer the question"))
             return
         blocks = zip(self.client.geometry.groups, load.message.block_ids, strict=True)
         self.stats.count(stats.LOADED_BYTES, sum(group.block_bytes * len(ids) for group, ids in blocks))
 
-    def _stored(self, pending: Pending) -> None:
+    def _stored(self, store: StoreJob, pending: Pending) -> None:
         reply = pending.reply
-        if isinstance(reply, Stored):
+        told = reply.stored + reply.present + reply.dropped if isinstance(reply, Stored) else 0
+        if isinstance(reply, Stored) and told == len(store.message.objects):
             self.stats.count(stats.STORED, reply.stored)
             self.stats.count(stats.PRESENT, reply.present)
             self.stats.count(stats.DROPPED, reply.dropped)

@@ -46,12 +46,16 @@ def is_loopback(host: str) -> bool:
 
 def address(host: str, port: int) -> str:
     """The server's ZeroMQ address: TCP if `host` is given, otherwise the Unix socket of `port`. Raises
-    EndpointError if the path of the socket is too long for the kernel."""
+    EndpointError if the path of the socket is too long for the kernel, or is no text."""
     if host:
         name = host_name(host)
         return f"tcp://[{name}]:{port}" if ":" in name else f"tcp://{name}:{port}"
     path = runtime_directory() / f"{port}.sock"
-    if len(str(path)) > MAX_SOCKET_PATH:
+    if not str(path).isprintable():
+        raise EndpointError(
+            f"{path} cannot be printed: set LMCACHE_RUNTIME_DIR to a directory with a plain name"
+        )
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
         raise EndpointError(
             f"{path} is too long for a socket: set LMCACHE_RUNTIME_DIR to a shorter directory"
         )

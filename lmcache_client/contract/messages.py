@@ -63,7 +63,7 @@ class Welcome(Wire, frozen=True, tag=1):
     """The client must allow process `server_pid` to trace it (Yama). A reply whose boot id is not `boot_id`
     comes from a server that has restarted."""
 
-    boot_id: bytes
+    boot_id: Annotated[bytes, Meta(min_length=BOOT_ID_BYTES, max_length=BOOT_ID_BYTES)]
     server_pid: Natural
     server_version: str
     session_id: Natural
@@ -109,7 +109,7 @@ class Challenge(Wire, frozen=True, tag=3):
     """Asks the client to write `nonce` where its Memory says and then to send Prove. The two high bits of
     every byte are 0, so the nonce is a small finite number in every format of KV caches."""
 
-    nonce: bytes
+    nonce: Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 
 class Prove(Wire, frozen=True, tag=4):
@@ -227,7 +227,10 @@ class Stored(Wire, frozen=True, tag=14):
 
 
 class Clear(Wire, frozen=True, tag=15):
-    """Asks the server to forget everything that is not in use."""
+    """Asks the server to forget the chunks of the namespace of the scheduler that asks or, for `lmcache
+    clear`, `everything`. What is in use keeps its frames until it is not."""
+
+    everything: bool = False
 
 
 class Cleared(Wire, frozen=True, tag=16):

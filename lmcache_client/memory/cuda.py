@@ -71,6 +71,11 @@ class CudaExport:
         submitted so far, with all its reads and writes."""
         self._fence.after(function)
 
+    @property
+    def failure(self) -> str:
+        """Why no function that still waits will be called any more; empty while `after_compute` works."""
+        return self._fence.failure
+
     def close(self) -> None:
         """Drops the functions that still wait."""
         self._fence.close()
@@ -90,22 +95,28 @@ def _exported(driver: Driver, address: int) -> tuple[bytes, int]:
 
 class _Fence:
     """Waits for points in a stream, in a thread of its own. The GPU never waits for another process, so the
-    death of a process cannot stall it."""
+    death of a process cannot stall it. After a failure, which it sets last, the thread calls nothing more."""
 
     def __init__(self, driver: Driver, context: int, current_stream: Callable[[], int]) -> None:
         self._driver = driver
         self._context = context
         self._current_stream = current_stream
         self._free: list[int] = []
-        self._waiting: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[int | CudaError, Callable[[], None]] | None]
+        self._waiting = queue.SimpleQueue()
+        self.failure = ""
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="lmcache-fence", daemon=True)
         self._thread.start()
 
     def after(self, function: Callable[[], None]) -> None:
-        event = self._free.pop() if self._free else self._driver.create_event()
-        self._driver.record(event, self._current_stream())
-        self._waiting.put((event, function))
+        point: int | CudaError
+        try:
+            point = self._free.pop() if self._free else self._driver.create_event()
+            self._driver.record(point, self._current_stream())
+        except CudaError as error:  # for the thread, which has earlier functions to call
+            point = error
+        self._waiting.put((point, function))
 
     def close(self) -> None:
         self._closed = True
@@ -113,9 +124,14 @@ class _Fence:
         self._thread.join()
 
     def _work(self) -> None:
-        self._driver.enter(self._context)
-        while (item := self._waiting.get()) is not None and not self._closed:
-            event, function = item
-            self._driver.wait_for(event)
-            self._free.append(event)
-            function()
+        try:
+            self._driver.enter(self._context)
+            while (item := self._waiting.get()) is not None and not self._closed:
+                point, function = item
+                if isinstance(point, CudaError):
+                    raise point
+                self._driver.wait_for(point)
+                self._free.append(point)
+                function()
+        except Exception as error:  # whatever it is, the worker must hear of it
+            self.failure = f"waiting for the GPU failed: {error}"

@@ -47,6 +47,9 @@ class ProofBuffer:
 class HostExport:
     """KV cache memory of this process on a CPU; `buffers` are (address, bytes)."""
 
+    failure = ""
+    """See CudaExport.failure: here nothing waits, so nothing fails."""
+
     def __init__(self, buffers: tuple[tuple[int, int], ...]) -> None:
         self._buffers = buffers
         self._proof = ProofBuffer()

@@ -14,7 +14,7 @@ import json
 import logging
 import re
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from email import message_from_string
 from email.utils import formatdate
 from http import HTTPStatus
@@ -140,18 +140,20 @@ class Server:
             oldest.cancel()
 
     async def _serve(self, connection: socket.socket) -> None:
-        """Answer one request. A client that breaks off or is too slow is dropped without a log line."""
-        with connection, contextlib.suppress(OSError, EOFError, asyncio.TimeoutError):
-            reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_HEAD_BYTES)
-            try:
-                head, answer = b"", text(f"send a request head of at most {MAX_HEAD_BYTES} bytes", 431)
-                with contextlib.suppress(asyncio.LimitOverrunError):
-                    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), TIMEOUT_S)
-                    answer = await self._answer(head.decode("latin-1"))
-                has_body = not head.startswith(b"HEAD ")
-                await asyncio.wait_for(_send(reader, writer, answer, has_body), TIMEOUT_S)
-            finally:
-                writer.transport.abort()
+        """Answer one request. A client that breaks off or is too slow is dropped without a log line.
+
+        Without streams and `wait_for`: after an error these leave cycles of objects, which the server, as it
+        freezes its objects, would never free.
+        """
+        with connection, contextlib.suppress(OSError, EOFError):
+            connection.setblocking(False)
+            with _deadline():
+                head = await _receive_head(connection)
+            answer = text(f"send a request head of at most {MAX_HEAD_BYTES} bytes", 431)
+            if len(head) <= MAX_HEAD_BYTES:
+                answer = await self._answer(head.decode("latin-1"))
+            with _deadline():
+                await _send(connection, answer, has_body=not head.startswith(b"HEAD "))
 
     async def _answer(self, head: str) -> Answer:
         line, _, fields = head.partition("\r\n")
@@ -185,17 +187,36 @@ class Server:
         return False
 
 
-async def _send(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: Answer, has_body: bool
-) -> None:
+@contextlib.contextmanager
+def _deadline() -> Iterator[None]:
+    """Cancels the running task if the block takes longer than TIMEOUT_S."""
+    task = asyncio.current_task()
+    assert task is not None
+    timer = asyncio.get_running_loop().call_later(TIMEOUT_S, task.cancel)
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+async def _receive_head(connection: socket.socket) -> bytes:
+    """What the client sends up to the first empty line, or more than MAX_HEAD_BYTES. Raises EOFError."""
+    loop, received = asyncio.get_running_loop(), b""
+    while b"\r\n\r\n" not in received and len(received) <= MAX_HEAD_BYTES:
+        if not (more := await loop.sock_recv(connection, MAX_HEAD_BYTES)):
+            raise EOFError
+        received += more
+    return received[: received.find(b"\r\n\r\n") + 4] if b"\r\n\r\n" in received else received
+
+
+async def _send(connection: socket.socket, answer: Answer, has_body: bool) -> None:
     head = (
         f"HTTP/1.1 {answer.code} {HTTPStatus(answer.code).phrase}\r\nDate: {formatdate(usegmt=True)}\r\n"
         f"Content-Type: {answer.kind}\r\nContent-Length: {len(answer.body)}\r\n{_HEADERS}\r\n"
     )
-    writer.write(head.encode() + (answer.body if has_body else b""))
-    writer.write_eof()
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(connection, head.encode() + (answer.body if has_body else b""))
+    connection.shutdown(socket.SHUT_WR)
     # Read what the client still sends: otherwise the kernel resets the connection and drops the answer.
-    while await reader.read(1 << 16):
+    while await loop.sock_recv(connection, 1 << 16):
         pass
-    writer.close()
-    await writer.wait_closed()

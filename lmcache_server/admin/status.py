@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +12,16 @@ from lmcache_server.config import Config
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.l1.memory import L1Memory
+from lmcache_server.service.planner import MULTIPLES, Planner
 from lmcache_server.service.registry import Registry
 from lmcache_server.service.sessions import Session
 from lmcache_server.service.system import System
 from lmcache_server.telemetry.failures import Failures
 from lmcache_server.telemetry.history import History
 from lmcache_server.telemetry.metrics import Metrics
+
+SHOWN_BYTES = 1 << 17
+"""How many bytes of JSON a report has for its namespaces, and again for its sessions."""
 
 
 @dataclass
@@ -26,6 +32,7 @@ class Report:
     cache: Cache
     l1: L1Memory
     registry: Registry
+    planner: Planner
     failures: Failures
     metrics: Metrics
     system: System
@@ -36,8 +43,9 @@ class Report:
         self._declare_gauges()
 
     def tick(self) -> None:
-        """Once a second: forget unused namespaces, count evictions, and record the history."""
+        """Once a second: forget unused namespaces, count evictions, record the history and the lookups."""
         self.registry.forget_namespaces()
+        self.planner.flush()
         cache, metrics = self.cache, self.metrics
         for what, total in (("chunks", cache.evicted_chunks), ("bytes", cache.evicted_bytes)):
             counter = f"lmcache_evicted_{what}_total"
@@ -77,18 +85,23 @@ class Report:
             for outcome in ("stored", "present", "busy", "no_room", "once", "failed")
         }
         asked = tokens["hit"] + tokens["miss"]
+        namespaces = _shown(self._namespaces())
+        sessions = _shown(self._session(session, now_s) for session in self.registry.sessions.values())
         return {
             "version": VERSION,
             "boot_id": self.registry.boot_id.hex(),
             "pid": self.system.pid,
             "uptime_s": round(now_s - self._started_s, 3),
             "config": dataclasses.asdict(self.config),
-            "l1": self._l1(),
-            "namespaces": self._namespaces(),
-            "sessions": [self._session(session, now_s) for session in self.registry.sessions.values()],
+            "l1": {name: read() for name, read in self._l1_figures().items()},
+            "namespaces": namespaces,
+            "namespaces_left_out": self._num_namespaces() - len(namespaces),
+            "sessions": sessions,
+            "sessions_left_out": len(self.registry.sessions) - len(sessions),
             "tokens": tokens,
             "objects": objects,
             "hit_rate": round(tokens["hit"] / asked, 4) if asked else 0.0,
+            "demand": self.planner.report(now_s),
             "failures": self.failures.report(now_s),
         }
 
@@ -101,38 +114,54 @@ class Report:
             "age_s": round(now_s - session.started_s, 3),
         }
 
-    def _l1(self) -> dict[str, int]:
-        cache = self.cache
+    def _l1_figures(self) -> dict[str, Callable[[], int]]:
         return {
-            "total_bytes": cache.total_frames * FRAME_BYTES, "free_bytes": cache.free_frames * FRAME_BYTES,
-            "ready_bytes": cache.used_frames * FRAME_BYTES, "stored_bytes": cache.stored_bytes,
-            "reserved_bytes": cache.reserved_frames * FRAME_BYTES,
-            "largest_free_bytes": cache.largest_free_run() * FRAME_BYTES,
-            "populated_bytes": self.l1.populated_bytes, "pinned_bytes": self.l1.pinned_bytes,
-            "chunks": cache.num_chunks, "leases": cache.num_leases, "readers": cache.num_readers,
+            "total_bytes": lambda: self.cache.total_frames * FRAME_BYTES,
+            "free_bytes": lambda: self.cache.free_frames * FRAME_BYTES,
+            "ready_bytes": lambda: self.cache.used_frames * FRAME_BYTES,
+            "stored_bytes": lambda: self.cache.stored_bytes,
+            "reserved_bytes": lambda: self.cache.reserved_frames * FRAME_BYTES,
+            "largest_free_bytes": lambda: self.cache.largest_free_run() * FRAME_BYTES,
+            "populated_bytes": lambda: self.l1.populated_bytes, "pinned_bytes": lambda: self.l1.pinned_bytes,
+            "chunks": lambda: self.cache.num_chunks, "leases": lambda: self.cache.num_leases,
+            "readers": lambda: self.cache.num_readers,
         }  # fmt: skip
 
     def _namespaces(self) -> list[dict[str, Any]]:
+        """Those with engines first."""
+        chunks, engines = self.cache.namespaces(), self._engines()
+        known = [
+            {**summary, "chunks": len(chunks.get(namespace, ())), "engines": engines.get(namespace, [])}
+            for namespace, summary in self.registry.known.items()
+            if namespace in chunks or namespace in engines
+        ]
+        return sorted(known, key=lambda each: not each["engines"])
+
+    def _num_namespaces(self) -> int:
         chunks = self.cache.namespaces()
+        return len(chunks) + sum(namespace not in chunks for namespace in self._engines())
+
+    def _engines(self) -> dict[bytes, list[str]]:
+        """The ids of the engines of each namespace that has any."""
         engines: dict[bytes, list[str]] = {}
         for engine in self.registry.engines:
             if engine.layout is not None:
                 engines.setdefault(engine.layout.namespace, []).append(engine.engine_id)
-        return [
-            {**summary, "chunks": chunks.get(namespace, 0), "engines": engines.get(namespace, [])}
-            for namespace, summary in self.registry.known.items()
-            if namespace in chunks or namespace in engines
-        ]
+        return engines
 
     def _declare_gauges(self) -> None:
-        gauge = self.metrics.gauge
-        for name in ("ready", "reserved", "free", "populated", "pinned", "largest_free"):
-            gauge(f"lmcache_l1_{name}_bytes", functools.partial(lambda key: self._l1()[key], f"{name}_bytes"))
-        gauge("lmcache_l1_capacity_bytes", lambda: self._l1()["total_bytes"])
-        gauge("lmcache_chunks", lambda: self.cache.num_chunks)
-        gauge("lmcache_leases", lambda: self.cache.num_leases)
+        gauge, figures = self.metrics.gauge, self._l1_figures()
+        for name in ("ready_bytes", "reserved_bytes", "free_bytes", "populated_bytes", "pinned_bytes",
+                     "largest_free_bytes"):  # fmt: skip
+            gauge(f"lmcache_l1_{name}", figures[name])
+        gauge("lmcache_l1_capacity_bytes", figures["total_bytes"])
+        gauge("lmcache_chunks", figures["chunks"])
+        gauge("lmcache_leases", figures["leases"])
         gauge("lmcache_sessions", lambda: len(self.registry.sessions))
-        gauge("lmcache_namespaces", lambda: len(self._namespaces()))
+        gauge("lmcache_namespaces", self._num_namespaces)
+        for multiple in (*map(str, MULTIPLES), "unlimited"):
+            ratio = functools.partial(self.planner.hit_ratio, multiple)
+            gauge("lmcache_demand_hit_ratio", ratio, l1=multiple)
         for kind in ("host", "cuda"):
             gauge("lmcache_worker_memories", functools.partial(self._memories, kind == "cuda"), kind=kind)
 
@@ -140,3 +169,15 @@ class Report:
         shards = [session.shard for session in self.registry.sessions.values()]
         proven = [bool(shard.memory.device) for shard in shards if shard is not None and shard.proven]
         return proven.count(on_gpu)
+
+
+def _shown(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first entries, as many as take SHOWN_BYTES together."""
+    shown: list[dict[str, Any]] = []
+    left = SHOWN_BYTES
+    for entry in entries:
+        left -= len(json.dumps(entry))
+        if left < 0:
+            break
+        shown.append(entry)
+    return shown

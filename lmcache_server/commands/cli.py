@@ -1,5 +1,6 @@
 """The command `lmcache`. Each subcommand imports what it needs when it runs, so that --help is quick."""
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,24 +15,34 @@ from lmcache_server import config as configuration
 from lmcache_server.config import OPTIONS, Command
 from lmcache_server.errors import CommandError, StartError
 from lmcache_server.host.logs import printable
+from lmcache_server.host.units import GB_BYTES
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 CONTROL_TIMEOUT_S = 2.0
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-def _control_options(command: Command) -> Command:
-    timeout = click.option(
-        "--timeout-s",
-        type=click.FloatRange(0.01, 3600),
-        default=CONTROL_TIMEOUT_S,
-        show_default=True,
-        metavar="SECONDS",
-        help="Seconds to wait for an answer.",
-    )
-    return configuration.options("host", "port")(timeout(command))
+def _asking(*more: str) -> Callable[[Command], Command]:
+    """The options of a command that asks a server, and these `more`."""
+
+    def decorate(command: Command) -> Command:
+        timeout = click.option(
+            "--timeout-s",
+            type=click.FloatRange(0.01, 3600),
+            default=CONTROL_TIMEOUT_S,
+            show_default=True,
+            metavar="SECONDS",
+            help="Seconds to wait for an answer.",
+        )
+        return configuration.options("host", "port", *more)(timeout(command))
+
+    return decorate
+
+
+_control_options = _asking()
 
 
 @click.group(context_settings=_CONTEXT, invoke_without_command=True)
@@ -47,7 +58,7 @@ def cli(context: click.Context) -> None:
 @cli.command()
 @configuration.options(*OPTIONS)
 def server(**values: Any) -> int:
-    """Run the server until SIGTERM or SIGINT.
+    """Run the server until SIGTERM, SIGINT or SIGHUP.
 
     Each option may also be set by the environment variable shown, or by a key of the TOML file. A flag
     overrides the environment, the environment overrides the file, the file overrides the default.
@@ -73,13 +84,47 @@ def status(host: str, port: int, timeout_s: float, as_json: bool) -> None:
 
 
 @cli.command()
+@_asking("l1_size_gb")
+@click.option(
+    "--from",
+    "record",
+    metavar="FILE",
+    help="Read a record that `lmcache server --record` wrote, instead of asking a server.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+def plan(
+    host: str, port: int, timeout_s: float, l1_size_gb: float, record: str | None, as_json: bool
+) -> None:
+    """Print what other sizes of L1 would have hit, of all that engines looked up.
+
+    The server counts every lookup. So the figures are no estimate for models with full attention alone, and
+    close for others. --l1-size-gb is only needed with --from.
+    """
+    import json
+
+    from lmcache_server.commands import control
+    from lmcache_server.commands.plan import replayed, table
+
+    if record is not None:
+        l1_bytes = int(l1_size_gb * GB_BYTES)
+        demand = replayed(record, l1_bytes)
+    else:
+        report = control.report(host, port, timeout_s)
+        demand, l1_bytes = report["demand"], report["l1"]["total_bytes"]
+    click.echo(json.dumps(demand, indent=2) if as_json else table(demand, l1_bytes))
+
+
+@cli.command()
 @_control_options
 def clear(host: str, port: int, timeout_s: float) -> None:
-    """Make a server forget all chunks that are not in use."""
+    """Make a server forget all chunks of all models.
+
+    Chunks that are being loaded are forgotten when their loads have ended.
+    """
     from lmcache_client.contract.messages import Clear, Cleared
     from lmcache_server.commands import control
 
-    reply = control.ask(host, port, Clear(), Cleared, timeout_s)
+    reply = control.ask(host, port, Clear(everything=True), Cleared, timeout_s)
     click.echo(f"forgot {reply.chunks} chunk{'' if reply.chunks == 1 else 's'}")
 
 
@@ -289,6 +334,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _end(EXIT_FAILED, str(error))
     except click.Abort:
         sys.exit(EXIT_FAILED)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        # What is left in the buffer of stdout would fail once more at the end of the process.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _end(EXIT_FAILED, f"cannot write the output: {error.strerror}")
 
 
 def _end(code: int, reason: str) -> NoReturn:

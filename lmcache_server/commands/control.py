@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -15,7 +17,8 @@ from lmcache_client.contract.endpoint import (
     check_runtime_directory,
     runtime_directory,
 )
-from lmcache_client.contract.messages import Message, Refused, Status, StatusReport
+from lmcache_client.contract.messages import Clear, Hello, Message, Refused, Status, StatusReport, Welcome
+from lmcache_client.contract.version import VERSION
 from lmcache_server.errors import CommandError
 
 REQUEST_ID = 1
@@ -38,9 +41,10 @@ _SESSION = _object(
 _L1 = _object("", "total_bytes free_bytes ready_bytes reserved_bytes populated_bytes chunks leases")
 _CONFIG = _object("l1_path", "", chunk_size=Natural | None, l1_size_gb=_Real, l1_hugetlb=bool)
 _REPORT = _object(
-    "version", "pid", uptime_s=_Real, hit_rate=_Real, l1=_L1, tokens=_object("", "hit miss computed"),
+    "version", "pid namespaces_left_out sessions_left_out", uptime_s=_Real, hit_rate=_Real, l1=_L1,
+    tokens=_object("", "hit miss computed"), config=_CONFIG,
     objects=_object("", "stored present busy no_room once failed"),
-    config=_CONFIG, namespaces=list[_NAMESPACE], sessions=list[_SESSION],  # type: ignore[valid-type]
+    namespaces=list[_NAMESPACE], sessions=list[_SESSION],  # type: ignore[valid-type]
 )  # fmt: skip
 """The parts of a status report that the commands read."""
 
@@ -77,9 +81,22 @@ def report(host: str, port: int, timeout_s: float) -> dict[str, Any]:
 def ask(host: str, port: int, message: Message, expected: type[Reply], timeout_s: float) -> Reply:
     """Send Ping, Status or Clear to a server and return its reply. Raises ControlError."""
     endpoint = _endpoint(host, port)
-    frame = _exchange(endpoint, messages.encode_request(REQUEST_ID, message), timeout_s)
+    with _connected(endpoint) as socket:
+        if isinstance(message, Clear):
+            # The server takes it only from a client that has greeted.
+            hello = Hello(os.getpid(), os.urandom(messages.CLIENT_ID_BYTES), VERSION)
+            _exchange(socket, endpoint, hello, Welcome, timeout_s)
+        return _exchange(socket, endpoint, message, expected, timeout_s)
+
+
+def _exchange(
+    socket: "zmq.Socket[bytes]", endpoint: str, message: Message, expected: type[Reply], timeout_s: float
+) -> Reply:
+    socket.send(messages.encode_request(REQUEST_ID, message))
+    if not socket.poll(int(timeout_s * 1000)):
+        raise UnreachableError(endpoint)
     try:
-        _, request_id, reply = messages.decode_reply(frame)
+        _, request_id, reply = messages.decode_reply(socket.recv())
     except ProtocolError as error:
         raise ControlError(f"{endpoint} is not a compatible lmcache server: {error}") from error
     if isinstance(reply, Refused):
@@ -111,7 +128,8 @@ def _endpoint(host: str, port: int) -> str:
     return endpoint
 
 
-def _exchange(endpoint: str, request: bytes, timeout_s: float) -> bytes:
+@contextmanager
+def _connected(endpoint: str) -> "Iterator[zmq.Socket[bytes]]":
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, int("[" in endpoint))
@@ -121,7 +139,4 @@ def _exchange(endpoint: str, request: bytes, timeout_s: float) -> bytes:
             raise ControlError(
                 f"{endpoint} is not the address of a server ({error}): pass another --host or --port"
             ) from error
-        socket.send(request)
-        if not socket.poll(int(timeout_s * 1000)):
-            raise UnreachableError(endpoint)
-        return socket.recv()
+        yield socket

@@ -17,7 +17,7 @@ def summary(report: dict[str, Any]) -> str:
         f"{l1['chunks']} chunks, {l1['leases']} leases",
         f"tokens looked up: {tokens['hit']} hit, {tokens['miss']} missed, {tokens['computed']} held by the "
         f"engine itself; hit rate {100 * report['hit_rate']:.1f} %",
-        f"namespaces: {len(report['namespaces'])}",
+        f"namespaces: {_count(report, 'namespaces')}",
     ]
     for namespace in report["namespaces"]:
         lines.append(
@@ -31,7 +31,7 @@ def summary(report: dict[str, Any]) -> str:
                 f"    group {index}: {group['kind'].replace('_', ' ')}{window}, {group['layers']} layers, "
                 f"blocks of {group['block_size']} tokens and {size(group['block_bytes'])}"
             )
-    lines.append(f"sessions: {len(report['sessions'])}")
+    lines.append(f"sessions: {_count(report, 'sessions')}")
     for session in report["sessions"]:
         of_engine = f" of engine {session['engine_id']}" if session["engine_id"] else ""
         lines.append(
@@ -42,6 +42,11 @@ def summary(report: dict[str, Any]) -> str:
             lines.append(f"     because it has {session['not_cached']}")
     # Clients chose some of these names, which must not end a line or move the cursor.
     return "\n".join(map(printable, lines))
+
+
+def _count(report: dict[str, Any], what: str) -> str:
+    shown, left_out = len(report[what]), report[f"{what}_left_out"]
+    return f"{shown + left_out}, of which {left_out} are not shown" if left_out else str(shown)
 
 
 def _duration(seconds: float) -> str:

@@ -4,7 +4,7 @@ It runs on one thread and takes the time as an argument. A frame is always free,
 can be evicted exactly while nothing pins it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 
 from lmcache_client.contract.keys import ROOT_KEY
@@ -79,7 +79,7 @@ class Cache:
     @property
     def num_chunks(self) -> int:
         """How many chunks the index has, including those that have no ready object yet."""
-        return sum(self.namespaces().values())
+        return len(self._index)
 
     @property
     def num_leases(self) -> int:
@@ -92,8 +92,8 @@ class Cache:
     def largest_free_run(self) -> int:
         return self._pool.largest_free_run()
 
-    def namespaces(self) -> dict[bytes, int]:
-        """How many chunks each namespace has."""
+    def namespaces(self) -> Mapping[bytes, Sized]:
+        """The chunks of each namespace, as they change. There may be thousands of namespaces."""
         return self._index.namespaces()
 
     def grow(self, frames: int) -> None:

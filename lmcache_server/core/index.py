@@ -1,6 +1,6 @@
 """The index: chunks by namespace and key."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sized
 
 from lmcache_server.core.packed import NO_OBJECTS, StoredObject
 
@@ -63,6 +63,10 @@ class Index:
 
     def __init__(self) -> None:
         self._namespaces: dict[bytes, dict[bytes, Chunk]] = {}
+        self._num_chunks = 0
+
+    def __len__(self) -> int:
+        return self._num_chunks
 
     def __iter__(self) -> Iterator[Chunk]:
         for chunks in self._namespaces.values():
@@ -82,13 +86,15 @@ class Index:
         chunks = self._namespaces.setdefault(chunk.namespace, {})
         assert chunk.key not in chunks, "a chunk has one entry"
         chunks[chunk.key] = chunk
+        self._num_chunks += 1
 
     def remove(self, chunk: Chunk) -> None:
         chunks = self._namespaces[chunk.namespace]
         del chunks[chunk.key]
+        self._num_chunks -= 1
         if not chunks:
             del self._namespaces[chunk.namespace]
 
-    def namespaces(self) -> dict[bytes, int]:
-        """How many chunks each namespace has."""
-        return {namespace: len(chunks) for namespace, chunks in self._namespaces.items()}
+    def namespaces(self) -> Mapping[bytes, Sized]:
+        """The chunks of each namespace, as they change. There may be thousands of namespaces."""
+        return self._namespaces

@@ -5,8 +5,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-_UNLIMITED_BYTES = 1 << 60
-"""cgroup v1 shows "no limit" as a number near 2**63."""
+UNLIMITED = 1 << 60
+"""A limit, mostly in bytes, that is none. cgroup v1 shows "no limit" as a number near 2**63."""
 
 HUGETLBFS = 0x958458F6
 MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
@@ -53,7 +53,7 @@ def free_bytes(path: str | int) -> int:
     """The free space for files where `path` is, a name or an open descriptor. Raises OSError."""
     system = os.statvfs(path)
     # A ramfs reports no size.
-    return system.f_bavail * system.f_frsize if system.f_blocks else _UNLIMITED_BYTES
+    return system.f_bavail * system.f_frsize if system.f_blocks else UNLIMITED
 
 
 def mount_point(path: str) -> str:
@@ -82,7 +82,7 @@ def numbers(text: str) -> set[int]:
 
 def available_bytes(root: Path = Path("/")) -> tuple[int, str]:
     """The bytes that can still be allocated, and the source of that figure."""
-    available = memory_info().get("MemAvailable", _UNLIMITED_BYTES)
+    available = memory_info().get("MemAvailable", UNLIMITED)
     reason = "MemAvailable of this machine"
     for directory in _cgroup_directories(root):
         left = _left_in_cgroup(directory)
@@ -121,8 +121,8 @@ def _left_in_cgroup(directory: Path) -> int:
             stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
         except OSError:
             continue
-        if limit == "max" or int(limit) >= _UNLIMITED_BYTES:
+        if limit == "max" or int(limit) >= UNLIMITED:
             continue
         cache = sum(int(stat.get(name, 0)) for name in cache_names)
         return max(0, int(limit) - max(0, used - cache))
-    return _UNLIMITED_BYTES
+    return UNLIMITED

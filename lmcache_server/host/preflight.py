@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lmcache_server.errors import StartError
+from lmcache_server.host.machine import UNLIMITED
 from lmcache_server.host.units import GB_BYTES, size
 
 OK, WARN, FAIL = "ok", "warn", "fail"
-UNLIMITED = 1 << 60
 LEAST_OPEN_FILES = 4096
 
 

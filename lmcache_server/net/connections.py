@@ -29,11 +29,18 @@ def is_readable(socket: "zmq.Socket[bytes]") -> bool:
     return bool(int(socket.getsockopt(zmq.EVENTS)) & _READABLE)
 
 
+def _is_later(identity: bytes, owner: bytes) -> bool:
+    """Whether `identity` may have a connection that was `owner`'s: ROUTER numbers clients as they connect."""
+    names = [int.from_bytes(name[1:], "big") for name in (identity, owner)]
+    return not owner or (names[0] - names[1]) % (1 << 32) < 1 << 31
+
+
 class Connections:
     """Follows the connections of a ROUTER socket; create it before the socket is bound.
 
     Descriptor numbers are used again. But ZeroMQ's one I/O thread reports the end of a connection before it
-    delivers messages of the next one with that number. So call `ended` before `belongs`.
+    delivers messages of the next one with that number. So call `ended` before `belongs`. Messages of the
+    former client may still wait then, and come between those of the next one.
     """
 
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
@@ -48,6 +55,8 @@ class Connections:
         self._warned_s = -WARN_EVERY_S
         self._open: dict[int, bytes] = {}
         """The client of each open connection, by descriptor; empty until its first message."""
+        self._replaced: list[bytes] = []
+        """Clients that had gone when their first messages were read. They were taken for the next client."""
 
     @property
     def descriptor(self) -> int:
@@ -56,7 +65,7 @@ class Connections:
 
     def ended(self) -> list[bytes]:
         """The ROUTER identities of clients whose connections have ended since the last call."""
-        gone: list[bytes] = []
+        gone, self._replaced = self._replaced, []
         while is_readable(self._monitor):
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
             # If a connection was accepted, the former owner of its descriptor number has gone.
@@ -75,14 +84,18 @@ class Connections:
             descriptor = frame.get(zmq.SRCFD)
         except zmq.ZMQError:  # an empty frame has no descriptor
             return False
-        if descriptor not in self._open:
+        owner = self._open.get(descriptor)
+        if owner is None or not _is_later(identity, owner):
             return False
+        if owner and owner != identity:
+            self._replaced.append(owner)
         self._open[descriptor] = identity
         return True
 
     def peer_pid(self, identity: bytes) -> int | None:
         """The process of a client, as endpoint.peer_pid says."""
-        return peer_pid(next((number for number, client in self._open.items() if client == identity), -1))
+        numbers = [number for number, client in self._open.items() if client == identity]
+        return peer_pid(numbers[0] if len(numbers) == 1 else -1)
 
     def _turn_away(self, descriptor: int) -> None:
         descriptors.shut_down(descriptor)

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import ctypes
-import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,16 +10,12 @@ from pathlib import Path
 import zmq
 
 from lmcache_client.contract.codec import MAX_MESSAGE_BYTES
-from lmcache_client.contract.endpoint import (
-    EndpointError,
-    address,
-    check_runtime_directory,
-    host_name,
-    runtime_directory,
-)
+from lmcache_client.contract.endpoint import EndpointError, address, host_name
 from lmcache_server.config import Config
 from lmcache_server.errors import StartError
+from lmcache_server.net.claim import Claim, claimed
 from lmcache_server.net.connections import Connections, is_readable
+from lmcache_server.net.replies import Replies
 from lmcache_server.service.router import Router
 
 BURST_FRAMES = 64
@@ -28,22 +23,19 @@ BURST_FRAMES = 64
 BURST_S = 0.005
 RECEIVE_HIGH_WATER = 8
 """Frames queued from one client, 32 MiB at most; further ones wait in the client's own queue."""
-SEND_HIGH_WATER = 1024
-"""Replies queued for a client that does not read; further ones are dropped, and its requests time out. The
-limit exceeds the copies that one client can have waiting, because without the reply to a copy the client
-would keep holding its blocks."""
+RETRY_S = 0.005
+"""How soon waiting replies are offered to ZeroMQ again, if nothing else happens on the socket."""
 HANDSHAKE_MS = 5000
 
 
 @contextlib.contextmanager
-def bound_socket(config: Config) -> Iterator[tuple["zmq.Socket[bytes]", Connections]]:
-    """The bound ROUTER socket and its connections; closes both at the end. Raises StartError."""
+def bound_listener(config: Config) -> Iterator["Listener"]:
+    """Listens at the address of `config` inside the context. Raises StartError."""
     with contextlib.ExitStack() as stack:
         try:
             endpoint = address(config.host, config.port)
             path = Path(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else None
-            if path is not None:
-                stack.enter_context(_claimed(path, config.port))
+            claim = stack.enter_context(claimed(path, config.port)) if path is not None else None
         except EndpointError as error:
             raise StartError(str(error)) from error
         context: zmq.Context[zmq.Socket[bytes]] = stack.enter_context(zmq.Context())
@@ -54,11 +46,12 @@ def bound_socket(config: Config) -> Iterator[tuple["zmq.Socket[bytes]", Connecti
         socket.setsockopt(zmq.LINGER, 200)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER)
-        socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         socket.setsockopt(zmq.IPV6, int(":" in host_name(config.host)))
-        connections = Connections(socket)
+        connections, replies = Connections(socket), Replies(socket)
         stack.callback(connections.close)
+        if claim is not None:
+            socket.setsockopt(zmq.USE_FD, claim.listening.detach())
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -66,33 +59,7 @@ def bound_socket(config: Config) -> Iterator[tuple["zmq.Socket[bytes]", Connecti
                 f"cannot listen on {endpoint}: {os.strerror(error.errno or 0).lower()}; "
                 "stop the program that uses it, or choose another --port or --host"
             ) from error
-        yield socket, connections
-
-
-@contextlib.contextmanager
-def _claimed(path: Path, port: int) -> Iterator[None]:
-    """Own the Unix socket at `path` inside the context. ZeroMQ silently takes over a socket file that is in
-    use, so a lock file beside it keeps a second server out."""
-    directory = runtime_directory()
-    try:
-        directory.mkdir(mode=0o700, parents=False, exist_ok=True)
-        check_runtime_directory(directory)
-        lock = os.open(directory / f"{port}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise StartError(f"cannot use {directory} for the socket: {error}") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise StartError(
-            f"port {port} is in use: another lmcache server of this user has {path}; "
-            "stop it, or choose another --port"
-        ) from None
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(lock)
+        yield Listener(socket, connections, replies, claim)
 
 
 class Listener:
@@ -102,12 +69,20 @@ class Listener:
     be read, or they would wait for the next edge.
     """
 
-    def __init__(self, socket: "zmq.Socket[bytes]", connections: Connections) -> None:
+    def __init__(
+        self,
+        socket: "zmq.Socket[bytes]",
+        connections: Connections,
+        replies: Replies,
+        claim: Claim | None,
+    ) -> None:
         self._socket = socket
         self._connections = connections
+        self._replies = replies
+        self._claim = claim
         self._loop: asyncio.AbstractEventLoop | None = None
         self._router: Router | None = None
-        self._scheduled = False
+        self._scheduled = self._retrying = False
         self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def start(self, router: Router, loop: asyncio.AbstractEventLoop) -> None:
@@ -116,6 +91,11 @@ class Listener:
         loop.add_reader(self._connections.descriptor, self._end_sessions)
         self._end_sessions()
         self._wake()
+
+    def tick(self, now_s: float) -> None:
+        """Called once a second, with the monotonic time."""
+        if self._claim is not None:
+            self._claim.tick(now_s)
 
     def stop(self) -> None:
         assert self._loop is not None
@@ -128,9 +108,7 @@ class Listener:
         return self._connections.peer_pid(identity)
 
     def send(self, identity: bytes, frame: bytes) -> None:
-        # A peer that has gone or does not read loses its reply; its own deadline covers that.
-        with contextlib.suppress(zmq.ZMQError):
-            self._socket.send_multipart([identity, frame], zmq.NOBLOCK)
+        self._replies.send(identity, frame)
         self._wake()
 
     def _on_edge(self) -> None:
@@ -146,11 +124,23 @@ class Listener:
     def _drain(self) -> None:
         more = False
         try:
+            if self._replies.are_waiting:
+                self._replies.flush()
+                self._retry_later()
             more = self._take_in()
         finally:
             self._scheduled = more
             if more and self._loop is not None:
                 self._loop.call_soon(self._drain)
+
+    def _retry_later(self) -> None:
+        if self._replies.are_waiting and not self._retrying and self._loop is not None:
+            self._retrying = True
+            self._loop.call_later(RETRY_S, self._retry)
+
+    def _retry(self) -> None:
+        self._retrying = False
+        self._wake()
 
     def _take_in(self) -> bool:
         """Handle waiting requests. Returns True if more may wait, but the event loop should get its turn."""
@@ -171,9 +161,14 @@ class Listener:
 
     def _is_connected(self, identity: bytes, frame: zmq.Frame) -> bool:
         self._end_sessions()
-        return self._connections.belongs(frame, identity)
+        if belongs := self._connections.belongs(frame, identity):
+            # This client may have replaced another one.
+            assert self._loop is not None
+            self._loop.call_soon(self._end_sessions)
+        return belongs
 
     def _end_sessions(self) -> None:
         for identity in self._connections.ended():
+            self._replies.forget(identity)
             if self._router is not None:
                 self._router.disconnected(identity)

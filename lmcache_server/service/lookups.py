@@ -5,6 +5,7 @@ import logging
 from lmcache_client.contract import messages
 from lmcache_client.contract.messages import Done, Found, Lookup, Message, Release
 from lmcache_server.core.cache import Cache
+from lmcache_server.service.planner import Planner
 from lmcache_server.service.registry import Registry
 from lmcache_server.service.requests import Refusal, log_request
 from lmcache_server.service.sessions import Session
@@ -17,9 +18,16 @@ class Lookups:
     """Handles Lookup and Release. `lease_s` is how long a lease lasts, in seconds."""
 
     def __init__(
-        self, cache: Cache, registry: Registry, metrics: Metrics, system: System, lease_s: float
+        self,
+        cache: Cache,
+        registry: Registry,
+        planner: Planner,
+        metrics: Metrics,
+        system: System,
+        lease_s: float,
     ) -> None:
         self._cache = cache
+        self._planner = planner
         self._registry = registry
         self._metrics = metrics
         self._system = system
@@ -40,7 +48,10 @@ class Lookups:
             self._metrics.count("lmcache_partial_chunks_total", int(partial))
         # A self-test or a benchmark would distort the hit rate.
         if not layout.ephemeral:
-            self._metrics.count_tokens(message.num_tokens, computed=computed, hit=hit_tokens, limit=limit)
+            # The keys cannot be of a longer request, unless it has more chunks than a message may name.
+            requested = min(message.num_tokens, limit + layout.chunk_size)
+            self._metrics.count_tokens(requested, computed=computed, hit=hit_tokens, limit=limit)
+        self._planner.looked_up(session.session_id, layout, message, started_s)
         seconds = self._system.now_s() - started_s
         self._metrics.observe("lmcache_lookup_seconds", seconds)
         values = {
@@ -58,8 +69,9 @@ class Lookups:
     def release(self, session: Session, message: Release) -> Message:
         for lease_id in message.lease_ids:
             self._cache.release(lease_id, session.session_id)
-        namespace = self._registry.joined_layout(session).namespace
-        self._cache.touch(namespace, message.keys)
+        layout = self._registry.joined_layout(session)
+        self._cache.touch(layout.namespace, message.keys)
+        self._planner.released(session.session_id, layout, message)
         text = "request %(request_id)s: ended" if message.request_id else "leases given up: %(leases)s"
         log_request(logging.DEBUG, text, session, message, {"leases": list(message.lease_ids)})
         return Done()

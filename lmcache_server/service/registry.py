@@ -13,7 +13,7 @@ from lmcache_client.contract.version import VERSION
 from lmcache_server.config import Config
 from lmcache_server.core.cache import Cache, Layout
 from lmcache_server.host.machine import is_descendant
-from lmcache_server.service.requests import Refusal
+from lmcache_server.service.requests import MAX_TEXT, Refusal
 from lmcache_server.service.sessions import Engines, Greeting, Session, Shard, namespace_summary
 from lmcache_server.service.system import Process, ScarceError, System
 
@@ -32,6 +32,9 @@ SILENT_PROCESS_S = 300.0
 """A session whose process still runs is dropped after this silence. If the process was only suspended, it can
 greet again when it continues."""
 
+MAX_KNOWN = 256
+"""Namespaces that the status report describes. One frame of L1 makes a namespace outlive its engines."""
+
 PeerPid = Callable[[bytes], int | None]
 """The process at the other end of a client's connection; 0 if it is not visible here, None if unknown."""
 
@@ -45,7 +48,7 @@ class Registry:
         """By ROUTER's identity of the client."""
         self.engines = Engines()
         self.known: dict[bytes, dict[str, Any]] = {}
-        """For the status report: the summary of each namespace that has chunks or engines."""
+        """For the status report: summaries of namespaces that have chunks or engines, the oldest first."""
         self._config = config
         self._cache = cache
         self._system = system
@@ -228,7 +231,11 @@ class Registry:
         # Checked before each slice, because the process id may be reused.
         alive = shard.process.alive if shard.process is not None else lambda: True
         name = f"copy-{shard.engine_id[:8]}-{shard.rank}"
-        shard.copier = self._system.copier(name, shard.memory, alive)
+        try:
+            shard.copier = self._system.copier(name, shard.memory, alive)
+        except Exception:
+            self._end_shard(session)
+            raise
         opened = await shard.copier.opened
         if session.shard is not shard:
             raise Refusal(messages.BAD_REQUEST, "the registration was given up before it was proven")
@@ -253,15 +260,16 @@ class Registry:
             self._end_shard(session)
             raise Refusal(messages.CONFIGURATION, str(misfit)) from misfit
         if layout is not None:
-            self.forget_namespaces()
+            self.known.pop(layout.namespace, None)
             self.known[layout.namespace] = namespace_summary(shard.model, layout)
+            self.forget_namespaces()
             logger.log(
                 logging.DEBUG if shard.ephemeral else logging.INFO,
                 "engine %(engine)s of %(model)s is registered: %(groups)d groups, chunk size %(chunk_size)d, "
                 "namespace %(namespace)s",
                 {
                     "engine": shard.engine_id,
-                    "model": shard.model.model,
+                    "model": shard.model.model[:MAX_TEXT],
                     "groups": len(layout.groups),
                     "chunk_size": layout.chunk_size,
                     "namespace": layout.namespace.hex()[:16],
@@ -272,14 +280,17 @@ class Registry:
         return messages.Registered(shard.chunk_size, warning)
 
     def forget_namespaces(self) -> None:
-        """Clears ephemeral namespaces without engines. Forgets namespaces with neither chunks nor engines."""
+        """Clears ephemeral namespaces without engines. Forgets the summaries of namespaces with neither
+        chunks nor engines, and the oldest of those without engines beyond MAX_KNOWN."""
         live = {engine.layout.namespace for engine in self.engines if engine.layout is not None}
-        gone = self.known.keys() - live
-        for namespace in gone:
-            if self.known[namespace].get("ephemeral"):
+        for namespace in [each for each in self.known if each not in live]:
+            ephemeral = self.known[namespace].get("ephemeral")
+            if ephemeral:
                 self._cache.clear(namespace)
-        for namespace in gone - self._cache.namespaces().keys():
-            del self.known[namespace]
+            # A store that still runs may add to an ephemeral namespace, which is then cleared again.
+            too_many = len(self.known) > MAX_KNOWN and not ephemeral
+            if too_many or namespace not in self._cache.namespaces():
+                del self.known[namespace]
 
     def join(self, session: Session, message: messages.Join) -> Message:
         engine = self.engines.get(message.engine_id)

@@ -76,7 +76,6 @@ class Router:
             messages.Hello: registry.hello,
             messages.Ping: self._ping,
             messages.Status: lambda _identity, _message: self._report(),
-            messages.Clear: lambda _identity, _message: self._clear(),
         }
         self._for_sessions: dict[type[Any], Callable[[Session, Any, int], Reply]] = {
             messages.Register: lambda session, message, _bytes: registry.register(session, message),
@@ -84,6 +83,7 @@ class Router:
             messages.Join: lambda session, message, _bytes: registry.join(session, message),
             messages.NotCached: lambda session, message, _bytes: registry.not_cached(session, message),
             messages.Goodbye: lambda session, _message, _bytes: registry.goodbye(session),
+            messages.Clear: lambda session, message, _bytes: self._clear(session, message),
             messages.Lookup: lambda session, message, _bytes: lookups.lookup(session, message),
             messages.Release: lambda session, message, _bytes: lookups.release(session, message),
             messages.Store: copies.store,
@@ -239,8 +239,9 @@ class Router:
         step = STATUS_PIECE_CHARS
         return messages.StatusReport(tuple(text[i : i + step] for i in range(0, len(text), step)))
 
-    def _clear(self) -> messages.Cleared:
-        chunks = self._cache.clear()
+    def _clear(self, session: Session, message: messages.Clear) -> messages.Cleared:
+        whose = None if message.everything else self.registry.joined_layout(session).namespace
+        chunks = self._cache.clear(whose)
         level = logging.INFO if chunks else logging.DEBUG
         logger.log(level, "cleared: %(chunks)d chunks forgotten", {"chunks": chunks})
         return messages.Cleared(chunks)
@@ -250,7 +251,7 @@ _REMEMBERED = ("register", "load", "store")
 """If one of these is refused, something is not cached or not loaded."""
 _OPERATIONS: dict[type[Any], str] = {
     messages.Hello: "hello", messages.Register: "register", messages.Prove: "register",
-    messages.Join: "join", messages.Lookup: "lookup", messages.Release: "release",
-    messages.Load: "load", messages.Store: "store", messages.Clear: "clear",
+    messages.Join: "join", messages.NotCached: "not_cached", messages.Lookup: "lookup",
+    messages.Release: "release", messages.Load: "load", messages.Store: "store", messages.Clear: "clear",
     messages.Status: "status", messages.Ping: "ping", messages.Goodbye: "goodbye",
 }  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 
 from lmcache_client.contract.geometry import Geometry, GeometryError, GroupSpec
 from lmcache_client.contract.keys import ModelTag, namespace_id
-from lmcache_client.contract.messages import Memory, NotCached
+from lmcache_client.contract.messages import MAX_NAME, Memory, NotCached
 from lmcache_server.core.placement import Layout
 from lmcache_server.service.system import Process
 from lmcache_server.transfer.worker import CopyWorker
@@ -181,7 +181,7 @@ def namespace_summary(model: ModelTag, layout: Layout) -> dict[str, Any]:
     """What the status report says about a namespace. It is small, because it outlives the engines."""
     return {
         "namespace": layout.namespace.hex(),
-        "model": model.model,
+        "model": model.model[:MAX_NAME],
         "chunk_size": layout.chunk_size,
         "world_size": model.world_size,
         "ephemeral": layout.ephemeral,

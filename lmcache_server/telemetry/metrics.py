@@ -16,8 +16,8 @@ _LOOKUP_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
 _TRANSFER_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _AGE_S = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
 _OPERATIONS = (
-    "hello", "register", "join", "lookup", "release", "load", "store", "clear", "status", "ping",
-    "goodbye", "other",
+    "hello", "register", "join", "not_cached", "lookup", "release", "load", "store", "clear", "status",
+    "ping", "goodbye", "other",
 )  # fmt: skip
 _DIRECTION = {"direction": ("store", "load")}
 
@@ -68,6 +68,9 @@ TABLE = (
     Metric(Gauge, "lmcache_l1_populated_bytes", "L1 that the system has backed with memory or file space."),
     Metric(Gauge, "lmcache_l1_pinned_bytes", "L1 pinned for copies to and from GPUs; 0 without GPUs."),
     Metric(Gauge, "lmcache_l1_largest_free_bytes", "The largest contiguous free piece of L1."),
+    Metric(Gauge, "lmcache_demand_hit_ratio",
+           "Share of the last hour's looked-up tokens that an L1 of so many times the size would have hit.",
+           {"l1": ("0.25", "0.5", "1", "2", "4", "10", "unlimited")}),
     Metric(Gauge, "lmcache_chunks", "Chunks in the index."),
     Metric(Gauge, "lmcache_worker_memories", "Mapped memories of workers, by kind: host or GPU (cuda).",
            {"kind": ("host", "cuda")}),

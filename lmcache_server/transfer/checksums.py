@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lmcache_client.contract.geometry import Region
+from lmcache_server.core.packed import CHECKSUM_BYTES
 from lmcache_server.transfer.base import CopyError
 from lmcache_server.transfer.plan import ObjectCopy, Pieces
 
@@ -47,6 +48,8 @@ def check(part: int, pieces: Pieces, page: ObjectCopy, regions: Sequence[Region]
     the whole object, or is empty if they are unknown."""
     if not stored:
         return
+    if len(stored) != CHECKSUM_BYTES * len(regions) * page.num_blocks:  # from an index that is not ours
+        raise DamagedError(part, 0, page.first_page)
     right = np.frombuffer(stored, dtype="<u4").reshape(len(regions), page.num_blocks)
     right = right[:, page.first_page : page.first_page + len(page.block_ids)]
     actual = np.frombuffer(checksums(pieces, page, regions), dtype="<u4").reshape(right.shape)

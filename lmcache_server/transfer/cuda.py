@@ -92,9 +92,8 @@ class CudaMapping:
                     self._kernel.launch(ends[1], ends[0], length, lane.stream)
                 else:
                     gpu.driver.copy_batch(*ends, length, lane.stream)
-            event = lane.events.pop()
-            gpu.driver.record(event, lane.stream)
-            lane.waiting.append(event)
+            gpu.driver.record(lane.events[-1], lane.stream)
+            lane.waiting.append(lane.events.pop())
             if not lane.events:
                 gpu.driver.wait_for(lane.waiting[0])
                 lane.events.append(lane.waiting.pop(0))

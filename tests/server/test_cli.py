@@ -292,6 +292,7 @@ REPORT = {
         "session_id": 9, "pid": 77, "role": "worker", "engine_id": "engine-1", "rank": 1, "age_s": 61.0,
         "client_version": "1.2.3", "vllm_version": "0.32.0", "not_cached": "",
     }],
+    "namespaces_left_out": 0, "sessions_left_out": 0,
     "tokens": {"computed": 10, "hit": 30, "miss": 10, "tail": 1}, "hit_rate": 0.75,
     "objects": {"stored": 5, "present": 2, "busy": 0, "no_room": 1, "once": 0, "failed": 0},
 }  # fmt: skip

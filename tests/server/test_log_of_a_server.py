@@ -46,7 +46,7 @@ def test_a_request_is_followed_by_its_id_at_debug() -> None:
     with LMCacheServer(l1_size_gb=0.05, log_level="debug", log_format="json") as server:
         engine = RawEngine(address(server), [group()], 64, model=MODEL).start()
         one_request(engine, "cmpl-7")
-        engine.worker.call(Clear(), 5)
+        engine.scheduler.call(Clear(), 5)
         one_request(engine, "cmpl-8")
         with pytest.raises(ChannelError):
             engine.worker.call(Load("cmpl-7", 999, bytes(32), engine.chunk_size, 0, ((1,) * 16,)), 5)
@@ -82,7 +82,7 @@ def test_by_default_there_is_no_line_for_a_request_and_none_that_a_client_made_u
     with LMCacheServer(l1_size_gb=0.05) as server:
         engine = RawEngine(address(server), [group()], 64, model=MODEL).start()
         one_request(engine, "cmpl-7")
-        engine.worker.call(Clear(), 5)
+        engine.scheduler.call(Clear(), 5)
         before = server.log.read_text()
         one_request(engine, "cmpl-8")
         assert server.log.read_text() == before
@@ -90,8 +90,8 @@ def test_by_default_there_is_no_line_for_a_request_and_none_that_a_client_made_u
             peer.ask(peer.register())  # without a greeting, which anybody may do
             peer.ask(peer.hello())
             peer.ask(structs.replace(peer.register(), rank=7))
-        engine.worker.call(Clear(), 5)
-        engine.worker.call(Clear(), 5)
+        engine.scheduler.call(Clear(), 5)
+        engine.scheduler.call(Clear(), 5)
         assert server.log.read_text().count("cleared: ") == 2, "of three times there was something"
         assert server.log.read_text().count(" WARNING ") == 1
         refused = r"session \d+ \(pid \d+, model 'peer'\): refused register: rank 7 of 1 workers"

@@ -104,6 +104,12 @@ def test_figures_are_those_of_the_status(browser, server):
         assert "sliding window of 128, blocks of 16, 2 layers" in hybrid
         assert "256 tokens" in hybrid
         assert len(visit.rows("session_rows")) == 4
+        rates = status["demand"]["windows"]["hour"]["hit_rates"]
+        sizes = visit.rows("plan")
+        assert len(sizes) == len(rates) == 7
+        assert "102 MiB, as now" in sizes[2]
+        assert f"{100 * rates['1']:.1f} %" in sizes[2]
+        assert "without limit" in sizes[-1]
         failures = visit.rows("failures")
         assert len(failures) == len(status["failures"]) == 2
         assert "load refused" in failures[0]

@@ -4,12 +4,21 @@ import random
 import time
 
 import pytest
+import zmq
 from harness.clients import client, go_on, stop
 from harness.exercise import exercise, new_engine
-from harness.peer import Peer
+from harness.peer import BLOCKS, Peer
 from harness.server import LMCacheServer
+from harness.waiting import wait_until
 
+from lmcache_client.contract import messages
+from lmcache_client.contract.geometry import MAX_GROUPS, Geometry, GroupSpec, Region
+from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.messages import Done, Ping, Refused, Status, Stored
+from lmcache_server.admin.status import SHOWN_BYTES
+from lmcache_server.net.replies import HIGH_WATER, MAX_BYTES
+
+STATUSES = 'lmcache_requests_total{op="status",outcome="ok"}'
 
 CLIENT = """
 import random, sys
@@ -65,6 +74,38 @@ def test_a_client_that_is_stopped_and_killed_leaves_nothing_behind() -> None:
                 stopped.kill()
                 server.wait_at_rest()
         assert server.terminate() == 0, "the invariants are checked at the end"
+
+
+def test_reports_that_nobody_reads_take_bounded_memory() -> None:
+    """Tens of bytes ask for a report of more than a hundred KiB."""
+    region = Region(0, 0, 16, 16)
+    groups = tuple(GroupSpec("full", 16, 0, str(number), (region,)) for number in range(MAX_GROUPS))
+    with LMCacheServer(l1_size_gb=0.05) as server, Peer(server.address) as asker, zmq.Context() as context:
+        server.wait_until_populated()
+        asker.geometry = Geometry(groups, BLOCKS)
+        asker.ask(asker.hello())
+        for number in range(20):
+            asker.model = ModelTag(f"{number}", (), 1, 1)
+            asker.live("store", since="register")
+        report_bytes = len(server.get("/status"))
+        assert SHOWN_BYTES * 0.8 < report_bytes < SHOWN_BYTES * 2
+        before = server.rss_bytes()
+        for _ in range(2):
+            deaf = [context.socket(zmq.DEALER) for _ in range(3)]
+            for socket in deaf:
+                socket.setsockopt(zmq.RCVHWM, 1)
+                socket.connect(server.address)
+            handled = server.metrics()[STATUSES]
+            for _ in range(250):
+                for socket in deaf:
+                    socket.send(messages.encode_request(1, Status()))
+            everything = handled + 3 * 250
+            wait_until(lambda: server.metrics()[STATUSES] == everything, 60)  # noqa: B023
+            most = len(deaf) * ((HIGH_WATER + 1) * report_bytes + MAX_BYTES) + (16 << 20)
+            assert server.rss_bytes() - before < most < 3 * 250 * report_bytes / 2
+            assert isinstance(asker.ask(Ping()), Done)
+            for socket in deaf:
+                socket.close(0)
 
 
 @pytest.mark.parametrize("kind", ["ping", "status", "store", "lookup"])

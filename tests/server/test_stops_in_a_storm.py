@@ -46,9 +46,9 @@ def storm(path: str) -> Iterator[None]:
 CLOSES_LATE = """
 import sys, time
 from lmcache_server.config import Config
-from lmcache_server.net.listener import bound_socket
+from lmcache_server.net.listener import bound_listener
 
-with bound_socket(Config(port=int(sys.argv[1]))):
+with bound_listener(Config(port=int(sys.argv[1]))):
     print("up", flush=True)
     time.sleep(2)
 """

@@ -177,6 +177,20 @@ def test_a_killed_server_starts_empty(running: LMCacheServer, connect: Connect) 
     prompt.load()
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_every_signal_that_asks_for_an_end_saves_the_cache(
+    running: LMCacheServer, connect: Connect, number: signal.Signals
+) -> None:
+    prompt = Prompt(connect(running))
+    prompt.store()
+    assert running.process is not None
+    assert running.process.stop(10, number) == 0
+    running.process = None
+    running.start()
+    reconnect(prompt.engine, running)
+    prompt.load()
+
+
 def test_a_kill_at_any_moment_of_the_stop_leaves_everything_or_nothing(
     running: LMCacheServer, connect: Connect
 ) -> None:

@@ -3,16 +3,29 @@
 import os
 import subprocess
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 import zmq
 from desk import Desk
+from harness.hostile import BENT, HostileServer
 from harness.waiting import wait_until
 
-from lmcache_client.channel import Channel, RefusedError
+from lmcache_client.channel import Channel, ChannelError, RefusedError
 from lmcache_client.contract import messages
 from lmcache_client.contract.codec import pack, unpack
-from lmcache_client.contract.messages import Done, Ping, Refused, Welcome
-from lmcache_client.transport import Process
+from lmcache_client.contract.messages import Done, Hello, Ping, Refused, Welcome
+from lmcache_client.transport import Connection, Process, System
+
+LONG_S = 60.0
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Iterator[HostileServer]:
+    tmp_path.chmod(0o700)
+    with HostileServer(tmp_path) as server:
+        yield server
 
 
 def test_a_client_whose_session_has_ended_hears_of_it_from_a_ping(desk: Desk) -> None:
@@ -69,3 +82,58 @@ def test_an_engine_hears_that_the_server_is_of_another_version(tmp_path: object)
         stop.set()
         thread.join()
         channel.close(0.0)
+
+
+def test_a_reply_of_another_life_of_the_server_answers_nothing(hostile: HostileServer) -> None:
+    """What a server says that has restarted is about requests of other sessions."""
+    channel = Channel(hostile.address, lambda _channel: None)
+    try:
+        channel.start(5.0, 5.0)
+        hostile.lies[Ping] = BENT["another boot id"]
+        pending = channel.submit(Ping(), LONG_S)
+        wait_until(lambda: pending.done, 10.0, "the request has ended")
+        assert isinstance(pending.error, ChannelError)
+        assert "has forgotten this engine" in str(pending.error)
+        hostile.lies.clear()
+        wait_until(lambda: pending.settled and channel.ready, 10.0, "the server is greeted again")
+    finally:
+        channel.close(0.0)
+
+
+def test_a_reply_that_cannot_be_read_ends_the_session_and_is_said_once(hostile: HostileServer) -> None:
+    """Whose reply it was is unknown: without a new session, a request would hold its memory for long."""
+    said: list[str] = []
+    channel = Channel(hostile.address, lambda _channel: None, lambda _ready, text: said.append(text))
+    try:
+        channel.start(5.0, 5.0)
+        hostile.lies[Ping] = hostile.lies[Hello] = BENT["garbage"]
+        pending = channel.submit(Ping(), LONG_S)
+        greeted = hostile.asked[Hello]
+        wait_until(lambda: hostile.asked[Hello] >= greeted + 3, 10.0, "the channel tries again")
+        assert "cannot be read" in str(pending.error)
+        assert sum("cannot be read" in text for text in said) == 1
+        hostile.lies.clear()
+        wait_until(lambda: pending.settled and channel.ready, 10.0, "the server is greeted again")
+    finally:
+        channel.close(0.0)
+
+
+class EndlessConnection(Connection):
+    """Has always one more frame."""
+
+    def receive(self) -> bytes | None:
+        return messages.encode_reply(bytes(16), 1 << 40, Done())
+
+
+class EndlessSystem(System):
+    def connect(self, address: str) -> Connection:
+        return EndlessConnection(address)
+
+
+def test_a_server_that_never_stops_talking_does_not_stop_the_engine(tmp_path: Path) -> None:
+    channel = Channel(f"ipc://{tmp_path}/socket", lambda _channel: None, system=EndlessSystem())
+    poll = threading.Thread(target=channel.poll, daemon=True)
+    poll.start()
+    poll.join(20.0)
+    assert not poll.is_alive()
+    channel.close(0.0)

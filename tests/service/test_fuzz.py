@@ -1,15 +1,24 @@
 """A fixed portion of the fuzzing: the same frames on every run. `make fuzz SECONDS=600` does more."""
 
+import logging
 import os
 import random
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
+from fuzz.all_targets import TARGETS
 from fuzz.targets import RouterTarget, check_decoder, decoder_seeds, owner, router_seeds
 from harness.paths import SUPPORT
+
+from lmcache_client.channel import Channel
+from lmcache_server import config
+from lmcache_server.admin import http
+from lmcache_server.core import snapshot
 
 DECODER_FRAMES = 60_000
 ROUTER_RUNS = 4000
@@ -58,12 +67,46 @@ def test_the_router_takes_any_frames_of_any_clients() -> None:
             assert rss_bytes() - before < 16 << 20
         finally:
             target.close()
-    print(f"{target.frames} frames: {dict(target.replies.most_common())}")
+    print(f"{target.inputs} frames: {dict(target.replies.most_common())}")
     for reached in ("Stored", "Done", "Found", "Registered", "Joined", "expired", "bad_request", "no_access"):
         assert target.replies[reached] > 10, f"{reached}: the frames reach deep"
 
 
-@pytest.mark.parametrize("what", ["decoder", "router"])
+REACHED = {
+    "pages": ("200", "400", "403", "404", "405", "431"),
+    "files": ("restored", "empty", "refused"),
+    "options": ("taken", "refused"),
+    "replies": ("ready", "refused", "down", "found", "unreadable"),
+}
+INPUTS = {"pages": 2500, "files": 1500, "options": 500, "replies": 1500}
+
+
+def play(what: str, inputs: int) -> str:
+    """Runs the seeds of a target and then so many mutations of them; returns what came of them."""
+    draw, (seeds, make) = random.Random(3), TARGETS[what]
+    most = 6 if what == "options" else 20
+    with make() as target:
+        for seed in seeds():
+            target.run(seed)
+        for _ in range(inputs):
+            target.run(mutated(draw.choice(seeds()), draw, most) + draw.randbytes(draw.choice((0, 0, 30))))
+        assert target.inputs == inputs + len(seeds())
+        return target.detail()
+
+
+@pytest.mark.parametrize("what", REACHED)
+def test_a_portion_of_each_other_target(what: str) -> None:
+    logging.disable(logging.CRITICAL)
+    try:
+        detail = play(what, INPUTS[what])
+    finally:
+        logging.disable(logging.NOTSET)
+    print(detail)
+    for reached in REACHED[what]:
+        assert re.search(rf"\b{reached}'?: \d\d", detail), f"{reached}: the inputs reach deep; {detail}"
+
+
+@pytest.mark.parametrize("what", TARGETS)
 def test_fuzzing_guided_by_coverage_runs(what: str) -> None:
     pytest.importorskip("atheris", reason="atheris is not installed: make fuzz needs it")
     result = subprocess.run(
@@ -91,3 +134,26 @@ def test_the_target_fails_when_the_router_does(monkeypatch: pytest.MonkeyPatch) 
             target.run(life)
         assert time.monotonic() - started_s < 5
         target.close()
+
+
+def put_in(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """A fault that somebody could have made."""
+    if what == "pages":  # an impossible port in a Host header is a ValueError
+        monkeypatch.setattr(http.Server, "_is_own_name", lambda _, host: urlsplit(f"//{host}").port != 0)
+    elif what == "files":  # the bits of a chunk are believed
+        monkeypatch.setattr(snapshot, "_objects", lambda chunk: chunk.packed.checked_objects())
+    elif what == "options":  # names with control characters are taken
+        monkeypatch.setattr(config._TEXT, "func", str)
+    else:  # a broken connection is taken for the end of the server
+        monkeypatch.setattr(Channel, "_settle_if_dead", Channel._settle)
+
+
+@pytest.mark.parametrize("what", REACHED)
+def test_each_other_target_finds_a_fault(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    put_in(monkeypatch, what)
+    logging.disable(logging.CRITICAL)
+    try:
+        with pytest.raises(AssertionError):
+            play(what, 20 * INPUTS[what])
+    finally:
+        logging.disable(logging.NOTSET)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import http.client
 import logging
 import re
@@ -330,3 +331,32 @@ def test_another_machine_has_a_few_connections_and_others_are_not_touched():
         server._make_room("10.0.0.1")
         assert [task for task in before if task.cancelled] == [before[1]], "the oldest of its own"
         assert len(server._connections) == len(before) - 1
+
+
+def test_requests_that_break_off_leave_nothing_to_the_garbage_collector(monkeypatch):
+    """The server freezes its objects once a second, so cycles that a request leaves would stay for ever."""
+    monkeypatch.setattr(pages, "TIMEOUT_S", 0.3)
+
+    def break_off(server, number):
+        for _ in range(number):
+            for start in (b"GET / HTTP/1.1\r\nHost: localhost\r\n", b"GET / HTTP/1.1\r\n\r\n", b"GET "):
+                with socket.create_connection(address(server)) as connection:
+                    connection.sendall(start)
+            with socket.create_connection(address(server)) as connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1" + bytes(7))
+                connection.sendall(b"GET / HT")
+            slow.append(socket.create_connection(address(server)))
+        wait_until(lambda: not server._connections)
+
+    slow: list[socket.socket] = []
+    with serving() as server:
+        break_off(server, 5)
+        gc.collect()
+        gc.disable()
+        try:
+            break_off(server, 40)
+            assert gc.collect() < 200, "some 5,000 with one cycle for each request"
+        finally:
+            gc.enable()
+            for each in slow:
+                each.close()

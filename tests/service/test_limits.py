@@ -1,6 +1,9 @@
 """Every bound of what one client, or all of them, may have the server keep: the real router, in this process,
 with copies that end when the test says so."""
 
+import os
+from typing import NoReturn
+
 import pytest
 from desk import Desk
 from msgspec import structs
@@ -21,6 +24,7 @@ from lmcache_client.contract.messages import (
     StoreObject,
     Welcome,
 )
+from lmcache_server.service import registry
 from lmcache_server.service.registry import MAX_JOBS, MAX_SESSIONS, MAX_WAITING_BYTES, MAX_WORKERS
 
 
@@ -106,6 +110,52 @@ def test_models_that_come_and_go_are_forgotten(desk: Desk) -> None:
         assert isinstance(desk.ask(0, Prove()), Registered)
         assert len(desk.target.router.registry.known) <= 2
     assert len(list(desk.target.router.registry.engines)) == 1
+
+
+def test_a_lookup_counts_no_more_tokens_than_its_keys_can_mean(worker: Desk) -> None:
+    keys = (b"\x07" * 32, b"\x08" * 32)
+    for num_tokens in (513, 700, (1 << 63) - 1):
+        assert isinstance(worker.ask(0, Lookup("r", keys, 0, 512, num_tokens)), messages.Found)
+    value = worker.target.metrics.value
+    assert value("lmcache_tokens_requested_total") == 513 + 700 + 768
+    assert value("lmcache_tokens_total", outcome="tail") == 1 + 188 + 256
+
+
+def test_a_proof_whose_thread_does_not_start_keeps_no_descriptor(desk: Desk) -> None:
+    desk.hello(0)
+    before = len(os.listdir("/proc/self/fd"))
+    copier = desk.target.system.copier
+
+    def failing(*_: object) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    for _ in range(3):
+        desk.target.system.copier = failing  # type: ignore[method-assign]
+        assert isinstance(desk.register(0), messages.Challenge)
+        for _ in range(3):
+            assert isinstance(desk.ask(0, Prove()), Refused)
+    assert len(os.listdir("/proc/self/fd")) == before
+    desk.target.system.copier = copier  # type: ignore[method-assign]
+    assert isinstance(desk.register(0), messages.Challenge)
+    assert isinstance(desk.ask(0, Prove()), Registered)
+
+
+def test_the_namespaces_that_are_described_are_bounded(worker: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "MAX_KNOWN", 3)
+    for number in range(8):
+        assert isinstance(worker.register(0, f"model {number}"), messages.Challenge)
+        assert isinstance(worker.ask(0, Prove()), Registered)
+        assert worker.ask(0, store(number)) is None
+        worker.end_copies()
+    known = worker.target.router.registry.known
+    assert [summary["model"] for summary in known.values()] == ["model 5", "model 6", "model 7"]
+    status = worker.target.report.status()
+    assert status["namespaces"][0]["engines"] == ["engine 0"]
+    assert (len(status["namespaces"]), status["namespaces_left_out"]) == (3, 5)
+    # Whoever comes back is described again.
+    worker.register(0, "model 0")
+    assert isinstance(worker.ask(0, Prove()), Registered)
+    assert [summary["model"] for summary in known.values()] == ["model 6", "model 7", "model 0"]
 
 
 def test_what_is_known_of_a_namespace_is_small(worker: Desk) -> None:

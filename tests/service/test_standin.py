@@ -9,6 +9,7 @@ import os
 import threading
 
 import numpy as np
+import pytest
 from standin.child import (
     ALREADY_REGISTERED,
     INVALID_CONTEXT,
@@ -25,8 +26,14 @@ from standin.child import (
     refused,
 )
 
+from lmcache_client.contract.messages import Memory
 from lmcache_kernels import driver as cuda
-from lmcache_kernels.driver import Driver
+from lmcache_kernels.driver import CudaError, Driver
+from lmcache_server.transfer.base import CopyError
+from lmcache_server.transfer.cuda import CudaMapping
+from lmcache_server.transfer.gpus import Gpus
+from lmcache_server.transfer.pins import Pins
+from lmcache_server.transfer.plan import Pieces
 
 # -- memory of other processes ---------------------------------------------------------------------------
 
@@ -193,3 +200,41 @@ def test_calls_need_a_driver_that_was_started_by_this_process_and_a_context_of_t
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
     assert counted().contexts == 1
+
+
+# -- what the server does with a driver that fails -------------------------------------------------------
+
+
+@on_stand_in()
+def test_a_slice_whose_event_cannot_be_recorded_costs_no_event() -> None:
+    exporter = Exporter()
+    l1 = host_pages(4096)
+    address = l1.ctypes.data
+    gpus = Gpus()
+    pins = Pins(gpus, address, 4096, 4096)
+    memory = Memory(exporter.process.pid, ((0, MIB),), 0, exporter.uuid, (exporter.handle,))
+    mapping = CudaMapping(memory, gpus, pins)
+    mapping.open()
+    slice_ = Pieces(*(np.array([value], dtype=np.uint64) for value in (address, mapping.bases[0], 4096)))
+    record, failing = gpus.driver.record, 3
+
+    def recording(event: int, stream: int) -> None:
+        nonlocal failing
+        failing -= 1
+        if failing >= 0:
+            raise CudaError("cuEventRecord", 1, "invalid argument")
+        record(event, stream)
+
+    gpus.driver.record = recording  # type: ignore[method-assign]
+    for _ in range(3):
+        with pytest.raises(CopyError, match="cuEventRecord"):
+            mapping.copy(slice_, load=False)
+        mapping.finish(load=False)
+    for _ in range(4):
+        mapping.copy(slice_, load=False)
+    mapping.finish(load=False)
+    assert (l1 == 7).all()
+    lane = mapping._lanes[False]
+    assert len(set(lane.events)) == 2
+    mapping.close()
+    exporter.kill()

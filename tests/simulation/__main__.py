@@ -53,7 +53,7 @@ def run_seeds(arguments: argparse.Namespace, bug: str = "") -> tuple[list[int], 
 def find_bugs(arguments: argparse.Namespace) -> int:
     """Put in one bug after the other; 1 if some is not found."""
     missed = 0
-    for bug in BUGS:
+    for bug in arguments.bugs or BUGS:
         failed, _ = run_seeds(arguments, bug)
         missed += not failed
         print(f"{bug}: found by seed {failed[0]}" if failed else f"{bug}: NOT FOUND", flush=True)
@@ -66,9 +66,9 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     parser.add_argument("--trace", action="store_true", help="print the history of each seed")
-    parser.add_argument("--bugs", action="store_true", help="put in bugs and say which seed finds each")
+    parser.add_argument("--bugs", nargs="*", help="put in these bugs, or all, and say which seed finds each")
     arguments = parser.parse_args()
-    if arguments.bugs:
+    if arguments.bugs is not None:
         return find_bugs(arguments)
     started_s = time.monotonic()
     failed, counts = run_seeds(arguments)

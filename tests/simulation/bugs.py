@@ -4,21 +4,24 @@ from collections.abc import Callable
 from typing import Any
 
 from lmcache_client.channel import Channel
+from lmcache_client.connector.held import HeldBlocks
 from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.contract.geometry import SLIDING_WINDOW, GroupSpec
 from lmcache_client.engine import Scheduler
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.leases import LeaseTable
+from lmcache_server.service.registry import Registry
+from lmcache_server.service.sessions import Engines
 from simulation.network import ClientSystem
 
 
 def _blocks_not_held() -> None:
-    hold = SchedulerSide._hold
+    hold = HeldBlocks.hold
 
-    def careless(self: SchedulerSide, block_ids: list[int]) -> int:
+    def careless(self: HeldBlocks, block_ids: list[int]) -> int:
         return hold(self, [])
 
-    SchedulerSide._hold = careless  # type: ignore[method-assign]
+    HeldBlocks.hold = careless  # type: ignore[method-assign]
 
 
 def _settled_when_broken() -> None:
@@ -32,6 +35,18 @@ def _no_descriptor_means_dead() -> None:
 
     Channel._settle_if_dead = hasty  # type: ignore[method-assign]
     ClientSystem.open_process = lambda self, pid: None  # type: ignore[method-assign]
+
+
+def _welcomed_while_copying() -> None:
+    Registry._copying = lambda self, client_id: []  # type: ignore[method-assign]
+
+
+def _answers_believed() -> None:
+    SchedulerSide._fits = lambda self, found, limit: True  # type: ignore[method-assign]
+
+
+def _engine_ids_not_compared() -> None:
+    Engines.fits = lambda self, engine_id, rank, model, ephemeral: True  # type: ignore[method-assign]
 
 
 def _window_too_short() -> None:
@@ -82,12 +97,40 @@ def _failed_load_offered_again() -> None:
     SchedulerSide.worker_output = forgetful  # type: ignore[method-assign]
 
 
+def _reset_keeps_the_keys() -> None:
+    reset = SchedulerSide.reset
+
+    def half(self: SchedulerSide) -> None:
+        root = self._root
+        reset(self)
+        self._root = root
+        for tracked in self._tracked.values():
+            tracked.root = root
+
+    SchedulerSide.reset = half  # type: ignore[method-assign]
+
+
+def _promise_outlives_a_reset() -> None:
+    reset = SchedulerSide.reset
+
+    def half(self: SchedulerSide) -> None:
+        tracked = dict(self._tracked)
+        self._tracked.clear()
+        reset(self)
+        self._tracked.update(tracked)
+
+    SchedulerSide.reset = half  # type: ignore[method-assign]
+
+
 BUGS: dict[str, Callable[[], None]] = {
     bug.__name__.strip("_"): bug
     for bug in (
         _blocks_not_held,
         _settled_when_broken,
         _no_descriptor_means_dead,
+        _welcomed_while_copying,
+        _answers_believed,
+        _engine_ids_not_compared,
         _window_too_short,
         _failed_store_committed,
         _load_of_an_evicted_chunk,
@@ -95,5 +138,7 @@ BUGS: dict[str, Callable[[], None]] = {
         _leases_outlive_sessions,
         _overdue_never_noticed,
         _failed_load_offered_again,
+        _reset_keeps_the_keys,
+        _promise_outlives_a_reset,
     )
 }

@@ -89,7 +89,8 @@ class Engine:
         self.loading: list[Running] = []
         self.done = 0
         self.closing = False
-        self._aborts = 0
+        self._aborts = self._resets = 0
+        self._weights = model.weights
         self._pauses = {"between steps": 0.0, "in a step": 0.0}
         self._await: dict[str, dict[str, int]] = {}
         """Loads under way: how many workers have reported, how many of them a failure."""
@@ -154,7 +155,7 @@ class Engine:
                 offset += self.pool.num_gpu_blocks * page_bytes
 
     def _identity(self, mark: int, rank: int, group: int) -> list[bytes]:
-        return _digests(self.model.weights, mark, rank, group, self.model.page_bytes)
+        return _digests(self._weights, mark, rank, group, self.model.page_bytes)
 
     def _write(self, group: int, block: int, mark: int) -> None:
         for rank in range(self.model.ranks):
@@ -202,6 +203,26 @@ class Engine:
         if alive:
             self.world.count("aborts")
             self._finish(self.world.random.choice(alive))
+
+    def reset_soon(self) -> None:
+        """Before the next step, the engine gets other weights, as a training run gives it."""
+        self._resets += 1
+
+    def _reset(self) -> None:
+        """As vLLM's pause_generation with clear_cache, which fails while a request waits for its load."""
+        if self.loading:
+            return
+        self.world.count("resets")
+        for sequence in reversed(self.running):
+            self._free(sequence)
+            self.waiting.insert(0, sequence)
+        self.running.clear()
+        self.forget_prefixes()
+        assert self.pool.reset_prefix_cache(), "vLLM cannot reset its own cache"
+        started_s = self.world.now_s
+        self.scheduler.reset()
+        assert self.world.now_s == started_s, "a reset waited for the server"
+        self._weights = f"{self.engine_id} {self.world.counts['resets']}"
 
     def _finish(self, sequence: Running) -> None:
         for queue in (self.waiting, self.running):
@@ -267,7 +288,7 @@ class Engine:
         while not self.closing:
             self._step()
             self._rest("between steps", self.world.random.uniform(0.001, 0.02))
-            if self.idle and not self.scheduler.has_work():
+            if self.idle and not self.scheduler.held.has_work():
                 self.world.sleep(self.world.random.uniform(0.0, 0.3))
 
     def pause(self, seconds: float) -> None:
@@ -288,6 +309,9 @@ class Engine:
         while self._aborts:
             self._aborts -= 1
             self._abort()
+        while self._resets:
+            self._resets -= 1
+            self._reset()
         started_s = self.world.now_s - self.world.jumped_s
         asked = self._admit()
         scheduled = self._schedule()

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from lmcache_client.contract.messages import NONCE_BYTES, Memory, Register
-from lmcache_server.app import assemble
+from lmcache_server.app import END_S, assemble
 from lmcache_server.config import Config
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.pool import FRAME_BYTES
@@ -29,7 +29,17 @@ class Faults:
 
     copy_failure = 0.0
     slow_copy = 0.0
+    hung_copy = 0.0
     piece_s = 0.0005
+
+    def __init__(self) -> None:
+        self.hung: list[Callable[[], None]] = []
+        """Lets copies return that hang in the kernel, each at most once."""
+
+    def return_all(self) -> None:
+        """What the copies waited for has come."""
+        while self.hung:
+            self.hung[0]()
 
 
 class L1:
@@ -160,7 +170,23 @@ class Copier:
             if self._server.process.killed:
                 # What runs in the kernel ends when it ends.
                 duration_s = self._world.random.uniform(0, 1)
+            elif self._world.chance(self._server.faults.hung_copy):
+                self._hang()
+                return
             self._world.after(duration_s * (2000 if slow else 1), self._slice)
+
+    def _hang(self) -> None:
+        """The slice does not return before its client's process ends, or whatever it waits for comes."""
+        self._world.count("copies hung")
+        faults, world = self._server.faults, self._world
+
+        def once() -> None:
+            if once in faults.hung:
+                faults.hung.remove(once)
+                world.after(0.0, self._slice)
+
+        faults.hung.append(once)
+        self._process.at_exit.append(once)
 
     def _begin(self, job: CopyJob, end: Future) -> None:
         try:
@@ -305,6 +331,20 @@ class SimulatedServer:
         """For how long none of its threads will run."""
         return max(0.0, self._frozen_until_s - self.world.now_s)
 
+    def stop(self) -> None:
+        """SIGTERM: no new session, and the end once the copies have ended, or END_S later."""
+        self.run_soon(self.router.registry.close)
+        limit_s = self.world.now_s + END_S
+
+        def end() -> None:
+            if self.world.now_s < limit_s and not all(copier.ended.done() for copier in self.copiers):
+                self.run_soon(end, delay_s=0.05)
+                return
+            assert not self.router.registry.sessions, "a session began after the server had stopped"
+            self.process.kill()
+
+        self.run_soon(end, delay_s=0.01)
+
     def _tick(self) -> None:
         self.router.tick()
         overdue = self.cache._leases.overdue(self.world.now_s)
@@ -340,5 +380,7 @@ class SimulatedServer:
 
     def _send(self, identity: bytes, frame: bytes) -> None:
         link = self._links.get(identity)
-        if link is not None and link.identity == identity:
+        # A coroutine of a killed server, or of a world that is over, still answers when it is thrown away.
+        is_alive = not (self.process.killed or self.world.is_over)
+        if is_alive and link is not None and link.identity == identity:
             link.reply(frame)

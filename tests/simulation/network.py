@@ -1,10 +1,24 @@
 """Connections as ZeroMQ gives them: in order, delayed, broken at any moment, replies dropped when full."""
 
+import random
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from lmcache_client.contract.messages import BOOT_ID_BYTES, decode_reply
+from lmcache_client.contract.messages import (
+    BOOT_ID_BYTES,
+    INTERNAL,
+    Challenge,
+    Cleared,
+    Found,
+    Joined,
+    Message,
+    Refused,
+    Registered,
+    StatusReport,
+    decode_reply,
+    encode_reply,
+)
 from lmcache_client.transport import ConnectionLostError
 from simulation.world import Event, Lock, Process, Task, World
 
@@ -30,6 +44,8 @@ class Network:
         self.links: list[Link] = []
         self.delay_s = 0.0002
         self.reply_loss = 0.0
+        self.nonsense = 0.0
+        """How many replies are not what was asked for, or not even replies."""
         self._next_identity = 1
 
     def identity(self) -> bytes:
@@ -129,16 +145,39 @@ class Link:
     # -- the server's side ------------------------------------------------------------------------
 
     def reply(self, frame: bytes) -> None:
+        boot_id, _, reply = decode_reply(frame)
+        assert len(boot_id) == BOOT_ID_BYTES
+        assert not (isinstance(reply, Refused) and reply.code == INTERNAL), "the server failed on a request"
         if self.world.chance(self.network.reply_loss):
             self.world.count("replies lost")
             return
+        if self.world.chance(self.network.nonsense):
+            self.world.count("replies of nonsense")
+            frame = nonsense(frame, self.world.random)
         self._to_client_s = max(self._to_client_s, self.world.now_s + self.network.travel_s())
         self.world.after(self._to_client_s - self.world.now_s, self._deliver, self.identity, frame)
 
     def _deliver(self, identity: bytes, frame: bytes) -> None:
         if self._is_up and self.identity == identity:
-            assert len(decode_reply(frame)[0]) == BOOT_ID_BYTES
             self._inbox.append(frame)
+
+
+def nonsense(frame: bytes, draw: random.Random) -> bytes:
+    """Anything but this reply: noise, a part of it, another answer; but never that a copy succeeded, because
+    whoever believes a server that lies about that has wrong bytes."""
+    boot_id, request_id, _ = decode_reply(frame)
+    if (how := draw.randrange(6)) < 2:
+        return frame[: draw.randrange(len(frame))] if how else draw.randbytes(30)
+    many, held = (
+        draw.choice((0, 3, 8, 16, 1 << 40)),
+        tuple(draw.randbytes(draw.randrange(3)) for _ in range(2)),
+    )
+    answers: tuple[Message, ...] = (
+        Found(many, draw.randrange(9), 1, held[: draw.randrange(3)]), Joined(draw.random() < 0.5, many),
+        Registered(many, "nonsense"), Challenge(draw.randbytes(draw.randrange(40))), Cleared(many),
+        StatusReport(("nonsense",)), Refused(draw.choice(("overloaded", "copy_failed", "?")), "nonsense"),
+    )  # fmt: skip
+    return encode_reply(boot_id, request_id, draw.choice(answers))
 
 
 class _Ended:

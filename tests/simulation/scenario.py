@@ -46,6 +46,8 @@ class Scenario:
         self.frames = draw.choice((6, 12, 24, 60))
         self.ephemeral = "" if seed % 4 else "two"
         self.lease_s = draw.choice((2.0, 20.0, 120.0))
+        self.same_ids = draw.choice((0.0, 0.0, 0.0, 0.5))
+        """How many engines have the engine_id of another one that runs."""
         shapes = draw.sample(SHAPES, 2)
         self.models = [
             Model("one", "one", shapes[0], draw.choice((1, 1, 2))),
@@ -97,6 +99,9 @@ class Scenario:
         draw = self.world.random
         model = draw.choice(self.models)
         name = f"engine {len(self.engines)}"
+        if self.running and self.world.chance(self.same_ids):
+            self.world.count("engine ids given twice")
+            name = draw.choice(self.running).engine_id
         processes = [self._process(f"{name}.{index}") for index in range(1 + model.ranks)]
         self.world.note(f"start {name}")
         engine = Engine(self.network, model, name, processes, draw.choice((24, 40, 80)))
@@ -122,6 +127,10 @@ class Scenario:
         for engine in self.running:
             engine.abort_one()
 
+    def reset_engine(self) -> None:
+        if self.running:
+            self.world.random.choice(self.running).reset_soon()
+
     def kill_server(self) -> None:
         if self.server is not None:
             self.world.count("servers killed")
@@ -132,6 +141,15 @@ class Scenario:
                 self.server.dies_at_next_load = True
             else:
                 self.server.process.kill()
+
+    def stop_server(self) -> None:
+        """SIGTERM, and at the same moment every client connects anew."""
+        if self.server is not None:
+            self.world.count("servers ended")
+            self.server.process.at_exit.append(lambda: self.world.after(0.05, self.start_server))
+            self.server.stop()
+            for link in list(self.network.links):
+                link.break_off()
 
     def freeze_server(self) -> None:
         if self.server is not None:
@@ -187,7 +205,7 @@ class Scenario:
         menu = (
             (4.0, self.kill_server), (5.0, self.freeze_server), (5.0, self.kill_engine),
             (5.0, self.pause_engine), (1.0, self.break_link), (3.0, self.clear), (0.7, self.abort),
-            (12.0, self.jump),
+            (12.0, self.jump), (3.0, self.reset_engine), (6.0, self.stop_server),
         )  # fmt: skip
         for mean_s, fault in menu:
             if world.chance(0.4):
@@ -196,13 +214,22 @@ class Scenario:
             self.network.reply_loss = draw.choice((0.002, 0.05))
         if world.chance(0.4):
             self.faults.copy_failure = draw.choice((0.01, 0.2))
+        if world.chance(0.2):
+            self.network.nonsense = draw.choice((0.002, 0.05))
+        if world.chance(0.3):
+            self.faults.hung_copy = draw.choice((0.005, 0.05))
         if world.chance(0.4):
             self.faults.slow_copy = draw.choice((0.01, 0.1))
         self.faults.piece_s = draw.choice((0.0001, 0.001, 0.01))
         self.network.delay_s = draw.choice((0.00002, 0.0002, 0.002))
         world.run(lambda: False, FAULTY_S)
         self._calm_down()
+        world.is_over = True
         return world.counts
+
+    def _unheard(self) -> int:
+        """How many replies did not reach their client as they were."""
+        return self.world.counts.get("replies lost", 0) + self.world.counts.get("replies of nonsense", 0)
 
     def _calm_down(self) -> None:
         """No more faults: everything must come to an end, and nothing be left."""
@@ -210,6 +237,8 @@ class Scenario:
         for life in self.lives:
             life.dies_at_next_load = False
         self.network.reply_loss = self.faults.copy_failure = self.faults.slow_copy = 0.0
+        self.network.nonsense = self.faults.hung_copy = 0.0
+        self.faults.return_all()
         world.run(lambda: False, 12.0)
         self.start_server()
         idle = world.run(lambda: all(engine.idle for engine in self.running), SETTLE_S)
@@ -221,7 +250,7 @@ class Scenario:
         server = self.server
         assert server is not None
         # The last words of the engines arrive; leases of those that were killed are over.
-        limit_s = SETTLE_S if world.counts.get("replies lost") else RELEASE_S + TICK_S
+        limit_s = SETTLE_S if self._unheard() else RELEASE_S + TICK_S
         still = world.run(functools.partial(_is_at_rest, server), limit_s)
         assert still, f"the server holds {server.cache.num_leases} leases, {server.cache.num_readers} readers"
         server.cache.check_integrity()
@@ -247,7 +276,7 @@ def _is_whole(engine: Engine) -> bool:
 
 
 def _held(engine: Engine) -> tuple[int, int]:
-    return engine.pool.num_gpu_blocks - 1 - engine.pool.get_num_free_blocks(), len(engine.scheduler._jobs)
+    return engine.pool.num_gpu_blocks - 1 - engine.pool.get_num_free_blocks(), len(engine.scheduler.held)
 
 
 def _is_at_rest(server: SimulatedServer) -> bool:

@@ -50,6 +50,7 @@ class World:
         self.random = random.Random(seed)
         self.now_s = self.random.uniform(1, 1e6)
         self.jumped_s = 0.0
+        self.is_over = False
         self.processes: dict[int, Process] = {}
         """By process id; an id may be given again once its process has exited."""
         self.counts: dict[str, int] = {}

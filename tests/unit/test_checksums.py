@@ -69,3 +69,7 @@ def test_a_changed_byte_is_found_where_it_is_read_and_only_there(case, data):
     else:
         check(7, found, page, regions, stored)
     check(7, found, page, regions, b"")
+    for shape in (stored + bytes(4 * num_blocks), stored[: -4 * num_blocks], b"1"):
+        if shape:
+            with pytest.raises(DamagedError):
+                check(7, found, page, regions, shape)

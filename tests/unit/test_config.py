@@ -60,8 +60,8 @@ def test_every_option_can_be_set_in_each_way(tmp_path):
     values = {
         "host": "127.0.0.1", "port": 1, "allow_remote": True, "http_host": "::1", "http_port": 0,
         "chunk_size": 544, "l1_size_gb": 0.5, "eviction_policy": "lru", "l1_hugetlb": False,
-        "l1_path": "/dev/shm/l1", "checksums": True, "lease_s": 7.5, "log_level": "DEBUG",
-        "log_format": "json",
+        "l1_path": "/dev/shm/l1", "checksums": True, "lease_s": 7.5, "record": "/tmp/record",
+        "log_level": "DEBUG", "log_format": "json",
     }  # fmt: skip
     assert list(values) == list(OPTIONS) == [field.name for field in dataclasses.fields(Config)]
     expected = Config(**(values | {"eviction_policy": "LRU", "log_level": "debug"}))
@@ -205,7 +205,12 @@ def test_other_machines_are_let_in_only_by_an_explicit_flag(name):
 
 
 def test_http_needs_an_address():
-    assert sentence("--http-host", "") == "--http-host must name an address, for example 127.0.0.1"
+    # ZeroMQ and the system would take no name at all for all addresses.
+    for name, hosts in {"--http-host": ("", "/", "[]", "tcp://"), "--host": ("/", "[]", "tcp:///")}.items():
+        for host in hosts:
+            for more in ([], ["--allow-remote"]):
+                said = sentence(name, host, *more)
+                assert said == f"{name} must name an address, for example 127.0.0.1", host
 
 
 def test_a_file_has_no_huge_pages_of_its_own():
@@ -226,5 +231,5 @@ def test_the_configuration_is_one_line_with_every_option():
     assert line == (
         "configuration: host='a Unix socket' port=7 allow_remote=no http_host=127.0.0.1 http_port=8080 "
         "chunk_size=544 l1_size_gb=4 eviction_policy=LRU l1_hugetlb=yes l1_path=none checksums=no "
-        "lease_s=120 log_level=info log_format=text"
+        "lease_s=120 record=none log_level=info log_format=text"
     )

@@ -92,3 +92,16 @@ def test_a_peer_that_cannot_be_asked_is_nobody_not_unknown():
     with open(os.devnull) as file:
         for descriptor in (-1, file.fileno()):
             assert peer_pid(descriptor) == 0
+
+
+def test_a_socket_path_that_is_no_text_is_refused_with_the_fix(monkeypatch):
+    for name in ("/run/\udcff", "/run/a\nb"):
+        monkeypatch.setenv("LMCACHE_RUNTIME_DIR", name)
+        with pytest.raises(EndpointError, match="set LMCACHE_RUNTIME_DIR to a directory with a plain name"):
+            address("", 5555)
+
+
+def test_the_length_of_a_socket_path_counts_in_bytes(monkeypatch):
+    monkeypatch.setenv("LMCACHE_RUNTIME_DIR", "/run/" + "é" * 60)
+    with pytest.raises(EndpointError, match="set LMCACHE_RUNTIME_DIR to a shorter directory"):
+        address("", 5555)

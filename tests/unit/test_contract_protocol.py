@@ -67,6 +67,8 @@ BY_NAME = {
     "key": keys,
     "parent": keys,
     "client_id": st.binary(min_size=16, max_size=16),
+    "boot_id": st.binary(min_size=16, max_size=16),
+    "nonce": st.binary(min_size=32, max_size=32),
     "keys": st.lists(keys, max_size=3).map(tuple),
     "geometry": geometries,
     "buffers": st.lists(st.tuples(naturals, st.integers(1, 2**63 - 1)), max_size=3).map(tuple),

@@ -68,6 +68,16 @@ def test_a_json_line_has_the_values_of_its_event():
     }
 
 
+def test_the_fields_of_every_line_are_not_an_events_to_choose():
+    record = logging.makeLogRecord({"name": "some", "levelname": "INFO", "created": 0.0})
+    record.msg, record.args = "%(level)s", {"level": "forged", "message": "forged", "more": 1}
+    line = json.loads(JsonFormatter().format(record))
+    assert (line["level"], line["message"], line["more"]) == ("info", "forged", 1)
+    record.args = {"level": "x", "time": "forged", "logger": "forged", "message": "forged"}
+    line = json.loads(JsonFormatter().format(record))
+    assert (line["time"], line["logger"], line["message"]) == ("1970-01-01T00:00:00.000Z", "some", "x")
+
+
 def test_what_another_library_logs_and_a_thread_that_dies_are_lines_too():
     program = (
         "import logging, threading\n"

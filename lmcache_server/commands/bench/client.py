@@ -65,6 +65,7 @@ class Client:
         for channel in (self.worker, self.scheduler):
             channel.start(CONNECT_S, REGISTER_S)
             if not channel.ready:
+                self.__exit__()
                 raise BenchError(
                     str(channel.refusal or "the lmcache server did not accept the bench in time")
                 )

@@ -39,7 +39,7 @@ def lookup(client: Client, chunks: int) -> Samples:
         started_s = time.perf_counter()
         hit = client.ask(client.scheduler, message, Found, LOOKUP_WAIT_S)
         seconds = time.perf_counter() - started_s
-        if hit.resume_tokens < message.limit_tokens:
+        if hit.resume_tokens != message.limit_tokens:
             raise BenchError(
                 "the server has no room for the chunks to look up: pass --only store,load, or try again "
                 "when fewer engines use it"
@@ -70,7 +70,7 @@ def load(client: Client, _: int) -> Samples:
     message = None
     yield Sample()
     for turn, (keys, hit) in enumerate(zip(chains, hits, strict=True)):
-        if hit.resume_tokens < whole:
+        if hit.resume_tokens != whole:
             yield Sample(lost=True)
             continue
         message = client.load_message(hit, keys[-1], turn)

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lmcache_client.contract.version import INSTALL_VLLM, VERSION, VLLM_RANGE, too_old, untested
-from lmcache_server.host.preflight import FAIL, OK, UNLIMITED, WARN, Check
+from lmcache_server.host.machine import UNLIMITED
+from lmcache_server.host.preflight import FAIL, OK, WARN, Check
 from lmcache_server.host.units import size
 
 COLOURS = {OK: "green", WARN: "yellow", FAIL: "red"}

@@ -117,7 +117,7 @@ def _limits(pid: int) -> dict[str, int]:
     limits = {}
     for line in text.splitlines()[1:]:
         name, hard = line[:26].strip(), line[47:68].strip()
-        limits[name] = preflight.UNLIMITED if hard == "unlimited" else int(hard)
+        limits[name] = machine.UNLIMITED if hard == "unlimited" else int(hard)
     return limits
 
 

@@ -1,1 +1,1 @@
-"""Fuzzing of what comes in from clients: the decoder, and the router over a real cache and real copies."""
+"""Fuzzing of everything that others can write: messages, replies, HTTP, L1's file, the configuration."""

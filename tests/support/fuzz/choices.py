@@ -33,6 +33,10 @@ class Choices:
         self._position += count
         return self._data[self._position - count : self._position]
 
+    def rest(self) -> bytes:
+        """Everything that is left."""
+        return self.take(max(0, len(self._data) - self._position))
+
 
 def bend(fields: Any, choices: Choices) -> Any:
     """`fields` (lists, and plain values in them) with one value somewhere replaced, in place."""

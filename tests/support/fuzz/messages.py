@@ -63,7 +63,10 @@ class Speaker:
     def message(self, choices: Choices) -> Message:
         """An honest message, though perhaps not at its time."""
         engine_id, branch = f"e{choices.below(ENGINES)}", choices.below(4)
-        made = _SIMPLE.get(kind := choices.below(16))
+        kind = choices.below(16)
+        if kind == 2:
+            return Clear(bool(choices.below(2)))
+        made = _SIMPLE.get(kind)
         if made is not None:
             return made
         if kind == 6:
@@ -116,7 +119,7 @@ class Speaker:
 
 # 4 and 5 are the most frequent on purpose: nothing is stored before a registration is proven.
 _SIMPLE: dict[int, Message] = {
-    0: Ping(), 1: Status(), 2: Clear(), 3: Goodbye(), 4: Prove(), 5: Prove(),
+    0: Ping(), 1: Status(), 3: Goodbye(), 4: Prove(), 5: Prove(),
 }  # fmt: skip
 
 

@@ -45,6 +45,20 @@ def check_decoder(data: bytes) -> None:
         assert again == (boot_id, request_id, message)
 
 
+class DecoderTarget:
+    def __init__(self) -> None:
+        self.inputs = 0
+
+    def run(self, data: bytes) -> None:
+        self.inputs += 1
+        check_decoder(data)
+
+    def detail(self) -> str:
+        return ""
+
+    def close(self) -> None: ...
+
+
 _OWNER = """
 import ctypes, sys
 memory = (ctypes.c_char * int(sys.argv[1]))()
@@ -69,7 +83,7 @@ class RouterTarget:
     def __init__(self, pid: int, address: int) -> None:
         self.loop = asyncio.new_event_loop()
         self.now_s = 0.0
-        self.frames = 0
+        self.inputs = 0
         self.replies: Counter[str] = Counter()
         self._memory = Memory(pid, ((address, BUFFER_BYTES),), address + BUFFER_BYTES)
         self._speakers = {bytes([number]): Speaker(pid, self._memory) for number in range(CLIENTS)}
@@ -89,6 +103,9 @@ class RouterTarget:
         self.loop.run_until_complete(self._end())
         self.l1.close()
         self.loop.close()
+
+    def detail(self) -> str:
+        return str(dict(self.replies.most_common()))
 
     def run(self, data: bytes) -> None:
         self.loop.run_until_complete(asyncio.wait_for(self._play(Choices(data)), ANSWER_S))
@@ -165,7 +182,7 @@ class RouterTarget:
         return isinstance(message, Prove)
 
     def _receive(self, identity: bytes, frame: bytes) -> None:
-        self.frames += 1
+        self.inputs += 1
         try:
             request_id, _ = messages.decode_request(frame)
         except BadRequestError as error:

@@ -295,6 +295,14 @@ class Engine:
     def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
         return bool(self.call("reset_prefix_cache", reset_connector=reset_connector))
 
+    def pause(self, mode: str = "abort") -> None:
+        """Pause and clear all caches, as before a weight update, and go on. Raises EngineError."""
+        self.call("pause", mode=mode)
+
+    def change_weights(self) -> None:
+        """Change the model's weights in place."""
+        self.call("change_weights")
+
     def corrupt_kv(self, seed: int = 0) -> int:
         """Overwrite the whole KV cache with random numbers; returns its bytes."""
         return int(self.call("corrupt_kv", seed=seed))

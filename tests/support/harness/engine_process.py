@@ -165,6 +165,15 @@ class EngineProcess:
             time.sleep(0.1)
         return done
 
+    def do_pause(self, mode: str) -> None:
+        """As a weight update does: pause, clear all caches, and go on. Raises what vLLM raises."""
+        core = self._core()
+        core.pause_scheduler(mode=mode, clear_cache=True)
+        core.resume_scheduler()
+
+    def do_change_weights(self) -> None:
+        self.llm.collective_rpc(_change_weights)
+
     def do_corrupt_kv(self, seed: int) -> int:
         """Overwrite every page with random finite numbers; returns the bytes overwritten."""
         return sum(self.llm.collective_rpc(_corrupt_kv, args=(seed,)))
@@ -262,6 +271,14 @@ def _make_room_for_intermediate_tensors(worker: Any) -> None:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
         )
+
+
+def _change_weights(worker: Any) -> None:
+    model = getattr(worker, "worker", worker).model_runner.model
+    # What it multiplies is packed for the processor already, or has been thrown away.
+    norms = [weight for name, weight in model.named_parameters() if name.endswith("0.input_layernorm.weight")]
+    assert len(norms) == 1
+    norms[0].data.neg_()
 
 
 def _corrupt_kv(worker: Any, seed: int) -> int:

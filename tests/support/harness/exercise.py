@@ -19,25 +19,26 @@ def new_engine(address: str, name: str) -> RawEngine:
     return RawEngine(address, GROUPS, num_blocks=130, engine_id=name).start()
 
 
-def exercise(engine: RawEngine, number: int) -> int:
-    """Store a prompt whose pages follow from its number, load what is there elsewhere, compare; returns
-    the tokens that were loaded. Exits the process on a wrong byte."""
+def exercise(engine: RawEngine, number: int, salt: int = 0) -> int:
+    """Store a prompt whose pages follow from its number and `salt`, its keys from its number alone; load what
+    is there elsewhere, compare; returns the tokens that were loaded. Exits the process on a wrong byte."""
     tokens = 3 * engine.chunk_size
     keys = chain(range(number * 100_000, number * 100_000 + tokens), engine.chunk_size)
     blocks = tokens // 16
-    tables = [list(range(1, 1 + blocks)), list(range(1, 1 + blocks))]
+    tables = [list(range(1, 1 + blocks)) for _ in engine.groups]
+    seed = salt * 1_000_000 + number * 1000
     found = engine.lookup(keys)
     if found.resume_tokens:
-        elsewhere = [list(range(60, 60 + blocks)), list(range(60, 60 + blocks))]
+        elsewhere = [list(range(60, 60 + blocks)) for _ in engine.groups]
         engine.load(found, keys, elsewhere)
         for index, each in enumerate(engine.groups):
             for position in each.needed_blocks(found.resume_tokens):
-                right = engine.fill(index, 125, number * 1000 + index * 500 + position)
+                right = engine.fill(index, 125, seed + index * 500 + position)
                 if (engine.pages(index, 60 + position) != right).any():
                     sys.exit(WRONG_BYTE)
-    for index in range(2):
-        for position, block in enumerate(tables[index]):
-            engine.fill(index, block, number * 1000 + index * 500 + position)
+    for index, table in enumerate(tables):
+        for position, block in enumerate(table):
+            engine.fill(index, block, seed + index * 500 + position)
     engine.store_prompt(keys, tables)
     engine.end(found, keys)
     return found.resume_tokens

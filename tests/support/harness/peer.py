@@ -143,8 +143,8 @@ class Peer:
         made: Message = plain[name] if name in plain else getattr(self, name)()
         return made
 
-    def live(self, until: str) -> None:
-        """Everything up to and including `until`, each message answered."""
-        for name in self.LIFE[: self.LIFE.index(until) + 1]:
+    def live(self, until: str, since: str = LIFE[0]) -> None:
+        """Everything from `since` up to and including `until`, each message answered."""
+        for name in self.LIFE[self.LIFE.index(since) : self.LIFE.index(until) + 1]:
             reply = self.ask(self.message(name))
             assert not isinstance(reply, messages.Refused), f"{name}: {reply.message}"

@@ -148,7 +148,7 @@ class RawEngine:
 
     def end(self, found: Found, keys: Sequence[bytes] = ()) -> None:
         leases = (found.lease_id,) if found.lease_id else ()
-        expect(self.scheduler.wait(self._scheduler.release(leases, tuple(keys))), Done)
+        expect(self.scheduler.wait(self._scheduler.release(leases, tuple(keys), "request")), Done)
 
     def close(self) -> None:
         self.scheduler.close()

@@ -1,0 +1,84 @@
+"""The blocks of vLLM's pool that the server may still read or write, which vLLM must not use meanwhile."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+
+HELD_SHARE = 0.5
+DRAIN_S = 10.0
+"""How long an idle engine keeps stepping for jobs that are not settled."""
+
+
+@dataclass
+class _Job:
+    """Blocks held for a copy until `workers` more workers have reported it settled."""
+
+    blocks: list[int]
+    workers: int
+    started_s: float
+
+
+class HeldBlocks:
+    """The blocks that each job holds until all `world_size` workers have reported it settled."""
+
+    def __init__(self, world_size: int, now_s: Callable[[], float]) -> None:
+        self._world_size = world_size
+        self._now_s = now_s
+        self._pool: BlockPool | None = None
+        self._jobs: dict[int, _Job] = {}
+        self._next_job = 1
+
+    def __len__(self) -> int:
+        """The number of jobs."""
+        return len(self._jobs)
+
+    def bind(self, pool: "BlockPool") -> None:
+        self._pool, reset = pool, pool.reset_prefix_cache
+
+        def reset_prefix_cache() -> bool:
+            # vLLM refuses to reset its cache, or fails, while any block is in use. No request uses the blocks
+            # that only a copy holds, so they do not count.
+            held = [pool.blocks[i] for job in self._jobs.values() for i in job.blocks]
+            pool.free_blocks(held)
+            try:
+                return bool(reset())
+            finally:
+                pool.touch(held)
+
+        pool.reset_prefix_cache = reset_prefix_cache
+
+    def hold(self, block_ids: list[int]) -> int:
+        """Holds blocks for a new job; returns its number."""
+        assert self._pool is not None
+        job_id = self._next_job
+        self._next_job += 1
+        self._pool.touch([self._pool.blocks[i] for i in block_ids])
+        self._jobs[job_id] = _Job(block_ids, self._world_size, self._now_s())
+        return job_id
+
+    def has_room(self, count: int) -> bool:
+        """Whether `count` more blocks may be held for stores: a server that is slower than the engine must
+        not take the engine's blocks."""
+        assert self._pool is not None
+        held = sum(len(job.blocks) for job in self._jobs.values())
+        return not held or held + count <= HELD_SHARE * self._pool.num_gpu_blocks
+
+    def settled(self, job_id: int, workers: int) -> None:
+        """So many more workers report this job settled; after the last of them its blocks are free."""
+        assert self._pool is not None
+        job = self._jobs[job_id]
+        job.workers -= workers
+        assert job.workers >= 0
+        if job.workers == 0:
+            del self._jobs[job_id]
+            # The tail is freed first, as vLLM does, so that suffixes are evicted before their prefixes.
+            self._pool.free_blocks(self._pool.blocks[i] for i in reversed(job.blocks))
+
+    def has_work(self) -> bool:
+        """Whether an idle engine must keep stepping to free held blocks. The time is limited, so that a
+        server that hangs does not make an idle engine spin."""
+        oldest_s = min((job.started_s for job in self._jobs.values()), default=0.0)
+        return bool(self._jobs) and self._now_s() - oldest_s < DRAIN_S

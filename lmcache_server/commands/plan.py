@@ -1,0 +1,79 @@
+"""The text of `lmcache plan`: what other sizes of L1 would have hit."""
+
+from typing import Any
+
+from lmcache_server.core.demand import Curve, Demand, Sizes
+from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.host.logs import printable
+from lmcache_server.host.units import size
+from lmcache_server.service.planner import rates
+from lmcache_server.telemetry import record
+
+WINDOWS = {"hour": "last hour", "day": "last day", "start": "since start"}
+MAX_RECORDED_KEYS = 20_000_000
+BAR = 40
+LITTLE = 0.02
+"""A gain in the hit rate that is not worth more memory."""
+MOST = 0.5
+"""The share of all possible gain that a recommended size has at least."""
+
+
+def replayed(path: str, l1_bytes: int) -> dict[str, Any]:
+    """The demand of a record, in the form of a status report, for an L1 of this size. Raises CommandError."""
+    counted, time_s = Demand(MAX_RECORDED_KEYS), 0.0
+    for event in record.read(path):
+        namespace, time_s = event.namespace.encode(), event.time_s
+        sizes = Sizes(event.chunk_size, event.chunk_frames, event.sparse)
+        if event.kind == "lookup":
+            tokens = (event.computed_tokens, event.limit_tokens)
+            counted.looked_up(namespace, sizes, event.names(), *tokens, time_s)
+        else:
+            counted.completed(namespace, sizes, event.names())
+    exact, windows = counted.exact_frames(), {}
+    for name in WINDOWS:
+        together = Curve()
+        for curve in counted.curves(name, time_s).values():
+            together.add(curve)
+        windows[name] = rates(together, l1_bytes / FRAME_BYTES)
+    return {"exact_bytes": None if exact is None else exact * FRAME_BYTES, "windows": windows}
+
+
+def table(demand: dict[str, Any], l1_bytes: int) -> str:
+    """`demand` is that of a status report."""
+    windows = {name: demand["windows"][name] for name in WINDOWS}
+    rates = [window["hit_rates"] for window in windows.values()]
+    lines = ["of the tokens that engines looked up and did not hold themselves, these would have hit:", ""]
+    lines.append(f"{'L1':>20}" + "".join(f"{text:>13}" for text in WINDOWS.values()))
+    for multiple in rates[0]:
+        shares = [rate[multiple] for rate in rates]
+        bar = "█" * round(BAR * shares[1])
+        label = "without limit" if multiple == "unlimited" else _label(float(multiple), l1_bytes)
+        lines.append(f"{label:>20}" + "".join(f"{share:>13.1%}" for share in shares) + f"  {bar}".rstrip())
+    lines.append(f"{'tokens looked up':>20}" + "".join(f"{w['tokens']:>13,}" for w in windows.values()))
+    if demand["exact_bytes"] is not None:
+        lines.append(f"Exact up to {size(demand['exact_bytes'])}: what was used longer ago is forgotten.")
+    lines += ["", advice(windows["day"], l1_bytes)]
+    return "\n".join(map(printable, lines))
+
+
+def _label(multiple: float, l1_bytes: int) -> str:
+    now = " (now)" if multiple == 1 else ""
+    return f"{multiple:g}x, {size(int(multiple * l1_bytes))}{now}"
+
+
+def advice(window: dict[str, Any], l1_bytes: int) -> str:
+    """One sentence about what to buy."""
+    rates = window["hit_rates"]
+    now, most = rates["1"], rates["unlimited"]
+    if not window["tokens"]:
+        return "No engine has looked anything up yet."
+    if most - now < LITTLE:
+        return f"More memory would hardly help: without any limit, {most:.1%} would hit instead of {now:.1%}."
+    for multiple in ("2", "4", "10"):
+        if rates[multiple] - now >= MOST * (most - now):
+            more = f"{multiple} times the memory ({size(int(float(multiple) * l1_bytes))})"
+            return f"{more} would raise the hits of the last day from {now:.1%} to {rates[multiple]:.1%}."
+    return (
+        f"Even ten times the memory would raise the hits only from {now:.1%} to {rates['10']:.1%}: most "
+        "prompts come back after more than that has been stored."
+    )

@@ -1,0 +1,117 @@
+"""The Unix socket of a port, at which only one server listens.
+
+ZeroMQ would silently take over a socket file that is in use, and at its end it would remove whatever is at
+the path. So the socket is bound here, and ZeroMQ gets its descriptor.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from lmcache_client.contract.endpoint import check_runtime_directory, runtime_directory
+from lmcache_server.errors import StartError
+
+logger = logging.getLogger(__name__)
+
+TOUCH_EVERY_S = 3600.0
+"""Programs that tidy up /tmp remove what nobody has touched for days."""
+BACKLOG = 100
+
+
+class Claim:
+    """A lock file and a socket, both ours. `listening` has not been given to ZeroMQ yet."""
+
+    def __init__(self, path: Path, lock: Path) -> None:
+        self._path, self._lock = path, lock
+        self.listening = socket.socket(socket.AF_UNIX)
+        self.listening.setblocking(False)
+        self.listening.bind(str(path))
+        self.listening.listen(BACKLOG)
+        info = path.lstat()
+        self._inode = info.st_dev, info.st_ino
+        self._touched_s = 0.0
+        self._is_lost = False
+
+    def is_ours(self) -> bool:
+        """Whether the file at the path still is this server's socket."""
+        with contextlib.suppress(OSError):
+            info = self._path.lstat()
+            return (info.st_dev, info.st_ino) == self._inode
+        return False
+
+    def tick(self, now_s: float) -> None:
+        """Touches the files now and then; says so once if the socket has been removed."""
+        if not self._is_lost and not self.is_ours():
+            self._is_lost = True
+            logger.error(
+                "%(path)s was removed, so no further engine can connect: restart this server",
+                {"path": str(self._path)},
+            )
+        if now_s - self._touched_s >= TOUCH_EVERY_S:
+            self._touched_s = now_s
+            for file in (self._path, self._lock):
+                with contextlib.suppress(OSError):
+                    os.utime(file)
+
+
+@contextlib.contextmanager
+def claimed(path: Path, port: int) -> Iterator[Claim]:
+    """Own the Unix socket at `path` inside the context. Raises StartError."""
+    directory = runtime_directory()
+    with contextlib.ExitStack() as stack:
+        try:
+            directory.mkdir(mode=0o700, parents=False, exist_ok=True)
+            check_runtime_directory(directory)
+            shared = _opened(stack, directory, os.O_RDONLY | os.O_DIRECTORY)
+            lock = _opened(stack, directory / f"{port}.lock", os.O_RDWR | os.O_CREAT)
+            # systemd-tmpfiles leaves a locked directory alone.
+            with contextlib.suppress(OSError):
+                fcntl.flock(shared, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise _in_use(path, port) from None
+            if _is_stale(path, port):
+                path.unlink()
+            claim = Claim(path, directory / f"{port}.lock")
+        except OSError as error:
+            raise StartError(f"cannot use {directory} for the socket: {error}") from error
+        stack.callback(lambda: path.unlink(missing_ok=True) if claim.is_ours() else None)
+        yield claim
+
+
+def _opened(stack: contextlib.ExitStack, path: Path, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+def _is_stale(path: Path, port: int) -> bool:
+    """Whether a server that crashed has left its socket. Raises StartError if a server listens there: whoever
+    removed its lock file did not end it."""
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            return True
+    except FileNotFoundError:
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except BlockingIOError:  # its queue is full
+            pass
+    raise _in_use(path, port)
+
+
+def _in_use(path: Path, port: int) -> StartError:
+    return StartError(
+        f"port {port} is in use: another lmcache server of this user has {path}; "
+        "stop it, or choose another --port"
+    )

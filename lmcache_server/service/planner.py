@@ -1,0 +1,141 @@
+"""What more or less memory would have hit, of the lookups that this server answers."""
+
+from typing import Any
+
+from lmcache_client.contract.geometry import FULL
+from lmcache_client.contract.messages import Lookup, Release
+from lmcache_server.core.cache import Cache, Layout
+from lmcache_server.core.demand import WINDOWS, Curve, Demand, Sizes
+from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.telemetry.record import Event, Recorder, shortened
+
+MULTIPLES = (0.25, 0.5, 1, 2, 4, 10)
+"""Sizes of L1 that are reported, as multiples of its real size."""
+MAX_ASKED = 16_384
+MOST = 32
+"""Chunks are remembered up to this multiple."""
+
+
+class Planner:
+    """Counts every lookup in `demand`, and reports hit rates at other sizes of L1."""
+
+    def __init__(self, cache: Cache, recorder: Recorder | None = None) -> None:
+        self._recorder = recorder
+        self.demand = Demand()
+        self._now_s = 0.0
+        self._cache = cache
+        self._sizes: dict[bytes, Sizes] = {}
+        self._asked: dict[tuple[int, str], None] = {}
+        """Requests that were counted and have not ended: the engine may ask again in every step."""
+
+    def looked_up(self, session_id: int, layout: Layout, message: Lookup, now_s: float) -> None:
+        request = (session_id, message.request_id)
+        if layout.ephemeral or request in self._asked:
+            return
+        if message.request_id:
+            self._asked[request] = None
+            if len(self._asked) > MAX_ASKED:
+                del self._asked[next(iter(self._asked))]
+        self._now_s = now_s
+        computed, limit = message.computed_tokens, message.limit_tokens
+        sizes = self._sizes_of(layout)
+        self.demand.looked_up(layout.namespace, sizes, message.keys, computed, limit, now_s)
+        self._record(True, layout, sizes, computed, limit, message.keys)
+
+    def released(self, session_id: int, layout: Layout, message: Release) -> None:
+        """A request may have ended; it computed or loaded the chain of the message's keys."""
+        self._asked.pop((session_id, message.request_id), None)
+        if not layout.ephemeral and message.keys:
+            sizes = self._sizes_of(layout)
+            self.demand.completed(layout.namespace, sizes, message.keys)
+            self._record(False, layout, sizes, 0, 0, message.keys)
+
+    def _record(
+        self,
+        is_lookup: bool,
+        layout: Layout,
+        sizes: Sizes,
+        computed: int,
+        limit: int,
+        keys: tuple[bytes, ...],
+    ) -> None:
+        if self._recorder is None:
+            return
+        event = Event(
+            round(self._now_s, 3),
+            "lookup" if is_lookup else "end",
+            layout.namespace.hex()[:16],
+            sizes.chunk_size,
+            round(sizes.chunk_frames * self._factor()),
+            sizes.sparse,
+            computed,
+            limit,
+            shortened(keys),
+        )
+        self._recorder.add(event)
+
+    def flush(self) -> None:
+        """Writes what is recorded to its file."""
+        if self._recorder is not None:
+            self._recorder.flush()
+
+    def _sizes_of(self, layout: Layout) -> Sizes:
+        if layout.namespace not in self._sizes:
+            known = self._cache.namespaces()
+            self._sizes = {name: sizes for name, sizes in self._sizes.items() if name in known}
+            self._sizes[layout.namespace] = _sizes(layout)
+            total = self._cache.total_frames
+            self.demand.least_frames = max(int(total * MULTIPLES[0] / 2), 1)
+            self.demand.max_frames = max(MOST * total, 1)
+        return self._sizes[layout.namespace]
+
+    def report(self, now_s: float) -> dict[str, Any]:
+        """As JSON values. A hit rate is a share of the tokens that engines looked up and did not hold."""
+        self._now_s = now_s
+        exact = self.demand.exact_frames()
+        return {
+            "exact_bytes": None if exact is None else int(exact * self._factor()) * FRAME_BYTES,
+            "windows": {name: self._window(name) for name in WINDOWS},
+        }
+
+    def hit_ratio(self, multiple: str) -> float:
+        """The hit rate of the last hour if L1 had so many times its size; `multiple` as in the report."""
+        rates: dict[str, float] = self._window("hour")["hit_rates"]
+        return rates[multiple]
+
+    def _window(self, name: str) -> dict[str, Any]:
+        together, curves = Curve(), self.demand.curves(name, self._now_s)
+        for curve in curves.values():
+            together.add(curve)
+        namespaces = {name.hex()[:16] or "others": self._rates(curve) for name, curve in curves.items()}
+        return {**self._rates(together), "namespaces": namespaces}
+
+    def _rates(self, curve: Curve) -> dict[str, Any]:
+        return rates(curve, self._cache.total_frames / self._factor())
+
+    def _factor(self) -> float:
+        """How many times the frames of full attention L1 now holds, because of windows and states."""
+        chunks = self._cache.namespaces()
+        plain = sum(
+            sizes.chunk_frames * len(chunks.get(namespace, ())) for namespace, sizes in self._sizes.items()
+        )
+        return max(self._cache.used_frames / plain, 1.0) if plain else 1.0
+
+
+def rates(curve: Curve, frames: float) -> dict[str, Any]:
+    """The tokens and hit rates of a curve, as JSON values, for multiples of `frames`."""
+    hits = {str(multiple): curve.hits(multiple * frames) for multiple in MULTIPLES}
+    hits["unlimited"] = curve.all_hits
+    shares = {name: round(each / max(curve.tokens, 1), 4) for name, each in hits.items()}
+    return {"tokens": curve.tokens, "hit_rates": shares}
+
+
+def _sizes(layout: Layout) -> Sizes:
+    has_full = any(group.kind == FULL for group in layout.groups)
+    frames = sum(
+        len(ranks) * -(-group.block_bytes * (layout.chunk_size // group.block_size) // FRAME_BYTES)
+        for group, ranks in zip(layout.groups, layout.holders, strict=True)
+        if group.kind == FULL or not has_full
+    )
+    sparse = has_full and any(group.kind != FULL for group in layout.groups)
+    return Sizes(layout.chunk_size, max(frames, 1), sparse)

@@ -1,0 +1,272 @@
+"""The connector's own code against a server that lies, with vLLM's own requests and block pool.
+
+Whatever is answered, and whether anything is: no call of vLLM's into the connector raises or waits, every
+request is served, and once the server is honest again the engine uses it and holds no block.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from harness.hostile import BENT, CHUNK_SIZE, EXAMPLES, LIES, REFUSALS, WRONG, HostileServer, honest
+from harness.waiting import wait_until
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm import SamplingParams
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.request import Request
+
+from lmcache_client import channel
+from lmcache_client.connector import worker as worker_side
+from lmcache_client.connector.metadata import WorkerReport
+from lmcache_client.connector.scheduler import SchedulerSide
+from lmcache_client.connector.settings import Settings
+from lmcache_client.connector.worker import WorkerSide
+from lmcache_client.contract import messages
+from lmcache_client.contract.geometry import FULL, RECURRENT, Geometry, GroupSpec, Region
+from lmcache_client.contract.keys import ModelTag
+from lmcache_client.contract.messages import (
+    Clear,
+    Hello,
+    Join,
+    Load,
+    Lookup,
+    Ping,
+    Prove,
+    Register,
+    Release,
+    Store,
+)
+from lmcache_client.memory.host import HostExport
+
+BLOCKS = 2048
+PROMPT_TOKENS = 2 * CHUNK_SIZE + 8
+LONGEST_CALL_S = 2.0
+"""Every deadline below is shorter, and a call that waited for one of the server's 5 to 60 s would show."""
+PATIENCE_S = 20.0
+Value = TypeVar("Value")
+
+
+@pytest.fixture(autouse=True)
+def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (
+        ("KEEPER_INTERVAL_S", 0.01),
+        ("GREET_TIMEOUT_S", 0.2),
+        ("PING_AFTER_S", 0.02),
+        ("PING_TIMEOUT_S", 0.1),
+        ("RETRY_REFUSED_S", 0.05),
+        ("OVERDUE_S", 0.1),
+    ):
+        monkeypatch.setattr(channel, name, value)
+    monkeypatch.setattr(worker_side, "STORE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("lmcache_client.engine.REGISTER_S", 0.2)
+    monkeypatch.setattr("lmcache_client.engine.JOIN_S", 0.2)
+    monkeypatch.setattr("lmcache_client.engine.RELEASE_S", 0.1)
+
+
+def prompt_call(function: Callable[..., Value], *arguments: Any) -> Value:
+    started_s = time.monotonic()
+    value = function(*arguments)
+    assert time.monotonic() - started_s < LONGEST_CALL_S, f"{function.__name__} waited for the server"
+    return value
+
+
+class Steps:
+    """Both sides of a connector, called as vLLM calls them. One group is attention, one is recurrent."""
+
+    def __init__(self) -> None:
+        regions = [(Region(0, start, 64, 64),) for start in (0, 64 * BLOCKS)]
+        kinds = (FULL, RECURRENT)
+        groups = tuple(
+            GroupSpec(kind, CHUNK_SIZE, 0, "", at) for kind, at in zip(kinds, regions, strict=True)
+        )
+        self.memory = np.zeros(2 * 64 * BLOCKS, dtype=np.uint8)
+        self.pool = BlockPool(BLOCKS, enable_caching=False, hash_block_size=CHUNK_SIZE)
+        own = Settings(lookup_timeout_s=0.1, load_timeout_s=0.1)
+        export = HostExport(((int(self.memory.ctypes.data), self.memory.nbytes),))
+        self.worker = WorkerSide(own, "e", 0, ModelTag("m", (), 1, 1), Geometry(groups, BLOCKS), export)
+        bare = tuple(GroupSpec(group.kind, group.block_size, 0, "", ()) for group in groups)
+        self.scheduler = SchedulerSide(own, "e", bare, 1, loads=True, stores=True)
+        self.scheduler.bind(self.pool)
+        self.requests = 0
+
+    def __enter__(self) -> "Steps":
+        self.worker.start()
+        self.scheduler.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in (self.scheduler, self.worker):
+            each.channel.close(0.0)
+
+    @property
+    def ready(self) -> bool:
+        return self.scheduler.channel.ready and self.worker.channel.ready
+
+    def reconnect(self) -> None:
+        for each in (self.scheduler, self.worker):
+            with each.channel._lock:
+                each.channel._break("the test says so")
+
+    def request(self) -> tuple[int, bool]:
+        """Serve one request; returns how many tokens were offered, and whether they were loaded."""
+        self.requests += 1
+        name = f"request {self.requests}"
+        params = SamplingParams(max_tokens=1)
+        request = Request(name, list(range(self.requests, self.requests + PROMPT_TOKENS)), params, None)
+        self.scheduler.new_request(request)
+        deadline_s = time.monotonic() + PATIENCE_S
+        while (offer := prompt_call(self.scheduler.matched_tokens, request, 0))[0] is None:
+            assert time.monotonic() < deadline_s, "the engine asks for ever"
+            self.step({}, (), {})
+        tokens = offer[0]
+        assert tokens in (0, CHUNK_SIZE, 2 * CHUNK_SIZE)
+        tables = tuple([block.block_id for block in self.pool.get_new_blocks(3)] for _ in range(2))
+        blocks = SimpleNamespace(get_block_ids=lambda: tables)
+        prompt_call(self.scheduler.allocated, request, blocks, tokens)
+        loaded = bool(tokens) and self._load(name, deadline_s)
+        computed = tokens if loaded else 0
+        states = {} if computed == 2 * CHUNK_SIZE else {name: [(1, tables[1][1], 2 * CHUNK_SIZE)]}
+        self.step({name: PROMPT_TOKENS - computed}, ((name, computed),), states, {name: tables}.get)
+        prompt_call(self.scheduler.finished, request)
+        self.pool.free_blocks(self.pool.blocks[i] for table in tables for i in table)
+        return tokens, loaded
+
+    def _load(self, name: str, deadline_s: float) -> bool:
+        while True:
+            assert time.monotonic() < deadline_s, "the request waits for its load for ever"
+            loaded, failed = self.step({}, (), {})
+            if name in loaded:
+                return name not in failed
+
+    def step(
+        self, scheduled: dict[str, int], computed: Any, states: Any, tables: Any = {}.get
+    ) -> tuple[set[str], set[str]]:
+        output: Any = SimpleNamespace(
+            num_scheduled_tokens=scheduled,
+            scheduled_new_reqs=[SimpleNamespace(req_id=n, num_computed_tokens=t) for n, t in computed],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+            kv_connector_block_state=SimpleNamespace(get_block_ids=tables, boundary_state_offloads=states),
+        )
+        metadata = prompt_call(self.scheduler.step, output)
+        prompt_call(self.worker.submit, metadata)
+        results = prompt_call(self.worker.collect, metadata.idle)
+        report: Any = SimpleNamespace(
+            finished_recving=results.loaded,
+            failed_recving=results.failed,
+            kv_connector_worker_meta=WorkerReport(results.settled),
+        )
+        prompt_call(self.scheduler.worker_output, report)
+        return results.loaded, results.failed
+
+    def is_served(self) -> bool:
+        return self.ready and self.request() == (2 * CHUNK_SIZE, True)
+
+    def is_whole(self) -> bool:
+        self.step({}, (), {})
+        return self.pool.get_num_free_blocks() == BLOCKS - 1
+
+
+@pytest.fixture
+def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileServer]:
+    with tempfile.TemporaryDirectory(prefix="lmc-") as directory:
+        monkeypatch.setenv("LMCACHE_RUNTIME_DIR", directory)
+        with HostileServer(Path(directory), num_groups=2) as server:
+            yield server
+
+
+@pytest.fixture
+def steps(hostile: HostileServer) -> Iterator[Steps]:
+    with Steps() as connector:
+        assert connector.is_served()
+        yield connector
+
+
+def recovers(hostile: HostileServer, steps: Steps, after: str) -> None:
+    hostile.lies.clear()
+    wait_until(steps.is_served, PATIENCE_S, f"the engine is served again after: {after}")
+
+
+TRUE_ENOUGH = ("Found", "Done", "twice", "two parts")
+"""With these, the question is answered."""
+RIGHT = {kind: type(honest(each)) for each in EXAMPLES if (kind := type(each))}
+ALWAYS = [type(each).__name__ for each in EXAMPLES] + [*BENT] + [f"refused as {code!r}" for code in REFUSALS]
+
+
+def lies_about(kind: type[Any]) -> dict[str, Any]:
+    """The lies to tell in answer to this kind of message, by their names."""
+    word = RIGHT[kind].__name__.lower()
+    names = [*ALWAYS, *(name for name in WRONG if name.startswith((word, "held", "not joined", "a process")))]
+    return {name: LIES[name] for name in names}
+
+
+@pytest.mark.parametrize("kind", [Lookup, Load, Store, Release, Ping, Clear], ids=lambda kind: kind.__name__)
+def test_no_reply_to_a_request_of_a_running_engine_harms_it(
+    hostile: HostileServer, steps: Steps, kind: type[Any]
+) -> None:
+    for name, lie in lies_about(kind).items():
+        asked = hostile.asked.get(kind, 0)
+        hostile.lies = {kind: lie}
+        if kind is Clear:
+            steps.scheduler.reset()
+        if kind is not Ping:
+            tokens, loaded = steps.request()
+            if name not in TRUE_ENOUGH:
+                assert kind is not Lookup or not tokens or name.startswith(("found", "held")), name
+                assert kind is not Load or not loaded, name
+        wait_until(lambda: hostile.asked.get(kind, 0) > asked, PATIENCE_S, f"the lie is told: {name}")  # noqa: B023
+        recovers(hostile, steps, name)
+    wait_until(steps.is_whole, PATIENCE_S, "no block is held any more")
+
+
+@pytest.mark.parametrize("kind", [Hello, Register, Prove, Join], ids=lambda kind: kind.__name__)
+def test_no_reply_to_an_engine_that_connects_harms_it(
+    hostile: HostileServer, steps: Steps, kind: type[Any]
+) -> None:
+    for name, lie in lies_about(kind).items():
+        asked = hostile.asked.get(kind, 0)
+        hostile.lies = {kind: lie}
+        steps.reconnect()
+        steps.request()
+        wait_until(lambda: hostile.asked.get(kind, 0) > asked, PATIENCE_S, f"the lie is told: {name}")  # noqa: B023
+        steps.request()
+        recovers(hostile, steps, name)
+    wait_until(steps.is_whole, PATIENCE_S, "no block is held any more")
+
+
+REPLIES = st.one_of(st.none(), st.sampled_from(sorted(LIES)), st.binary(max_size=40), st.integers(0, 1 << 16))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(script=st.lists(REPLIES, min_size=1, max_size=25))
+def test_no_sequence_of_replies_harms_an_engine(script: list[Any]) -> None:
+    """None is an honest reply, a number one with a byte changed, bytes are all that is sent."""
+    with tempfile.TemporaryDirectory(prefix="lmc-") as directory:
+        os.environ["LMCACHE_RUNTIME_DIR"] = directory
+        with HostileServer(Path(directory), num_groups=2) as hostile, Steps() as steps:
+            lies = iter(script)
+
+            def answer(number: int, message: Any) -> Any:
+                lie = next(lies, None)
+                if isinstance(lie, str):
+                    return LIES[lie](number, message)
+                if isinstance(lie, bytes):
+                    return [[lie]]
+                if isinstance(lie, int):
+                    frame = bytearray(messages.encode_reply(bytes(16), number, honest(message, num_groups=2)))
+                    frame[lie % len(frame)] ^= 1 + lie % 255
+                    return [[bytes(frame)]]
+                return None
+
+            hostile.script = answer
+            for _ in range(4):
+                steps.request()
+            hostile.script = lambda _number, _message: None
+            wait_until(steps.is_served, PATIENCE_S, "the engine is served again")
+            wait_until(steps.is_whole, PATIENCE_S, "no block is held any more")

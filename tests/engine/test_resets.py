@@ -1,0 +1,108 @@
+"""vLLM resets its cache, as for a weight update: what was computed before serves nobody any more."""
+
+from pathlib import Path
+
+import pytest
+from harness.clients import go_on, stop
+from harness.engine import Engine
+from harness.prompts import prompt
+from harness.server import LMCacheServer
+from harness.waiting import wait_until
+
+STORED = 'lmcache_objects_total{outcome="stored"}'
+
+
+def wait_for_engine(server: LMCacheServer) -> None:
+    """Wait until both sides of the connector are ready."""
+    roles = ["scheduler", "worker"]
+    server.wait_for_status(lambda status: sorted(each["role"] for each in status["sessions"]) == roles)
+
+
+def assert_new(engine: Engine, number: int) -> None:
+    """The pages of this prompt in the cache are of before a reset: it is computed, and stored, again."""
+    computed = engine.run(prompt(700, number))
+    assert computed.external_tokens == 0
+    assert engine.reset_prefix_cache()
+    served = engine.run(prompt(700, number))
+    assert served.external_tokens == 512
+    assert served.output == computed.output
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+def test_pages_of_old_weights_are_not_served_to_new_ones(mode: str) -> None:
+    with LMCacheServer(l1_size_gb=0.1) as server, Engine("llama", server=server) as engine:
+        old = engine.run(prompt(700, 1))
+        names = engine.submit([prompt(900, 2)], 40)
+        engine.step(4)
+        engine.pause(mode)
+        engine.change_weights()
+        if mode == "keep":
+            assert len(engine.collect(names)[0].tokens) == 40
+        assert_new(engine, 1)
+        assert engine.run(prompt(700, 1)).output != old.output, "the weights are others"
+        engine.settle()
+        info = engine.info()
+        assert info["free_blocks"] == info["num_blocks"] - 1
+
+
+def test_a_request_that_goes_on_over_a_reset_stores_nothing_more() -> None:
+    """vLLM resets nothing while requests run, unless it preempts them, but it asks its connector to."""
+    with LMCacheServer(l1_size_gb=0.1) as server, Engine("llama", server=server) as engine:
+        names = engine.submit([prompt(700, 1)], 100)
+        engine.step(4)
+        assert not engine.reset_prefix_cache(reset_connector=True)
+        assert len(engine.collect(names)[0].tokens) == 100
+        engine.settle()
+        assert_new(engine, 1)
+
+
+def test_a_reset_gives_the_memory_back() -> None:
+    with LMCacheServer(l1_size_gb=0.1) as server, Engine("llama", server=server) as engine:
+        engine.run(prompt(700, 1))
+        server.wait_until(lambda l1: l1["ready_bytes"] > 0)
+        engine.pause()
+        server.wait_until(lambda l1: l1["ready_bytes"] == 0)
+
+
+def test_a_reset_succeeds_while_the_server_is_stopped_and_holds_a_store() -> None:
+    with LMCacheServer(l1_size_gb=0.1) as server, Engine("llama", server=server) as engine:
+        engine.run(prompt(700, 1))
+        before, all_blocks = server.metrics()[STORED], engine.info()["num_blocks"] - 1
+        stop(server.pid)
+        try:
+            engine.run(prompt(700, 2), settle=False)
+            held = all_blocks - engine.info()["free_blocks"]
+            assert held > 0, "a store is under way"
+            engine.pause()
+            engine.change_weights()
+            assert all_blocks - engine.info()["free_blocks"] == held, "its blocks are held as before"
+        finally:
+            go_on(server.pid)
+        wait_until(lambda: server.metrics()[STORED] > before, 10.0, "the store has been carried out")
+        for number in (1, 2):
+            assert_new(engine, number)
+        engine.settle()
+        assert engine.info()["free_blocks"] == all_blocks
+
+
+def test_a_reset_succeeds_without_a_server_and_holds_for_the_next(tmp_path: Path) -> None:
+    """The next server has the pages of before in its file."""
+    server = LMCacheServer(l1_size_gb=0.1, l1_path=tmp_path / "l1")
+    with Engine("llama", server=server) as engine:
+        engine.pause()
+        with server:
+            wait_for_engine(server)
+            assert_new(engine, 1)
+            assert server.terminate() == 0
+            engine.pause()
+            engine.change_weights()
+            server.start()
+            wait_for_engine(server)
+            assert_new(engine, 1)
+            server.kill()
+            assert engine.reset_prefix_cache()
+            engine.pause()
+            engine.change_weights()
+            server.start()
+            wait_for_engine(server)
+            assert_new(engine, 1)

@@ -1,0 +1,87 @@
+"""The options of the server from a TOML file and the environment: a valid Config, or one sentence."""
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import click
+from harness.options import load
+
+from fuzz.choices import Choices
+from lmcache_server.config import MAX_FILE_BYTES, OPTIONS, Config, describe, variable_name
+from lmcache_server.errors import StartError
+
+MAX_SENTENCE = 1000
+
+
+class OptionsTarget:
+    """The input is a TOML file, and behind a zero byte pairs of a variable and its text."""
+
+    def __init__(self) -> None:
+        self.inputs = 0
+        self.outcomes: Counter[str] = Counter()
+        self._directory = tempfile.TemporaryDirectory(prefix="lmcache-fuzz-")
+        self._path = Path(self._directory.name, "lmcache.toml")
+
+    def close(self) -> None:
+        self._directory.cleanup()
+
+    def detail(self) -> str:
+        return str(dict(self.outcomes.most_common()))
+
+    def run(self, data: bytes) -> None:
+        self.inputs += 1
+        toml, _, rest = data.partition(b"\0")
+        self._path.write_bytes(toml)
+        environment, choices = {}, Choices(rest)
+        while choices.left:
+            name = variable_name(tuple(OPTIONS)[choices.below(len(OPTIONS))])
+            text = choices.take(choices.below(40)).replace(b"\0", b"")
+            environment[name] = text.decode(errors="surrogateescape")
+        try:
+            config = load("--config", str(self._path), environment=environment)
+        except StartError as error:
+            text = str(error)
+            assert text.isprintable() or not toml.decode(errors="replace").isprintable(), text
+            assert "\n" not in text, text
+            assert 0 < len(text) < MAX_SENTENCE, text
+            self.outcomes["refused"] += 1
+            return
+        self._check(config)
+        self.outcomes["taken"] += 1
+
+    def _check(self, config: Config) -> None:
+        for name, option in OPTIONS.items():
+            value, kind = getattr(config, name), option.metadata["type"]
+            assert type(value) in (type(option.default), *((int,) if name == "chunk_size" else ())), name
+            if isinstance(kind, click.IntRange | click.FloatRange):
+                assert kind.min <= value <= kind.max, (name, value)
+            if isinstance(value, str):
+                assert value.isprintable(), (name, value)
+        line = describe(config)
+        assert "\n" not in line, line
+        line.encode()
+
+
+def option_seeds() -> list[bytes]:
+    def value(option: Any) -> str:
+        default = option.default
+        if isinstance(default, bool):
+            return str(default).lower()
+        return f'"{default or "auto"}"' if isinstance(default, str | None) else str(default)
+
+    lines = [f"{name} = {value(option)}" for name, option in OPTIONS.items() if name != "host"]
+    whole = "\n".join(lines).encode()
+    odd = b'port = 1_0\nlease_s = 1e3\nl1_size_gb = inf\nhttp_host = """\\u0031"""\n[a.b]\nc = [{d = 1}]'
+    variables = bytes([1, 4]) + b"5555" + bytes([4, 4]) + b"auto" + bytes([12, 4]) + b"json"
+    bell = b'http_host = "1\\u0007"'
+    assert len(whole) < MAX_FILE_BYTES
+    return [
+        whole,
+        odd,
+        bell,
+        *(line.encode() for line in lines),
+        whole + b"\0" + variables,
+        b"\0" + variables,
+    ]

@@ -1,0 +1,122 @@
+"""`python -m soak SECONDS [DIRECTORY]`, in tests/support: one server under clients that come and go.
+
+Samples go into samples.csv, a summary into summary.json and the curve, where there is matplotlib, into
+curve.svg of the directory. Exits with 1 if a client saw a wrong byte, hung or crashed, if the server's memory
+grew, or if descriptors, threads, sessions, leases or frames were missing when no client was there.
+"""
+
+import importlib.util
+import json
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from harness.paths import CACHE
+from harness.processes import tail
+from harness.server import LMCacheServer
+
+from soak.crew import Crew
+from soak.curve import draw
+from soak.samples import Sample, faults, growth_bytes, open_files, sample, warm, write
+
+L1_SIZE_GB = 0.25
+RESTS = 24
+REST_S = 3.0
+"""Two ticks of the server, and a little."""
+TURN_S = 0.05
+
+
+def soak(server: LMCacheServer, seconds: float, crew: Crew) -> list[Sample]:
+    server.wait_until_populated()
+    started_s = time.monotonic()
+    # What the first client alone brings (a library that is loaded, say) is no growth.
+    while time.monotonic() - started_s < min(20.0, seconds / 10):
+        crew.turn()
+        time.sleep(TURN_S)
+    samples: list[Sample] = []
+
+    def measure(at_rest: bool) -> None:
+        samples.append(sample(server, time.monotonic() - started_s, at_rest))
+
+    def rest() -> None:
+        crew.rest()
+        server.wait_at_rest(timeout_s=10.0)
+        time.sleep(REST_S)
+        measure(at_rest=True)
+
+    rest()
+    files = open_files(server.pid)
+    started_s, interval_s = time.monotonic(), max(1.0, min(5.0, seconds / 300))
+    between_s = max(10.0, seconds / RESTS)
+    rest_s, measure_s = between_s, 0.0
+    while (now_s := time.monotonic() - started_s) < seconds:
+        crew.turn()
+        if now_s >= measure_s:
+            measure(at_rest=False)
+            measure_s = now_s + interval_s
+        if now_s >= rest_s:
+            rest()
+            rest_s = time.monotonic() - started_s + between_s
+            print(samples[-1], dict(crew.counts), *crew.faults, flush=True)
+            if more := open_files(server.pid) - files:
+                print("open, and not at the start:", dict(more), flush=True)
+        time.sleep(TURN_S)
+    rest()
+    return samples
+
+
+def summary(samples: list[Sample], crew: Crew, metrics: dict[str, float], wrong: list[str]) -> dict[str, Any]:
+    rests = [each for each in warm(samples) if each.at_rest]
+    return {
+        "seconds": round(samples[-1].at_s),
+        "samples": len(samples),
+        "clients": dict(crew.counts),
+        "rss_at_rest_mib": [round(each.rss_bytes / (1 << 20), 1) for each in rests],
+        "growth_mib": round(growth_bytes(samples) / (1 << 20), 1),
+        "peak_mib": round(max(each.rss_bytes for each in warm(samples)) / (1 << 20), 1),
+        "descriptors_at_rest": sorted({each.descriptors for each in rests}),
+        "threads_at_rest": sorted({each.threads for each in rests}),
+        "median_sessions": statistics.median(each.sessions for each in samples if not each.at_rest),
+        "metrics": {
+            name: value
+            for name, value in metrics.items()
+            if name.startswith("lmcache_") and "_bucket" not in name and "_created" not in name and value
+        },
+        "faults": wrong,
+    }
+
+
+def main() -> int:
+    seconds = float(sys.argv[1])
+    directory = Path(sys.argv[2] if len(sys.argv) > 2 else CACHE / "soak")
+    directory.mkdir(parents=True, exist_ok=True)
+    seed = random.randrange(1 << 30)
+    print(f"{seconds:g} s, seed {seed}; results in {directory}", flush=True)
+    with LMCacheServer(l1_size_gb=L1_SIZE_GB, checksums=False) as server:
+        crew = Crew(server.address, server.http_port, seed)
+        try:
+            samples = soak(server, seconds, crew)
+        finally:
+            crew.close()
+        metrics = server.metrics()
+        log = tail(server.log)
+        code = server.terminate()
+    wrong = [*dict.fromkeys(crew.faults), *faults(samples)]
+    if code:
+        wrong.append(f"the server ended with code {code}, and not with 0")
+    write(directory / "samples.csv", samples)
+    result = summary(samples, crew, metrics, wrong)
+    (directory / "summary.json").write_text(json.dumps(result, indent=1) + "\n")
+    if importlib.util.find_spec("matplotlib") is not None:
+        draw(directory / "samples.csv", directory / "curve.svg")
+    print(json.dumps(result, indent=1))
+    if wrong:
+        print(log, "The soak failed:", *wrong, sep="\n")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
