@@ -31,7 +31,8 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to store. `published` says of which chunks the engine has states: "every" or the "last"."""
+    """A way to store. `published` says of which chunks the engine has states: "every", the "last" of a prompt,
+    or also the one before the "fork", as vLLM's default settings do with this connector."""
 
     name: str
     groups: tuple[GroupSpec, ...]
@@ -52,6 +53,7 @@ ARMS = (
     Arm("windows, at every chunk", WINDOWS, False),
     Arm("windows, the rule", WINDOWS, True),
     Arm("states, at ends of prompts", STATES, False, "last"),
+    Arm("states, at ends of prompts and forks", STATES, False, "fork"),
     Arm("states, at every chunk", STATES, False),
     Arm("states, published at every chunk, the rule", STATES, True),
 )
@@ -109,7 +111,8 @@ class Client:
         objects = []
         for index, (spec, bits) in enumerate(zip(self.groups, held, strict=True)):
             is_held = chunk // 8 < len(bits) and bits[chunk // 8] >> chunk % 8 & 1
-            is_published = spec.kind != RECURRENT or self.arm.published == "every" or chunk == prompt.end - 1
+            places = {"last": (prompt.end,), "fork": (prompt.end, prompt.fork)}.get(self.arm.published)
+            is_published = spec.kind != RECURRENT or places is None or chunk + 1 in places
             if is_published and not is_held and self.admission.admits(index, chunk, prompt):
                 objects.append(chunk_object(keys, chunk, index, (chunk + 1,)))
         return objects
