@@ -1,8 +1,9 @@
-"""What admission is worth: the trace of the replay with the pages of hybrid models, through the real server.
+"""The trace of the replay, with the pages of hybrid models, through the real server: it shows how much
+admission gives.
 
-Each request does what the connector does, and asks the connector's own rule which objects to store. A chunk of
-512 tokens is one frame of full attention; beside it lies a window of five frames or a state of three. L1 has
-room for 20,000 frames.
+Each request does what the connector does, and asks the connector's own rule which objects to store. A chunk
+of 512 tokens is one frame of full attention; beside it lies a window of five frames or a state of three. L1
+has room for 20,000 frames.
 """
 
 import argparse
@@ -31,8 +32,8 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to store. `published` says of which chunks the engine has states: "every", the "last" of a prompt,
-    or also the one before the "fork", as vLLM's default settings do with this connector."""
+    """A way to store. `published` says of which chunks the engine has states: "every", the "last" of a
+    prompt, or also the one before the "fork", as vLLM's default settings do with this connector."""
 
     name: str
     groups: tuple[GroupSpec, ...]
@@ -179,11 +180,20 @@ def measure(requests: Sequence[Request]) -> dict[str, Any]:
                 plans.append([arm.name, f"{multiple:g}", f"{said:.4f}", real, f"{said - float(real):+.4f}"])
                 print(f"{arm.name}, {multiple:g} times L1: planned {said:.4f}, real {real}", flush=True)
     plain, ruled = (rates[arm.name] for arm in ARMS[:2])
-    bars.append(_bar("full attention alone is served as without the rule", ruled, plain, ruled == plain))
+    bars.append(
+        _bar(
+            "full attention alone: the same hit rate with the rule as without it",
+            ruled,
+            plain,
+            ruled == plain,
+        )
+    )
     columns = ["stored", "token hit rate", "frames written", "frames a request"]
-    tables = [{"caption": "What is stored decides.", "columns": columns, "rows": rows}]
+    tables = [
+        {"caption": "Hit rates and frames written, by what is stored.", "columns": columns, "rows": rows}
+    ]
     columns = ["stored", "times L1", "planned", "a server of that size", "error"]
-    caption = "What `lmcache plan` says of other sizes for models with windows or states."
+    caption = "Hit rates that `lmcache plan` prints for other sizes, against servers of those sizes."
     tables.append({"caption": caption, "columns": columns, "rows": plans})
     return {"tables": tables, "bars": bars}
 

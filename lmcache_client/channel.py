@@ -34,7 +34,7 @@ OVERDUE_S = 30.0
 request's deadline, that reply is lost."""
 MAX_PENDING = 1 << 14
 MAX_BURST = 1 << 10
-"""The replies processed in one turn: a server that never stops talking must not stop the engine."""
+"""At most so many replies are processed in one turn, so that a server that floods cannot stop the engine."""
 
 
 class ChannelError(Exception):
@@ -87,7 +87,7 @@ class Pending:
 
 
 def unsent(reason: str) -> Pending:
-    """What stands for a request that is not sent: done, with an error, and settled."""
+    """A request that could not be sent: done, with an error, and settled."""
     pending = Pending(0.0)
     pending._fail(reason)
     pending.settled = True
@@ -234,7 +234,7 @@ class Channel:
                 pending._finish(Refused(error.code, str(error)))
             return
         except ProtocolError as error:
-            # Which request it was meant for is unknown. A new session settles all of them.
+            # Nobody knows which request the reply was for. A new session settles all of them.
             reason = f"the lmcache server sent a reply that cannot be read ({error})"
             if self._is_readable and not self.ready:
                 self._on_state(False, reason)

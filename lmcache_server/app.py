@@ -151,11 +151,12 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
 
 
 def collect_garbage(ticks: int, num_chunks: int) -> None:
-    """Once a second. A collection over a large index would stop the server for seconds. So objects that are a
-    second old are frozen, which means never searched again; almost none of ours are in reference cycles.
+    """Called once a second. A collection over a large index would stop the server for seconds. So objects
+    that are a second old are frozen, which means never searched again. Almost none of ours are in reference
+    cycles.
 
-    The few that are, such as what an error left in the middle of a second, are found now and then, unless
-    the index is so large that it would be noticed.
+    Some cycles are frozen before they are garbage, for example after an error. Every THAW_TICKS calls all
+    objects are searched for these, unless the index has so many chunks that the pause would be noticed.
     """
     if ticks % THAW_TICKS == THAW_TICKS - 1 and num_chunks <= THAW_CHUNKS:
         gc.unfreeze()

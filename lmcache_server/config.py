@@ -106,9 +106,9 @@ class Config:
         120.0, click.FloatRange(1, 86400), "Seconds for which the server keeps a hit for an engine that has "
         "not loaded it yet.", metavar="SECONDS")
     record: str = _option(
-        "", _TEXT, "File to which the server appends what engines look up, for `lmcache plan --from`: times, "
-        "numbers of tokens and shortened digests of prompts, no text. It grows to 256 MiB, and then "
-        "continues in a new file.", metavar="FILE", show_default="none")
+        "", _TEXT, "File to which the server appends all lookups, for `lmcache plan --from`: times, numbers "
+        "of tokens and shortened digests of prompts, but no text. At 256 MiB it is renamed to FILE.1, and a "
+        "new file begins.", metavar="FILE", show_default="none")
     log_level: str = _option(
         "info", _one_of("debug", "info", "warning", "error"), "How much to log on stderr.")
     log_format: str = _option(

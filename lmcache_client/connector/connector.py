@@ -231,7 +231,8 @@ class LMCacheMPConnector(Uncached):
         return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def reset_cache(self) -> bool | None:
-        """vLLM resets its cache, usually because its weights change. Succeeds without a server, too."""
+        """vLLM calls this when it resets its cache, usually because its weights change. It needs no
+        server."""
         if self._scheduler is None:
             return None
         self._scheduler.reset()

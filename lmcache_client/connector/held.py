@@ -1,4 +1,4 @@
-"""The blocks of vLLM's pool that the server may still read or write, which vLLM must not use meanwhile."""
+"""The blocks of vLLM's pool that the server may still read or write. vLLM must not use them meanwhile."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,8 +39,8 @@ class HeldBlocks:
         self._pool, reset = pool, pool.reset_prefix_cache
 
         def reset_prefix_cache() -> bool:
-            # vLLM refuses to reset its cache, or fails, while any block is in use. No request uses the blocks
-            # that only a copy holds, so they do not count.
+            # vLLM refuses to reset its cache, or fails, while any block is in use. Blocks that only a copy
+            # holds are used by no request, so vLLM may count them as free.
             held = [pool.blocks[i] for job in self._jobs.values() for i in job.blocks]
             pool.free_blocks(held)
             try:
@@ -67,7 +67,8 @@ class HeldBlocks:
         return not held or held + count <= HELD_SHARE * self._pool.num_gpu_blocks
 
     def settled(self, job_id: int, workers: int) -> None:
-        """So many more workers report this job settled; after the last of them its blocks are free."""
+        """Another `workers` workers report this job settled. After the last of all workers its blocks are
+        free."""
         assert self._pool is not None
         job = self._jobs[job_id]
         job.workers -= workers

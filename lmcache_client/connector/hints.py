@@ -1,4 +1,4 @@
-"""What a request says about its prompt: the `lmcache.*` keys of its kv_transfer_params."""
+"""The hints of a request about its prompt: the `lmcache.*` keys of its kv_transfer_params."""
 
 from collections.abc import Mapping
 
@@ -9,8 +9,8 @@ ONCE = f"{PREFIX}once"
 
 
 class Hints:
-    """Reads the hints of an engine's requests. A hint that is not understood is ignored, with one warning for
-    all requests: a request never fails for it."""
+    """Reads the hints of an engine's requests. An unknown hint is ignored and never makes a request fail. One
+    warning is logged for all of them."""
 
     def __init__(self) -> None:
         self._has_warned = False

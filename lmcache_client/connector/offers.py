@@ -18,9 +18,9 @@ Offer = tuple[Tracked, StoreObject]
 
 
 class Offers:
-    """What an engine with these groups offers to the server.
+    """Chooses the objects that an engine with these groups offers to the server.
 
-    `block_bytes` has the bytes of one block of each group; without them every window and state is offered.
+    `block_bytes` has the bytes of one block of each group. If it is empty, every window and state is offered.
     `state_interval` is vLLM's prefix_cache_retention_interval.
     """
 
@@ -31,7 +31,7 @@ class Offers:
         self._block_bytes = block_bytes
         self._state_interval = state_interval
         self._admissions: dict[int, Admission] = {}
-        """By chunk size, which a server that comes back may have changed."""
+        """By chunk size: a server that was restarted may have another one."""
 
     def of_step(self, output: "SchedulerOutput", tracked_of: Callable[[str], Tracked | None]) -> list[Offer]:
         """The objects that are complete after this step. `tracked_of` finds a request by its id."""
@@ -59,7 +59,7 @@ class Offers:
                 continue
             computed, chunk_size = computed_before[request_id], tracked.chunk_size
             if request_id in new and not computed % chunk_size:
-                # Other prompts also share what only the engine's own prefix cache had of this one.
+                # Other prompts also share the beginning that only the engine's own prefix cache had.
                 tracked.known = max(tracked.known, computed // chunk_size)
             # Tokens beyond num_tokens are drafts or not sampled yet, so their KV may change.
             computed = min(computed + scheduled, tracked.request.num_tokens)

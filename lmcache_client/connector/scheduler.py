@@ -86,18 +86,18 @@ class SchedulerSide:
             raise ValueError(f"{self._advice} (lmcache.mp.strict_resume_points makes this an error)")
 
     def reset(self) -> None:
-        """vLLM's reset_cache: nothing that was computed before may serve a request from now on, because the
+        """vLLM's reset_cache: from now on no page that was computed before may serve a request, because the
         weights may change.
 
-        All further keys start at a new random root, so no page of before can be found, even if its store is
-        still in flight or a server that is gone now brings it back. Nobody waits for the server, which is
-        only asked to give the memory back.
+        All further keys start at a new random root. So no earlier page can be found, even if its store is
+        still under way, or if a server that is gone now restores it later. Nobody waits for the server. It is
+        only asked to free the memory.
         """
         self._root = self.channel.system.random_bytes(KEY_BYTES)
         for request_id, tracked in list(self._tracked.items()):
             self._forget(tracked)
             if tracked.request.num_computed_tokens:
-                # vLLM did not preempt it, so it goes on with pages of before.
+                # vLLM did not preempt it, so it continues with earlier pages.
                 del self._tracked[request_id]
             else:
                 self._tracked[request_id] = Tracked(tracked.request, self._root, once=tracked.once)
@@ -140,10 +140,10 @@ class SchedulerSide:
         return state.found.resume_tokens - computed, True
 
     def _end_a_step_at_the_fork(self, tracked: Tracked, computed: int) -> None:
-        """Lets vLLM offer the recurrent state where this prompt leaves what the server knows.
+        """Makes vLLM offer the recurrent state where this prompt parts from the prompts that the server has.
 
-        vLLM does so by itself where a prompt leaves what is in its own prefix cache. It has just set this
-        attribute of the request, and reads it when it chooses where the next step ends.
+        vLLM does the same by itself for its own prefix cache. It has just set this attribute of the request,
+        and reads it when it chooses where the next step ends.
         """
         fork = tracked.known * self.chunk_size
         if self._has_states and fork > computed:
@@ -212,7 +212,7 @@ class SchedulerSide:
         return tracked
 
     def _forget(self, tracked: Tracked) -> None:
-        """Gives up what the server has promised or is being asked for."""
+        """Gives up the server's promise to this request, or the lookup that still asks for one."""
         if isinstance(tracked.state, Asking):
             self.client.forget(tracked.state.lookup)
         self._release(tracked)
@@ -315,7 +315,7 @@ class SchedulerSide:
         if isinstance(state, Asking):
             self.client.forget(state.lookup)
         leases = (state.found.lease_id,) if isinstance(state, Promised) and state.found.lease_id else ()
-        # Without its keys, nothing that only this prompt brought counts as used again.
+        # Without keys, the chunks that only this prompt brought do not count as used again.
         keys = () if tracked.once else tuple(tracked.keys[:MAX_CHUNKS])
         if leases or tracked.keys:
             self.client.release(leases, keys, tracked.name)

@@ -142,8 +142,8 @@ class WorkerSide:
         return results
 
     def _failure(self) -> str:
-        """Why jobs that are not sent yet never will be; empty as long as they will. Ask before you look at
-        them."""
+        """Why jobs that still wait will never be sent; empty while all is well. Call this before you look at
+        the jobs."""
         failure = self.client.export.failure
         if failure and not self._has_failed:
             self._has_failed = True

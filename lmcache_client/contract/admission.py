@@ -1,4 +1,4 @@
-"""Admission: which objects of a prompt are worth storing at all.
+"""Admission: the choice of the objects of a prompt that are worth storing.
 
 Full attention reads every chunk, so every chunk is stored. A window or a state is only read by a request that
 resumes right behind it, and requests resume at few places: where an earlier prompt ended, and where prompts
@@ -12,14 +12,15 @@ from typing import NamedTuple
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, GroupSpec
 
 CHECKPOINT_SHARE = 20
-"""A checkpoint is stored for every so many times its own size in objects of full attention."""
+"""Between two checkpoints, objects of full attention take at least this many times the size of one."""
 
 
 class Prompt(NamedTuple):
     """Where requests are likely to resume in a prompt, in chunks.
 
-    `end` is the last place at which the same prompt could resume: the whole chunks before its last token.
-    `fork` is how many leading chunks somebody had computed before this prompt came, or 0 if nobody knows.
+    `end` is the last place at which the same prompt could resume: the number of whole chunks before its last
+    token. `fork` is the number of leading chunks that the server or the engine had before this prompt came; 0
+    if that is unknown.
     `spacing` is the distance from one recurrent state that the engine offers to the next.
     """
 
@@ -31,9 +32,9 @@ class Prompt(NamedTuple):
 class Admission(NamedTuple):
     """Which objects of a model's `groups` are stored. Every rank of an engine gets the same answers.
 
-    `interval` is the number of chunks between two checkpoints, which help the first prompt that forks in the
-    middle of a known one; 0 admits everything. `all_states` admits every recurrent state, for an engine that
-    offers only those at ends and forks.
+    `interval` is the number of chunks between two checkpoints, which help the first prompt that parts from a
+    known one in its middle; 0 admits everything. `all_states` admits every recurrent state, for an engine
+    that offers only those at ends and forks.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -46,7 +47,7 @@ class Admission(NamedTuple):
         spec = self.groups[group]
         if spec.kind == FULL or not self.interval or (spec.kind == RECURRENT and self.all_states):
             return True
-        # Decoding ends anywhere, so all that it completes is at an end.
+        # The answer may end anywhere, so every chunk that it completes may be the last one.
         if chunk >= self._first_chunk(spec, prompt.end):
             return True
         checkpoint = math.ceil((chunk + 1) / self.interval) * self.interval
@@ -67,8 +68,8 @@ class Admission(NamedTuple):
 def checkpoint_interval(groups: Sequence[GroupSpec], block_bytes: Sequence[int], chunk_size: int) -> int:
     """The number of chunks between two checkpoints, the same for all groups, because a resume needs them all.
 
-    `block_bytes` has the bytes of one block of each group. 0 if the model has full attention alone or not at
-    all: then everything is stored.
+    `block_bytes` has the bytes of one block of each group. 0 if the model has no full attention, or
+    nothing else: then everything is stored.
     """
     chunk_bytes = checkpoint_bytes = 0
     for group, size in zip(groups, block_bytes, strict=True):
@@ -84,8 +85,8 @@ def checkpoint_interval(groups: Sequence[GroupSpec], block_bytes: Sequence[int],
 
 
 def stored_factor(groups: Sequence[GroupSpec], block_bytes: Sequence[int], chunk_size: int) -> float:
-    """How many times the bytes of full attention a long prompt takes if everything is stored; 0 without full
-    attention, where everything always is."""
+    """The bytes that a long prompt takes if everything is stored, divided by those of its full attention. 0
+    for a model without full attention, of which everything is always stored."""
     chunk = max((group.window for group in groups), default=0) // chunk_size + 1
     sizes = [
         (group.kind, len(group.stored_blocks(chunk, chunk_size)) * size)

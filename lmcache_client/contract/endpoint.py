@@ -46,7 +46,7 @@ def is_loopback(host: str) -> bool:
 
 def address(host: str, port: int) -> str:
     """The server's ZeroMQ address: TCP if `host` is given, otherwise the Unix socket of `port`. Raises
-    EndpointError if the path of the socket is too long for the kernel, or is no text."""
+    EndpointError if the path of the socket is too long for the kernel or cannot be printed."""
     if host:
         name = host_name(host)
         return f"tcp://[{name}]:{port}" if ":" in name else f"tcp://{name}:{port}"

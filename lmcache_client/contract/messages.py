@@ -207,7 +207,8 @@ class StoreObject(Wire, frozen=True):
 class Store(Wire, frozen=True, tag=13):
     """Copies pages out of the worker's blocks, which must not change before the reply, Stored.
     `request_ids` names the requests that the chunks belong to and only serves the debug log. `once` says that
-    their prompts will not come back: the server evicts first what only such prompts have brought."""
+    their prompts will not come back: the server first evicts the chunks that only such prompts have
+    brought."""
 
     objects: Annotated[tuple[StoreObject, ...], Meta(max_length=MAX_OBJECTS)]
     request_ids: tuple[str, ...] = ()
@@ -227,8 +228,8 @@ class Stored(Wire, frozen=True, tag=14):
 
 
 class Clear(Wire, frozen=True, tag=15):
-    """Asks the server to forget the chunks of the namespace of the scheduler that asks or, for `lmcache
-    clear`, `everything`. What is in use keeps its frames until it is not."""
+    """Asks the server to forget the chunks of the scheduler's namespace. With `everything`, which `lmcache
+    clear` sends, it forgets all chunks. A chunk that is in use keeps its frames until its use ends."""
 
     everything: bool = False
 

@@ -73,7 +73,7 @@ class CudaExport:
 
     @property
     def failure(self) -> str:
-        """Why no function that still waits will be called any more; empty while `after_compute` works."""
+        """Why the functions that still wait will never be called; empty while `after_compute` works."""
         return self._fence.failure
 
     def close(self) -> None:
@@ -95,7 +95,8 @@ def _exported(driver: Driver, address: int) -> tuple[bytes, int]:
 
 class _Fence:
     """Waits for points in a stream, in a thread of its own. The GPU never waits for another process, so the
-    death of a process cannot stall it. After a failure, which it sets last, the thread calls nothing more."""
+    death of a process cannot stall it. After a failure, the thread calls nothing more. It sets `failure`
+    last."""
 
     def __init__(self, driver: Driver, context: int, current_stream: Callable[[], int]) -> None:
         self._driver = driver

@@ -142,8 +142,8 @@ class Server:
     async def _serve(self, connection: socket.socket) -> None:
         """Answer one request. A client that breaks off or is too slow is dropped without a log line.
 
-        Without streams and `wait_for`: after an error these leave cycles of objects, which the server, as it
-        freezes its objects, would never free.
+        It uses neither streams nor `wait_for`: after an error these leave cycles of objects. The server
+        freezes its objects, so it would never free such cycles.
         """
         with connection, contextlib.suppress(OSError, EOFError):
             connection.setblocking(False)
@@ -200,7 +200,8 @@ def _deadline() -> Iterator[None]:
 
 
 async def _receive_head(connection: socket.socket) -> bytes:
-    """What the client sends up to the first empty line, or more than MAX_HEAD_BYTES. Raises EOFError."""
+    """The client's bytes up to the first empty line; more than MAX_HEAD_BYTES if none comes before. Raises
+    EOFError."""
     loop, received = asyncio.get_running_loop(), b""
     while b"\r\n\r\n" not in received and len(received) <= MAX_HEAD_BYTES:
         if not (more := await loop.sock_recv(connection, MAX_HEAD_BYTES)):

@@ -21,7 +21,7 @@ from lmcache_server.telemetry.history import History
 from lmcache_server.telemetry.metrics import Metrics
 
 SHOWN_BYTES = 1 << 17
-"""How many bytes of JSON a report has for its namespaces, and again for its sessions."""
+"""The namespaces of a report take at most so many bytes of JSON, and so do its sessions."""
 
 
 @dataclass
@@ -172,7 +172,7 @@ class Report:
 
 
 def _shown(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first entries, as many as take SHOWN_BYTES together."""
+    """The first entries, as many as fit into SHOWN_BYTES together."""
     shown: list[dict[str, Any]] = []
     left = SHOWN_BYTES
     for entry in entries:

@@ -89,16 +89,16 @@ def status(host: str, port: int, timeout_s: float, as_json: bool) -> None:
     "--from",
     "record",
     metavar="FILE",
-    help="Read a record that `lmcache server --record` wrote, instead of asking a server.",
+    help="Read a file that `lmcache server --record` wrote, instead of asking a server.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def plan(
     host: str, port: int, timeout_s: float, l1_size_gb: float, record: str | None, as_json: bool
 ) -> None:
-    """Print what other sizes of L1 would have hit, of all that engines looked up.
+    """Print the hit rates that other sizes of L1 would have had.
 
-    The server counts every lookup. So the figures are no estimate for models with full attention alone, and
-    close for others. --l1-size-gb is only needed with --from.
+    The server counts every lookup. So these rates are no estimates for models with full attention alone. For
+    other models they are estimates. --l1-size-gb is only needed with --from.
     """
     import json
 
@@ -119,7 +119,7 @@ def plan(
 def clear(host: str, port: int, timeout_s: float) -> None:
     """Make a server forget all chunks of all models.
 
-    Chunks that are being loaded are forgotten when their loads have ended.
+    If a request is loading a chunk or about to load it, the chunk's memory becomes free afterwards.
     """
     from lmcache_client.contract.messages import Clear, Cleared
     from lmcache_server.commands import control
@@ -248,9 +248,10 @@ def warm(url: str, prompts_file: Path, host: str, port: int, **options: Any) -> 
     """Fill the cache: send the prompts of FILE through vLLM at URL.
 
     FILE has a prompt on each line: text, a JSON string, or a JSON list of token ids. vLLM computes each and
-    generates one token. Prints what the server did meanwhile, for all who use it.
+    generates one token. After each, prints the changes of the server's counters, which include the requests
+    of other users.
 
-    The exit code is 1 when the server stored nothing or dropped something.
+    The exit code is 1 when the server dropped something, or neither stored nor had anything.
     """
     from lmcache_server.commands import control, warm
     from lmcache_server.commands.verify import prompts
@@ -337,7 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
-        # What is left in the buffer of stdout would fail once more at the end of the process.
+        # At its end, the process writes the rest of the buffer of stdout, which would fail once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _end(EXIT_FAILED, f"cannot write the output: {error.strerror}")
 

@@ -1,4 +1,4 @@
-"""`lmcache warm`: sends prompts through vLLM, and asks the server what it made of each."""
+"""`lmcache warm`: sends prompts through vLLM, and reads the server's counters after each."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -45,8 +45,8 @@ def counts(report: dict[str, Any]) -> Counts:
 def warm(
     vllm: VllmServer, cases: Iterable[Case], read: Callable[[], Counts], done: Callable[[str], None]
 ) -> Counts:
-    """Sends each prompt once, one after the other, and says to `done` what the server did. Returns what it
-    did in all."""
+    """Sends each prompt once, one after the other, and passes the changes of the counters to `done`. Returns
+    the changes of all prompts together."""
     first = before = read()
     for case in cases:
         answer = vllm.ask(case.prompt, 1)

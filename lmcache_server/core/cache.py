@@ -23,8 +23,8 @@ from lmcache_server.core.snapshot import Snapshot, rebuild, take
 __all__ = ["Cache", "Hit", "Layout", "NotReserved", "Read", "Reservation"]
 
 ONCE_SHARE = 20
-"""When L1 is full, one frame in so many may go to prompts that will not come back. Without any, a batch of
-prompts could not share its beginning."""
+"""When L1 is full, prompts that will not come back may take one in so many of its frames. With none, a batch
+of such prompts could not share its beginning."""
 MAX_EVICTED_AGES = 1024
 """How many ages at eviction are kept until the caller drains them. Further ones are not recorded."""
 
@@ -53,8 +53,8 @@ class Cache:
         self.evicted_bytes = 0
         """The payload of all evicted chunks."""
         self.evicted_ages_s: list[float] = []
-        """For each recently evicted chunk that was kept for somebody, the seconds since its last use. The
-        caller drains the list."""
+        """For each recently evicted chunk that was not `once`, the seconds since its last use. The caller
+        drains the list."""
         self.stored_bytes = 0
         """The payload of all ready objects."""
         self.used_frames = 0
@@ -181,7 +181,8 @@ class Cache:
 
         `parent` is the key of the chunk before it in its chain. A parent is never evicted for its child, so
         a chain longer than L1 loses its tail, not its head. Nothing is evicted unless that makes enough room.
-        What only prompts bring that will not come back (`once`) is evicted before everything else.
+        With `once`, the prompt will not come back. Chunks that only such prompts bring are evicted before all
+        others.
         """
         if num_bytes <= 0:
             raise ValueError(f"an object of {num_bytes} bytes cannot be stored")

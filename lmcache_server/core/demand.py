@@ -1,4 +1,4 @@
-"""What other sizes of L1 would have hit: the distances, in bytes, at which requests find what they look up.
+"""The hits that other sizes of L1 would have had, from the distances at which lookups find their chunks.
 
 All remembered chunks are one list, the last used first. A lookup finds a chunk in an L1 of some size exactly
 if the chunk and all that were used after it fit into that size. So one pass over the live traffic gives the
@@ -18,7 +18,7 @@ WINDOWS = {"hour": (300.0, 12), "day": (3600.0, 24), "start": (math.inf, 1)}
 MAX_KEYS = 1_000_000
 MAX_NAMESPACES = 64
 OTHERS = b""
-"""Stands for the namespaces beyond these."""
+"""Stands for all namespaces beyond MAX_NAMESPACES."""
 _BLOCK = 256
 
 
@@ -34,8 +34,8 @@ class Sizes:
 
 @dataclass
 class Curve:
-    """Tokens that were looked up and not held by the engine, and by distance those that a large enough L1
-    had found."""
+    """The tokens that were looked up and that the engine did not hold; and of these, by distance, the tokens
+    that a large enough L1 would have found."""
 
     tokens: int = 0
     found: Counter[int] = field(default_factory=Counter)
@@ -46,7 +46,7 @@ class Curve:
             self.found[place] += sign * tokens
 
     def hits(self, frames: float) -> float:
-        """The tokens that an L1 of so many frames had found."""
+        """The tokens that an L1 of so many frames would have found."""
         if frames <= 0:
             return 0.0
         step = STEPS_PER_OCTAVE * math.log2(frames)
@@ -55,15 +55,15 @@ class Curve:
 
     @property
     def all_hits(self) -> int:
-        """The tokens that an L1 without limit had found."""
+        """The tokens that an L1 without limit would have found."""
         return self.found.total()
 
 
 class Demand:
     """The distances of all lookups, by namespace.
 
-    It remembers at most `max_keys` chunks and `max_frames` frames, and forgets the least recently used: what
-    is found beyond that distance counts as new. What is nearer than `least_frames` counts at that distance.
+    It remembers at most `max_keys` chunks and `max_frames` frames, and forgets the least recently used. A
+    chunk that was forgotten counts as new. A distance below `least_frames` counts as `least_frames`.
     """
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
@@ -105,7 +105,7 @@ class Demand:
         self._uses.update(dict.fromkeys(names, latest))
         deque(map(self._uses.move_to_end, names), maxlen=0)
         if sizes.sparse and names:
-            # A prompt leaves windows and states at its end, and where it parts from what is known.
+            # Windows and states are stored at the end of a prompt, and where it parts from known prompts.
             self._resumable.update((names[0], names[-known]))
         curve = Curve(max(limit_tokens - computed_tokens, 0))
         for place, tokens in found:
@@ -198,8 +198,8 @@ class _Window:
 
 
 class _Stack:
-    """The frames of the chunks that each request was the last to use, summed over all later requests quickly:
-    requests lie in blocks, and each block has its sum."""
+    """The frames of the chunks that each request was the last to use, summed over all later requests. To be
+    quick, requests lie in blocks, and each block has its sum."""
 
     def __init__(self) -> None:
         self.frames = 0

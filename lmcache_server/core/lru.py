@@ -9,8 +9,8 @@ from lmcache_server.core.index import Chunk
 class EvictionOrder:
     """A linked list through the chunks, so that adding or removing one takes constant time.
 
-    It has no pinned chunks: the one at the front can always be evicted. Chunks that nobody will ask for again
-    (`Chunk.once`) lie in a part of their own, ahead of the others.
+    It has no pinned chunks: the one at the front can always be evicted. It has two parts. Chunks that nobody
+    will ask for again (`Chunk.once`) lie in the first.
     """
 
     def __init__(self) -> None:
@@ -20,14 +20,14 @@ class EvictionOrder:
         self.frames = 0
         """The frames that evicting every member would free."""
         self.once_frames = 0
-        """Those of members that nobody will ask for again."""
+        """The frames of the members that nobody will ask for again."""
 
     def __iter__(self) -> Iterator[Chunk]:
         """From the least to the most recently used."""
         return itertools.chain(self.once(), self.others())
 
     def once(self) -> Iterator[Chunk]:
-        """The first part of the line: what nobody will ask for again, or cannot use."""
+        """The first part of the line: chunks that nobody will ask for again, or that nobody can use."""
         return _between(self._ends, self._border)
 
     def others(self) -> Iterator[Chunk]:
@@ -36,7 +36,7 @@ class EvictionOrder:
 
     @property
     def front(self) -> Chunk:
-        """What `add` takes as `ahead_of` to put a chunk first in line."""
+        """Pass this to `add` as `ahead_of` to put a chunk first in line."""
         assert self._ends.newer is not None
         return self._ends.newer
 
@@ -46,8 +46,8 @@ class EvictionOrder:
     def victims(
         self, missing: int, line: Iterable[Chunk], own: Chunk | None, parent: Chunk | None
     ) -> list[Chunk] | None:
-        """The chunks of `line`, a part of this order, to evict so that `missing` frames become free; None if
-        that cannot be done. Neither the chunk `own` is among them nor its parent or anything behind that."""
+        """The chunks of `line`, a part of this order, whose eviction frees `missing` frames; None if that
+        cannot be done. The chunk `own`, its parent, and the chunks behind its parent are never among them."""
         victims: list[Chunk] = []
         if missing > self.frames:
             return None

@@ -14,7 +14,7 @@ class NotReserved(enum.Enum):
     BUSY = "busy"
     NO_ROOM = "no_room"
     ONCE = "once"
-    """The prompt will not come back, and storing it would evict what may be asked for again."""
+    """The prompt will not come back, and storing it would evict chunks that may be asked for again."""
 
 
 @dataclass(frozen=True, eq=False)

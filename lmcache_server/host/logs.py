@@ -3,7 +3,7 @@
 An event's values come as one mapping: `logger.info("session %(session)d ended", {"session": 7})`. The text
 shows the values that it names; the JSON object has all of them as fields.
 
-A thread writes the lines. So if nobody reads stderr, as when a terminal is stopped, only that thread waits.
+A thread writes the lines. So if nobody reads stderr, for example a stopped terminal, only this thread waits.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ class LineWriter(logging.Handler):
     def _work(self) -> None:
         while True:
             line = self._lines.get()
-            # Once there is room for a line, what was dropped comes after the lines that waited.
+            # The notice about dropped lines comes after the lines that waited.
             self._write(line)
             if self._dropped > self._told and self._lines.empty():
                 self._write(self._notice())
@@ -85,7 +85,7 @@ class LineWriter(logging.Handler):
         return self.format(record) + "\n"
 
     def _write(self, line: str) -> None:
-        # Not through the stream: its lock would keep the end of the process waiting, too.
+        # The stream is not used, because its lock would make the end of the process wait, too.
         data = line.encode(errors="backslashreplace")
         with contextlib.suppress(OSError, ValueError):  # closed, or its reader has gone
             try:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 UNLIMITED = 1 << 60
-"""A limit, mostly in bytes, that is none. cgroup v1 shows "no limit" as a number near 2**63."""
+"""Stands for no limit, mostly in bytes. cgroup v1 shows "no limit" as a number near 2**63."""
 
 HUGETLBFS = 0x958458F6
 MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)

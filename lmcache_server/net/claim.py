@@ -19,12 +19,12 @@ from lmcache_server.errors import StartError
 logger = logging.getLogger(__name__)
 
 TOUCH_EVERY_S = 3600.0
-"""Programs that tidy up /tmp remove what nobody has touched for days."""
+"""Programs that tidy up /tmp remove files that nobody has touched for days."""
 BACKLOG = 100
 
 
 class Claim:
-    """A lock file and a socket, both ours. `listening` has not been given to ZeroMQ yet."""
+    """This server's lock file and socket. `listening` is the socket until ZeroMQ gets it."""
 
     def __init__(self, path: Path, lock: Path) -> None:
         self._path, self._lock = path, lock
@@ -92,8 +92,8 @@ def _opened(stack: contextlib.ExitStack, path: Path, flags: int) -> int:
 
 
 def _is_stale(path: Path, port: int) -> bool:
-    """Whether a server that crashed has left its socket. Raises StartError if a server listens there: whoever
-    removed its lock file did not end it."""
+    """Whether a server that crashed has left its socket. Raises StartError if a server listens there: it
+    still runs, although somebody removed its lock file."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             return True

@@ -30,7 +30,8 @@ def is_readable(socket: "zmq.Socket[bytes]") -> bool:
 
 
 def _is_later(identity: bytes, owner: bytes) -> bool:
-    """Whether `identity` may have a connection that was `owner`'s: ROUTER numbers clients as they connect."""
+    """Whether `identity` connected after `owner`, so that it may have the same descriptor. ROUTER numbers
+    clients as they connect."""
     names = [int.from_bytes(name[1:], "big") for name in (identity, owner)]
     return not owner or (names[0] - names[1]) % (1 << 32) < 1 << 31
 
@@ -56,7 +57,8 @@ class Connections:
         self._open: dict[int, bytes] = {}
         """The client of each open connection, by descriptor; empty until its first message."""
         self._replaced: list[bytes] = []
-        """Clients that had gone when their first messages were read. They were taken for the next client."""
+        """Clients that had gone when their first messages were read. The next client's connection was taken
+        for theirs."""
 
     @property
     def descriptor(self) -> int:

@@ -10,12 +10,12 @@ from itertools import islice
 import zmq
 
 HIGH_WATER = 32
-"""Replies to one connection that ZeroMQ holds; it takes one more out of its queue to write it."""
+"""Replies to one connection that ZeroMQ queues. It holds one more, which it is writing."""
 MAX_REPLIES = 1024
 """Replies to one connection that wait here. This exceeds the copies that one client can have waiting: without
 the reply to a copy, the client would keep holding its blocks."""
 MAX_BYTES = 4 << 20
-"""Bytes of the replies to one connection that wait here; small replies are only counted by MAX_REPLIES."""
+"""Bytes of the replies to one connection that wait here. Beyond this, only small replies are kept."""
 MAX_TOTAL_BYTES = 64 << 20
 """The same for all connections together."""
 SMALL_BYTES = 512
@@ -63,7 +63,8 @@ class Replies:
             self.num_bytes += size
 
     def flush(self) -> None:
-        """Sends what some of the clients take now; each call begins with other clients."""
+        """Sends replies to some of the clients, as far as they take them now. Each call begins with other
+        clients."""
         self._learn()
         for identity in list(islice(self._queues, TRIES)):
             queue = self._queues.pop(identity)
@@ -80,7 +81,7 @@ class Replies:
             self.num_bytes -= queue.num_bytes
 
     def _learn(self) -> bool:
-        """Lets ZeroMQ see which of its queues have room again: a mere send looks only once in a while."""
+        """Lets ZeroMQ see which of its queues have room again: sending alone looks only now and then."""
         self._socket.getsockopt(zmq.EVENTS)
         return True
 

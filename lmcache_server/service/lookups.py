@@ -48,7 +48,8 @@ class Lookups:
             self._metrics.count("lmcache_partial_chunks_total", int(partial))
         # A self-test or a benchmark would distort the hit rate.
         if not layout.ephemeral:
-            # The keys cannot be of a longer request, unless it has more chunks than a message may name.
+            # A request is at most a chunk longer than `limit`, unless it has more chunks than a message may
+            # name.
             requested = min(message.num_tokens, limit + layout.chunk_size)
             self._metrics.count_tokens(requested, computed=computed, hit=hit_tokens, limit=limit)
         self._planner.looked_up(session.session_id, layout, message, started_s)

@@ -1,4 +1,4 @@
-"""What more or less memory would have hit, of the lookups that this server answers."""
+"""The hit rates that more or less memory would have had, from the lookups that this server answers."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ MULTIPLES = (0.25, 0.5, 1, 2, 4, 10)
 """Sizes of L1 that are reported, as multiples of its real size."""
 MAX_ASKED = 16_384
 MOST = 32
-"""Chunks are remembered up to this multiple."""
+"""Chunks are remembered up to this multiple of L1."""
 
 
 class Planner:
@@ -43,7 +43,7 @@ class Planner:
         self._record(True, layout, sizes, computed, limit, message.keys)
 
     def released(self, session_id: int, layout: Layout, message: Release) -> None:
-        """A request may have ended; it computed or loaded the chain of the message's keys."""
+        """A request may have ended. It has computed or loaded the chain of the message's keys."""
         self._asked.pop((session_id, message.request_id), None)
         if not layout.ephemeral and message.keys:
             sizes = self._sizes_of(layout)
@@ -114,7 +114,7 @@ class Planner:
         return rates(curve, self._cache.total_frames / self._factor())
 
     def _factor(self) -> float:
-        """How many times the frames of full attention L1 now holds, because of windows and states."""
+        """The frames in use, divided by those of full attention: above 1 if there are windows or states."""
         chunks = self._cache.namespaces()
         plain = sum(
             sizes.chunk_frames * len(chunks.get(namespace, ())) for namespace, sizes in self._sizes.items()

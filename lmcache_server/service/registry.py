@@ -33,7 +33,7 @@ SILENT_PROCESS_S = 300.0
 greet again when it continues."""
 
 MAX_KNOWN = 256
-"""Namespaces that the status report describes. One frame of L1 makes a namespace outlive its engines."""
+"""Namespaces that the status report describes. A namespace outlives its engines as long as it has a chunk."""
 
 PeerPid = Callable[[bytes], int | None]
 """The process at the other end of a client's connection; 0 if it is not visible here, None if unknown."""

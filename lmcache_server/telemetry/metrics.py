@@ -43,7 +43,8 @@ TABLE = (
            {"outcome": ("computed", "hit", "miss", "tail")}),
     Metric(Counter, "lmcache_objects_total",
            "Objects that workers offered: stored, already present, being written by another store (busy), "
-           "dropped for lack of room, dropped as their prompt will not come back (once), or failed to copy.",
+           "dropped for lack of room, dropped because their prompt will not come back (once), or failed to "
+           "copy.",
            {"outcome": ("stored", "present", "busy", "no_room", "once", "failed")}),
     Metric(Counter, "lmcache_transfer_bytes_total", "Bytes copied from (store) and to (load) engines.",
            _DIRECTION),
@@ -59,7 +60,7 @@ TABLE = (
     Metric(Counter, "lmcache_evicted_chunks_total", "Chunks evicted to make room."),
     Metric(Counter, "lmcache_evicted_bytes_total", "Payload bytes of evicted chunks."),
     Metric(Histogram, "lmcache_eviction_age_seconds",
-           "Time since the last use of evicted chunks, without those of prompts that will not come back.",
+           "Time since the last use of evicted chunks. Prompts that will not come back are left out.",
            {}, {"buckets": _AGE_S}),
     Metric(Gauge, "lmcache_l1_capacity_bytes", "Size of L1."),
     Metric(Gauge, "lmcache_l1_ready_bytes", "L1 taken by stored objects, in whole frames."),
@@ -69,7 +70,7 @@ TABLE = (
     Metric(Gauge, "lmcache_l1_pinned_bytes", "L1 pinned for copies to and from GPUs; 0 without GPUs."),
     Metric(Gauge, "lmcache_l1_largest_free_bytes", "The largest contiguous free piece of L1."),
     Metric(Gauge, "lmcache_demand_hit_ratio",
-           "Share of the last hour's looked-up tokens that an L1 of so many times the size would have hit.",
+           "Hit rate that an L1 of so many times the size would have had in the last hour.",
            {"l1": ("0.25", "0.5", "1", "2", "4", "10", "unlimited")}),
     Metric(Gauge, "lmcache_chunks", "Chunks in the index."),
     Metric(Gauge, "lmcache_worker_memories", "Mapped memories of workers, by kind: host or GPU (cuda).",

@@ -1,4 +1,4 @@
-"""A record of what engines look up, for `lmcache plan --from`: numbers and shortened digests, no text."""
+"""A record of all lookups, for `lmcache plan --from`: numbers and shortened digests, but no text."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 MAX_BYTES = 256 << 20
 """A file of this size is renamed to FILE.1, which takes the place of an earlier one."""
 KEY_BYTES = 8
-"""What is recorded of a key."""
+"""The bytes of a key that are recorded."""
 
 _Number = Annotated[int, Meta(ge=0, lt=1 << 40)]
 _Positive = Annotated[int, Meta(gt=0, lt=1 << 40)]
