@@ -61,6 +61,7 @@ def test_a_fence_that_dies_fails_loads_and_drops_stores(
     assert isinstance(inner, HostExport)
     steps.worker.client.export = FencedExport(inner, events)
     assert steps.is_served(), "as long as the fence works"
+    wait_until(steps.is_whole, PATIENCE_S, "its stores have ended, too")
     events.broken = where
     asked = hostile.asked[Load], hostile.asked.get(Store, 0)
     for _ in range(3):

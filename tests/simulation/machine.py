@@ -260,6 +260,7 @@ class SimulatedServer:
         self._links: dict[bytes, Link] = {}
         self._frozen_until_s = 0.0
         self.dies_at_next_load = False
+        self.is_ending = False
         self.cache = Cache(FRAME_BYTES, num_frames, lease_s)
         self.l1 = L1(num_frames)
         config = Config(chunk_size=chunk_size, lease_s=lease_s, checksums=True)
@@ -333,6 +334,7 @@ class SimulatedServer:
 
     def stop(self) -> None:
         """SIGTERM: no new session, and the end once the copies have ended, or END_S later."""
+        self.is_ending = True
         self.run_soon(self.router.registry.close)
         limit_s = self.world.now_s + END_S
 

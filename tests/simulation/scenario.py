@@ -241,6 +241,8 @@ class Scenario:
         self.faults.return_all()
         world.run(lambda: False, 12.0)
         self.start_server()
+        back = world.run(lambda: self.server is not None and not self.server.is_ending, SETTLE_S)
+        assert back, "a server never ended"
         idle = world.run(lambda: all(engine.idle for engine in self.running), SETTLE_S)
         assert idle, "a request never ended"
         for engine in self.running:
