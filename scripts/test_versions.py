@@ -25,7 +25,6 @@ TESTS = (
     "test_layout.py",
     *(f"test_models.py::test_model_is_restored_exactly[{model}]" for model in MODELS),
     "test_models.py::test_mla_is_stored_as_it_was_computed",
-    "test_admission.py::test_a_conversation_a_new_answer_and_a_second_fork_are_served[gemma3]",
     "test_admission.py::test_a_conversation_a_new_answer_and_a_second_fork_are_served[qwen3next]",
     "test_resets.py::test_a_reset_succeeds_while_the_server_is_stopped_and_holds_a_store",
     "test_serving.py::test_three_processes_find_the_connector_by_its_bare_name",
