@@ -48,7 +48,7 @@ FACES = (
 )
 TOOLS = ("lmcache_server/commands", "lmcache_server/__main__.py")
 BUDGETS = {
-    "path": Budget(9240, "what a byte or a decision goes through"),
+    "path": Budget(9250, "what a byte or a decision goes through"),
     "faces": Budget(1960, "what configures and watches it"),
     "tools": Budget(2080, "the command lmcache"),
 }
