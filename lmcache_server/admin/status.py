@@ -12,7 +12,7 @@ from lmcache_server.config import Config
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.l1.memory import L1Memory
-from lmcache_server.service.planner import MULTIPLES, Planner
+from lmcache_server.service.planner import SIZES, Planner
 from lmcache_server.service.registry import Registry
 from lmcache_server.service.sessions import Session
 from lmcache_server.service.system import System
@@ -159,9 +159,8 @@ class Report:
         gauge("lmcache_leases", figures["leases"])
         gauge("lmcache_sessions", lambda: len(self.registry.sessions))
         gauge("lmcache_namespaces", self._num_namespaces)
-        for multiple in (*map(str, MULTIPLES), "unlimited"):
-            ratio = functools.partial(self.planner.hit_ratio, multiple)
-            gauge("lmcache_demand_hit_ratio", ratio, l1=multiple)
+        for size in SIZES:
+            gauge("lmcache_demand_hit_ratio", functools.partial(self.planner.hit_ratio, size), l1=size)
         for kind in ("host", "cuda"):
             gauge("lmcache_worker_memories", functools.partial(self._memories, kind == "cuda"), kind=kind)
 

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypedDict, TypeVar
 
 import msgspec
 import zmq
@@ -19,7 +19,9 @@ from lmcache_client.contract.endpoint import (
 )
 from lmcache_client.contract.messages import Clear, Hello, Message, Refused, Status, StatusReport, Welcome
 from lmcache_client.contract.version import VERSION
+from lmcache_server.core.demand import WINDOWS
 from lmcache_server.errors import CommandError
+from lmcache_server.service.planner import SIZES
 
 REQUEST_ID = 1
 _Real = Annotated[float, msgspec.Meta(ge=0, lt=1 << 63)]
@@ -40,10 +42,14 @@ _SESSION = _object(
 )
 _L1 = _object("", "total_bytes free_bytes ready_bytes reserved_bytes populated_bytes chunks leases")
 _CONFIG = _object("l1_path", "", chunk_size=Natural | None, l1_size_gb=_Real, l1_hugetlb=bool)
+_SHARE = Annotated[float, msgspec.Meta(ge=0, le=1)]
+_HIT_RATES = TypedDict("_HIT_RATES", dict.fromkeys(SIZES, _SHARE))  # type: ignore[misc]
+_WINDOWS = _object("", "", **dict.fromkeys(WINDOWS, _object("", "tokens", hit_rates=_HIT_RATES)))
 _REPORT = _object(
-    "version", "pid namespaces_left_out sessions_left_out", uptime_s=_Real, hit_rate=_Real, l1=_L1,
+    "version", "pid namespaces_left_out sessions_left_out", uptime_s=_Real, hit_rate=_SHARE, l1=_L1,
     tokens=_object("", "hit miss computed"), config=_CONFIG,
     objects=_object("", "stored present busy no_room once failed"),
+    demand=_object("", "", exact_bytes=Natural | None, windows=_WINDOWS),
     namespaces=list[_NAMESPACE], sessions=list[_SESSION],  # type: ignore[valid-type]
 )  # fmt: skip
 """The parts of a status report that the commands read."""

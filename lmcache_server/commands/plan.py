@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lmcache_server.core.demand import Curve, Demand, Sizes
+from lmcache_server.core.demand import Demand, Sizes
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.host.logs import printable
 from lmcache_server.host.units import size
@@ -12,10 +12,8 @@ from lmcache_server.telemetry import record
 WINDOWS = {"hour": "last hour", "day": "last day", "start": "since start"}
 MAX_RECORDED_KEYS = 20_000_000
 BAR = 40
-LITTLE = 0.02
-"""A gain in the hit rate that is not worth more memory."""
-MOST = 0.5
-"""The share of all possible gain that a recommended size has at least."""
+LITTLE = 0.02  # a gain in the hit rate that is not worth more memory
+MOST = 0.5  # the share of all possible gain that a recommended size has at least
 
 
 def replayed(path: str, l1_bytes: int) -> dict[str, Any]:
@@ -29,23 +27,21 @@ def replayed(path: str, l1_bytes: int) -> dict[str, Any]:
             counted.looked_up(namespace, sizes, event.names(), *tokens, time_s)
         else:
             counted.completed(namespace, sizes, event.names())
-    exact, windows = counted.exact_frames(), {}
-    for name in WINDOWS:
-        together = Curve()
-        for curve in counted.curves(name, time_s).values():
-            together.add(curve)
-        windows[name] = rates(together, l1_bytes / FRAME_BYTES)
-    return {"exact_bytes": None if exact is None else exact * FRAME_BYTES, "windows": windows}
+    exact, frames = counted.exact_frames(), l1_bytes / FRAME_BYTES
+    return {
+        "exact_bytes": None if exact is None else exact * FRAME_BYTES,
+        "windows": {name: rates(counted.window(name, time_s).together, frames) for name in WINDOWS},
+    }
 
 
 def table(demand: dict[str, Any], l1_bytes: int) -> str:
     """`demand` is that of a status report."""
     windows = {name: demand["windows"][name] for name in WINDOWS}
-    rates = [window["hit_rates"] for window in windows.values()]
+    columns = [window["hit_rates"] for window in windows.values()]
     lines = ["of the tokens that engines looked up and did not hold themselves, these would have hit:", ""]
     lines.append(f"{'L1':>20}" + "".join(f"{text:>13}" for text in WINDOWS.values()))
-    for multiple in rates[0]:
-        shares = [rate[multiple] for rate in rates]
+    for multiple in columns[0]:
+        shares = [column[multiple] for column in columns]
         bar = "█" * round(BAR * shares[1])
         label = "without limit" if multiple == "unlimited" else _label(float(multiple), l1_bytes)
         lines.append(f"{label:>20}" + "".join(f"{share:>13.1%}" for share in shares) + f"  {bar}".rstrip())
@@ -63,17 +59,17 @@ def _label(multiple: float, l1_bytes: int) -> str:
 
 def advice(window: dict[str, Any], l1_bytes: int) -> str:
     """One sentence about what to buy."""
-    rates = window["hit_rates"]
-    now, most = rates["1"], rates["unlimited"]
+    hits = window["hit_rates"]
+    now, most = hits["1"], hits["unlimited"]
     if not window["tokens"]:
         return "No engine has looked anything up yet."
     if most - now < LITTLE:
         return f"More memory would hardly help: without any limit, {most:.1%} would hit instead of {now:.1%}."
     for multiple in ("2", "4", "10"):
-        if rates[multiple] - now >= MOST * (most - now):
+        if hits[multiple] - now >= MOST * (most - now):
             more = f"{multiple} times the memory ({size(int(float(multiple) * l1_bytes))})"
-            return f"{more} would raise the hits of the last day from {now:.1%} to {rates[multiple]:.1%}."
+            return f"{more} would raise the hits of the last day from {now:.1%} to {hits[multiple]:.1%}."
     return (
-        f"Even ten times the memory would raise the hits only from {now:.1%} to {rates['10']:.1%}: most "
+        f"Even ten times the memory would raise the hits only from {now:.1%} to {hits['10']:.1%}: most "
         "prompts come back after more than that has been stored."
     )

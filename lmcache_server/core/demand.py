@@ -16,7 +16,7 @@ STEPS_PER_OCTAVE = 32
 WINDOWS = {"hour": (300.0, 12), "day": (3600.0, 24), "start": (math.inf, 1)}
 """By name, the seconds of a period and the number of periods; "start" stands for all since the start."""
 MAX_KEYS = 1_000_000
-MAX_NAMESPACES = 64
+MAX_NAMESPACES = 16
 OTHERS = b""
 """Stands for all namespaces beyond MAX_NAMESPACES."""
 _BLOCK = 256
@@ -75,7 +75,7 @@ class Demand:
         self._resumable: set[int] = set()
         """The chunks at whose end windows and states were stored."""
         self._stack = _Stack()
-        self._windows = {name: _Window(*sizes) for name, sizes in WINDOWS.items()}
+        self._windows = {name: Window(*sizes) for name, sizes in WINDOWS.items()}
 
     def __len__(self) -> int:
         """How many chunks it remembers."""
@@ -152,10 +152,10 @@ class Demand:
                 self._resumable.update(new)
             self._forget()
 
-    def curves(self, window: str, now_s: float) -> dict[bytes, Curve]:
-        """By namespace, the lookups of about the last hour or day, or all (see WINDOWS)."""
-        self._windows[window].advance(now_s)
-        return self._windows[window].curves
+    def window(self, name: str, now_s: float) -> "Window":
+        """The lookups of about the last hour or day, or all (see WINDOWS)."""
+        self._windows[name].advance(now_s)
+        return self._windows[name]
 
     def exact_frames(self) -> int | None:
         """Up to this size the curves are exact; None if nothing was forgotten."""
@@ -169,10 +169,11 @@ class Demand:
             self._stack.forgot = True
 
 
-class _Window:
-    """The sum of the last `periods` periods of `period_s` seconds, by namespace."""
+class Window:
+    """The sum of the last `periods` periods of `period_s` seconds: of all lookups, and by namespace."""
 
     def __init__(self, period_s: float, periods: int) -> None:
+        self.together = Curve()
         self.curves: dict[bytes, Curve] = {}
         self._period_s = period_s
         self._period = 0
@@ -182,6 +183,7 @@ class _Window:
         self.advance(now_s)
         if namespace not in self.curves and len(self.curves) >= MAX_NAMESPACES:
             namespace = OTHERS
+        self.together.add(curve)
         for curves in (self._periods[-1], self.curves):
             curves.setdefault(namespace, Curve()).add(curve)
 
@@ -191,6 +193,7 @@ class _Window:
         for _ in range(min(period - self._period, len(self._periods))):
             self._periods.append({})
             for namespace, curve in self._periods.popleft().items():
+                self.together.add(curve, -1)
                 self.curves[namespace].add(curve, -1)
                 if not self.curves[namespace].tokens:
                     del self.curves[namespace]

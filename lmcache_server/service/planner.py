@@ -1,5 +1,6 @@
 """The hit rates that more or less memory would have had, from the lookups that this server answers."""
 
+import math
 from typing import Any
 
 from lmcache_client.contract.geometry import FULL
@@ -11,6 +12,8 @@ from lmcache_server.telemetry.record import Event, Recorder, shortened
 
 MULTIPLES = (0.25, 0.5, 1, 2, 4, 10)
 """Sizes of L1 that are reported, as multiples of its real size."""
+SIZES = (*map(str, MULTIPLES), "unlimited")
+"""Their names in a report, and that of an L1 without limit."""
 MAX_ASKED = 16_384
 MOST = 32
 """Chunks are remembered up to this multiple of L1."""
@@ -37,30 +40,26 @@ class Planner:
             if len(self._asked) > MAX_ASKED:
                 del self._asked[next(iter(self._asked))]
         self._now_s = now_s
+        # L1 may still be growing.
+        total = max(self._cache.total_frames, 1)
+        self.demand.least_frames, self.demand.max_frames = math.ceil(total * MULTIPLES[0] / 2), MOST * total
         computed, limit = message.computed_tokens, message.limit_tokens
-        sizes = self._sizes_of(layout)
-        self.demand.looked_up(layout.namespace, sizes, message.keys, computed, limit, now_s)
-        self._record(True, layout, sizes, computed, limit, message.keys)
+        sizes, keys = self._sizes_of(layout), message.keys
+        self.demand.looked_up(layout.namespace, sizes, keys, computed, limit, now_s)
+        self._record(True, layout, keys, computed, limit)
 
     def released(self, session_id: int, layout: Layout, message: Release) -> None:
         """A request may have ended. It has computed or loaded the chain of the message's keys."""
         self._asked.pop((session_id, message.request_id), None)
         if not layout.ephemeral and message.keys:
-            sizes = self._sizes_of(layout)
-            self.demand.completed(layout.namespace, sizes, message.keys)
-            self._record(False, layout, sizes, 0, 0, message.keys)
+            self.demand.completed(layout.namespace, self._sizes_of(layout), message.keys)
+            self._record(False, layout, message.keys, 0, 0)
 
-    def _record(
-        self,
-        is_lookup: bool,
-        layout: Layout,
-        sizes: Sizes,
-        computed: int,
-        limit: int,
-        keys: tuple[bytes, ...],
-    ) -> None:
+    def _record(self, is_lookup: bool, layout: Layout, keys: tuple[bytes, ...], *tokens: int) -> None:
+        """`tokens` are those that the engine holds and the limit of the lookup."""
         if self._recorder is None:
             return
+        sizes = self._sizes_of(layout)
         event = Event(
             round(self._now_s, 3),
             "lookup" if is_lookup else "end",
@@ -68,8 +67,8 @@ class Planner:
             sizes.chunk_size,
             round(sizes.chunk_frames * self._factor()),
             sizes.sparse,
-            computed,
-            limit,
+            tokens[0],
+            tokens[1],
             shortened(keys),
         )
         self._recorder.add(event)
@@ -84,9 +83,6 @@ class Planner:
             known = self._cache.namespaces()
             self._sizes = {name: sizes for name, sizes in self._sizes.items() if name in known}
             self._sizes[layout.namespace] = _sizes(layout)
-            total = self._cache.total_frames
-            self.demand.least_frames = max(int(total * MULTIPLES[0] / 2), 1)
-            self.demand.max_frames = max(MOST * total, 1)
         return self._sizes[layout.namespace]
 
     def report(self, now_s: float) -> dict[str, Any]:
@@ -98,17 +94,15 @@ class Planner:
             "windows": {name: self._window(name) for name in WINDOWS},
         }
 
-    def hit_ratio(self, multiple: str) -> float:
-        """The hit rate of the last hour if L1 had so many times its size; `multiple` as in the report."""
-        rates: dict[str, float] = self._window("hour")["hit_rates"]
-        return rates[multiple]
+    def hit_ratio(self, size: str) -> float:
+        """The hit rate that an L1 of this size, one of SIZES, would have had in the last hour."""
+        rates = self._rates(self.demand.window("hour", self._now_s).together)["hit_rates"]
+        return float(rates[size])
 
     def _window(self, name: str) -> dict[str, Any]:
-        together, curves = Curve(), self.demand.curves(name, self._now_s)
-        for curve in curves.values():
-            together.add(curve)
-        namespaces = {name.hex()[:16] or "others": self._rates(curve) for name, curve in curves.items()}
-        return {**self._rates(together), "namespaces": namespaces}
+        window = self.demand.window(name, self._now_s)
+        curves = {name.hex()[:16] or "others": self._rates(curve) for name, curve in window.curves.items()}
+        return {**self._rates(window.together), "namespaces": curves}
 
     def _rates(self, curve: Curve) -> dict[str, Any]:
         return rates(curve, self._cache.total_frames / self._factor())
@@ -124,10 +118,9 @@ class Planner:
 
 def rates(curve: Curve, frames: float) -> dict[str, Any]:
     """The tokens and hit rates of a curve, as JSON values, for multiples of `frames`."""
-    hits = {str(multiple): curve.hits(multiple * frames) for multiple in MULTIPLES}
-    hits["unlimited"] = curve.all_hits
-    shares = {name: round(each / max(curve.tokens, 1), 4) for name, each in hits.items()}
-    return {"tokens": curve.tokens, "hit_rates": shares}
+    hits = [*(curve.hits(multiple * frames) for multiple in MULTIPLES), curve.all_hits]
+    shares = [round(each / max(curve.tokens, 1), 4) for each in hits]
+    return {"tokens": curve.tokens, "hit_rates": dict(zip(SIZES, shares, strict=True))}
 
 
 def _sizes(layout: Layout) -> Sizes:

@@ -24,6 +24,7 @@ from lmcache_server.commands import cli
 from lmcache_server.commands.status import summary
 from lmcache_server.config import OPTIONS, Config, flag_name, variable_name
 from lmcache_server.errors import StartError
+from lmcache_server.service.planner import SIZES
 
 LMCACHE = [sys.executable, "-m", "lmcache_server"]
 START_TIMEOUT_S = 20.0
@@ -277,6 +278,7 @@ def test_the_server_is_small():
 # -- what answers is not what was asked for --------------------------------------------------------------
 
 GROUP = {"kind": "sliding_window", "block_size": 16, "window": 512, "layers": 3, "block_bytes": 1536}
+WINDOW = {"tokens": 40, "hit_rates": dict.fromkeys(SIZES, 0.75), "namespaces": {}}
 REPORT = {
     "version": "1.2.3", "boot_id": "ab", "pid": 42, "uptime_s": 3725.0,
     "config": {"chunk_size": None, "l1_size_gb": 4.0, "l1_path": "", "l1_hugetlb": False},
@@ -294,9 +296,10 @@ REPORT = {
     }],
     "namespaces_left_out": 0, "sessions_left_out": 0,
     "tokens": {"computed": 10, "hit": 30, "miss": 10, "tail": 1}, "hit_rate": 0.75,
+    "demand": {"exact_bytes": None, "windows": dict.fromkeys(("hour", "day", "start"), WINDOW)},
     "objects": {"stored": 5, "present": 2, "busy": 0, "no_room": 1, "once": 0, "failed": 0},
 }  # fmt: skip
-ASKING = (["ping"], ["clear"], ["status"], ["status", "--json"], ["bench", "--requests", "1"])
+ASKING = (["ping"], ["clear"], ["status"], ["status", "--json"], ["plan"], ["bench", "--requests", "1"])
 NOT_COMPATIBLE = "is not a compatible lmcache server"
 UNREADABLE = "sent a status that this version cannot read: install the same version of lmcache-mp"
 HOSTILE = "m\x1b[2J\x1b]0;owned\x07\nlmcache server 9.9.9"
@@ -380,10 +383,12 @@ def without(path):
     [
         "", "{", "[]", "{}", "null", "[" * 60_000, "9" * 5000,
         without(["version"]), without(["l1", "total_bytes"]), without(["config", "chunk_size"]),
+        without(["demand", "windows", "hour"]), without(["demand", "windows", "day", "hit_rates", "1"]),
         without(["namespaces", 0, "groups", 0, "kind"]), without(["sessions", 0, "not_cached"]),
         {**REPORT, "uptime_s": "x"}, {**REPORT, "pid": 1.5}, {**REPORT, "sessions": {}},
-        {**REPORT, "hit_rate": float("nan")}, {**REPORT, "uptime_s": float("inf")},
-        {**REPORT, "uptime_s": 10**400}, {**REPORT, "l1": {**REPORT["l1"], "total_bytes": -1}},
+        {**REPORT, "hit_rate": float("nan")}, {**REPORT, "hit_rate": 10.0**18},
+        {**REPORT, "uptime_s": float("inf")}, {**REPORT, "uptime_s": 10**400},
+        {**REPORT, "l1": {**REPORT["l1"], "total_bytes": -1}},
     ],
 )  # fmt: skip
 def test_a_status_that_cannot_be_read_is_one_sentence(capsys, report):

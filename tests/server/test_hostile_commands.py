@@ -41,6 +41,7 @@ COMMANDS: dict[str, tuple[list[str], type[Message], set[str]]] = {
     "ping": (["ping"], Ping, {"Done"}),
     "status": (["status"], Status, set()),
     "status --json": (["status", "--json"], Status, set()),
+    "plan": (["plan"], Status, set()),
     "clear": (["clear"], Clear, {"Cleared"}),
     "clear, greeting": (["clear"], Hello, {"Welcome", "a process that is not there"}),
     "bench": (["bench", "--requests", "1"], Status, set()),

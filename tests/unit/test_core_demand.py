@@ -55,7 +55,7 @@ def test_every_size_has_the_hits_of_a_cache_of_that_size(seed: int, monkeypatch:
     counted, requests = Demand(), chains(seed)
     for keys in requests:
         look_up(counted, keys)
-    (curve,) = counted.curves("start", 0.0).values()
+    curve = counted.window("start", 0.0).together
     assert curve.tokens == CHUNK * sum(map(len, requests))
     for chunks in (1, 5, 20, 60, 150, 400):
         expected = CHUNK * lru_hits(requests, chunks)
@@ -67,7 +67,7 @@ def test_tokens_that_the_engine_holds_are_not_counted() -> None:
     counted, keys = Demand(), [key(i) for i in range(10)]
     look_up(counted, keys)
     counted.looked_up(NAMESPACE, PLAIN, keys, 4 * CHUNK, 10 * CHUNK, 0.0)
-    (curve,) = counted.curves("start", 0.0).values()
+    curve = counted.window("start", 0.0).together
     assert (curve.tokens, curve.all_hits) == (16 * CHUNK, 6 * CHUNK)
 
 
@@ -76,7 +76,7 @@ def test_chunks_that_decoding_completed_are_found_by_the_next_turn() -> None:
     look_up(counted, keys[:2])
     counted.completed(NAMESPACE, PLAIN, keys[:5])
     look_up(counted, keys)
-    (curve,) = counted.curves("start", 0.0).values()
+    curve = counted.window("start", 0.0).together
     assert curve.all_hits == 5 * CHUNK
 
 
@@ -87,7 +87,7 @@ def test_windows_and_states_are_found_at_ends_and_forks_only() -> None:
     hits = []
     for keys in (first, first, *parting):
         look_up(counted, keys, sparse)
-        (curve,) = counted.curves("start", 0.0).values()
+        curve = counted.window("start", 0.0).together
         hits.append(curve.all_hits // CHUNK)
     # The same prompt hits all of itself. The first that parts finds nothing, and leaves its place to others.
     assert hits == [0, 10, 10, 16, 22]
@@ -102,7 +102,7 @@ def test_it_forgets_what_was_used_longest_ago_and_says_so() -> None:
     assert counted.exact_frames() == 20 * PLAIN.chunk_frames
     for number in (0, 29):
         look_up(counted, [key(number, i) for i in range(2)])
-    (curve,) = counted.curves("start", 0.0).values()
+    curve = counted.window("start", 0.0).together
     assert curve.all_hits == 2 * CHUNK
     counted.max_frames = 5 * PLAIN.chunk_frames
     look_up(counted, [key(99)])
@@ -115,7 +115,9 @@ def test_windows_of_time_forget() -> None:
         look_up(counted, [key(number)], now_s=now_s)
 
     def tokens(window: str, now_s: float) -> int:
-        return sum(curve.tokens for curve in counted.curves(window, now_s).values())
+        shown = counted.window(window, now_s)
+        assert shown.together.tokens == sum(curve.tokens for curve in shown.curves.values())
+        return shown.together.tokens
 
     assert tokens("start", 5000.0) == tokens("day", 5000.0) == 4 * CHUNK
     assert tokens("hour", 5000.0) == CHUNK
@@ -129,7 +131,7 @@ def test_many_namespaces_are_counted_together() -> None:
     for number in range(demand.MAX_NAMESPACES + 10):
         for _ in range(2):
             counted.looked_up(number.to_bytes(32, "big"), PLAIN, [key(1)], 0, CHUNK, 0.0)
-    curves = counted.curves("start", 0.0)
+    curves = counted.window("start", 0.0).curves
     assert len(curves) == demand.MAX_NAMESPACES + 1
     assert curves[demand.OTHERS].tokens == 20 * CHUNK
     assert curves[demand.OTHERS].all_hits == 10 * CHUNK

@@ -1,0 +1,43 @@
+"""What the server counts of its lookups, while L1 grows and engines ask again."""
+
+from lmcache_client.contract.geometry import FULL, GroupSpec, Region
+from lmcache_client.contract.messages import Lookup, Release
+from lmcache_server.core.cache import Cache
+from lmcache_server.core.placement import Layout
+from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.service.planner import Planner
+
+CHUNK = 16
+GROUP = GroupSpec(FULL, CHUNK, 0, "", (Region(0, 0, FRAME_BYTES, FRAME_BYTES),))
+LAYOUT = Layout(b"n" * 32, CHUNK, (GROUP,), ((0,),))
+KEYS = tuple(number.to_bytes(32, "little") for number in range(8))
+
+
+def look_up(planner: Planner, request: str) -> None:
+    planner.looked_up(1, LAYOUT, Lookup(request, KEYS, 0, CHUNK * len(KEYS), CHUNK * len(KEYS) + 1), 0.0)
+
+
+def start(planner: Planner) -> tuple[int, float]:
+    window = planner.report(0.0)["windows"]["start"]
+    return window["tokens"], window["hit_rates"]["unlimited"]
+
+
+def test_an_l1_that_still_grows_remembers_as_much_as_it_will_need() -> None:
+    cache = Cache(FRAME_BYTES, 0)
+    planner = Planner(cache)
+    look_up(planner, "first")
+    cache.grow(16)
+    for request in ("second", "third"):
+        look_up(planner, request)
+    assert start(planner) == (3 * CHUNK * len(KEYS), round(2 / 3, 4))
+    assert planner.demand.exact_frames() is None, "nothing was forgotten"
+
+
+def test_a_request_that_asks_in_every_step_counts_once_until_it_ends() -> None:
+    planner = Planner(Cache(FRAME_BYTES, 16))
+    for _ in range(3):
+        look_up(planner, "request")
+    assert start(planner) == (CHUNK * len(KEYS), 0.0)
+    planner.released(1, LAYOUT, Release((), KEYS, "request"))
+    look_up(planner, "request")
+    assert start(planner) == (2 * CHUNK * len(KEYS), 0.5)
