@@ -6,19 +6,16 @@ of 512 tokens is one frame of full attention; beside it lies a window of five fr
 has room for 20,000 frames.
 """
 
-import argparse
 import hashlib
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from harness.rawclient import RawEngine, group
 from harness.server import LMCacheServer
-from replay import CHUNK, FRAME_BYTES, STEP_CHUNKS, Request, ask, load, planned, rate
+from replay import CHUNK, FRAME_BYTES, STEP_CHUNKS, Request, ask, main, planned, rate
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.admission import Admission, Prompt, checkpoint_interval, known_chunks
@@ -32,13 +29,13 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to store. `published` says of which chunks the engine has states: "every", the "last" of a
+    """A way to store. `offered` says of which chunks the engine has states: "every", the "last" of a
     prompt, or also the one before the "fork", as vLLM's default settings do with this connector."""
 
     name: str
     groups: tuple[GroupSpec, ...]
     rule: bool
-    published: str = "every"
+    offered: str = "every"
 
 
 def _pages(kind: str, frames: int, window: int = 0) -> GroupSpec:
@@ -56,9 +53,9 @@ ARMS = (
     Arm("states, at ends of prompts", STATES, False, "last"),
     Arm("states, at ends of prompts and forks", STATES, False, "fork"),
     Arm("states, at every chunk", STATES, False),
-    Arm("states, published at every chunk, the rule", STATES, True),
+    Arm("states, offered at every chunk, the rule", STATES, True),
 )
-BARS = {"windows, the rule": (0.470, 75_000), "states, published at every chunk, the rule": (0.53, 0)}
+BARS = {"windows, the rule": (0.470, 75_000), "states, offered at every chunk, the rule": (0.53, 0)}
 """Token hit rate at least, and frames written at most (0: no bar)."""
 OTHER_SIZES = (0.5, 2.0)
 
@@ -112,9 +109,9 @@ class Client:
         objects = []
         for index, (spec, bits) in enumerate(zip(self.groups, held, strict=True)):
             is_held = chunk // 8 < len(bits) and bits[chunk // 8] >> chunk % 8 & 1
-            places = {"last": (prompt.end,), "fork": (prompt.end, prompt.fork)}.get(self.arm.published)
-            is_published = spec.kind != RECURRENT or places is None or chunk + 1 in places
-            if is_published and not is_held and self.admission.admits(index, chunk, prompt):
+            places = {"last": (prompt.end,), "fork": (prompt.end, prompt.fork)}.get(self.arm.offered)
+            is_offered = spec.kind != RECURRENT or places is None or chunk + 1 in places
+            if is_offered and not is_held and self.admission.admits(index, chunk, prompt):
                 objects.append(chunk_object(keys, chunk, index, (chunk + 1,)))
         return objects
 
@@ -202,17 +199,5 @@ def _bar(bar: str, measured: object, wanted: object, met: bool) -> dict[str, Any
     return {"bar": bar, "measured": f"{measured}, bar {wanted}", "met": met}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="where to write the results as JSON")
-    out = parser.parse_args().out
-    measured = measure(load())
-    for each in measured["bars"]:
-        print(f"{'met    ' if each['met'] else 'NOT MET'} {each['bar']}: {each['measured']}")
-    if out is not None:
-        head = {"name": "admission", "title": "Which windows and states to store", "text": __doc__}
-        out.write_text(json.dumps({**head, **measured, "plots": []}, indent=1))
-
-
 if __name__ == "__main__":
-    main()
+    main("admission", "Which windows and states to store", str(__doc__), measure)

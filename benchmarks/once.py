@@ -4,14 +4,11 @@ A prompt that nobody repeats or continues in the rest of the trace may be sent w
 prompts are, chosen at random; then also as many that do come back as make 5 % of the hints wrong.
 """
 
-import argparse
-import json
 import random
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
-from replay import Request, load, rate, replay
+from replay import Request, main, rate, replay
 
 CAPACITIES = (5_000, 10_000)
 WRONG = 0.05
@@ -63,17 +60,5 @@ def _rate(requests: Sequence[Request], capacity: int, once: Collection[int]) -> 
     return rate(requests, replay(requests, capacity, loads=False, once=once, verify=False).hits)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="where to write the results as JSON")
-    out = parser.parse_args().out
-    measured = measure(load())
-    for each in measured["bars"]:
-        print(f"{'met    ' if each['met'] else 'NOT MET'} {each['bar']}: {each['measured']}")
-    if out is not None:
-        head = {"name": "once", "title": "The hint that a prompt will not come back", "text": __doc__}
-        out.write_text(json.dumps({**head, **measured, "plots": []}, indent=1))
-
-
 if __name__ == "__main__":
-    main()
+    main("once", "The hint that a prompt will not come back", str(__doc__), measure)

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,11 @@ STEP_CHUNKS = 8192 // CHUNK
 TIMEOUT_S = 60.0
 FIXED = 10_000
 ALL = 0
+TEXT = (
+    "3,993 requests of Mooncake's synthetic trace (FAST '25), one after the other, through the real server as the "
+    "connector does it: lookup, load (in one run), store what is missing, end. Pages of 64 KiB are really copied. "
+    "The oracle is a least-recently-used cache in the script."
+)
 CAPACITIES = (2_500, 5_000, FIXED, 20_000, ALL)
 """In chunks; ALL stands for room for every chunk of the trace."""
 KNOWN = {FIXED: "0.4430", ALL: "0.6504"}
@@ -252,23 +257,17 @@ def plot(name: str, x: str, y: str, **series: list[list[float]]) -> dict[str, An
     return {**head, "log_x": "chunks" in x, "log_y": False, "series": series}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(name: str, title: str, text: str, measure: Callable[[Sequence[Request]], dict[str, Any]]) -> None:
+    """A benchmark with this trace, as a script: prints its bars and writes its section of the report."""
+    parser = argparse.ArgumentParser(description=text)
     parser.add_argument("--out", type=Path, help="where to write the results as JSON")
     out = parser.parse_args().out
-    requests = load()
-    text = (
-        f"{len(requests):,} requests of Mooncake's synthetic trace (FAST '25), one after the other, through "
-        "the real server as the connector does it: lookup, load (in one run), store what is missing, end. "
-        "Pages of 64 KiB are really copied. The oracle is a least-recently-used cache in the script."
-    )
-    measured = measure(requests)
+    measured = {"plots": [], **measure(load())}
     for each in measured["bars"]:
         print(f"{'met    ' if each['met'] else 'NOT MET'} {each['bar']}: {each['measured']}")
     if out is not None:
-        report = {"name": "replay", "title": "A public trace against an oracle", "text": text, **measured}
-        out.write_text(json.dumps(report, indent=1))
+        out.write_text(json.dumps({"name": name, "title": title, "text": text, **measured}, indent=1))
 
 
 if __name__ == "__main__":
-    main()
+    main("replay", "A public trace against an oracle", TEXT, measure)

@@ -42,7 +42,10 @@ def test_a_conversation_a_new_answer_and_a_second_fork_are_served(server: LMCach
         turn = [*first, *asked.tokens, *prompt(3 * chunk, 2)]
         for again, resumed in ((first, 5 * chunk), (turn, 5 * chunk), (turn, len(turn) // chunk * chunk)):
             assert engine.reset_prefix_cache()
-            assert engine.run(again).external_tokens == resumed
+            restored = engine.run(again, 4)
+            assert restored.external_tokens == resumed
+            # Where a resume starts changes the rounding; the same prompt was computed from its beginning.
+            assert again is turn or restored.output == asked.output
 
         # Two chunks are shared by all of these. The first to part finds nobody's window or state there, and
         # leaves its own to the others.
@@ -76,11 +79,17 @@ def test_a_prompt_that_left_the_engines_own_cache_leaves_a_fork(server: LMCacheS
         parting = [[*first[:-5], *prompt(chunk, 20 + i)] for i in range(2)]
         assert engine.run(parting[0]).local_tokens == 4 * chunk
         assert engine.reset_prefix_cache()
-        assert engine.run(parting[1]).external_tokens == 4 * chunk
+        served = engine.run(parting[1])
+        assert served.external_tokens == 4 * chunk
+        server.clear()
+        assert engine.reset_prefix_cache()
+        computed = engine.run(parting[1])
+        assert computed.external_tokens == computed.local_tokens == 0
+        assert served.output == computed.output
 
 
 def test_everything_is_stored_when_the_user_says_so(server: LMCacheServer) -> None:
-    stored = {}
+    stored, parted = {}, {}
     for everything in (False, True):
         server.clear()
         settings = {"lmcache.mp.store_everything": everything}
@@ -90,6 +99,7 @@ def test_everything_is_stored_when_the_user_says_so(server: LMCacheServer) -> No
             engine.run(first, 1)
             stored[everything] = server.status()["l1"]["ready_bytes"]
             assert engine.reset_prefix_cache()
-            parted = engine.run([*first[: 4 * chunk], *prompt(chunk, 5)])
-            assert parted.external_tokens == (4 * chunk if everything else 0)
+            parted[everything] = engine.run([*first[: 4 * chunk], *prompt(chunk, 5)])
+            assert parted[everything].external_tokens == (4 * chunk if everything else 0)
+    assert parted[True].output == parted[False].output, "what was restored is what was computed"
     assert stored[True] > 1.5 * stored[False]

@@ -7,6 +7,7 @@ from harness.paths import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 import admission
+import replay
 
 
 @pytest.mark.parametrize(
@@ -15,7 +16,7 @@ import admission
 def test_the_rule_gives_the_hits_of_several_times_the_memory(arm: admission.Arm) -> None:
     """Without it, .214 for windows and 554,000 frames written, and .290 for states at every chunk."""
     least, most = admission.BARS[arm.name]
-    outcome = admission.replay(admission.load(), arm)
+    outcome = admission.replay(replay.load(), arm)
     assert float(outcome.hit_rate) >= least
     assert outcome.frames_written <= most or not most
     # For windows and states `lmcache plan` only estimates, even of the size that the server has.
