@@ -76,7 +76,7 @@ def test_a_prompt_that_left_the_engines_own_cache_leaves_a_fork(server: LMCacheS
         first = prompt(4 * chunk + 5, 3)
         engine.run(first, 1)
         server.clear()
-        parting = [[*first[:-5], *prompt(chunk, 20 + i)] for i in range(2)]
+        parting = [[*first[:-5], *prompt(3 * chunk + 5, 20 + i)] for i in range(2)]
         assert engine.run(parting[0]).local_tokens == 4 * chunk
         assert engine.reset_prefix_cache()
         served = engine.run(parting[1])
