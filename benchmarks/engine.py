@@ -25,6 +25,8 @@ TAIL = 24
 """Tokens beyond the last whole chunk: a real prompt seldom ends where a chunk does."""
 LENGTHS = (512, 1024, 2048, 4096, 7936)
 ROUNDS = 9
+LEAST_THROUGHPUT = 0.98
+"""Of vLLM alone, in each kind of work: an average over all of them would hide the worst."""
 AT_REST = "decode of one request"
 """Steps in which there is nothing for a connector to do."""
 ALONE, OURS, LMCACHE, OFFLOADING = "vLLM alone", "ours", "LMCache", "vLLM's offloading"
@@ -189,12 +191,10 @@ def load(section: Section, engines: Engines) -> None:
         ["work", "connector", "throughput", "per step, median", "p99", "share of the steps"],
         rows,
     )
-    total = {
-        name: [sum(pair) for pair in zip(*(seconds[kind, name] for kind in work), strict=True)]
-        for name in engines
-    }
-    throughput = paired(total[ALONE], total[OURS])
-    section.bar("throughput at least 98 % of vLLM alone", f"{throughput:.1%}", throughput >= 0.98)
+    for kind in work:
+        throughput = paired(seconds[kind, ALONE], seconds[kind, OURS])
+        bar = f"throughput at least {LEAST_THROUGHPUT:.0%} of vLLM alone, {kind}"
+        section.bar(bar, f"{throughput:.1%}", throughput >= LEAST_THROUGHPUT)
     at_rest = median([spent for spent, _ in shares[AT_REST, OURS]])
     section.bar(f"under 50 µs a step at rest ({AT_REST})", micros(at_rest), at_rest < 50e-6)
     under_load = max(

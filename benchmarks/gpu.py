@@ -93,7 +93,7 @@ def paths(driver: Driver, total: int, times: int) -> list[tuple[Any, ...]]:
                     engine = lambda: driver.copy_batch(destination, source, length, stream)  # noqa: E731
                     ours = lambda: kernel.launch(source, destination, length, stream)  # noqa: E731
                     for submit in (engine, ours):
-                        repeat = max(1, 64 * MIB // (number * page_bytes))
+                        repeat = max(1, min(64 * MIB, total) // (number * page_bytes))
 
                         def run(submit: Callable[[], None] = submit, repeat: int = repeat) -> None:
                             for _ in range(repeat):
@@ -136,11 +136,11 @@ def scattered(num_blocks: int, wanted: int) -> list[int]:
 
 
 def through_the_server(
-    total: int, times: int, peak: dict[bool, float], l1_gb: float
+    page_sizes: tuple[int, ...], total: int, times: int, peak: dict[bool, float], l1_gb: float
 ) -> list[tuple[Any, ...]]:
     """GB/s from the request to its answer, per piece size; and the latency of one chunk."""
     rows = []
-    for page_bytes in PAGE_BYTES:
+    for page_bytes in page_sizes:
         wanted = max(2, total // (LAYERS * page_bytes) // 2 * 2)
         wanted = min(wanted, 4096)
         layers = max(1, min(LAYERS, total // (wanted * page_bytes)))
@@ -185,8 +185,8 @@ def through_the_server(
 
 
 def starts(sizes_gb: list[float], page_bytes: int) -> list[tuple[Any, ...]]:
-    """Seconds from the start of the process: ready, first page restored, all of L1 pinned; and what a context
-    costs on the device."""
+    """Seconds from the start of the process: ready, first page restored, all of L1 pinned. And what the server
+    takes on the device: a context before it has pinned much, and then the page tables of what is pinned."""
     rows = []
     for size_gb in sizes_gb:
         driver = loaded()
@@ -200,13 +200,14 @@ def starts(sizes_gb: list[float], page_bytes: int) -> list[tuple[Any, ...]]:
             found = engine.lookup(keys)
             engine.load(found, keys, tables)
             served_s = time.perf_counter() - start
+            pinned_gb = server.status()["l1"]["pinned_bytes"] / 1e9
+            before = free_before - driver.memory_info()[0]
             server.wait_until(lambda l1: l1["pinned_bytes"] == l1["total_bytes"], 600)
             pinned_s = time.perf_counter() - start
-            taken = free_before - driver.memory_info()[0]
+            after = free_before - driver.memory_info()[0]
             engine.close()
-        rows.append(
-            (size_gb, f"{ready_s:.2f}", f"{served_s:.2f}", f"{pinned_s:.1f}", f"{taken / MIB:.0f} MiB")
-        )
+        device = (f"{before / MIB:.0f} MiB, {pinned_gb:.1f} GB pinned", f"{after / MIB:.0f} MiB")
+        rows.append((size_gb, f"{ready_s:.2f}", f"{served_s:.2f}", f"{pinned_s:.1f}", *device))
     return rows
 
 
@@ -226,9 +227,17 @@ def slowdown(times: int, l1_gb: float) -> list[tuple[Any, ...]]:
             torch.mm(square, square)
         torch.cuda.synchronize()
 
+    tokens = torch.zeros(64, dtype=torch.int32, pin_memory=True)
+    on_device = torch.zeros(64, dtype=torch.int32, device="cuda")
+
     def decode() -> None:
-        for _ in range(200):
+        """Each step ends with a few bytes each way, which wait for the copies that a store has enqueued."""
+        for step in range(200):
             torch.mm(square, narrow)
+            if step % 10 == 9:
+                on_device.copy_(tokens, non_blocking=True)
+                tokens.copy_(on_device, non_blocking=True)
+                torch.cuda.current_stream().synchronize()
         torch.cuda.synchronize()
 
     rows = []
@@ -290,6 +299,7 @@ def main() -> None:
     options.add_argument("--sizes-gb", default="8,32,100", help="of L1, for the times of a start")
     given = options.parse_args()
     times, total, l1_gb = (2, 4 * MIB, 0.5) if given.quick else (5, 256 * MIB, 8.0)
+    page_sizes = PAGE_BYTES[::4] if given.quick else PAGE_BYTES
     driver = loaded()
     print(
         f"CUDA {driver.version()}, compute capability {driver.compute_capability(0)}, {platform.platform()}"
@@ -299,7 +309,7 @@ def main() -> None:
     table(
         "Through the server",
         ("piece", "pieces", "job", "store GB/s", "of peak", "load GB/s", "of peak", "one chunk, ms"),
-        through_the_server(total, times, peak, l1_gb),
+        through_the_server(page_sizes, total, times, peak, l1_gb),
     )
     table(
         "By path, GB/s",
@@ -309,7 +319,14 @@ def main() -> None:
     sizes = [0.5] if given.quick else [float(size) for size in given.sizes_gb.split(",")]
     table(
         "Start, seconds",
-        ("L1, GB", "ready", "first page served", "all pinned", "device memory"),
+        (
+            "L1, GB",
+            "ready",
+            "first page served",
+            "all pinned",
+            "on the device then",
+            "and when all is pinned",
+        ),
         starts(sizes, 64 * KIB),
     )
     table(

@@ -86,18 +86,25 @@ class Probe:
             time.sleep(0.001)
         return outputs
 
-    def do_first_token(self, prompt: list[int]) -> dict[str, Any]:
-        """Seconds and steps to the first token of one request to an engine that has nothing else to do."""
+    def do_first_token(self, prompt: list[int], max_tokens: int = 1) -> dict[str, Any]:
+        """Seconds and steps to the first token of one request to an engine that has nothing else to do, and
+        all of its tokens."""
         start = time.perf_counter()
-        self._add([prompt], 1)
-        steps = 0
-        while not (outputs := self._step()) or not outputs[0].finished:
+        self._add([prompt], max_tokens)
+        steps = 1
+        while not (outputs := self._step()):
             steps += 1
+        seconds = time.perf_counter() - start
+        while not outputs or not outputs[0].finished:
+            outputs = self._step()
+        found = outputs[0].outputs[0].token_ids
+        cached = outputs[0].num_cached_tokens or 0
         return {
-            "seconds": time.perf_counter() - start,
-            "steps": steps + 1,
-            "cached": outputs[0].num_cached_tokens or 0,
-            "token": outputs[0].outputs[0].token_ids[0],
+            "seconds": seconds,
+            "steps": steps,
+            "cached": cached,
+            "token": found[0],
+            "tokens": list(found),
         }
 
     def do_batch(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:

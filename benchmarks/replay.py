@@ -54,10 +54,15 @@ FLAT = 0.05
 
 @dataclass(frozen=True)
 class Request:
-    """`ids` are those of its full chunks."""
+    """`blocks` are the ids of its chunks, of which the last need not be full."""
 
     tokens: int
-    ids: tuple[int, ...]
+    blocks: tuple[int, ...]
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Those of its full chunks."""
+        return self.blocks[: self.tokens // CHUNK]
 
 
 @dataclass
@@ -76,7 +81,7 @@ class Outcome:
 def load(path: Path = TRACE) -> list[Request]:
     with gzip.open(path, "rt") as lines:
         rows = map(json.loads, lines)
-        return [Request(n := row["input_length"], tuple(row["hash_ids"][: n // CHUNK])) for row in rows]
+        return [Request(row["input_length"], tuple(row["hash_ids"])) for row in rows]
 
 
 def rate(requests: Sequence[Request], hits: Sequence[int]) -> str:
@@ -113,12 +118,14 @@ def ask(channel: Channel, message: messages.Message) -> Any:
 class Client:
     """An engine with blocks for one request at a time: its chunk i is in block i + 1."""
 
-    def __init__(self, server: LMCacheServer, requests: Sequence[Request], loads: bool) -> None:
+    def __init__(
+        self, server: LMCacheServer, requests: Sequence[Request], loads: bool, page_bytes: int = FRAME_BYTES
+    ) -> None:
         blocks = 1 + max(len(request.ids) for request in requests)
-        spec = group("full", CHUNK, layers=1, page_bytes=FRAME_BYTES)
+        spec = group("full", CHUNK, layers=1, page_bytes=page_bytes)
         self.engine = RawEngine(server.address, (spec,), blocks).start()
         # The first and the last eight bytes of every page say of which chunk it is.
-        self.stamps = self.engine.memory.view(np.int64).reshape(blocks, -1)[1:, :: FRAME_BYTES // 8 - 1]
+        self.stamps = self.engine.memory.view(np.int64).reshape(blocks, -1)[1:, :: page_bytes // 8 - 1]
         self.outcome, self.loads = Outcome(), loads
 
     def serve(self, request: Request, once: bool = False) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import summary
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 PLOTS = ROOT / "docs" / "benchmarks"
@@ -28,8 +30,11 @@ def bars(sections: Sequence[Section]) -> list[str]:
     return table(["", "bar", "measured", ""], rows)
 
 
-def body(section: Section) -> list[str]:
+def body(section: Section, named_run: bool) -> list[str]:
+    """A section; with `named_run` it says in which run it was measured."""
     lines = [f"## {section['title']}", "", section["text"], ""]
+    if named_run:
+        lines += [f"Measured in the run of {run(section)}.", ""]
     for each in section.get("tables") or [section]:
         if each.get("caption"):
             lines += [each["caption"], ""]
@@ -39,12 +44,12 @@ def body(section: Section) -> list[str]:
     return lines
 
 
-def draw(plot: Mapping[str, Any]) -> None:
-    import matplotlib as mpl
+def run(section: Section) -> str:
+    """The run that measured a section."""
+    return str(section.get("run", "unknown time"))
 
-    mpl.use("svg")
-    # The same figures give the same file.
-    mpl.rcParams["svg.hashsalt"] = "lmcache-mp"
+
+def draw(plot: Mapping[str, Any]) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
@@ -73,24 +78,54 @@ def processor() -> str:
     return platform.machine()
 
 
+def beginning(sections: Sequence[Section]) -> list[str]:
+    """The sentences and the picture for people who choose; what they need may not have been measured."""
+    known = {section["name"]: section for section in sections}
+    if not all(name in known for name in summary.NEEDED):
+        return []
+    summary.draw(known, PLOTS)
+    picture = f"![How much sooner a cached prompt is answered](benchmarks/{summary.PICTURE}.svg)"
+    return [" ".join(summary.sentences(known)), "", picture, ""]
+
+
+def prepare_plots() -> None:
+    """The same figures give the same files."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "lmcache-mp"
+    PLOTS.mkdir(parents=True, exist_ok=True)
+
+
 def write(sections: Sequence[Section], failed: Sequence[str], minutes: float) -> None:
-    """Replace the page and its plots. `minutes` are those of a whole run, if it was one."""
+    """Replaces the page and its plots. `minutes` are those of a whole run, if it was one. A page of several
+    runs says so, and names the run of each section."""
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
-    lines = [
-        "# Benchmarks",
+    is_one_run = len({run(section) for section in sections}) == 1
+    prepare_plots()
+    lines = ["# Benchmarks", "", *beginning(sections)]
+    lines += [
+        f"Measured on: {processor()}, {len(os.sched_getaffinity(0))} processors, {memory_gib:.0f} GiB, no GPU used; "
+        f"Python {platform.python_version()}, Linux {platform.release().partition('-')[0]}. "
+        + (
+            f"All of it is one run, of {run(sections[0])}"
+            if is_one_run
+            else "**This page is of several runs**"
+        )
+        + (
+            f" ({minutes:.0f} minutes)."
+            if minutes
+            else "."
+            if is_one_run
+            else ": each section names its own."
+        ),
         "",
         "Written by `make bench`, which installs what it compares with (LMCache 0.5.6 in multiprocess mode) into",
         "environments of its own. Figures of one run are comparable with each other, not with those of another",
         "machine: read ratios. Where there is a GPU, the engines have vLLM's own offloading beside them, and",
         "`make bench-gpu` measures the copies ([GPUs](gpu.md)); neither has been run yet.",
         "",
-        f"Measured on: {processor()}, {len(os.sched_getaffinity(0))} processors, {memory_gib:.0f} GiB, no GPU used; Python "
-        f"{platform.python_version()}, Linux {platform.release().partition('-')[0]}"
-        + (
-            f"; {minutes:.0f} minutes."
-            if minutes
-            else ". Each section is of one run, not all are of the same."
-        ),
+        "## What was asked for, and what was measured",
         "",
         *bars(sections),
         "",
@@ -99,14 +134,13 @@ def write(sections: Sequence[Section], failed: Sequence[str], minutes: float) ->
         lines += [f"**Not measured, because it failed: {', '.join(failed)}.**", ""]
     if NOTES.exists():
         lines += [NOTES.read_text().rstrip(), ""]
-    PLOTS.mkdir(parents=True, exist_ok=True)
     for section in sections:
-        lines += body(section)
+        lines += body(section, named_run=not is_one_run)
         for plot in section.get("plots", ()):
             draw(plot)
     PAGE.write_text("\n".join(lines).rstrip() + "\n")
     missed = sum(not bar["met"] for section in sections for bar in section["bars"])
-    print(f"\n{PAGE.relative_to(ROOT)} written; {missed} bars missed")
+    print(f"\n{PAGE} written; {missed} bars missed")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,10 @@
 """`make bench`: every benchmark, one after the other, then docs/benchmarks.md and its plots.
 
 One that fails is named in the report and makes the exit code 1; what the others measured is kept.
+
+The page is of one run. Benchmarks that are named (`make bench NAMES="lookup start"`) only print what they
+measure: the page stays as it is. `--report` writes it again from the last results of all benchmarks. If these
+are of several runs, the page says so, and each section names its run.
 """
 
 import argparse
@@ -16,13 +20,17 @@ from section import RESULTS
 
 BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parent
-ORDER = ("engine", "copies", "lookup", "start", "index", "replay", "admission", "once")
-OWN_OUTPUT = ("index", "replay", "admission", "once")
+ORDER = (
+    *("engine", "copies", "mapped", "lookup", "start"),
+    *("index", "replay", "admission", "conversations", "once", "tiers"),
+)
+OWN_OUTPUT = ("index", "replay", "admission", "conversations", "once")
 TIMEOUT_S = 1200
 
 
-def measure(name: str) -> bool:
-    """Run one benchmark; False if it failed. What an earlier run of it measured is forgotten."""
+def measure(name: str, run: str) -> bool:
+    """Runs one benchmark as a part of `run`; False if it failed. What an earlier run of it measured is
+    forgotten."""
     result = RESULTS / f"{name}.json"
     result.unlink(missing_ok=True)
     print(f"\n== {name} ==", flush=True)
@@ -40,25 +48,42 @@ def measure(name: str) -> bool:
     print(f"({time.monotonic() - start:.0f} s)", flush=True)
     if code != 0:
         print(f"bench: {name} failed", file=sys.stderr)
-    return code == 0 and result.exists()
+    if code != 0 or not result.exists():
+        return False
+    result.write_text(json.dumps({**json.loads(result.read_text()), "run": run}, indent=1))
+    return True
 
 
-def main() -> int:
+def this_run() -> str:
+    """What tells this run from others: when it began, and what it measures."""
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    at = f", commit {git.stdout.strip()}" if git.returncode == 0 else ""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()) + at
+
+
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help=f"some of {', '.join(ORDER)}; all without", default=[])
     parser.add_argument("--report", action="store_true", help="only write the report of the last results")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     RESULTS.mkdir(parents=True, exist_ok=True)
-    start = time.monotonic()
+    start, run = time.monotonic(), this_run()
     failed = []
     whole = RESULTS / "whole-run.json"
     if not options.report:
         whole.unlink(missing_ok=True)
-        failed = [name for name in options.names or ORDER if not measure(name)]
-        if not options.names and not failed:
+        failed = [name for name in options.names or ORDER if not measure(name, run)]
+        if options.names:
+            print(f"\n{report.PAGE} stays as it is, because a page is of one run: `make bench` writes it")
+            return 1 if failed else 0
+        if not failed:
             whole.write_text(json.dumps({"minutes": (time.monotonic() - start) / 60}))
     minutes = json.loads(whole.read_text())["minutes"] if whole.exists() else 0.0
     sections = [json.loads(path.read_text()) for name in ORDER if (path := RESULTS / f"{name}.json").exists()]
+    if not sections:
+        raise SystemExit("no benchmark has any results: run `make bench`")
     report.write(sections, failed, minutes)
     return 1 if failed else 0
 

@@ -113,7 +113,7 @@ def our_server(
 ) -> Iterator[tuple[Server, int, dict[str, str]]]:
     """`lmcache server` with what a user gets by default; also its port and what clients need in their
     environment."""
-    port, http_port = free_port(), free_port()
+    port, http_port = free_port(), int(flags.pop("http_port", 0)) or free_port()
     directory = tempfile.mkdtemp(prefix="lmcache-bench-", dir="/tmp")
     variables = {"LMCACHE_RUNTIME_DIR": directory}
     options = {"port": port, "http_port": http_port, "l1_size_gb": l1_gb, **flags}
@@ -128,12 +128,12 @@ def our_server(
 
 
 @contextlib.contextmanager
-def lmcache_server(l1_gb: float) -> Iterator[tuple[Server, int]]:
+def lmcache_server(l1_gb: float, *flags: str) -> Iterator[tuple[Server, int]]:
     """LMCache's server, with the flags without which it does not start or is wrong for hybrid models."""
     port, http_port = free_port(), free_port()
     command = [str(peer.SERVER / "bin" / "lmcache"), "server", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--http-port", str(http_port), "--l1-size-gb", str(l1_gb), "--chunk-size", str(CHUNK_TOKENS)]
-    command += ["--eviction-policy", "LRU", "--separate-object-groups"]
+    command += ["--eviction-policy", "LRU", "--separate-object-groups", *flags]
     with Server("lmcache", command, peer.VARIABLES, http_port, "/healthcheck") as server:
         yield server, port
 
@@ -145,8 +145,8 @@ def vllm_alone(model: Path) -> Iterator[Probe]:
 
 
 @contextlib.contextmanager
-def vllm_with_ours(model: Path, l1_gb: float) -> Iterator[Probe]:
-    with our_server(l1_gb, chunk_size=CHUNK_TOKENS) as (_, port, variables):
+def vllm_with_ours(model: Path, l1_gb: float, **flags: Any) -> Iterator[Probe]:
+    with our_server(l1_gb, chunk_size=CHUNK_TOKENS, **flags) as (_, port, variables):
         config = {
             "kv_connector": "LMCacheMPConnector",
             "kv_role": "kv_both",
@@ -166,8 +166,8 @@ def vllm_with_offloading(model: Path, l1_gb: float) -> Iterator[Probe]:
 
 
 @contextlib.contextmanager
-def vllm_with_lmcache(model: Path, l1_gb: float) -> Iterator[Probe]:
-    with lmcache_server(l1_gb) as (_, port):
+def vllm_with_lmcache(model: Path, l1_gb: float, *flags: str) -> Iterator[Probe]:
+    with lmcache_server(l1_gb, *flags) as (_, port):
         config = {
             "kv_connector": "LMCacheMPConnector",
             "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",

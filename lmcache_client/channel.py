@@ -2,7 +2,7 @@
 
 A keeper thread notices when the server disappears or appears, greets it and runs the owner's `on_up`
 (registration). The engine's own thread submits requests and polls for replies. Both threads take turns on
-the socket under a lock that is never held longer than one poll.
+the socket under a lock that nobody holds while waiting.
 
 A request has two ends. It is *done* when its owner may stop waiting: a reply came, its deadline passed or
 the connection broke. It is *settled* when the server can no longer act on it: a reply came, the server is
@@ -11,13 +11,14 @@ have ended. Memory that a request names must not be reused before the request is
 """
 
 import contextlib
+import logging
 import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from lmcache_client.contract import messages
-from lmcache_client.contract.codec import MAX_MESSAGE_BYTES, ProtocolError
+from lmcache_client.contract.codec import MAX_MESSAGE_BYTES, ProtocolError, shown
 from lmcache_client.contract.endpoint import check_runtime_directory
 from lmcache_client.contract.messages import BadRequestError, Hello, Message, Ping, Refused, Welcome
 from lmcache_client.contract.version import VERSION
@@ -29,6 +30,8 @@ PING_AFTER_S = 1.0
 PING_TIMEOUT_S = 2.0
 RETRY_REFUSED_S = 5.0
 PROBE_INTERVAL_S = 1.0
+COPIES_END_S = 0.1
+"""When the kernel ends a process, the process's socket may close before its last copy on a GPU has ended."""
 OVERDUE_S = 30.0
 """The server drops replies to a client that does not read them. If it still talks to us this long after a
 request's deadline, that reply is lost."""
@@ -45,7 +48,7 @@ class RefusedError(ChannelError):
     """The server refused the request; `code` is one of the codes of Refused."""
 
     def __init__(self, refused: Refused) -> None:
-        super().__init__(refused.message)
+        super().__init__(shown(refused.message))
         self.code = refused.code
 
 
@@ -65,10 +68,6 @@ class Pending:
     @property
     def done(self) -> bool:
         return self.reply is not None or self.error is not None
-
-    def abandon(self) -> None:
-        """Stops waiting; a reply that still comes goes to `on_late`."""
-        self._fail("abandoned")
 
     def _finish(self, reply: Message) -> None:
         self.settled = True
@@ -98,20 +97,23 @@ class Channel:
     """A connection to the server at a ZeroMQ address.
 
     `on_up` runs in the keeper thread after each greeting and registers the owner; while it raises
-    RefusedError the channel is not ready. Each change calls `on_state` with a line to log.
+    RefusedError the channel is not ready. Each change calls `on_state` with a level and a line for the log.
+    The keeper calls `on_turn` several times a second.
     """
 
     def __init__(
         self,
         address: str,
         on_up: Callable[["Channel"], object],
-        on_state: Callable[[bool, str], None] = lambda _ready, _text: None,
+        on_state: Callable[[int, str], None] = lambda _level, _text: None,
         system: System = SYSTEM,
+        on_turn: Callable[["Channel"], None] = lambda _channel: None,
     ) -> None:
         self.system = system
         self._address = address
         self._on_up = on_up
         self._on_state = on_state
+        self._on_turn = on_turn
         self._client_id = system.random_bytes(messages.CLIENT_ID_BYTES)
         self._lock = system.lock()
         self._pending: dict[int, Pending] = {}
@@ -176,14 +178,20 @@ class Channel:
     def poll(self, pending: Pending | None = None, wait_s: float = 0.0) -> None:
         """Processes replies that have arrived; with `pending`, waits up to `wait_s` until it is done."""
         limit_s = self.system.now_s() + wait_s
-        with self._lock:
-            self._receive()
-            while pending is not None and not pending.done and self._connection and self._connected:
-                left_s = limit_s - self.system.now_s()
-                if left_s <= 0:
-                    break
-                self._connection.wait(left_s)
+        while True:
+            with self._lock:
                 self._receive()
+                connection = self._connection if self._connected else None
+            left_s = limit_s - self.system.now_s()
+            if pending is None or pending.done or connection is None or left_s <= 0:
+                return
+            # Without the lock, so that other threads can submit requests meanwhile.
+            connection.wait(left_s)
+
+    def abandon(self, pending: Pending) -> None:
+        """Stops waiting; a reply that still comes goes to `on_late`."""
+        with self._lock:  # the keeper may be taking the reply in
+            pending._fail("abandoned")
 
     def call(self, message: Message, timeout_s: float) -> Message:
         """Sends a request and waits for its reply. Raises ChannelError. Not for the engine's thread."""
@@ -195,10 +203,8 @@ class Channel:
             self._attend()
             if not pending.done:
                 self.system.sleep(0.001)
-        if pending.error is not None:
-            raise pending.error
         if pending.reply is None:
-            raise ChannelError("the channel was closed")
+            raise pending.error or ChannelError("the channel was closed")
         return pending.reply
 
     def close(self, goodbye_s: float = 1.0) -> None:
@@ -212,6 +218,8 @@ class Channel:
         with self._lock:
             self.ready = False
             self._break("the channel was closed")
+            if self._server is not None:
+                self._server.close()
 
     # -- with the lock held -----------------------------------------------------------------------
 
@@ -237,7 +245,7 @@ class Channel:
             # Nobody knows which request the reply was for. A new session settles all of them.
             reason = f"the lmcache server sent a reply that cannot be read ({error})"
             if self._is_readable and not self.ready:
-                self._on_state(False, reason)
+                self._on_state(logging.WARNING, reason)
             self._is_readable = False
             self._break(reason)
             return
@@ -270,10 +278,13 @@ class Channel:
             self._connection.close()
         self._connection = None
         self._reconnect()
-        if self._server is not None and self._server.ended():
+        if self._server is None and self._unsettled:
+            # A new server may answer within milliseconds, and nobody sees whether the old process has ended.
+            self._retry_s = max(self._retry_s, self.system.now_s() + COPIES_END_S)
+        elif self._server is not None and self._server.ended():
             self._settle()
         if was_ready:
-            self._on_state(False, f"{reason}: requests are computed without it until it is back")
+            self._on_state(logging.WARNING, f"{reason}: requests are computed without it until it is back")
 
     def _reconnect(self) -> None:
         if self._connection is None and not self._closed.is_set():
@@ -315,8 +326,9 @@ class Channel:
     def _keep_once(self) -> None:
         try:
             self._look_after()
+            self._on_turn(self)
         except Exception as error:  # without its keeper, an engine would never find the server again
-            self._on_state(False, f"the connection to the lmcache server cannot be kept: {error}")
+            self._on_state(logging.WARNING, f"the connection to the lmcache server cannot be kept: {error}")
             self._closed.wait(RETRY_REFUSED_S)
 
     def _look_after(self) -> None:
@@ -350,7 +362,9 @@ class Channel:
             self._on_up(self)
         except RefusedError as error:
             if self.refusal is None or str(self.refusal) != str(error):
-                self._on_state(False, f"the lmcache server refused this engine: {error}")
+                passes = error.code in (messages.NOT_REGISTERED, messages.OVERLOADED)
+                level = logging.WARNING if passes else logging.ERROR
+                self._on_state(level, f"the lmcache server refused this engine: {error}")
             self.refusal = error
             self._retry_s = self.system.now_s() + RETRY_REFUSED_S
             if error.code == messages.NOT_REGISTERED:
@@ -359,14 +373,14 @@ class Channel:
         except ChannelError:
             self._retry_s = self.system.now_s() + KEEPER_INTERVAL_S
         except Exception as error:  # a fault in one attempt must not end the keeper
-            self._on_state(False, f"cannot use the lmcache server: {error or type(error).__name__}")
+            self._on_state(logging.WARNING, f"cannot use the lmcache server: {error or type(error).__name__}")
             self._retry_s = self.system.now_s() + RETRY_REFUSED_S
         else:
             self.refusal = None
             self._is_readable = True
             self.generation += 1
             self.ready = True
-            self._on_state(True, f"connected to the lmcache server at {self._address}")
+            self._on_state(logging.INFO, f"connected to the lmcache server at {self._address}")
         self._attempted.set()
 
     def _hello(self) -> None:
@@ -378,9 +392,9 @@ class Channel:
                 self._server.close()
             # In this pid namespace, the server's number may belong to another process: the kernel must agree.
             peer_pid = self._connection.peer_pid() if self._connection is not None else None
-            is_same = peer_pid == welcome.server_pid
-            self._server = self.system.open_process(welcome.server_pid) if is_same else None
+            self._server = self.system.open_process(peer_pid) if peer_pid == welcome.server_pid else None
             self._session_id = welcome.session_id
-            self.server_pid = welcome.server_pid
+            # A server over TCP, or in another process namespace, is believed.
+            self.server_pid = peer_pid or welcome.server_pid
             self.boot_id = welcome.boot_id
             self._settle()

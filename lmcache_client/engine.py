@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from lmcache_client.channel import Channel, ChannelError, Pending
 from lmcache_client.contract import messages
+from lmcache_client.contract.control import Follow
 from lmcache_client.contract.geometry import Geometry, GroupSpec
 from lmcache_client.contract.keys import ROOT_KEY, ModelTag
 from lmcache_client.contract.messages import Found, Load, Message, Store, StoreObject
@@ -18,8 +19,11 @@ from lmcache_client.memory.cuda import CudaExport
 from lmcache_client.memory.host import HostExport
 
 REGISTER_S = 10.0
+GPU_REGISTER_S = 60.0
+"""On a GPU, the server may first have to create a context, while it pins memory for it and for others."""
 JOIN_S = 2.0
 RELEASE_S = 5.0
+FOLLOW_S = 2.0
 CLEAR_S = 5.0
 Export = HostExport | CudaExport
 Tables = Sequence[Sequence[int] | Mapping[int, int]]
@@ -39,6 +43,11 @@ class Worker:
     export: Export
     ephemeral: bool = False
 
+    @property
+    def register_s(self) -> float:
+        """How long a registration may take."""
+        return GPU_REGISTER_S if isinstance(self.export, CudaExport) else REGISTER_S
+
     def register(self) -> messages.Registered:
         """Exports the memory to the server and proves that this process owns it. Call it from the channel's
         `on_up`, because a restarted server needs it again. Raises ChannelError."""
@@ -47,9 +56,9 @@ class Worker:
         message = messages.Register(
             self.engine_id, self.rank, self.model, self.geometry, memory, self.ephemeral
         )
-        challenge = expect(self.channel.call(message, REGISTER_S), messages.Challenge)
+        challenge = expect(self.channel.call(message, self.register_s), messages.Challenge)
         with self.export.proving(challenge.nonce):
-            return expect(self.channel.call(messages.Prove(), REGISTER_S), messages.Registered)
+            return expect(self.channel.call(messages.Prove(), self.register_s), messages.Registered)
 
     def load(self, message: Load, timeout_s: float) -> Pending:
         """Has pages copied into this worker's blocks, which must not be used before the load is settled."""
@@ -74,17 +83,13 @@ class Scheduler:
             raise ChannelError("the workers of this engine have not all registered yet")
         return joined
 
-    def lookup(
-        self, request_id: str, keys: Sequence[bytes], computed: int, limit: int, tokens: int, timeout_s: float
-    ) -> Pending:
-        """Asks for a resume point; `messages.Lookup` explains the arguments. The reply is a Found. If it
-        comes too late, its lease is released."""
-        message = messages.Lookup(request_id, tuple(keys), computed, limit, tokens)
-        return self.channel.submit(message, timeout_s, on_late=self._release_late)
+    def lookup(self, question: messages.Lookup, timeout_s: float) -> Pending:
+        """Asks for a resume point. The reply is a Found. If it comes too late, its lease is released."""
+        return self.channel.submit(question, timeout_s, on_late=self._release_late)
 
     def forget(self, lookup: Pending) -> None:
         """Stops waiting for a lookup and releases the lease that its reply has granted or will grant."""
-        lookup.abandon()
+        self.channel.abandon(lookup)
         self._release_late(lookup.reply)
 
     def _release_late(self, reply: Message | None) -> None:
@@ -95,6 +100,14 @@ class Scheduler:
         """Ends leases and marks the chunks of `keys` as used. Pass `request_id` only if that request has
         ended."""
         return self.channel.submit(messages.Release(leases, keys, request_id), RELEASE_S)
+
+    def accept(self, lookups: Sequence[tuple[str, int]]) -> Pending:
+        """Has the server count early lookups: request ids with the tokens that the engine itself holds."""
+        return self.channel.submit(messages.Accept(tuple(lookups)), RELEASE_S)
+
+    def follow(self, keys: Sequence[bytes]) -> Pending:
+        """Asks how far a chain can be restored, and what was forgotten. The reply is a Followed."""
+        return self.channel.submit(Follow(tuple(keys)), FOLLOW_S)
 
     def clear(self) -> Pending:
         """Has the server forget the chunks of this engine's namespace. The reply is a Cleared."""
@@ -108,9 +121,11 @@ def expect(reply: Message, kind: type[Reply]) -> Reply:
     return reply
 
 
-def chunk_object(keys: Sequence[bytes], chunk: int, group: int, block_ids: tuple[int, ...]) -> StoreObject:
+def chunk_object(
+    keys: Sequence[bytes], chunk: int, group: int, block_ids: tuple[int, ...], tenant: bytes = b""
+) -> StoreObject:
     """The object that a group stores for chunk number `chunk` of the prompt with these keys."""
-    return StoreObject(keys[chunk], keys[chunk - 1] if chunk else ROOT_KEY, chunk, group, block_ids)
+    return StoreObject(keys[chunk], keys[chunk - 1] if chunk else ROOT_KEY, chunk, group, block_ids, tenant)
 
 
 def load_message(

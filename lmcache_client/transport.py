@@ -46,8 +46,7 @@ class Connection:
         )
         self._descriptor = -1
         """The connection's file descriptor, or -1 until it is up. libzmq closes it."""
-        self._poll = select.poll()
-        self._poll.register(int(self._socket.getsockopt(zmq.FD)), select.POLLIN)
+        self._signal = int(self._socket.getsockopt(zmq.FD))
         self._socket.connect(address)
 
     def send(self, frame: bytes) -> None:
@@ -81,8 +80,11 @@ class Connection:
 
     def wait(self, wait_s: float) -> None:
         """Waits until a frame arrives, but at most `wait_s`, rounded up to milliseconds. Call it only after
-        `receive` returned None, because ZeroMQ's descriptor signals only new frames."""
-        self._poll.poll(math.ceil(wait_s * 1000))
+        `receive` returned None, because ZeroMQ's descriptor signals only new frames. Another thread may use
+        or close the connection meanwhile; then the wait may be shorter, or as long as `wait_s`."""
+        poll = select.poll()
+        poll.register(self._signal, select.POLLIN)
+        poll.poll(math.ceil(wait_s * 1000))
 
     def close(self) -> None:
         self._socket.disable_monitor()
@@ -103,13 +105,17 @@ class Process:
         self._descriptor = descriptor
 
     def ended(self) -> bool:
-        """Whether the process has ended, with all of its threads."""
+        """Whether the process has ended, with all of its threads; False after `close`."""
+        if self._descriptor < 0:
+            return False
         poll = select.poll()  # select() cannot ask for a descriptor beyond 1,023
         poll.register(self._descriptor, select.POLLIN)
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
 
 
 class System:

@@ -2,9 +2,15 @@
 
 import asyncio
 import contextlib
+import functools
 import gc
+import itertools
 import logging
+import os
 import signal
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import uvloop
 
@@ -12,25 +18,34 @@ from lmcache_client.contract.version import VERSION
 from lmcache_server.admin import http
 from lmcache_server.admin.selftest import SelfTest
 from lmcache_server.admin.status import Report
-from lmcache_server.config import Config, describe
+from lmcache_server.config import Config, describe, unknown_variables
+from lmcache_server.core import limits
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.errors import StartError
-from lmcache_server.host import descriptors, logs
+from lmcache_server.host import descriptors, logs, preflight
 from lmcache_server.l1 import restart
 from lmcache_server.l1.file import L1File
 from lmcache_server.l1.memory import L1Memory
 from lmcache_server.l1.populate import UNIT_BYTES
 from lmcache_server.net.listener import Listener, bound_listener
 from lmcache_server.service.copies import Copies
+from lmcache_server.service.fetches import Fetches
 from lmcache_server.service.lookups import Lookups
+from lmcache_server.service.pinning import Pinning
 from lmcache_server.service.planner import Planner
 from lmcache_server.service.registry import PeerPid, Registry
 from lmcache_server.service.router import Router, Send
+from lmcache_server.service.spills import Spills
 from lmcache_server.service.system import System
+from lmcache_server.service.tiers import Tiers, TierState
 from lmcache_server.telemetry.failures import Failures
 from lmcache_server.telemetry.metrics import CONTENT_TYPE, Metrics
 from lmcache_server.telemetry.record import Recorder
+from lmcache_server.tiers import urls
+from lmcache_server.tiers.base import TierError
+from lmcache_server.tiers.record import read_key
+from lmcache_server.tiers.worker import Rates, TierWorker
 from lmcache_server.transfer.gpus import Gpus
 from lmcache_server.transfer.pins import Pins
 
@@ -41,6 +56,7 @@ THAW_TICKS = 600
 THAW_CHUNKS = 50_000
 END_S = 5.0
 """How long the shutdown waits for running copies; one that hangs ends with the process."""
+OPEN_TIER_S = 5.0
 EXIT_CANNOT_START = 2
 
 
@@ -51,6 +67,8 @@ def run(config: Config) -> int:
         "lmcache server %(version)s, %(configuration)s",
         {"version": VERSION, "configuration": describe(config)},
     )
+    for sentence in unknown_variables(os.environ):
+        logger.warning("%(sentence)s", {"sentence": sentence})
     try:
         return _run(config)
     except StartError as error:
@@ -72,6 +90,9 @@ def _run(config: Config) -> int:
         file = L1File(config.l1_path, config.l1_size_bytes) if config.l1_path else None
         if file is not None:
             stack.callback(file.close)
+            if not file.in_memory:
+                check = preflight.disk_file(config.l1_path, Gpus().available, os.uname().release)
+                preflight.require(check)
         l1 = L1Memory(config.l1_size_bytes, hugetlb=config.l1_hugetlb, file=file)
         stack.callback(l1.close)
         return uvloop.run(_serve(config, listener, web, l1))
@@ -85,17 +106,25 @@ def assemble(
     send: Send,
     system: System,
     peer_pid: PeerPid = lambda _identity: None,
+    tiers: Sequence[TierState] = (),
 ) -> tuple[Router, Report]:
     """The objects that answer clients, and the report about them, over one cache."""
     failures = Failures()
     registry = Registry(config, cache, system, peer_pid)
     recorder = Recorder(config.record) if config.record else None
     planner = Planner(cache, recorder)
-    report = Report(config, cache, l1, registry, planner, failures, metrics, system)
-    copies = Copies(cache, registry, l1, metrics, failures, system, config.checksums)
-    lookups = Lookups(cache, registry, planner, metrics, system, config.lease_s)
+    report = Report(config, cache, l1, registry, planner, failures, metrics, system, tiers)
+    behind = Tiers(tiers, l1, metrics, failures, system)
+    spills = Spills(
+        behind, cache, system, lambda namespace: bool(registry.known.get(namespace, {}).get("ephemeral"))
+    )
+    checksums, is_known = config.checksums, registry.known.__contains__
+    fetches = Fetches(behind, cache, l1, metrics, system, checksums, is_known, spills.made_room)
+    copies = Copies(cache, registry, l1, metrics, failures, system, spills, config.checksums)
+    pinning = Pinning(cache)
+    lookups = Lookups(cache, registry, planner, pinning, fetches, metrics, system, config.lease_s)
     router = Router(
-        cache, registry, lookups, copies, metrics, failures, system, send=send, status=report.status
+        cache, registry, lookups, copies, pinning, spills, metrics, failures, system, send, report.status
     )
     return router, report
 
@@ -109,45 +138,91 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does with SIGHUP
             loop.add_signal_handler(number, stop.set)
     metrics = Metrics()
-    cache = Cache(FRAME_BYTES, 0 if l1.file else l1.num_frames, config.lease_s)
-    gpus = Gpus()
-    pins = Pins(gpus, l1.base_address, l1.num_bytes, UNIT_BYTES)
+    num_frames = 0 if l1.file else l1.num_frames
+    cache = Cache(FRAME_BYTES, num_frames, config.lease_s, limits.quotas_gb(config.quota_gb))
+    gpus = Gpus(with_kernel=config.gpu_kernel)
+    threading.Thread(target=gpus.compile_kernel, name="gpu-kernel", daemon=True).start()
+    lacking = lambda runs: loop.call_soon_threadsafe(cache.set_aside, runs)  # noqa: E731
+    pins = Pins(gpus, l1.base_address, l1.num_bytes, UNIT_BYTES, lacking)
     system = System(loop, gpus, pins)
-    router, report = assemble(config, cache, l1, metrics, listener.send, system, listener.peer_pid)
+    tiers = await open_tiers(config, loop)
+    router, report = assemble(config, cache, l1, metrics, listener.send, system, listener.peer_pid, tiers)
     if l1.file is not None:
         restart.restore(l1.file, cache, router.registry.known)
+        if old := router.registry.forget_old(cache.num_chunks):
+            logger.info("forgot %(chunks)d of these chunks, because of --max-age", {"chunks": old})
     l1.fill(cache.total_frames, lambda frames: loop.call_soon_threadsafe(cache.grow, frames), pins)
     listener.start(router, loop)
 
     selftest = SelfTest(listener.endpoint, config.chunk_size, report.selftest_ended)
-    web.start(_routes(report, metrics, selftest))
+    gpu_selftest = SelfTest(listener.endpoint, config.chunk_size, report.selftest_ended, on_gpus=True)
+    web.start(_routes(report, metrics, selftest, gpu_selftest))
     logger.info(
         "ready: engines at %(endpoint)s, HTTP at %(url)s", {"endpoint": listener.endpoint, "url": web.url}
     )
-    ticks = 0
     try:
-        gc.freeze()
-        while not stop.is_set():
-            router.tick()
-            report.tick()
-            listener.tick(system.now_s())
-            collect_garbage(ticks, cache.num_chunks)
-            ticks += 1
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(stop.wait(), TICK_S)
-        logger.info("ending: %(sessions)d sessions", {"sessions": len(router.registry.sessions)})
+        await _tick(stop, (router.tick, report.tick, lambda: listener.tick(system.now_s())), cache)
+        logger.info("stopping with %(sessions)d sessions open", {"sessions": len(router.registry.sessions)})
     finally:
         await web.stop()
         report.planner.flush()
-        l1.stop()
+        await asyncio.to_thread(l1.stop)
         router.registry.close()
+        router.lookups.close()
+        router.spills.pause()
         # Copies that end in time still report to the cache, which then gives up their pins and reservations.
         l1.is_in_use = not await system.all_ended(END_S)
         cache.check_integrity()
         listener.stop()
     if l1.file is not None:
         restart.save(l1.file, cache, router.registry.known)
+    # Last, because it may take longer than whoever stops the server waits.
+    await router.spills.flush()
+    await router.spills.close()
+    l1.is_in_use = not await system.all_ended(END_S)
     return 0
+
+
+async def _tick(stop: asyncio.Event, due: Sequence[Callable[[], object]], cache: Cache) -> None:
+    """Does once a second what is due, until `stop`."""
+    gc.freeze()
+    for ticks in itertools.count():
+        if stop.is_set():
+            return
+        for each in due:
+            each()
+        collect_garbage(ticks, cache.num_chunks)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(stop.wait(), TICK_S)
+
+
+async def open_tiers(config: Config, loop: asyncio.AbstractEventLoop) -> list[TierState]:
+    """The tiers of the configuration. One on another machine may come later. Raises StartError if a local one
+    cannot be used, or if a package is missing."""
+    tiers, parsed = [], [urls.parse(text) for text in config.tier]
+    for number, url in enumerate(parsed):
+        urls.check_installed(url)
+        name, rates = f"tier-{number + 1}", Rates(*(url.options.rates))
+        worker = TierWorker(name, functools.partial(urls.open_tier, url), loop, rates, _cipher(url))
+        tiers.append(TierState(number, url.text, url.options.write == urls.COLD, worker))
+    opening = [asyncio.wait_for(tier.worker.open(), OPEN_TIER_S) for tier in tiers]
+    results = await asyncio.gather(*opening, return_exceptions=True)
+    for tier, url, error in zip(tiers, parsed, results, strict=True):
+        if not isinstance(error, (TierError, asyncio.TimeoutError)):
+            continue
+        reason = f"--tier {tier.url} cannot be used: {str(error) or 'it does not answer'}"
+        if not url.is_shared:
+            raise StartError(reason) from error
+        logger.warning("%(reason)s; it is tried again", {"reason": reason})
+        tier.breaker.open(loop.time())
+    return tiers
+
+
+def _cipher(url: urls.TierUrl) -> Any:
+    try:
+        return read_key(url.options.key_file) if url.options.key_file else None
+    except (OSError, ValueError) as error:
+        raise StartError(f"--tier {url.text}: cannot read key_file: {error}") from error
 
 
 def collect_garbage(ticks: int, num_chunks: int) -> None:
@@ -164,7 +239,7 @@ def collect_garbage(ticks: int, num_chunks: int) -> None:
     gc.freeze()
 
 
-def _routes(report: Report, metrics: Metrics, selftest: SelfTest) -> http.Routes:
+def _routes(report: Report, metrics: Metrics, selftest: SelfTest, gpu_selftest: SelfTest) -> http.Routes:
     def ready() -> http.Answer:
         reason = report.unready()
         return http.text(reason, 503) if reason else http.text("ok")
@@ -178,4 +253,5 @@ def _routes(report: Report, metrics: Metrics, selftest: SelfTest) -> http.Routes
         "/status": lambda: http.as_json(report.status()),
         "/history": lambda: http.as_json(report.history.report()),
         "/selftest": selftest.result,
+        "/selftest/gpu": gpu_selftest.result,
     }

@@ -5,27 +5,37 @@ of the TOML file. The flag wins over the environment, the environment over the f
 """
 
 import dataclasses
+import re
 import reprlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
+from lmcache_client.contract import migration
 from lmcache_client.contract.endpoint import host_name, is_loopback
 from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS
 from lmcache_client.contract.messages import DEFAULT_PORT
+from lmcache_server.core import limits
 from lmcache_server.errors import StartError
 from lmcache_server.host.logs import FORMATS, TEXT
 from lmcache_server.host.units import GB_BYTES
+from lmcache_server.tiers import urls
 
 ENVIRONMENT_PREFIX = "LMCACHE_"
 CONFIG_VARIABLE = "LMCACHE_CONFIG"
 MAX_FILE_BYTES = 1 << 20
+MAX_TIERS = 2
 FORMER_NAMES = {"checksums": "verify"}
 """Accepted for one release as flag, variable and key."""
+
+NO_OPTIONS = ("LMCACHE_RUNTIME_DIR", "LMCACHE_VALKEY_USERNAME", "LMCACHE_VALKEY_PASSWORD")
+"""Variables that are read where they are needed: a password is never an option, which would be logged."""
+_SET_BY_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT\w*)$|_PORT_\d+_(TCP|UDP)\w*$")
+"""The end of variables that exist in every pod beside a Service whose name begins with lmcache."""
 
 Command = Callable[..., Any]
 
@@ -48,6 +58,18 @@ def _kind(convert: Callable[[str], Any], fit: str) -> Any:
     return kind
 
 
+def _text(parse: Callable[[str], object], fit: str) -> Any:
+    """A type for text that `parse` reads later."""
+
+    def check(value: str) -> str:
+        parse(value)
+        return value.strip()
+
+    return _kind(check, fit)
+
+
+_MAX_AGE = _text(limits.ages_s, "an age such as 7d, or 7d,some/model=24h (s, m, h or d)")
+_QUOTAS = _text(limits.quotas_gb, "a number of GB such as 4, or 4,0b5d5f2cbd9c=16")
 _TEXT = _kind(_printable, "text that can be printed")
 _CHUNK_SIZE = _kind(_chunk_size, f"auto, or an integer from 1 to {MAX_CHUNK_TOKENS}")
 
@@ -102,9 +124,28 @@ class Config:
         False, click.BOOL, "Take a checksum of every stored page and check it before the page is loaded. A "
         "request that would load a damaged page is recomputed. --verify, its former name, is deprecated: the "
         "next release will not know it.")
+    max_age: str = _option(
+        "", _MAX_AGE, "Forget a chunk when it is this old, even if it is used or pinned: 7d, or a number "
+        "with s, m or h. 7d,some/model=24h sets another limit for one model; instead of its name you may "
+        "give the first digits (8 or more) of a namespace. Cannot be combined with --tier.",
+        metavar="AGES", show_default="none")
+    quota_gb: str = _option(
+        "", _QUOTAS, "How much of the cache each cache_salt may take, in GB: 4, or 4,0b5d5f2cbd9c=16 with "
+        "another number for one salt, named by the first digits (8 or more) that `lmcache status` shows. A "
+        "salt at its quota loses its own chunks, the least recently used first. Chunks without a salt have "
+        "no quota.", metavar="GB", show_default="none")
+    gpu_kernel: bool = _option(
+        False, click.BOOL, "Load many small pages with a copy kernel (needs cupy) instead of the GPU's copy "
+        "engine. Nobody has measured yet whether that is faster.")
     lease_s: float = _option(
         120.0, click.FloatRange(1, 86400), "Seconds for which the server keeps a hit for an engine that has "
         "not loaded it yet.", metavar="SECONDS")
+    tier: tuple[str, ...] = _option(
+        (), _TEXT, "A store behind the memory, for what the memory cannot hold and for other servers to use: "
+        "dir:///nvme/lmcache?size_gb=500, valkey://host:6379, s3://bucket/prefix?endpoint=…; docs/tiers.md "
+        "lists all settings. Give the flag twice for two tiers, in the order in which they are asked; in the "
+        "environment, separate them by a space.",
+        metavar="URL", show_default="none", multiple=True)
     record: str = _option(
         "", _TEXT, "File to which the server appends all lookups, for `lmcache plan --from`: times, numbers "
         "of tokens and shortened digests of prompts, but no text. At 256 MiB it is renamed to FILE.1, and a "
@@ -131,9 +172,9 @@ def variable_name(name: str) -> str:
     return ENVIRONMENT_PREFIX + name.upper()
 
 
-def options(*names: str) -> Callable[[Command], Command]:
-    """A decorator that gives a command the flags of these options and --config. The command is called with
-    their values; a bad value raises StartError before that."""
+def options(*names: str, **helps: str) -> Callable[[Command], Command]:
+    """A decorator that gives a command the flags of these options and --config; `helps` replaces help texts.
+    The command is called with their values; a bad value raises StartError before that."""
 
     def decorate(command: Command) -> Command:
         for name in reversed(names):
@@ -145,6 +186,7 @@ def options(*names: str) -> Callable[[Command], Command]:
             elif not isinstance(OPTIONS[name].metadata["type"], click.Choice):
                 settings["metavar"] = name.rpartition("_")[2].upper()
             settings |= {"envvar": list(map(variable_name, spellings)), **OPTIONS[name].metadata}
+            settings["help"] = helps.get(name, settings["help"])
             command = click.option(name, *flags, cls=_Option, **settings)(command)
         return click.option(
             "--config", metavar="FILE", envvar=CONFIG_VARIABLE, show_envvar=True, is_eager=True,
@@ -169,6 +211,14 @@ def checked(values: Mapping[str, Any]) -> Config:
             )
     if config.l1_path and config.l1_hugetlb:
         raise StartError("--l1-path and --l1-hugetlb cannot be combined: leave one of them out")
+    if len(config.tier) > MAX_TIERS:
+        raise StartError(f"--tier can be given {MAX_TIERS} times at most")
+    for tier in config.tier:
+        urls.parse(tier)
+    if config.tier and config.max_age:
+        raise StartError(
+            "--max-age and --tier cannot be combined: leave one out, because a tier brings old chunks back"
+        )
     return config
 
 
@@ -177,9 +227,22 @@ def describe(config: Config) -> str:
     return "configuration: " + " ".join(f"{name}={_shown(name, getattr(config, name))}" for name in OPTIONS)
 
 
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """A sentence about each variable that looks like one of ours and sets nothing."""
+    known = [*map(variable_name, [*OPTIONS, *FORMER_NAMES.values()]), CONFIG_VARIABLE, *NO_OPTIONS]
+    return [
+        f"the environment variable {name} sets nothing: "
+        + (migration.advice("variables", name) or _suggest(name, known))
+        for name, value in sorted(environment.items())
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in known
+        if not (_SET_BY_KUBERNETES.search(name) or value.startswith("tcp://"))
+    ]
+
+
 def _shown(name: str, value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    value = " ".join(value) if isinstance(value, tuple) else value
     text = OPTIONS[name].metadata["show_default"] if value in ("", None) else str(value).removesuffix(".0")
     return repr(text) if " " in text else text
 
@@ -202,7 +265,12 @@ class _Option(click.Option):
                 where = f"{self.name} in {ctx.meta[CONFIG_VARIABLE]}"
                 # TOML values have types: true is not a number. Text is read like a flag's.
                 kinds = (bool,) if self.is_flag else () if self.type is _TEXT else (int, float)
-                given = str(value) if type(value) in (str, *kinds) else self.type.fail("")
+                if self.multiple and type(value) is list and all(type(each) is str for each in value):
+                    given = tuple(value)
+                elif type(value) in (str, *kinds):
+                    given = (value,) if self.multiple else str(value)
+                else:
+                    self.type.fail("")
             parsed = super().type_cast_value(ctx, given)
             return parsed if parsed == parsed else self.type.fail("NaN is in no range")  # noqa: PLR0124
         except (click.BadParameter, ValueError):
@@ -247,12 +315,14 @@ def _take_file(ctx: click.Context, _option: click.Parameter, path: str | None) -
             content.setdefault(name, content.pop(former))
     for key in content:
         if key not in OPTIONS:
-            raise StartError(f"unknown key {key!r:.80} in {path}: {_suggest(key)}")
+            near = _suggest(key.replace("-", "_").lower(), OPTIONS)
+            advice = migration.advice("flags", flag_name(key)) or near
+            raise StartError(f"unknown key {key!r:.80} in {path}: {advice}")
     ctx.default_map, ctx.meta[CONFIG_VARIABLE] = content, path
 
 
-def _suggest(key: str) -> str:
+def _suggest(name: str, known: Iterable[str]) -> str:
     import difflib
 
-    close = difflib.get_close_matches(key.replace("-", "_").lower(), OPTIONS, n=1)
-    return f"did you mean {close[0]}?" if close else f"the keys are {', '.join(OPTIONS)}"
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    return f"did you mean {close[0]}?" if close else f"the names are {', '.join(known)}"

@@ -22,6 +22,7 @@ the same for the server and the engines. The default is a directory of the user.
 
 Commands that ask a running server find it by `--host` and `--port`, their variables or the same file, and
 wait `--timeout-s` seconds (default 2) for its answer. Below, these are *the options of an asking command*.
+These commands have them: {asking}.
 """
 ASKING = ("--config", "--host", "--port", "--timeout-s")
 
@@ -38,12 +39,16 @@ def option_row(option: click.Option) -> str:
     return row.replace("<", "&lt;").replace("\n", " ").replace("  ", " ")
 
 
+def asks(command: click.Command) -> bool:
+    return {*ASKING} <= {param.opts[0] for param in command.params}
+
+
 def section(name: str, command: click.Command) -> str:
     arguments = [param.human_readable_name for param in command.params if isinstance(param, click.Argument)]
     options = [param for param in command.params if isinstance(param, click.Option)]
     paragraphs = [" ".join(paragraph.split()) for paragraph in (command.help or "").split("\n\n")]
     parts = [f"## {' '.join(['lmcache', name, *arguments])}", *paragraphs]
-    if set(ASKING) <= {option.opts[0] for option in options}:
+    if asks(command):
         parts.append("Takes the options of an asking command.")
         options = [option for option in options if option.opts[0] not in ASKING]
     if options:
@@ -53,7 +58,9 @@ def section(name: str, command: click.Command) -> str:
 
 def page() -> str:
     """The whole page, as Markdown."""
-    return "\n".join([HEAD, *(section(name, command) for name, command in cli.commands.items())])
+    asking = [f"`lmcache {name}`" for name, command in cli.commands.items() if asks(command)]
+    head = HEAD.format(asking=", ".join(asking))
+    return "\n".join([head, *(section(name, command) for name, command in cli.commands.items())])
 
 
 if __name__ == "__main__":

@@ -33,7 +33,12 @@ def convert_into(cache: Path, log: Path) -> Path:
             stderr=output,
             check=True,
         )
-        made.rename(cache / NAME)
+        try:
+            made.rename(cache / NAME)
+        except OSError:
+            # Another process has made it meanwhile.
+            if not (cache / NAME).is_dir():
+                raise
     return cache / NAME
 
 

@@ -5,6 +5,7 @@ import ctypes
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,15 +13,18 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-TAIL_BYTES = 4000
+TAIL_LINES = 8
+STACK = re.compile(r"Traceback \(most recent|^\s|\] {2,}")
+"""The lines of a stack trace, also behind what vLLM puts before each of them."""
 REPORT_EVERY_S = 15.0
 POLL_S = 0.1
 STOP_TIMEOUT_S = 20.0
+END_TIMEOUT_S = 1.0
 PR_SET_PDEATHSIG = 1
 
 _libc = ctypes.CDLL(None)
@@ -99,43 +103,64 @@ class Service:
         next_report_s = REPORT_EVERY_S
         while True:
             if self._process.poll() is not None:
-                raise DemoError(f"{self.what} ended with exit code {self._process.returncode}\n{self.tail()}")
+                raise self.failure("does not start")
             with contextlib.suppress(OSError, http.client.HTTPException):
-                self.get(self._ready_path)
+                urllib.request.urlopen(self._url(self._ready_path), timeout=10).close()
                 return
             elapsed_s = time.monotonic() - start
             if elapsed_s > timeout_s:
-                raise DemoError(f"{self.what} was not ready after {timeout_s:.0f} s\n{self.tail()}")
+                raise self.failure(f"was not ready after {timeout_s:.0f} s")
             if elapsed_s > next_report_s:
                 say(f"  still waiting for {self.what}, {elapsed_s:.0f} s")
                 next_report_s += REPORT_EVERY_S
             time.sleep(POLL_S)
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as response:
-            body: bytes = response.read()
-        return body.decode()
+        """Raises DemoError."""
+        return "\n".join(self._lines(urllib.request.Request(self._url(path)), 10.0))
 
-    def post(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 300.0) -> Any:
-        """The open response; the caller reads and closes it. Raises DemoError with the service's error."""
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}",
-            data=json.dumps(body or {}).encode(),
-            headers={"Content-Type": "application/json"},
-            method="POST",
-        )
+    def post(self, path: str, body: Mapping[str, Any], timeout_s: float = 300.0) -> Iterator[str]:
+        """The lines of the answer, as they come. Raises DemoError with the service's error."""
+        data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+        return self._lines(urllib.request.Request(self._url(path), data, headers, method="POST"), timeout_s)
+
+    def _url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.port}{path}"
+
+    def _lines(self, request: urllib.request.Request, timeout_s: float) -> Iterator[str]:
         try:
-            return urllib.request.urlopen(request, timeout=timeout_s)
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                for line in response:
+                    yield line.decode(errors="replace").rstrip("\n")
         except urllib.error.HTTPError as error:
-            raise DemoError(
-                f"{self.what} answered {path} with {error.code}: {error.read().decode()}"
-            ) from None
-        except OSError as error:
-            raise DemoError(f"{self.what} does not answer {path}: {error}\n{self.tail()}") from None
+            reason = error.msg
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                reason = error.read().decode(errors="replace")
+            raise self.failure(f"answered {request.selector} with {error.code}: {reason}") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise self.failure(f"does not answer {request.selector}: {error}") from None
+
+    def failure(self, what: str) -> DemoError:
+        """The error that the service has done `what`, and that it has ended, if it has."""
+        # A connection breaks a moment before the process has ended.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_TIMEOUT_S)
+        if (code := self._process.poll()) == -signal.SIGKILL:
+            what += ": it was killed (is there enough memory?)"
+        elif code is not None:
+            what += f": it has ended with exit code {code}"
+        return DemoError(f"{self.what} {what}\n{self.tail()}")
 
     def tail(self) -> str:
-        content = self._log.read_bytes()[-TAIL_BYTES:]
-        return f"the end of its log, {self._log}:\n{content.decode(errors='replace')}"
+        """The last lines of the log. Stack traces are left out: the log has them."""
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        told = [line for line in lines if line and not STACK.search(line)]
+        return "\n".join([f"the end of its log, {self._log}:", *told[-TAIL_LINES:]])
+
+    def kill(self) -> None:
+        """End it without a warning, as a crash would."""
+        self._process.kill()
+        self._process.wait()
 
     def stop(self) -> None:
         """Stop the process with SIGTERM, then kill the rest of its group."""

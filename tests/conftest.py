@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from harness.engine import Engine
+from harness.rawclient import closes_engines
 from harness.server import LMCacheServer
 from hypothesis import HealthCheck, settings
 
@@ -27,6 +28,12 @@ def stack() -> Iterator[ExitStack]:
     """Ends, in reverse order, what a test entered."""
     with ExitStack() as entered:
         yield entered
+
+
+@pytest.fixture(autouse=True)
+def _no_engine_is_left() -> Iterator[None]:
+    with closes_engines():
+        yield
 
 
 @pytest.fixture

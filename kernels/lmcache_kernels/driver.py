@@ -7,6 +7,8 @@ documentation, CUDA Driver API. They date from CUDA 12.0 or earlier; cuMemcpyBat
 
 import ctypes
 import functools
+import os
+from contextlib import ExitStack
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_ulonglong, c_void_p
 from typing import Any
 
@@ -22,11 +24,12 @@ _BLOCKING_SYNC_NO_TIMING = 1 | 2
 _SCHED_BLOCKING_SYNC = 4
 _PORTABLE_DEVICEMAP = 1 | 2
 _LAZY_PEER_ACCESS = 1
-_ORDINAL, _LEGACY_IPC = 9, 10
-_COMPUTE_MAJOR, _COMPUTE_MINOR, _HOST_POINTER = 75, 76, 91
+_BUFFER_ID, _ORDINAL, _LEGACY_IPC = 7, 9, 10
+_COMPUTE_MODE, _COMPUTE_MAJOR, _COMPUTE_MINOR, _HOST_POINTER = 20, 75, 76, 91
 _CAPTURE_RELAXED = 2
 _BATCH_VERSION = 12080
-_STREAM_ORDER = 1
+_STREAM_ORDER, _ANY_ORDER = 1, 3
+_POSIX_DESCRIPTOR, _ON_DEVICE, _READ_AND_WRITE = 1, 1, 3
 
 _U64 = c_ulonglong
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -50,10 +53,19 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemFree_v2": (_U64,),
     "cuIpcGetMemHandle": (c_void_p, _U64),
     "cuIpcCloseMemHandle": (_U64,),
+    "cuMemRetainAllocationHandle": (POINTER(_U64), c_void_p),
+    "cuMemExportToShareableHandle": (c_void_p, _U64, c_int, _U64),
+    "cuMemImportFromShareableHandle": (POINTER(_U64), c_void_p, c_int),
+    "cuMemRelease": (_U64,),
+    "cuMemAddressReserve": (POINTER(_U64), c_size_t, c_size_t, _U64, _U64),
+    "cuMemAddressFree": (_U64, c_size_t),
+    "cuMemMap": (_U64, c_size_t, c_size_t, _U64, _U64),
+    "cuMemUnmap": (_U64, c_size_t),
+    "cuMemSetAccess": (_U64, c_size_t, c_void_p, c_size_t),
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
     "cuMemHostUnregister": (c_void_p,),
-    "cuMemcpyDtoH_v2": (c_void_p, _U64, c_size_t),
-    "cuMemcpyHtoD_v2": (_U64, c_void_p, c_size_t),
+    "cuMemcpyDtoHAsync_v2": (c_void_p, _U64, c_size_t, c_void_p),
+    "cuMemcpyHtoDAsync_v2": (_U64, c_void_p, c_size_t, c_void_p),
     "cuMemcpyAsync": (_U64, _U64, c_size_t, c_void_p),
     "cuStreamCreateWithPriority": (POINTER(c_void_p), c_uint, c_int),
     "cuStreamSynchronize": (c_void_p,),
@@ -84,6 +96,12 @@ class _CopyAttributes(ctypes.Structure):
     """CUmemcpyAttributes; both location hints stay empty."""
 
     _fields_ = (("source_order", c_int), ("hints", c_int * 4), ("flags", c_uint))
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc: who may do what with a mapping."""
+
+    _fields_ = (("location_type", c_int), ("ordinal", c_int), ("flags", c_int))
 
 
 class Driver:
@@ -144,6 +162,10 @@ class Driver:
         major = self._out("cuDeviceGetAttribute", c_int, _COMPUTE_MAJOR, ordinal)
         return f"{major}{self._out('cuDeviceGetAttribute', c_int, _COMPUTE_MINOR, ordinal)}"
 
+    def compute_mode(self, ordinal: int) -> int:
+        """Which processes may use the device, as a CUcomputemode: 0 stands for all of them."""
+        return int(self._out("cuDeviceGetAttribute", c_int, _COMPUTE_MODE, ordinal))
+
     def sees_host_pointers(self, ordinal: int) -> bool:
         """Whether kernels reach registered host memory at the address that the process uses for it."""
         return bool(self._out("cuDeviceGetAttribute", c_int, _HOST_POINTER, ordinal))
@@ -172,6 +194,10 @@ class Driver:
     def has_ipc_handle(self, address: int) -> bool:
         """False for memory of the virtual memory API and of memory pools."""
         return bool(self._out("cuPointerGetAttribute", c_uint, _LEGACY_IPC, address))
+
+    def buffer_id(self, address: int) -> int:
+        """A number that all addresses of an allocation share, and no address of another has."""
+        return int(self._out("cuPointerGetAttribute", _U64, _BUFFER_ID, address))
 
     def allocation(self, address: int) -> tuple[int, int]:
         """(first address, bytes) of the allocation that contains `address`."""
@@ -205,16 +231,50 @@ class Driver:
     def close_handle(self, address: int) -> None:
         self._call("cuIpcCloseMemHandle", address)
 
-    def read(self, address: int, num_bytes: int) -> bytes:
-        """Reads a few bytes of device memory."""
+    def export_descriptor(self, address: int) -> int:
+        """A new file descriptor by which another process maps the allocation at `address`, which is of the
+        virtual memory API (cuMemCreate). It keeps the allocation until it is closed."""
+        handle, descriptor = self._out("cuMemRetainAllocationHandle", _U64, address), c_int(-1)
+        try:
+            self._call("cuMemExportToShareableHandle", ctypes.byref(descriptor), handle, _POSIX_DESCRIPTOR, 0)
+        finally:
+            self._call("cuMemRelease", handle)
+        os.set_inheritable(descriptor.value, False)
+        return descriptor.value
+
+    def map_descriptor(self, descriptor: int, num_bytes: int, ordinal: int) -> int:
+        """Maps the allocation of another process that `descriptor` stands for and returns its address, for
+        the device `ordinal`. The descriptor may be closed then. After an error, nothing of it is left."""
+        handle = self._out("cuMemImportFromShareableHandle", _U64, descriptor, _POSIX_DESCRIPTOR)
+        with ExitStack() as undo:
+            # The mapping keeps the allocation.
+            undo.callback(self._call, "cuMemRelease", handle)
+            address = int(self._out("cuMemAddressReserve", _U64, num_bytes, 0, 0, 0))
+            with ExitStack() as unmap:
+                unmap.callback(self._call, "cuMemAddressFree", address, num_bytes)
+                self._call("cuMemMap", address, num_bytes, 0, handle, 0)
+                unmap.callback(self._call, "cuMemUnmap", address, num_bytes)
+                access = _Access(_ON_DEVICE, ordinal, _READ_AND_WRITE)
+                self._call("cuMemSetAccess", address, num_bytes, ctypes.byref(access), 1)
+                unmap.pop_all()
+        return address
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        """Undoes `map_descriptor`."""
+        self._call("cuMemUnmap", address, num_bytes)
+        self._call("cuMemAddressFree", address, num_bytes)
+
+    def read(self, address: int, num_bytes: int, stream: int = 0) -> bytes:
+        """Reads a few bytes of device memory, after what `stream` has received so far."""
         data = ctypes.create_string_buffer(num_bytes)
-        self._call("cuMemcpyDtoH_v2", data, address, num_bytes)
+        self._call("cuMemcpyDtoHAsync_v2", data, address, num_bytes, stream)
+        self.synchronize(stream)
         return data.raw
 
-    def write(self, address: int, data: bytes) -> None:
+    def write(self, address: int, data: bytes, stream: int = 0) -> None:
         """Writes a few bytes to device memory; on return, other processes see them, too."""
-        self._call("cuMemcpyHtoD_v2", address, data, len(data))
-        self.synchronize(0)
+        self._call("cuMemcpyHtoDAsync_v2", address, data, len(data), stream)
+        self.synchronize(stream)
 
     def register_host(self, address: int, num_bytes: int) -> None:
         """Pins host memory for copies and kernels in every context of this process."""
@@ -258,21 +318,24 @@ class Driver:
         source: NDArray[np.uint64],
         length: NDArray[np.uint64],
         stream: int,
+        *,
+        in_order: bool = True,
     ) -> None:
         """Enqueues copies in one call if the driver can (CUDA 12.8), otherwise one by one. The order of the
-        copies is undefined. The arrays may change when this returns."""
+        copies is undefined. Without `in_order`, the sources may be read before the stream comes to the
+        copies, so nothing in the stream may still write to them. The arrays may change when this returns."""
         if self._batch is None:
             for to, at, size in zip(destination.tolist(), source.tolist(), length.tolist(), strict=True):
                 self.copy(to, at, size, stream)
             return
         arrays = [np.ascontiguousarray(array, np.uint64) for array in (destination, source, length)]
-        # The sources must be read in stream order; the order "any" could read a page too early.
-        attributes = _CopyAttributes(_STREAM_ORDER)
-        first, failed = c_size_t(0), c_size_t()
+        attributes = _CopyAttributes(_STREAM_ORDER if in_order else _ANY_ORDER)
+        first, failed = c_size_t(0), c_size_t(-1)  # -1 stays if the error is that of no single copy
         addresses = [array.ctypes.data for array in arrays]
         order = [ctypes.byref(attributes), ctypes.byref(first), 1]
         code = self._batch(*addresses, len(length), *order, ctypes.byref(failed), stream)
-        self._check("cuMemcpyBatchAsync", code)
+        which = f" (copy {failed.value} of {len(length)})" if failed.value < len(length) else ""
+        self._check(f"cuMemcpyBatchAsync{which}", code)
 
     def _find_batch(self) -> Any:
         address, status = c_void_p(), c_int()
@@ -300,10 +363,16 @@ class Driver:
         self._call("cuLaunchKernel", function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, None)
 
 
-@functools.cache
 def load() -> Driver | None:
-    """The driver, or None unless this machine has one and this process can use a GPU."""
+    """The driver, or None unless this machine has one and this process can use a GPU. A driver that cannot
+    start yet, as at boot, may start later."""
     try:
-        return Driver()
+        return started()
     except (OSError, AttributeError, CudaError):
         return None
+
+
+@functools.cache
+def started() -> Driver:
+    """The driver. Raises as Driver does; an error is not cached."""
+    return Driver()

@@ -4,6 +4,7 @@ cupy only provides the compiler, NVRTC; the driver loads and launches the kernel
 """
 
 import ctypes
+import functools
 import mmap
 from pathlib import Path
 
@@ -28,18 +29,26 @@ _TABLES = 4
 """How many launches may be in flight."""
 
 
+CUPY = {
+    12: "'cupy-cuda12x>=13.6' nvidia-cuda-nvrtc-cu12",
+    13: "'cupy-cuda13x>=13.6' 'nvidia-cuda-nvrtc>=13'",
+}
+"""What the optional dependencies cuda12 and cuda13 install."""
+
+
 class KernelError(Exception):
     """There is no kernel for this device; the message says what to install."""
 
 
+@functools.cache
 def compiled(architecture: str) -> bytes:
     """Compiles the kernel for compute capability `architecture` (such as "90"). Raises KernelError."""
     try:
         from cupy.cuda import nvrtc
     except ImportError as error:
         raise KernelError(
-            "small pages are copied one by one; for a faster kernel, run pip install 'lmcache-mp[cuda13]', "
-            "or 'lmcache-mp[cuda12]' with a driver before 580"
+            f"small pages are copied one by one; for a faster kernel, run pip install {CUPY[13]}, "
+            f"or {CUPY[12]} with a driver before 580"
         ) from error
     try:
         program = nvrtc.createProgram(SOURCE.read_text(), SOURCE.name, (), ())

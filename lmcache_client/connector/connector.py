@@ -4,10 +4,13 @@ Interface: vLLM's distributed/kv_transfer/kv_connector/v1/base.py; surface.py li
 """
 
 import functools
+import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -22,7 +25,7 @@ from lmcache_client.connector.stats import PromMetrics, TransferStats
 from lmcache_client.connector.support import UnsupportedError
 from lmcache_client.connector.uncached import Uncached, log_uncached, tell_server
 from lmcache_client.connector.worker import Results, WorkerSide
-from lmcache_client.contract.geometry import GroupSpec
+from lmcache_client.contract.geometry import Geometry, GeometryError, GroupSpec
 from lmcache_client.memory.cuda import CudaExport, ExportError, check_proof_places
 from lmcache_client.memory.host import HostExport
 
@@ -33,6 +36,7 @@ except ModuleNotFoundError:
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -61,6 +65,7 @@ class LMCacheMPConnector(Uncached):
         self._settings, ignored = parse(transfer.kv_connector_extra_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._kv_caches: dict[str, torch.Tensor] = {}
         self._idle = False
         self._block_size_checked = False
         self._results = Results()
@@ -68,15 +73,20 @@ class LMCacheMPConnector(Uncached):
             support.check_vllm(self._settings.untested_vllm)
             groups = translate.group_specs(kv_cache_config)
             support.check_supported(vllm_config, kv_cache_config, groups)
-        except UnsupportedError as error:
+        except (UnsupportedError, GeometryError) as error:
             self._supported = False
             if role == KVConnectorRole.SCHEDULER:
-                log_uncached(str(error))
-                self._teller = tell_server(vllm_config, str(error))
+                self._give_up(error)
             return
         self._supported = True
         if role == KVConnectorRole.SCHEDULER:
             self._init_scheduler(vllm_config, groups, ignored)
+
+    def _give_up(self, error: Exception) -> None:
+        """Reports why this engine is not cached."""
+        reason = f"{'a KV cache beyond the limits: ' if isinstance(error, GeometryError) else ''}{error}"
+        log_uncached(reason)
+        self._teller = tell_server(self._vllm_config, reason)
 
     def _init_scheduler(
         self, vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...], ignored: list[str]
@@ -95,7 +105,7 @@ class LMCacheMPConnector(Uncached):
                 "lmcache: this engine stores but does not load, because it cannot resume in the middle of a "
                 "prompt (MLA on a CPU, or neither chunked prefill nor prefix caching)"
             )
-        block_bytes = translate.block_bytes(self._kv_cache_config)
+        block_bytes, kv_events = translate.block_bytes(self._kv_cache_config), vllm_config.kv_events_config
         everything = self._settings.store_everything
         self._scheduler = SchedulerSide(
             self._settings,
@@ -107,12 +117,19 @@ class LMCacheMPConnector(Uncached):
             advise=functools.partial(support.resume_advice, vllm_config, groups, block_bytes, everything),
             block_bytes=() if everything else block_bytes,
             state_interval=vllm_config.cache_config.prefix_cache_retention_interval,
+            lookahead=vllm_config.num_prefill_lookahead_tokens,
+            is_traced=bool(vllm_config.observability_config.otlp_traces_endpoint),
+            announces=bool(kv_events is not None and kv_events.enable_kv_cache_events),
         )
         self._scheduler.start()
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
         """The preferred layout; vLLM makes its own choice if a backend does not have this one."""
+        if sys._getframe(1).f_code.co_name == "get_required_kvcache_layout":
+            # MultiConnector asks. It raises if two of its connectors prefer different layouts, and tells
+            # none of them about the others.
+            return None
         settings, _ = parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
         try:
             support.check_vllm(settings.untested_vllm)
@@ -163,39 +180,66 @@ class LMCacheMPConnector(Uncached):
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.held.has_work()
+        return (side := self._scheduler) is not None and (side.held.has_work() or side.events.has_work())
+
+    def take_events(self) -> "Iterable[KVCacheEvent]":
+        return self._scheduler.events.take() if self._scheduler is not None else ()
 
     # -- worker side ------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         if not self._supported:
             return
+        self._kv_caches = kv_caches
         try:
-            geometry, buffers = translate.geometry(self._vllm_config, self._kv_cache_config, kv_caches)
-        except UnsupportedError as error:
-            log_uncached(str(error))
+            geometry, export = self._exported()
+        except (UnsupportedError, ExportError, GeometryError) as error:
+            self._give_up(error)
             return
         rank = self._vllm_config.parallel_config.rank
         model = translate.model_tag(self._vllm_config)
-        export: HostExport | CudaExport
-        if self._vllm_config.device_config.device_type == "cpu":
-            export = HostExport(buffers)
-        else:
-            try:
-                check_proof_places(geometry, len(buffers))
-                export = CudaExport(buffers, lambda: int(torch.cuda.current_stream().cuda_stream))
-            except ExportError as error:
-                log_uncached(str(error))
-                return
-            logger.warning("lmcache: the cache is untested on GPUs: compare outputs (docs/gpu.md)")
         self._worker = WorkerSide(self._settings, self._engine_id, rank, model, geometry, export)
         self._worker.start()
+
+    def _exported(self) -> tuple[Geometry, HostExport | CudaExport]:
+        """Where the pages of the KV caches are, and their memory. Raises what `_give_up` takes."""
+        geometry, buffers = translate.geometry(self._vllm_config, self._kv_cache_config, self._kv_caches)
+        if self._vllm_config.device_config.device_type == "cpu":
+            return geometry, HostExport(buffers)
+        check_proof_places(geometry, len(buffers))
+        # An earlier vLLM that sleeps does not say so, and frees memory that the server still has.
+        tells = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+        export = CudaExport(buffers, lambda: int(torch.cuda.current_stream().cuda_stream), tells)
+        logger.warning("lmcache: the cache is untested on GPUs: compare outputs (docs/gpu.md)")
+        return geometry, export
+
+    def unregister_kv_caches(self) -> None:
+        """vLLM calls this before it frees the KV caches to sleep, perhaps more than once."""
+        if self._worker is not None and not self._worker.is_asleep:
+            self._worker.sleep()
+
+    def restore_kv_caches(self) -> None:
+        """vLLM calls this when it has allocated the KV caches anew, at the same addresses."""
+        if self._worker is None or not self._worker.is_asleep:
+            return
+        try:
+            self._worker.wake(self._exported()[1])
+        except (UnsupportedError, ExportError, ValueError) as error:
+            logger.error("lmcache: this worker loads and stores nothing more; restart vLLM: %s", error)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """vLLM calls this when it has submitted all that may write to the blocks of the loads: earlier steps,
+        and this step's zeroing and copying of blocks."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            assert isinstance(connector_metadata, StepMetadata)
+            self._worker.submit(connector_metadata.loads)
 
     def wait_for_save(self) -> None:
         if self._worker is not None:
             metadata = self._get_connector_metadata()
             assert isinstance(metadata, StepMetadata)
-            self._worker.submit(metadata)
+            self._worker.submit(metadata.stores)
             self._idle = metadata.idle
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -213,8 +257,9 @@ class LMCacheMPConnector(Uncached):
     # -- both -------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> TransferStats | None:
-        side = self._scheduler or self._worker
-        return side.stats.take() if side is not None else None
+        if self._scheduler is not None:
+            return self._scheduler.take_stats()
+        return self._worker.stats.take() if self._worker is not None else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:

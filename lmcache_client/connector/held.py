@@ -66,9 +66,9 @@ class HeldBlocks:
         held = sum(len(job.blocks) for job in self._jobs.values())
         return not held or held + count <= HELD_SHARE * self._pool.num_gpu_blocks
 
-    def settled(self, job_id: int, workers: int) -> None:
+    def settled(self, job_id: int, workers: int) -> float | None:
         """Another `workers` workers report this job settled. After the last of all workers its blocks are
-        free."""
+        free, and the result is how long they were held, in seconds."""
         assert self._pool is not None
         job = self._jobs[job_id]
         job.workers -= workers
@@ -77,6 +77,7 @@ class HeldBlocks:
             del self._jobs[job_id]
             # The tail is freed first, as vLLM does, so that suffixes are evicted before their prefixes.
             self._pool.free_blocks(self._pool.blocks[i] for i in reversed(job.blocks))
+        return None if job.workers else self._now_s() - job.started_s
 
     def has_work(self) -> bool:
         """Whether an idle engine must keep stepping to free held blocks. The time is limited, so that a

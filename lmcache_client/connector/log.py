@@ -5,9 +5,9 @@ from vllm.logger import init_logger
 logger = init_logger("vllm.lmcache_mp")
 
 
-def log_state(ready: bool, text: str) -> None:
+def log_state(level: int, text: str) -> None:
     """Logs a change of the connection to the server."""
-    (logger.info if ready else logger.warning)("lmcache: %s", text)
+    logger.log(level, "lmcache: %s", text, stacklevel=2)
 
 
 def trace(request_id: str, text: str, *values: object) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from lmcache_client.connector.request import Tracked
 from lmcache_client.contract.admission import Admission, checkpoint_interval
 from lmcache_client.contract.geometry import RECURRENT, GroupSpec
-from lmcache_client.contract.messages import MAX_CHUNKS, StoreObject
+from lmcache_client.contract.keys import MAX_CHUNKS
+from lmcache_client.contract.messages import StoreObject
 from lmcache_client.engine import chunk_object
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Offers:
                 # Other prompts also share the beginning that only the engine's own prefix cache had.
                 tracked.known = max(tracked.known, computed // chunk_size)
             # Tokens beyond num_tokens are drafts or not sampled yet, so their KV may change.
-            computed = min(computed + scheduled, tracked.request.num_tokens)
+            computed = min(computed + scheduled, tracked.request.num_tokens - tracked.lookahead)
             complete = min(computed // chunk_size, MAX_CHUNKS)
             if complete <= tracked.next_chunk:
                 continue
@@ -88,7 +89,7 @@ class Offers:
             block_ids = tuple(table[positions.start : positions.stop])
             # A null block means that the engine does not have this part of the object.
             if len(block_ids) == len(positions) and all(block_ids):
-                yield tracked, chunk_object(keys, chunk, index, block_ids)
+                yield tracked, chunk_object(keys, chunk, index, block_ids, tracked.tenant)
 
     def _states(
         self, output: "SchedulerOutput", tracked_of: Callable[[str], Tracked | None]
@@ -106,11 +107,11 @@ class Offers:
             prompt = tracked.prompt._replace(spacing=math.ceil(spacing / chunk_size))
             for group, block_id, tokens in offers:
                 chunk = tokens // chunk_size - 1
-                is_past_end = tokens > tracked.request.num_tokens or chunk >= MAX_CHUNKS
+                is_past_end = tokens > tracked.request.num_tokens - tracked.lookahead or chunk >= MAX_CHUNKS
                 if tokens % chunk_size or is_past_end or not block_id:
                     continue
                 if self._groups[group].kind != RECURRENT or tracked.holds(group, chunk):
                     continue
                 if self._admission(chunk_size).admits(group, chunk, prompt):
                     keys = tracked.keys_of(chunk + 1)
-                    yield tracked, chunk_object(keys, chunk, group, (block_id,))
+                    yield tracked, chunk_object(keys, chunk, group, (block_id,), tracked.tenant)

@@ -4,7 +4,9 @@ vLLM runs the entry points of `vllm.general_plugins` before it resolves a connec
 imports vLLM's factory: the connector is loaded, and may refuse the version of vLLM, when its name is used.
 """
 
+import functools
 import logging
+from typing import Any
 
 NAME = "LMCacheMPConnector"
 MODULE = "lmcache_client.connector"
@@ -19,6 +21,7 @@ def register() -> None:
         # vLLM has no public way to replace an entry, and register_connector refuses a name that exists.
         KVConnectorFactory._registry.pop(NAME, None)
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)
+        _check_keys_early(KVConnectorFactory)
     except Exception as error:
         logging.getLogger("vllm.lmcache_mp").warning(
             "lmcache: the connector of lmcache-mp could not be registered with vLLM (%s): to use it, set "
@@ -26,3 +29,30 @@ def register() -> None:
             error,
             MODULE,
         )
+
+
+def _check_keys_early(factory: Any) -> None:
+    """Lets vLLM refuse wrong keys while it builds its configuration, before it loads any weights. vLLM passes
+    the keys to no method of a connector by then, but it does ask its factory for the connector's class."""
+    find = factory.get_connector_class
+    if hasattr(find, "__wrapped__"):
+        return
+
+    @functools.wraps(find)
+    def get_connector_class(kv_transfer_config: Any) -> Any:
+        asked = (kv_transfer_config.kv_connector, kv_transfer_config.kv_connector_module_path)
+        if asked in ((NAME, None), (NAME, MODULE)):
+            _check_keys(kv_transfer_config.kv_connector_extra_config)
+        return find(kv_transfer_config)
+
+    factory.get_connector_class = staticmethod(get_connector_class)
+
+
+def _check_keys(extra_config: dict[str, Any]) -> None:
+    from lmcache_client.connector.settings import parse
+
+    try:
+        parse(extra_config)
+    except ValueError as error:
+        # vLLM would print a ValueError in the middle of its whole configuration.
+        raise RuntimeError(f"lmcache: {error}") from None

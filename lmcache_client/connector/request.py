@@ -1,5 +1,6 @@
 """The scheduler side's record of one request: its chunk keys, its lookup and the promise of the server."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -8,11 +9,15 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from lmcache_client.channel import Pending
 from lmcache_client.contract.admission import Prompt
-from lmcache_client.contract.keys import ROOT_KEY, chunk_keys
-from lmcache_client.contract.messages import MAX_CHUNKS, MAX_NAME, Found
+from lmcache_client.contract.geometry import GroupSpec
+from lmcache_client.contract.keys import MAX_CHUNKS, ROOT_KEY, chunk_keys, tenant_id
+from lmcache_client.contract.messages import MAX_NAME, Found
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+MIN_PREFILL_TOKENS = 128
+MAX_STEPS = 8
 
 
 class Asking(NamedTuple):
@@ -22,6 +27,7 @@ class Asking(NamedTuple):
     computed: int
     limit: int
     since_s: float
+    is_early: bool = False
 
 
 class Promised(NamedTuple):
@@ -30,6 +36,35 @@ class Promised(NamedTuple):
     found: Found
     computed: int
     since_s: float
+    answered_s: float
+    is_early: bool = False
+
+
+class PrefillSpeed:
+    """How fast the engine computes prompts, from steps of many tokens: decoding has few. A step may begin
+    before the one before it has ended."""
+
+    def __init__(self) -> None:
+        self.tokens_per_s = 0
+        self._steps: deque[tuple[int, float]] = deque(maxlen=MAX_STEPS)
+        """The tokens and the beginnings of steps that have not ended."""
+        self._ended_s = 0.0
+
+    def began(self, tokens: int, now_s: float) -> None:
+        if len(self._steps) == MAX_STEPS:  # nobody tells of their ends
+            self._steps.clear()
+        self._steps.append((tokens, now_s))
+
+    def ended(self, now_s: float) -> None:
+        """The oldest step has ended."""
+        if not self._steps:
+            return
+        tokens, began_s = self._steps.popleft()
+        seconds = now_s - max(began_s, self._ended_s)
+        self._ended_s = now_s
+        if tokens >= MIN_PREFILL_TOKENS and seconds > 0:
+            speed = tokens / seconds
+            self.tokens_per_s = int((speed + self.tokens_per_s) / 2 if self.tokens_per_s else speed)
 
 
 @dataclass
@@ -40,6 +75,9 @@ class Tracked:
     request: "Request"
     root: bytes = ROOT_KEY
     """The parent of its first chunk."""
+    lookahead: int = 0
+    """A chunk's key covers so many tokens behind the chunk, too: its last slots of a drafter's KV depend on
+    them."""
     generation: int = 0
     chunk_size: int = 0
     keys: list[bytes] = field(default_factory=list)
@@ -53,8 +91,11 @@ class Tracked:
     """Chunks before this one have been offered for storing."""
     loading: int = 0
     """The number of tokens of the load in flight."""
+    loading_since_s: float = 0.0
     once: bool = False
     """The request says that its prompt will not come back."""
+    adapter: tuple[str, ...] = ()
+    """How the adapter of the request stands in its keys."""
     no_load: bool = False
     """A load failed; vLLM will ask again, but the same offer could fail forever."""
 
@@ -62,6 +103,7 @@ class Tracked:
         # Users may choose ids that are too long or not valid text, and no message may fail for that.
         self.name = self.request.request_id[:MAX_NAME].encode("utf-8", "replace").decode()
         """The request's id for the server's debug log."""
+        self.tenant = tenant_id(self.request.cache_salt)
 
     def reset(self, generation: int, chunk_size: int) -> None:
         """Forgets everything the server said before this registration."""
@@ -75,7 +117,11 @@ class Tracked:
     @property
     def prompt(self) -> Prompt:
         """Where requests are likely to resume in this one's prompt."""
-        return Prompt(min((self.request.num_prompt_tokens - 1) // self.chunk_size, MAX_CHUNKS), self.known)
+        return Prompt(self.chunks(self.request.num_prompt_tokens), self.known)
+
+    def chunks(self, tokens: int) -> int:
+        """The number of chunks at the end of the largest useful resume point of `tokens` tokens."""
+        return min((tokens - max(1, self.lookahead)) // self.chunk_size, MAX_CHUNKS)
 
     def keys_of(self, chunks: int) -> Sequence[bytes]:
         """The keys of the first `chunks` chunks; each is computed once."""
@@ -86,11 +132,29 @@ class Tracked:
         """The tokens and vLLM's extra keys of those of the first `chunks` chunks that have no key yet."""
         request, size = self.request, self.chunk_size
         for start in range(len(self.keys) * size, chunks * size, size):
-            end = start + size
+            end = start + size + self.lookahead
             extra, self.mm_index = generate_block_hash_extra_keys(request, start, end, self.mm_index)
+            if self.adapter:
+                extra = tuple(self.adapter if part[0] == "lora" else part for part in extra)
             yield request.all_token_ids[start:end], extra
+
+    def end_a_step_at_the_fork(self, computed: int) -> None:
+        """Makes vLLM offer the recurrent state where this prompt parts from the prompts that the server has.
+
+        vLLM does the same by itself for its own prefix cache. It has just set this attribute of the request,
+        and reads it when it chooses where the next step ends.
+        """
+        fork = self.known * self.chunk_size
+        if fork > computed:
+            self.request.shared_prefix_boundary = max(fork, self.request.shared_prefix_boundary)
 
     def holds(self, group: int, chunk: int) -> bool:
         """Whether the server said that it has this object."""
         bitmap = self.held[group] if self.held else b""
         return chunk // 8 < len(bitmap) and bitmap[chunk // 8] >> chunk % 8 & 1 == 1
+
+
+def fits(found: Found, groups: Sequence[GroupSpec], chunk_size: int, limit: int) -> bool:
+    """Whether an answer fits its question, which asked for a resume point up to `limit`."""
+    is_point = found.resume_tokens <= limit and not found.resume_tokens % chunk_size
+    return is_point and len(found.held) == len(groups)

@@ -1,26 +1,33 @@
 """The scheduler side of the connector decides what to look up, load and store, and which blocks to hold.
 
-It runs in the engine's scheduler and never blocks it: it waits a millisecond for a lookup and asks again in
-the next step. Every block that the server reads or writes is held in vLLM's block pool until all workers
-report that the copy is settled.
+It runs in the engine's scheduler and never blocks it: it looks a request up when it arrives, waits for late
+answers a millisecond in a step, and asks again in the next one. Every block that the server reads or writes
+is held in vLLM's block pool until all workers report that the copy is settled.
 """
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from lmcache_client.channel import Channel, Pending
+from lmcache_client.connector import stats
+from lmcache_client.connector.absence import Absence
+from lmcache_client.connector.early import FRESH_S, EarlyLookups, is_enough
+from lmcache_client.connector.events import Events
 from lmcache_client.connector.held import HeldBlocks
 from lmcache_client.connector.hints import Hints
 from lmcache_client.connector.log import log_state, logger, trace
 from lmcache_client.connector.metadata import LoadJob, StepMetadata, StoreJob, WorkerReport
 from lmcache_client.connector.offers import Offer, Offers
-from lmcache_client.connector.request import Asking, Promised, Tracked
+from lmcache_client.connector.request import Asking, PrefillSpeed, Promised, Tracked, fits
 from lmcache_client.connector.settings import Settings
-from lmcache_client.connector.stats import FAILED_LOADS, LOADED_TOKENS, LOADS, TransferStats
+from lmcache_client.connector.spans import Spans
+from lmcache_client.connector.stats import TransferStats
+from lmcache_client.connector.weights import Adapters
 from lmcache_client.contract.admission import known_chunks
 from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS, RECURRENT, GroupSpec, unified_block_size
-from lmcache_client.contract.keys import KEY_BYTES, ROOT_KEY
-from lmcache_client.contract.messages import MAX_CHUNKS, MAX_OBJECTS, Cleared, Found, Store
+from lmcache_client.contract.keys import KEY_BYTES, MAX_CHUNKS, ROOT_KEY
+from lmcache_client.contract.messages import MAX_OBJECTS, Cleared, Found, Lookup, Store
+from lmcache_client.contract.patience import fetch_patience_s
 from lmcache_client.engine import JOIN_S, Scheduler, load_message
 from lmcache_client.transport import SYSTEM, System
 
@@ -32,7 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-LOOKUP_WAIT_S = 0.001
+LOOKUP_WAIT_S, FRESH_LOOKUP_S = 0.001, 0.01
 IDLE_WAIT_S = 0.002
 CONNECT_S = 1.0
 
@@ -40,7 +47,7 @@ CONNECT_S = 1.0
 class SchedulerSide:
     """The scheduler side of one engine. `groups` have no regions; `world_size` workers report each job.
     `advise` takes the chunk size and returns advice on resume points, or an empty string. `block_bytes` and
-    `state_interval` are those of Offers."""
+    `state_interval` are those of Offers, `lookahead` that of Tracked."""
 
     def __init__(
         self,
@@ -53,6 +60,9 @@ class SchedulerSide:
         advise: Callable[[int], str] = lambda _chunk_size: "",
         block_bytes: Sequence[int] = (),
         state_interval: int | None = None,
+        lookahead: int = 0,
+        is_traced: bool = False,
+        announces: bool = False,
         system: System = SYSTEM,
     ) -> None:
         self._settings = settings
@@ -64,17 +74,28 @@ class SchedulerSide:
         self._clear: Pending | None = None
         """The last request to clear the server; None if vLLM has not reset its cache."""
         self._queued: list[LoadJob] = []
+        self._early = EarlyLookups()
+        self._may_wait = True
+        """False after a wait without an answer, until the next step: the server is slow, or gone."""
         self.held = HeldBlocks(world_size, system.now_s)
         self.stats = TransferStats()
+        self._spans = Spans(is_traced)
+        self._adapters = Adapters()
         self.chunk_size = 0
+        self._fetches = False
+        """Whether the server has tiers, so that its answers may take longer."""
+        self._prefill = PrefillSpeed()
         self._hints = Hints()
         self._offers = Offers(groups, block_bytes, state_interval)
         self._advise = advise
         self._advice = ""
         self._unified = unified_block_size(groups)
+        self._lookahead = lookahead
         self._has_states = any(group.kind == RECURRENT for group in groups)
-        self.channel = Channel(settings.address, self._join, log_state, system)
+        absence = Absence(settings.address)
+        self.channel = Channel(settings.address, self._join, log_state, system, absence.check)
         self.client = Scheduler(self.channel, engine_id)
+        self.events = Events(announces and loads, groups, self.client)
         self._now_s = system.now_s
 
     def start(self) -> None:
@@ -94,25 +115,36 @@ class SchedulerSide:
         only asked to free the memory.
         """
         self._root = self.channel.system.random_bytes(KEY_BYTES)
+        self._early.reset()
+        self.events.withdraw_all()
         for request_id, tracked in list(self._tracked.items()):
             self._forget(tracked)
             if tracked.request.num_computed_tokens:
                 # vLLM did not preempt it, so it continues with earlier pages.
                 del self._tracked[request_id]
             else:
-                self._tracked[request_id] = Tracked(tracked.request, self._root, once=tracked.once)
+                self._tracked[request_id] = Tracked(
+                    tracked.request, self._root, self._lookahead, once=tracked.once, adapter=tracked.adapter
+                )
         self._clear = self.client.clear()
         logger.info("lmcache: vLLM reset its cache, so nothing that was stored before is used any more")
 
+    def take_stats(self) -> TransferStats | None:
+        """Returns and resets the counts since the last step, with CONNECTED. This side can only have joined
+        if all workers have registered."""
+        self.stats.data[stats.CONNECTED] = int(self.channel.ready)
+        return self.stats.take()
+
     def bind(self, pool: "BlockPool") -> None:
         self.held.bind(pool)
+        self.events.bind(pool)
 
     def _join(self, _channel: Channel) -> None:
         joined = self.client.join()
         # vLLM accepts any hit length and computes nonsense from a misaligned one.
         if not 0 < joined.chunk_size <= MAX_CHUNK_TOKENS or joined.chunk_size % self._unified:
             raise ValueError(f"the server's chunk size {joined.chunk_size} does not fit this engine")
-        self.chunk_size = joined.chunk_size
+        self.chunk_size, self._fetches = joined.chunk_size, joined.fetches
         if self._clear is not None and not isinstance(self._clear.reply, Cleared):
             self._clear = self.client.clear()
         if not self._advice and (advice := self._advise(joined.chunk_size)):
@@ -124,30 +156,25 @@ class SchedulerSide:
     def matched_tokens(self, request: "Request", computed: int) -> tuple[int | None, bool]:
         """vLLM's get_num_new_matched_tokens: (tokens beyond `computed`, load asynchronously), or
         (None, False) to make vLLM ask again. Idempotent: vLLM asks in every step while the request waits."""
+        self._early.asked(request.request_id)
         tracked = self._current(request.request_id)
         if tracked is None or not self._loads or request.skip_reading_prefix_cache:
             return 0, False
-        limit = min((request.num_tokens - 1) // self.chunk_size, MAX_CHUNKS) * self.chunk_size
+        limit = tracked.chunks(request.num_tokens) * self.chunk_size
         if tracked.no_load or limit <= computed:
+            self._forget(tracked)
             return 0, False
         state = self._ask(tracked, computed, limit)
         if isinstance(state, Asking):
             return None, False
-        self._end_a_step_at_the_fork(tracked, computed)
+        if self._has_states:
+            tracked.end_a_step_at_the_fork(computed)
         if state is None or state.found.resume_tokens <= computed:
+            if state and state.is_early:
+                self._early.accept(tracked.name, computed)
             self._release(tracked)
             return 0, False
         return state.found.resume_tokens - computed, True
-
-    def _end_a_step_at_the_fork(self, tracked: Tracked, computed: int) -> None:
-        """Makes vLLM offer the recurrent state where this prompt parts from the prompts that the server has.
-
-        vLLM does the same by itself for its own prefix cache. It has just set this attribute of the request,
-        and reads it when it chooses where the next step ends.
-        """
-        fork = tracked.known * self.chunk_size
-        if self._has_states and fork > computed:
-            tracked.request.shared_prefix_boundary = max(fork, tracked.request.shared_prefix_boundary)
 
     def _ask(self, tracked: Tracked, computed: int, limit: int) -> Asking | Promised | None:
         """The state of the request's lookup: Asking until the next step, Promised with the answer, or None
@@ -159,48 +186,79 @@ class SchedulerSide:
                 return state
             self._release(tracked)
             state = None
+        elif state and state.is_early and (state.limit != limit or now_s - state.since_s > FRESH_S):
+            self._forget(tracked)
+            state = None
         if state is None:
             if not self.channel.responsive:
                 return None
-            keys = tracked.keys_of(limit // self.chunk_size)
-            num_tokens, timeout_s = tracked.request.num_tokens, self._settings.lookup_timeout_s
-            lookup = self.client.lookup(tracked.name, keys, computed, limit, num_tokens, timeout_s)
-            tracked.state = state = Asking(lookup, computed, limit, now_s)
-        self.channel.poll(state.lookup, LOOKUP_WAIT_S)
+            state = self._send(tracked, computed, limit)
+        # A lookup that waits for a tier holds up no step, and no other lookup.
+        waits = self._may_wait and not (self._fetches and now_s - state.since_s > FRESH_LOOKUP_S)
+        self.channel.poll(state.lookup, LOOKUP_WAIT_S if waits else 0.0)
+        self._may_wait &= state.lookup.done or not waits
         return self._answered(tracked, state, computed) if state.lookup.done else state
+
+    def _send(self, tracked: Tracked, computed: int, limit: int, early: bool = False) -> Asking:
+        keys, num_tokens = tuple(tracked.keys_of(limit // self.chunk_size)), tracked.request.num_tokens
+        name, tenant, speed = tracked.name, tracked.tenant, self._prefill.tokens_per_s
+        why = self._spans.has(tracked.request)
+        question = Lookup(name, keys, computed, limit, num_tokens, speed, early, tenant, why)
+        patience_s = fetch_patience_s(num_tokens) if self._fetches else 0
+        lookup = self.client.lookup(question, self._settings.lookup_timeout_s + patience_s)
+        tracked.state = asking = Asking(lookup, computed, limit, self._now_s(), early)
+        return asking
+
+    def _look_up_early(self, tracked: Tracked) -> None:
+        request = tracked.request
+        # A tier should not fetch what the engine has itself, which nobody knows yet.
+        is_read = self._loads and not request.skip_reading_prefix_cache and not self._fetches
+        if not is_read or not self.channel.responsive or self._current(request.request_id) is None:
+            return
+        keys = tracked.keys_of(tracked.chunks(request.num_tokens))
+        if self._early.wants(request.request_id, keys):
+            self._send(tracked, 0, len(keys) * self.chunk_size, early=True)
 
     def _answered(self, tracked: Tracked, asked: Asking, computed: int) -> Asking | Promised | None:
         """The state after a lookup that is done."""
         tracked.state, found = None, asked.lookup.reply
         if not isinstance(found, Found):
+            self.stats.count(stats.LATE_LOOKUPS)
             trace(tracked.request.request_id, "not looked up: %s", asked.lookup.error)
+            self._spans.add(
+                tracked.request, "lookup", asked.since_s, self._now_s(), error=str(asked.lookup.error)
+            )
             return None
-        if not self._fits(found, asked.limit):
+        if not fits(found, self.groups, self.chunk_size, asked.limit):
             # Whatever a server says, the engine goes on: this is a miss.
             trace(tracked.request.request_id, "not looked up: the answer does not fit the question")
             self.client.forget(asked.lookup)
             return None
-        tracked.held = found.held
-        tracked.known = known_chunks(self.groups, found.held)
-        tracked.state = promised = Promised(found, asked.computed, asked.since_s)
+        tracked.held, tracked.known = found.held, known_chunks(self.groups, found.held)
+        self.events.changed(tracked)
+        answered_s = self._now_s()
+        tracked.state = promised = Promised(found, asked.computed, asked.since_s, answered_s, asked.is_early)
+        tokens = {"computed_tokens": asked.computed, "resume_tokens": found.resume_tokens}
+        missed = {f"missed_tokens.{reason}": number for reason, number in found.missed}
+        self._spans.add(tracked.request, "lookup", asked.since_s, answered_s, **tokens, **missed)
         trace(tracked.request.request_id, "can be resumed at %d tokens", found.resume_tokens)
         if computed < asked.computed:
             # The engine has lost tokens meanwhile, so the promise is too small: ask again.
             self._release(tracked)
             return asked
+        if asked.is_early and not is_enough(self.groups, tracked, found, computed, asked.limit):
+            self._release(tracked)
+            return self._ask(tracked, computed, asked.limit)
         return promised
-
-    def _fits(self, found: Found, limit: int) -> bool:
-        return (
-            len(found.held) == len(self.groups)
-            and found.resume_tokens <= limit
-            and not found.resume_tokens % self.chunk_size
-        )
 
     def new_request(self, request: "Request") -> None:
         """vLLM's on_new_request."""
         once = self._hints.once(request.kv_transfer_params)
-        self._tracked[request.request_id] = Tracked(request, self._root, once=once)
+        lora = request.lora_request
+        adapter = self._adapters.key(lora.lora_name, lora.lora_path, lora.lora_int_id) if lora else ()
+        tracked = Tracked(request, self._root, self._lookahead, once=once, adapter=adapter)
+        self._tracked[request.request_id] = tracked
+        self._look_up_early(tracked)
 
     def _current(self, request_id: str) -> Tracked | None:
         """The request, without any promises from before the current registration; None without a server."""
@@ -215,6 +273,7 @@ class SchedulerSide:
         """Gives up the server's promise to this request, or the lookup that still asks for one."""
         if isinstance(tracked.state, Asking):
             self.client.forget(tracked.state.lookup)
+            tracked.state = None
         self._release(tracked)
 
     def _release(self, tracked: Tracked) -> None:
@@ -239,25 +298,33 @@ class SchedulerSide:
         found = tracked.state.found
         computed = found.resume_tokens - external_tokens
         assert computed >= tracked.state.computed
+        if tracked.state.is_early:
+            self._early.accept(tracked.name, computed)
         key, tables = tracked.keys[found.resume_tokens // self.chunk_size - 1], blocks.get_block_ids()
         message = load_message(tracked.name, found, key, computed, self.groups, tables)
         wanted = [block for ids in message.block_ids for block in ids]
         assert all(wanted), "vLLM allocated no block where one is needed"
         job_id = self.held.hold(wanted)
         self._queued.append(LoadJob(job_id, request.request_id, message))
-        tracked.loading = external_tokens
+        tracked.loading, tracked.loading_since_s = external_tokens, self._now_s()
+        self._spans.add(request, "wait", tracked.state.answered_s, tracked.loading_since_s)
         trace(request.request_id, "loading %d tokens, job %d", external_tokens, job_id)
 
     # -- store ------------------------------------------------------------------------------------
 
     def step(self, output: "SchedulerOutput") -> StepMetadata:
         """vLLM's build_connector_meta: the loads and stores that the workers start in this step."""
+        self._may_wait = True
+        if accepted := self._early.end_step():
+            self.client.accept(accepted)
         idle = not output.num_scheduled_tokens
+        self._prefill.began(sum(output.num_scheduled_tokens.values()), self._now_s())
         if idle:
             # Without this wait, an idle engine would spin until the answer comes; on few cores that would
             # slow the server down. In other steps no reply is urgent.
             states = (tracked.state for tracked in self._tracked.values())
-            lookups = (state.lookup for state in states if isinstance(state, Asking))
+            asked = (state.lookup for state in states if isinstance(state, Asking))
+            lookups = (lookup for lookup in asked if not lookup.done)
             self.channel.poll(next(lookups, None), IDLE_WAIT_S)
         metadata = StepMetadata(loads=self._queued, idle=idle)
         self._queued = []
@@ -271,41 +338,50 @@ class SchedulerSide:
         for start in range(0, len(offered), MAX_OBJECTS):
             requests, objects = zip(*offered[start : start + MAX_OBJECTS], strict=True)
             names = dict.fromkeys(tracked.name for tracked in requests)
-            self._store(metadata, Store(objects, tuple(names), once))
+            if job_id := self._store(metadata, Store(objects, tuple(names), once)):
+                self._spans.storing(job_id, (tracked.request for tracked in requests))
+                self.events.storing(job_id, requests)
 
-    def _store(self, metadata: StepMetadata, store: Store) -> None:
+    def _store(self, metadata: StepMetadata, store: Store) -> int | None:
         """Adds these objects to the step's stores, unless too many blocks are held already."""
         number, request_ids = len(store.objects), ", ".join(store.request_ids)
         block_ids = [block for stored in store.objects for block in stored.block_ids]
         if not self.held.has_room(len(block_ids)):
             trace(request_ids, "%d objects are not stored because too many blocks are held", number)
-            return
+            return None
         job_id = self.held.hold(block_ids)
         metadata.stores.append(StoreJob(job_id, store))
         trace(request_ids, "storing %d objects, job %d", number, job_id)
+        return job_id
 
     # -- the end of copies and of requests --------------------------------------------------------
 
     def worker_output(self, output: "KVConnectorOutput") -> None:
         """vLLM's update_connector_output, after each step: frees settled blocks and records failed loads."""
+        self._prefill.ended(self._now_s())
         for request_id in output.failed_recving or ():
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.no_load = True
         for request_id in output.finished_recving or ():
             if (tracked := self._tracked.get(request_id)) is not None:
-                self.stats.count(FAILED_LOADS if tracked.no_load else LOADS)
-                self.stats.count(LOADED_TOKENS, 0 if tracked.no_load else tracked.loading)
+                self.stats.count(stats.FAILED_LOADS if tracked.no_load else stats.LOADS)
+                self.stats.count(stats.LOADED_TOKENS, 0 if tracked.no_load else tracked.loading)
                 outcome = "failed" if tracked.no_load else "ended"
                 trace(request_id, "its load of %d tokens %s", tracked.loading, outcome)
+                result = {"tokens": tracked.loading, "outcome": outcome}
+                self._spans.add(tracked.request, "load", tracked.loading_since_s, self._now_s(), **result)
                 tracked.loading = 0
                 self._release(tracked)
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             for job_id, workers in report.settled.items():
-                self.held.settled(job_id, workers)
+                if (seconds := self.held.settled(job_id, workers)) is not None:
+                    self._spans.settled(job_id, seconds)
+                    self.events.settled(job_id)
 
     def finished(self, request: "Request") -> None:
         """vLLM's request_finished: marks the request's chunks as used and gives up its lease."""
+        was_asked = not self._early.asked(request.request_id)
         tracked = self._current(request.request_id)
         self._tracked.pop(request.request_id, None)
         trace(request.request_id, "ended")
@@ -316,6 +392,8 @@ class SchedulerSide:
             self.client.forget(state.lookup)
         leases = (state.found.lease_id,) if isinstance(state, Promised) and state.found.lease_id else ()
         # Without keys, the chunks that only this prompt brought do not count as used again.
-        keys = () if tracked.once else tuple(tracked.keys[:MAX_CHUNKS])
+        keys = tuple(tracked.keys[:MAX_CHUNKS]) if was_asked and not tracked.once else ()
+        if was_asked:
+            self._early.ended(tracked.keys[-2:])
         if leases or tracked.keys:
             self.client.release(leases, keys, tracked.name)

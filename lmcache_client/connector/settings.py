@@ -1,11 +1,13 @@
 """The `lmcache.mp.*` keys of vLLM's kv_connector_extra_config."""
 
+import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from lmcache_client.contract import migration
 from lmcache_client.contract.endpoint import address
 from lmcache_client.contract.messages import DEFAULT_PORT
 
@@ -50,10 +52,8 @@ def parse(extra_config: Mapping[str, Any]) -> tuple[Settings, list[str]]:
     }
     ignored = [PREFIX + name for name in values if name in WITHOUT_EFFECT]
     if unknown := [name for name in values if name not in known and name not in WITHOUT_EFFECT]:
-        raise ValueError(
-            f"unknown key {PREFIX + unknown[0]!r} in kv_connector_extra_config: the keys are "
-            + ", ".join(PREFIX + name for name in known)
-        )
+        advice = migration.advice("keys", PREFIX + unknown[0]) or _suggestion(unknown[0])
+        raise ValueError(f"unknown key {PREFIX + unknown[0]!r} in kv_connector_extra_config: {advice}")
     try:
         # Not strict, because vLLM's command line may pass numbers as text. Other names are left out.
         return msgspec.convert(values, Settings, strict=False), ignored
@@ -62,3 +62,10 @@ def parse(extra_config: Mapping[str, Any]) -> tuple[Settings, list[str]]:
         raise ValueError(
             f"{PREFIX}{name} in kv_connector_extra_config is {values[name]!r}: {reason.lower()}"
         ) from None
+
+
+def _suggestion(name: str) -> str:
+    known = Settings.__struct_fields__
+    if close := difflib.get_close_matches(name, known, n=1):
+        return f"did you mean {PREFIX + close[0]}?"
+    return "the keys are " + ", ".join(PREFIX + each for each in known)

@@ -8,7 +8,7 @@ the numbers as a plain dict to its logger and to `PromMetrics` in the frontend.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 LOADS, FAILED_LOADS, LOADED_TOKENS = "loads", "failed_loads", "loaded_tokens"
 LOADED_BYTES, LOAD_SECONDS = "loaded_bytes", "load_seconds"
 STORED, PRESENT, DROPPED = "stored_objects", "present_objects", "dropped_objects"
-FAILED_STORES = "failed_stores"
+FAILED_STORES, LATE_LOOKUPS = "failed_stores", "late_lookups"
+CONNECTED = "connected"
 
 COUNTERS = {
     LOADS: "Requests whose load from the lmcache server succeeded",
@@ -30,6 +31,7 @@ COUNTERS = {
     PRESENT: "Objects offered to the lmcache server that it already had or was already storing",
     DROPPED: "Objects offered to the lmcache server that it did not store",
     FAILED_STORES: "Store requests, one per step and worker, that the lmcache server did not fulfil",
+    LATE_LOOKUPS: "Lookups that the lmcache server did not answer in time, so that they found nothing",
 }
 PREFIX = "vllm:lmcache_mp_"
 LOAD_SECONDS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -38,7 +40,8 @@ LOAD_SECONDS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.
 @dataclass
 class TransferStats(KVConnectorStats):
     """`data` has the counters above that are not zero and, under LOAD_SECONDS, the duration of every load of
-    every worker, failed ones included, from the request to the reply."""
+    every worker, failed ones included, from the request to the reply. The scheduler side adds CONNECTED, 0 or
+    1: whether the server serves this engine."""
 
     def count(self, name: str, amount: int = 1) -> None:
         if amount:
@@ -65,7 +68,8 @@ class TransferStats(KVConnectorStats):
         """Returns the sum and changes neither operand."""
         total = TransferStats(dict(self.data))
         for name, value in other.data.items():
-            total.data[name] = total.data[name] + value if name in total.data else value
+            adds_up = name in total.data and name != CONNECTED
+            total.data[name] = total.data[name] + value if adds_up else value
         return total
 
     def reduce(self) -> dict[str, int | float]:
@@ -75,11 +79,14 @@ class TransferStats(KVConnectorStats):
         if seconds:
             numbers["mean_load_ms"] = round(1e3 * sum(seconds) / len(seconds), 3)
             numbers["max_load_ms"] = round(1e3 * max(seconds), 3)
+        if CONNECTED in self.data:
+            numbers[CONNECTED] = self.data[CONNECTED]
         return numbers
 
 
 class PromMetrics(KVConnectorPromMetrics):
-    """The time series of all engines of a frontend, which exist, at zero, from the start."""
+    """The time series of all engines of a frontend, which exist, at zero, from the start. Only the series of
+    CONNECTED begins with the engine's first step, because nobody knows it earlier."""
 
     def __init__(
         self,
@@ -106,6 +113,13 @@ class PromMetrics(KVConnectorPromMetrics):
             ),
             per_engine_labelvalues,
         )
+        self._connected = metric_types[Gauge](
+            name=PREFIX + CONNECTED,
+            documentation="Whether the lmcache server served this engine at its last step (1) or not (0).",
+            labelnames=labelnames,
+            multiprocess_mode="mostrecent",
+        )
+        self._labels = per_engine_labelvalues
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, counters in self._counters.items():
@@ -114,3 +128,5 @@ class PromMetrics(KVConnectorPromMetrics):
                 counters[engine_idx].inc(amount)
         for seconds in transfer_stats_data.get(LOAD_SECONDS, ()):
             self._load_seconds[engine_idx].observe(seconds)
+        if CONNECTED in transfer_stats_data:
+            self._connected.labels(*self._labels[engine_idx]).set(transfer_stats_data[CONNECTED])

@@ -1,10 +1,11 @@
 """Checks what vLLM, a model and its settings support, corrects a fault of vLLM and advises on settings."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from vllm import __version__ as VLLM_VERSION
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from lmcache_client.connector.surface import missing
@@ -15,6 +16,8 @@ from lmcache_client.contract.version import INSTALL_VLLM, VERSION, untested
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+UNSPLIT_BLOCK_SIZES = (16, 32, 64)
 
 
 class UnsupportedError(Exception):
@@ -58,7 +61,7 @@ def check_supported(
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1 and vllm_config.speculative_config is not None:
         # vLLM's V1 model runner does not call `wait_for_save` on every pipeline stage, and that call starts
-        # the loads.
+        # the stores.
         raise UnsupportedError("speculative decoding together with pipeline parallelism")
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise UnsupportedError("context parallelism")
@@ -81,11 +84,23 @@ def can_resume(vllm_config: "VllmConfig", config: "KVCacheConfig") -> bool:
 
 
 def preferred_layout(vllm_config: "VllmConfig") -> str | None:
-    """A KV cache layout that keeps one block of all layers contiguous, for copies over a GPU's bus."""
-    if vllm_config.device_config.device_type != "cuda":
+    """A KV cache layout that keeps one block of all layers contiguous, for copies over a GPU's bus; None
+    where vLLM may not be able to start with it."""
+    # In such a layout vLLM cannot split a block for its attention kernels, and raises if it must. No backend
+    # for CUDA splits blocks of these sizes. Those of hybrid models are larger, and their pages long enough.
+    if vllm_config.model_config.is_hybrid or vllm_config.cache_config.block_size not in UNSPLIT_BLOCK_SIZES:
+        return None
+    speculation = vllm_config.speculative_config
+    if speculation is not None and speculation.method == "extract_hidden_states":
+        return None  # vLLM enlarges all blocks until one page holds the hidden states of a token
+    capability = None
+    with contextlib.suppress(Exception):  # under Ray, the engine's core may see no GPU
+        if current_platform.is_cuda():
+            capability = current_platform.get_device_capability()
+    if capability is None:
         return None
     # On compute capability 10, FlashInfer supports only one such layout. Elsewhere it accepts any.
-    return "BLHNC" if torch.cuda.get_device_capability()[0] == 10 else "BLNHC"
+    return "BLHNC" if capability.major == 10 else "BLNHC"
 
 
 def restore_block_size(vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...]) -> int:

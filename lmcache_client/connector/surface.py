@@ -9,8 +9,11 @@ import inspect
 import re
 from typing import Any
 
-from vllm.config import CacheConfig, KVTransferConfig
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
+from vllm.lora.request import LoRARequest
+from vllm.platforms.interface import Platform
+from vllm.tracing import extract_trace_context, instrument_manual
 from vllm.v1 import kv_cache_interface as specs
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -30,10 +33,10 @@ USED: dict[Any, dict[str, str]] = {
             build_connector_meta(scheduler_output) update_connector_output(connector_output)
             has_pending_push_work() register_kv_caches(kv_caches) start_load_kv(forward_context, kwargs)
             wait_for_layer_load(layer_name) save_kv_layer(layer_name, kv_layer, attn_metadata, kwargs)
-            wait_for_save() build_connector_worker_meta() get_kv_connector_stats()
-            build_kv_connector_stats(data)
+            bind_connector_metadata(connector_metadata) wait_for_save() build_connector_worker_meta()
+            get_kv_connector_stats() build_kv_connector_stats(data)
             build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-            reset_cache() shutdown()""",
+            reset_cache() take_events() shutdown()""",
         "0.30": "get_transfer_results(finished_req_ids)",
     },
     base.SupportsHMA: {"0.28": "request_finished_all_groups(request, block_ids)"},
@@ -46,15 +49,20 @@ USED: dict[Any, dict[str, str]] = {
     },
     create_metric_per_engine: {"0.28": "(metric, per_engine_labelvalues)"},
     BlockPool: {
-        "0.28": "blocks num_gpu_blocks touch(blocks) free_blocks(ordered_blocks) reset_prefix_cache()"
+        "0.28": """blocks num_gpu_blocks hash_block_size touch(blocks) free_blocks(ordered_blocks)
+            reset_prefix_cache()"""
     },
     KVCacheBlocks: {"0.28": "get_block_ids()"},
     generate_block_hash_extra_keys: {"0.28": "(request, start_token_idx, end_token_idx, start_mm_idx)"},
     Request: {
         "0.28": """request_id num_tokens num_computed_tokens num_prompt_tokens all_token_ids
-            kv_transfer_params skip_reading_prefix_cache""",
+            kv_transfer_params skip_reading_prefix_cache lora_request trace_headers cache_salt
+            block_hashes""",
         "0.31": "shared_prefix_boundary",
     },
+    LoRARequest: {"0.28": "lora_name lora_path lora_int_id"},
+    extract_trace_context: {"0.28": "(headers)"},
+    instrument_manual: {"0.28": "(span_name, start_time, end_time, attributes, context)"},
     output.SchedulerOutput: {
         "0.28": "num_scheduled_tokens scheduled_new_reqs scheduled_cached_reqs",
         "0.29": "kv_connector_block_state",
@@ -76,6 +84,10 @@ USED: dict[Any, dict[str, str]] = {
         "0.28": "block_size cache_dtype enable_prefix_caching mamba_cache_mode",
         "0.29": "prefix_cache_retention_interval",
     },
+    ModelConfig: {"0.28": "is_hybrid"},
+    SpeculativeConfig: {"0.28": "method draft_model_config draft_load_config uses_draft_kv_cache()"},
+    VllmConfig: {"0.31": "num_prefill_lookahead_tokens"},
+    Platform: {"0.28": "is_cuda() get_device_capability(device_id)"},
     KVTransferConfig: {
         "0.28": """engine_id is_kv_producer is_kv_consumer kv_connector_extra_config
             kv_load_failure_policy"""

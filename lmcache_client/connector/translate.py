@@ -5,8 +5,7 @@ Interfaces: vLLM's v1/kv_cache_interface.py (KVCacheConfig, KVCacheTensor and th
 
 import hashlib
 import json
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from lmcache_client.connector.support import UnsupportedError
+from lmcache_client.connector.weights import fingerprint, local_path
 from lmcache_client.contract.geometry import (
     CHUNKED_LOCAL,
     FULL,
@@ -38,26 +38,44 @@ from lmcache_client.contract.geometry import (
 from lmcache_client.contract.keys import ModelTag
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import LoadConfig, LoRAConfig, ModelConfig, VllmConfig
 
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+FROM_FILES = (
+    "auto",
+    "hf",
+    "safetensors",
+    "pt",
+    "mistral",
+    "gguf",
+    "bitsandbytes",
+    "npcache",
+    "fastsafetensors",
+)
+"""The load formats that read nothing but the files of the model's directory."""
+NOT_CONTENT = ("_name_or_path", "_commit_hash", "transformers_version")
+"""Entries of a configuration that say where it lies and who read it."""
 FULL_SPECS = (FullAttentionSpec, MLAAttentionSpec)
 """Only these exact types: their subclasses (sinks with their own blocks, scratch states, …) need more."""
 
 
-def layer_spec(spec: KVCacheSpec, layer: str = "") -> KVCacheSpec:
-    """The spec of one layer of a group, or of any layer if no name is given."""
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return spec.kv_cache_specs[layer] if layer else spec.first_spec
-    return spec
+def layer_spec(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
+    """The spec of one layer of a group."""
+    return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def layer_specs(spec: KVCacheSpec) -> Collection[KVCacheSpec]:
+    """The specs of a group's layers: one for all of them, or one for each."""
+    return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
 
 
 def group_specs(config: KVCacheConfig) -> tuple[GroupSpec, ...]:
     """The groups without regions and tags, which is enough to know what a resume needs.
 
-    Raises UnsupportedError for a group that this project does not restore.
+    They come from each group's first layer, because vLLM shows the scheduler no other. Raises
+    UnsupportedError for a group that this project does not restore.
     """
-    return tuple(_group(group.kv_cache_spec, "", ()) for group in config.kv_cache_groups)
+    firsts = [next(iter(layer_specs(group.kv_cache_spec))) for group in config.kv_cache_groups]
+    return tuple(_group(first, "", ()) for first in firsts)
 
 
 def block_bytes(config: KVCacheConfig) -> tuple[int, ...]:
@@ -69,15 +87,17 @@ def block_bytes(config: KVCacheConfig) -> tuple[int, ...]:
 
 
 def _group(group_spec: KVCacheSpec, tag: str, regions: tuple[Region, ...]) -> GroupSpec:
-    kind, window = _kind(layer_spec(group_spec))
+    kinds = {_kind(spec): type(spec).__name__ for spec in layer_specs(group_spec)}
+    if len(kinds) > 1:
+        raise UnsupportedError(f"layers that differ in one KV cache group ({', '.join(kinds.values())})")
+    ((kind, window),) = kinds
     return GroupSpec(kind, group_spec.block_size, window, tag, regions, _is_replicated(group_spec))
 
 
 def _is_replicated(group_spec: KVCacheSpec) -> bool:
-    """Whether every tensor-parallel rank holds all of this group's KV. vLLM only says so for MLA. For
-    grouped-query attention with fewer heads than ranks, it does not say which ranks hold the same."""
-    uniform = isinstance(group_spec, UniformTypeKVCacheSpecs)
-    specs = group_spec.kv_cache_specs.values() if uniform else (group_spec,)
+    """Whether every tensor-parallel rank holds all of this group's KV. vLLM 0.31 to 0.33 only say so for MLA:
+    for grouped-query attention with fewer heads than ranks, their kv_tp_replicas is 1, too."""
+    specs = layer_specs(group_spec)
     return all(type(spec) is MLAAttentionSpec and spec.max_tp_shards == 1 for spec in specs)
 
 
@@ -128,20 +148,27 @@ def _regions(
     for tensor in config.kv_cache_tensors:
         for index, layer in enumerate(tensor.layers):
             buffer = buffers.index(_buffer(kv_caches[layer]))
-            page_bytes = min(_page_bytes(layer_spec(spec_of[layer], layer)), tensor.block_stride)
+            page_bytes = _page_bytes(layer_spec(spec_of[layer], layer))
             offset = tensor.offset + index * tensor.layer_stride
             regions[layer] = Region(buffer, offset, tensor.block_stride, page_bytes)
-            _check_view(layer, kv_caches[layer], config.num_blocks, regions[layer])
+            _check_view(layer, kv_caches[layer], config, regions[layer])
     return regions
 
 
-def _check_view(layer: str, view: torch.Tensor, num_blocks: int, region: Region) -> None:
-    """Raises UnsupportedError if a layer's view disagrees with `region`. Only views whose first dimension is
-    blocks are checked."""
-    if not view.stride(0) or view.shape[0] != num_blocks:
-        return
-    offset, stride_bytes = view.data_ptr() - _buffer(view)[0], view.stride(0) * view.element_size()
-    if (offset, stride_bytes) != (region.offset, region.stride_bytes):
+def _check_view(layer: str, view: torch.Tensor, config: KVCacheConfig, region: Region) -> None:
+    """Raises UnsupportedError unless the bytes of each block lie together in a layer's view, at the place
+    that `region` says. Several rows of the view (kernel blocks) may make up a block."""
+    rows, rest = divmod(view.shape[0], config.num_blocks)
+    block = view[:rows]
+    last = sum((size - 1) * stride for size, stride in zip(block.shape, block.stride(), strict=True))
+    if last + 1 != block.numel():
+        raise UnsupportedError(
+            f"the KV cache layout {config.kv_cache_layout}, which scatters the bytes of a block: start vLLM "
+            "with VLLM_KV_CACHE_LAYOUT=LBNHC (or LBHNC, if the attention backend does not accept LBNHC)"
+        )
+    offset, stride_bytes = view.data_ptr() - _buffer(view)[0], rows * view.stride(0) * view.element_size()
+    is_there = not rest and (offset, stride_bytes) == (region.offset, region.stride_bytes)
+    if not is_there or block.nbytes > region.page_bytes:
         raise UnsupportedError(f"layer {layer}, whose memory is not where vLLM's configuration says")
 
 
@@ -190,23 +217,27 @@ def model_tag(vllm_config: "VllmConfig") -> ModelTag:
     """Everything apart from the geometry that must match before two engines may share pages."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     load, device = vllm_config.load_config, vllm_config.device_config.device_type
+    is_dummy = str(load.load_format) == "dummy"
     details: dict[str, Any] = {
-        "revision": model.revision,
         "dtype": model.dtype,
         "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
         "quantization": model.quantization,
         "configuration": _digest(model.hf_config),
-        "weights": weights_mark(model.model) or getattr(model.hf_config, "_commit_hash", ""),
+        "weights": _weights_mark(vllm_config, model, load) if not is_dummy else "",
         # The layout inside a page depends on the version of vLLM and, on a CPU, on the instruction set.
         "vllm": VLLM_VERSION,
         "processor": torch.backends.cpu.get_cpu_capability() if device == "cpu" else "",
         "device": device,
         "load_format": load.load_format,
         # Dummy weights depend only on the seed.
-        "seed": model.seed if str(load.load_format) == "dummy" else "",
+        "seed": model.seed if is_dummy else "",
+        "code": model.code_revision or "",
+        "adapters": _application(vllm_config.lora_config, model.dtype),
         # The rotary embedding longrope chooses its factors by this length.
         "max_model_len": model.max_model_len if "longrope" in str(model.hf_config) else "",
     }
+    if drafter := _drafter(vllm_config):
+        details |= {"drafter": drafter, "lookahead": vllm_config.num_prefill_lookahead_tokens}
     return ModelTag(
         model.model,
         tuple((name, str(value)) for name, value in sorted(details.items())),
@@ -215,19 +246,42 @@ def model_tag(vllm_config: "VllmConfig") -> ModelTag:
     )
 
 
-def weights_mark(model: str) -> str:
-    """A digest that changes when the weights in a directory or file are replaced; empty for a hub's model.
-
-    It covers the names, sizes and times of the files; reading them would take as long as loading the model.
-    """
-    path = Path(model)
-    files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
-    if not files:
+def _drafter(vllm_config: "VllmConfig") -> str:
+    """The drafter; empty if there is none that has a KV cache."""
+    speculation = vllm_config.speculative_config
+    if speculation is None or not speculation.uses_draft_kv_cache():
         return ""
-    stats = [(file.name, file.stat()) for file in files if file.suffix in WEIGHTS]
-    return hashlib.sha256(repr([(name, s.st_size, s.st_mtime_ns) for name, s in stats]).encode()).hexdigest()
+    model, load = speculation.draft_model_config, speculation.draft_load_config or vllm_config.load_config
+    if model is None:
+        return str(speculation.method)
+    weights, configuration = _weights_mark(vllm_config, model, load), _digest(model.hf_config)
+    return f"{speculation.method} {weights} {configuration} {model.dtype} {model.quantization}"
+
+
+def _weights_mark(vllm_config: "VllmConfig", model: "ModelConfig", load: "LoadConfig") -> str:
+    """Changes with the weights, and is the same on every machine that has the same files, at whatever path.
+    Nobody can see what else a loader reads: such weights are the engine's own."""
+    if not model.model_weights and str(load.load_format) in FROM_FILES:
+        path = local_path(model.model, model.revision, load.download_dir)
+        if path is not None and (mark := fingerprint(path)):
+            return mark
+    return f"of engine {vllm_config.kv_transfer_config.engine_id}"
+
+
+def _application(lora: "LoRAConfig | None", dtype: object) -> str:
+    """Where adapters are applied and how precisely; empty if everywhere and as the model."""
+    if lora is None or (not lora.target_modules and lora.lora_dtype in ("auto", dtype)):
+        return ""
+    return f"{sorted(lora.target_modules or ())} {lora.lora_dtype}"
 
 
 def _digest(hf_config: Any) -> str:
-    plain = json.dumps(hf_config.to_dict(), sort_keys=True, default=str)
+    """Of the configuration without what depends on where it lies and on who read it."""
+    plain = json.dumps(_content(hf_config.to_dict()), sort_keys=True, default=str)
     return hashlib.sha256(plain.encode()).hexdigest()
+
+
+def _content(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {name: _content(part) for name, part in value.items() if name not in NOT_CONTENT}

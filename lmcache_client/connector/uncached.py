@@ -47,7 +47,7 @@ class Uncached(KVConnectorBase_V1, SupportsHMA):
         return False  # in a cache, a dropped store only causes a later miss
 
     def start_load_kv(self, *_args: Any, **_named: Any) -> None:
-        """Does nothing, because loads are asynchronous and start with the step's stores."""
+        """Does nothing, because loads are asynchronous and start when the metadata is bound."""
 
     def wait_for_layer_load(self, *_args: Any, **_named: Any) -> None:
         """Does nothing, because loads are asynchronous."""

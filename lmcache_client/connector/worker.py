@@ -1,29 +1,32 @@
 """The worker side of the connector registers the KV cache memory, requests loads and stores, and reports.
 
-A request is sent only when all earlier compute has finished. On a CPU that is after the step's forward pass;
-on a GPU, when the GPU has completed that pass.
+A request is sent only when all compute that was submitted before it has finished. On a CPU that is at once.
+Loads are submitted before the forward pass of their step, because that touches none of their blocks.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from lmcache_client.channel import Channel, ChannelError, Pending, RefusedError, unsent
 from lmcache_client.connector import stats
 from lmcache_client.connector.log import log_state, logger
-from lmcache_client.connector.metadata import LoadJob, StepMetadata, StoreJob
+from lmcache_client.connector.metadata import LoadJob, StoreJob
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import TransferStats
 from lmcache_client.contract import messages
+from lmcache_client.contract.codec import shown
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.messages import Done, Stored
-from lmcache_client.engine import REGISTER_S, Export, Worker
+from lmcache_client.engine import Export, Worker
 from lmcache_client.transport import SYSTEM, System
 
 CONNECT_S = 1.0
 STORE_TIMEOUT_S = 60.0
 IDLE_WAIT_S = 0.002
-FATAL_AT_START = (messages.CONFIGURATION, messages.NO_ACCESS, messages.WRONG_VERSION, messages.BAD_REQUEST)
+GIVE_BACK_S = 10.0
+"""How long an engine that goes to sleep waits until the server has unmapped its memory."""
 
 
 @dataclass
@@ -59,22 +62,25 @@ class WorkerSide:
         system: System = SYSTEM,
     ) -> None:
         self._settings = settings
+        self._system = system
         self._jobs: dict[int, _InFlight] = {}
         self._settled: Counter[int] = Counter()
         self._has_failed = False
         self.stats = TransferStats()
         self.channel = Channel(settings.address, self._register, log_state, system)
         self.client = Worker(self.channel, engine_id, rank, model, geometry, export)
+        self.is_asleep = False
 
     def start(self) -> None:
-        """Connects and registers. Without a server this returns soon, and the engine runs without a cache
-        until one appears. Raises ValueError if the server refuses the engine."""
-        self.channel.start(CONNECT_S, REGISTER_S)
+        """Connects and registers. Without a server, or if it refuses the engine, this returns soon, and the
+        engine runs without a cache until a server accepts it. Raises ValueError if the sizes that the server
+        was started with do not fit."""
+        self.channel.start(CONNECT_S, self.client.register_s)
         refusal = self.channel.refusal
-        if refusal is not None and refusal.code in FATAL_AT_START:
+        if refusal is not None and refusal.code == messages.CONFIGURATION:
             self.close()
             raise ValueError(f"the lmcache server refused this engine: {refusal}")
-        if not self.channel.ready:
+        if refusal is None and not self.channel.ready:
             logger.warning(
                 "lmcache: no server at %s yet: requests are computed without it until it appears "
                 "(start one with 'lmcache server')",
@@ -83,20 +89,23 @@ class WorkerSide:
 
     def _register(self, _channel: Channel) -> None:
         if warning := self.client.register().warning:
-            logger.warning("lmcache: %s", warning)
+            logger.warning("lmcache: %s", shown(warning))
 
-    def submit(self, metadata: StepMetadata) -> None:
-        """Starts the step's loads and stores, after its forward pass has been submitted."""
+    def submit(self, jobs: Sequence[LoadJob | StoreJob]) -> None:
+        """Starts loads before the step's forward pass is submitted, and stores after it: the GPU may still be
+        reading the blocks of the loads, and writing those of the stores."""
         now_s = self.channel.system.now_s()
-        in_flight = [_InFlight(load, now_s) for load in metadata.loads]
-        for store in metadata.stores:
-            if self.channel.ready:
-                in_flight.append(_InFlight(store, now_s))
+        in_flight = []
+        for job in jobs:
+            if isinstance(job, LoadJob) or self.channel.ready:
+                in_flight.append(_InFlight(job, now_s))
             else:
-                self._settled[store.job_id] += 1
-        if not in_flight:
-            return
+                self._settled[job.job_id] += 1
         self._jobs.update((item.job.job_id, item) for item in in_flight)
+        if self.is_asleep:
+            self._end_jobs()
+        if self.is_asleep or not in_flight:
+            return
 
         def send() -> None:
             for item in in_flight:
@@ -105,13 +114,31 @@ class WorkerSide:
                 else:
                     item.pending = self.client.store(item.job.message, STORE_TIMEOUT_S)
 
-        # The engine may still be reading the blocks of the loads, and it is still writing the blocks of the
-        # stores.
         self.client.export.after_compute(send)
 
     def close(self) -> None:
-        self.client.export.close()
         self.channel.close()
+        self.client.export.close()
+
+    def sleep(self) -> None:
+        """Has the server give back the memory, which vLLM will free. Until `wake`, nothing is copied."""
+        self.is_asleep = True
+        self.channel.close(GIVE_BACK_S)
+        self.client.export.close()
+        self._end_jobs()
+
+    def _end_jobs(self) -> None:
+        """Nobody sends what still waits. If the server has not answered, it copies memory that is gone."""
+        for item in self._jobs.values():
+            if item.pending is None or not item.pending.settled:
+                item.pending = unsent("this engine sleeps")
+
+    def wake(self, export: Export) -> None:
+        """Registers the memory that the engine has now. Raises ValueError as `start` does."""
+        self.channel = Channel(self._settings.address, self._register, log_state, self._system)
+        self.client = replace(self.client, channel=self.channel, export=export)
+        self.start()
+        self.is_asleep = False
 
     def collect(self, idle: bool) -> Results:
         """Collects the server's replies; an `idle` step may wait briefly for one."""

@@ -17,6 +17,7 @@ MAX_MESSAGE_BYTES = 4 << 20
 MAX_ARRAYS = 1 << 17
 """The limit per message: an empty array takes one byte on the wire but 64 bytes in memory."""
 MAX_TEXT = 1 << 16
+MAX_SHOWN = 1024
 
 _PLAIN = functools.partial(msgspec.to_builtins, builtin_types=(bytes,))
 
@@ -64,9 +65,46 @@ def unpack(data: bytes) -> Any:
         raise ProtocolError(f"not MessagePack: {error}") from error
 
 
+def unpack_first(data: bytes, count: int) -> list[Any]:
+    """Decodes the first `count` values of the array in `data`, which may be cut. Raises ProtocolError."""
+    unpacker = msgpack.Unpacker(max_buffer_size=len(data))
+    unpacker.feed(data)
+    try:
+        unpacker.read_array_header()
+        return [unpacker.unpack() for _ in range(count)]
+    except Exception as error:
+        raise ProtocolError(f"not MessagePack: {error}") from error
+
+
 def build(kind: Any, plain: Any) -> Any:
     """Builds a value of type `kind` from plain values. Raises ProtocolError that says what does not fit."""
     try:
         return msgspec.convert(plain, type=kind, builtin_types=(bytes,))
     except (msgspec.ValidationError, RecursionError) as error:
         raise ProtocolError(str(error)) from error
+
+
+def shown(text: str) -> str:
+    """What of a text from the other side may enter a log: one line, and not too long."""
+    return "".join(each if each.isprintable() else " " for each in text[:MAX_SHOWN])
+
+
+def opened(frame: bytes) -> list[Any]:
+    """The parts of a request or reply, of which the first two are numbers. Raises ProtocolError."""
+    envelope = unpack(frame)
+    if not isinstance(envelope, list) or len(envelope) < 2:
+        raise ProtocolError("not an lmcache-mp message")
+    numbers(envelope[:2])
+    return envelope
+
+
+def numbers(values: list[Any]) -> list[int]:
+    if any(type(number) is not int or not 0 <= number < 1 << 63 for number in values):
+        raise ProtocolError("not an lmcache-mp message")
+    return values
+
+
+def exactly(count: int, rest: list[Any]) -> list[Any]:
+    if len(rest) != count:
+        raise ProtocolError(f"expected {count + 2} parts, got {len(rest) + 2}")
+    return rest

@@ -19,10 +19,15 @@ from lmcache_client.contract.geometry import Geometry
 
 KEY_BYTES = 32
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+MAX_CHUNKS = 1 << 16
+Keys = Annotated[tuple[Key, ...], Meta(max_length=MAX_CHUNKS)]
+TENANT_BYTES = 16
+TenantId = Annotated[bytes, Meta(max_length=TENANT_BYTES)]
+"""The result of `tenant_id`."""
 Detail = Annotated[str, Meta(max_length=4096)]
 """The name of a model, or the name or value of one of its details."""
 MAX_DETAILS = 64
-SCHEMA = 1
+SCHEMA = 2
 """Changes whenever keys, namespaces or the order of bytes in an object change."""
 
 
@@ -76,11 +81,17 @@ def chunk_keys(chunks: Iterable[tuple[Sequence[int], object]], parent: bytes = R
         yield parent
 
 
-class ModelTag(Wire, frozen=True):
-    """An engine's description of its model; every field is part of the namespace.
+def tenant_id(salt: str | None) -> bytes:
+    """Stands for a `cache_salt`: the first TENANT_BYTES bytes of its SHA-256; empty without a salt."""
+    return hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest()[:TENANT_BYTES] if salt else b""
 
-    `details` holds the (name, value) pairs that the connector considers relevant (revision, dtypes,
-    quantisation, configuration digest, …); they are compared, never parsed.
+
+class ModelTag(Wire, frozen=True):
+    """An engine's description of its model. Every field but `model`, a name for people, is part of the
+    namespace.
+
+    `details` holds the (name, value) pairs that the connector considers relevant (dtypes, quantisation,
+    digests of configuration and weights, …); they are compared, never parsed.
     """
 
     model: Detail
@@ -94,26 +105,28 @@ class ModelTag(Wire, frozen=True):
 
 
 def namespace_id(model: ModelTag, shards: Sequence[Geometry], ephemeral: bool = False) -> bytes:
-    """Derives the namespace of an engine from its model and the geometry of each shard, in rank order.
+    """Derives the namespace of an engine from its model and the geometry of each shard, in rank order."""
+    fields = tuple(namespace_fields(model, shards, ephemeral).items())
+    return hashlib.sha256(encode(("lmcache-mp namespace", SCHEMA, fields))).digest()
+
+
+def namespace_fields(model: ModelTag, shards: Sequence[Geometry], ephemeral: bool) -> dict[str, object]:
+    """All that a namespace is made of, by name.
 
     Offsets, strides and block counts are left out: they say where pages are, not what they contain.
     """
-    parts: list[object] = ["lmcache-mp namespace", SCHEMA, model.model, model.details]
-    parts += [model.tensor_parallel_size, model.pipeline_parallel_size, list(map(_shape, shards))]
-    if ephemeral:
-        parts.append("ephemeral")
-    return hashlib.sha256(encode(parts)).digest()
-
-
-def _shape(geometry: Geometry) -> list[object]:
-    return [
-        [
-            group.kind,
-            group.block_size,
-            group.window,
-            group.tag,
-            [region.page_bytes for region in group.regions],
-            *(["replicated"] if group.replicated else []),
-        ]
-        for group in geometry.groups
-    ]
+    fields: dict[str, object] = {f"detail {name}": value for name, value in model.details}
+    fields |= {
+        "tensor parallel size": model.tensor_parallel_size,
+        "pipeline parallel size": model.pipeline_parallel_size,
+        "ranks": len(shards),
+        "ephemeral": ephemeral,
+    }
+    for rank, shard in enumerate(shards):
+        for index, group in enumerate(shard.groups):
+            name = f"rank {rank} group {index}"
+            fields[f"{name} kind"] = "replicated " * group.replicated + group.kind
+            fields[f"{name} block size, window"] = (group.block_size, group.window)
+            fields[f"{name} layout"] = group.tag
+            fields[f"{name} page bytes"] = [region.page_bytes for region in group.regions]
+    return fields

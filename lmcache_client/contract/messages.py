@@ -13,40 +13,31 @@ from msgspec import Meta
 
 from lmcache_client.contract import codec
 from lmcache_client.contract.codec import Natural, ProtocolError, Wire
+from lmcache_client.contract.control import Follow, Followed, Inspect, Inspected, Missed
 from lmcache_client.contract.geometry import Geometry
-from lmcache_client.contract.keys import Key, ModelTag
+from lmcache_client.contract.keys import Key, Keys, ModelTag, TenantId
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 11
 DEFAULT_PORT = 5555
-BOOT_ID_BYTES = 16
-CLIENT_ID_BYTES = 16
-NONCE_BYTES = 32
-HANDLE_BYTES = 64
-UUID_BYTES = 16
-MAX_NAME = 256
-MAX_REASON = 1024
-MAX_BUFFERS = 1024
-MAX_CHUNKS = 1 << 16
-MAX_LEASES = 4096
-MAX_OBJECTS = 4096
+BOOT_ID_BYTES = CLIENT_ID_BYTES = UUID_BYTES = 16
+NONCE_BYTES, HANDLE_BYTES = 32, 64
+HEAD_BYTES = 32
+"""The version and the id of a request lie within these."""
+MAX_NAME, MAX_PIN_NAME, REQUEST_TOKEN_CHARS = 256, 64, 16
+MAX_REASON, MAX_BUFFERS, MAX_LEASES, MAX_OBJECTS, MAX_EARLY_CHUNKS = 1024, 1024, 4096, 4096, 512
 
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
-Keys = Annotated[tuple[Key, ...], Meta(max_length=MAX_CHUNKS)]
+PinName = Annotated[str, Meta(min_length=1, max_length=MAX_PIN_NAME)]
 Handle = Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
-Range = tuple[Natural, Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]]
+Bytes = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+Range = tuple[Natural, Bytes]
+Shared = tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], Bytes]
 BlockIds = tuple[Natural, ...]
 
 # The codes of Refused. A client acts on the code and shows the message.
-BAD_REQUEST = "bad_request"
-WRONG_VERSION = "wrong_version"
-NOT_REGISTERED = "not_registered"
-CONFIGURATION = "configuration"
-NO_ACCESS = "no_access"
-ENGINE_ID_TAKEN = "engine_id_taken"
-EXPIRED = "expired"
-COPY_FAILED = "copy_failed"
-OVERLOADED = "overloaded"
-INTERNAL = "internal"
+BAD_REQUEST, WRONG_VERSION, NOT_REGISTERED = "bad_request", "wrong_version", "not_registered"
+CONFIGURATION, NO_ACCESS, ENGINE_ID_TAKEN = "configuration", "no_access", "engine_id_taken"
+EXPIRED, COPY_FAILED, OVERLOADED, INTERNAL = "expired", "copy_failed", "overloaded", "internal"
 
 
 class Hello(Wire, frozen=True, tag=0):
@@ -73,8 +64,8 @@ class Memory(Wire, frozen=True):
     """The ranges (start, bytes) that hold the pages of process `pid`.
 
     On a CPU, a start is an address, and the nonce goes to the NONCE_BYTES at `proof_address`. On a GPU,
-    `device` is its UUID. Each range has a handle at the same position in `handles`; its start is an offset
-    into that handle's allocation. The nonce goes to the first bytes of every range.
+    `device` is its UUID. Each range is in the allocation of a handle at the same position in `handles`, or in
+    `descriptors` of a (file descriptor, bytes). The nonce goes to the first bytes of every range.
     """
 
     pid: Natural
@@ -82,12 +73,19 @@ class Memory(Wire, frozen=True):
     proof_address: Natural
     device: bytes = b""
     handles: tuple[Handle, ...] = ()
+    descriptors: tuple[Shared, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.device and (len(self.device) != UUID_BYTES or len(self.handles) != len(self.buffers)):
+        shared = self.handles or self.descriptors
+        if self.device and (len(self.device) != UUID_BYTES or len(shared) != len(self.buffers)):
             raise ProtocolError(f"a GPU has a UUID of {UUID_BYTES} bytes and each of its buffers a handle")
+        if self.descriptors and (self.handles or not self.device):
+            raise ProtocolError("only a GPU has file descriptors, and then no other handles")
         if self.device and any(size < NONCE_BYTES for _, size in self.buffers):
             raise ProtocolError(f"a buffer on a GPU has at least {NONCE_BYTES} bytes")
+        for (start, size), (_, num_bytes) in zip(self.buffers, self.descriptors, strict=False):
+            if start + size > num_bytes:
+                raise ProtocolError("a buffer reaches beyond the allocation of its file descriptor")
 
 
 class Register(Wire, frozen=True, tag=2):
@@ -128,10 +126,12 @@ class Join(Wire, frozen=True, tag=6):
 
 
 class Joined(Wire, frozen=True, tag=7):
-    """`ready` says that every worker of the engine has registered; until then `chunk_size` means nothing."""
+    """Until every worker of the engine is registered (`ready`), the rest means nothing. With `fetches`, the
+    server has tiers: an answer to a lookup may take fetch_patience_s longer."""
 
     ready: bool
     chunk_size: Natural
+    fetches: bool = False
 
 
 class NotCached(Wire, frozen=True, tag=8):
@@ -148,6 +148,10 @@ class Lookup(Wire, frozen=True, tag=9):
 
     The engine itself holds `computed_tokens`, a multiple of the unified block size. `limit_tokens` is the
     largest useful resume point, a multiple of the chunk size below `num_tokens`, the request's length.
+    `prefill_tokens_s` is how fast the engine computes prompts, in tokens per second; 0 while that is unknown.
+
+    An `early` lookup is sent before anybody knows what the engine itself holds: Accept has it counted. It has
+    at most MAX_EARLY_CHUNKS keys. `tenant` is that of StoreObject. `why` asks for the reasons of a miss.
     """
 
     request_id: str
@@ -155,22 +159,27 @@ class Lookup(Wire, frozen=True, tag=9):
     computed_tokens: Natural
     limit_tokens: Natural
     num_tokens: Natural
+    prefill_tokens_s: Natural = 0
+    early: bool = False
+    tenant: TenantId = b""
+    why: bool = False
 
 
 class Found(Wire, frozen=True, tag=10):
     """`resume_tokens` is 0 if the server has nothing beyond the computed tokens; otherwise the lease
     `lease_id` keeps the tokens up to there restorable for `lease_s` seconds. `held` has a bitmap per group,
-    lowest bit first, of the chunks that all shards have."""
+    lowest bit first, of the chunks that all shards have. `missed` is that of Inspected."""
 
     resume_tokens: Natural
     lease_id: Natural
     lease_s: Natural
     held: tuple[bytes, ...]
+    missed: Missed = ()
 
 
 class Release(Wire, frozen=True, tag=11):
-    """Ends leases and marks the chunks of `keys` as recently used. `request_id` only serves the debug log; it
-    is empty if the request itself goes on."""
+    """Ends leases and marks the chunks of `keys` as recently used. `request_id` serves the debug log,
+    statistics and Pin; it is empty if the request itself goes on."""
 
     lease_ids: Annotated[tuple[Natural, ...], Meta(max_length=MAX_LEASES)]
     keys: Keys
@@ -195,20 +204,22 @@ class Load(Wire, frozen=True, tag=12):
 
 class StoreObject(Wire, frozen=True):
     """One object: the ids of the group's blocks at the positions `stored_blocks(chunk_index, chunk_size)`.
-    `parent` is the key of the previous chunk (or ROOT_KEY), which is evicted later than this one."""
+    `parent` is the key of the previous chunk (or ROOT_KEY), which is evicted later than this one. `tenant`
+    stands for the salt of the request; it is empty without a salt."""
 
     key: Key
     parent: Key
     chunk_index: Natural
     group: Natural
     block_ids: BlockIds
+    tenant: TenantId = b""
 
 
 class Store(Wire, frozen=True, tag=13):
     """Copies pages out of the worker's blocks, which must not change before the reply, Stored.
-    `request_ids` names the requests that the chunks belong to and only serves the debug log. `once` says that
-    their prompts will not come back: the server first evicts the chunks that only such prompts have
-    brought."""
+    `request_ids` names the requests that the chunks belong to and only serves the debug log and statistics.
+    `once` says that their prompts will not come back: the server first evicts the chunks that only such
+    prompts have brought."""
 
     objects: Annotated[tuple[StoreObject, ...], Meta(max_length=MAX_OBJECTS)]
     request_ids: tuple[str, ...] = ()
@@ -228,18 +239,26 @@ class Stored(Wire, frozen=True, tag=14):
 
 
 class Clear(Wire, frozen=True, tag=15):
-    """Asks the server to forget the chunks of the scheduler's namespace. With `everything`, which `lmcache
-    clear` sends, it forgets all chunks. A chunk that is in use keeps its frames until its use ends."""
+    """Asks the server to forget the chunks of the scheduler's namespace or, with `everything`, those of this
+    model, and of namespaces and tenants whose names, in hexadecimal digits, begin so. Empty ones name all."""
 
     everything: bool = False
+    model: Name = ""
+    namespace: Name = ""
+    tenant_digits: Name = ""
 
 
 class Cleared(Wire, frozen=True, tag=16):
+    """`tiers_failed` names the tiers that could not be cleared, each with the reason."""
+
     chunks: Natural
+    tiers_failed: tuple[str, ...] = ()
 
 
 class Status(Wire, frozen=True, tag=17):
-    """Asks what the server holds."""
+    """Asks what the server holds and, with `explain`, what the namespaces of live engines are made of."""
+
+    explain: bool = False
 
 
 class StatusReport(Wire, frozen=True, tag=18):
@@ -269,10 +288,50 @@ class Refused(Wire, frozen=True, tag=22):
     message: str
 
 
+class Pin(Wire, frozen=True, tag=23):
+    """Asks what the server holds of a request, and pins that under `name` until Unpin. The reply is Pinned.
+
+    `request` is a random part of the request's id in Release. The server watches for it from the first Pin
+    on, which therefore comes before the request. With an empty `name` nothing is pinned.
+    """
+
+    name: Annotated[str, Meta(max_length=MAX_PIN_NAME)]
+    request: Annotated[str, Meta(min_length=REQUEST_TOKEN_CHARS, max_length=MAX_PIN_NAME)]
+
+
+class Pinned(Wire, frozen=True, tag=24):
+    """The request has `chunks` whole chunks of `chunk_size` tokens. The server has objects of `held` of them,
+    and can restore the first `resume_tokens` tokens. All are 0 while the request has not ended."""
+
+    chunks: Natural
+    held: Natural
+    resume_tokens: Natural
+    chunk_size: Natural
+
+
+class Unpin(Wire, frozen=True, tag=25):
+    """Ends the pins of a name, or with an empty name all pins. The reply is Unpinned."""
+
+    name: Annotated[str, Meta(max_length=MAX_PIN_NAME)]
+
+
+class Unpinned(Wire, frozen=True, tag=26):
+    """How many chunks no name pins any more."""
+
+    chunks: Natural
+
+
+class Accept(Wire, frozen=True, tag=29):
+    """The engine uses the answers to these early lookups: their request ids, each with the tokens that the
+    engine itself turned out to hold. The reply is Done."""
+
+    lookups: Annotated[tuple[tuple[Name, Natural], ...], Meta(max_length=MAX_OBJECTS)]
+
+
 Message = (
     Hello | Welcome | Register | Challenge | Prove | Registered | Join | Joined | NotCached | Lookup | Found
     | Release | Load | Store | Stored | Clear | Cleared | Status | StatusReport | Ping | Goodbye | Done
-    | Refused
+    | Refused | Pin | Pinned | Unpin | Unpinned | Inspect | Inspected | Accept | Follow | Followed
 )  # fmt: skip
 
 
@@ -293,14 +352,17 @@ def encode_request(request_id: int, message: Message) -> bytes:
 def decode_request(frame: bytes) -> tuple[int, Message]:
     """Returns (request id, message). Raises BadRequestError, which has the request id, if only the message
     or the version is wrong, and ProtocolError if the frame does not even have a request id."""
-    version, request_id, *rest = _open(frame)
-    if version != PROTOCOL_VERSION:
-        raise BadRequestError(request_id, WRONG_VERSION, _version_mismatch(version))
+    request_id, rest = _opened(frame)
     try:
-        (plain,) = _exactly(1, rest)
+        (plain,) = codec.exactly(1, rest)
         return request_id, _message(plain)
     except ProtocolError as error:
         raise BadRequestError(request_id, BAD_REQUEST, str(error)) from error
+
+
+def request_id(frame: memoryview) -> int:
+    """The id of a request of which only the first bytes are decoded. Raises ProtocolError."""
+    return codec.numbers(codec.unpack_first(bytes(frame[:HEAD_BYTES]), 2))[1]
 
 
 def encode_reply(boot_id: bytes, request_id: int, message: Message) -> bytes:
@@ -310,43 +372,27 @@ def encode_reply(boot_id: bytes, request_id: int, message: Message) -> bytes:
 def decode_reply(frame: bytes) -> tuple[bytes, int, Message]:
     """Returns (boot id, request id, message). Raises ProtocolError, and for a server of another version
     BadRequestError."""
-    version, request_id, *rest = _open(frame)
-    if version != PROTOCOL_VERSION:
-        raise BadRequestError(request_id, WRONG_VERSION, _version_mismatch(version))
-    boot_id, plain = _exactly(2, rest)
+    request_id, rest = _opened(frame)
+    boot_id, plain = codec.exactly(2, rest)
     if type(boot_id) is not bytes or len(boot_id) != BOOT_ID_BYTES:
         raise ProtocolError("a reply carries a boot id")
     return boot_id, request_id, _message(plain)
 
 
-def _open(frame: bytes) -> list[Any]:
-    envelope = codec.unpack(frame)
-    if not isinstance(envelope, list) or len(envelope) < 2:
-        raise ProtocolError("not an lmcache-mp message")
-    for number in envelope[:2]:
-        if type(number) is not int or not 0 <= number < 1 << 63:
-            raise ProtocolError("not an lmcache-mp message")
-    return envelope
-
-
-def _exactly(count: int, rest: list[Any]) -> list[Any]:
-    if len(rest) != count:
-        raise ProtocolError(f"expected {count + 2} parts, got {len(rest) + 2}")
-    return rest
-
-
-def _version_mismatch(version: int) -> str:
-    return (
-        f"the other side speaks protocol version {version}, this side {PROTOCOL_VERSION}: "
-        "install the same version of lmcache-mp for the server and for vLLM"
-    )
+def _opened(frame: bytes) -> tuple[int, list[Any]]:
+    version, request_id, *rest = codec.opened(frame)
+    if version != PROTOCOL_VERSION:
+        reason = f"the other side speaks protocol version {version}, this side {PROTOCOL_VERSION}: "
+        advice = "install the same version of lmcache-mp for the server and for vLLM"
+        raise BadRequestError(request_id, WRONG_VERSION, reason + advice)
+    return request_id, rest
 
 
 _KINDS: dict[Any, Any] = {kind.__struct_config__.tag: kind for kind in get_args(Message)}
 
 
 def _message(plain: Any) -> Message:
-    # msgspec could choose the type itself, but it would rebuild its table of 23 types for every message.
+    # msgspec could choose the type itself, but it would rebuild its table of all types for every message.
     code = plain[0] if type(plain) is list and plain else None
     if type(code) is not int or code not in _KINDS:
         raise ProtocolError(f"unknown message code {code!r:.40}")

@@ -5,8 +5,8 @@ VERSION = "0.1.0"
 OLDEST_VLLM = (0, 31)
 """Two things rule out vLLM 0.30, and neither shows in a name or an argument list:
 
-* 0.30 does not call `wait_for_save` in a step that computes nothing. Loads start there, so a request that is
-  alone in its engine would wait for its load forever.
+* 0.30 does not call `wait_for_save` in a step that computes nothing. Stores start there, so those of such a
+  step would be lost, and their blocks held forever.
 * 0.30 does not tag the extra keys of a block hash: an adapter `x`, a salt `x` and the same adapter at another
   path all become `('x',)`. A server that outlives its engines could then serve another adapter's pages.
 

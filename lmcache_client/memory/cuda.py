@@ -1,6 +1,7 @@
 """The client's half of copies between a GPU and L1: memory handles, and when a copy may begin."""
 
 import contextlib
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -28,10 +29,16 @@ class CudaExport:
 
     `buffers` are (address, bytes); the first bytes of each belong to the null block, whose content is
     meaningless. `current_stream` returns the CUstream on which the engine computes. The engine's context must
-    be current in the thread that creates this. Raises ExportError.
+    be current in the thread that creates this. `is_fixed` promises that the memory at these addresses stays
+    the same until `close`: the virtual memory API can replace it. Raises ExportError.
     """
 
-    def __init__(self, buffers: tuple[tuple[int, int], ...], current_stream: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        buffers: tuple[tuple[int, int], ...],
+        current_stream: Callable[[], int],
+        is_fixed: bool = True,
+    ) -> None:
         driver = cuda.load()
         if driver is None:
             raise ExportError("no CUDA driver that this process can use")
@@ -41,30 +48,32 @@ class CudaExport:
             if len(ordinals) != 1:
                 raise ExportError("KV cache memory on more than one GPU in one worker")
             self._device = driver.uuid(ordinals.pop())
-            exported = [_exported(driver, address) for address, _ in buffers]
+            # The allocator may still be clearing the memory on a stream of its own, and so over the nonce.
+            driver.synchronize(current_stream())
+            self._stream = driver.create_stream()
+            self._shared = _Shared(driver, buffers, is_fixed)
         except CudaError as error:
             raise ExportError(f"KV cache memory that CUDA does not share ({error})") from error
-        self._handles = tuple(handle for handle, _ in exported)
-        self._ranges = tuple((offset, size) for (_, offset), (_, size) in zip(exported, buffers, strict=True))
         self._addresses = [address for address, _ in buffers]
         self._driver = driver
         self._fence = _Fence(driver, self._context, current_stream)
 
     def memory(self, pid: int) -> Memory:
-        return Memory(pid, self._ranges, 0, self._device, self._handles)
+        shared = self._shared
+        return Memory(pid, tuple(shared.ranges), 0, self._device, tuple(shared.handles), shared.descriptors)
 
     @contextlib.contextmanager
     def proving(self, nonce: bytes) -> Iterator[None]:
         """Keeps the nonce in the first bytes of every buffer while the context is open. For any thread."""
         self._driver.enter(self._context)
-        before = [self._driver.read(address, len(nonce)) for address in self._addresses]
+        before = [self._driver.read(address, len(nonce), self._stream) for address in self._addresses]
         try:
             for address in self._addresses:
-                self._driver.write(address, nonce)
+                self._driver.write(address, nonce, self._stream)
             yield
         finally:
             for address, content in zip(self._addresses, before, strict=True):
-                self._driver.write(address, content)
+                self._driver.write(address, content, self._stream)
 
     def after_compute(self, function: Callable[[], None]) -> None:
         """Calls `function`, in another thread, once the GPU has computed everything that the engine has
@@ -77,20 +86,67 @@ class CudaExport:
         return self._fence.failure
 
     def close(self) -> None:
-        """Drops the functions that still wait."""
+        """Drops the functions that still wait. The memory can be freed once the server has unmapped it. Close
+        the channel first: nobody may prove the memory any more."""
         self._fence.close()
+        self._shared.close()
+        stream, self._stream = self._stream, 0
+        with contextlib.suppress(CudaError):  # at the end of a process, the driver may have ended
+            if stream:
+                self._driver.destroy_stream(stream)
 
 
-def _exported(driver: Driver, address: int) -> tuple[bytes, int]:
-    """(the handle of the allocation that contains `address`, the offset of `address` in it)."""
-    if not driver.has_ipc_handle(address):
-        raise ExportError(
-            "KV cache memory from CUDA's virtual memory or pool allocator, which no other process can open: "
-            "start vLLM without --enable-sleep-mode, and without expandable_segments or cudaMallocAsync in "
-            "PYTORCH_CUDA_ALLOC_CONF"
-        )
-    base, _ = driver.allocation(address)
-    return driver.ipc_handle(base), address - base
+NO_HANDLE = (
+    "KV cache memory from CUDA's virtual memory or pool allocator, which no other process can open: start "
+    "vLLM without expandable_segments or cudaMallocAsync in PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF, "
+    "and without --enable-sleep-mode and --enable-cumem-allocator"
+)
+
+
+class _Shared:
+    """What another process opens the memory by: for each buffer a legacy handle or, for memory of the virtual
+    memory API, a file descriptor of this process. The descriptors keep the memory until `close`."""
+
+    def __init__(self, driver: Driver, buffers: tuple[tuple[int, int], ...], is_fixed: bool) -> None:
+        self.handles: list[bytes] = []
+        self.ranges: list[tuple[int, int]] = []
+        self._exported: list[tuple[int, int]] = []
+        self._by_base: dict[int, tuple[int, int]] = {}
+        try:
+            if all(driver.has_ipc_handle(address) for address, _ in buffers):
+                for address, size in buffers:
+                    base, _ = driver.allocation(address)
+                    self.handles.append(driver.ipc_handle(base))
+                    self.ranges.append((address - base, size))
+            elif is_fixed:
+                for address, size in buffers:
+                    self._export(driver, address, size)
+            else:
+                raise ExportError(f"{NO_HANDLE}. vLLM 0.33 and newer can share memory of the last two")
+        except Exception:
+            self.close()
+            raise
+
+    @property
+    def descriptors(self) -> tuple[tuple[int, int], ...]:
+        return tuple(self._exported)
+
+    def _export(self, driver: Driver, address: int, size: int) -> None:
+        base, num_bytes = driver.allocation(address)
+        try:
+            if base not in self._by_base:
+                self._by_base[base] = driver.export_descriptor(base), num_bytes
+        except CudaError as error:
+            raise ExportError(f"{NO_HANDLE} ({error})") from error
+        if address + size > base + num_bytes:
+            raise ExportError(NO_HANDLE)  # expandable segments consist of many allocations
+        self._exported.append(self._by_base[base])
+        self.ranges.append((address - base, size))
+
+    def close(self) -> None:
+        while self._by_base:
+            _, (descriptor, _) = self._by_base.popitem()
+            os.close(descriptor)
 
 
 class _Fence:
@@ -127,12 +183,15 @@ class _Fence:
     def _work(self) -> None:
         try:
             self._driver.enter(self._context)
-            while (item := self._waiting.get()) is not None and not self._closed:
+            while (item := self._waiting.get()) is not None:
                 point, function = item
                 if isinstance(point, CudaError):
                     raise point
                 self._driver.wait_for(point)
                 self._free.append(point)
-                function()
+                if not self._closed:
+                    function()
+            while self._free:
+                self._driver.destroy_event(self._free.pop())
         except Exception as error:  # whatever it is, the worker must hear of it
             self.failure = f"waiting for the GPU failed: {error}"

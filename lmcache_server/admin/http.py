@@ -7,6 +7,7 @@ is one file; its content security policy allows no other script, style or addres
 import asyncio
 import base64
 import contextlib
+import functools
 import hashlib
 import inspect
 import ipaddress
@@ -126,9 +127,14 @@ class Server:
             self._make_room(peer)
             task = loop.create_task(self._serve(connection))
             self._connections[task] = peer
-            task.add_done_callback(lambda task: self._connections.pop(task, ""))
+            task.add_done_callback(functools.partial(self._ended, connection))
             # Let this connection and the rest of the server run, even if new ones keep coming.
             await asyncio.sleep(0)
+
+    def _ended(self, connection: socket.socket, task: "asyncio.Task[None]") -> None:
+        """Also closes the connection of a task that was cancelled before its first step."""
+        connection.close()
+        self._connections.pop(task, "")
 
     def _make_room(self, peer: str) -> None:
         """Drop the oldest connection if there are too many, so that idle ones cannot keep a probe out."""
@@ -145,7 +151,7 @@ class Server:
         It uses neither streams nor `wait_for`: after an error these leave cycles of objects. The server
         freezes its objects, so it would never free such cycles.
         """
-        with connection, contextlib.suppress(OSError, EOFError):
+        with contextlib.suppress(OSError, EOFError):
             connection.setblocking(False)
             with _deadline():
                 head = await _receive_head(connection)

@@ -1,4 +1,5 @@
-"""/selftest: a client in its own process stores pages and restores them over the real path."""
+"""/selftest and /selftest/gpu: a client in its own process stores pages and restores them, over the real
+path."""
 
 import asyncio
 import contextlib
@@ -12,26 +13,34 @@ from typing import Any
 
 from lmcache_server.admin.http import Answer, as_json
 
-KEEP_S = 5.0
-"""For this long the result of a test is given again, so that frequent probes do not load the server."""
-DEADLINE_S = 16.0
-"""Longer than the client's own deadline."""
+KEEP_S, GPUS_KEEP_S = 5.0, 60.0
+"""For this long the result of a test is given again, so that frequent probes do not load server and GPUs."""
+DEADLINE_S, GPUS_DEADLINE_S = 16.0, 100.0
+"""Longer than the client's own deadlines."""
 PACKAGES = Path(__file__).resolve().parents[2]
 
 
 class SelfTest:
     """Runs one test at a time, and then calls `ended` with "" or with the failed step and the reason."""
 
-    def __init__(self, address: str, chunk_size: int | None, ended: Callable[[str], object]) -> None:
-        self._arguments = [address] if chunk_size is None else [address, str(chunk_size)]
+    def __init__(
+        self,
+        address: str,
+        chunk_size: int | None,
+        ended: Callable[[str], object],
+        on_gpus: bool = False,
+    ) -> None:
+        size, gpus = [] if chunk_size is None else [str(chunk_size)], ["gpus"] * on_gpus
+        self._arguments = [address, *size, *gpus]
+        self._on_gpus = on_gpus
         self._ended = ended
         self._lock = asyncio.Lock()
-        self._last_s = -KEEP_S
+        self._last_s = -GPUS_KEEP_S
         self._last = Answer(b"")
 
     async def result(self) -> Answer:
         async with self._lock:
-            if time.monotonic() - self._last_s >= KEEP_S:
+            if time.monotonic() - self._last_s >= (GPUS_KEEP_S if self._on_gpus else KEEP_S):
                 report = await self._run()
                 self._ended("" if report["ok"] else f"{report['failed']}: {report['error']}")
                 self._last = as_json(report, 200 if report["ok"] else 503)
@@ -39,6 +48,7 @@ class SelfTest:
             return self._last
 
     async def _run(self) -> dict[str, Any]:
+        deadline_s = GPUS_DEADLINE_S if self._on_gpus else DEADLINE_S
         command = [sys.executable, "-m", "lmcache_server.commands.bench.selftest", *self._arguments]
         try:
             # -m adds the working directory to the search path: use one that is on it anyway.
@@ -46,7 +56,7 @@ class SelfTest:
                 *command, cwd=PACKAGES, stdin=DEVNULL, stdout=PIPE, stderr=PIPE
             )
             try:
-                output, errors = await asyncio.wait_for(process.communicate(), DEADLINE_S)
+                output, errors = await asyncio.wait_for(process.communicate(), deadline_s)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
@@ -58,7 +68,7 @@ class SelfTest:
         except ValueError:
             reason = "its process did not print JSON"
         except asyncio.TimeoutError:
-            reason = f"its process did not end within {DEADLINE_S:.0f} s"
+            reason = f"its process did not end within {deadline_s:.0f} s"
         except OSError as error:
             reason = f"its process could not run: {error}"
         return {"ok": False, "failed": "client", "error": reason}

@@ -2,8 +2,13 @@
 
 import dataclasses
 import functools
+import heapq
+import itertools
 import json
-from collections.abc import Callable, Iterable
+import math
+import operator
+import socket
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +21,19 @@ from lmcache_server.service.planner import SIZES, Planner
 from lmcache_server.service.registry import Registry
 from lmcache_server.service.sessions import Session
 from lmcache_server.service.system import System
+from lmcache_server.service.tiers import TierState
 from lmcache_server.telemetry.failures import Failures
 from lmcache_server.telemetry.history import History
-from lmcache_server.telemetry.metrics import Metrics
+from lmcache_server.telemetry.metrics import OBJECTS, TESTS, Metrics
 
 SHOWN_BYTES = 1 << 17
 """The namespaces of a report take at most so many bytes of JSON, and so do its sessions."""
+MAX_TENANTS = 10
+"""Of these, the largest, a report has the sizes."""
+_TIER_OUTCOMES = {
+    "read": ("read", "gone", "damaged", "failed"),
+    "write": ("written", "present", "full", "evicted", "dropped", "failed"),
+}
 
 
 @dataclass
@@ -36,6 +48,7 @@ class Report:
     failures: Failures
     metrics: Metrics
     system: System
+    tiers: Sequence[TierState] = ()
 
     def __post_init__(self) -> None:
         self._started_s = self.system.now_s()
@@ -47,9 +60,13 @@ class Report:
         self.registry.forget_namespaces()
         self.planner.flush()
         cache, metrics = self.cache, self.metrics
-        for what, total in (("chunks", cache.evicted_chunks), ("bytes", cache.evicted_bytes)):
-            counter = f"lmcache_evicted_{what}_total"
-            metrics.count(counter, total - metrics.value(counter))
+        # Prometheus misses the first counts of a series that it has not seen at zero.
+        for engine in self.registry.engines:
+            if engine.layout is not None and not engine.layout.ephemeral:
+                metrics.traffic(engine.layout.namespace, engine.layout.model)
+        for what in ("evicted_chunks", "evicted_bytes", "quota_evicted_chunks", "expired_chunks"):
+            counter = f"lmcache_{what}_total"
+            metrics.count(counter, getattr(cache, what) - metrics.value(counter))
         while cache.evicted_ages_s:
             metrics.observe("lmcache_eviction_age_seconds", cache.evicted_ages_s.pop())
         totals = {
@@ -57,8 +74,14 @@ class Report:
             "miss_tokens": metrics.value("lmcache_tokens_total", outcome="miss"),
             "store_bytes": metrics.value("lmcache_transfer_bytes_total", direction="store"),
             "load_bytes": metrics.value("lmcache_transfer_bytes_total", direction="load"),
+            "test_bytes": self._test_bytes(),
         }
         self.history.update(self.system.now_s(), totals)
+
+    def _test_bytes(self) -> float:
+        each = itertools.product(TESTS["test"], ("store", "load"))
+        name = "lmcache_test_transfer_bytes_total"
+        return sum(self.metrics.value(name, test=test, direction=direction) for test, direction in each)
 
     def selftest_ended(self, error: str) -> None:
         """Count a self-test that succeeded (an empty `error`) or failed."""
@@ -73,27 +96,32 @@ class Report:
         pins = self.l1.pins
         return pins.failure if pins is not None and not pins.pinned_bytes else ""
 
-    def status(self) -> dict[str, Any]:
-        """The data of `lmcache status` and /status, as JSON values; the names tell the units."""
+    def status(self, explain: bool = False) -> dict[str, Any]:
+        """The data of `lmcache status` and /status, as JSON values; the names tell the units. With `explain`
+        also what the namespaces of live engines are made of."""
         now_s = self.system.now_s()
         tokens = {
             outcome: int(self.metrics.value("lmcache_tokens_total", outcome=outcome))
             for outcome in ("computed", "hit", "miss", "tail")
         }
         objects = {
-            outcome: int(self.metrics.value("lmcache_objects_total", outcome=outcome))
-            for outcome in ("stored", "present", "busy", "no_room", "once", "failed")
+            outcome: int(self.metrics.value("lmcache_objects_total", outcome=outcome)) for outcome in OBJECTS
         }
         asked = tokens["hit"] + tokens["miss"]
         namespaces = _shown(self._namespaces())
         sessions = _shown(self._session(session, now_s) for session in self.registry.sessions.values())
         return {
             "version": VERSION,
+            "host": socket.gethostname(),
             "boot_id": self.registry.boot_id.hex(),
             "pid": self.system.pid,
             "uptime_s": round(now_s - self._started_s, 3),
             "config": dataclasses.asdict(self.config),
             "l1": {name: read() for name, read in self._l1_figures().items()},
+            "pins": self._pins(),
+            "tenants": (tenants := self._tenants()),
+            "tenants_left_out": len(self.cache.tenants) - len(tenants),
+            "tiers": [self._tier(tier) for tier in self.tiers],
             "namespaces": namespaces,
             "namespaces_left_out": self._num_namespaces() - len(namespaces),
             "sessions": sessions,
@@ -103,6 +131,7 @@ class Report:
             "hit_rate": round(tokens["hit"] / asked, 4) if asked else 0.0,
             "demand": self.planner.report(now_s),
             "failures": self.failures.report(now_s),
+            "explained": _shown(self.registry.engines.explained()) if explain else [],
         }
 
     @staticmethod
@@ -112,6 +141,43 @@ class Report:
             "rank": session.shard.rank if session.shard is not None else 0,
             "not_cached": session.not_cached.reason if session.not_cached is not None else "",
             "age_s": round(now_s - session.started_s, 3),
+        }
+
+    def _pins(self) -> list[dict[str, Any]]:
+        return [
+            {"name": name, "chunks": len(chunks), "bytes": sum(each.frames for each in chunks) * FRAME_BYTES}
+            for name, chunks in self.cache.named_pins.names.items()
+        ]
+
+    def _tenants(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "tenant": tenant.name.hex(),
+                "bytes": tenant.frames * FRAME_BYTES,
+                "quota_bytes": None
+                if (quota := tenant.quota_frames) == math.inf
+                else int(quota * FRAME_BYTES),
+            }
+            for tenant in heapq.nlargest(MAX_TENANTS, self.cache.tenants, operator.attrgetter("frames"))
+        ]
+
+    def _tier(self, tier: TierState) -> dict[str, Any]:
+        count = functools.partial(self.metrics.value, "lmcache_tier_objects_total", tier=tier.label)
+        reads, writes = (
+            {outcome: int(count(direction=direction, outcome=outcome)) for outcome in outcomes}
+            for direction, outcomes in _TIER_OUTCOMES.items()
+        )
+        size = functools.partial(self.metrics.value, "lmcache_tier_bytes_total", tier=tier.label)
+        return {
+            "url": tier.url,
+            "write": "cold" if tier.cold else "commit",
+            "failing": tier.failure if tier.breaker.is_open else "",
+            "waiting_objects": len(tier.backlog) + tier.writing,
+            "read_bytes_per_s": int(tier.speed.bytes_per_s),
+            "read_objects": reads,
+            "read_bytes": int(size(direction="read")),
+            "written_objects": writes,
+            "written_bytes": int(size(direction="write")),
         }
 
     def _l1_figures(self) -> dict[str, Callable[[], int]]:
@@ -125,13 +191,22 @@ class Report:
             "populated_bytes": lambda: self.l1.populated_bytes, "pinned_bytes": lambda: self.l1.pinned_bytes,
             "chunks": lambda: self.cache.num_chunks, "leases": lambda: self.cache.num_leases,
             "readers": lambda: self.cache.num_readers,
+            "pinned_chunks": lambda: len(self.cache.named_pins),
+            "pinned_chunk_bytes": lambda: self.cache.named_pins.frames * FRAME_BYTES,
         }  # fmt: skip
 
     def _namespaces(self) -> list[dict[str, Any]]:
         """Those with engines first."""
         chunks, engines = self.cache.namespaces(), self._engines()
         known = [
-            {**summary, "chunks": len(chunks.get(namespace, ())), "engines": engines.get(namespace, [])}
+            {
+                "lookahead_tokens": 0,  # an L1 file of an earlier version has none
+                **summary,
+                "chunks": len(chunks.get(namespace, ())),
+                "engines": engines.get(namespace, []),
+                "tokens": self.metrics.of_namespace("lmcache_tokens_total", "outcome", namespace),
+                "missed": self.metrics.of_namespace("lmcache_missed_tokens_total", "reason", namespace),
+            }
             for namespace, summary in self.registry.known.items()
             if namespace in chunks or namespace in engines
         ]
@@ -155,10 +230,15 @@ class Report:
                      "largest_free_bytes"):  # fmt: skip
             gauge(f"lmcache_l1_{name}", figures[name])
         gauge("lmcache_l1_capacity_bytes", figures["total_bytes"])
-        gauge("lmcache_chunks", figures["chunks"])
-        gauge("lmcache_leases", figures["leases"])
+        for name in ("chunks", "leases", "pinned_chunks", "pinned_chunk_bytes"):
+            gauge(f"lmcache_{name}", figures[name])
         gauge("lmcache_sessions", lambda: len(self.registry.sessions))
         gauge("lmcache_namespaces", self._num_namespaces)
+        for tier in self.tiers:
+            gauge(
+                "lmcache_tier_failing", functools.partial(getattr, tier.breaker, "is_open"), tier=tier.label
+            )
+            gauge("lmcache_tier_waiting_objects", tier.backlog.__len__, tier=tier.label)
         for size in SIZES:
             gauge("lmcache_demand_hit_ratio", functools.partial(self.planner.hit_ratio, size), l1=size)
         for kind in ("host", "cuda"):

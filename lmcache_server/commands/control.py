@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, TypedDict, TypeVar
@@ -11,17 +12,31 @@ import zmq
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.codec import Natural, ProtocolError
+from lmcache_client.contract.control import Inspect
 from lmcache_client.contract.endpoint import (
     EndpointError,
     address,
     check_runtime_directory,
     runtime_directory,
 )
-from lmcache_client.contract.messages import Clear, Hello, Message, Refused, Status, StatusReport, Welcome
+from lmcache_client.contract.messages import (
+    Clear,
+    Done,
+    Hello,
+    Message,
+    Pin,
+    Ping,
+    Refused,
+    Status,
+    StatusReport,
+    Unpin,
+    Welcome,
+)
 from lmcache_client.contract.version import VERSION
 from lmcache_server.core.demand import WINDOWS
 from lmcache_server.errors import CommandError
 from lmcache_server.service.planner import SIZES
+from lmcache_server.telemetry.metrics import OBJECTS, REASONS
 
 REQUEST_ID = 1
 _Real = Annotated[float, msgspec.Meta(ge=0, lt=1 << 63)]
@@ -35,22 +50,36 @@ def _object(strings: str, numbers: str, **others: Any) -> Any:
 
 
 _GROUP = _object("kind", "block_size window layers block_bytes")
-_NUMBERS = "chunk_size chunks world_size"
-_NAMESPACE = _object("namespace model", _NUMBERS, engines=list[str], groups=list[_GROUP])  # type: ignore[valid-type]
+_NUMBERS = "chunk_size lookahead_tokens chunks world_size"
+_TOKENS = _object("", "computed hit miss tail")
+_MISSED = _object("", " ".join(REASONS))
+_NAMESPACE = _object(
+    "namespace model", _NUMBERS, ephemeral=bool, engines=list[str], groups=list[_GROUP],  # type: ignore[valid-type]
+    tokens=_TOKENS | None, missed=_MISSED | None,
+)  # fmt: skip
+_EXPLAINED = _object("engine namespace", "", fields=dict[str, str])
 _SESSION = _object(
     "role engine_id client_version vllm_version not_cached", "session_id pid rank", age_s=_Real
 )
 _L1 = _object("", "total_bytes free_bytes ready_bytes reserved_bytes populated_bytes chunks leases")
+_PIN = _object("name", "chunks bytes")
+_TIER = _object(
+    "url failing", "read_bytes written_bytes waiting_objects",
+    read_objects=_object("", "read gone damaged failed"),
+    written_objects=_object("", "written full evicted dropped failed"),
+)  # fmt: skip
+_TENANT = _object("tenant", "bytes", quota_bytes=Natural | None)
 _CONFIG = _object("l1_path", "", chunk_size=Natural | None, l1_size_gb=_Real, l1_hugetlb=bool)
 _SHARE = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _HIT_RATES = TypedDict("_HIT_RATES", dict.fromkeys(SIZES, _SHARE))  # type: ignore[misc]
 _WINDOWS = _object("", "", **dict.fromkeys(WINDOWS, _object("", "tokens", hit_rates=_HIT_RATES)))
 _REPORT = _object(
-    "version", "pid namespaces_left_out sessions_left_out", uptime_s=_Real, hit_rate=_SHARE, l1=_L1,
-    tokens=_object("", "hit miss computed"), config=_CONFIG,
-    objects=_object("", "stored present busy no_room once failed"),
+    "version", "pid namespaces_left_out sessions_left_out tenants_left_out", uptime_s=_Real,
+    hit_rate=_SHARE, l1=_L1, tokens=_object("", "hit miss computed"), config=_CONFIG,
+    objects=_object("", " ".join(OBJECTS)),
     demand=_object("", "", exact_bytes=Natural | None, windows=_WINDOWS),
-    namespaces=list[_NAMESPACE], sessions=list[_SESSION],  # type: ignore[valid-type]
+    explained=list[_EXPLAINED], tiers=list[_TIER],  # type: ignore[valid-type]
+    pins=list[_PIN], tenants=list[_TENANT], namespaces=list[_NAMESPACE], sessions=list[_SESSION],  # type: ignore[valid-type]
 )  # fmt: skip
 """The parts of a status report that the commands read."""
 
@@ -70,9 +99,9 @@ class UnreachableError(ControlError):
         self.endpoint = endpoint
 
 
-def report(host: str, port: int, timeout_s: float) -> dict[str, Any]:
+def report(host: str, port: int, timeout_s: float, explain: bool = False) -> dict[str, Any]:
     """The status of a server, which has everything that the commands read. Raises ControlError."""
-    reply = ask(host, port, Status(), StatusReport, timeout_s)
+    reply = ask(host, port, Status(explain), StatusReport, timeout_s)
     try:
         status: dict[str, Any] = json.loads("".join(reply.pieces))
         msgspec.convert(status, _REPORT)
@@ -85,14 +114,24 @@ def report(host: str, port: int, timeout_s: float) -> dict[str, Any]:
 
 
 def ask(host: str, port: int, message: Message, expected: type[Reply], timeout_s: float) -> Reply:
-    """Send Ping, Status or Clear to a server and return its reply. Raises ControlError."""
+    """Send Status, Clear, Inspect, Pin or Unpin to a server and return its reply. Raises ControlError."""
     endpoint = _endpoint(host, port)
     with _connected(endpoint) as socket:
-        if isinstance(message, Clear):
-            # The server takes it only from a client that has greeted.
+        if isinstance(message, Clear | Inspect | Pin | Unpin):
+            # The server takes these only from a client that has greeted.
             hello = Hello(os.getpid(), os.urandom(messages.CLIENT_ID_BYTES), VERSION)
             _exchange(socket, endpoint, hello, Welcome, timeout_s)
         return _exchange(socket, endpoint, message, expected, timeout_s)
+
+
+def round_trip_s(host: str, port: int, timeout_s: float) -> float:
+    """The seconds that a server takes to answer one request on an open connection. Raises ControlError."""
+    endpoint = _endpoint(host, port)
+    with _connected(endpoint) as socket:
+        for _ in range(2):  # the first one also waits for the connection
+            started_s = time.perf_counter()
+            _exchange(socket, endpoint, Ping(), Done, timeout_s)
+    return time.perf_counter() - started_s
 
 
 def _exchange(

@@ -21,7 +21,7 @@ def replayed(path: str, l1_bytes: int) -> dict[str, Any]:
     counted, time_s = Demand(MAX_RECORDED_KEYS), 0.0
     for event in record.read(path):
         namespace, time_s = event.namespace.encode(), event.time_s
-        sizes = Sizes(event.chunk_size, event.chunk_frames, event.sparse)
+        sizes = Sizes(event.chunk_size, event.chunk_frames, event.sparse, event.states)
         if event.kind == "lookup":
             tokens = (event.computed_tokens, event.limit_tokens)
             counted.looked_up(namespace, sizes, event.names(), *tokens, time_s)
@@ -34,8 +34,8 @@ def replayed(path: str, l1_bytes: int) -> dict[str, Any]:
     }
 
 
-def table(demand: dict[str, Any], l1_bytes: int) -> str:
-    """`demand` is that of a status report."""
+def table(demand: dict[str, Any], l1_bytes: int, is_record: bool = False) -> str:
+    """`demand` is that of a status report. A record does not know how large L1 was."""
     windows = {name: demand["windows"][name] for name in WINDOWS}
     columns = [window["hit_rates"] for window in windows.values()]
     lines = ["of the tokens that engines looked up and did not hold themselves, these would have hit:", ""]
@@ -43,7 +43,10 @@ def table(demand: dict[str, Any], l1_bytes: int) -> str:
     for multiple in columns[0]:
         shares = [column[multiple] for column in columns]
         bar = "█" * round(BAR * shares[1])
-        label = "without limit" if multiple == "unlimited" else _label(float(multiple), l1_bytes)
+        label = "without limit"
+        if multiple != "unlimited":
+            now = " (now)" if multiple == "1" and not is_record else ""
+            label = f"{float(multiple):g}x, {size(int(float(multiple) * l1_bytes))}{now}"
         lines.append(f"{label:>20}" + "".join(f"{share:>13.1%}" for share in shares) + f"  {bar}".rstrip())
     lines.append(f"{'tokens looked up':>20}" + "".join(f"{w['tokens']:>13,}" for w in windows.values()))
     if demand["exact_bytes"] is not None:
@@ -52,23 +55,22 @@ def table(demand: dict[str, Any], l1_bytes: int) -> str:
     return "\n".join(map(printable, lines))
 
 
-def _label(multiple: float, l1_bytes: int) -> str:
-    now = " (now)" if multiple == 1 else ""
-    return f"{multiple:g}x, {size(int(multiple * l1_bytes))}{now}"
-
-
 def advice(window: dict[str, Any], l1_bytes: int) -> str:
-    """One sentence about what to buy."""
+    """What to buy."""
     hits = window["hit_rates"]
     now, most = hits["1"], hits["unlimited"]
     if not window["tokens"]:
         return "No engine has looked anything up yet."
     if most - now < LITTLE:
-        return f"More memory would hardly help: without any limit, {most:.1%} would hit instead of {now:.1%}."
+        text = f"More memory would hardly help: {now:.1%} hit in this size, and {most:.1%} without any limit."
+        enough = next(multiple for multiple in hits if now - hits[multiple] < LITTLE)
+        less = f" {size(int(float(enough) * l1_bytes))} would be enough: {hits[enough]:.1%} would hit."
+        return text + (less if enough != "1" else "")
     for multiple in ("2", "4", "10"):
         if hits[multiple] - now >= MOST * (most - now):
             more = f"{multiple} times the memory ({size(int(float(multiple) * l1_bytes))})"
-            return f"{more} would raise the hits of the last day from {now:.1%} to {hits[multiple]:.1%}."
+            gain = f"{more} would raise the hits of the last day from {now:.1%} to {hits[multiple]:.1%}."
+            return f"{gain} A tier (--tier) of that size hits nearly the same, only more slowly."
     return (
         f"Even ten times the memory would raise the hits only from {now:.1%} to {hits['10']:.1%}: most "
         "prompts come back after more than that has been stored."

@@ -5,6 +5,24 @@ from typing import Any
 from lmcache_server.host.logs import printable
 from lmcache_server.host.units import size
 
+REASONS = {
+    "not_stored": "never stored",
+    "evicted": "evicted",
+    "tier_down": "evicted while a tier is left alone",
+    "tier_late": "not brought from a tier in time",
+    "no_state": "without a window or state",
+    "partial": "stored by some workers only",
+}
+"""Why tokens were missed, by the names of the report."""
+LOST = {
+    "read_objects": {"gone": "gone", "damaged": "damaged", "failed": "not read"},
+    "written_objects": {
+        "full": "without room", "evicted": "evicted first", "dropped": "dropped",
+        "failed": "not written",
+    },
+}  # fmt: skip
+"""What happened to objects of a tier that were not read or written."""
+
 
 def summary(report: dict[str, Any]) -> str:
     """A short text about the server; `report` is what `control.report` returns."""
@@ -17,18 +35,29 @@ def summary(report: dict[str, Any]) -> str:
         f"{l1['chunks']} chunks, {l1['leases']} leases",
         f"tokens looked up: {tokens['hit']} hit, {tokens['miss']} missed, {tokens['computed']} held by the "
         f"engine itself; hit rate {100 * report['hit_rate']:.1f} %",
-        f"namespaces: {_count(report, 'namespaces')}",
     ]
+    lines += [
+        f"pinned as {pin['name']!r}: {pin['chunks']} chunks, {size(pin['bytes'])}" for pin in report["pins"]
+    ]
+    if report["tenants"]:
+        lines.append(f"tenants: {_count(report, 'tenants')}")
+    for tenant in report["tenants"]:
+        quota = f" of {size(tenant['quota_bytes'])}" if tenant["quota_bytes"] is not None else ""
+        lines.append(f"  {tenant['tenant'][:12]}  {size(tenant['bytes'])}{quota}")
+    lines += map(_tier, report["tiers"])
+    lines.append(f"namespaces: {_count(report, 'namespaces')}")
     for namespace in report["namespaces"]:
         lines.append(
             f"  {namespace['namespace'][:12]}  {namespace['model']}  chunk size {namespace['chunk_size']}, "
             f"{namespace['chunks']} chunks, {namespace['world_size']} worker(s), "
             f"{len(namespace['engines'])} engine(s) connected"
         )
+        if tokens := namespace["tokens"]:
+            why = reasons(namespace["missed"] or {})
+            lines.append(f"    tokens: {tokens['hit']} hit, {tokens['miss']} missed{why and ': '}{why}")
         for index, group in enumerate(namespace["groups"]):
-            window = f" of {group['window']} tokens" if group["window"] else ""
             lines.append(
-                f"    group {index}: {group['kind'].replace('_', ' ')}{window}, {group['layers']} layers, "
+                f"    group {index}: {group_name(group)}, {group['layers']} layers, "
                 f"blocks of {group['block_size']} tokens and {size(group['block_bytes'])}"
             )
     lines.append(f"sessions: {_count(report, 'sessions')}")
@@ -42,6 +71,39 @@ def summary(report: dict[str, Any]) -> str:
             lines.append(f"     because it has {session['not_cached']}")
     # Clients chose some of these names, which must not end a line or move the cursor.
     return "\n".join(map(printable, lines))
+
+
+def reasons(missed: dict[str, int]) -> str:
+    """Why tokens were missed, in words; empty if none were."""
+    return ", ".join(f"{missed[why]} {text}" for why, text in REASONS.items() if missed.get(why))
+
+
+def group_name(group: dict[str, Any]) -> str:
+    """The kind of a group, and its window if it has one."""
+    window = f" of {group['window']} tokens" if group["window"] else ""
+    return f"{group['kind'].replace('_', ' ')}{window}"
+
+
+def explanation(report: dict[str, Any]) -> str:
+    """What the namespaces of the connected engines are made of, a line each, to be compared with `diff`."""
+    lines = []
+    for explained in sorted(report["explained"], key=lambda each: str(each["engine"])):
+        lines.append(f"engine {explained['engine']}, namespace {explained['namespace']}")
+        lines += [f"  {name}: {value}" for name, value in explained["fields"].items()]
+    return "\n".join(map(printable, lines)) if lines else "no engine is connected: start one, then ask again"
+
+
+def _tier(tier: dict[str, Any]) -> str:
+    read, written = tier["read_objects"], tier["written_objects"]
+    state = f"FAILING: {tier['failing']}" if tier["failing"] else "works"
+    lost = [
+        f"{tier[way][each]} {text}" for way in LOST for each, text in LOST[way].items() if tier[way][each]
+    ]
+    return (
+        f"tier {tier['url']}: {state}; read {read['read']} objects, {size(tier['read_bytes'])}; "
+        f"wrote {written['written']}, {size(tier['written_bytes'])}; {tier['waiting_objects']} wait"
+        f"{'; ' if lost else ''}{', '.join(lost)}"
+    )
 
 
 def _count(report: dict[str, Any], what: str) -> str:

@@ -4,29 +4,30 @@ It runs on one thread and takes the time as an argument. A frame is always free,
 can be evicted exactly while nothing pins it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Sized
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_server.core import integrity
+from lmcache_server.core.chunks import NO_QUOTAS, Chunks
 from lmcache_server.core.hits import resume_point
-from lmcache_server.core.index import Chunk, Index
+from lmcache_server.core.index import Chunk, Tenant
 from lmcache_server.core.leases import Lease, LeaseTable
-from lmcache_server.core.lru import EvictionOrder
+from lmcache_server.core.limits import Limits
 from lmcache_server.core.packed import StoredObject
 from lmcache_server.core.placement import Layout, bitmap
-from lmcache_server.core.pool import FramePool, count_frames
+from lmcache_server.core.pool import count_frames
 from lmcache_server.core.reads import Read, plan_parts
 from lmcache_server.core.reservation import NotReserved, Reservation
-from lmcache_server.core.snapshot import Snapshot, rebuild, take
 
 __all__ = ["Cache", "Hit", "Layout", "NotReserved", "Read", "Reservation"]
 
 ONCE_SHARE = 20
 """When L1 is full, prompts that will not come back may take one in so many of its frames. With none, a batch
 of such prompts could not share its beginning."""
-MAX_EVICTED_AGES = 1024
-"""How many ages at eviction are kept until the caller drains them. Further ones are not recorded."""
+MAX_ANCESTORS = 1 << 14
+"""How many of the last chunks that were reserved or refused have a known ancestor."""
 
 
 @dataclass(frozen=True)
@@ -39,47 +40,24 @@ class Hit:
     held: tuple[bytes, ...]
 
 
-class Cache:
-    """The index, the leases and the frames of L1.
+class Cache(Chunks):
+    """The chunks of L1 with their leases, reservations and reads.
 
-    `frame_bytes` is the size of a frame; `lease_s` is how long a lease lasts, in seconds.
+    `frame_bytes` is the size of a frame; `lease_s` is how long a lease lasts, in seconds; `quotas_gb` bounds
+    what each tenant holds.
     """
 
-    def __init__(self, frame_bytes: int, total_frames: int = 0, lease_s: float = 120.0) -> None:
-        if frame_bytes <= 0:
-            raise ValueError(f"a frame has at least one byte, not {frame_bytes}")
-        self.frame_bytes = frame_bytes
-        self.evicted_chunks = 0
-        self.evicted_bytes = 0
-        """The payload of all evicted chunks."""
-        self.evicted_ages_s: list[float] = []
-        """For each recently evicted chunk that was not `once`, the seconds since its last use. The caller
-        drains the list."""
-        self.stored_bytes = 0
-        """The payload of all ready objects."""
-        self.used_frames = 0
-        """The frames of ready objects."""
+    def __init__(
+        self, frame_bytes: int, total_frames: int = 0, lease_s: float = 120.0, quotas_gb: Limits = NO_QUOTAS
+    ) -> None:
+        super().__init__(frame_bytes, total_frames, quotas_gb)
         self.reserved_frames = 0
-        self._now_s = 0.0
-        self._pool = FramePool(total_frames)
-        self._index = Index()
-        self._order = EvictionOrder()
         self._leases = LeaseTable(lease_s)
         self._reservations: set[Reservation] = set()
         self._reads: set[Read] = set()
-
-    @property
-    def free_frames(self) -> int:
-        return self._pool.free_frames
-
-    @property
-    def total_frames(self) -> int:
-        return self._pool.total_frames
-
-    @property
-    def num_chunks(self) -> int:
-        """How many chunks the index has, including those that have no ready object yet."""
-        return len(self._index)
+        self._ancestors: dict[bytes, bytes] = {}
+        """Of chunks that lately got frames, the last chunk of their chain that could be evicted; of those
+        that did not, the last that was there."""
 
     @property
     def num_leases(self) -> int:
@@ -88,17 +66,6 @@ class Cache:
     @property
     def num_readers(self) -> int:
         return len(self._reads)
-
-    def largest_free_run(self) -> int:
-        return self._pool.largest_free_run()
-
-    def namespaces(self) -> Mapping[bytes, Sized]:
-        """The chunks of each namespace, as they change. There may be thousands of namespaces."""
-        return self._index.namespaces()
-
-    def grow(self, frames: int) -> None:
-        """Adds `frames` free frames at the end of L1."""
-        self._pool.grow(frames)
 
     def lookup(
         self,
@@ -115,12 +82,10 @@ class Cache:
         becomes recently used. An owner that holds too much loses its oldest leases.
         """
         self._advance(now_s)
-        chain = list(map(self._index.chunks(layout.namespace).get, keys))
-        present = layout.present([chunk.ready if chunk else 0 for chunk in chain])
-        held = tuple(map(bitmap, present))
-        resume_tokens = resume_point(layout.groups, layout.chunk_size, present, computed_tokens, limit_tokens)
+        chain, hit = self.find(layout, keys, computed_tokens, limit_tokens)
+        resume_tokens = hit.resume_tokens
         if not resume_tokens:
-            return Hit(0, 0, held)
+            return hit
         end = resume_tokens // layout.chunk_size
         first = layout.first_leased_chunk(resume_tokens, computed_tokens)
         leased: tuple[Chunk, ...] = tuple(chain[first:end])  # type: ignore[arg-type]
@@ -131,7 +96,21 @@ class Cache:
         while (old := self._leases.crowded_out(owner, len(leased))) is not None:
             self.release(old.lease_id, old.owner)
         lease = self._leases.grant(owner, layout.namespace, resume_tokens, first, leased, now_s)
-        return Hit(resume_tokens, lease.lease_id, held)
+        return Hit(resume_tokens, lease.lease_id, hit.held)
+
+    def ready(self, layout: Layout, keys: Sequence[bytes]) -> list[int]:
+        """Per chunk of a chain, the bits of its ready objects."""
+        chain = map(self._index.chunks(layout.namespace).get, keys)
+        return [chunk.ready if chunk else 0 for chunk in chain]
+
+    def find(
+        self, layout: Layout, keys: Sequence[bytes], computed_tokens: int, limit_tokens: int
+    ) -> tuple[list[Chunk | None], Hit]:
+        """The chunks of a chain, and what a lookup would answer. Nothing is leased or used."""
+        chain = list(map(self._index.chunks(layout.namespace).get, keys))
+        present = layout.present([chunk.ready if chunk else 0 for chunk in chain])
+        resume_tokens = resume_point(layout.groups, layout.chunk_size, present, computed_tokens, limit_tokens)
+        return chain, Hit(resume_tokens, 0, tuple(map(bitmap, present)))
 
     def is_partial(self, layout: Layout, key: bytes) -> bool:
         """Whether some shards have stored their part of a chunk, and others have not and are not storing it
@@ -154,6 +133,7 @@ class Cache:
 
     def drop_owner(self, owner: int) -> int:
         """Ends the leases of an owner; returns how many. Its reservations last as long as their copies."""
+        self.followers.end(owner)
         return self._end(self._leases.of_owner(owner))
 
     def touch(self, namespace: bytes, keys: Sequence[bytes]) -> None:
@@ -175,14 +155,15 @@ class Cache:
         num_bytes: int,
         parent: bytes = b"",
         once: bool = False,
+        tenant: bytes = b"",
     ) -> Reservation | NotReserved:
         """Takes frames for an object of `num_bytes` payload and evicts chunks if it must. For a replicated
         group the first rank to ask writes the one object; the others get PRESENT or BUSY.
 
-        `parent` is the key of the chunk before it in its chain. A parent is never evicted for its child, so
+        `parent` is the key of the chunk before it in its chain. No ancestor is evicted for its descendant, so
         a chain longer than L1 loses its tail, not its head. Nothing is evicted unless that makes enough room.
         With `once`, the prompt will not come back. Chunks that only such prompts bring are evicted before all
-        others.
+        others. The chunk is this `tenant`'s if it is new. A tenant at its quota makes room among its own.
         """
         if num_bytes <= 0:
             raise ValueError(f"an object of {num_bytes} bytes cannot be stored")
@@ -193,30 +174,72 @@ class Cache:
         if chunk is not None and chunk.reserved >> bit & 1:
             return NotReserved.BUSY
         frames = -(-num_bytes // self.frame_bytes)
-        before = self._index.get(layout.namespace, parent)
-        if before is not None and before.once and not once:
-            self.touch(layout.namespace, (parent,))
-        missing, line = frames - self._pool.free_frames, iter(self._order)
-        if once:
-            taken = self._order.once_frames + self.reserved_frames + frames
-            line = self._order.once() if taken > self.total_frames // ONCE_SHARE else self._order.others()
-        victims = self._order.victims(missing, line, chunk, before)
-        if victims is None:
-            return NotReserved.ONCE if once else NotReserved.NO_ROOM
+        if chunk is not None and not self.named_pins.has_room(chunk, frames, self.total_frames):
+            return NotReserved.NO_ROOM
+        known, before = self._ancestors_of(layout.namespace, parent)
+        if known is not None and known.once and not once:
+            self.touch(layout.namespace, (known.key,))
+        owner = chunk.tenant if chunk is not None else self.tenants.get(tenant)
+        victims = self._victims(frames, owner, chunk, before, once)
+        if isinstance(victims, NotReserved):
+            self._descends(key, known)
+            return victims
+        self._descends(key, before)
         if chunk is None:
-            chunk = Chunk(layout.namespace, key)
+            chunk = Chunk(layout.namespace, key, self._now_s, owner)
             chunk.once = once
             self._index.add(chunk)
         self._pin((chunk,))
         chunk.once &= once
-        self._evict(victims)
+        self.tenants.grow(owner, frames)
+        self._evict(victims[0], by_quota=True)
+        self._evict(victims[1])
         runs = self._pool.allocate(frames)
         assert runs is not None, "there was room"
         chunk.reserved |= 1 << bit
+        self.named_pins.grow(chunk, frames)
         self.reserved_frames += frames
         reservation = Reservation(chunk, bit, runs, num_blocks, num_bytes, parent)
         self._reservations.add(reservation)
         return reservation
+
+    def _ancestors_of(self, namespace: bytes, parent: bytes) -> tuple[Chunk | None, Chunk | None]:
+        """The last chunk that is there of a chain up to `parent`, and the last that can be evicted. A parent
+        may have been refused, or be in use."""
+        chunks, known = self._index.chunks(namespace), self._ancestors
+        last = chunks.get(parent) or chunks.get(known.get(parent, b""))
+        if last is None or last in self._order:
+            return last, last
+        return last, chunks.get(known.get(last.key, b"")) or last
+
+    def _descends(self, key: bytes, ancestor: Chunk | None) -> None:
+        self._ancestors.pop(key, None)
+        if ancestor is not None:
+            self._ancestors[key] = ancestor.key
+            if len(self._ancestors) > MAX_ANCESTORS:
+                del self._ancestors[next(iter(self._ancestors))]
+
+    def _victims(
+        self, frames: int, tenant: Tenant | None, chunk: Chunk | None, parent: Chunk | None, once: bool
+    ) -> tuple[list[Chunk], list[Chunk]] | NotReserved:
+        """What must go for so many frames more: what a tenant at its quota loses, and what L1 lacks then."""
+        order, own = self._order, list[Chunk]()
+        if tenant is not None and (over := tenant.frames + frames - tenant.quota_frames) > 0:
+            # Far above its quota, as after a restart with a smaller one, it shrinks with every store.
+            missing = math.ceil(min(over, 2 * frames))
+            found = order.victims(missing, tenant.line(once), chunk, parent, self._spilling)
+            if found is None:
+                return NotReserved.QUOTA
+            own = found
+        missing = frames - self._pool.free_frames - sum(each.frames for each in own)
+        line, held = iter(order), {*own, *self._spilling} if own else self._spilling
+        if once:
+            taken = order.once_frames + self.reserved_frames + frames
+            line = order.once() if taken > self.total_frames // ONCE_SHARE else order.others()
+        others = order.victims(missing, line, chunk, parent, held)
+        if others is None:
+            return NotReserved.ONCE if once else NotReserved.NO_ROOM
+        return own, others
 
     def commit(self, reservation: Reservation, checksums: bytes = b"") -> None:
         """Makes a written object ready, and its chunk recently used."""
@@ -233,7 +256,9 @@ class Cache:
 
     def abort(self, reservation: Reservation) -> None:
         """Frees the frames of an object that was not written. Nothing may still be writing to them."""
-        self._end_reservation(reservation)
+        frames = self._end_reservation(reservation)
+        self.named_pins.grow(reservation.chunk, -frames)
+        self.tenants.grow(reservation.chunk.tenant, -frames)
         self._pool.free(reservation.runs)
         self._unpin(reservation.chunk)
 
@@ -264,125 +289,56 @@ class Cache:
             self._reads.remove(read)
             self._unpin_all(read.lease.chunks)
 
-    def clear(self, namespace: bytes | None = None) -> int:
-        """Forgets every chunk (of `namespace`) as `forget` does; returns how many."""
-        chunks = list(self._index if namespace is None else self._index.chunks(namespace).values())
-        for chunk in chunks:
-            self.forget(chunk)
-        return len(chunks)
+    def coldest(self, frames: int) -> Iterator[Chunk]:
+        """The chunks that are evicted next and have so many frames together. Prompts that will not come back
+        are left out."""
+        for chunk in self._order.others():
+            if frames <= 0:
+                return
+            frames -= chunk.frames
+            yield chunk
 
-    def forget(self, chunk: Chunk) -> None:
-        """Removes a chunk from the index. If it is pinned, its frames are freed when the last pin goes."""
-        if chunk not in self._index:
-            return
-        self._index.remove(chunk)
-        if not chunk.pins:
-            self._order.remove((chunk,))
+    def open_spill(self, chunk: Chunk, bit: int) -> StoredObject | None:
+        """A ready object that will be written to a tier; None if there is none. Its chunk is not evicted, and
+        its frames stay as they are, until close_spill."""
+        stored = chunk.get(bit) if chunk in self._index else None
+        if stored is not None:
+            self._spilling[chunk] += 1
+        return stored
+
+    def close_spill(self, chunk: Chunk) -> None:
+        """Ends a spill: it reads from the chunk's frames no more."""
+        self._spilling -= Counter((chunk,))
+        if chunk not in self._index and not chunk.pins:
             self._free_objects(chunk)
-
-    def snapshot(self, now_s: float) -> Snapshot:
-        """Returns all ready chunks that nothing pins, for `restore`."""
-        return take(self.total_frames, self._order, now_s)
-
-    def restore(self, snapshot: Snapshot, now_s: float) -> None:
-        """Fills an empty cache from `snapshot`. Raises SnapshotError, and stays empty, unless every part of
-        the snapshot agrees with the rest."""
-        contents = rebuild(snapshot, self.frame_bytes, now_s)
-        assert not self.num_chunks, "only an empty cache is restored"
-        self._advance(now_s)
-        self._pool, self._index, self._order = contents.pool, contents.index, contents.order
-        self.used_frames, self.stored_bytes = contents.order.frames, contents.stored_bytes
 
     def check_integrity(self) -> None:
         """Asserts the invariants of the cache; takes time linear in its size."""
         self._pool.check_integrity()
         reads = [read.lease for read in self._reads]
-        objects = integrity.check_chunks(self._index, [*self._leases, *reads], self._reservations)
+        leases = [*self._leases, *reads]
+        chunks = integrity.check_chunks(
+            self._index, leases, self._reservations, self.named_pins, self._spilling
+        )
+        objects = [stored for chunk in chunks for stored in chunk.packed.objects()]
+        writing = Counter[Chunk]()
+        for each in self._reservations:
+            writing[each.chunk] += count_frames(each.runs)
+        self.named_pins.check_integrity(writing, self.total_frames)
         integrity.check_order(self._index, self._order)
+        integrity.check_tenants(chunks, writing, self._order, self.tenants)
         reserved = [reservation.runs for reservation in self._reservations]
         assert self.stored_bytes == sum(stored.num_bytes for stored in objects)
         assert self.used_frames == sum(count_frames(stored.runs) for stored in objects)
         assert self.reserved_frames == sum(map(count_frames, reserved))
-        assert self.free_frames + self.reserved_frames + self.used_frames == self.total_frames
+        counted = self.free_frames + self.reserved_frames + self.used_frames
+        assert counted + count_frames(tuple(self._pool.aside)) == self.total_frames
         integrity.check_frames(self._pool, [*reserved, *(stored.runs for stored in objects)])
-
-    def _advance(self, now_s: float) -> None:
-        self._now_s = max(self._now_s, now_s)
 
     def _end(self, leases: list[Lease]) -> int:
         for lease in leases:
             self.release(lease.lease_id, lease.owner)
         return len(leases)
-
-    def _use(self, chain: Iterable[Chunk | None]) -> None:
-        used = [chunk for chunk in dict.fromkeys(chain) if chunk is not None]
-        for chunk in used:
-            chunk.last_used_s = self._now_s
-        self._order.renew([chunk for chunk in used if not chunk.pins])
-
-    def _pin(self, chain: Sequence[Chunk]) -> None:
-        unused = []
-        for chunk in chain:
-            if not chunk.pins and chunk.newer is not None:
-                unused.append(chunk)
-            chunk.pins += 1
-        self._order.remove(unused)
-
-    def _unpin_all(self, chain: Sequence[Chunk]) -> None:
-        """Unpins the tail first: then a suffix is evicted before its prefix, without which it is useless."""
-        now_s, unused = self._now_s, []
-        indexed = self._index.chunks(chain[0].namespace) if chain else {}
-        for chunk in reversed(chain):
-            if chunk.pins == 1 and chunk.ready and indexed.get(chunk.key) is chunk:
-                chunk.pins = 0
-                chunk.last_used_s = now_s
-                unused.append(chunk)
-            else:
-                self._unpin(chunk)
-        self._order.add_all(unused)
-
-    def _place(self, chunk: Chunk, parent: bytes) -> Chunk | None:
-        """Where a child of `parent` goes in the eviction order: just ahead of the returned chunk, or at the
-        end of its part if None."""
-        if parent in (b"", ROOT_KEY):
-            return None
-        before = self._index.get(chunk.namespace, parent)
-        if before is None:
-            # A chunk without its parent is seldom of use: it is evicted first.
-            return self._order.front
-        return None if chunk.once and not before.once else before
-
-    def _unpin(self, chunk: Chunk, place: Chunk | None = None) -> None:
-        chunk.pins -= 1
-        chunk.last_used_s = self._now_s
-        if chunk.pins:
-            return
-        if chunk not in self._index:
-            self._free_objects(chunk)
-        elif chunk.ready:
-            self._order.add(chunk, place if place is not None and place in self._order else None)
-        else:
-            self._index.remove(chunk)
-
-    def _evict(self, victims: Sequence[Chunk]) -> None:
-        for chunk in victims:
-            self._order.remove((chunk,))
-            self._index.remove(chunk)
-            self.evicted_chunks += 1
-            self.evicted_bytes += self._free_objects(chunk)
-            if not chunk.once and len(self.evicted_ages_s) < MAX_EVICTED_AGES:
-                self.evicted_ages_s.append(self._now_s - chunk.last_used_s)
-
-    def _free_objects(self, chunk: Chunk) -> int:
-        """Frees the frames of all ready objects; returns their payload in bytes."""
-        freed_bytes = 0
-        for stored in chunk.packed.objects():
-            self._pool.free(stored.runs)
-            freed_bytes += stored.num_bytes
-        self.used_frames -= chunk.frames
-        self.stored_bytes -= freed_bytes
-        chunk.clear()
-        return freed_bytes
 
     def _end_reservation(self, reservation: Reservation) -> int:
         assert reservation in self._reservations, "a reservation ends once"

@@ -1,4 +1,4 @@
-"""The index: chunks by namespace and key."""
+"""The index: chunks by namespace and key, and the chunks of a tenant."""
 
 from collections.abc import Iterator, Mapping, Sized
 
@@ -10,6 +10,7 @@ class Chunk:
 
     __slots__ = (
         "frames",
+        "in_tiers",
         "key",
         "last_used_s",
         "namespace",
@@ -20,17 +21,29 @@ class Chunk:
         "pins",
         "ready",
         "reserved",
+        "stored_s",
+        "tenant",
+        "tenant_newer",
+        "tenant_older",
     )
 
-    def __init__(self, namespace: bytes, key: bytes) -> None:
+    def __init__(
+        self, namespace: bytes, key: bytes, stored_s: float = 0.0, tenant: "Tenant | None" = None
+    ) -> None:
         self.namespace = namespace
         self.key = key
+        self.stored_s = stored_s
+        """When its first object was reserved."""
+        self.tenant = tenant
+        """Whose salt the request had that brought it first; None if it had none."""
         self.ready = 0
         self.reserved = 0
         self.pins = 0
-        """How many leases, reads and reservations hold this chunk."""
+        """How many leases, reads and reservations hold this chunk, and one more if users have pinned it."""
         self.frames = 0
         """The frames of its ready objects."""
+        self.in_tiers = 0
+        """Which objects were written to which tiers since the chunk was last used: see TierState.mark."""
         self.last_used_s = 0.0
         self.once = False
         """Whether all prompts that brought or ended with this chunk said that they will not come back."""
@@ -38,6 +51,8 @@ class Chunk:
         """Its ready objects."""
         self.older: Chunk | None = None
         self.newer: Chunk | None = None
+        self.tenant_older: Chunk | None = None
+        self.tenant_newer: Chunk | None = None
 
     def add(self, bit: int, stored: StoredObject, frames: int) -> None:
         assert not self.ready >> bit & 1, "an object is written once"
@@ -52,10 +67,55 @@ class Chunk:
 
     def clear(self) -> None:
         self.packed = NO_OBJECTS
-        self.ready = self.frames = 0
+        self.ready = self.frames = self.in_tiers = 0
 
     def _position(self, bit: int) -> int:
         return (self.ready & ((1 << bit) - 1)).bit_count()
+
+
+class Tenant:
+    """What the chunks of one salt take of L1, and those of them that can be evicted, in their own order. It
+    has the two parts of EvictionOrder, which adds and removes them."""
+
+    def __init__(self, name: bytes, quota_frames: float) -> None:
+        self.name = name
+        self.quota_frames = quota_frames
+        self.frames = 0
+        """The frames of all its chunks that are ready or reserved, in use or not."""
+        self._ends, self._border = Chunk(b"", b""), Chunk(b"", b"")
+        self._ends.tenant_older = self._ends.tenant_newer = self._border
+        self._border.tenant_older = self._border.tenant_newer = self._ends
+
+    def line(self, once: bool = False) -> Iterator[Chunk]:
+        """From the least to the most recently used; with `once`, only those that nobody will ask for."""
+        chunk = self._ends.tenant_newer
+        while chunk is not None and chunk is not self._ends and not (once and chunk is self._border):
+            if chunk is not self._border:
+                yield chunk
+            chunk = chunk.tenant_newer
+
+    def add(self, chunk: Chunk, ahead_of: Chunk | None) -> None:
+        newer: Chunk | None = self._border if chunk.once else self._ends
+        if ahead_of is not None:
+            # Whoever is not of this tenant stands at the front of the whole order.
+            newer = ahead_of if ahead_of.tenant is self else self._ends.tenant_newer
+        older = newer.tenant_older if newer is not None else None
+        assert newer is not None, "`ahead_of` is not in the order"
+        assert older is not None, "`ahead_of` is not in the order"
+        chunk.tenant_older, chunk.tenant_newer = older, newer
+        older.tenant_newer = newer.tenant_older = chunk
+
+    @staticmethod
+    def remove(chunk: Chunk) -> None:
+        older, newer = chunk.tenant_older, chunk.tenant_newer
+        assert older is not None, "not in the order"
+        assert newer is not None, "not in the order"
+        older.tenant_newer, newer.tenant_older = newer, older
+        chunk.tenant_older = chunk.tenant_newer = None
+
+    def close(self) -> None:
+        """Without chunks, it is garbage that is in no cycle."""
+        self._ends.tenant_older = self._ends.tenant_newer = None
 
 
 class Index:
@@ -76,7 +136,7 @@ class Index:
         return self.chunks(chunk.namespace).get(chunk.key) is chunk
 
     def chunks(self, namespace: bytes) -> dict[bytes, Chunk]:
-        """The chunks of a namespace by key. The caller must not modify the dict."""
+        """The chunks of a namespace by key, the oldest first. The caller must not modify the dict."""
         return self._namespaces.get(namespace, {})
 
     def get(self, namespace: bytes, key: bytes) -> Chunk | None:

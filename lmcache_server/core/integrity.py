@@ -1,35 +1,44 @@
 """Asserts the invariants of the cache."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
-from lmcache_server.core.index import Index
+from lmcache_server.core.index import Chunk, Index, Tenant
 from lmcache_server.core.leases import Lease
 from lmcache_server.core.lru import EvictionOrder
-from lmcache_server.core.packed import StoredObject
 from lmcache_server.core.pool import FramePool, Runs, count_frames
 from lmcache_server.core.reservation import Reservation
+from lmcache_server.core.tenants import Tenants
 
 
 def check_chunks(
-    index: Index, leases: Iterable[Lease], reservations: Collection[Reservation]
-) -> list[StoredObject]:
-    """Asserts that every chunk agrees with its objects and its pins; returns the ready objects. `leases`
-    has each lease once for itself and once for each read that holds it."""
+    index: Index,
+    leases: Iterable[Lease],
+    reservations: Collection[Reservation],
+    named: Iterable[Chunk],
+    spilling: Iterable[Chunk],
+) -> set[Chunk]:
+    """Asserts that every chunk agrees with its objects and its pins; returns the chunks. `leases`
+    has each lease once for itself and once for each read that holds it; `named` has what users pinned,
+    and `spilling` what tiers read from."""
     pins = Counter(chunk for lease in leases for chunk in lease.chunks)
     pins.update(reservation.chunk for reservation in reservations)
+    pins.update(named)
     indexed = list(index)
-    chunks = set(indexed) | set(pins)
+    chunks = {*indexed, *pins, *spilling}
     for chunk in chunks:
-        assert chunk.pins == pins[chunk], "pins are leases, reads and reservations"
+        assert chunk.pins == pins[chunk], "pins are leases, reads, reservations and users' pins"
         assert chunk.ready.bit_count() == len(chunk.packed.objects())
         assert chunk.frames == sum(count_frames(stored.runs) for stored in chunk.packed.objects())
         assert chunk.ready or chunk.reserved or chunk.pins, "an empty chunk is forgotten"
     assert all(index.get(chunk.namespace, chunk.key) is chunk for chunk in indexed)
+    for namespace in index.namespaces():
+        ages = [chunk.stored_s for chunk in index.chunks(namespace).values()]
+        assert ages == sorted(ages), "the oldest is the first to be too old"
     reserved = Counter((reservation.chunk, reservation.bit) for reservation in reservations)
     assert all(chunk.reserved >> bit & 1 for chunk, bit in reserved)
     assert len(reserved) == sum(chunk.reserved.bit_count() for chunk in chunks), "one object, one writer"
-    return [stored for chunk in chunks for stored in chunk.packed.objects()]
+    return chunks
 
 
 def check_order(index: Index, order: EvictionOrder) -> None:
@@ -42,10 +51,26 @@ def check_order(index: Index, order: EvictionOrder) -> None:
     assert not any(chunk.once for chunk in order.others()), "they lie ahead of the others"
 
 
+def check_tenants(
+    chunks: Iterable[Chunk], writing: Mapping[Chunk, int], order: EvictionOrder, tenants: Tenants
+) -> None:
+    """Asserts that tenants have the frames and the order of their chunks; `writing` has reserved frames."""
+    frames, members = Counter[Tenant](), list[Chunk]()
+    for chunk in chunks:
+        if chunk.tenant is not None:
+            frames[chunk.tenant] += chunk.frames + writing.get(chunk, 0)
+    for tenant in tenants:
+        members += (line := list(tenant.line()))
+        assert all(chunk.tenant is tenant for chunk in line)
+    assert frames == {tenant: tenant.frames for tenant in tenants}
+    assert len(members) == len(set(members)), "a chunk is in the line of its tenant once"
+    assert set(members) == {chunk for chunk in order if chunk.tenant is not None}
+
+
 def check_frames(pool: FramePool, taken: Iterable[Runs]) -> None:
-    """Asserts that every frame is free or has one owner."""
+    """Asserts that every frame is free, set aside, or has one owner."""
     end = 0
-    for start, count in sorted((*pool.free_runs(), *(run for runs in taken for run in runs))):
+    for start, count in sorted((*pool.free_runs(), *pool.aside, *(run for runs in taken for run in runs))):
         assert start == end, "every frame is free or has one owner"
         end = start + count
     assert end == pool.total_frames

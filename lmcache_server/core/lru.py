@@ -1,7 +1,7 @@
 """The order in which chunks are evicted: the least recently used goes first."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from lmcache_server.core.index import Chunk
 
@@ -44,10 +44,16 @@ class EvictionOrder:
         return chunk.newer is not None
 
     def victims(
-        self, missing: int, line: Iterable[Chunk], own: Chunk | None, parent: Chunk | None
+        self,
+        missing: int,
+        line: Iterable[Chunk],
+        own: Chunk | None,
+        parent: Chunk | None,
+        held: Container[Chunk] = (),
     ) -> list[Chunk] | None:
         """The chunks of `line`, a part of this order, whose eviction frees `missing` frames; None if that
-        cannot be done. The chunk `own`, its parent, and the chunks behind its parent are never among them."""
+        cannot be done. The chunk `own`, its parent, the chunks behind its parent and those in `held` are
+        never among them."""
         victims: list[Chunk] = []
         if missing > self.frames:
             return None
@@ -56,7 +62,7 @@ class EvictionOrder:
                 break
             if chunk is parent:
                 return None
-            if chunk is not own:
+            if chunk is not own and chunk not in held:
                 victims.append(chunk)
                 missing -= chunk.frames
         return victims if missing <= 0 else None
@@ -71,6 +77,8 @@ class EvictionOrder:
         older.newer = newer.older = chunk
         self.frames += chunk.frames
         self.once_frames += chunk.frames if chunk.once else 0
+        if chunk.tenant is not None:
+            chunk.tenant.add(chunk, ahead_of)
 
     def add_all(self, chunks: Iterable[Chunk]) -> None:
         """Puts chunks last in their part of the line, the last of them at its very end."""
@@ -98,6 +106,8 @@ class EvictionOrder:
             chunk.older = chunk.newer = None
             self.frames -= chunk.frames
             self.once_frames -= chunk.frames if chunk.once else 0
+            if chunk.tenant is not None:
+                chunk.tenant.remove(chunk)
 
     def keep(self, chunk: Chunk) -> None:
         """Somebody asked for this chunk again: from now on it belongs to the others. It moves when it is

@@ -15,7 +15,7 @@ class Layout:
     `chunk_size` is in tokens. `holders` has, per group, the ranks of the shards with objects of their own.
     With pipeline parallelism a shard may have none, and in a replicated group all `tensor_parallel_size`
     ranks of a pipeline stage share the objects of the stage's first rank. The chunks of an `ephemeral`
-    namespace go with its last engine.
+    namespace go with its last engine. `model` is a name for reports.
     """
 
     namespace: bytes
@@ -24,6 +24,7 @@ class Layout:
     holders: tuple[tuple[int, ...], ...]
     tensor_parallel_size: int = 1
     ephemeral: bool = False
+    model: str = ""
 
     def __post_init__(self) -> None:
         if len(self.holders) != len(self.groups):

@@ -34,10 +34,7 @@ class FramePool:
 
     def __init__(self, total_frames: int = 0) -> None:
         self.total_frames = 0
-        self.free_frames = 0
-        self._count_by_start: dict[int, int] = {}
-        self._start_by_end: dict[int, int] = {}
-        self._starts_by_class: list[dict[int, None]] = []
+        self._clear(())
         self.grow(total_frames)
 
     @classmethod
@@ -78,6 +75,22 @@ class FramePool:
         if frames:
             self._add(first, frames)
 
+    def set_aside(self, ranges: Runs) -> None:
+        """From now on gives out no frame of these ranges, but again those of earlier calls."""
+        runs = (*self.free_runs(), *self.aside)
+        self._clear(ranges)
+        for start, count in runs:
+            self._give(start, count)
+
+    def _clear(self, ranges: Runs) -> None:
+        self.free_frames = 0
+        self._count_by_start: dict[int, int] = {}
+        self._start_by_end: dict[int, int] = {}
+        self._starts_by_class: list[dict[int, None]] = []
+        self._ranges = ranges
+        self.aside: list[tuple[int, int]] = []
+        """The runs that are set aside: neither free nor taken."""
+
     def allocate(self, frames: int) -> Runs | None:
         """Takes `frames` frames and returns them. If fewer are free, takes nothing and returns None."""
         if frames <= 0:
@@ -101,7 +114,19 @@ class FramePool:
         for start, count in runs:
             if not 0 <= start < start + count <= self.total_frames:
                 raise ValueError(_outside(start, count))
+            self._give(start, count)
+
+    def _give(self, start: int, count: int) -> None:
+        """Frees what is not set aside of a run."""
+        for first, frames in self._ranges:
+            begin, end = max(start, first), min(start + count, first + frames)
+            if begin < end:
+                self.aside.append((begin, end - begin))
+                self._give(start, begin - start)
+                return self._give(end, start + count - end)
+        if count:
             self._add(start, count)
+        return None
 
     def free_runs(self) -> Runs:
         """All free runs, in no particular order."""

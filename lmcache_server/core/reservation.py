@@ -1,4 +1,4 @@
-"""Frames that a session is writing."""
+"""Frames that a session or a tier is writing."""
 
 import enum
 from dataclasses import dataclass
@@ -15,6 +15,8 @@ class NotReserved(enum.Enum):
     NO_ROOM = "no_room"
     ONCE = "once"
     """The prompt will not come back, and storing it would evict chunks that may be asked for again."""
+    QUOTA = "quota"
+    """Its tenant is at its quota, and has too little that can be evicted."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,10 +1,10 @@
 """Turns the contents of a cache into plain values that outlive its process, and back.
 
-A snapshot has only the chunks that are ready and not in use. One that is restored may come from anywhere, so
-it is trusted only when every part of it agrees with the rest.
+A snapshot has the ready chunks that are not in use, and those that users have pinned. One that is restored
+may come from anywhere, so it is trusted only when every part of it agrees with the rest.
 """
 
-import sys
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -13,21 +13,37 @@ from msgspec import Meta
 
 from lmcache_client.contract import codec
 from lmcache_client.contract.codec import Natural, Wire
+from lmcache_client.contract.keys import TenantId
+from lmcache_client.contract.messages import PinName
 from lmcache_server.core.index import Chunk, Index
 from lmcache_server.core.lru import EvictionOrder
+from lmcache_server.core.named_pins import NamedPins, PinError
 from lmcache_server.core.packed import CHECKSUM_BYTES, PackedObjects, StoredObject
 from lmcache_server.core.pool import FramePool, Runs, count_frames
+from lmcache_server.core.tenants import Tenants
+
+MAX_SECONDS = 1e12
+Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 
 
 class Row(Wire, frozen=True):
-    """A chunk: the position of its namespace, the bits of its ready objects as little-endian bytes, and these
-    objects as PackedObjects."""
+    """A chunk: the position of its namespace, the seconds since its last use and since it was first stored,
+    the bits of its ready objects as little-endian bytes, its tenant, and these objects as PackedObjects."""
 
     namespace: Natural
     key: bytes
-    age_s: Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+    age_s: Seconds
+    stored_age_s: Seconds
     ready: bytes
+    tenant: TenantId
     objects: bytes
+
+
+class PinRow(Wire, frozen=True):
+    """A name that users have pinned, and the numbers of the rows of its chunks."""
+
+    name: PinName
+    rows: tuple[Natural, ...]
 
 
 class SnapshotError(ValueError):
@@ -36,11 +52,14 @@ class SnapshotError(ValueError):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The contents of a cache as plain values. `rows` has a Row for each chunk, in the order of eviction."""
+    """The contents of a cache as plain values. `rows` has a Row for each chunk, in the order of eviction,
+    with the pinned ones last. `pins` has a PinRow for each name. It was taken `age_s` seconds ago."""
 
     total_frames: int
     namespaces: Sequence[bytes]
     rows: Sequence[Any]
+    pins: Sequence[Any] = ()
+    age_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -50,31 +69,39 @@ class Contents:
     pool: FramePool
     index: Index
     order: EvictionOrder
+    named: NamedPins
     stored_bytes: int
 
 
-def take(total_frames: int, order: Iterable[Chunk], now_s: float) -> Snapshot:
-    """Takes a snapshot of the chunks in `order` from a cache of `total_frames` frames."""
+def take(total_frames: int, order: Iterable[Chunk], named: NamedPins, now_s: float) -> Snapshot:
+    """Takes a snapshot of the chunks in `order` and `named` from a cache of `total_frames` frames."""
+    chunks = [*order, *named]
     numbers: dict[bytes, int] = {}
     rows = [
         (
             numbers.setdefault(chunk.namespace, len(numbers)),
             chunk.key,
-            max(0.0, now_s - chunk.last_used_s),
+            min(max(0.0, now_s - chunk.last_used_s), MAX_SECONDS),
+            min(max(0.0, now_s - chunk.stored_s), MAX_SECONDS),
             chunk.ready.to_bytes((chunk.ready.bit_length() + 7) // 8, "little"),
+            chunk.tenant.name if chunk.tenant is not None else b"",
             chunk.packed,
         )
-        for chunk in order
+        for chunk in chunks
     ]
-    return Snapshot(total_frames, list(numbers), rows)
+    row_of = {chunk: row for row, chunk in enumerate(chunks) if chunk in named}
+    pins = [(name, [row_of[chunk] for chunk in pinned]) for name, pinned in named.names.items()]
+    return Snapshot(total_frames, list(numbers), rows, pins)
 
 
-def rebuild(snapshot: Snapshot, frame_bytes: int, now_s: float) -> Contents:
-    """Builds the parts of a cache from `snapshot`. Raises SnapshotError on any doubt."""
-    index, order, taken, stored_bytes = Index(), EvictionOrder(), list[Runs](), 0
+def rebuild(snapshot: Snapshot, tenants: Tenants, frame_bytes: int, now_s: float) -> Contents:
+    """Builds the parts of a cache from `snapshot`, and counts their frames in `tenants`, which was empty.
+    Raises SnapshotError on any doubt."""
+    index, order, named, taken, stored_bytes = Index(), EvictionOrder(), NamedPins(), list[Runs](), 0
+    chunks: list[Chunk] = []
     try:
         for row in snapshot.rows:
-            chunk = _chunk(snapshot.namespaces, codec.build(Row, row), now_s)
+            chunk = _chunk(snapshot.namespaces, tenants, codec.build(Row, row), now_s)
             for stored in _objects(chunk):
                 frames = count_frames(stored.runs)
                 if -(-stored.num_bytes // frame_bytes) != frames or not frames:
@@ -84,20 +111,29 @@ def rebuild(snapshot: Snapshot, frame_bytes: int, now_s: float) -> Contents:
                 taken.append(stored.runs)
                 chunk.frames += frames
                 stored_bytes += stored.num_bytes
+            tenants.grow(chunk.tenant, chunk.frames)
+            chunk.stored_s -= snapshot.age_s
+            order.add(chunk)
+            chunks.append(chunk)
+        for chunk in sorted(chunks, key=operator.attrgetter("stored_s")):
             if index.get(chunk.namespace, chunk.key) is not None:
                 raise SnapshotError("a chunk appears twice")
             index.add(chunk)
-            order.add(chunk)
+        for pin in (codec.build(PinRow, row) for row in snapshot.pins):
+            for chunk in named.add(pin.name, [chunks[row] for row in pin.rows], snapshot.total_frames):
+                order.remove((chunk,))
+                chunk.pins = 1
         pool = FramePool.around(snapshot.total_frames, taken)
-    except (TypeError, ValueError) as error:
+    except (IndexError, PinError, TypeError, ValueError) as error:
         raise SnapshotError(str(error)) from error
-    return Contents(pool, index, order, stored_bytes)
+    return Contents(pool, index, order, named, stored_bytes)
 
 
-def _chunk(namespaces: Sequence[bytes], row: Row, now_s: float) -> Chunk:
+def _chunk(namespaces: Sequence[bytes], tenants: Tenants, row: Row, now_s: float) -> Chunk:
     if row.namespace >= len(namespaces):
         raise SnapshotError("the namespace of a chunk does not exist")
-    chunk = Chunk(namespaces[row.namespace], row.key)
+    tenant, stored_s = tenants.get(row.tenant), now_s - row.stored_age_s
+    chunk = Chunk(namespaces[row.namespace], row.key, stored_s, tenant)
     chunk.ready = int.from_bytes(row.ready, "little")
     chunk.packed = PackedObjects(row.objects)
     chunk.last_used_s = now_s - row.age_s

@@ -24,12 +24,14 @@ SPARE = 1100
 
 
 def raise_limit() -> None:
-    """Raise the soft limit to the hard limit; log a warning if that is low."""
+    """Raise the soft limit to the hard limit. Logs a warning if that is low; raises StartError if it is very
+    low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = ENOUGH_LIMIT if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_LIMIT)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     check = preflight.open_files(_limit())
+    preflight.require(check)
     if check.verdict != preflight.OK:
         logger.warning("%(finding)s: %(fix)s", {"finding": check.finding, "fix": check.fix})
 

@@ -39,6 +39,14 @@ def _parent(pid: int) -> int:
         return 0
 
 
+def process_namespace(pid: int | str) -> str:
+    """The process namespace of a process; empty if the process is not visible here, or not this user's."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    except OSError:
+        return ""
+
+
 def file_system_type(path: str | int) -> int:
     """The magic number of the file system of `path`, a name or an open descriptor. Raises OSError."""
     # On every architecture, struct statfs begins with the number as a long and is shorter than this.
@@ -68,6 +76,11 @@ def local_processors(pci_bus_id: str, root: Path = Path("/")) -> set[int]:
     except OSError:
         return set()
     return numbers(text)
+
+
+def move_to(processors: set[int], usable: set[int]) -> None:
+    """Lets the calling thread run only on those of these processors that are usable, if there are any."""
+    os.sched_setaffinity(0, processors & usable or usable)
 
 
 def numbers(text: str) -> set[int]:

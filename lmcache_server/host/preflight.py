@@ -3,6 +3,7 @@
 The server's start and `lmcache doctor` call the same functions, so they never disagree.
 """
 
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from lmcache_server.host.units import GB_BYTES, size
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 LEAST_OPEN_FILES = 4096
+FEWEST_OPEN_FILES = 256
+"""With fewer, a hundred idle clients would crash the server."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,17 @@ def l1_file(
     return Check(name, FAIL, _lacks(missing, free_bytes, f"the file system of {path}, {mount}"), fix)
 
 
+def disk_file(path: str, has_gpu: bool, release: str) -> Check:
+    """The file `path` is not in memory; `release` is the kernel's, as in "6.8.0-45-generic"."""
+    if not has_gpu or tuple(map(int, re.findall(r"\d+", release)[:2])) < (6, 5):
+        return Check("L1 file", OK, f"{path} is on a disk")
+    finding = (
+        f"--l1-path {path} is on a disk, whose files Linux 6.5 and newer do not let GPUs copy from and to"
+    )
+    fix = "put it in /dev/shm, or hide the GPUs from the server if no engine uses them: CUDA_VISIBLE_DEVICES="
+    return Check("L1 file", FAIL, finding, fix)
+
+
 def no_directory(path: str) -> Check:
     fix = f'mkdir -p "$(dirname {shlex.quote(path)})"'
     return Check("shared memory", FAIL, f"there is no directory for --l1-path {path}", fix)
@@ -84,7 +98,8 @@ def open_files(limit: int) -> Check:
         return Check("open files", OK, "unlimited" if limit >= UNLIMITED else str(limit))
     finding = f"the limit of open files is {limit}, so clients that connect very often could crash the server"
     ways = "ulimit -n 65536; systemd: LimitNOFILE=65536; docker: --ulimit nofile=65536"
-    return Check("open files", WARN, finding, f"raise it to {LEAST_OPEN_FILES} or more ({ways})")
+    verdict = WARN if limit >= FEWEST_OPEN_FILES else FAIL
+    return Check("open files", verdict, finding, f"raise it to {LEAST_OPEN_FILES} or more ({ways})")
 
 
 def _lacks(missing_bytes: int, available_bytes: int, reason: str) -> str:

@@ -27,7 +27,7 @@ from lmcache_server.host.machine import (
 from lmcache_server.host.units import GB_BYTES
 
 MAGIC = b"lmcache-mp L1\r\n\0"
-FORMAT = 2
+FORMAT = 5
 """Changes with the header, the index, and the way objects are packed and numbered in the index."""
 HEADER_BYTES = FRAME_BYTES
 """As long as a frame, so that the frames stay aligned."""
@@ -50,6 +50,7 @@ class L1File:
         self.path = path
         self.num_frames = size_bytes // FRAME_BYTES
         self._end = HEADER_BYTES + self.num_frames * FRAME_BYTES
+        self._was_cut = False
         self._descriptor = _open(path)
         try:
             self._check_owner()
@@ -66,7 +67,12 @@ class L1File:
                 self.begin()
         except OSError as error:
             self.close()
-            raise StartError(f"cannot use --l1-path {path}: {error.strerror}") from error
+            reason = error.strerror
+            if error.errno == errno.EFBIG:
+                reason = (
+                    "it would exceed the limit of file sizes; raise that (ulimit -f), or lower --l1-size-gb"
+                )
+            raise StartError(f"cannot use --l1-path {path}: {reason}") from error
         except BaseException:
             self.close()
             raise
@@ -81,6 +87,12 @@ class L1File:
         size_bytes = self._end - HEADER_BYTES
         return mmap.mmap(self._descriptor, size_bytes, flags=mmap.MAP_SHARED, offset=HEADER_BYTES)
 
+    def is_cut(self) -> bool:
+        """Whether the file has ever been seen shorter than its frames: what was cut off is zeros if the file
+        grows again. Any thread may ask."""
+        self._was_cut |= os.fstat(self._descriptor).st_size < self._end
+        return self._was_cut
+
     def allocate(self, offset: int, num_bytes: int) -> None:
         """Reserves space for these bytes of the frames, and keeps their content. Raises OSError."""
         os.posix_fallocate(self._descriptor, HEADER_BYTES + offset, num_bytes)
@@ -93,6 +105,8 @@ class L1File:
 
     def finish(self, index: bytes) -> None:
         """Saves the frames and `index` for the next start. No frame may change afterwards. Raises OSError."""
+        if self.is_cut():
+            raise OSError(errno.EIO, "another program cut it short")
         with open(self._descriptor, "r+b", closefd=False) as file:
             file.seek(self._end)
             file.write(index)
@@ -172,8 +186,13 @@ def _open(path: str) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         return os.open(path, flags, 0o600)
-    except FileNotFoundError:
-        raise StartError(str(preflight.no_directory(path))) from None
+    except FileNotFoundError as error:
+        directory = os.path.dirname(os.path.abspath(path))
+        if not os.path.isdir(directory):
+            raise StartError(str(preflight.no_directory(path))) from None
+        raise StartError(
+            f"cannot open --l1-path {path}: no file can be made in {directory}; name one in /dev/shm"
+        ) from error
     except OSError as error:
         advice = {
             errno.EISDIR: "it is a directory; name a file in it",

@@ -12,6 +12,7 @@ from lmcache_server.host.machine import available_bytes, memory_info
 from lmcache_server.host.units import GB_BYTES
 from lmcache_server.l1.file import L1File
 from lmcache_server.l1.populate import FileSpace, Populator
+from lmcache_server.transfer.base import CopyError
 from lmcache_server.transfer.pins import Pins
 
 _MAP_HUGETLB = 0x40000
@@ -57,6 +58,14 @@ class L1Memory:
     def pinned_bytes(self) -> int:
         return self.pins.pinned_bytes if self.pins is not None else 0
 
+    def check(self) -> None:
+        """Raises CopyError if somebody has cut the file short: to touch what is gone would end the server
+        (SIGBUS)."""
+        if self.file is not None and self.file.is_cut():
+            raise CopyError(
+                f"--l1-path {self.file.path} was cut short by another program: restart the server"
+            )
+
     def fill(
         self,
         usable_frames: int = 0,
@@ -76,15 +85,14 @@ class L1Memory:
         self._populator = Populator(self.base_address, self.num_bytes, space, populate, pins)
         self._populator.start()
 
-    def stop(self) -> None:
-        """Stops the background threads."""
-        if self._populator is not None:
-            self._populator.stop()
+    def stop(self) -> bool:
+        """As Populator.stop. Not for the event loop, because it waits."""
+        return self._populator is None or self._populator.stop()
 
     def close(self) -> None:
-        """Stops the background threads and unmaps, unless a copy that hangs may still use the memory."""
-        self.stop()
-        if not self.is_in_use:
+        """Stops the background threads and unmaps, unless one of them, or a copy, hangs and may still use the
+        memory."""
+        if self.stop() and not self.is_in_use:
             self._mapping.close()
 
 

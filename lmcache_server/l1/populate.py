@@ -5,12 +5,13 @@ import errno
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.host.units import GB_BYTES
 from lmcache_server.l1.file import L1File
-from lmcache_server.transfer.pins import Pins
+from lmcache_server.transfer.pins import RETRY_S, Pins
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +21,7 @@ UNIT_BYTES = 8 * PIECE_BYTES
 """How much one thread claims, and how much is pinned for GPUs, at a time."""
 MAX_THREADS = 4
 NICENESS = 10
+STOP_S = 5.0
 
 _MADV_POPULATE_WRITE = 23
 
@@ -78,7 +80,7 @@ class Populator:
         self._pins = pins
         self._lock = threading.Lock()
         self._next_offset = 0
-        self._stopping = False
+        self._stopping = threading.Event()
         count = 1 if space is not None else max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
         self._threads = [
             threading.Thread(target=self._work, args=(number,), name=f"l1-fill-{number}", daemon=True)
@@ -91,28 +93,35 @@ class Populator:
         for thread in self._threads:
             thread.start()
 
-    def stop(self) -> None:
-        """Stops the threads and waits until they have ended."""
-        self._stopping = True
+    def stop(self) -> bool:
+        """Stops the threads; the first call waits for them up to STOP_S. Returns whether all have ended: one
+        may hang in a call of a GPU's driver."""
+        end_s = time.monotonic() + STOP_S * (not self._stopping.is_set())
+        self._stopping.set()
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, end_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self, number: int) -> None:
         # On Linux this sets the niceness of this thread alone: engines and copies come first.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        pins = self._pins if self._pins is not None and self._pins.prepare(number) else None
         for unit in self._units():
+            pins = self._pins if self._pins is not None and self._pins.prepare(unit // UNIT_BYTES) else None
             for offset in range(unit, min(unit + UNIT_BYTES, self._num_bytes), PIECE_BYTES):
                 end = min(offset + PIECE_BYTES, self._num_bytes)
-                if self._stopping or (self._space is not None and not self._space.take(offset, end)):
+                if self._stopping.is_set() or (self._space is not None and not self._space.take(offset, end)):
                     return
                 self._back(offset, end)
-            if pins is not None and not pins.pin_unit(unit // UNIT_BYTES):
-                pins = None
+            if pins is not None:
+                pins.pin_unit(unit // UNIT_BYTES)
+        # A GPU may appear or give a context later than at the start of the machine.
+        while number == 0 and self._pins is not None and not self._pins.pin_rest():
+            if self._stopping.wait(RETRY_S):
+                return
 
     def _units(self) -> Iterator[int]:
         """Claims unit after unit for this thread; yields their offsets."""
-        while not self._stopping:
+        while not self._stopping.is_set():
             with self._lock:
                 unit = self._next_offset
                 self._next_offset += UNIT_BYTES

@@ -12,7 +12,7 @@ import msgpack  # type: ignore[import-untyped]
 from lmcache_client.contract import codec
 from lmcache_client.contract.codec import Natural
 from lmcache_server.core.cache import Cache
-from lmcache_server.core.snapshot import Snapshot, SnapshotError
+from lmcache_server.core.snapshot import Seconds, Snapshot, SnapshotError
 from lmcache_server.errors import StartError
 from lmcache_server.host.units import size
 from lmcache_server.l1.file import L1File
@@ -20,8 +20,8 @@ from lmcache_server.l1.file import L1File
 logger = logging.getLogger(__name__)
 
 Known = dict[bytes, dict[str, Any]]
-_Content = tuple[Natural, list[bytes], list[str], list[Any]]
-"""Frames, namespaces, the summary of each namespace as JSON, rows."""
+_Content = tuple[Seconds, Natural, list[bytes], list[str], list[Any], list[Any]]
+"""Unix time, frames, namespaces, the summary of each namespace as JSON, rows, pins."""
 
 
 def restore(file: L1File, cache: Cache, known: Known) -> None:
@@ -39,7 +39,7 @@ def restore(file: L1File, cache: Cache, known: Known) -> None:
         # None of the new objects is garbage, and searching them would double the time.
         gc.disable()
         try:
-            snapshot, namespaces = decode(index, file.num_frames)
+            snapshot, namespaces = decode(index, file.num_frames, time.time())
             file.ensure(snapshot.total_frames)
             cache.restore(snapshot, time.monotonic())
             known.update(namespaces)
@@ -62,7 +62,7 @@ def save(file: L1File, cache: Cache, known: Known) -> None:
     """Saves the index of the cache in `file`. No copy may be running, and none may start afterwards."""
     started_s = time.perf_counter()
     try:
-        file.finish(encode(cache.snapshot(time.monotonic()), known))
+        file.finish(encode(cache.snapshot(time.monotonic()), known, time.time()))
     except OSError as error:
         logger.error(
             "the cache is not saved, so the next start will be empty: cannot write to %(path)s: %(reason)s",
@@ -83,17 +83,18 @@ def _log(text: str, file: L1File, cache: Cache, started_s: float) -> None:
     logger.info(text, fields)
 
 
-def encode(snapshot: Snapshot, known: Known) -> bytes:
-    """Encodes a snapshot and the summaries of its namespaces."""
+def encode(snapshot: Snapshot, known: Known, unix_s: float) -> bytes:
+    """Encodes a snapshot that is taken at this time, and the summaries of its namespaces."""
     summaries = [json.dumps(known.get(namespace)) for namespace in snapshot.namespaces]
-    return codec.pack([snapshot.total_frames, snapshot.namespaces, summaries, snapshot.rows])
+    parts = [snapshot.total_frames, snapshot.namespaces, summaries, snapshot.rows, snapshot.pins]
+    return codec.pack([unix_s, *parts])
 
 
-def decode(index: bytes, max_frames: int) -> tuple[Snapshot, Known]:
-    """Reverses `encode`, without checking the rows. Raises SnapshotError."""
+def decode(index: bytes, max_frames: int, unix_s: float) -> tuple[Snapshot, Known]:
+    """Reverses `encode` at a later time, without checking the rows and pins. Raises SnapshotError."""
     known: Known = {}
     try:
-        total_frames, namespaces, summaries, rows = codec.build(_Content, _unpack(index))
+        taken_s, total_frames, namespaces, summaries, rows, pins = codec.build(_Content, _unpack(index))
         for namespace, summary in zip(namespaces, map(json.loads, summaries), strict=True):
             if isinstance(summary, dict):
                 known[namespace] = summary
@@ -101,7 +102,8 @@ def decode(index: bytes, max_frames: int) -> tuple[Snapshot, Known]:
         raise SnapshotError(str(error)) from error
     if total_frames > max_frames:
         raise SnapshotError(f"{total_frames} frames in a file of {max_frames}")
-    return Snapshot(total_frames, namespaces, rows), known
+    # Chunks grow older while no server runs. If the clock was set back, nobody knows by how much.
+    return Snapshot(total_frames, namespaces, rows, pins, max(unix_s - taken_s, 0.0)), known
 
 
 def _unpack(index: bytes) -> Any:

@@ -8,6 +8,7 @@ over TCP and between process namespaces, where a process id means nothing.
 import contextlib
 import logging
 import time
+from collections.abc import Hashable
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -19,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 WARN_EVERY_S = 60.0
 QUIET_MS = 50
+MOST_EVENTS = 1_024
+"""Read in one call. The monitor's queue holds 1,001 (libzmq's default and our 1). So a call reads all that
+were reported before it, and it ends though clients connect without pause."""
 _MONITOR = "inproc://connections"
 _READABLE = int(zmq.POLLIN)
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
@@ -59,16 +63,26 @@ class Connections:
         self._replaced: list[bytes] = []
         """Clients that had gone when their first messages were read. The next client's connection was taken
         for theirs."""
+        self._processes: dict[bytes, Hashable] = {}
+        """By client: its process id, or the client itself if the kernel does not tell."""
 
     @property
     def descriptor(self) -> int:
         """Becomes readable when `ended` may have news. Like all of ZeroMQ's descriptors, it signals edges."""
         return int(self._monitor.getsockopt(zmq.FD))
 
+    @property
+    def has_more(self) -> bool:
+        """Whether `ended` would have news."""
+        return is_readable(self._monitor)
+
     def ended(self) -> list[bytes]:
-        """The ROUTER identities of clients whose connections have ended since the last call."""
+        """The ROUTER identities of clients whose connections have ended since the last call. There may be
+        more: see `has_more`."""
         gone, self._replaced = self._replaced, []
-        while is_readable(self._monitor):
+        for _ in range(MOST_EVENTS):
+            if not is_readable(self._monitor):
+                break
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
             # If a connection was accepted, the former owner of its descriptor number has gone.
             identity = self._open.pop(event["value"], b"")
@@ -78,7 +92,13 @@ class Connections:
                 self._open[event["value"]] = b""
                 if event["value"] >= self._most:
                     self._turn_away(event["value"])
+        for identity in gone:
+            self._processes.pop(identity, None)
         return gone
+
+    def process(self, identity: bytes) -> Hashable | None:
+        """What stands for the process of a client that has sent a message; None if its connection ended."""
+        return self._processes.get(identity)
 
     def belongs(self, frame: zmq.Frame, identity: bytes) -> bool:
         """Note that this message came from the client `identity`. False if its connection has ended."""
@@ -92,6 +112,7 @@ class Connections:
         if owner and owner != identity:
             self._replaced.append(owner)
         self._open[descriptor] = identity
+        self._processes[identity] = peer_pid(descriptor) or identity
         return True
 
     def peer_pid(self, identity: bytes) -> int | None:

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 
 import zmq
@@ -16,10 +17,11 @@ from lmcache_server.errors import StartError
 from lmcache_server.net.claim import Claim, claimed
 from lmcache_server.net.connections import Connections, is_readable
 from lmcache_server.net.replies import Replies
+from lmcache_server.net.turns import Turns
 from lmcache_server.service.router import Router
 
 BURST_FRAMES = 64
-"""Requests handled in a row before the event loop gets its turn."""
+"""Requests received, and requests handled, before the event loop gets its turn."""
 BURST_S = 0.005
 RECEIVE_HIGH_WATER = 8
 """Frames queued from one client, 32 MiB at most; further ones wait in the client's own queue."""
@@ -82,7 +84,10 @@ class Listener:
         self._claim = claim
         self._loop: asyncio.AbstractEventLoop | None = None
         self._router: Router | None = None
-        self._scheduled = self._retrying = False
+        self._turns = Turns()
+        self._handled_s = 0.0
+        """When the last request was handled, if more were waiting then; otherwise 0."""
+        self._scheduled = self._retrying = self._ending = False
         self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def start(self, router: Router, loop: asyncio.AbstractEventLoop) -> None:
@@ -146,29 +151,61 @@ class Listener:
         """Handle waiting requests. Returns True if more may wait, but the event loop should get its turn."""
         if self._router is None or self._loop is None:
             return False
-        end_s = self._loop.time() + BURST_S
+        more = self._receive(self._router)
+        started_s = time.monotonic()
+        end_s = started_s + BURST_S
+        if self._handled_s:
+            # Since then, the event loop has run the coroutine that handles the last request.
+            self._turns.charge(started_s - self._handled_s)
+        self._handled_s = 0.0
+        for _ in range(BURST_FRAMES):
+            if (turn := self._turns.take()) is None:
+                return more
+            more = True  # the reply may have taken the edge of another message
+            identity, frame = turn
+            if self._connections.process(identity) is not None:
+                self._router.receive(identity, frame.bytes)
+            now_s = time.monotonic()
+            self._turns.charge(now_s - started_s)
+            started_s = now_s
+            if now_s > end_s:
+                break
+        self._handled_s = started_s
+        return True
+
+    def _receive(self, router: Router) -> bool:
+        """Let waiting frames wait for the turns of their processes. Returns True if more may wait."""
         for _ in range(BURST_FRAMES):
             if not is_readable(self._socket):
                 return False
             frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            if len(frames) == 2:
-                identity, frame = frames[0].bytes, frames[1]
-                if self._router.knows(identity) or self._is_connected(identity, frame):
-                    self._router.receive(identity, frame.bytes)
-            if self._loop.time() > end_s:
-                break
+            if len(frames) != 2:
+                continue
+            identity, frame = frames[0].bytes, frames[1]
+            process = self._connections.process(identity) or self._first_seen(identity, frame)
+            if process is not None and not self._turns.add(process, identity, frame):
+                router.turn_away(identity, frame.buffer)
         return True
 
-    def _is_connected(self, identity: bytes, frame: zmq.Frame) -> bool:
+    def _first_seen(self, identity: bytes, frame: zmq.Frame) -> Hashable | None:
         self._end_sessions()
-        if belongs := self._connections.belongs(frame, identity):
-            # This client may have replaced another one.
-            assert self._loop is not None
-            self._loop.call_soon(self._end_sessions)
-        return belongs
+        if not self._connections.belongs(frame, identity):
+            return None
+        # This client may have replaced another one.
+        assert self._loop is not None
+        self._loop.call_soon(self._end_sessions)
+        return self._connections.process(identity)
 
     def _end_sessions(self) -> None:
         for identity in self._connections.ended():
             self._replies.forget(identity)
             if self._router is not None:
                 self._router.disconnected(identity)
+        if self._connections.has_more and not self._ending and self._loop is not None:
+            self._ending = True
+            self._loop.call_soon(self._end_more)
+
+    def _end_more(self) -> None:
+        self._ending = False
+        if self._router is not None:
+            self._end_sessions()

@@ -1,7 +1,8 @@
 """Store and load: the two messages that move bytes."""
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import islice
 
@@ -9,22 +10,30 @@ from msgspec.structs import asdict
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.geometry import Region
+from lmcache_client.contract.keys import MAX_CHUNKS
 from lmcache_client.contract.messages import Done, Load, Message, Refused, Store, Stored, StoreObject
 from lmcache_server.core.cache import Cache, Layout, NotReserved, Read, Reservation
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.l1.memory import L1Memory
 from lmcache_server.service.registry import Registry
-from lmcache_server.service.requests import Refusal, log_request
+from lmcache_server.service.requests import Refusal, log_request, traffic
 from lmcache_server.service.sessions import Session, Shard
+from lmcache_server.service.spills import Spills
 from lmcache_server.service.system import System
 from lmcache_server.telemetry.failures import Failures
-from lmcache_server.telemetry.metrics import Metrics
+from lmcache_server.telemetry.metrics import Metrics, Traffic
 from lmcache_server.transfer.base import CopyJob, Outcome
 from lmcache_server.transfer.checksums import DamagedError
 from lmcache_server.transfer.jobs import LoadJob, StoreJob
 from lmcache_server.transfer.plan import ObjectCopy
 
 logger = logging.getLogger(__name__)
+
+ADVICE = {
+    NotReserved.NO_ROOM: "all of L1 is in use or pinned: if this goes on, give it more with --l1-size-gb",
+    NotReserved.QUOTA: "all that a salt may hold is in use or pinned: if this goes on, raise --quota-gb",
+}
+"""What helps against dropped stores."""
 
 
 class Copies:
@@ -42,6 +51,7 @@ class Copies:
         metrics: Metrics,
         failures: Failures,
         system: System,
+        spills: Spills,
         checksums: bool,
     ) -> None:
         self._cache = cache
@@ -50,6 +60,7 @@ class Copies:
         self._metrics = metrics
         self._failures = failures
         self._system = system
+        self._spills = spills
         self._checksums = checksums
 
     # -- store ------------------------------------------------------------------------------------
@@ -61,14 +72,16 @@ class Copies:
             _check_object(shard, layout, wanted)
         with session.working(request_bytes):
             started_s = self._system.now_s()
-            reserved, present, dropped = self._reserve(shard, layout, message)
+            # Stores of several requests count as a test only if the first one is.
+            whose = traffic(self._metrics, layout, "".join(message.request_ids[:1]))
+            reserved, present, dropped = self._reserve(shard, layout, message, whose)
             copies = [
                 (wanted.group, ObjectCopy(room.runs, room.num_blocks, 0, wanted.block_ids))
                 for wanted, room in reserved
             ]
             job = StoreJob(copies, *self._where(shard), take_checksums=self._checksums)
-            outcome = await self._copy(shard, job) if reserved else Outcome(None, 0)
-            self._end_reservations(reserved, job.checksums, outcome)
+            outcome = await self._copy(shard, job, whose) if reserved else Outcome(None, 0)
+            self._end_reservations(layout, reserved, job.checksums, outcome, whose)
             copied = len(reserved) if outcome.error is None else 0
             stored = Stored(copied, present, dropped + len(reserved) - copied)
         log_request(
@@ -82,35 +95,38 @@ class Copies:
         return stored
 
     def _reserve(
-        self, shard: Shard, layout: Layout, message: Store
+        self, shard: Shard, layout: Layout, message: Store, whose: Traffic
     ) -> tuple[list[tuple[StoreObject, Reservation]], int, int]:
         """Reserves frames; returns the reservations, the number of objects already present, and the number
         dropped."""
         reserved: list[tuple[StoreObject, Reservation]] = []
-        present = dropped = no_room = 0
+        present, refused = 0, Counter[NotReserved]()
         for wanted in message.objects:
             count = len(wanted.block_ids)
             num_bytes = shard.geometry.groups[wanted.group].block_bytes * count
             if not num_bytes:
                 present += 1
                 continue
-            room = self._cache.reserve(
-                layout, wanted.key, wanted.group, shard.rank, count, num_bytes, wanted.parent, message.once
-            )
+            place = wanted.key, wanted.group, shard.rank, count, num_bytes, wanted.parent
+            room = self._cache.reserve(layout, *place, message.once, wanted.tenant)
             if isinstance(room, Reservation):
                 reserved.append((wanted, room))
-                continue
-            self._metrics.count("lmcache_objects_total", 1, outcome=room.value)
-            present += room in (NotReserved.PRESENT, NotReserved.BUSY)
-            dropped += room in (NotReserved.NO_ROOM, NotReserved.ONCE)
-            no_room += room is NotReserved.NO_ROOM
-        if no_room:
-            advice = "everything in L1 is in use: if this goes on, give it more memory with --l1-size-gb"
-            self._fail("store dropped", shard, advice, no_room)
-        return reserved, present, dropped
+            else:
+                refused[room] += 1
+        for why, number in refused.items():
+            self._count("objects_total", number, whose, outcome=why.value)
+            if why in ADVICE:
+                self._fail("store dropped", shard, ADVICE[why], number)
+        there = refused[NotReserved.PRESENT] + refused[NotReserved.BUSY]
+        return reserved, present + there, refused.total() - there
 
     def _end_reservations(
-        self, reserved: list[tuple[StoreObject, Reservation]], checksums: list[bytes], outcome: Outcome
+        self,
+        layout: Layout,
+        reserved: list[tuple[StoreObject, Reservation]],
+        checksums: list[bytes],
+        outcome: Outcome,
+        whose: Traffic,
     ) -> None:
         """Commits or aborts in the order of the chain, because a chunk is placed relative to its parent."""
         sums = checksums if checksums and outcome.error is None else [b""] * len(reserved)
@@ -121,8 +137,10 @@ class Copies:
                 self._cache.commit(room, page_sums)
             else:
                 self._cache.abort(room)
+        if outcome.error is None:
+            self._spills.stored(layout, [room for _, room in reserved])
         name = "stored" if outcome.error is None else "failed"
-        self._metrics.count("lmcache_objects_total", len(reserved), outcome=name)
+        self._count("objects_total", len(reserved), whose, outcome=name)
 
     # -- load -------------------------------------------------------------------------------------
 
@@ -143,7 +161,8 @@ class Copies:
             started_s = self._system.now_s()
             stored = [part.checksums for part in read.parts] if self._checksums else None
             job = LoadJob(_parts(read, message.block_ids), *self._where(shard), stored=stored)
-            outcome = await self._copy(shard, job) if read.parts else Outcome(None, 0)
+            whose = traffic(self._metrics, layout, message.request_id)
+            outcome = await self._copy(shard, job, whose) if read.parts else Outcome(None, 0)
             if isinstance(outcome.error, DamagedError):
                 self._forget_damaged(shard, read, outcome.error)
         log_request(
@@ -176,17 +195,18 @@ class Copies:
 
     # -- both -------------------------------------------------------------------------------------
 
-    async def _copy(self, shard: Shard, job: CopyJob) -> Outcome:
+    async def _copy(self, shard: Shard, job: CopyJob, whose: Traffic) -> Outcome:
         """Has the worker's thread run the job, and counts and logs how it ended."""
         assert shard.copier is not None
         direction = "load" if job.load else "store"
         started_s = self._system.now_s()
         outcome = await shard.copier.submit(job)
         seconds = self._system.now_s() - started_s
-        self._metrics.count("lmcache_transfer_bytes_total", outcome.num_bytes, direction=direction)
+        self._count("transfer_bytes_total", outcome.num_bytes, whose, direction=direction)
         self._metrics.observe("lmcache_transfer_seconds", seconds, direction=direction)
         if outcome.error is not None:
-            self._metrics.count("lmcache_copy_failures_total", 1, direction=direction)
+            own = whose if "namespace" in whose.labels else self._metrics.other
+            self._count("copy_failures_total", 1, own, direction=direction)
             # When a worker dies or its GPU fails, all its copies fail: one line is enough.
             logger.log(
                 logging.DEBUG if shard.copy_failed else logging.INFO,
@@ -204,15 +224,20 @@ class Copies:
             self._fail(what, shard, str(outcome.error))
         return outcome
 
+    def _count(self, name: str, amount: int, whose: Traffic, **labels: str) -> None:
+        self._metrics.count(whose.prefix + name, amount, **whose.labels, **labels)
+
     def _fail(self, what: str, shard: Shard, reason: str, count: int = 1) -> None:
         self._failures.add(self._system.now_s(), what, shard.engine_id, reason, count)
 
-    def _where(self, shard: Shard) -> tuple[Sequence[Sequence[Region]], Sequence[int], int, int]:
+    def _where(
+        self, shard: Shard
+    ) -> tuple[Sequence[Sequence[Region]], Sequence[int], int, int, Callable[[], None]]:
         """What a job must know: the regions of each group, the addresses of the worker's buffers and of L1,
-        and the bytes of a frame."""
+        the bytes of a frame, and how to check L1."""
         assert shard.copier is not None
         regions = [group.regions for group in shard.geometry.groups]
-        return regions, shard.copier.bases, self._l1.base_address, FRAME_BYTES
+        return regions, shard.copier.bases, self._l1.base_address, FRAME_BYTES, self._l1.check
 
     def _copied(self, direction: str, outcome: Outcome, started_s: float) -> dict[str, object]:
         seconds = self._system.now_s() - started_s
@@ -232,7 +257,7 @@ def _parts(read: Read, block_ids: Sequence[Sequence[int]]) -> list[tuple[int, Ob
 
 def _check_object(shard: Shard, layout: Layout, wanted: StoreObject) -> None:
     group, chunk_index = wanted.group, wanted.chunk_index
-    if group >= len(layout.groups) or chunk_index >= messages.MAX_CHUNKS:
+    if group >= len(layout.groups) or chunk_index >= MAX_CHUNKS:
         raise Refusal(messages.BAD_REQUEST, f"no object of group {group}, chunk {chunk_index}")
     positions = layout.groups[group].stored_blocks(chunk_index, layout.chunk_size)
     _check_blocks(shard, wanted.block_ids, len(positions))

@@ -1,78 +1,194 @@
-"""Lookup and release: a scheduler sends them, and the cache alone answers them."""
+"""Lookup, inspect, follow and release: the cache alone answers them."""
 
+import functools
 import logging
+from collections.abc import Coroutine
+from typing import Any
+
+from msgspec.structs import replace
 
 from lmcache_client.contract import messages
-from lmcache_client.contract.messages import Done, Found, Lookup, Message, Release
-from lmcache_server.core.cache import Cache
+from lmcache_client.contract.control import Follow, Followed, Inspect, Inspected
+from lmcache_client.contract.messages import Accept, Done, Found, Lookup, Message, Release
+from lmcache_server.core.cache import Cache, Hit, Layout
+from lmcache_server.core.misses import missed_tokens
+from lmcache_server.service.fetches import Fetches
+from lmcache_server.service.pinning import Pinning
 from lmcache_server.service.planner import Planner
 from lmcache_server.service.registry import Registry
-from lmcache_server.service.requests import Refusal, log_request
+from lmcache_server.service.requests import Refusal, log_request, traffic
 from lmcache_server.service.sessions import Session
 from lmcache_server.service.system import System
+from lmcache_server.service.tiers import TierState
 from lmcache_server.telemetry.metrics import Metrics
 from lmcache_server.telemetry.partial import PartialChunks
 
+MAX_EARLY = 1024
+"""Early lookups beyond these push out the oldest, which are then never counted."""
+
 
 class Lookups:
-    """Handles Lookup and Release. `lease_s` is how long a lease lasts, in seconds."""
+    """Handles Lookup, Accept, Inspect, Follow and Release. A lease lasts `lease_s` seconds."""
 
     def __init__(
         self,
         cache: Cache,
         registry: Registry,
         planner: Planner,
+        pinning: Pinning,
+        fetches: Fetches,
         metrics: Metrics,
         system: System,
         lease_s: float,
     ) -> None:
         self._cache = cache
         self._planner = planner
+        self._pinning = pinning
+        self._fetches = fetches
         self._registry = registry
         self._metrics = metrics
         self._system = system
         self._lease_s = lease_s
         self._partial = PartialChunks()
+        self._early: dict[tuple[int, str], tuple[Layout, Lookup, Hit, int]] = {}
+        """By session and request, the early lookups that the engine has not accepted yet."""
 
-    def lookup(self, session: Session, message: Lookup) -> Message:
+    def close(self) -> None:
+        """Fetches nothing any more."""
+        self._fetches.close()
+
+    def lookup(
+        self, session: Session, message: Lookup, request_bytes: int
+    ) -> Message | Coroutine[Any, Any, Message]:
+        """Answers at once if L1 has everything or no tier could help."""
         started_s = self._system.now_s()
         layout = self._registry.joined_layout(session)
         computed, limit = message.computed_tokens, message.limit_tokens
         if not computed <= limit < message.num_tokens or limit > len(message.keys) * layout.chunk_size:
             raise Refusal(messages.BAD_REQUEST, "computed_tokens <= limit_tokens < num_tokens does not hold")
+        if message.early and len(message.keys) > messages.MAX_EARLY_CHUNKS:
+            raise Refusal(messages.BAD_REQUEST, "an early lookup has too many keys")
         hit = self._cache.lookup(layout, message.keys, computed, limit, session.session_id, started_s)
+        if hit.resume_tokens < limit > computed:
+            usable = self._fetches.usable(layout)
+            if usable and self._registry.may_wait(session, request_bytes):
+                return self._after_fetch(session, layout, message, hit, usable, request_bytes)
+        return self._answer(session, layout, message, hit, started_s)
+
+    async def _after_fetch(
+        self,
+        session: Session,
+        layout: Layout,
+        message: Lookup,
+        hit: Hit,
+        usable: list[TierState],
+        request_bytes: int,
+    ) -> Message:
+        """Answers when the tiers have brought what they can. Meanwhile the lease keeps what L1 has."""
+        shards, began_s = self._registry.shards(session), self._system.now_s()
+        with session.working(request_bytes):
+            in_tiers = await self._fetches.fetch(layout, shards, message, hit.resume_tokens, usable)
+        self._metrics.observe("lmcache_tier_wait_seconds", self._system.now_s() - began_s)
+        self._cache.release(hit.lease_id, session.session_id)
+        # The session may have ended meanwhile, and its engine may have another namespace.
+        if self._registry.sessions.get(session.identity) is not session:
+            raise Refusal(messages.NOT_REGISTERED, "the session ended before its lookup was answered")
+        if self._registry.joined_layout(session).namespace != layout.namespace:
+            raise Refusal(messages.NOT_REGISTERED, "the engine has registered again")
+        started_s = self._system.now_s()
+        computed, limit = message.computed_tokens, message.limit_tokens
+        hit = self._cache.lookup(layout, message.keys, computed, limit, session.session_id, started_s)
+        return self._answer(session, layout, message, hit, started_s, in_tiers)
+
+    def _answer(
+        self, session: Session, layout: Layout, message: Lookup, hit: Hit, started_s: float, in_tiers: int = 0
+    ) -> Message:
+        request, keys = (session.session_id, message.request_id), message.keys
+        computed, limit = message.computed_tokens, message.limit_tokens
+        self._early.pop(request, None)
+        if message.early:
+            self._early[request] = layout, message, hit, in_tiers
+            if len(self._early) > MAX_EARLY:
+                del self._early[next(iter(self._early))]
+            missed = self._missed(layout, keys, hit, computed, limit, in_tiers) if message.why else {}
+        else:
+            missed = self._count(session, layout, message, hit, started_s, in_tiers)
+        self._metrics.observe("lmcache_lookup_seconds", self._system.now_s() - started_s)
+        why = tuple(missed.items()) if message.why else ()
+        return Found(hit.resume_tokens, hit.lease_id, int(self._lease_s), hit.held, why)
+
+    def accept(self, session: Session, message: Accept) -> Message:
+        """Counts early lookups as if the engine had asked them with these computed tokens."""
+        for request_id, computed in message.lookups:
+            found = self._early.pop((session.session_id, request_id), None)
+            if found is not None and computed <= found[1].limit_tokens:
+                layout, question, hit, in_tiers = found
+                question = replace(question, computed_tokens=computed)
+                self._count(session, layout, question, hit, self._system.now_s(), in_tiers)
+        return Done()
+
+    def _count(
+        self, session: Session, layout: Layout, message: Lookup, hit: Hit, started_s: float, in_tiers: int
+    ) -> dict[str, int]:
+        computed, limit = message.computed_tokens, message.limit_tokens
         hit_tokens = max(hit.resume_tokens - computed, 0)
         beyond = (computed + hit_tokens) // layout.chunk_size
         if beyond < limit // layout.chunk_size and self._cache.is_partial(layout, message.keys[beyond]):
             partial = self._partial.seen(layout.namespace, message.keys[beyond], started_s)
             self._metrics.count("lmcache_partial_chunks_total", int(partial))
-        # A self-test or a benchmark would distort the hit rate.
-        if not layout.ephemeral:
-            # A request is at most a chunk longer than `limit`, unless it has more chunks than a message may
-            # name.
-            requested = min(message.num_tokens, limit + layout.chunk_size)
-            self._metrics.count_tokens(requested, computed=computed, hit=hit_tokens, limit=limit)
+        missed = self._missed(layout, message.keys, hit, computed, limit, in_tiers)
+        # A request is at most a chunk longer than `limit`, unless it has more chunks than a message may name.
+        requested = min(message.num_tokens, limit + layout.chunk_size)
+        whose = traffic(self._metrics, layout, message.request_id)
+        self._metrics.count_tokens(whose, requested, computed, hit_tokens, limit, missed)
         self._planner.looked_up(session.session_id, layout, message, started_s)
-        seconds = self._system.now_s() - started_s
-        self._metrics.observe("lmcache_lookup_seconds", seconds)
         values = {
             "hit_tokens": hit_tokens,
             "computed_tokens": computed,
             "num_tokens": message.num_tokens,
+            "missed": missed,
             "lease": hit.lease_id,
             "namespace": layout.namespace.hex()[:16],
-            "seconds": seconds,
+            "seconds": self._system.now_s() - started_s,
         }
-        text = "request %(request_id)s: %(hit_tokens)d of %(num_tokens)d tokens can be restored"
+        text = "request %(request_id)s: hits %(hit_tokens)d of %(num_tokens)d tokens, misses %(missed)s"
         log_request(logging.DEBUG, text, session, message, values)
-        return Found(hit.resume_tokens, hit.lease_id, int(self._lease_s), hit.held)
+        return missed
+
+    def _missed(
+        self, layout: Layout, keys: tuple[bytes, ...], hit: Hit, computed: int, limit: int, in_tiers: int = 0
+    ) -> dict[str, int]:
+        start = max(computed, hit.resume_tokens)
+        is_partial = functools.partial(self._cache.is_partial, layout)
+        is_down, evicted = self._fetches.is_down(layout), self._cache.evicted
+        return missed_tokens(layout, keys, hit.held, start, limit, evicted, is_partial, is_down, in_tiers)
+
+    def inspect(self, message: Inspect) -> Message:
+        """Changes nothing, not even a counter of tokens."""
+        layout, keys, limit = self._registry.layout(message.engine_id), message.keys, message.limit_tokens
+        if layout is None:
+            raise Refusal(messages.NOT_REGISTERED, f"engine {message.engine_id!r} is not connected any more")
+        if limit > len(keys) * layout.chunk_size:
+            raise Refusal(messages.BAD_REQUEST, "the keys end before limit_tokens")
+        _, hit = self._cache.find(layout, keys, 0, limit)
+        missed = self._missed(layout, keys, hit, 0, limit)
+        return Inspected(hit.resume_tokens, hit.held, tuple(missed.items()))
+
+    def follow(self, session: Session, message: Follow) -> Message:
+        """Changes nothing but this session's list of forgotten chunks."""
+        layout = self._registry.joined_layout(session)
+        gone, missed = self._cache.followers.take(layout.namespace, session.session_id)
+        _, hit = self._cache.find(layout, message.keys, 0, len(message.keys) * layout.chunk_size)
+        return Followed(hit.resume_tokens, gone, missed)
 
     def release(self, session: Session, message: Release) -> Message:
+        self._early.pop((session.session_id, message.request_id), None)
         for lease_id in message.lease_ids:
             self._cache.release(lease_id, session.session_id)
         layout = self._registry.joined_layout(session)
         self._cache.touch(layout.namespace, message.keys)
         self._planner.released(session.session_id, layout, message)
+        self._pinning.released(layout, message)
         text = "request %(request_id)s: ended" if message.request_id else "leases given up: %(leases)s"
         log_request(logging.DEBUG, text, session, message, {"leases": list(message.lease_ids)})
         return Done()

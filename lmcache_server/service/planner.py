@@ -1,13 +1,14 @@
 """The hit rates that more or less memory would have had, from the lookups that this server answers."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
-from lmcache_client.contract.geometry import FULL
+from lmcache_client.contract.geometry import FULL, RECURRENT
 from lmcache_client.contract.messages import Lookup, Release
 from lmcache_server.core.cache import Cache, Layout
 from lmcache_server.core.demand import WINDOWS, Curve, Demand, Sizes
 from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.service.requests import is_test
 from lmcache_server.telemetry.record import Event, Recorder, shortened
 
 MULTIPLES = (0.25, 0.5, 1, 2, 4, 10)
@@ -15,8 +16,9 @@ MULTIPLES = (0.25, 0.5, 1, 2, 4, 10)
 SIZES = (*map(str, MULTIPLES), "unlimited")
 """Their names in a report, and that of an L1 without limit."""
 MAX_ASKED = 16_384
-MOST = 32
-"""Chunks are remembered up to this multiple of L1."""
+MOST, LEAST = 32, 32
+"""Chunks are remembered up to this multiple of L1, and distances are told apart from this fraction on. They
+count full attention alone, and its windows or states may take six times as much."""
 
 
 class Planner:
@@ -26,6 +28,7 @@ class Planner:
         self._recorder = recorder
         self.demand = Demand()
         self._now_s = 0.0
+        self._total_frames = 0
         self._cache = cache
         self._sizes: dict[bytes, Sizes] = {}
         self._asked: dict[tuple[int, str], None] = {}
@@ -33,45 +36,48 @@ class Planner:
 
     def looked_up(self, session_id: int, layout: Layout, message: Lookup, now_s: float) -> None:
         request = (session_id, message.request_id)
-        if layout.ephemeral or request in self._asked:
+        if is_test(layout, message.request_id) or request in self._asked:
             return
         if message.request_id:
             self._asked[request] = None
             if len(self._asked) > MAX_ASKED:
                 del self._asked[next(iter(self._asked))]
         self._now_s = now_s
-        # L1 may still be growing.
-        total = max(self._cache.total_frames, 1)
-        self.demand.least_frames, self.demand.max_frames = math.ceil(total * MULTIPLES[0] / 2), MOST * total
+        if (total := self._cache.total_frames) != self._total_frames:
+            # L1 is still growing.
+            self._total_frames = total
+            self.demand.least_frames = math.ceil(total / LEAST)
+            self.demand.max_frames = MOST * total
         computed, limit = message.computed_tokens, message.limit_tokens
         sizes, keys = self._sizes_of(layout), message.keys
         self.demand.looked_up(layout.namespace, sizes, keys, computed, limit, now_s)
-        self._record(True, layout, keys, computed, limit)
+        self._record("lookup", layout, sizes, keys, computed, limit)
 
     def released(self, session_id: int, layout: Layout, message: Release) -> None:
         """A request may have ended. It has computed or loaded the chain of the message's keys."""
         self._asked.pop((session_id, message.request_id), None)
-        if not layout.ephemeral and message.keys:
-            self.demand.completed(layout.namespace, self._sizes_of(layout), message.keys)
-            self._record(False, layout, message.keys, 0, 0)
+        if message.keys and not is_test(layout, message.request_id):
+            sizes = self._sizes_of(layout)
+            self.demand.completed(layout.namespace, sizes, message.keys)
+            self._record("end", layout, sizes, message.keys, 0, 0)
 
-    def _record(self, is_lookup: bool, layout: Layout, keys: tuple[bytes, ...], *tokens: int) -> None:
-        """`tokens` are those that the engine holds and the limit of the lookup."""
+    def _record(
+        self,
+        kind: Literal["lookup", "end"],
+        layout: Layout,
+        sizes: Sizes,
+        keys: tuple[bytes, ...],
+        computed_tokens: int,
+        limit_tokens: int,
+    ) -> None:
         if self._recorder is None:
             return
-        sizes = self._sizes_of(layout)
-        event = Event(
-            round(self._now_s, 3),
-            "lookup" if is_lookup else "end",
-            layout.namespace.hex()[:16],
-            sizes.chunk_size,
-            round(sizes.chunk_frames * self._factor()),
-            sizes.sparse,
-            tokens[0],
-            tokens[1],
-            shortened(keys),
+        time_s, namespace = round(self._now_s, 3), layout.namespace.hex()[:16]
+        frames = round(sizes.chunk_frames * self._factor())
+        shape = (sizes.chunk_size, frames, sizes.sparse, sizes.states)
+        self._recorder.add(
+            Event(time_s, kind, namespace, *shape, computed_tokens, limit_tokens, shortened(keys))
         )
-        self._recorder.add(event)
 
     def flush(self) -> None:
         """Writes what is recorded to its file."""
@@ -131,4 +137,6 @@ def _sizes(layout: Layout) -> Sizes:
         if group.kind == FULL or not has_full
     )
     sparse = has_full and any(group.kind != FULL for group in layout.groups)
-    return Sizes(layout.chunk_size, max(frames, 1), sparse)
+    # By default vLLM offers the states of prompts, but none of answers.
+    states = any(group.kind == RECURRENT for group in layout.groups)
+    return Sizes(layout.chunk_size, max(frames, 1), sparse, states)

@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 from lmcache_client.contract import messages
@@ -11,8 +11,9 @@ from lmcache_client.contract.geometry import GeometryError, chunk_size_warning, 
 from lmcache_client.contract.messages import Message
 from lmcache_client.contract.version import VERSION
 from lmcache_server.config import Config
+from lmcache_server.core import limits
 from lmcache_server.core.cache import Cache, Layout
-from lmcache_server.host.machine import is_descendant
+from lmcache_server.service.owners import explained, with_owner
 from lmcache_server.service.requests import MAX_TEXT, Refusal
 from lmcache_server.service.sessions import Engines, Greeting, Session, Shard, namespace_summary
 from lmcache_server.service.system import Process, ScarceError, System
@@ -31,6 +32,8 @@ SILENT_SESSION_S = 15.0
 SILENT_PROCESS_S = 300.0
 """A session whose process still runs is dropped after this silence. If the process was only suspended, it can
 greet again when it continues."""
+MAX_FORGOTTEN = 1000
+"""How many chunks may be forgotten in a second because of their age. That takes 8 to 40 ms."""
 
 MAX_KNOWN = 256
 """Namespaces that the status report describes. A namespace outlives its engines as long as it has a chunk."""
@@ -50,6 +53,7 @@ class Registry:
         self.known: dict[bytes, dict[str, Any]] = {}
         """For the status report: summaries of namespaces that have chunks or engines, the oldest first."""
         self._config = config
+        self._ages_s = limits.ages_s(config.max_age)
         self._cache = cache
         self._system = system
         self._peer_pid = peer_pid
@@ -170,9 +174,21 @@ class Registry:
             await copying[0]
         return messages.Done()
 
+    def forget_old(self, most: int) -> int:
+        """Forgets `most` chunks that are older than --max-age, and one more for each namespace, so that none
+        waits for the others; returns how many."""
+        names, forgotten, now_s = list(self._cache.namespaces()), 0, self._system.now_s()
+        for share in (most // max(len(names), 1), most) if self._config.max_age else ():
+            for namespace in names:
+                limit_s = self._ages_s.of(namespace, self.known.get(namespace, {}).get("model"))
+                left = max(min(share, most - forgotten), 1)
+                forgotten += self._cache.forget_old(namespace, now_s - limit_s, left)
+        return forgotten
+
     def tick(self) -> None:
-        """Drops sessions that are silent or whose GPU has failed; called once a second."""
+        """Drops sessions that are silent or whose GPU has failed, and old chunks; called once a second."""
         now_s = self._system.now_s()
+        self.forget_old(MAX_FORGOTTEN)
         for session in list(self.sessions.values()):
             limit_s = SILENT_SESSION_S if session.process is None else SILENT_PROCESS_S
             if now_s - session.heard_s > limit_s:
@@ -183,22 +199,21 @@ class Registry:
     # -- registration -----------------------------------------------------------------------------
 
     async def register(self, session: Session, message: messages.Register) -> Message:
-        rank, model, geometry, memory = message.rank, message.model, message.geometry, message.memory
+        rank, model, geometry = message.rank, message.model, message.geometry
         session.model = model.model
         workers = sum(other.shard is not None for other in self.sessions.values() if other is not session)
         if workers >= MAX_WORKERS:
             raise Refusal(messages.OVERLOADED, f"the server already has {MAX_WORKERS} workers")
         if not 0 <= rank < model.world_size:
             raise Refusal(messages.BAD_REQUEST, f"rank {rank} of {model.world_size} workers")
-        peer_pid = self._peer_pid(session.identity)
-        if peer_pid is not None and not memory.device and not is_descendant(memory.pid, peer_pid):
-            reason = f"process {memory.pid} is not this client, nor was it started by it"
-            raise Refusal(messages.NO_ACCESS, f"{reason} (containers: share the pid namespace)")
+        memory = with_owner(message.memory, self._peer_pid(session.identity))
+        code = messages.BAD_REQUEST
         try:
             geometry.check_buffers(tuple(size for _, size in memory.buffers))
+            code = messages.CONFIGURATION
             chunk_size = resolve_chunk_size(self._config.chunk_size, geometry.groups)
         except GeometryError as error:
-            raise Refusal(messages.CONFIGURATION, str(error)) from error
+            raise Refusal(code, str(error)) from error
         self._end_shard(session)
         while copying := self._copying(session.client_id):
             await copying[0]
@@ -221,7 +236,7 @@ class Registry:
             raise Refusal(messages.BAD_REQUEST, "there is no registration to prove")
         # The descriptor is opened before the nonce is read, so it watches the process that has the nonce.
         shard.process = self._watched(shard.memory.pid)
-        if shard.process is None and not shard.memory.device:
+        if shard.process is None and (not shard.memory.device or shard.memory.descriptors):
             self._end_shard(session)
             raise Refusal(
                 messages.NO_ACCESS,
@@ -241,7 +256,8 @@ class Registry:
             raise Refusal(messages.BAD_REQUEST, "the registration was given up before it was proven")
         if opened.error is not None:
             self._end_shard(session)
-            raise Refusal(messages.NO_ACCESS, str(opened.error)) from opened.error
+            reason = explained(opened.error, self._peer_pid(session.identity))
+            raise Refusal(messages.NO_ACCESS, reason) from opened.error
         if not all(hmac.compare_digest(nonce, shard.nonce) for nonce in opened.nonces):
             self._end_shard(session)
             raise Refusal(messages.NO_ACCESS, "the nonce is not in the memory that was registered")
@@ -258,15 +274,15 @@ class Registry:
             layout = engine.complete()
         except GeometryError as misfit:
             self._end_shard(session)
-            raise Refusal(messages.CONFIGURATION, str(misfit)) from misfit
+            raise Refusal(messages.BAD_REQUEST, str(misfit)) from misfit
         if layout is not None:
             self.known.pop(layout.namespace, None)
             self.known[layout.namespace] = namespace_summary(shard.model, layout)
             self.forget_namespaces()
             logger.log(
                 logging.DEBUG if shard.ephemeral else logging.INFO,
-                "engine %(engine)s of %(model)s is registered: %(groups)d groups, chunk size %(chunk_size)d, "
-                "namespace %(namespace)s",
+                "engine %(engine)s of %(model)s is registered: %(groups)d KV cache group(s), chunk size "
+                "%(chunk_size)d, namespace %(namespace)s",
                 {
                     "engine": shard.engine_id,
                     "model": shard.model.model[:MAX_TEXT],
@@ -292,16 +308,29 @@ class Registry:
             if too_many or namespace not in self._cache.namespaces():
                 del self.known[namespace]
 
+    def named(self, model: str, namespace: str) -> list[bytes]:
+        """The namespaces of this model, or of any if it is empty, whose digits begin with `namespace`. Raises
+        Refusal if there is none."""
+        found = [
+            name
+            for name, summary in self.known.items()
+            if model in ("", summary["model"]) and name.hex().startswith(namespace)
+        ]
+        if not found:
+            reason = "no namespace has this name: `lmcache status` lists the models and namespaces"
+            raise Refusal(messages.BAD_REQUEST, reason)
+        return found
+
     def join(self, session: Session, message: messages.Join) -> Message:
-        engine = self.engines.get(message.engine_id)
-        layout = engine.layout if engine is not None else None
+        layout = self.layout(message.engine_id)
         if layout is None:
             return messages.Joined(False, 0)
         others = (other for other in self.sessions.values() if other is not session)
         if any(other.joined == message.engine_id for other in others):
             raise _taken(message.engine_id)
         session.joined, session.joined_namespace = message.engine_id, layout.namespace
-        return messages.Joined(True, layout.chunk_size)
+        self._cache.followers.end(session.session_id)
+        return messages.Joined(True, layout.chunk_size, bool(self._config.tier))
 
     def not_cached(self, session: Session, message: messages.NotCached) -> Message:
         if session.not_cached is None:
@@ -321,10 +350,24 @@ class Registry:
     def joined_layout(self, session: Session) -> Layout:
         """The layout of the engine that this scheduler has joined. The scheduler's keys and blocks follow
         this layout."""
-        engine = self.engines.get(session.joined)
-        if engine is None or engine.layout is None or engine.layout.namespace != session.joined_namespace:
+        layout = self.layout(session.joined)
+        if layout is None or layout.namespace != session.joined_namespace:
             raise Refusal(messages.NOT_REGISTERED, f"engine {session.joined!r} is not registered")
-        return engine.layout
+        return layout
+
+    def layout(self, engine_id: str) -> Layout | None:
+        """The layout of an engine that is complete."""
+        engine = self.engines.get(engine_id)
+        return engine.layout if engine is not None else None
+
+    def shards(self, session: Session) -> Mapping[int, Shard]:
+        """The shards, by rank, of the engine that this scheduler has joined."""
+        engine = self.engines.get(session.joined)
+        return dict(engine.shards) if engine is not None else {}
+
+    def may_wait(self, session: Session, request_bytes: int) -> bool:
+        """Whether one more request of this session, of `request_bytes`, may wait."""
+        return session.jobs < MAX_JOBS and session.waiting_bytes + request_bytes <= MAX_WAITING_BYTES
 
     def shard(self, session: Session, request_bytes: int) -> tuple[Shard, Layout]:
         """The session's proven shard and its engine's layout, for a copy whose request takes `request_bytes`.

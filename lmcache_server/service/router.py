@@ -5,6 +5,7 @@ does not trust a client: it checks block ids, positions and memory against what 
 proved.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -13,13 +14,16 @@ from typing import Any, NamedTuple
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.codec import ProtocolError
+from lmcache_client.contract.control import Follow, Inspect
 from lmcache_client.contract.messages import Message, Refused
 from lmcache_server.core.cache import Cache
 from lmcache_server.service.copies import Copies
 from lmcache_server.service.lookups import Lookups
+from lmcache_server.service.pinning import Pinning
 from lmcache_server.service.registry import Registry
 from lmcache_server.service.requests import Refusal, log_request
 from lmcache_server.service.sessions import Session
+from lmcache_server.service.spills import Spills
 from lmcache_server.service.system import System
 from lmcache_server.telemetry.failures import Failures
 from lmcache_server.telemetry.metrics import Metrics
@@ -28,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 STATUS_PIECE_CHARS = 16_384
 WARN_AGAIN_S = 60.0
+SALT_UNKNOWN = "its records do not say which salt they had: clear the namespace"
 MAX_WARNED = 1024
 
 Send = Callable[[bytes, bytes], None]
@@ -56,13 +61,15 @@ class Router:
         registry: Registry,
         lookups: Lookups,
         copies: Copies,
+        pinning: Pinning,
+        spills: Spills,
         metrics: Metrics,
         failures: Failures,
         system: System,
         send: Send,
-        status: Callable[[], dict[str, Any]],
+        status: Callable[[bool], dict[str, Any]],
     ) -> None:
-        self.registry = registry
+        self.registry, self.lookups, self.spills = registry, lookups, spills
         self._cache = cache
         self._metrics = metrics
         self._failures = failures
@@ -75,7 +82,7 @@ class Router:
         self._for_anyone: dict[type[Any], Callable[[bytes, Any], Reply]] = {
             messages.Hello: registry.hello,
             messages.Ping: self._ping,
-            messages.Status: lambda _identity, _message: self._report(),
+            messages.Status: lambda _identity, message: self._report(message),
         }
         self._for_sessions: dict[type[Any], Callable[[Session, Any, int], Reply]] = {
             messages.Register: lambda session, message, _bytes: registry.register(session, message),
@@ -84,8 +91,13 @@ class Router:
             messages.NotCached: lambda session, message, _bytes: registry.not_cached(session, message),
             messages.Goodbye: lambda session, _message, _bytes: registry.goodbye(session),
             messages.Clear: lambda session, message, _bytes: self._clear(session, message),
-            messages.Lookup: lambda session, message, _bytes: lookups.lookup(session, message),
+            messages.Pin: lambda _session, message, _bytes: pinning.pin(message),
+            messages.Unpin: lambda _session, message, _bytes: pinning.unpin(message),
+            Inspect: lambda _session, message, _bytes: lookups.inspect(message),
+            messages.Lookup: lookups.lookup,
+            messages.Accept: lambda session, message, _bytes: lookups.accept(session, message),
             messages.Release: lambda session, message, _bytes: lookups.release(session, message),
+            Follow: lambda session, message, _bytes: lookups.follow(session, message),
             messages.Store: copies.store,
             messages.Load: copies.load,
         }
@@ -112,9 +124,15 @@ class Router:
             message = self._failure(request, error)
         self._answer(request, message)
 
-    def knows(self, identity: bytes) -> bool:
-        """Whether the client that ROUTER calls `identity` has a session."""
-        return identity in self.registry.sessions
+    def turn_away(self, identity: bytes, frame: memoryview) -> None:
+        """Refuses a request without decoding it, because too many of its process wait."""
+        session = self.registry.sessions.get(identity)
+        process = f"process {session.pid}" if session is not None else "this process"
+        reason = f"too many requests of {process} are already waiting"
+        self._count("other", "refused")
+        self._failures.add(self._system.now_s(), "request turned away", "", reason)
+        with contextlib.suppress(ProtocolError):
+            self._reply(identity, messages.request_id(frame), Refused(messages.OVERLOADED, reason))
 
     def disconnected(self, identity: bytes) -> None:
         """Ends the session of a client whose connection has ended."""
@@ -124,6 +142,7 @@ class Router:
         """Ends the leases and sessions whose time is over; called once a second."""
         self._cache.expire(self._system.now_s())
         self.registry.tick()
+        self.spills.tick()
 
     # -- one request ------------------------------------------------------------------------------
 
@@ -173,8 +192,9 @@ class Router:
             if operation in _REMEMBERED and error.code != messages.NOT_REGISTERED:
                 self._remember(f"{operation} refused", request, str(error))
             # A refused engine is worth a warning; a refused request costs only time.
-            message = request.message if session is not None else None
-            matters = isinstance(message, messages.Register) and self._is_news(message, error.code)
+            matters = (
+                session is not None and operation == "register" and self._is_news(request, session, error)
+            )
             client = "session %(session)d (pid %(pid)d, model %(model)r): " if session is not None else ""
             log_request(
                 logging.WARNING if matters else logging.DEBUG,
@@ -197,10 +217,11 @@ class Router:
         self._remember(f"{operation} failed", request, "the server failed on a request; its log says why")
         return Refused(messages.INTERNAL, "the server failed on this request; its log says why")
 
-    def _is_news(self, message: messages.Register, code: str) -> bool:
-        """Whether this refusal is worth a warning. A refused engine tries again every few seconds, so one is
-        logged at most once a minute."""
-        now_s, name = self._system.now_s(), (message.engine_id, code)
+    def _is_news(self, request: Request, session: Session, error: Refusal) -> bool:
+        """Whether a refused registration is worth a warning. A refused engine tries again every few seconds,
+        so one is logged at most once a minute."""
+        engine_id = getattr(request.message, "engine_id", session.client_id.hex())  # Prove has none
+        now_s, name = self._system.now_s(), (engine_id, error.code)
         if now_s - self._warned_s.pop(name, -math.inf) < WARN_AGAIN_S:
             return False
         self._warned_s[name] = now_s
@@ -234,17 +255,33 @@ class Router:
             raise Refusal(messages.NOT_REGISTERED, "this session has ended: greet the server again")
         return messages.Done()
 
-    def _report(self) -> messages.StatusReport:
-        text = json.dumps(self._status())
+    def _report(self, message: messages.Status) -> messages.StatusReport:
+        text = json.dumps(self._status(message.explain))
         step = STATUS_PIECE_CHARS
         return messages.StatusReport(tuple(text[i : i + step] for i in range(0, len(text), step)))
 
-    def _clear(self, session: Session, message: messages.Clear) -> messages.Cleared:
-        whose = None if message.everything else self.registry.joined_layout(session).namespace
-        chunks = self._cache.clear(whose)
+    def _clear(self, session: Session, message: messages.Clear) -> Reply:
+        """Forgets chunks, and the records of the tiers. Only `lmcache clear` waits for the tiers."""
+        namespaces: list[bytes | None] = [None]
+        if not message.everything:
+            namespaces = [self.registry.joined_layout(session).namespace]
+        elif message.model or message.namespace:
+            namespaces = [*self.registry.named(message.model, message.namespace)]
+        chunks = sum(self._cache.clear(namespace, message.tenant_digits) for namespace in namespaces)
         level = logging.INFO if chunks else logging.DEBUG
         logger.log(level, "cleared: %(chunks)d chunks forgotten", {"chunks": chunks})
-        return messages.Cleared(chunks)
+        # After a reset, an engine uses new keys: no record that is left can serve it.
+        if not self.spills.urls or not message.everything:
+            return messages.Cleared(chunks)
+        if message.tenant_digits:
+            return messages.Cleared(chunks, tuple(f"{url}: {SALT_UNKNOWN}" for url in self.spills.urls))
+        return self._cleared(namespaces, chunks)
+
+    async def _cleared(self, namespaces: list[bytes | None], chunks: int) -> Message:
+        failed = await self.spills.clear(namespaces)
+        # Meanwhile a fetch may have brought some of it back.
+        chunks += sum(map(self._cache.clear, namespaces))
+        return messages.Cleared(chunks, tuple(failed))
 
 
 _REMEMBERED = ("register", "load", "store")
@@ -252,6 +289,8 @@ _REMEMBERED = ("register", "load", "store")
 _OPERATIONS: dict[type[Any], str] = {
     messages.Hello: "hello", messages.Register: "register", messages.Prove: "register",
     messages.Join: "join", messages.NotCached: "not_cached", messages.Lookup: "lookup",
-    messages.Release: "release", messages.Load: "load", messages.Store: "store", messages.Clear: "clear",
+    messages.Accept: "accept", messages.Release: "release", messages.Load: "load",
+    messages.Store: "store", messages.Clear: "clear",
+    messages.Pin: "pin", messages.Unpin: "unpin", Inspect: "inspect", Follow: "follow",
     messages.Status: "status", messages.Ping: "ping", messages.Goodbye: "goodbye",
 }  # fmt: skip

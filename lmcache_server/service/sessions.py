@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache_client.contract.geometry import Geometry, GeometryError, GroupSpec
-from lmcache_client.contract.keys import ModelTag, namespace_id
+from lmcache_client.contract.keys import ModelTag, namespace_fields, namespace_id
 from lmcache_client.contract.messages import MAX_NAME, Memory, NotCached
 from lmcache_server.core.placement import Layout
 from lmcache_server.service.system import Process
@@ -133,7 +133,8 @@ def _layout(model: ModelTag, shards: Sequence[Shard], ephemeral: bool) -> Layout
         for index, group in enumerate(groups)
     )
     namespace = namespace_id(model, [shard.geometry for shard in shards], ephemeral)
-    return Layout(namespace, shards[0].chunk_size, groups, holders, tensor_ranks, ephemeral)
+    name = model.model[:MAX_NAME]
+    return Layout(namespace, shards[0].chunk_size, groups, holders, tensor_ranks, ephemeral, name)
 
 
 def _contents(group: GroupSpec) -> tuple[str, list[int]]:
@@ -176,13 +177,29 @@ class Engines:
         if not engine.shards:
             del self._engines[shard.engine_id]
 
+    def explained(self) -> Iterator[dict[str, Any]]:
+        """What the namespace of each live engine is made of."""
+        for engine in self:
+            if engine.layout is not None:
+                shards = [engine.shards[rank].geometry for rank in sorted(engine.shards)]
+                fields = namespace_fields(engine.model, shards, engine.ephemeral)
+                namespace = engine.layout.namespace.hex()
+                texts = {name: str(value) for name, value in fields.items()}
+                yield {"engine": engine.engine_id, "namespace": namespace, "fields": texts}
+
+
+def _lookahead_tokens(model: ModelTag) -> int:
+    text = dict(model.details).get("lookahead", "")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 4 else 0
+
 
 def namespace_summary(model: ModelTag, layout: Layout) -> dict[str, Any]:
     """What the status report says about a namespace. It is small, because it outlives the engines."""
     return {
         "namespace": layout.namespace.hex(),
-        "model": model.model[:MAX_NAME],
+        "model": layout.model,
         "chunk_size": layout.chunk_size,
+        "lookahead_tokens": _lookahead_tokens(model),
         "world_size": model.world_size,
         "ephemeral": layout.ephemeral,
         "groups": [

@@ -8,7 +8,7 @@ import errno
 import os
 import select
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from lmcache_client.contract.messages import Memory
@@ -70,6 +70,13 @@ class System:
         task = self._loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def future(self) -> "asyncio.Future[None]":
+        return self._loop.create_future()
+
+    async def wait(self, futures: Sequence["asyncio.Future[Any]"], timeout_s: float | None) -> None:
+        """Returns when all are done, or after `timeout_s`."""
+        await asyncio.wait(futures, timeout=timeout_s)
 
     async def all_ended(self, timeout_s: float) -> bool:
         """Waits for everything that was spawned; returns False if some of it still runs after `timeout_s`."""

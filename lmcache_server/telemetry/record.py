@@ -24,7 +24,8 @@ _Positive = Annotated[int, Meta(gt=0, lt=1 << 40)]
 class Event(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """A lookup, or the end of a request. One line of the record: a JSON list of these fields.
 
-    `sparse` says that the model has windows or states, too. `keys` has 16 hex digits of each key.
+    `sparse` says that the model has windows or states, too, and `states` that it has states. `keys` has 16
+    hex digits of each key.
     """
 
     time_s: Annotated[float, Meta(ge=0, lt=1 << 40)]
@@ -33,6 +34,7 @@ class Event(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     chunk_size: _Positive
     chunk_frames: _Positive
     sparse: bool
+    states: bool
     computed_tokens: _Number
     limit_tokens: _Number
     keys: Annotated[str, Meta(pattern="^([0-9a-f]{16})*$")]

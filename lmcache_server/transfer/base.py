@@ -14,6 +14,10 @@ class NoAccessError(CopyError):
     """The server may not read and write the worker's memory; the message says what to change."""
 
 
+class HandleError(NoAccessError):
+    """CUDA does not open the worker's handle. What to change depends on the worker's process."""
+
+
 class Outcome(NamedTuple):
     """How a copy ended: `error` is None if every byte was copied; `num_bytes` is how many were at least."""
 
@@ -29,11 +33,15 @@ class Opened(NamedTuple):
 
 
 class CopyJob(Protocol):
-    """A load (L1 to engine) or a store (engine to L1). Both methods run in the copy thread and may raise."""
+    """A load (L1 to engine) or a store (engine to L1). Both methods run in a copy thread and may raise."""
 
     @property
     def load(self) -> bool:
         """True for a load, False for a store."""
+
+    @property
+    def reads_bytes(self) -> bool:
+        """Whether `build` or `after` reads all bytes, which takes long."""
 
     def build(self) -> Pieces:
         """Returns the pieces to copy."""
@@ -43,7 +51,15 @@ class CopyJob(Protocol):
 
 
 class Mapping(Protocol):
-    """A worker's memory, used by the one thread that copies it."""
+    """A worker's memory. It is used by one thread for each of its lanes, which are sets of directions: True
+    stands for loads, False for stores. In a lane of one direction, copies go on when `copy` has returned."""
+
+    @property
+    def lanes(self) -> Sequence[Sequence[bool]]: ...
+
+    @property
+    def slice_bytes(self) -> dict[bool, int]:
+        """The bytes of one `copy`, by direction."""
 
     @property
     def bases(self) -> Sequence[int]:
@@ -60,8 +76,11 @@ class Mapping(Protocol):
     def copy(self, pieces: Pieces, *, load: bool) -> None:
         """Copies the pieces, or only starts to. Raises CopyError."""
 
-    def finish(self, *, load: bool) -> None:
-        """Waits until every copy in this direction has ended. Raises CopyError."""
+    def num_begun(self, *, load: bool) -> int:
+        """How many copies in this direction have been begun."""
+
+    def finish(self, count: int, *, load: bool) -> None:
+        """Waits until the first `count` copies in this direction have ended. Raises CopyError."""
 
     def close(self) -> None:
         """Gives back what `open` took. Never raises."""

@@ -1,20 +1,28 @@
-"""Copies between pinned L1 and another process's memory on a GPU, which is mapped through its IPC handle."""
+"""Copies between pinned L1 and another process's memory on a GPU, which is mapped by its handles."""
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
 from lmcache_client.contract.messages import NONCE_BYTES, Memory
-from lmcache_kernels.driver import CudaError
+from lmcache_kernels.driver import CudaError, Driver
 from lmcache_kernels.page_copy import PageCopy
-from lmcache_server.transfer.base import CopyError, NoAccessError
+from lmcache_server.transfer.base import CopyError, HandleError, NoAccessError
 from lmcache_server.transfer.gpus import Gpu, Gpus, LostGpuError
+from lmcache_server.transfer.lent import lent
 from lmcache_server.transfer.paths import batches
 from lmcache_server.transfer.pins import Pins
 from lmcache_server.transfer.plan import Pieces
 
 logger = logging.getLogger(__name__)
+
+REMEDIES = {
+    2: "its context on that GPU needs memory: lower vLLM's --gpu-memory-utilization",
+    46: "its compute mode allows one process only: run 'nvidia-smi -c 0' on the host, or use MPS",
+}
+"""What to do about errors of CUDA (CUresult) whose cause is not the handle: no memory, device unavailable."""
 
 
 @dataclass
@@ -24,11 +32,20 @@ class _Lane:
     stream: int
     events: list[int]
     waiting: list[int] = field(default_factory=list)
+    num_begun: int = 0
+
+    @property
+    def num_ended(self) -> int:
+        return self.num_begun - len(self.waiting)
 
 
 class CudaMapping:
-    """The GPU memory of one worker; see `transfer.base.Mapping`. Each direction has up to two slices in
-    flight, so that the bus does not wait for Python."""
+    """The GPU memory of one worker; see `transfer.base.Mapping`. Each direction has a thread, a stream and up
+    to two slices in flight: the bus does not wait for Python."""
+
+    lanes = ((True,), (False,))
+    # Between two slices of stores come the few bytes that the engine itself copies to the host in each step.
+    slice_bytes: ClassVar = {True: 32 << 20, False: 8 << 20}
 
     def __init__(self, memory: Memory, gpus: Gpus, pins: Pins) -> None:
         self.bases: list[int] = []
@@ -36,7 +53,8 @@ class CudaMapping:
         self._gpus = gpus
         self._pins = pins
         self._gpu: Gpu | None = None
-        self._opened: dict[bytes, int] = {}
+        self._opened: dict[bytes | tuple[int, int], int] = {}
+        """By handle, or by descriptor and bytes, where the allocation is mapped."""
         self._lanes: dict[bool, _Lane] = {}
         self._kernel: PageCopy | None = None
 
@@ -53,17 +71,17 @@ class CudaMapping:
                 raise NoAccessError(gpu.lost)
             driver = gpu.driver
             gpu.enter()
-            for handle in memory.handles:
+            gpu.stay_near()
+            shared: tuple[bytes | tuple[int, int], ...] = memory.handles or memory.descriptors
+            for handle in shared:
                 if handle not in self._opened:
-                    self._opened[handle] = driver.open_handle(handle)
+                    self._opened[handle] = self._opened_by(handle, gpu)
             self.bases = [
                 self._opened[handle] + start
-                for handle, (start, _) in zip(memory.handles, memory.buffers, strict=True)
+                for handle, (start, _) in zip(shared, memory.buffers, strict=True)
             ]
             for base, (start, size) in zip(self.bases, memory.buffers, strict=True):
-                first, num_bytes = driver.allocation(base - start)
-                if base < first or base + size > first + num_bytes:
-                    raise CopyError("a buffer reaches beyond the allocation of its handle")
+                _check_range(driver, base, start, size)
             for load in (True, False):
                 events = [driver.create_event() for _ in range(2)]
                 self._lanes[load] = _Lane(driver.create_stream(), events)
@@ -71,10 +89,16 @@ class CudaMapping:
                 self._kernel = PageCopy(driver, function)
             return [driver.read(base, NONCE_BYTES) for base in self.bases]
         except CudaError as error:
-            raise NoAccessError(
-                f"the server cannot open the worker's GPU memory ({error}): both need the same user and, in "
-                "containers, a shared process namespace (--pid=host)"
-            ) from error
+            remedy = REMEDIES.get(error.code, "'nvidia-smi' and the kernel's log may say more")
+            raise NoAccessError(f"the server cannot use the worker's GPU ({error}): {remedy}") from error
+
+    def _opened_by(self, handle: bytes | tuple[int, int], gpu: Gpu) -> int:
+        """The address of the allocation that this handle, or descriptor and bytes, stands for."""
+        if isinstance(handle, bytes):
+            return _open_handle(gpu.driver, handle)
+        descriptor, num_bytes = handle
+        with lent(self._memory.pid, descriptor) as own:
+            return gpu.driver.map_descriptor(own, num_bytes, gpu.ordinal)
 
     def copy(self, pieces: Pieces, *, load: bool) -> None:
         """Enqueues a slice, then waits for the one before it."""
@@ -85,33 +109,40 @@ class CudaMapping:
         self._pins.ensure(pieces)
         try:
             gpu.enter()
-            for batch in batches(pieces, borders=self._pins.borders, kernel=self._kernel is not None):
+            for batch in batches(
+                pieces, borders=self._pins.borders, kernel=load and self._kernel is not None
+            ):
                 local, remote, length = batch.pieces
                 ends = (remote, local) if load else (local, remote)
                 if batch.by_kernel and self._kernel is not None:
                     self._kernel.launch(ends[1], ends[0], length, lane.stream)
                 else:
-                    gpu.driver.copy_batch(*ends, length, lane.stream)
+                    gpu.driver.copy_batch(*ends, length, lane.stream, in_order=not load)
             gpu.driver.record(lane.events[-1], lane.stream)
-            lane.waiting.append(lane.events.pop())
-            if not lane.events:
-                gpu.driver.wait_for(lane.waiting[0])
-                lane.events.append(lane.waiting.pop(0))
-        except CudaError as error:
+        except Exception as error:
+            # This also waits for what has been enqueued and no event stands for.
             raise gpu.check(error, lane.stream) from error
+        lane.waiting.append(lane.events.pop())
+        lane.num_begun += 1
+        if not lane.events:
+            self.finish(lane.num_ended + 1, load=load)
 
-    def finish(self, *, load: bool) -> None:
-        """Waits until every slice of this direction has been copied."""
+    def num_begun(self, *, load: bool) -> int:
+        return self._lanes[load].num_begun
+
+    def finish(self, count: int, *, load: bool) -> None:
+        """Waits until the first `count` slices of this direction have been copied."""
         assert self._gpu is not None
         lane = self._lanes[load]
-        try:
-            # A copy that failed to pin has left another context current.
-            self._gpu.enter()
-            self._gpu.driver.synchronize(lane.stream)
-        except CudaError as error:
-            raise self._gpu.check(error, lane.stream) from error
-        lane.events += lane.waiting
-        lane.waiting.clear()
+        while lane.num_ended < count:
+            event = lane.waiting.pop(0)
+            lane.events.append(event)
+            try:
+                # A copy that failed to pin has left another context current.
+                self._gpu.enter()
+                self._gpu.driver.wait_for(event)
+            except CudaError as error:
+                raise self._gpu.check(error, lane.stream) from error
 
     def close(self) -> None:
         """Waits for all copies and unmaps the worker's memory."""
@@ -125,9 +156,37 @@ class CudaMapping:
             steps += [partial(gpu.driver.destroy_event, event) for event in lane.events + lane.waiting]
         if self._kernel is not None:
             steps.append(self._kernel.close)
-        steps += [partial(gpu.driver.close_handle, address) for address in self._opened.values()]
+        for handle, address in self._opened.items():
+            if isinstance(handle, bytes):
+                steps.append(partial(gpu.driver.close_handle, address))
+            else:
+                steps.append(partial(gpu.driver.unmap, address, handle[1]))
         for step in steps:
             _attempt(step, gpu)
+
+
+def _open_handle(driver: Driver, handle: bytes) -> int:
+    try:
+        return driver.open_handle(handle)
+    except CudaError as error:
+        if error.code in REMEDIES:
+            raise
+        raise HandleError(f"the server cannot open the worker's GPU memory ({error})") from error
+
+
+def _check_range(driver: Driver, base: int, start: int, size: int) -> None:
+    """Raises CopyError unless the `size` bytes at `base`, which is `start` bytes into its handle's
+    allocation, lie in that allocation."""
+    first = base - start
+    try:
+        begins, num_bytes = driver.allocation(first)
+        is_inside = base + size <= begins + num_bytes
+    except CudaError as error:
+        # Nobody else is known to ask this about another process's memory, so a driver may refuse to answer.
+        logger.debug("the range of a worker's memory is not known: %(reason)s", {"reason": str(error)})
+        is_inside = driver.buffer_id(first) == driver.buffer_id(base + size - 1)
+    if not is_inside:
+        raise CopyError("a buffer reaches beyond the allocation of its handle")
 
 
 def _attempt(step: Callable[[], object], gpu: Gpu) -> None:

@@ -8,6 +8,7 @@ import ctypes
 import errno
 import os
 from concurrent.futures import ThreadPoolExecutor, wait
+from typing import ClassVar
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from lmcache_server.transfer.plan import U64, Pieces, merged
 
 MAX_PIECES = 1024
 """The kernel's IOV_MAX: how many pieces each side of one call may have."""
+SLICE_BYTES = 32 << 20
+"""Between slices, loads overtake stores and the end of a process is noticed."""
 MIN_SHARE_BYTES = 1 << 20
 """Less than this is copied before a second thread could wake up."""
 MAX_CALL_BYTES = 1 << 30
@@ -79,6 +82,8 @@ def read(pid: int, address: int, num_bytes: int) -> bytes:
 class HostMapping:
     """The memory of another process; see `transfer.base.Mapping`. `copy` returns when the copy has ended."""
 
+    lanes = ((True, False),)
+    slice_bytes: ClassVar = {True: SLICE_BYTES, False: SLICE_BYTES}
     lost = False
 
     def __init__(self, memory: Memory) -> None:
@@ -130,7 +135,10 @@ class HostMapping:
             wait([other])
         other.result()
 
-    def finish(self, *, load: bool) -> None:
+    def num_begun(self, *, load: bool) -> int:
+        return 0
+
+    def finish(self, count: int, *, load: bool) -> None:
         """Has nothing to wait for."""
 
     def close(self) -> None:
@@ -140,20 +148,25 @@ class HostMapping:
 
 
 def _opened(pid: int) -> int:
-    """A descriptor of the memory of another process of this user; raises NoAccessError."""
-    if pid == os.getpid():
-        raise NoAccessError("this is the memory of the server itself")
+    """A descriptor of the memory of another process of this user; raises CopyError."""
     try:
-        uid = os.stat(f"/proc/{pid}").st_uid
-        if uid != os.geteuid():
-            raise NoAccessError(
-                f"process {pid} belongs to user id {uid} and the server runs as user id {os.geteuid()}: run "
-                "the server as the user of vLLM"
-            )
+        check_user(pid)
         return os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         same = {errno.ENOENT: errno.ESRCH, errno.EACCES: errno.EPERM}
         raise _error(pid, same.get(error.errno or 0, error.errno or 0)) from error
+
+
+def check_user(pid: int) -> None:
+    """Raises NoAccessError unless `pid` is another process of this user, and OSError if it is not visible."""
+    if pid == os.getpid():
+        raise NoAccessError("this is the memory of the server itself")
+    uid = os.stat(f"/proc/{pid}").st_uid
+    if uid != os.geteuid():
+        raise NoAccessError(
+            f"process {pid} belongs to user id {uid} and the server runs as user id {os.geteuid()}: run "
+            "the server as the user of vLLM"
+        )
 
 
 def _error(pid: int, number: int) -> CopyError:

@@ -1,10 +1,11 @@
 """The jobs of the copy thread: loads and stores of several objects."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lmcache_client.contract.geometry import Region
-from lmcache_server.transfer.checksums import check, checksums
+from lmcache_server.core.pool import count_frames
+from lmcache_server.transfer.checksums import DamagedError, check, checksums
 from lmcache_server.transfer.plan import ObjectCopy, Pieces, join, pieces, pieces_of_all
 
 
@@ -13,7 +14,8 @@ class ObjectsJob:
     """The common part of loads and stores of several objects.
 
     `objects` has (group, copy) pairs and `regions` the regions of each group. `bases` are the addresses of
-    the engine's buffers, `l1_address` is L1's, and a frame has `frame_bytes`.
+    the engine's buffers, `l1_address` is L1's, and a frame has `frame_bytes`. `check_l1` raises CopyError if
+    L1 has lost memory, which the job must not touch then.
     """
 
     objects: Sequence[tuple[int, ObjectCopy]]
@@ -21,6 +23,7 @@ class ObjectsJob:
     bases: Sequence[int]
     l1_address: int
     frame_bytes: int
+    check_l1: Callable[[], object]
 
     def pieces_by_object(self) -> list[Pieces]:
         where = self.bases, self.l1_address, self.frame_bytes
@@ -43,7 +46,12 @@ class StoreJob(ObjectsJob):
     checksums: list[bytes] = field(default_factory=list)
     load: bool = field(default=False, init=False)
 
+    @property
+    def reads_bytes(self) -> bool:
+        return self.take_checksums
+
     def build(self) -> Pieces:
+        self.check_l1()
         if not self.take_checksums:
             return self.all_pieces()
         self._pieces = self.pieces_by_object()
@@ -58,12 +66,23 @@ class StoreJob(ObjectsJob):
 @dataclass
 class LoadJob(ObjectsJob):
     """L1 to engine. `stored` has the checksums of each object, empty if unknown, or is None to check nothing.
-    A page that does not match raises DamagedError before any byte is copied."""
+    A page that does not match, or an object that is too small for its pages, raises DamagedError before any
+    byte is copied."""
 
     stored: Sequence[bytes] | None
     load: bool = field(default=True, init=False)
 
+    @property
+    def reads_bytes(self) -> bool:
+        return self.stored is not None
+
     def build(self) -> Pieces:
+        self.check_l1()
+        block_bytes = [sum(region.page_bytes for region in regions) for regions in self.regions]
+        for index, (group, page) in enumerate(self.objects):
+            # Restored from a file: a store reserves enough.
+            if page.num_blocks * block_bytes[group] > count_frames(page.runs) * self.frame_bytes:
+                raise DamagedError(index, 0, page.first_page)
         if self.stored is None:
             return self.all_pieces()
         parts = self.pieces_by_object()

@@ -20,6 +20,7 @@ from lmcache_client.contract.version import VERSION
 CHART = ROOT / "deploy" / "helm" / "lmcache-mp"
 KUBERNETES = ("1.29", "1.34")
 SHAPES = ("default", "gpu", "sidecar", "everything")
+MONITORED = {name: {"enabled": True} for name in ("serviceMonitor", "prometheusRule", "dashboard")}
 Manifest = dict[str, Any]
 
 
@@ -40,7 +41,11 @@ def values(shape: str) -> dict[str, Any]:
             "priorityClassName": "system-node-critical",
             "socket": {"hostPath": "/run/other", "prepare": False},
             "vllm": {"enabled": True, "tokenSecret": "hub", "modelsClaim": "models", "args": ["--seed=1"]},
+            **MONITORED,
             "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+            "extraEnv": [{"name": "TZ", "value": "UTC"}],
+            "extraVolumes": [{"name": "l1", "hostPath": {"path": "/dev/shm"}}],
+            "extraVolumeMounts": [{"name": "l1", "mountPath": "/l1"}],
         }
     path = CHART.parent / "values" / f"{shape}.yaml"
     loaded: dict[str, Any] = tools.module("yaml").safe_load(path.read_text())
@@ -91,6 +96,34 @@ def test_every_manifest_is_valid(shape, version):
     for manifest in checked:
         validate.validate(manifest, version, strict=True)
     assert "Service" in {each["kind"] for each in checked}
+
+
+@pytest.mark.parametrize("shape", ["default", "gpu", "sidecar"])
+def test_a_plain_cluster_knows_every_kind(shape):
+    """Without the CustomResourceDefinitions of an operator."""
+    manifests = render(values(shape))
+    assert {each["apiVersion"] for each in manifests} <= {"v1", "apps/v1"}
+    assert "ConfigMap" not in {each["kind"] for each in manifests}
+
+
+def test_the_values_for_prometheus_add_its_objects():
+    loaded = tools.module("yaml").safe_load((CHART.parent / "values" / "prometheus.yaml").read_text())
+    assert loaded == MONITORED
+    kinds = {each["kind"] for each in render(values("gpu") | loaded)}
+    assert {"ServiceMonitor", "PrometheusRule", "ConfigMap"} <= kinds
+
+
+def test_images_come_from_the_registry_that_the_page_names():
+    """With the --set of docs/containers.md, no image has a name without a registry."""
+    page = (ROOT / "docs" / "containers.md").read_text()
+    given = dict(re.findall(r"--set (\S*image\.repository)=(\S+)", page))
+    assert set(given) == {"image.repository", "vllm.image.repository"}
+    assert set(re.findall(r"docker push (\S+):", page)) == set(given.values())
+    for shape in ("gpu", "sidecar"):
+        named = values(shape) | {"image": {"repository": given["image.repository"]}}
+        named["vllm"]["image"] = {"repository": given["vllm.image.repository"]}
+        pulled = {each["image"] for each in containers(render(named))}
+        assert pulled <= set(re.findall(r"docker push (\S+)", page))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -162,6 +195,23 @@ def test_memory_covers_l1():
     assert server["resources"]["requests"]["memory"] == server["resources"]["limits"]["memory"]
 
 
+def test_the_patch_for_engines_gives_them_what_the_charts_own_engine_has():
+    with tools.module("helm_python.chart").Chart.load(CHART) as chart:
+        files = chart.render({"socket": {"hostPath": "/run/other"}}, name="cache", namespace="ai")
+    notes = next(text for name, text in files.items() if name.endswith("NOTES.txt"))
+    text = "apiVersion:" + notes.partition("apiVersion:")[2].partition("\n\n")[0]
+    patch = tools.module("yaml").safe_load(text)["spec"]["template"]["spec"]
+    (own,) = [each for each in pods(render(values("everything"))) if each["containers"][0]["name"] == "vllm"]
+    assert (patch["hostPID"], patch["enableServiceLinks"]) == (own["hostPID"], own["enableServiceLinks"])
+    assert set(patch["securityContext"]) <= set(own["securityContext"])
+    (container,), (engine, *_) = patch["containers"], own["containers"]
+    assert all(each in engine["env"] for each in container["env"])
+    assert container["volumeMounts"][0]["mountPath"] in {each["mountPath"] for each in engine["volumeMounts"]}
+    (volume,) = patch["volumes"]
+    assert volume["hostPath"] in [each.get("hostPath") for each in own["volumes"]]
+    assert volume["name"] == container["volumeMounts"][0]["name"]
+
+
 def test_services_select_pods_that_have_the_port():
     for shape in SHAPES:
         manifests = render(values(shape))
@@ -178,7 +228,7 @@ def test_services_select_pods_that_have_the_port():
 
 
 def test_the_service_monitor_finds_the_metrics_under_the_name_of_the_alerts():
-    manifests = render(values("gpu"))
+    manifests = render(MONITORED)
     monitor = only(manifests, "ServiceMonitor")["spec"]
     wanted = monitor["selector"]["matchLabels"].items()
     services = [each for each in manifests if each["kind"] == "Service"]
@@ -189,8 +239,16 @@ def test_the_service_monitor_finds_the_metrics_under_the_name_of_the_alerts():
     assert f'up{{job="{job}"}}' in (CHART / "files" / "rules.yml").read_text()
 
 
+@pytest.mark.parametrize("copied", ["prometheus/rules.yml", "grafana/dashboard.json"])
+def test_the_charts_copies_are_up_to_date(copied):
+    """No links: helm says two lines about them at each call."""
+    copy = CHART / "files" / Path(copied).name
+    assert not copy.is_symlink()
+    assert copy.read_bytes() == (ROOT / "deploy" / copied).read_bytes(), f"cp deploy/{copied} {copy}"
+
+
 def test_alerts_and_dashboard_are_the_files_of_the_repository(tmp_path):
-    manifests = render(values("gpu"))
+    manifests = render(MONITORED)
     rules = tools.module("yaml").safe_load((ROOT / "deploy/prometheus/rules.yml").read_text())
     rendered = only(manifests, "PrometheusRule")["spec"]
     assert rendered == rules

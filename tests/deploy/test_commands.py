@@ -1,10 +1,12 @@
 """What the pages tell people to type is typed here, and what they say comes of it comes of it."""
 
 import runpy
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from harness import pages
+from harness.pages import Block
 from harness.paths import MODELS, ROOT
 from harness.processes import new_log
 from harness.reader import Reader, differences
@@ -24,9 +26,10 @@ def demo_model() -> None:
 @pytest.mark.usefixtures("demo_model")
 @pytest.mark.parametrize("page", PAGES, ids=map(pages.name, PAGES))
 def test_what_a_page_says_is_what_happens(page: Path) -> None:
-    with Reader() as reader:
+    blocks = pages.blocks(page)
+    with Reader(blocks) as reader:
         shown = None
-        for block in pages.blocks(page):
+        for block in blocks:
             if block.is_shell:
                 shown = reader.follow(block) if block.is_executed else None
             elif block.language == "text" and shown is not None:
@@ -35,3 +38,19 @@ def test_what_a_page_says_is_what_happens(page: Path) -> None:
 
 def test_pages_for_readers_have_commands() -> None:
     assert {"README.md", "docs/laptop.md", "docs/operations.md"} <= {pages.name(page) for page in PAGES}
+
+
+@pytest.mark.parametrize("activates", [True, False])
+def test_a_page_activates_the_environment_in_each_terminal(activates: bool) -> None:
+    activation = ". .venv/bin/activate\n" if activates else ""
+    first = Block("page:1", "sh", "", "", ". .venv/bin/activate\nlmcache --version", True)
+    second = Block("page:2", "sh", "", "", f"{activation}lmcache --version", True)
+    with Reader([first, second]) as reader:
+        assert "lmcache" in (reader.follow(first) or "")
+        with nullcontext() if activates else pytest.raises(AssertionError, match="exit code 127"):
+            reader.follow(second)
+
+
+def test_a_page_says_where_a_terminal_is_opened() -> None:
+    blocks = [block for block in pages.blocks(ROOT / "docs" / "laptop.md") if block.is_executed]
+    assert sum(block.opens_terminal for block in blocks) == 3

@@ -1,19 +1,25 @@
 """Alerts and dashboard, in a real Prometheus that scrapes a real server with real traffic."""
 
+import importlib.util
+import itertools
 import json
+import math
+import re
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import tools
+from harness import pages, tools
 from harness.paths import ROOT
 from harness.processes import ChildProcess, free_port, tail
 from harness.rawclient import RawEngine, chain, group
@@ -26,6 +32,9 @@ from lmcache_server.telemetry import metrics
 SHIPPED = ROOT / "deploy" / "prometheus"
 WINDOW = "30s"
 START_TIMEOUT_S = 30.0
+SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+SOURCE = 'prompt_tokens_by_source_total{{source="{}",'
+BOUND = 'time_to_first_token_seconds_bucket{{le="{}",'
 KNOWN = {metric.name for metric in metrics.TABLE}
 
 
@@ -57,7 +66,11 @@ def test_every_alert_is_tested_and_says_what_to_do():
     assert fired == {rule["alert"] for rule in alerts}
     for rule in alerts:
         assert rule["labels"]["severity"] in ("info", "warning", "critical")
-        assert "{{ $labels.instance }}" in rule["annotations"]["summary"]
+        named = "job" if "absent(" in rule["expr"] else "instance"
+        assert f"{{{{ $labels.{named} }}}}" in rule["annotations"]["summary"]
+        page, _, anchor = rule["annotations"]["runbook"].partition("#")
+        assert anchor == rule["alert"].lower()
+        assert anchor in pages.anchors(ROOT / page)
         assert rule["annotations"]["description"].endswith(".")
 
 
@@ -66,6 +79,23 @@ def test_every_metric_that_is_named_exists_and_every_metric_is_shown():
     alerted = set().union(*(dashboard.metrics_in(rule["expr"]) for rule in rules()))
     assert shown | alerted <= KNOWN
     assert shown == KNOWN
+
+
+def test_every_metric_of_vllm_that_is_named_exists():
+    """In this vLLM or in the connector."""
+    declared = importlib.util.find_spec("vllm")
+    assert declared is not None
+    assert declared.origin is not None
+    sources = [
+        Path(declared.origin).parent / "v1/metrics/loggers.py",
+        ROOT / "lmcache_client/connector/stats.py",
+    ]
+    texts = "".join(path.read_text() for path in sources)
+    expressions = [*(each for _, each in dashboard.queries()), *(rule["expr"] for rule in rules())]
+    named = set().union(*map(dashboard.vllm_metrics_in, expressions))
+    assert len(named) >= 4
+    for name in named:
+        assert f'"{name}"' in texts or f'"{name.removeprefix("vllm:lmcache_mp_")}"' in texts, name
 
 
 def test_the_dashboard_is_in_order():
@@ -123,12 +153,45 @@ class Prometheus:
         wait_until(reached, START_TIMEOUT_S, what, interval_s=0.1)
 
 
+@contextmanager
+def vllm_series() -> Iterator[str]:
+    """The address of the series of vLLM that the dashboard shows, which grow. That they are vLLM's is for
+    another test to say."""
+    scrapes = itertools.count(1)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            grown = 100 * next(scrapes)
+            values = dict.fromkeys(["prompt_tokens_total{", *map(SOURCE.format, SOURCES)], grown)
+            values |= dict.fromkeys(map(BOUND.format, ("0.5", "1.0", "+Inf")), grown)
+            values |= {"lmcache_mp_connected{": 1, "lmcache_mp_late_lookups_total{": 0}
+            lines = [f'vllm:{name}model_name="served",engine="0"}} {value}' for name, value in values.items()]
+            body = ("\n".join(lines) + "\n").encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 def start_prometheus(stack: ExitStack, directory: Path, instance: str) -> Prometheus:
-    """With the configuration of deploy/, but for the address of the server and the pace."""
+    """With the configuration of deploy/, but for the addresses of the server and of vLLM, and the pace."""
     text = (SHIPPED / "prometheus.yml").read_text()
-    assert text.count("lmcache:8080") == 1
+    assert text.count("lmcache:8080") == text.count("vllm:8000") == 1
     assert text.count("interval: 15s") == 2
-    text = text.replace("lmcache:8080", instance).replace("interval: 15s", "interval: 250ms")
+    text = text.replace("lmcache:8080", instance).replace("vllm:8000", stack.enter_context(vllm_series()))
+    text = text.replace("interval: 15s", "interval: 250ms")
     (directory / "prometheus.yml").write_text(text)
     (directory / "rules.yml").write_text((SHIPPED / "rules.yml").read_text())
     port = free_port()
@@ -180,40 +243,74 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         yield watching
 
 
+def test_a_server_that_nobody_uses_shows_no_error_and_nothing_that_is_no_number(tmp_path):
+    """Where a quotient has nothing to divide by, the panel says so, or shows nothing."""
+    with ExitStack() as stack:
+        idle = stack.enter_context(LMCacheServer(l1_size_gb=0.012))
+        watching = start_prometheus(stack, tmp_path, f"127.0.0.1:{idle.http_port}")
+        # Two scrapes make a rate.
+        watching.wait_for("count_over_time(lmcache_sessions[30s])", 3)
+        shown = {}
+        for title, expression in dashboard.queries():
+            if "vllm:" not in expression:
+                query = dashboard.filled_in(expression, WINDOW, instance=watching.instance)
+                shown[title] = watching.samples(query)
+                assert all(map(math.isfinite, shown[title])), f"{title}: {expression}"
+        panels = {panel["title"]: panel.get("fieldConfig") for panel in dashboard.load()["panels"]}
+        assert shown["Hit rate"] == []
+        assert panels["Hit rate"]["defaults"]["noValue"] == "no lookups"
+        assert sum(map(bool, shown.values())) > 10, "most of them are 0"
+
+
 @pytest.mark.parametrize("instance", ["one", "all"])
 def test_every_query_of_the_dashboard_shows_something(prometheus, instance):
     """With one server chosen, and with Grafana's All."""
-    chosen = prometheus.instance if instance == "one" else None
+    chosen = {"instance": prometheus.instance} if instance == "one" else {}
     asked = 0
     for title, expression in dashboard.queries():
-        found = prometheus.samples(dashboard.filled_in(expression, chosen, WINDOW))
+        found = prometheus.samples(dashboard.filled_in(expression, WINDOW, **chosen))
         assert [each for each in found if each == each], f"{title}: {expression}"
         asked += 1
     assert asked > 30
 
 
-def test_another_server_is_not_shown(prometheus):
-    """So the variable is in every query."""
+def test_another_server_or_model_is_not_shown(prometheus):
+    """So the variables are in every query."""
+    by_model = [metric.name for metric in metrics.TABLE if metric.by_model]
     for title, expression in dashboard.queries():
-        assert not prometheus.samples(dashboard.filled_in(expression, "127.0.0.1:1", WINDOW)), title
+        others = {"served": "none"} if "vllm:" in expression else {"instance": "127.0.0.1:1"}
+        assert not prometheus.samples(dashboard.filled_in(expression, WINDOW, **others)), title
+        if any(name in expression for name in by_model):
+            assert not prometheus.samples(dashboard.filled_in(expression, WINDOW, model="none")), title
+
+
+def totals(expression: str) -> str:
+    """The expression with the counters themselves instead of their rates. Prometheus estimates the rate of a
+    young counter, and its estimates of a sum and of the parts differ."""
+    return re.sub(r"rate\(([^\[\]]*)\[[^\]]*\]\)", r"\1", expression)
 
 
 def test_the_figures_are_right(prometheus):
     """Hit rates of traffic of which every second lookup hit; every token in one outcome; L1 added up."""
     now_s = time.time()
 
-    def shown(title: str) -> list[float]:
-        expressions = [expression for name, expression in dashboard.queries() if name == title]
-        filled = [dashboard.filled_in(each, prometheus.instance, WINDOW) for each in expressions]
+    def shown(title: str, change: Callable[[str], str] = str) -> list[float]:
+        expressions = [change(expression) for name, expression in dashboard.queries() if name == title]
+        filled = [dashboard.filled_in(each, WINDOW, instance=prometheus.instance) for each in expressions]
         return [sum(prometheus.samples(each, now_s)) for each in filled]
 
     assert 0.4 < shown("Hit rate")[0] < 0.6
-    outcomes, looked_up = shown("Where each looked-up token went")
-    assert outcomes == pytest.approx(looked_up, rel=0.01)
-    assert looked_up > 0
+    assert shown("Where each looked-up token went")[1] > 0
+    outcomes, looked_up = shown("Where each looked-up token went", totals)
+    assert outcomes == looked_up > 0
     ready, reserved, free, capacity, *_ = shown("Occupancy")
     assert ready + reserved + free == capacity > 0
     assert shown("Failed copies") == [0]
+    why = "Why tokens were not found"
+    assert shown(why)[0] > 0
+    (missed,) = (expression for name, expression in dashboard.queries() if name == why)
+    by_reason = dashboard.filled_in(missed, WINDOW, instance=prometheus.instance)
+    assert sum(each > 0 for each in prometheus.samples(by_reason, now_s)) == 1, "never stored"
 
 
 def test_every_rule_is_evaluated_and_none_fires_for_a_server_that_is_well(prometheus):

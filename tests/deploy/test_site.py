@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from harness.paths import ROOT
 
+from lmcache_client.contract.version import VERSION
+
 ASSET = re.compile(r"<(?:script|img|link|iframe|source)\b[^>]*?\b(?:src|href)=[\"']?([^\"'\s>]+)")
 
 
@@ -48,6 +50,17 @@ def test_every_page_can_be_found(site: Path) -> None:
     index = (site / "search" / "search_index.json").read_text()
     for page in (ROOT / "docs").glob("*.md"):
         assert f'"location":"{page.stem}/"' in index.replace(": ", ":") or page.stem == "index"
+
+
+def test_a_warning_looks_like_one_and_the_version_is_named(site: Path) -> None:
+    for page in (site / "index.html", site / "gpu-node" / "index.html"):
+        text = page.read_text()
+        warning = re.findall(r'<div class="admonition warning">.*?</div>', text, re.DOTALL)
+        assert len(warning) == 1, page
+        assert "This release has not been run on a GPU" in warning[0]
+        assert "</a>" in warning[0], "the text below the title, with its links"
+        assert "<blockquote>" not in text
+        assert f"lmcache-mp {VERSION}" in text
 
 
 def test_mistakes_end_the_build(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from pathlib import Path
 import pytest
 from harness.paths import ROOT
 from harness.waiting import wait_until
+
+from lmcache_client.contract.version import VERSION
 
 ENVIRONMENT = {name: os.environ[name] for name in ("PATH", "LANG", "HOME") if name in os.environ}
 PACKAGES = {"lmcache_client", "lmcache_kernels", "lmcache_server"}
@@ -107,6 +110,7 @@ def test_installed_it_serves_is_typed_and_uninstalled_it_is_gone(
     here = {"env": environment, "cwd": tmp_path}
     lmcache = empty / "bin/lmcache"
     assert "doctor" in run(lmcache, "--help", **here)
+    assert run(empty / "bin/lmcache-mp", "--help", **here) == run(lmcache, "--help", **here)
     plugins, heavy = map(json.loads, run(empty / "bin/python", "-c", ALL, **here).splitlines())
     assert (plugins, heavy) == (["lmcache_client.connector.plugin:register"], [])
     with subprocess.Popen(
@@ -129,6 +133,84 @@ def test_installed_it_serves_is_typed_and_uninstalled_it_is_gone(
     assert files(empty) == before
     none_left = "from importlib.metadata import *; print(len(entry_points(group='vllm.general_plugins')))"
     assert run(empty / "bin/python", "-c", none_left, **here) == "0\n"
+
+
+def test_what_a_release_checks_of_an_installed_wheel(wheel: Path, empty: Path) -> None:
+    release = runpy.run_path(str(ROOT / "scripts" / "release.py"))
+    with pytest.raises((SystemExit, FileNotFoundError)):
+        release["serve"](empty / "bin")  # nothing is installed there
+    run(*PIP, "--python", empty / "bin/python", "install", "--no-index", wheel)
+    assert release["serve"](empty / "bin").startswith(f"installed and asked: lmcache server {VERSION}, pid ")
+    run(*PIP, "--python", empty / "bin/python", "uninstall", "--yes", "lmcache-mp")
+
+
+def test_beside_lmcache_the_second_name_of_the_command_stays_ours(
+    wheel: Path, empty: Path, tmp_path: Path
+) -> None:
+    """As LMCache does, another package installs a command `lmcache`, after ours."""
+    (tmp_path / "lmcache").mkdir()
+    (tmp_path / "lmcache" / "__init__.py").write_text("def main(): print('another')\n")
+    (tmp_path / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n'
+        '[project]\nname = "lmcache"\nversion = "0"\nscripts = { lmcache = "lmcache:main" }\n'
+        '[tool.setuptools]\npackages = ["lmcache"]\n'
+    )
+    run(*PIP, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", tmp_path, tmp_path)
+    install = [*PIP, "--python", empty / "bin/python", "install", "--no-index"]
+    run(*install, wheel)
+    run(*install, next(tmp_path.glob("*.whl")))
+    assert run(empty / "bin/lmcache", cwd=tmp_path / "lmcache") == "another\n"
+    command = [empty / "bin/lmcache-mp", "doctor"]
+    doctor = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert doctor.stderr.startswith("lmcache: LMCache is in this Python environment, too")
+    assert "warn  command: LMCache is here, too" in doctor.stdout
+    uninstall = [*PIP, "--python", empty / "bin/python", "uninstall", "--yes"]
+    run(*uninstall, "lmcache")
+    assert not (empty / "bin/lmcache").exists()
+    assert "doctor" in run(empty / "bin/lmcache-mp", "--help")
+    run(*uninstall, "lmcache-mp")
+
+
+def test_a_release_says_what_this_machine_cannot_build(monkeypatch, tmp_path) -> None:
+    release = runpy.run_path(str(ROOT / "scripts" / "release.py"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert release["chart"](ROOT) == "chart: not packaged, because there is no helm here"
+    assert "neither docker nor podman works here" in release["images"](ROOT, VERSION)
+
+
+def test_the_release_workflow_runs_what_exists() -> None:
+    yaml = pytest.importorskip("yaml")
+    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    script = "\n".join(step.get("run", "") for step in steps)
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"test", "release"} <= set(re.findall(r"make ([a-z-]+)", script)) <= targets
+    files = re.findall(r"-f (\S+)|(?<= )([\w/]+\.(?:py|md))\b", script)
+    assert len(files) >= 3
+    assert all((ROOT / (first or second)).exists() for first, second in files)
+    assert all(re.search(r"@\S*v\d", step["uses"]) for step in steps if "uses" in step)
+    (version_step,) = [step["run"] for step in steps if "VERSION = " in step.get("run", "")]
+    here = {"GITHUB_REF_NAME": f"v{VERSION}", "PATH": os.environ["PATH"]}
+    run("bash", "-c", version_step, cwd=ROOT, env=here)
+    with pytest.raises(AssertionError):
+        run("bash", "-c", version_step, cwd=ROOT, env=here | {"GITHUB_REF_NAME": "v9.9"})
+
+
+def test_nobody_is_told_to_install_from_an_index_what_no_index_has() -> None:
+    """A name that is not registered is a stranger's on the day that somebody takes it."""
+    told = re.compile(r"(pip|uv) install[^\n`]*(?<![/\w.-])lmcache-mp(?![-\w/])")
+    places = [
+        ROOT / each for each in ("lmcache_client", "lmcache_server", "kernels", "docs", "deploy", "scripts")
+    ]
+    files = [
+        path
+        for place in places
+        for path in place.rglob("*")
+        if path.suffix in {".py", ".md", ".json", ".html"}
+    ]
+    files += [*ROOT.glob("*.md"), ROOT / "Makefile", *(ROOT / "deploy").rglob("Dockerfile*")]
+    assert len(files) > 100
+    assert not [(str(path), found[0]) for path in files if (found := told.search(path.read_text()))]
 
 
 def test_transformers_does_not_take_the_directory_kernels_for_a_package():

@@ -10,7 +10,7 @@ from harness.waiting import wait_until
 from test_hostile_server import PATIENCE_S, Steps, hostile, short_deadlines, steps
 
 from lmcache_client.contract.messages import Load, Store
-from lmcache_client.memory.cuda import CudaExport, _Fence
+from lmcache_client.memory.cuda import CudaExport, _Fence, _Shared
 from lmcache_client.memory.host import HostExport
 from lmcache_kernels.driver import CudaError
 
@@ -29,6 +29,12 @@ class Events:
     def create_event(self) -> int:
         return 1
 
+    def create_stream(self) -> int:
+        return 2
+
+    def destroy_stream(self, stream: int) -> None:
+        assert stream == 2
+
     def record(self, event: int, stream: int) -> None:
         self._fail("record")
 
@@ -46,6 +52,8 @@ class FencedExport(HostExport):
     def __init__(self, inner: HostExport, events: Events) -> None:
         super().__init__(inner._buffers)
         self._fence = _Fence(events, 0, lambda: 0)  # type: ignore[arg-type]
+        self._shared = _Shared(events, (), False)  # type: ignore[arg-type]
+        self._stream, self._driver = events.create_stream(), events
 
     failure = CudaExport.failure  # type: ignore[assignment]
     after_compute = CudaExport.after_compute  # type: ignore[assignment]

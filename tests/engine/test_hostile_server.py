@@ -155,7 +155,8 @@ class Steps:
             kv_connector_block_state=SimpleNamespace(get_block_ids=tables, boundary_state_offloads=states),
         )
         metadata = prompt_call(self.scheduler.step, output)
-        prompt_call(self.worker.submit, metadata)
+        prompt_call(self.worker.submit, metadata.loads)
+        prompt_call(self.worker.submit, metadata.stores)
         results = prompt_call(self.worker.collect, metadata.idle)
         report: Any = SimpleNamespace(
             finished_recving=results.loaded,

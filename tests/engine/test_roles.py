@@ -105,6 +105,7 @@ def test_an_adapter_never_gets_the_kv_of_another_or_of_the_base_model(
     server: LMCacheServer, tmp_path: Path
 ) -> None:
     first, second = adapter(tmp_path / "first", 1), adapter(tmp_path / "second", 2)
+    copied = shutil.copytree(first, tmp_path / "elsewhere" / "copy")
     with Engine("llama", server=server, enable_lora=True, max_lora_rank=8, max_loras=2) as engine:
         base = engine.run(CACHED)
         outputs = {}
@@ -119,13 +120,36 @@ def test_an_adapter_never_gets_the_kv_of_another_or_of_the_base_model(
             again = engine.run(CACHED, lora=lora)
             assert again.external_tokens == 512
             assert again.output == outputs[lora].output
+        assert engine.reset_prefix_cache()
+        again = engine.run(CACHED, lora=str(copied))
+        assert again.external_tokens == 512, "the same adapter, at another path"
+        assert again.output == outputs[first].output
+        late = shutil.copytree(first, tmp_path / "late")
+        assert engine.reset_prefix_cache()
+        assert engine.run(CACHED, lora=str(late)).external_tokens == 0, (
+            "it could have changed since it was loaded"
+        )
+    shutil.rmtree(first)
+    adapter(Path(first), 3)
+    with Engine("llama", server=server, enable_lora=True, max_lora_rank=8, max_loras=2) as engine:
+        replaced = engine.run(CACHED, lora=first)
+        assert replaced.external_tokens == 0, "another adapter, at the same path"
+        assert replaced.output != outputs[first].output
 
 
-def test_weights_that_are_replaced_in_place_share_nothing(server: LMCacheServer, tmp_path: Path) -> None:
+def test_copies_of_a_model_share_and_weights_that_are_replaced_in_place_do_not(
+    server: LMCacheServer, tmp_path: Path
+) -> None:
     model = shutil.copytree(model_path("llama"), tmp_path / "model")
     with Engine(str(model), server=server) as engine:
+        explained = server.cli("status", "--explain").stdout.splitlines()
         before = engine.run(CACHED)
-    with Engine(str(model), server=server) as engine:
+    copied = shutil.copytree(model, tmp_path / "copy", copy_function=shutil.copyfile)
+    with Engine(str(copied), server=server) as engine:
+        of_the_copy = server.cli("status", "--explain").stdout.splitlines()
+        assert of_the_copy[1:] == explained[1:], "the first line has the engine's id"
+        assert any(line.startswith("  detail weights: ") for line in explained)
+        assert str(tmp_path) not in "".join(explained)
         again = engine.run(CACHED)
         assert again.external_tokens == 512
         assert again.output == before.output

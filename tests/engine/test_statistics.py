@@ -1,16 +1,37 @@
 """What vLLM says of the connector: its log line of KV transfers and its Prometheus series."""
 
 import json
+import logging
 import re
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
+import pytest
 from harness.engine import Engine
+from harness.processes import free_port
 from harness.prompts import prompt
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
 
-from lmcache_client.connector.stats import COUNTERS, LOAD_SECONDS, LOADS, PREFIX, STORED, TransferStats
+from lmcache_client.channel import unsent
+from lmcache_client.connector import absence
+from lmcache_client.connector.log import logger
+from lmcache_client.connector.request import Asking, Tracked
+from lmcache_client.connector.scheduler import SchedulerSide
+from lmcache_client.connector.settings import Settings
+from lmcache_client.connector.stats import (
+    CONNECTED,
+    COUNTERS,
+    LATE_LOOKUPS,
+    LOAD_SECONDS,
+    LOADS,
+    PREFIX,
+    STORED,
+    TransferStats,
+)
+from lmcache_client.contract.geometry import FULL, GroupSpec
+from lmcache_client.transport import System
 
 CACHED = prompt(700, 1)
 
@@ -58,7 +79,9 @@ def test_loads_and_stores_are_in_vllms_log_and_metrics(start_server: Callable[..
     log_often = {"VLLM_LOG_STATS_INTERVAL": "0.1", "VLLM_LOGGING_LEVEL": "DEBUG"}
     with Engine("gemma3", server=server, env=log_often) as engine:
         assert set(series(engine).values()) == {0}
+        assert PREFIX + CONNECTED not in engine.metrics(), "no step has told it yet"
         engine.run(CACHED)
+        assert engine.metrics()[PREFIX + CONNECTED] == 1
         assert engine.reset_prefix_cache()
         assert engine.run(CACHED).external_tokens == 512
         check_the_last_request_can_be_followed(engine, server)
@@ -71,6 +94,7 @@ def test_loads_and_stores_are_in_vllms_log_and_metrics(start_server: Callable[..
         engine.run(prompt(20, 2))
         lines = [line for line in engine.log.read_text().splitlines() if "KV Transfer metrics:" in line]
         assert any("loads=1, loaded_tokens=512" in line and "mean_load_ms=" in line for line in lines)
+        assert all(line.endswith("connected=1") for line in lines)
 
         assert engine.reset_prefix_cache()
         engine.call("kill_server_at_load", pid=server.pid)
@@ -78,6 +102,12 @@ def test_loads_and_stores_are_in_vllms_log_and_metrics(start_server: Callable[..
         found = series(engine)
         assert (found["loads"], found["failed_loads"], found["loaded_tokens"]) == (1, 1, 512)
         assert found[f"{LOAD_SECONDS}_count"] == 2
+
+        def is_known_to_be_alone() -> bool:
+            engine.run(prompt(20, 2))
+            return engine.metrics()[PREFIX + CONNECTED] == 0
+
+        wait_until(is_known_to_be_alone, 10.0, "the engine says that it has no server")
 
 
 def test_all_workers_and_both_sides_add_up_in_vllms_multi_connector(server: LMCacheServer) -> None:
@@ -122,6 +152,52 @@ def test_what_is_taken_is_counted_once() -> None:
     assert taken.data[STORED] == 3
 
 
+class FastClock(System):
+    """Five minutes of it are a second."""
+
+    def now_s(self) -> float:
+        return 300 * super().now_s()
+
+
+def test_an_engine_without_a_server_says_so_every_ten_minutes(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logger, "propagate", False)
+    logger.addHandler(caplog.handler)
+    groups = (GroupSpec(FULL, 16, 0, "", ()),)
+    port = free_port()
+    scheduler = SchedulerSide(Settings("127.0.0.1", port), "alone", groups, 1, True, True, system=FastClock())
+    try:
+        scheduler.start()
+        reminders = lambda: [each for each in caplog.messages if "has not served this engine" in each]  # noqa: E731
+        wait_until(lambda: len(reminders()) >= 2, 60.0, "the log has two lines")
+        stats = scheduler.take_stats()
+        assert stats is not None
+        assert stats.to_dict() == {CONNECTED: 0}
+    finally:
+        scheduler.channel.close()
+        logger.removeHandler(caplog.handler)
+    minutes = [int(each.split()[2]) for each in reminders()]
+    assert all(said >= number * absence.REMIND_S / 60 for number, said in enumerate(minutes, 1))
+    assert f"tcp://127.0.0.1:{port}" in reminders()[0]
+    assert "lmcache.mp.port" in reminders()[0]
+    assert {each.levelno for each in caplog.records if "has not served" in each.message} == {logging.WARNING}
+
+
+def test_a_lookup_without_an_answer_in_time_is_counted() -> None:
+    groups = (GroupSpec(FULL, 16, 0, "", ()),)
+    scheduler = SchedulerSide(Settings("127.0.0.1", free_port()), "late", groups, 1, True, True)
+    tracked = Tracked(
+        SimpleNamespace(request_id="request", lora_request=None, trace_headers=None, cache_salt=None)
+    )  # type: ignore[arg-type]
+    asked = Asking(unsent("the lmcache server did not answer in time"), 0, 16, 0.0)
+    assert scheduler._answered(tracked, asked, 0) is None
+    stats = scheduler.take_stats()
+    scheduler.channel.close()
+    assert stats is not None
+    assert stats.to_dict() == {LATE_LOOKUPS: 1, CONNECTED: 0}
+
+
 def test_sums_leave_their_parts_alone() -> None:
     first, second = (
         TransferStats({STORED: 3, LOAD_SECONDS: [0.5]}),
@@ -132,3 +208,5 @@ def test_sums_leave_their_parts_alone() -> None:
     assert first.data == {STORED: 3, LOAD_SECONDS: [0.5]}
     assert total.reduce() == {LOADS: 2, STORED: 3, "mean_load_ms": 1166.667, "max_load_ms": 1500.0}
     assert not TransferStats().reduce()
+    latest = total.aggregate(TransferStats({CONNECTED: 0})).aggregate(TransferStats({CONNECTED: 1}))
+    assert latest.aggregate(TransferStats({CONNECTED: 1})).data[CONNECTED] == 1, "the latest, not the sum"

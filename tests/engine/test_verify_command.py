@@ -72,8 +72,24 @@ def test_a_right_cache_is_found_right_a_wrong_one_wrong(tmp_path: Path) -> None:
         assert report["right"]
         assert [each["served_tokens"] > 0 for each in report["prompts"]] == [True] * 3
         assert all(each["logprobs"] == "equal" and each["text_equal"] for each in report["prompts"])
-        hits = server.metrics()['lmcache_tokens_total{outcome="hit"}']
+        counts = server.metrics()
+        hits = counts['lmcache_test_tokens_total{outcome="hit",test="verify"}']
         assert hits >= sum(each["served_tokens"] for each in report["prompts"]) > 0
+        assert counts['lmcache_test_objects_total{outcome="stored",test="verify"}'] > 0
+        assert counts["lmcache_tokens_requested_total"] == 0, "nothing of it is in the hit rate"
+        assert counts['lmcache_objects_total{outcome="stored"}'] == 0
+
+        inspect = [*COMMAND[:-1], "inspect", str(prompts), "--url", url, "--json", "--port", str(server.port)]
+        done = subprocess.run(inspect, capture_output=True, text=True, check=False, env=server.environment)
+        assert (done.returncode, done.stderr) == (1, "")
+        assert [row["resume_tokens"] for row in json.loads(done.stdout)] == [0] * 3, "each had its own salt"
+        warm = [*COMMAND[:-1], "warm", url, str(prompts), "--port", str(server.port)]
+        subprocess.run(warm, capture_output=True, text=True, check=False, env=server.environment)
+        done = subprocess.run(inspect, capture_output=True, text=True, check=False, env=server.environment)
+        rows = json.loads(done.stdout)
+        assert all(row["resume_tokens"] == row["limit_tokens"] > 0 for row in rows), "text, as vLLM has it"
+        assert done.returncode == 0
+        assert {group["kind"] for group in rows[0]["groups"]} == {"full", "recurrent"}
 
         with damaged(file):
             code, out, err = verify(url, "--tokens", "1300")

@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+from harness.api_server import ApiServer
 from harness.other_vllm import other_vllm, run_python
+from harness.server import LMCacheServer
 
 from lmcache_client.connector import surface
 from lmcache_client.contract.version import VERSION, too_old, untested
@@ -119,3 +121,16 @@ def test_a_name_or_an_argument_that_is_gone_is_found(tmp_path: Path) -> None:
             "KVTransferConfig.kv_load_failure_policy",
         ]
     )
+
+
+def test_a_wrong_key_ends_vllm_with_one_sentence_before_it_loads_the_weights() -> None:
+    vllm = ApiServer("llama", LMCacheServer(), **{"lmcache.mp.prot": 1})
+    with pytest.raises(RuntimeError, match="exit code 1"):
+        vllm.__enter__()
+    log = vllm.log.read_text()
+    assert log.splitlines()[-1] == (
+        "RuntimeError: lmcache: unknown key 'lmcache.mp.prot' in kv_connector_extra_config: "
+        "did you mean lmcache.mp.port?"
+    )
+    assert "EngineCore" not in log
+    assert "oading weights" not in log

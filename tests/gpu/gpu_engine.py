@@ -106,14 +106,24 @@ def memset(driver: Driver, address: int, value: int, num_bytes: int, stream: int
 class GpuEngine(RawEngine):
     """`stream` is where the engine computes."""
 
-    def __init__(self, address: str, layout: Layout, num_blocks: int, engine_id: str = "engine") -> None:
+    def __init__(
+        self,
+        address: str,
+        layout: Layout,
+        num_blocks: int,
+        engine_id: str = "engine",
+        allocate: Callable[[int], tuple[int, object]] = allocate,
+    ) -> None:
         self.driver = loaded()
         # Inside a larger allocation, as torch gives it.
         self._allocation, self._keeper = allocate(OFFSET + layout.num_bytes)
         self.address = self._allocation + OFFSET
         self.stream = self.driver.create_stream()
-        export = CudaExport(((self.address, layout.num_bytes),), lambda: self.stream)
-        super().__init__(address, layout.groups, num_blocks, engine_id, export=export)
+        self._num_bytes = layout.num_bytes
+        super().__init__(address, layout.groups, num_blocks, engine_id, export=self.exported())
+
+    def exported(self) -> CudaExport:
+        return CudaExport(((self.address, self._num_bytes),), lambda: self.stream)
 
     def pages(self, group_index: int, block: int) -> NDArray[np.uint8]:
         return np.concatenate(
@@ -138,8 +148,8 @@ class GpuEngine(RawEngine):
         return self.address + region.offset + block * region.stride_bytes
 
     def close(self) -> None:
-        self.export.close()
         super().close()
+        self.export.close()
         self.driver.synchronize(self.stream)
         self.driver.destroy_stream(self.stream)
         if self._keeper is None:

@@ -12,12 +12,13 @@ from gpu_engine import GpuEngine, allocate, fused, memset
 from harness.rawclient import chain
 
 from lmcache_client.contract.keys import ROOT_KEY
-from lmcache_client.contract.messages import Done, Load, Stored, StoreObject
+from lmcache_client.contract.messages import NONCE_BYTES, Done, Load, Stored, StoreObject
+from lmcache_client.memory.cuda import CudaExport
 
 CHUNK_SIZE, PAGE_BYTES, BLOCKS = 16, 64 << 10, 64
 ROUNDS = int(os.environ.get("ORDER_ROUNDS", "2000"))
 BUSY_BYTES = int(os.environ.get("BUSY_BYTES", str(256 << 20)))
-BUSY = int(os.environ.get("BUSY_COUNT", "8"))
+BUSY = int(os.environ.get("BUSY_COUNT", "64"))
 
 
 class Computing:
@@ -59,7 +60,9 @@ class Computing:
 @pytest.fixture
 def computing(start_server, start_engine, stack):
     def start(waits: bool) -> Computing:
-        engine = start_engine(start_server(chunk_size=CHUNK_SIZE), fused(PAGE_BYTES, BLOCKS), BLOCKS)
+        engine = start_engine(
+            start_server(chunk_size=CHUNK_SIZE, checksums=False), fused(PAGE_BYTES, BLOCKS), BLOCKS
+        )
         it = Computing(engine, waits)
         stack.callback(it.close)
         return it
@@ -67,10 +70,10 @@ def computing(start_server, start_engine, stack):
     return start
 
 
-def wrong_stores(it: Computing, rounds: int) -> int:
+def wrong_stores(it: Computing, rounds: int, first: int = 0) -> int:
     """Rounds in which what was stored is not what the step computed."""
     wrong = 0
-    for number in range(rounds):
+    for number in range(first, first + rounds):
         (key,) = chain(range(number, number + CHUNK_SIZE), CHUNK_SIZE)
         value = 1 + number % 255
         it.keep_busy()
@@ -125,3 +128,44 @@ def test_with_the_wait_no_round_is_wrong(computing, wrong):
 @pytest.mark.parametrize("wrong", [wrong_stores, wrong_loads])
 def test_without_the_wait_rounds_are_wrong(computing, wrong):
     assert wrong(computing(False), 50) > 0, "the order does not matter here, so the other tests show nothing"
+
+
+def test_a_store_waits_for_the_stream_that_is_current_when_it_is_asked_for(computing):
+    """vLLM computes on a stream of torch that need not be the one of its start."""
+    it = computing(True)
+    for turn in range(3):
+        before, it.engine.stream = it.engine.stream, it.engine.driver.create_stream()
+        assert wrong_stores(it, 5, 5 * turn) == 0
+        it.engine.driver.synchronize(before)
+        it.engine.driver.destroy_stream(before)
+
+
+def test_a_store_waits_for_the_current_stream_of_torch(computing):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch has no GPU here")
+    it = computing(True)
+    own, streams = it.engine.stream, [torch.cuda.Stream() for _ in range(2)]
+    for turn, stream in enumerate(streams):
+        with torch.cuda.stream(stream):
+            it.engine.stream = torch.cuda.current_stream().cuda_stream
+            assert wrong_stores(it, 20, 20 * turn) == 0
+    it.engine.stream = own
+
+
+def test_a_proof_waits_until_the_allocator_has_cleared_the_memory(driver):
+    """The allocator clears it on a stream that nobody else waits for."""
+    address, keeper = allocate(BUSY_BYTES)
+    stream = driver.create_stream()
+    driver.write(address, b"\x77" * NONCE_BYTES)
+    for _ in range(BUSY):
+        memset(driver, address, 0, BUSY_BYTES, stream)
+    export = CudaExport(((address, BUSY_BYTES),), lambda: stream)
+    nonce = b"\x01" * NONCE_BYTES
+    with export.proving(nonce):
+        driver.synchronize(stream)
+        assert driver.read(address, NONCE_BYTES) == nonce
+    assert driver.read(address, NONCE_BYTES) == bytes(NONCE_BYTES)
+    export.close()
+    if keeper is None:
+        driver.free(address)

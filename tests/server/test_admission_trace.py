@@ -19,5 +19,7 @@ def test_the_rule_gives_the_hits_of_several_times_the_memory(arm: admission.Arm)
     outcome = admission.replay(replay.load(), arm)
     assert float(outcome.hit_rate) >= least
     assert outcome.frames_written <= most or not most
-    # For windows and states `lmcache plan` only estimates, even of the size that the server has.
-    assert outcome.planned[1.0] == pytest.approx(float(outcome.hit_rate), abs=0.04)
+    # For windows and states `lmcache plan` only estimates, even of the size that the server has. It does not
+    # know of checkpoints: states at every chunk, which few engines offer, have them every 60 chunks.
+    error = 0.01 if arm.name == "windows, the rule" else 0.05
+    assert outcome.planned[1.0] == pytest.approx(float(outcome.hit_rate), abs=error)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -19,7 +20,8 @@ from harness.waiting import wait_until
 from lmcache_client.contract.messages import Done, Load
 from lmcache_server.commands.bench import run
 from lmcache_server.commands.bench.client import Client
-from lmcache_server.commands.bench.measure import load, store
+from lmcache_server.commands.bench.measure import Sample, load, store
+from lmcache_server.commands.bench.tally import Tally
 from lmcache_server.commands.bench.workload import BenchError, Workload
 
 SMALL = ("--requests", "2", "--layers", "2", "--page-kb", "8")
@@ -34,7 +36,7 @@ def server():
 
 
 def copied(server, direction):
-    return server.metrics()[f'lmcache_transfer_bytes_total{{direction="{direction}"}}']
+    return server.metrics()[f'lmcache_test_transfer_bytes_total{{direction="{direction}",test="bench"}}']
 
 
 def bench(server, *arguments, sessions=0):
@@ -60,7 +62,7 @@ def test_every_figure_is_there_and_makes_sense(server):
     assert said.count("\n") == 1
     assert report["settings"] == {
         "workers": 1, "clients": 1, "page_kb": 8, "layers": 2, "groups": "full", "chunks": 4, "requests": 2,
-        "only": "lookup,store,load", "chunk_size": 256,
+        "seconds": None, "only": "lookup,store,load", "chunk_size": 256,
     }  # fmt: skip
     assert report["server_version"] == server.status()["version"]
     assert list(report["results"]) == ["ping", *LOOKUPS, "store", "load"]
@@ -100,8 +102,8 @@ def test_the_bytes_are_those_that_the_server_copied(server, groups, stored, rest
 
 def test_what_it_announces_is_what_it_stores_until_it_ends(server):
     crews = run.crews(
-        "model", None, workers=2, clients=2, page_kb=8, layers=3, groups="hybrid", chunks=4, requests=2,
-        only="lookup,store",
+        "model", None, {}, workers=2, clients=2, page_kb=8, layers=3, groups="hybrid", chunks=4, requests=2,
+        seconds=None, only="lookup,store",
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         for crew in crews:
@@ -146,7 +148,82 @@ def test_more_than_a_quarter_of_l1_is_refused(server):
     assert copied(server, "store") == before
 
 
+def test_without_a_number_of_requests_it_fits_itself_to_l1(server):
+    report, said = bench(server)
+    assert said.startswith("storing 128 MiB in L1, where 512 MiB are free ")
+    assert report["results"]["load"]["count"] == 6
+    assert not any(figures["lost"] for figures in report["results"].values())
+
+
+@pytest.mark.parametrize(
+    ("l1_size_gb", "sizes", "fitting"),
+    [
+        (1, {"page_kb": 64, "layers": 16, "groups": "full"}, 14),  # the server of docs/laptop.md
+        (4, {"page_kb": 64, "layers": 32, "groups": "hybrid"}, 16),  # docs/tuning.md, on a default server
+        (100, {"page_kb": 64, "layers": 32, "groups": "hybrid"}, 20),
+    ],
+)
+def test_so_many_requests_fit(l1_size_gb, sizes, fitting):
+    l1 = {"total_bytes": l1_size_gb << 30, "free_bytes": l1_size_gb << 30}
+    others = {"workers": 1, "clients": 1, "chunks": 4, "requests": None, "only": "lookup,store,load"}
+    for seconds in (None, 1):
+        crews = run.crews("model", None, l1, **sizes, **others, seconds=seconds)
+        assert run.announcement(crews, l1)
+        assert crews[1].workload.requests == fitting
+        full = {**l1, "free_bytes": 0}
+        crews = run.crews("model", None, full, **sizes, **others, seconds=seconds)
+        room = (1 << 30) * l1_size_gb / (20 if seconds else 4)
+        assert crews[1].l1_bytes <= max(room, crews[1].workload.request_l1_bytes)
+
+
+def holding_64_mib(server):
+    """An engine that has stored 64 chunks of 1 MiB, and their keys."""
+    server.wait_until_populated()
+    engine = RawEngine(server.address, [group(page_bytes=1 << 16, layers=1)], 17).start()
+    keys = chain(range(64 * 256), 256)
+    tables = [list(range(1, 17)) * 64]
+    for some in range(1, 65):
+        engine.store_prompt(keys[:some], tables)
+    return engine, keys
+
+
+def test_a_sustained_load_replaces_its_own_chunks_and_not_those_of_engines():
+    with LMCacheServer(l1_size_gb=0.125) as server:
+        engine, keys = holding_64_mib(server)
+        report, said = bench(server, *COPIES, "--layers", "2", "--seconds", "2", sessions=2)
+        assert said.startswith(
+            "measuring 2 operations for 2 s each; filling the free part of L1, 64 MiB, then replacing the "
+            "bench's own chunks (engines lose at most 6 MiB of theirs); "
+        )
+        for figures in report["results"].values():
+            assert figures["wall_s"] > 1.9
+            assert figures["lost"] == 0
+        stored = report["results"]["store"]["bytes"]
+        assert stored > 100 << 20, "the free part was filled, and its chunks replaced"
+        assert server.metrics()["lmcache_evicted_bytes_total"] >= stored - (64 << 20)
+        assert engine.lookup(keys).resume_tokens == 64 * 256
+        engine.close()
+        server.wait_at_rest()
+
+
+def test_a_run_of_any_length_takes_the_same_memory():
+    tally = Tally()
+    for number in range(100_000):
+        tally.add(Sample(1e-5 * (1 + number % 1000), 2))
+    assert len(pickle.dumps(tally)) < 10_000
+    assert (tally.count, tally.num_bytes, tally.lost, tally.max_s) == (100_000, 200_000, 0, 1e-2)
+    for share in (0.5, 0.9, 0.99):
+        assert tally.quantile_s(share) == pytest.approx(share * 1e-2, rel=0.02)
+    both = Tally()
+    both.merge(tally)
+    both.add(Sample(1.0))
+    both.add(Sample(lost=True))
+    assert (both.count, both.lost, both.quantile_s(1.0)) == (100_001, 1, 1.0)
+    assert Tally().quantile_s(0.5) == 0
+
+
 def test_errors_are_one_sentence(server):
+    assert "not both" in refusal(server, "--requests", "1", "--seconds", "1")
     assert refusal(server, "--only", "everything").startswith("lmcache: --only takes some of lookup,store")
     gone = server.cli("bench", "--host", "127.0.0.1", "--timeout-s", "0.2")
     assert (gone.returncode, gone.stdout) == (1, "")
@@ -155,12 +232,7 @@ def test_errors_are_one_sentence(server):
 
 def test_what_the_server_has_no_room_for_is_said_not_counted():
     with LMCacheServer(l1_size_gb=0.0625) as server:
-        server.wait_until_populated()
-        engine = RawEngine(server.address, [group(page_bytes=1 << 16, layers=1)], 17).start()
-        keys = chain(range(64 * 256), 256)
-        tables = [list(range(1, 17)) * 64]
-        for some in range(1, 65):
-            engine.store_prompt(keys[:some], tables)
+        engine, keys = holding_64_mib(server)
         promised = engine.lookup(keys)
         assert promised.resume_tokens == 64 * 256, "all of L1 is leased"
         report, _ = bench(server, *COPIES, *SMALL, sessions=2)

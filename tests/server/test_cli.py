@@ -20,7 +20,7 @@ import zmq
 from lmcache_client.contract import messages
 from lmcache_client.contract.messages import Done, Refused, Registered, StatusReport
 from lmcache_server import app
-from lmcache_server.commands import cli
+from lmcache_server.commands import cli, ends
 from lmcache_server.commands.status import summary
 from lmcache_server.config import OPTIONS, Config, flag_name, variable_name
 from lmcache_server.errors import StartError
@@ -88,7 +88,7 @@ def test_the_help_names_every_option_with_its_default_and_its_variable(capsys):
     code, text, _ = in_process(capsys, "server", "--help")
     words = " ".join(text.split())
     assert code == 0
-    shown = {"host": "(a Unix socket)", "chunk_size": "(auto)", "l1_path": "(none)"}
+    shown = {"host": "(a Unix socket)", "chunk_size": "(auto)", "l1_path": "(none)", "tier": "(none)"}
     assert "--config" in text
     for name, field in OPTIONS.items():
         default = f"no-{flag_name(name)[2:]}" if field.default is False else shown.get(name, field.default)
@@ -100,7 +100,7 @@ def test_the_help_names_every_option_with_its_default_and_its_variable(capsys):
     assert "without password or encryption" in words
 
 
-@pytest.mark.parametrize("command", ["status", "clear", "ping", "bench"])
+@pytest.mark.parametrize("command", ["status", "clear", "ping", "unpin", "inspect", "bench"])
 def test_the_other_commands_find_the_server_by_the_same_options(capsys, command):
     code, text, _ = in_process(capsys, command, "--help")
     assert code == 0
@@ -150,6 +150,16 @@ def test_help_imports_nothing_heavy_and_the_server_neither_torch_nor_vllm():
         (("server", "--port"), "lmcache: Option '--port' requires an argument"),
         (("server", "surplus"), "lmcache: Got unexpected extra argument"),
         (("serve",), "lmcache: No such command 'serve'"),
+        (("server", "--max-workers", "4"), "lmcache: LMCache's --max-workers is not needed here: remove it"),
+        (("server", "--no-l1-use-lazy"), "lmcache: LMCache's --l1-use-lazy is not needed here: remove it"),
+        (
+            ("server", "--l2-adapter={}"),
+            "lmcache: LMCache's --l2-adapter is '--tier' here (a directory, Valkey",
+        ),
+        (("ping", "kvcache", "--url", "http://x"), "lmcache: LMCache's command 'ping kvcache' is 'lmcache"),
+        (("describe", "kvcache"), "lmcache: LMCache's command 'describe kvcache' is 'lmcache status' here"),
+        (("coordinator", "list"), "lmcache: lmcache-mp has nothing like LMCache's command 'coordinator'"),
+        (("quota", "list"), "lmcache: LMCache's command 'quota' is 'lmcache server' here (--quota-gb"),
         (("ping", "--timeout-s", "0"), "lmcache: Invalid value for '--timeout-s'"),
         (("server", "--http-host", "\udcff"), "lmcache: --http-host must be text that can be printed"),
         (("ping", "--host", "\udcff"), "lmcache: --host must be text that can be printed, not"),
@@ -162,6 +172,54 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(capsys, arguments, expected
     assert (code, output) == (2, "")
     assert errors.startswith(expected)
     assert errors.count("\n") == 1
+
+
+def test_lmcache_in_the_same_environment_is_told(capsys, monkeypatch, tmp_path):
+    (tmp_path / "lmcache").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert in_process(capsys, "--version")[2] == ""
+    (tmp_path / "lmcache" / "__init__.py").touch()
+    assert in_process(capsys, "--version")[2] == f"lmcache: {ends.BESIDE_LMCACHE}\n"
+
+
+@pytest.mark.parametrize("flags", [("--log-format=json",), ("--log-format", "JSON"), ()])
+def test_wrong_usage_of_a_server_that_logs_json_is_a_json_object(monkeypatch, flags):
+    monkeypatch.setenv("LMCACHE_LOG_FORMAT", "text" if flags else "json")
+    for wrong in ("--port=x", "--host=0.0.0.0", "--no-such-flag", "--max-workers=4"):
+        _, _, errors = lmcache("server", wrong, *flags)
+        line = json.loads(errors)
+        assert line["level"] == "critical"
+        assert wrong.partition("=")[0] in line["message"]
+
+
+def test_ping_measures_one_request_on_an_open_connection(capsys):
+    """Connecting takes two seconds here, because the first reply does."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+
+        def serve():
+            for wait_s in (2.0, 0.0):
+                frames = socket.recv_multipart()
+                time.sleep(wait_s)
+                request_id, _ = messages.decode_request(frames[-1])
+                socket.send_multipart([frames[0], messages.encode_reply(bytes(16), request_id, Done())])
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        where = ("--host", "127.0.0.1", "--port", str(port), "--timeout-s", "30")
+        code, output, _ = in_process(capsys, "ping", *where)
+        thread.join(30)
+    assert code == 0
+    assert float(re.search(r"after ([\d.]+) ms", output)[1]) < 1500
+
+
+def test_the_help_of_a_command_that_asks_speaks_of_the_server(capsys):
+    _, text, _ = in_process(capsys, "status", "--help")
+    assert "The TCP address of the server." in " ".join(text.split())
+
+
+def test_no_line_of_the_list_of_commands_is_cut(capsys):
+    assert "..." not in in_process(capsys, "--help")[1].partition("Commands:")[2]
 
 
 def test_what_keeps_the_server_from_starting_is_one_sentence(capsys, monkeypatch):
@@ -222,7 +280,7 @@ def test_a_socket_directory_that_others_may_enter_is_not_trusted(capsys):
 
 
 @pytest.mark.parametrize("host", [(), ("--host", "127.0.0.1")])
-def test_the_commands_ask_a_running_server(capsys, host):
+def test_the_commands_ask_a_running_server(capsys, tmp_path, host):
     with running(*host) as (process, lines, url):
         assert sum("configuration: " in line for line in lines) == 1
         where = ("--port", PORT, *host)
@@ -237,11 +295,42 @@ def test_the_commands_ask_a_running_server(capsys, host):
         assert report["pid"] == process.pid
         assert report["l1"]["free_bytes"] == report["l1"]["total_bytes"] > 0
         assert in_process(capsys, "clear", *where)[:2] == (0, "forgot 0 chunks\n")
+        assert in_process(capsys, "unpin", "--all", *where)[:2] == (0, "unpinned 0 chunks\n")
+        code, output, errors = in_process(capsys, "unpin", "mine", *where)
+        assert (code, output) == (1, "")
+        assert errors == "lmcache: nothing is pinned as 'mine': 'lmcache status' lists the names that are\n"
+        assert json.loads(in_process(capsys, "clear", "--json", *where)[1]) == {
+            "chunks": 0,
+            "tiers_failed": [],
+        }
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text("[1, 2, 3]")
+        for salt in ((), ("--salt-file", str(prompts))):
+            code, output, errors = in_process(capsys, "inspect", str(prompts), *salt, *where)
+            assert (code, output) == (1, "")
+            assert errors.startswith("lmcache: no engine is connected: `lmcache status` lists models")
+        code, _, errors = in_process(capsys, "inspect", str(prompts), "--salt-file", "/dev/null", *where)
+        assert (code, errors) == (1, "lmcache: /dev/null is empty: write the cache_salt into it\n")
+        for option in ("--model", "--namespace"):
+            code, output, errors = in_process(capsys, "clear", option, "a\udcff", *where)
+            assert (code, output) == (1, "")
+            assert errors.startswith("lmcache: no namespace has this name: `lmcache status` lists")
+        for digits in ("0b5d5f2", "my tenant"):
+            code, output, errors = in_process(capsys, "clear", "--salt", digits, *where)
+            assert (code, output) == (2, "")
+            assert "--salt needs 8 or more hexadecimal digits" in errors
         with urllib.request.urlopen(f"{url}/status", timeout=5) as answer:
             assert json.load(answer)["boot_id"] == report["boot_id"]
         for page in ("healthz", "readyz", "healthcheck", "metrics"):
             with urllib.request.urlopen(f"{url}/{page}", timeout=5) as answer:
                 assert answer.status == 200
+
+
+def test_variables_that_set_nothing_are_warned_about(monkeypatch):
+    monkeypatch.setenv("LMCACHE_L1_SIZE_G", "1")
+    with running() as (_, lines, _):
+        (warning,) = [line for line in lines if " WARNING " in line]
+    assert "LMCACHE_L1_SIZE_G sets nothing: did you mean LMCACHE_L1_SIZE_GB?" in warning
 
 
 def test_the_commands_find_the_server_by_the_environment(capsys, monkeypatch):
@@ -288,18 +377,49 @@ REPORT = {
     },
     "namespaces": [{
         "namespace": "0123456789abcdef" * 4, "model": "some/model", "chunk_size": 256, "chunks": 5,
-        "world_size": 2, "engines": ["engine-1"], "groups": [GROUP],
+        "lookahead_tokens": 0,
+        "world_size": 2, "ephemeral": False, "engines": ["engine-1"], "groups": [GROUP],
+        "tokens": {"computed": 10, "hit": 30, "miss": 10, "tail": 1},
+        "missed": {
+            "not_stored": 3, "evicted": 7, "tier_down": 0, "tier_late": 0, "no_state": 0, "partial": 0,
+            "of a later version": 1,
+        },
     }],
     "sessions": [{
         "session_id": 9, "pid": 77, "role": "worker", "engine_id": "engine-1", "rank": 1, "age_s": 61.0,
         "client_version": "1.2.3", "vllm_version": "0.32.0", "not_cached": "",
     }],
-    "namespaces_left_out": 0, "sessions_left_out": 0,
+    "pins": [{"name": "prompts.jsonl", "chunks": 3, "bytes": 3 << 20}],
+    "tiers": [
+        {
+            "url": "valkey://one:6379", "write": "commit", "failing": "it is on fire", "waiting_objects": 4,
+            "read_bytes_per_s": 0, "read_bytes": 3 << 20, "written_bytes": 1 << 30,
+            "read_objects": {"read": 12, "gone": 2, "damaged": 1, "failed": 0},
+            "written_objects": {
+                "written": 30, "present": 5, "full": 6, "evicted": 0, "dropped": 7, "failed": 8,
+            },
+        },
+        {
+            "url": "dir:///tier?size_gb=1", "write": "cold", "failing": "", "waiting_objects": 0,
+            "read_bytes_per_s": 0, "read_bytes": 0, "written_bytes": 0,
+            "read_objects": {"read": 0, "gone": 0, "damaged": 0, "failed": 0},
+            "written_objects": {
+                "written": 0, "present": 0, "full": 0, "evicted": 0, "dropped": 0, "failed": 0,
+            },
+        },
+    ],
+    "tenants": [
+        {"tenant": "ca978112ca1bbdcafac231b39a23dc4d", "bytes": 3 << 20, "quota_bytes": 1 << 30},
+        {"tenant": "3e23e8160039594a33894f6564e1b134", "bytes": 0, "quota_bytes": None},
+    ],
+    "namespaces_left_out": 0, "sessions_left_out": 0, "tenants_left_out": 7,
+    "explained": [{"engine": "engine-1", "namespace": "0123456789abcdef", "fields": {"weights": "ab"}}],
     "tokens": {"computed": 10, "hit": 30, "miss": 10, "tail": 1}, "hit_rate": 0.75,
     "demand": {"exact_bytes": None, "windows": dict.fromkeys(("hour", "day", "start"), WINDOW)},
-    "objects": {"stored": 5, "present": 2, "busy": 0, "no_room": 1, "once": 0, "failed": 0},
+    "objects": {"stored": 5, "present": 2, "busy": 0, "no_room": 1, "once": 0, "quota": 0, "failed": 0},
 }  # fmt: skip
-ASKING = (["ping"], ["clear"], ["status"], ["status", "--json"], ["plan"], ["bench", "--requests", "1"])
+ASKING = (["ping"], ["clear"], ["unpin", "mine"], ["status"], ["status", "--json"], ["plan"],
+          ["bench", "--requests", "1"])  # fmt: skip
 NOT_COMPATIBLE = "is not a compatible lmcache server"
 UNREADABLE = "sent a status that this version cannot read: install the same version of lmcache-mp"
 HOSTILE = "m\x1b[2J\x1b]0;owned\x07\nlmcache server 9.9.9"
@@ -383,8 +503,10 @@ def without(path):
     [
         "", "{", "[]", "{}", "null", "[" * 60_000, "9" * 5000,
         without(["version"]), without(["l1", "total_bytes"]), without(["config", "chunk_size"]),
-        without(["demand", "windows", "hour"]), without(["demand", "windows", "day", "hit_rates", "1"]),
-        without(["namespaces", 0, "groups", 0, "kind"]), without(["sessions", 0, "not_cached"]),
+        without(["explained"]), without(["pins"]), without(["demand", "windows", "hour"]),
+        without(["demand", "windows", "day", "hit_rates", "1"]),
+        without(["namespaces", 0, "groups", 0, "kind"]), without(["namespaces", 0, "missed", "evicted"]),
+        without(["sessions", 0, "not_cached"]), without(["tiers", 0, "written_objects", "dropped"]),
         {**REPORT, "uptime_s": "x"}, {**REPORT, "pid": 1.5}, {**REPORT, "sessions": {}},
         {**REPORT, "hit_rate": float("nan")}, {**REPORT, "hit_rate": 10.0**18},
         {**REPORT, "uptime_s": float("inf")}, {**REPORT, "uptime_s": 10**400},
@@ -393,7 +515,7 @@ def without(path):
 )  # fmt: skip
 def test_a_status_that_cannot_be_read_is_one_sentence(capsys, report):
     with answering(status_reply(report)):
-        for command in ASKING[2:]:
+        for command in ASKING[3:]:
             assert UNREADABLE in error_of(capsys, *command)
         code, output, errors = in_process(capsys, "doctor", "--port", PORT)
         assert (code, errors) == (1, "")
@@ -403,9 +525,11 @@ def test_a_status_that_cannot_be_read_is_one_sentence(capsys, report):
 def test_names_that_clients_chose_move_no_cursor_and_begin_no_line(capsys):
     report = json.loads(json.dumps(REPORT))
     report["namespaces"][0]["model"] = report["sessions"][0]["engine_id"] = HOSTILE
+    report["explained"][0] |= {"engine": HOSTILE, "fields": {HOSTILE: HOSTILE}}
+    report["pins"][0]["name"] = HOSTILE
     report["version"] = report["sessions"][0]["not_cached"] = HOSTILE
     with answering(status_reply(report)):
-        for command in (["status"], ["status", "--json"], ["doctor"]):
+        for command in (["status"], ["status", "--json"], ["status", "--explain"], ["doctor"]):
             _, output, errors = in_process(capsys, *command, "--port", PORT)
             assert output.count("owned") >= 2
             assert all(line.isprintable() for line in output.split("\n")), output
@@ -442,6 +566,38 @@ def test_a_status_of_everything_that_can_be_shown():
     text = summary(REPORT)
     for part in (
         "1.2.3", "25.0 %", "75.0 %", "some/model", "0123456789ab", "chunk size 256", "sliding window", "512",
-        "1.5 KiB", "engine-1", "rank 1", "pid 77",
+        "1.5 KiB", "engine-1", "rank 1", "pid 77", "30 hit, 10 missed: 3 never stored, 7 evicted\n",
+        "pinned as 'prompts.jsonl': 3 chunks, 3.0 MiB",
+        "tier valkey://one:6379: FAILING: it is on fire; read 12 objects, 3.0 MiB; wrote 30, 1.0 GiB; "
+        "4 wait; 2 gone, 1 damaged, 6 without room, 7 dropped, 8 not written\n",
+        "tier dir:///tier?size_gb=1: works; read 0 objects, 0 B; wrote 0, 0 B; 0 wait\n",
+        "tenants: 9, of which 7 are not shown\n  ca978112ca1b  3.0 MiB of 1.0 GiB\n  3e23e8160039  0 B\n",
     ):  # fmt: skip
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("unpin",), "pass a name or --all: 'lmcache status' lists the names"),
+        (("unpin", "mine", "--all"), "pass a name or --all: 'lmcache status' lists the names"),
+        (("inspect", "/proc/version"), "line 1 is text: pass --url, so that vLLM makes token ids of it"),
+        (("unpin", ""), "pass a name or --all: 'lmcache status' lists the names"),
+        (("unpin", "x" * 65), "a name has 1 to 64 printable characters"),
+        (("pin", "http://127.0.0.1:9", "/dev/null", "--name", ""), "a name has 1 to 64 printable characters"),
+        (
+            ("pin", "http://127.0.0.1:9", "/dev/null", "--name", "x" * 65),
+            "a name has 1 to 64 printable characters",
+        ),
+        (
+            ("pin", "http://127.0.0.1:9", "/dev/null", "--name", "a\nb"),
+            "a name has 1 to 64 printable characters",
+        ),
+        (
+            ("pin", "http://127.0.0.1:9", "/dev/null", "--name", "a\udcff"),
+            "a name has 1 to 64 printable characters",
+        ),
+    ],
+)
+def test_what_a_command_cannot_take_is_a_wrong_option(arguments, said):
+    assert said in sentence(2, *arguments)

@@ -1,7 +1,11 @@
 """File descriptors run short: the server turns new clients away with a sentence and serves the old ones."""
 
+import os
 import resource
+import shutil
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,6 +14,7 @@ from pathlib import Path
 import pytest
 from harness.clients import client, cpu_s
 from harness.exercise import exercise, new_engine
+from harness.paths import ROOT
 from harness.peer import Peer
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
@@ -17,7 +22,7 @@ from harness.waiting import wait_until
 from lmcache_client.contract import messages
 from lmcache_client.contract.messages import Done, Ping, Refused, Welcome
 from lmcache_server.host.descriptors import ENOUGH_LIMIT
-from lmcache_server.host.preflight import LEAST_OPEN_FILES
+from lmcache_server.host.preflight import FEWEST_OPEN_FILES, LEAST_OPEN_FILES
 
 LIMIT = LEAST_OPEN_FILES
 SMALL_LIMIT = 512
@@ -152,3 +157,41 @@ def test_a_worker_for_whom_no_descriptor_is_left_is_told_to_come_again() -> None
         greeted[0].live("goodbye")
         server.wait_at_rest()
         assert server.terminate() == 0
+
+
+def test_a_server_with_hardly_any_descriptors_does_not_start() -> None:
+    """A hundred idle clients at the fewest are served; with fewer descriptors they would end the server."""
+    with pytest.raises(RuntimeError, match="the limit of open files is 64"), narrow_server(64):
+        pass
+    with narrow_server(FEWEST_OPEN_FILES) as server, ExitStack() as idle:
+        for _ in range(100):
+            idle.enter_context(socket.socket(socket.AF_UNIX)).connect(server.address.removeprefix("ipc://"))
+        assert server.cli("ping").returncode == 0
+
+
+def test_closed_standard_files_are_not_those_of_the_server() -> None:
+    """Whatever a server prints would go into its lock file."""
+    server = LMCacheServer(l1_size_gb=0.02)
+    command = [sys.executable, "-m", "lmcache_server", "server", "--port", str(server.port)]
+    command += ["--http-port", str(server.http_port), "--l1-size-gb", "0.02"]
+    closed = ["sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-', *command]
+    with subprocess.Popen(closed, env=server.environment, cwd=ROOT) as process:
+        try:
+            wait_until(lambda: server.cli("ping").returncode == 0, 60, "the server answers")
+            names = [os.readlink(f"/proc/{process.pid}/fd/{number}") for number in range(3)]
+            assert names == ["/dev/null"] * 3
+        finally:
+            process.terminate()
+    assert process.returncode == 0
+    shutil.rmtree(server.runtime_dir)
+
+
+def test_a_client_that_is_closed_has_no_descriptor_left(server: LMCacheServer) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    for number in range(4):
+        new_engine(server.address, f"engine {number}").close()
+        if number == 0:
+            before = descriptors()
+    wait_until(lambda: descriptors() <= before, 10.0, "the descriptors of clients are closed")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import standin
+from harness import stores
 from harness.peer import Peer
 from harness.rawclient import RawEngine, group
 from harness.server import LMCacheServer
@@ -27,6 +28,9 @@ assert not libc.prctl(4, 0)
 from lmcache_server.commands.doctor.examine import _try_reading
 print(_try_reading())
 """
+on_stand_in = pytest.mark.skipif(
+    standin.COMPILER is None or standin.header() is None, reason="no C++ compiler or cuda.h"
+)
 
 
 def doctor(environment: dict[str, str], *arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
@@ -46,9 +50,9 @@ def test_with_a_running_server() -> None:
         assert failed <= {"driver"}
         assert code == bool(failed)
         assert found["server"]["finding"] == (
-            f"{VERSION} at ipc://{server.runtime_dir}/{server.port}.sock, as here"
+            f"{VERSION} at ipc://{server.runtime_dir}/{server.port}.sock, the same version as here"
         )
-        assert found["connectors"]["finding"] == "1 connected, all of the server's version"
+        assert found["connectors"]["finding"].startswith(f"{engine.engine_id}, all of the server's version; ")
         assert " of L1 (" in found["memory"]["finding"]
         assert found["open files"]["verdict"] == "ok"
         assert found["ptrace"]["verdict"] == "ok"
@@ -64,7 +68,7 @@ def test_with_a_running_server() -> None:
         assert warning.startswith(
             f"warn  connectors: the server has {VERSION}, engine one\\nok    server: forged"
         )
-        assert f" has peer, in vLLM 0.31.0 -> pip install lmcache-mp=={VERSION}" in warning
+        assert " has peer, in vLLM 0.31.0 -> pip install PATH_OF_ITS_CLONE_OR_WHEEL  (of " in warning
         assert len(lines) == len(found)
 
         done = server.cli("doctor", "--l1-size-gb", "90000")
@@ -88,7 +92,7 @@ def test_without_a_server_and_with_a_file_for_which_there_is_no_room(tmp_path: P
     assert (code, found["shared memory"]["fix"]) == (1, f'mkdir -p "$(dirname {tmp_path}/missing/l1)"')
 
 
-@pytest.mark.skipif(standin.COMPILER is None or standin.header() is None, reason="no C++ compiler or cuda.h")
+@on_stand_in
 def test_with_gpus(tmp_path: Path) -> None:
     environment = {**standin.environment(tmp_path, devices=2), "LMCACHE_RUNTIME_DIR": str(tmp_path)}
     _, found = doctor(environment, "--l1-size-gb", "0.01")
@@ -98,7 +102,148 @@ def test_with_gpus(tmp_path: Path) -> None:
     assert found["copy kernel"]["verdict"] in ("ok", "warn")
 
 
+STEPS = [
+    "context",
+    "memory of an engine",
+    "open it",
+    "pin memory",
+    "copy",
+    "copy in batches",
+    "copy by kernel",
+]
+
+
+def tried(environment: dict[str, str]) -> dict[str, dict[str, str]]:
+    """The checks of --gpu, by GPU and step."""
+    _, found = doctor({**environment, "LMCACHE_L1_SIZE_GB": "0.01"}, "--gpu")
+    return {name: check for name, check in found.items() if name.partition(", ")[2] in STEPS}
+
+
+@on_stand_in
+def test_each_gpu_is_tried_step_by_step_and_a_failing_step_says_what_helps(tmp_path: Path) -> None:
+    variables = {"LMCACHE_RUNTIME_DIR": str(tmp_path)}
+    environment = {**standin.environment(tmp_path, devices=2), **variables}
+    found = tried(environment)
+    assert list(found) == [f"GPU 00FF:0{n}:00.0, {step}" for n in range(2) for step in STEPS]
+    assert all(check["verdict"] == "ok" for check in found.values()), found
+    assert "GB/s from the GPU" in found["GPU 00FF:01:00.0, copy by kernel"]["finding"]
+    (tmp_path / "no-context-1").touch()
+    found = tried(environment)
+    assert len(found) == len(STEPS) + 1
+    failed = found["GPU 00FF:01:00.0, context"]
+    assert (failed["verdict"], failed["fix"].split("  ")[0]) == ("fail", "nvidia-smi -c 0")
+    assert "CUDA error 46" in failed["finding"]
+    found = tried({**standin.environment(tmp_path, pin_limit=1 << 20), **variables})
+    *good, failed = found.values()
+    assert [check["verdict"] for check in good] == ["ok"] * 3
+    assert (failed["name"], failed["fix"][:19]) == ("GPU 00FF:00:00.0, pin memory", "ulimit -l unlimited")
+
+
+@on_stand_in
+def test_what_a_gpu_is_set_to_is_looked_at_without_a_context_on_it(tmp_path: Path) -> None:
+    variables = {"LMCACHE_RUNTIME_DIR": str(tmp_path), "LMCACHE_L1_SIZE_GB": "0.01"}
+    what = ("compute mode", "MIG", "device memory")
+    names = [f"GPU 00FF:0{number}:00.0, {each}" for number in range(2) for each in what]
+    _, found = doctor({**standin.environment(tmp_path, devices=2), **variables})
+    assert [found[name]["verdict"] for name in names] == ["ok"] * 6
+    assert found[names[2]]["finding"] == "8192 of 8192 MiB are free"
+    changed = {"devices": 2, "compute_mode": 3, "mig": 1, "free_mb": 100}
+    _, found = doctor({**standin.environment(tmp_path, **changed), **variables})
+    assert [found[name]["verdict"] for name in names] == ["warn"] * 6
+    fixes = ("nvidia-smi -c 0", "CUDA_VISIBLE_DEVICES=MIG-", "lower --gpu-memory-utilization")
+    assert all(found[name]["fix"].startswith(fix) for name, fix in zip(names, fixes * 2, strict=True))
+    pids = [int(path.name.removeprefix("counters-")) for path in tmp_path.glob("counters-*")]
+    assert not any(standin.counters(tmp_path, pid).contexts for pid in pids)
+
+
+@on_stand_in
+def test_each_gpu_is_tried_through_the_running_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in standin.environment(tmp_path, devices=2).items():
+        monkeypatch.setenv(name, value)
+    with LMCacheServer(l1_size_gb=0.05) as server:
+        engine = RawEngine(f"ipc://{server.runtime_dir}/{server.port}.sock", [group()]).start()
+        server.wait_until_populated()
+        names = [f"GPU 00FF:0{n}:00.0, through the server" for n in range(2)]
+        _, found = doctor(server.environment, "--port", str(server.port), "--gpu")
+        assert [found[name]["finding"] for name in names] == ["pages were stored, restored and compared"] * 2
+        assert found["process namespaces"]["finding"] == "the server and its 1 worker(s) share one"
+        engine.close()
+        server.environment["CUDA_VISIBLE_DEVICES"] = "0"
+        server.kill()
+        server.start()
+        server.wait_until_populated()
+        everything = {**server.environment, "CUDA_VISIBLE_DEVICES": "0,1"}
+        code, found = doctor(everything, "--port", str(server.port), "--gpu")
+        assert (code, found[names[0]]["verdict"], found[names[1]]["verdict"]) == (1, "ok", "fail")
+        assert found[names[1]]["finding"].startswith("register: the server does not see the engine's GPU")
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives up a capability")
 def test_memory_that_may_not_be_read_is_found_by_trying() -> None:
     done = subprocess.run([sys.executable, "-c", _FORBIDDEN], capture_output=True, text=True, check=True)
     assert "the kernel does not let the server copy memory of process" in done.stdout
+
+
+def tiers(tmp_path: Path, *urls: str, **variables: str) -> tuple[int, dict[str, dict[str, str]]]:
+    """The exit code, and the checks of tiers."""
+    environment = {
+        **os.environ,
+        "LMCACHE_RUNTIME_DIR": str(tmp_path),
+        "LMCACHE_L1_SIZE_GB": "0.01",
+        **variables,
+    }
+    tmp_path.chmod(0o700)
+    arguments = [word for url in urls for word in ("--tier", url)]
+    code, found = doctor(environment, *arguments)
+    return code, {name: check for name, check in found.items() if name.startswith("tier")}
+
+
+def test_a_tier_is_tried_with_a_record_of_its_own(tmp_path: Path) -> None:
+    folder = tmp_path / "tier"
+    _, found = tiers(tmp_path, f"dir://{folder}?size_gb=0.01")
+    assert [check["verdict"] for check in found.values()] == ["ok", "ok"]
+    assert "written, read, compared and removed" in found["tier 1"]["finding"]
+    assert not list(folder.rglob("*.kv"))
+    folder.chmod(0o777)
+    code, found = tiers(tmp_path, f"dir://{folder}?size_gb=90000000")
+    assert (code, found["tier 1"]["verdict"]) == (1, "fail")
+    assert found["tier 1"]["fix"].startswith(f"chmod 700 {folder}")
+    assert found["tier 1, room"]["verdict"] == "warn"
+    assert found["tier 1, room"]["fix"].startswith("size_gb=")
+    _, found = tiers(tmp_path, "s3://user:secret@bucket")
+    assert found["tier 1"]["verdict"] == "fail"
+    assert "secret" not in str(found)
+
+
+def test_the_directory_of_a_running_server_is_left_to_it(tmp_path: Path) -> None:
+    url = f"dir://{tmp_path}/tier?size_gb=0.01"
+    with LMCacheServer(l1_size_gb=0.05, tier=url) as server:
+        _, found = doctor(server.environment, "--port", str(server.port))
+        assert found["tier 1"]["verdict"] == "ok"
+        assert "the running server uses it" in found["tier 1"]["finding"]
+        code, found = doctor(server.environment, "--port", str(server.port), "--tier", f"{url}&write=commit")
+        assert code == 1
+        assert "another server uses the directory" in found["tier 1"]["finding"]
+
+
+def test_settings_under_which_valkey_evicts_nothing_are_a_warning(tmp_path: Path) -> None:
+    with stores.valkey(tmp_path, **{"maxmemory-policy": "noeviction"}) as store:
+        url = f"valkey://127.0.0.1:{store.port}"
+        _, found = tiers(tmp_path, url)
+        assert (found["tier 1"]["verdict"], found["tier 1"]["fix"]) == (
+            "warn",
+            "set maxmemory-policy there to allkeys-lru",
+        )
+        assert stores.ask(store.port, "DBSIZE").strip() == ":0"
+    with stores.valkey(tmp_path, requirepass="right") as store:
+        url = f"valkey://127.0.0.1:{store.port}"
+        _, found = tiers(tmp_path, url, LMCACHE_VALKEY_PASSWORD="wrong-secret")
+        assert (found["tier 1"]["verdict"], found["tier 1"]["fix"][:27]) == (
+            "fail",
+            "set LMCACHE_VALKEY_PASSWORD",
+        )
+        assert "wrong-secret" not in str(found)
+        _, found = tiers(tmp_path, url, LMCACHE_VALKEY_PASSWORD="right")
+        assert found["tier 1"]["verdict"] == "ok"

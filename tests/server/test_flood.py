@@ -7,8 +7,12 @@ import time
 import pytest
 from harness.clients import client
 from harness.exercise import exercise, new_engine
+from harness.peer import Peer
 from harness.rawclient import RawEngine, chain
 from harness.server import LMCacheServer
+from harness.waiting import wait_until
+
+from lmcache_client.contract.messages import Lookup
 
 FLOOD_S = 3.0
 MOST_RSS_BYTES = 200 << 20
@@ -44,8 +48,8 @@ def message(number):
     if kind == "hello":
         return Hello(os.getpid(), os.urandom(16), "flooder")
     if kind == "register":
-        return Register("flooder", 0, messages.ModelTag(f"model {number}", (), 1, 1), peer.geometry,
-                        peer.host_memory())
+        tag = messages.ModelTag("m", (("weights", f"{number}"),), 1, 1)
+        return Register("flooder", 0, tag, peer.geometry, peer.host_memory())
     return {"status": Status(), "ping": Ping(), "clear": Clear(everything=True)}[kind]
 
 
@@ -73,6 +77,29 @@ KINDS = ("lookup", "long lookup", "store", "new store", "hello", "register", "st
          "garbage", "large garbage")  # fmt: skip
 
 
+MANY = """
+import os, sys, zmq
+from harness.peer import Peer
+from lmcache_client.contract import messages
+from lmcache_client.contract.messages import Lookup
+
+keys = tuple(os.urandom(32) for _ in range(1 << 16))
+frame = messages.encode_request(1, Lookup("r", keys, 0, 256 * len(keys), 256 * len(keys) + 1))
+peers = [Peer(sys.argv[1], f"flooder {number}") for number in range(16)]
+for peer in peers:
+    peer.live("join")
+print("up", flush=True)
+while True:
+    for peer in peers:
+        try:
+            peer.socket.send(frame, zmq.NOBLOCK)
+        except zmq.ZMQError:
+            pass
+        while peer.socket.poll(0):
+            peer.socket.recv()
+"""
+
+
 def delays_s(engine: RawEngine, keys: tuple[bytes, ...], seconds: float) -> list[float]:
     """How long lookups take, one every few milliseconds."""
     delays = []
@@ -87,6 +114,25 @@ def delays_s(engine: RawEngine, keys: tuple[bytes, ...], seconds: float) -> list
         engine.end(pending.reply)  # type: ignore[arg-type]
         time.sleep(0.002)
     return delays
+
+
+def test_a_process_gets_no_more_turns_through_more_connections(server: LMCacheServer) -> None:
+    lookup, refused = (
+        f'lmcache_requests_total{{op="{name}"}}'
+        for name in ('lookup",outcome="ok', 'other",outcome="refused')
+    )
+    chain = tuple(number.to_bytes(32, "big") for number in range(1 << 16))
+    long = Lookup("r", chain, 0, 256 * len(chain), 256 * len(chain) + 1)
+    with Peer(server.address, "bystander") as bystander, client(MANY, server.address):
+        bystander.live("store")
+        wait_until(lambda: server.metrics()[refused] > 0, 60, "more waits than one process may have waiting")
+        before = server.metrics()[lookup]
+        numbers = [bystander.send(long) for _ in range(12)]
+        assert [bystander.receive(60)[0] for _ in numbers] == numbers
+        others = server.metrics()[lookup] - before - len(numbers)
+    print(f"{others:.0f} lookups of the others")
+    assert others < 4 * len(numbers), "each of their connections has a turn for each of ours"
+    server.wait_at_rest(timeout_s=10)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,9 +4,12 @@ It shows that calls, handles, order, deaths and refusals are right as far as the
 nothing about a GPU: see tests/support/standin/cuda.cpp.
 """
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
+import urllib.error
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +19,8 @@ import standin
 from harness.paths import ROOT, SUPPORT
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
+
+from lmcache_server.host import machine, preflight
 
 pytestmark = pytest.mark.skipif(
     standin.COMPILER is None or standin.header() is None, reason="no C++ compiler, or no cuda.h"
@@ -30,7 +35,7 @@ SUITE = [
     "--rootdir=.",
     "--confcutdir=tests/gpu",
 ]
-SMALL = {"ORDER_ROUNDS": "60", "BUSY_BYTES": str(4 << 20)}
+SMALL = {"ORDER_ROUNDS": "60", "BUSY_BYTES": str(4 << 20), "BUSY_COUNT": "8"}
 
 
 def run(environment: dict[str, str], *arguments: str) -> str:
@@ -46,7 +51,7 @@ def run(environment: dict[str, str], *arguments: str) -> str:
 
 
 def test_the_gpu_suite_passes(tmp_path):
-    assert "passed" in run(standin.environment(tmp_path))
+    assert "passed" in run(standin.environment(tmp_path, devices=2))
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith(("counters-", "memory-"))]
 
 
@@ -85,6 +90,37 @@ def test_without_a_gpu_nothing_is_pinned(tmp_path, monkeypatch):
         assert server.status()["l1"]["pinned_bytes"] == 0
 
 
+def test_the_self_test_of_gpus_takes_each_gpu_and_says_which_fails(tmp_path, monkeypatch):
+    with started(tmp_path, monkeypatch, {"l1_size_gb": 0.05}, devices=2) as server:
+        server.wait_until_populated()
+        report = json.loads(server.get("/selftest/gpu"))
+        assert report["ok"], report
+        assert list(report["gpus"]) == ["00FF:00:00.0", "00FF:01:00.0"]
+        server.wait_at_rest()
+        assert standin.counters(tmp_path, server.pid).mappings == 0
+        assert standin.counters(tmp_path, server.pid).batches > 0, "its copies were a GPU's"
+        assert server.status()["l1"]["chunks"] == 0
+        server.kill()
+        (tmp_path / "no-context-1").touch()
+        server.start()
+        server.wait_until_populated()
+        with pytest.raises(urllib.error.HTTPError) as failure:
+            server.get("/selftest/gpu")
+        report = json.loads(failure.value.read())
+        assert (failure.value.code, report["ok"], report["failed"]) == (503, False, "register")
+        assert report["error"].startswith("GPU 00FF:01:00.0: the client cannot use the GPU: ")
+        assert report["gpus"]["00FF:00:00.0"]["ok"]
+
+
+def test_the_self_test_of_gpus_needs_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with started(tmp_path, monkeypatch, {"l1_size_gb": 0.05}) as server:
+        with pytest.raises(urllib.error.HTTPError) as failure:
+            server.get("/selftest/gpu")
+        with failure.value:
+            assert json.loads(failure.value.read())["error"] == "this process sees no GPU"
+
+
 def test_the_server_is_ready_before_l1_is_pinned_and_pins_it_unit_by_unit(tmp_path, monkeypatch):
     with started(tmp_path, monkeypatch, {"l1_size_gb": 2.0}) as server:
         server.wait_until(lambda l1: l1["pinned_bytes"] == l1["total_bytes"], 60)
@@ -102,6 +138,78 @@ def test_what_cannot_be_pinned_is_an_error_with_the_limits_and_never_copied_slow
         assert "ulimit -l unlimited, LimitMEMLOCK=infinity, docker --ulimit memlock=-1" in log
         assert log.count("could be") == 1
         assert server.status()["l1"]["pinned_bytes"] == 256 << 20
+
+
+def test_the_kernel_is_compiled_before_anybody_registers(tmp_path, monkeypatch):
+    marker = tmp_path / "compiled"
+    with started(tmp_path, monkeypatch, {"l1_size_gb": 0.1, "gpu_kernel": True}, compiled=marker) as server:
+        wait_until(marker.exists, 30.0, "the kernel is compiled")
+        assert server.status()["sessions"] == []
+
+
+def test_the_benchmark_runs(tmp_path):
+    """Its figures mean nothing here."""
+    environment = standin.environment(tmp_path)
+    environment["PYTHONPATH"] += os.pathsep + str(ROOT / "tests/gpu")
+    command = [sys.executable, "benchmarks/gpu.py", "--quick"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for title in ("Through the server", "By path, GB/s", "Start, seconds", "Slowdown"):
+        assert f"### {title}" in done.stdout
+
+
+def test_a_driver_that_hangs_while_it_pins_keeps_no_server_from_ending(tmp_path, monkeypatch):
+    """And L1 is saved."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        flags = {"l1_size_gb": 0.1, "l1_path": f"{memory}/l1"}
+        with started(tmp_path, monkeypatch, flags, pin_us=600_000_000) as server:
+            server.wait_until_populated()
+            assert server.terminate() == 0
+            assert "saved 0 chunks" in server.log.read_text()
+
+
+def test_stores_get_the_frames_that_are_pinned_once_others_could_not_be(tmp_path):
+    """A third of L1 can be pinned. One store may find the rest, no later one."""
+    code = """
+import os
+from gpu_engine import GpuEngine, fused
+from harness.server import LMCacheServer
+from harness.rawclient import chain
+from test_round_trips import stored_prompt, restored, tables, CHUNK_SIZE
+with LMCacheServer(chunk_size=CHUNK_SIZE, l1_size_gb=0.7) as server:
+    engine = GpuEngine(server.address, fused(1 << 20, 64), 64).start()
+    outcomes = []
+    for number in range(20):
+        keys = chain(range(9000 + 100 * number, 9000 + 100 * number + 6 * CHUNK_SIZE), CHUNK_SIZE)
+        outcomes.append(engine.store_prompt(keys, [list(range(1, 13))]).stored)
+    assert sorted(outcomes)[1:] == [6] * 19, outcomes
+    assert server.status()["l1"]["free_bytes"] <= 256 << 20
+    keys, pages = stored_prompt(engine, 3, list(range(1, 32)), 3)
+    assert restored(engine, keys, pages, tables(engine, 3, list(range(7, 32)))) == 6
+    print("fine", flush=True)
+    os._exit(0)
+"""
+    run_code(code, standin.environment(tmp_path, pin_limit=300 << 20))
+
+
+def test_a_file_on_a_disk_is_refused_where_there_are_gpus(tmp_path, monkeypatch):
+    if machine.file_system_type(str(tmp_path)) in machine.MEMORY_FILE_SYSTEMS:
+        pytest.skip("the temporary directory is in memory")
+    if preflight.disk_file("x", True, os.uname().release).verdict == preflight.OK:
+        pytest.skip("this kernel lets a GPU copy from and to files on disks")
+    for name, value in standin.environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    server = LMCacheServer(l1_size_gb=0.1, l1_path=str(tmp_path / "l1"))
+    with pytest.raises(RuntimeError, match="put it in /dev/shm"), server:
+        pass
+
+
+def run_code(code: str, environment: dict[str, str]) -> None:
+    environment["PYTHONPATH"] += os.pathsep + str(ROOT / "tests/gpu")
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "fine\n", done.stderr[-4000:]
 
 
 def test_a_gpu_that_fails_costs_its_own_sessions(tmp_path):
@@ -143,8 +251,4 @@ with LMCacheServer(chunk_size=CHUNK_SIZE) as server:
     print("fine", flush=True)
     os._exit(0)
 """
-    environment["PYTHONPATH"] += os.pathsep + str(ROOT / "tests/gpu")
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout == "fine\n", done.stderr[-4000:]
+    run_code(code, environment)

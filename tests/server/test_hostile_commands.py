@@ -14,6 +14,7 @@ from harness.hostile import LIES, HostileServer
 from test_cli import REPORT, clean_environment, in_process, lmcache
 
 from lmcache_client import channel
+from lmcache_client.contract.control import Inspect
 from lmcache_client.contract.messages import (
     Clear,
     Goodbye,
@@ -28,6 +29,7 @@ from lmcache_client.contract.messages import (
     Release,
     Status,
     Store,
+    Unpin,
 )
 from lmcache_server.commands.bench import client as bench_client
 from lmcache_server.commands.bench import crew, run
@@ -44,6 +46,8 @@ COMMANDS: dict[str, tuple[list[str], type[Message], set[str]]] = {
     "plan": (["plan"], Status, set()),
     "clear": (["clear"], Clear, {"Cleared"}),
     "clear, greeting": (["clear"], Hello, {"Welcome", "a process that is not there"}),
+    "unpin": (["unpin", "--all"], Unpin, {"Unpinned"}),
+    "inspect": (["inspect", "IDS"], Inspect, set()),
     "bench": (["bench", "--requests", "1"], Status, set()),
 }
 """What is called, the question that is answered with a lie, and the lies that answer it."""
@@ -58,9 +62,15 @@ def hostile() -> Iterator[HostileServer]:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_says_one_sentence_about_a_server_that_lies(
-    capsys: pytest.CaptureFixture[str], hostile: HostileServer, name: str
+    capsys: pytest.CaptureFixture[str],
+    hostile: HostileServer,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     command, kind, right = COMMANDS[name]
+    (tmp_path / "IDS").write_text(str([1] * 5))
+    monkeypatch.chdir(tmp_path)
     for what in LIES.keys() - TRUE_ENOUGH - right:
         hostile.lies = {kind: LIES[what]}
         code, output, errors = in_process(capsys, *command, "--port", PORT, "--timeout-s", "0.3")
@@ -99,9 +109,9 @@ def test_a_client_of_the_bench_ends_with_a_sentence(
         monkeypatch.setattr(channel, name, value)
     monkeypatch.setattr("lmcache_client.engine.REGISTER_S", 0.2)
     monkeypatch.setattr(crew, "_start", threading.Barrier(1), raising=False)
-    sizes = {"page_kb": 1, "layers": 1, "groups": "hybrid", "chunks": 1, "requests": 1}
+    sizes = {"page_kb": 1, "layers": 1, "groups": "hybrid", "chunks": 1, "requests": 1, "seconds": None}
     settings = {"workers": 1, "clients": 1, "only": "lookup,store,load", **sizes}
-    crews = run.crews("lmcache bench test", 64, **settings)
+    crews = run.crews("lmcache bench test", 64, {}, **settings)
     for what in BENCH_LIES:
         hostile.lies = {kind: LIES[what]}
         for each in crews:

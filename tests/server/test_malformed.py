@@ -373,7 +373,7 @@ def test_a_scheduler_asks_only_in_the_namespace_that_it_joined(server: LMCacheSe
         assert isinstance(scheduler.ask(scheduler.lookup()), messages.Found)
         worker.ask(messages.Goodbye())
         with Peer(server.address, "prod") as other:
-            other.model = ModelTag("another model", (), 1, 1)
+            other.model = ModelTag("another model", (("weights", "other"),), 1, 1)
             other.live("prove")
             refused(scheduler.ask(scheduler.lookup()), messages.NOT_REGISTERED)
             refused(scheduler.ask(scheduler.release()), messages.NOT_REGISTERED)

@@ -24,7 +24,7 @@ def server():
         peer.geometry = Geometry(groups, BLOCKS)
         peer.ask(peer.hello())
         for number in range(NAMESPACES):
-            peer.model = ModelTag("\U0001f4a3" * 4000 + str(number), (), 1, 1)
+            peer.model = ModelTag("\U0001f4a3" * 4000, (("weights", str(number)),), 1, 1)
             peer.live("store", since="register")
         assert running.rss_bytes() - before < NAMESPACES * NAMESPACE_BYTES
         yield running
@@ -46,6 +46,6 @@ def test_the_commands_work(server):
     assert f"namespaces: {NAMESPACES}, of which " in status.stdout
     doctor = server.cli("doctor")
     assert "compatible" not in doctor.stdout + doctor.stderr
-    assert "as here" in doctor.stdout, "it has read the report"
+    assert "the same version as here" in doctor.stdout, "it has read the report"
     bench = server.cli("bench", "--requests", "5", "--page-kb", "8")
     assert bench.returncode == 0, bench.stderr

@@ -64,10 +64,10 @@ def test_a_cache_that_is_too_small_is_told_what_more_memory_would_hit(
         assert again["hit_rates"] == live["hit_rates"]
 
 
-@pytest.mark.parametrize("line", [b"[]", b"no", b'[0,"lookup","n",0,1,false,0,0,""]', b"[" * 100_000])
+@pytest.mark.parametrize("line", [b"[]", b"no", b'[0,"lookup","n",0,1,false,false,0,0,""]', b"[" * 100_000])
 def test_a_file_that_is_no_record_is_one_clear_error(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "record"
-    path.write_bytes(b'[0.0,"end","n",16,1,false,0,0,"0011223344556677"]\n' + line + b"\n")
+    path.write_bytes(b'[0.0,"end","n",16,1,false,false,0,0,"0011223344556677"]\n' + line + b"\n")
     code, _, errors = plan("--from", str(path))
     assert code == 1
     assert errors.startswith(f"lmcache: line 2 of {path} is no event of a record")

@@ -13,8 +13,10 @@ from msgspec import structs
 
 from lmcache_client.channel import RefusedError
 from lmcache_client.contract import messages
+from lmcache_client.contract.admission import Admission, Prompt, checkpoint_interval, known_chunks
 from lmcache_client.contract.geometry import GroupSpec
-from lmcache_client.contract.messages import Found, Stored
+from lmcache_client.contract.messages import Found, Stored, StoreObject
+from lmcache_client.engine import chunk_object
 from lmcache_server.telemetry.partial import PATIENCE_S
 
 MLA = group(layers=3, page_bytes=1000, replicated=True)
@@ -152,7 +154,7 @@ def test_ranks_whose_replicated_pages_differ_are_refused(server: LMCacheServer) 
     with ranks(server, [[MLA], [other]], 2) as engines:
         refusal = engines[1].worker.refusal
         assert refusal is not None
-        assert refusal.code == messages.CONFIGURATION
+        assert refusal.code == messages.BAD_REQUEST, "vLLM starts: no option would change this"
         assert "different pages as replicated" in str(refusal)
 
 
@@ -191,6 +193,53 @@ def test_ranks_that_disagree_shorten_the_hit_and_are_warned_of_once(server: LMCa
         fill(engines, stored)
         assert engines[1].store_prompt(keys, stored).dropped == 0
         served_to_all(engines, keys, stored)
+
+
+def offered(
+    engine: RawEngine, keys: Sequence[bytes], found: Found, tables: Sequence[Sequence[int]]
+) -> list[StoreObject]:
+    """What the connector offers of a prompt after this answer. Its scheduler decides for all ranks."""
+    groups, size = engine.groups, engine.chunk_size
+    interval = checkpoint_interval(groups, [each.block_bytes for each in groups], size)
+    rule, prompt = Admission(groups, size, interval), Prompt(len(keys), known_chunks(groups, found.held))
+    return [
+        chunk_object(keys, chunk, index, tuple(tables[index][i] for i in each.stored_blocks(chunk, size)))
+        for chunk in range(found.resume_tokens // size, len(keys))
+        for index, each in enumerate(groups)
+        if not found.held[index][chunk // 8] >> chunk % 8 & 1 and rule.admits(index, chunk, prompt)
+    ]
+
+
+def test_what_one_rank_dropped_is_offered_again_and_admitted_where_the_known_part_ends(
+    server: LMCacheServer,
+) -> None:
+    with ranks(server, [[FULL, STATE]] * 2, 2) as engines:
+        size = engines[0].chunk_size
+        keys = chain(range(6 * size), size)
+        parting = (*keys[:3], *chain(range(9000, 9000 + size), size))
+        stored = tables(engines[0].groups, 6 * size, 1)
+        fill(engines, stored)
+        objects = offered(engines[0], keys, engines[0].lookup(keys), stored)
+        assert [each.chunk_index for each in objects if each.group == 1] == [5], "the state at the end alone"
+        assert engines[0].store(objects) == Stored(7, 0, 0)
+        assert engines[1].store([each for each in objects if each.chunk_index < 3]) == Stored(3, 0, 0)
+        for each in (keys, parting):
+            assert engines[0].lookup(each).resume_tokens == 0
+
+        # The same prompt again: to the server it parts from what it has after three chunks.
+        again = offered(engines[0], keys, engines[0].lookup(keys), stored)
+        assert [(each.chunk_index, each.group) for each in again] == [(2, 1), (3, 0), (4, 0), (5, 0), (5, 1)]
+        assert engines[0].store(again) == Stored(1, 4, 0)
+        assert engines[1].store(again) == Stored(5, 0, 0)
+        found = engines[0].lookup(keys)
+        assert offered(engines[0], keys, found, stored) == []
+        engines[0].end(found)
+        served_to_all(engines, keys, stored)
+        fill(engines, stored)
+        served_to_all(engines, keys[:3], stored)
+        found = engines[0].lookup(parting)
+        assert found.resume_tokens == 3 * size
+        engines[0].end(found)
 
 
 @contextmanager

@@ -56,7 +56,12 @@ def test_a_page_is_stored_and_restored_and_forgotten(flags):
         assert metrics['lmcache_selftests_total{outcome="ok"}'] == 1
         assert metrics['lmcache_requests_total{op="goodbye",outcome="ok"}'] == 2
         for direction in ("store", "load"):
-            assert metrics[f'lmcache_transfer_bytes_total{{direction="{direction}"}}'] > 0
+            assert (
+                metrics[f'lmcache_test_transfer_bytes_total{{direction="{direction}",test="selftest"}}'] > 0
+            )
+            assert metrics[f'lmcache_transfer_bytes_total{{direction="{direction}"}}'] == 0
+        assert metrics['lmcache_test_objects_total{outcome="stored",test="selftest"}'] > 0
+        assert metrics['lmcache_objects_total{outcome="stored"}'] == 0
         assert metrics["lmcache_tokens_requested_total"] == 0, "nor is it part of the hit rate"
         assert server.status()["failures"] == []
         assert "selftest" not in server.log.read_text(), "a probe does not fill the log"

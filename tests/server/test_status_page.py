@@ -1,6 +1,7 @@
 """The status page in Chromium: a real server, a real engine, what a person sees."""
 
 import json
+import socket
 
 import pytest
 from harness.browser import chromium
@@ -9,6 +10,7 @@ from harness.server import LMCacheServer
 from harness.waiting import wait_until
 
 from lmcache_client.channel import ChannelError
+from lmcache_client.contract.messages import Pin
 
 HOSTILE = "<img src=x onerror='window.pwned=1'> & <script>window.pwned=1</script>"
 LONG = "organisation/" + "ModelWithAVeryLongName" * 5
@@ -47,6 +49,9 @@ def server():
             engine.end(found)
             with pytest.raises(ChannelError):
                 engine.load(found, keys, TABLE * len(engine.groups))
+        engines[0].scheduler.call(Pin("", "a request to pin"), 5)
+        engines[0]._scheduler.release((), keys, "a request to pin")
+        engines[0].scheduler.call(Pin(HOSTILE[:64], "a request to pin"), 5)
         yield running
         for engine in engines:
             engine.close()
@@ -99,11 +104,17 @@ def test_figures_are_those_of_the_status(browser, server):
         share = status["l1"]["ready_bytes"] / status["l1"]["total_bytes"]
         shown = visit.page.evaluate("parseFloat(document.querySelector('#bar .ready').style.width)")
         assert shown == pytest.approx(100 * share)
+        assert visit.page.title() == f"lmcache · {status['host']}"
+        assert status["host"] == socket.gethostname()
         plain, hybrid = visit.rows("namespaces")
+        assert "57.1 %" in plain
+        assert "not found: 42.9 % never stored" in plain
         assert "full attention, blocks of 16, 2 layers" in plain
         assert "sliding window of 128, blocks of 16, 2 layers" in hybrid
         assert "256 tokens" in hybrid
         assert len(visit.rows("session_rows")) == 4
+        assert visit.rows("pins") == [f"{HOSTILE[:64]}\t3\t384 KiB"]
+        assert visit.text("#pinned") == "384 KiB of at most 51.2 MiB together"
         rates = status["demand"]["windows"]["hour"]["hit_rates"]
         sizes = visit.rows("plan")
         assert len(sizes) == len(rates) == 7
@@ -122,6 +133,42 @@ def test_names_of_clients_are_text(browser, server):
         assert any("<b>hybrid</b>" in row for row in visit.rows("session_rows"))
         assert visit.page.evaluate("window.pwned") is None
         assert visit.page.evaluate("document.querySelectorAll('img, main script, b b').length") == 0
+
+
+def test_tiers_and_what_they_lost(browser, server):
+    read, written = (
+        ("read", "gone", "damaged", "failed"),
+        ("written", "present", "full", "evicted", "dropped", "failed"),
+    )
+    tier = {
+        "url": HOSTILE,
+        "failing": "",
+        "waiting_objects": 1,
+        "read_bytes": 3 << 20,
+        "written_bytes": 1 << 30,
+    }
+    well = tier | {"read_objects": dict.fromkeys(read, 0), "written_objects": dict.fromkeys(written, 0)}
+    ill = tier | {
+        "failing": "it is on fire",
+        "read_objects": {name: number for number, name in enumerate(read)},
+        "written_objects": {name: 1000 * number for number, name in enumerate(written)},
+    }
+    with Visit(browser, server) as visit:
+        assert not visit.page.is_visible("#tiers_card")
+        status = json.dumps(server.status() | {"tiers": [well, ill]})
+        visit.page.route(
+            "**/status", lambda route: route.fulfill(body=status, content_type="application/json")
+        )
+        visit.page.clock.run_for(2100)
+        visit.page.locator("#tiers tr").first.wait_for()
+        first, second = visit.rows("tiers")
+        assert first.split("\t") == [HOSTILE, "works", "3.0 MiB", "1.0 GiB", "1 object"]
+        assert "failing: it is on fire" in second
+        assert (
+            "1 gone, 2 damaged, 3 not read, 2,000 without room, 3,000 evicted first, 4,000 dropped" in second
+        )
+        assert visit.page.evaluate("window.pwned") is None
+        assert not visit.errors
 
 
 def test_it_asks_nobody_else_and_complains_of_nothing(browser, server):
@@ -149,7 +196,7 @@ def test_its_policy_stops_what_a_hole_would_let_in(browser, server):
         assert any("Content Security Policy" in error for error in visit.errors)
 
 
-CONTRAST = """() => {
+LIGHT = """
     const canvas = document.createElement("canvas").getContext("2d");
     const light = color => {
         canvas.fillStyle = color;
@@ -157,12 +204,19 @@ CONTRAST = """() => {
             .map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
         return 0.2126 * r + 0.7152 * g + 0.0722 * b;
     };
+    const ratio = (a, b) => (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+"""
+"""How light a colour is, and the contrast of two such values, as WCAG defines them."""
+CONTRAST = (
+    """() => {"""
+    + LIGHT
+    + """
     const style = getComputedStyle(document.documentElement);
     const of = name => light(style.getPropertyValue("--" + name));
-    const ratio = (a, b) => (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
     return Object.fromEntries(["text", "soft", "bad", "good", "hit", "load", "store"].map(
         name => [name, Math.min(ratio(of(name), of("card")), ratio(of(name), of("page")))]));
 }"""
+)
 
 
 def test_dark_and_light_can_be_read(browser, server):
@@ -173,6 +227,55 @@ def test_dark_and_light_can_be_read(browser, server):
             for name, ratio in visit.page.evaluate(CONTRAST).items():
                 assert ratio >= 4.5, f"{name} on {scheme}: {ratio:.2f}"
     assert backgrounds["light"] != backgrounds["dark"]
+
+
+DOT = (
+    """() => {"""
+    + LIGHT
+    + """
+    const dot = getComputedStyle(document.querySelector(".key.free"), "::before").backgroundColor;
+    const bar = getComputedStyle(document.querySelector("#bar")).backgroundColor;
+    const card = getComputedStyle(document.querySelector(".card")).backgroundColor;
+    return [ratio(light(dot), light(card)), dot === bar];
+}"""
+)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_free_memory_is_seen(browser, server, scheme):
+    with Visit(browser, server, color_scheme=scheme) as visit:
+        contrast, is_same = visit.page.evaluate(DOT)
+        assert contrast >= 2.9
+        assert is_same, "the dot has the colour of the free part of the bar"
+
+
+# In one go, because the page draws its own history every few seconds.
+DRAWN = """([growth, ended]) => {
+    showHistory({ interval_s: 5, ended, growth });
+    const lines = [...document.querySelectorAll("#copy_plot path:not(.grid, .at, .area)")];
+    return {
+        width: document.querySelector("#hit_plot path.hit:not(.area)").getBoundingClientRect().width,
+        lines: lines.map(e => [e.getAttribute("class"), getComputedStyle(e).strokeDasharray]),
+        keys: document.querySelector("#copy_keys").textContent,
+    };
+}"""
+
+
+def test_one_sample_is_seen_and_no_line_hides_another(browser, server):
+    with Visit(browser, server) as visit:
+        same = [0, 5 << 20, 0, 5 << 20]
+        growth = {"hit_tokens": [0, 7, 0, 0], "miss_tokens": [0, 7, 0, 0], "store_bytes": same,
+                  "load_bytes": same, "test_bytes": [0, 0, 0, 0]}  # fmt: skip
+        drawn = visit.page.evaluate(DRAWN, [growth, 4])
+        assert drawn["width"] >= 4, "a point, not a single pixel"
+        load, store = drawn["lines"]
+        assert load == ["load", "none"]
+        assert store[0] == "store", "above the line of loads"
+        assert store[1] != "none", "which shows through it"
+        assert "tests" not in drawn["keys"]
+        drawn = visit.page.evaluate(DRAWN, [{**growth, "test_bytes": [0, 0, 0, 10 << 20]}, 4])
+        assert "tests 2.0 MiB/s" in drawn["keys"]
+        assert len(drawn["lines"]) == 3
 
 
 RIGHTMOST = "Math.max(...[...document.querySelectorAll('body *')].map(e => e.getBoundingClientRect().right))"
@@ -208,6 +311,22 @@ def test_charts_show_the_history_and_can_be_heard(browser, server):
         assert set(headings[1:]) == {"H2"}
 
 
+def test_what_a_bench_copies_is_drawn_as_tests_alone(browser, server):
+    before = server.status()
+    done = server.cli("bench", "--requests", "2", "--only", "store,load", "--layers", "2", "--page-kb", "8")
+    assert done.returncode == 0, done.stderr
+    figure = 'lmcache_test_transfer_bytes_total{direction="%s",test="bench"}'
+    copied = sum(server.metrics()[figure % direction] for direction in ("store", "load"))
+    history = lambda: json.loads(server.get("/history"))["growth"]  # noqa: E731
+    wait_until(lambda: sum(history()["test_bytes"]) == copied > 0, what="the history has it", interval_s=0.1)
+    with Visit(browser, server) as visit:
+        visit.page.wait_for_selector("#copy_plot svg path.test", state="attached")
+        assert "tests" in visit.text("#copy_keys")
+        assert visit.value("hit_rate") == before["hit_rate"]
+        assert visit.value("tokens") == before["tokens"]["hit"]
+        assert len(visit.rows("namespaces")) == 2
+
+
 def test_without_an_engine_it_says_how_to_start_one(browser, idle):
     with Visit(browser, idle) as visit:
         line = visit.text("#line")
@@ -217,6 +336,7 @@ def test_without_an_engine_it_says_how_to_start_one(browser, idle):
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"lmcache.mp.port": idle.port},
         }
+        assert not visit.page.is_visible("#pins_card")
         assert visit.text("#no_session") == "No client is connected."
         assert visit.text("#no_failure").startswith("None")
         assert not visit.page.is_visible("#namespace_table")

@@ -85,7 +85,7 @@ def test_reports_that_nobody_reads_take_bounded_memory() -> None:
         asker.geometry = Geometry(groups, BLOCKS)
         asker.ask(asker.hello())
         for number in range(20):
-            asker.model = ModelTag(f"{number}", (), 1, 1)
+            asker.model = ModelTag("m", (("weights", f"{number}"),), 1, 1)
             asker.live("store", since="register")
         report_bytes = len(server.get("/status"))
         assert SHOWN_BYTES * 0.8 < report_bytes < SHOWN_BYTES * 2
@@ -119,7 +119,9 @@ def test_a_client_that_never_reads_its_replies_costs_little(kind: str) -> None:
                 kind
             ]
             before = server.rss_bytes()
-            for _ in range(20_000):
+            # The bystander waits for all of them, because one process has one turn; a report takes longest.
+            count = 6000 if kind == "status" else 20_000
+            for _ in range(count):
                 deaf.send(message)
             exercise(bystander, 0)
             assert exercise(bystander, 0) == 3 * bystander.chunk_size
@@ -129,7 +131,7 @@ def test_a_client_that_never_reads_its_replies_costs_little(kind: str) -> None:
             while deaf.socket.poll(200):
                 _, reply = deaf.receive()
                 replies += 1
-            assert 1000 <= replies < 20_000
+            assert 1000 <= replies < count
             assert not isinstance(reply, Refused)
             assert isinstance(deaf.ask(Ping()), Done)
             assert isinstance(deaf.ask(deaf.store()), Stored)

@@ -4,12 +4,18 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import zmq
 from harness.processes import free_port
 from harness.server import LMCacheServer
+from zmq.utils.monitor import recv_monitor_message
+
+from lmcache_server.net import connections
 
 STOPS = 3
 END_S = 10
@@ -66,6 +72,32 @@ def test_a_socket_closes_though_its_monitor_is_full(tmp_path: Path) -> None:
                 assert closing.wait(END_S) == 0
         finally:
             closing.kill()
+
+
+def test_clients_that_connect_without_pause_do_not_hold_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal read
+        read += 1
+        return recv_monitor_message(*arguments)
+
+    monkeypatch.setattr(connections, "recv_monitor_message", counted)
+    path = str(tmp_path / "storm.sock")
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        following = connections.Connections(socket)
+        socket.bind(f"ipc://{path}")
+        most = 0
+        with storm(path):
+            until_s = time.monotonic() + 5
+            while time.monotonic() < until_s and most <= connections.MOST_EVENTS:
+                read = 0
+                following.ended()
+                most = max(most, read)
+        following.close()
+    assert 0 < most <= connections.MOST_EVENTS
 
 
 @pytest.mark.parametrize("_number", range(STOPS))

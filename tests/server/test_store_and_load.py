@@ -220,7 +220,7 @@ def test_a_prompt_larger_than_l1_loses_its_tail_and_keeps_its_head() -> None:
             for chunk, key in enumerate(keys):
                 parent = keys[chunk - 1] if chunk else ROOT_KEY
                 engine.store([StoreObject(key, parent, chunk, 0, tuple(range(1, 17)))])
-            assert engine.lookup(keys).resume_tokens == 7 * engine.chunk_size
+            assert engine.lookup(keys).resume_tokens == 8 * engine.chunk_size
             status = server.status()["l1"]
             assert status["ready_bytes"] == status["total_bytes"]
         finally:

@@ -61,4 +61,4 @@ def test_who_reads_later_learns_how_many_lines_were_dropped(unread: tuple[LMCach
     lines = heard.count(b"dropped a frame of 7 bytes")
     assert MAX_LINES <= lines <= LINES - int(match[1])
     assert server.terminate() == 0
-    wait_until(lambda: notice() and heard.endswith(b" INFO ending: 0 sessions\n"))
+    wait_until(lambda: notice() and heard.endswith(b" INFO stopping with 0 sessions open\n"))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgpack  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 from harness.rawclient import RawEngine, chain, group
@@ -17,8 +18,10 @@ from harness.waiting import wait_until
 from numpy.typing import NDArray
 
 from lmcache_client.channel import ChannelError
+from lmcache_server.core.packed import PackedObjects
 from lmcache_server.core.pool import FRAME_BYTES
-from lmcache_server.l1.file import HEADER_BYTES
+from lmcache_server.l1 import restart
+from lmcache_server.l1.file import HEADER_BYTES, L1File
 
 GB_BYTES = 1 << 30
 GROUPS = (group(), group("sliding_window", 16, 40, layers=1))
@@ -283,6 +286,56 @@ def test_a_damaged_file_starts_empty_with_a_sentence(
     assert reason in running.log.read_text()
     prompt.store()
     restart_warm(running, prompt.engine)
+    prompt.load()
+
+
+def test_an_object_with_too_few_frames_is_forgotten_after_one_load(
+    running: LMCacheServer, connect: Connect, path: Path
+) -> None:
+    """Only the engine that registers says how many bytes its pages have."""
+    prompt = Prompt(connect(running))
+    prompt.store()
+    assert running.terminate() == 0
+    file = L1File(str(path), int(0.05 * GB_BYTES))
+    assert file.index is not None
+    snapshot, known = restart.decode(file.index, file.num_frames, 0.0)
+    row = snapshot.rows[0]
+    full, window = PackedObjects(row[-1]).objects()
+    (start, _), *_ = full.runs
+    small = full._replace(num_bytes=FRAME_BYTES, runs=((start, 1),))
+    row[-1] = msgpack.packb([small, window])
+    file.finish(restart.encode(snapshot, known, 0.0))
+    file.close()
+    running.start()
+    reconnect(prompt.engine, running)
+    with pytest.raises(ChannelError, match="is damaged"):
+        prompt.load()
+    assert running.metrics()["lmcache_verify_failures_total"] == 1
+    assert prompt.held_chunks() == CHUNKS - 1
+    prompt.store()
+    prompt.load()
+
+
+def test_chunks_grow_older_while_no_server_runs(running: LMCacheServer, connect: Connect, path: Path) -> None:
+    """A restart makes none young: the file says when it was written, and how old each chunk was."""
+    running.flags["max_age"] = "2h"
+    prompt = Prompt(connect(running))
+    prompt.store()
+    for hours, held in ((1.5, CHUNKS), (0.4, CHUNKS), (0.2, 0)):
+        assert running.terminate() == 0
+        file = L1File(str(path), int(0.05 * GB_BYTES))
+        assert file.index is not None
+        snapshot, known = restart.decode(file.index, file.num_frames, time.time())
+        assert len(snapshot.rows) == CHUNKS
+        file.finish(restart.encode(snapshot, known, time.time() - 3600 * hours))
+        file.close()
+        running.start()
+        reconnect(prompt.engine, running)
+        assert prompt.held_chunks() == held
+    said = running.log.read_text()
+    assert said.count(f"restored {CHUNKS} chunks") == 3
+    assert said.count(f"forgot {CHUNKS} of these chunks, because of --max-age") == 1
+    prompt.store()
     prompt.load()
 
 

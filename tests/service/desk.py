@@ -90,7 +90,7 @@ class Desk:
         return self.ask(who, Hello(NOBODY, who.to_bytes(16, "big"), "test"))
 
     def register(self, who: int, model: str = "model") -> Message | None:
-        tag = ModelTag(model, (), 1, 1)
+        tag = ModelTag(model, (("weights", model),), 1, 1)
         return self.ask(who, Register(f"engine {who}", 0, tag, geometry(0), self.memory))
 
     def join(self, who: int, model: str = "model") -> None:

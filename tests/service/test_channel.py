@@ -1,21 +1,25 @@
 """The client's end of the wire, where the other end or the machine is not as it should be."""
 
+import logging
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zmq
 from desk import Desk
-from harness.hostile import BENT, HostileServer
+from harness.hostile import BENT, BOOT_ID, HostileServer, says
 from harness.waiting import wait_until
 
-from lmcache_client.channel import Channel, ChannelError, RefusedError
+from lmcache_client import channel as channel_module
+from lmcache_client.channel import Channel, ChannelError, Pending, RefusedError, unsent
 from lmcache_client.contract import messages
 from lmcache_client.contract.codec import pack, unpack
-from lmcache_client.contract.messages import Done, Hello, Ping, Refused, Welcome
+from lmcache_client.contract.messages import Done, Found, Hello, Ping, Refused, Welcome
+from lmcache_client.engine import Scheduler
 from lmcache_client.transport import Connection, Process, System
 
 LONG_S = 60.0
@@ -84,6 +88,73 @@ def test_an_engine_hears_that_the_server_is_of_another_version(tmp_path: object)
         channel.close(0.0)
 
 
+def test_the_kernel_says_who_may_read_this_process(hostile: HostileServer) -> None:
+    """A server that listens at the socket could else let a process of its choice trace the engine."""
+    hostile.lies[Hello] = says(Welcome(BOOT_ID, 1, "x", 1))
+    channel = Channel(hostile.address, lambda _channel: None)
+    try:
+        channel.start(5.0, 5.0)
+        assert channel.ready
+        assert channel.server_pid == os.getpid()
+    finally:
+        channel.close(0.0)
+
+
+def test_what_a_server_writes_is_cut_and_made_plain() -> None:
+    error = str(RefusedError(Refused("x", "no\x1b[2J\nno" * 1000)))
+    assert error.startswith("no [2J no")
+    assert len(error) == messages.MAX_REASON
+    assert error.isprintable()
+
+
+def test_a_thread_that_waits_for_a_reply_keeps_no_other_from_asking(hostile: HostileServer) -> None:
+    """As a step that waits for its loads, while the thread that waits for the GPU sends the next one."""
+    channel = Channel(hostile.address, lambda _channel: None)
+    channel.start(5.0, 5.0)
+    never = Pending(channel.system.now_s() + LONG_S)
+    waiting = threading.Thread(target=channel.poll, args=(never, LONG_S))
+    answers: list[object] = []
+    asking = threading.Thread(target=lambda: answers.append(channel.call(Ping(), LONG_S)))
+    try:
+        waiting.start()
+        asking.start()
+        asking.join(LONG_S / 2)
+        assert answers == [Done()]
+        assert waiting.is_alive()
+    finally:
+        never.reply = Done()
+        waiting.join()
+        asking.join()
+        channel.close(0.0)
+
+
+def test_a_lookup_given_up_while_its_reply_is_taken_in_gives_its_lease_back(hostile: HostileServer) -> None:
+    channel, released = Channel(hostile.address, lambda _channel: None), list[int]()
+    client = Scheduler(channel, "engine")
+
+    class Racing(Pending):
+        """Given up between the two steps in which the keeper takes in the reply."""
+
+        @property
+        def done(self) -> bool:
+            was_done = super().done
+            if threading.current_thread() is threading.main_thread() and not giving_up.is_alive():
+                giving_up.start()
+                giving_up.join(0.3)
+            return was_done
+
+    pending = Racing(LONG_S, client._release_late)
+    giving_up = threading.Thread(target=client.forget, args=(pending,))
+    client.release = lambda leases, *_rest: released.extend(leases) or unsent("")  # type: ignore[method-assign]
+    try:
+        with channel._lock:  # as the keeper holds it
+            pending._finish(Found(256, 7, 60, ()))
+        giving_up.join()
+        assert released == [7]
+    finally:
+        channel.close(0.0)
+
+
 def test_a_reply_of_another_life_of_the_server_answers_nothing(hostile: HostileServer) -> None:
     """What a server says that has restarted is about requests of other sessions."""
     channel = Channel(hostile.address, lambda _channel: None)
@@ -100,10 +171,34 @@ def test_a_reply_of_another_life_of_the_server_answers_nothing(hostile: HostileS
         channel.close(0.0)
 
 
+class BlindSystem(System):
+    def open_process(self, _pid: int) -> Process | None:
+        return None
+
+
+def test_a_new_server_is_greeted_when_copies_of_one_that_cannot_be_watched_have_ended(
+    hostile: HostileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server is killed in the middle of a load, in another process namespace, and replaced at once."""
+    monkeypatch.setattr(channel_module, "KEEPER_INTERVAL_S", 0.005)
+    monkeypatch.setattr(channel_module, "COPIES_END_S", 1.0)
+    lost_s: list[float] = []
+    on_state = lambda level, _text: level < logging.WARNING or lost_s.append(time.monotonic())  # noqa: E731
+    channel = Channel(hostile.address, lambda _channel: None, on_state, BlindSystem())
+    try:
+        channel.start(5.0, 5.0)
+        hostile.lies[Ping] = BENT["another boot id"]
+        pending = channel.submit(Ping(), LONG_S)
+        wait_until(lambda: pending.settled, 10.0, "the request is settled", interval_s=0.001)
+        assert time.monotonic() - lost_s[0] >= 0.5
+    finally:
+        channel.close(0.0)
+
+
 def test_a_reply_that_cannot_be_read_ends_the_session_and_is_said_once(hostile: HostileServer) -> None:
     """Whose reply it was is unknown: without a new session, a request would hold its memory for long."""
     said: list[str] = []
-    channel = Channel(hostile.address, lambda _channel: None, lambda _ready, text: said.append(text))
+    channel = Channel(hostile.address, lambda _channel: None, lambda _level, text: said.append(text))
     try:
         channel.start(5.0, 5.0)
         hostile.lies[Ping] = hostile.lies[Hello] = BENT["garbage"]

@@ -1,10 +1,12 @@
 """Who may make the server forget, and what."""
 
 from desk import Desk
+from msgspec import structs
 from test_invariants import is_refused, lookup, store
 
 from lmcache_client.contract import messages
-from lmcache_client.contract.messages import Clear, Cleared
+from lmcache_client.contract.keys import tenant_id
+from lmcache_client.contract.messages import Clear, Cleared, Store
 
 
 def test_a_scheduler_clears_its_own_namespace_and_no_other(desk: Desk) -> None:
@@ -38,3 +40,36 @@ def test_only_a_client_that_greeted_clears_and_everything_only_if_it_says_so(des
     assert lookup(desk, 0, 1).resume_tokens > 0
     assert desk.ask(5, Clear(everything=True)) == Cleared(1)
     assert lookup(desk, 0, 1).resume_tokens == 0
+
+
+def test_one_model_or_one_namespace_is_cleared_and_no_other(desk: Desk) -> None:
+    desk.join(0)
+    desk.join(1, "another model")
+    for who in (0, 1):
+        desk.ask(who, store(1))
+    desk.end_copies()
+    names = {each["model"]: each["namespace"] for each in desk.target.report.status()["namespaces"]}
+    for absent in (Clear(True, "mode"), Clear(True, "", "xyz"), Clear(True, "model", names["another model"])):
+        assert is_refused(desk.ask(0, absent), messages.BAD_REQUEST)
+    assert desk.ask(0, Clear(True, "another model")) == Cleared(1)
+    assert lookup(desk, 1, 1).resume_tokens == 0
+    assert lookup(desk, 0, 1).resume_tokens > 0
+    assert desk.ask(0, Clear(True, "", names["another model"][:12])) == Cleared(0)
+    assert desk.ask(0, Clear(True, "model", names["model"])) == Cleared(1)
+
+
+def test_the_chunks_of_one_tenant_are_cleared_and_no_others(desk: Desk) -> None:
+    desk.join(0)
+    desk.join(1, "another model")
+    for who in (0, 1):
+        for number, tenant in ((1, "first"), (2, "second"), (3, None)):
+            (stored,) = store(number).objects
+            desk.ask(who, Store((structs.replace(stored, tenant=tenant_id(tenant)),)))
+    desk.end_copies()
+    names = {name: tenant_id(name).hex() for name in ("first", "second", "third")}
+    assert desk.ask(0, Clear(True, "", "", names["third"])) == Cleared(0)
+    assert desk.ask(0, Clear(True, "model", "", names["first"])) == Cleared(1)
+    assert desk.ask(0, Clear(True, "", "", names["first"][:8])) == Cleared(1)
+    assert desk.ask(0, Clear(False, "", "", names["second"])) == Cleared(1)
+    found = [[bool(lookup(desk, who, number).resume_tokens) for number in (1, 2, 3)] for who in (0, 1)]
+    assert found == [[False, False, True], [False, True, True]]

@@ -9,8 +9,9 @@ import pytest
 
 from lmcache_server.transfer.base import CopyError
 from lmcache_server.transfer.plan import Pieces
-from lmcache_server.transfer.worker import SLICE_BYTES, CopyWorker
+from lmcache_server.transfer.worker import CopyWorker
 
+SLICE_BYTES = 1 << 20
 TIMEOUT_S = 10.0
 
 
@@ -21,6 +22,8 @@ def slices_of(name, count):
 
 
 class Job:
+    reads_bytes = False
+
     def __init__(self, load, build):
         self.load, self.build = load, build
 
@@ -33,6 +36,8 @@ class Harness:
 
     bases = ()
     lost = False
+    lanes = ((True, False),)
+    slice_bytes = {True: SLICE_BYTES, False: SLICE_BYTES}  # noqa: RUF012
 
     def __init__(self):
         self.alive = True
@@ -47,7 +52,10 @@ class Harness:
     def open(self):
         return [b"nonce"]
 
-    def finish(self, *, load):
+    def num_begun(self, *, load):
+        return 0
+
+    def finish(self, count, *, load):
         self.calls.append(("finished", load, len(self.copied)))
 
     def close(self):
@@ -198,3 +206,93 @@ def test_every_end_comes_after_that_of_its_copies_and_the_memory_is_closed_last(
     assert harness.calls[1:] == [("finished", False, 2)]
     harness.worker.close().result(TIMEOUT_S)
     assert harness.calls[2:] == ["closed"]
+
+
+class Late(Harness):
+    """Its copies are begun at once and end when the test says so. Each direction has a lane."""
+
+    lanes = ((True,), (False,))
+    slice_bytes = {True: SLICE_BYTES, False: SLICE_BYTES // 4}  # noqa: RUF012
+
+    def __init__(self):
+        self.begun = {True: 0, False: 0}
+        self.gates = {True: threading.Semaphore(0), False: threading.Semaphore(0)}
+        self.ended_copies = {True: 0, False: 0}
+        super().__init__()
+
+    def copy(self, part, *, load):
+        self.begun[load] += 1
+        self.started.put((int(part.local[0]), load))
+        # As on a GPU: with two under way, it waits for the first of them.
+        self.finish(self.begun[load] - 1, load=load)
+
+    def num_begun(self, *, load):
+        return self.begun[load]
+
+    def finish(self, count, *, load):
+        while self.ended_copies[load] < count:
+            assert self.gates[load].acquire(timeout=TIMEOUT_S)
+            self.ended_copies[load] += 1
+
+
+@pytest.fixture
+def late():
+    it = Late()
+    yield it
+    for gate in it.gates.values():
+        gate.release(1000)
+    it.worker.close().result(TIMEOUT_S)
+
+
+def test_loads_and_stores_are_under_way_at_the_same_time(late):
+    late.submit(1, 1, load=False)
+    assert late.wait_for_slice() == (1, False)
+    late.submit(2, 1, load=True)
+    assert late.wait_for_slice() == (2, True)
+    late.gates[True].release()
+    assert late.wait_for_end() == (2, None, SLICE_BYTES)
+    late.gates[False].release(4)
+    assert late.wait_for_end() == (1, None, SLICE_BYTES)
+
+
+def test_the_next_job_is_enqueued_behind_the_last_one_that_is_still_under_way(late):
+    late.submit(1, 2, load=True)
+    assert late.wait_for_slice() == (1, True)
+    assert late.wait_for_slice() == (1, True)
+    late.submit(2, 1, load=True)
+    late.submit(3, 1, load=True)
+    late.gates[True].release()
+    assert late.wait_for_slice() == (2, True)
+    assert late.ended.empty(), "half of the first is copied"
+    late.gates[True].release()
+    assert late.wait_for_end()[0] == 1
+    assert late.wait_for_slice() == (3, True)
+    late.gates[True].release(2)
+    assert [late.wait_for_end()[0] for _ in range(2)] == [2, 3]
+
+
+def test_stores_go_in_smaller_slices_than_loads(late):
+    """Between two of them, the engine's own small copies get their turn."""
+
+    def small():
+        address = np.full(4, 1, np.uint64)
+        return Pieces(address, address, np.full(4, SLICE_BYTES // 4, np.uint64))
+
+    for load, count in ((True, 1), (False, 4)):
+        late.gates[load].release(4)
+        late.submit(1, 0, load=load, build=small)
+        assert late.wait_for_end() == (1, None, SLICE_BYTES)
+        assert late.begun[load] == count
+
+
+def test_a_job_whose_bytes_are_read_is_not_mixed_with_others(late):
+    """A checksum takes long, and the job before would be reported late."""
+    late.submit(1, 1, load=True)
+    late.wait_for_slice()
+    reading = Job(True, lambda: slices_of(2, 1))
+    reading.reads_bytes = True
+    end = late.worker.submit(reading)
+    late.gates[True].release()
+    assert late.wait_for_end()[0] == 1
+    late.gates[True].release()
+    assert end.result(TIMEOUT_S).error is None

@@ -68,7 +68,20 @@ def test_the_router_takes_any_frames_of_any_clients() -> None:
         finally:
             target.close()
     print(f"{target.inputs} frames: {dict(target.replies.most_common())}")
-    for reached in ("Stored", "Done", "Found", "Registered", "Joined", "expired", "bad_request", "no_access"):
+    for reached in (
+        "Stored",
+        "Done",
+        "Found",
+        "Registered",
+        "Joined",
+        "Pinned",
+        "Unpinned",
+        "Inspected",
+        "Followed",
+        "expired",
+        "bad_request",
+        "no_access",
+    ):
         assert target.replies[reached] > 10, f"{reached}: the frames reach deep"
 
 

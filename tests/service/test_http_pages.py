@@ -85,6 +85,25 @@ def get(server, path, method="GET", **headers):
         return response.status, response.headers["Content-Type"], response.read()
 
 
+def test_a_connection_that_was_accepted_when_the_server_stops_is_closed():
+    async def stopped_at_once(server):
+        while not server._connections:
+            await asyncio.sleep(0)
+        await server.stop()
+
+    for _ in range(20):
+        server = pages.Server("127.0.0.1", 0)
+        loop = Loop(server)
+        try:
+            loop.call(server.start, ROUTES)
+            with connected(server) as client:
+                loop.call(stopped_at_once, server)
+                assert client.recv(1) == b""
+        finally:
+            loop.end()
+            server.close()
+
+
 def test_each_page():
     text = "text/plain; charset=utf-8"
     with serving() as server:

@@ -167,7 +167,7 @@ def test_invariant_2_a_geometry_lies_in_the_memory_that_is_registered(desk: Desk
     tag, honest = ModelTag("model", (), 1, 1), geometry(1)
     longer = Geometry(honest.groups, honest.num_blocks + 1)
     reply = desk.ask(0, Register("engine 0", 0, tag, longer, desk.memory))
-    assert is_refused(reply, messages.CONFIGURATION)
+    assert is_refused(reply, messages.BAD_REQUEST)
     assert isinstance(desk.ask(0, Register("engine 0", 0, tag, honest, desk.memory)), messages.Challenge)
 
 

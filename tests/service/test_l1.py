@@ -2,8 +2,10 @@
 
 import ctypes
 import mmap
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harness.waiting import wait_until
@@ -90,6 +92,57 @@ def test_closing_does_not_wait_for_all_of_a_large_memory(monkeypatch):
     memory.close()
     assert time.monotonic() - started_s < 2.0
     assert not any(thread.is_alive() for thread in memory._populator._threads)
+
+
+def test_closing_goes_on_without_a_thread_that_hangs_and_leaves_it_its_memory(monkeypatch):
+    """As in a call of a GPU's driver that does not return."""
+    monkeypatch.setattr(populate, "STOP_S", 0.5)
+    memory, reached, go_on = L1Memory(4 * MIB), threading.Event(), threading.Event()
+    pins = SimpleNamespace(
+        prepare=lambda _unit: True,
+        pin_unit=lambda _unit: (reached.set(), go_on.wait(60)),
+        pin_rest=lambda: True,
+    )
+    memory.fill(pins=pins)
+    assert reached.wait(20)
+    assert not memory.stop()
+    memory.close()
+    ctypes.memset(memory.base_address, 1, memory.num_bytes)
+    go_on.set()
+    wait_until(memory.stop, 20.0, "the thread has ended")
+    memory.close()
+    assert memory._mapping.closed
+
+
+def test_a_thread_moves_near_a_gpu_before_it_populates_a_unit_and_pins_it_there(open_l1, monkeypatch):
+    monkeypatch.setattr(populate, "UNIT_BYTES", 4 * MIB)
+    monkeypatch.setattr(populate, "PIECE_BYTES", 2 * MIB)
+    calls, lock, prepare = [], threading.Lock(), populate._populate_piece
+
+    def note(what: str, unit: int) -> bool:
+        with lock:
+            calls.append((threading.get_ident(), what, unit))
+        return True
+
+    memory = open_l1(16 * MIB, populate=False)
+
+    def populating(address: int, num_bytes: int) -> int:
+        note("populate", (address - memory.base_address) // (4 * MIB))
+        return prepare(address, num_bytes)
+
+    monkeypatch.setattr(populate, "_populate_piece", populating)
+    pins = SimpleNamespace(
+        prepare=lambda unit: note("prepare", unit),
+        pin_unit=lambda unit: note("pin", unit),
+        pin_rest=lambda: True,
+    )
+    memory.fill(pins=pins)
+    for thread in memory._populator._threads:
+        thread.join(20)
+    for unit in range(4):
+        own = [(thread, what) for thread, what, number in calls if number == unit]
+        assert [what for _, what in own] == ["prepare", "populate", "populate", "pin"]
+        assert len({thread for thread, _ in own}) == 1
 
 
 def test_a_process_that_is_started_copies_none_of_it(open_l1):

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import resource
 import struct
 import subprocess
 import time
@@ -96,6 +97,24 @@ def test_frames_and_index_come_back_and_the_index_once_only(tmp_path):
         assert (file.index, file.reason) == (None, "the previous server did not stop cleanly")
 
 
+def test_a_file_that_was_cut_short_stays_so_when_it_grows_again(tmp_path):
+    """What was cut off is zeros then."""
+    path = tmp_path / "l1"
+    file = L1File(str(path), SIZE_BYTES)
+    try:
+        file.begin()
+        file.allocate(0, SIZE_BYTES)
+        assert not file.is_cut()
+        os.truncate(path, 4096)
+        assert file.is_cut()
+        os.truncate(path, END)
+        assert file.is_cut()
+        with pytest.raises(OSError, match="cut it short"):
+            file.finish(INDEX)
+    finally:
+        file.close()
+
+
 def test_another_server_of_the_same_file_is_refused(tmp_path):
     with opened(tmp_path / "l1") as file:
         mapping = file.map()
@@ -122,6 +141,7 @@ def test_what_is_no_file_or_not_ours_is_refused(tmp_path):
     assert sentence(tmp_path / "none/l1") == (
         f'there is no directory for --l1-path {tmp_path}/none/l1: mkdir -p "$(dirname {tmp_path}/none/l1)"'
     )
+    assert sentence(Path("/proc/x")).endswith("/proc/x: no file can be made in /proc; name one in /dev/shm")
     os.mkfifo(tmp_path / "fifo", 0o600)
     assert "is not a regular file" in sentence(tmp_path / "fifo")
     (tmp_path / "l1").chmod(0o640)
@@ -280,6 +300,18 @@ def test_what_the_file_system_cannot_hold_is_refused_with_both_figures(mounted):
         f"--l1-size-gb asks for 1.00 GB, but 0.01 GB are available (the file system of {directory}/l1, "
         f"{directory}): sudo mount -o remount,size=2G {directory}  (docker: --shm-size 2g)"
     )
+
+
+def test_a_limit_of_file_sizes_is_named(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        assert sentence(tmp_path / "l1", 4 << 20) == (
+            f"cannot use --l1-path {tmp_path}/l1: it would exceed the limit of file sizes; raise that "
+            "(ulimit -f), or lower --l1-size-gb"
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_ramfs_has_no_size_of_its_own(mounted):

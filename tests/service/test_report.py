@@ -37,13 +37,17 @@ def test_it_is_not_ready_when_nothing_can_be_pinned_for_gpus(target):
 
 def test_what_is_counted_is_in_the_history_by_the_next_interval(target):
     target.report.tick()
-    target.metrics.count_tokens(100, computed=0, hit=64, limit=96)
-    target.metrics.count("lmcache_transfer_bytes_total", 5, direction="store")
-    target.metrics.count("lmcache_transfer_bytes_total", 7, direction="load")
+    count, model = target.metrics.count, target.metrics.traffic(b"n", "model")
+    target.metrics.count_tokens(model, 100, 0, 64, 96, {"evicted": 32})
+    count("lmcache_transfer_bytes_total", 5, direction="store", **model.labels)
+    count("lmcache_transfer_bytes_total", 7, direction="load", **model.labels)
+    count("lmcache_test_transfer_bytes_total", 8, direction="load", test="bench")
+    count("lmcache_test_transfer_bytes_total", 1, direction="store", test="verify")
     target.now_s += INTERVAL_S
     target.report.tick()
     assert target.report.history.report()["growth"] == {
         "hit_tokens": [64], "miss_tokens": [32], "store_bytes": [5], "load_bytes": [7],
+        "test_bytes": [9],
     }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 from standin.child import (
     ILLEGAL_ADDRESS,
     INVALID_IMAGE,
@@ -28,7 +29,7 @@ from standin.child import (
     refused,
 )
 
-from lmcache_kernels.driver import Driver
+from lmcache_kernels.driver import CudaError, Driver
 from lmcache_kernels.page_copy import PageCopy, compiled
 
 STREAM_ORDER, DURING_CALL, ANY_ORDER = 1, 2, 3
@@ -76,15 +77,12 @@ def test_a_write_from_pageable_memory_returns_before_it_is_on_the_device() -> No
     for _ in range(10):
         driver.write(device, bytes([1]) * MIB)
         data[:] = 2
-        driver._call("cuMemcpyHtoD_v2", device, data.ctypes.data, MIB)
+        driver._call("cuMemcpyHtoDAsync_v2", device, data.ctypes.data, MIB, 0)
         early += device_byte(device) == 1
         data[:] = 3
         driver.synchronize(0)
         assert driver.read(device, MIB) == bytes([2]) * MIB, "what was there when it was called"
     assert early > 0
-    driver.register_host(data.ctypes.data, MIB)
-    driver._call("cuMemcpyHtoD_v2", device, data.ctypes.data, MIB)
-    assert device_byte(device + MIB - 1) == 3
 
 
 @on_stand_in()
@@ -153,6 +151,18 @@ def test_a_wrong_batch_is_refused_and_copies_nothing() -> None:
         assert batch(driver, [good, bad], stream, STREAM_ORDER) == INVALID_VALUE
     driver.synchronize(stream)
     assert driver.read(device, MIB) == bytes([5]) * MIB
+
+
+@on_stand_in()
+def test_a_batch_that_is_refused_says_which_copy_is_wrong() -> None:
+    driver = entered()
+    host, device, stream = pinned(driver, MIB), filled(driver, MIB, 5), driver.create_stream()
+    source, length = np.full(3, host.ctypes.data, np.uint64), np.full(3, 4096, np.uint64)
+    target = np.array([device, device + 4096, device + 2 * MIB], np.uint64)
+    with pytest.raises(CudaError, match=r"^cuMemcpyBatchAsync \(copy 2 of 3\): invalid argument"):
+        driver.copy_batch(target, source, length, stream)
+    with pytest.raises(CudaError, match=r"^cuMemcpyBatchAsync: invalid argument"):
+        driver.copy_batch(target, source, length, 0)
 
 
 @on_stand_in(version=12070)
@@ -259,3 +269,17 @@ def test_a_file_loses_the_context_and_what_waits_is_not_done() -> None:
     assert_lost(driver, stream)
     time.sleep(0.6)
     assert not host.any()
+
+
+@on_stand_in(delay_us=LATE)
+def test_only_a_batch_out_of_order_may_read_its_sources_before_its_turn() -> None:
+    driver = entered()
+    host, device, stream = pinned(driver, 4096), filled(driver, 4096, 0), driver.create_stream()
+    arrays = [np.array([value], np.uint64) for value in (device, host.ctypes.data, 4096)]
+    for in_order, found in ((True, 9), (False, 5)):
+        host[:] = 5
+        keep_busy(driver, stream)
+        driver.copy_batch(arrays[0], arrays[1], arrays[2], stream, in_order=in_order)
+        host[:] = 9
+        driver.synchronize(stream)
+        assert set(driver.read(device, 4096)) == {found}

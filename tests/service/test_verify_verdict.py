@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_server.commands import cli
 from lmcache_server.commands.verify import prompts, run
 from lmcache_server.commands.verify.compare import distance, is_equal, is_within
 from lmcache_server.commands.verify.engine import Answer, VerifyError, VllmServer
@@ -212,3 +213,26 @@ def test_log_probabilities_that_are_no_numbers_are_as_wrong_as_can_be() -> None:
     right, text = run.verdict([result(wrong)])
     assert not right
     assert text.startswith("WRONG: 1 of 1 served answers differ, by up to 1e+04")
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_each_prompt_has_its_line_as_it_ends(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --json on stderr, so that stdout is JSON alone."""
+    monkeypatch.setattr(run, "COUNT_TIMEOUT_S", 0.0)
+    logprobs = {"tokens": ["a"], "top_logprobs": [{"a": 0.0}]}
+    event = {"choices": [{"text": "x", "logprobs": logprobs, "prompt_token_ids": [1, 2]}]}
+    pages = {
+        "/metrics": "vllm:lmcache_mp_loaded_tokens_total 0\n",
+        "/reset_prefix_cache": '{"success": true}',
+        "/v1/completions": f"data: {json.dumps(event)}\n\n",
+    }
+    (tmp_path / "prompts").write_text("one\ntwo\n")
+    with answering({**MODELS, **pages}) as url, pytest.raises(SystemExit, match="1"):
+        cli.main(["verify", url, "--prompts", str(tmp_path / "prompts"), *flags])
+    out, err = capsys.readouterr()
+    shown = (err if flags else out).splitlines()
+    assert sum("not served" in line for line in shown) == 2
+    if flags:
+        assert len(json.loads(out)["prompts"]) == 2

@@ -1,61 +1,94 @@
-"""What `lmcache warm` makes of the server's counters. No cache is claimed to work here: see tests/engine."""
+"""What `lmcache warm` and `pin` make of the server's answers. That a cache works is shown in tests/engine."""
 
 import itertools
 from typing import Any
 
 import pytest
 
+from lmcache_client.contract.messages import Pinned
 from lmcache_server.commands import warm
+from lmcache_server.commands.control import ControlError
 from lmcache_server.commands.verify.engine import Answer
 from lmcache_server.commands.verify.prompts import Case
-from lmcache_server.commands.warm import Counts
+
+NOTHING = Pinned(0, 0, 0, 0)
 
 
-class Asked:
-    """Answers at once, as vLLM does before its stores have ended."""
+class Server:
+    """A vLLM that answers at once, before its stores have ended, and a server that gives these answers in
+    order, of which the last stays."""
 
-    def ask(self, prompt: Any, _max_tokens: int) -> Answer:
+    def __init__(self, *answers: Pinned) -> None:
+        self.asked: list[tuple[str, str]] = []
+        self.requests: list[str] = []
+        self._answers = itertools.chain(answers, itertools.repeat(answers[-1]))
+
+    def ask(self, prompt: Any, _max_tokens: int, request: str) -> Answer:
+        assert self.asked[-1] == ("", request), "the server already watches for it"
+        self.requests.append(request)
         return Answer(prompt_ids=list(prompt))
 
+    def pin(self, name: str, request: str) -> Pinned:
+        self.asked.append((name, request))
+        return next(self._answers)
 
-def run(counts: list[Counts], prompts: int = 1) -> tuple[list[str], Counts]:
-    """The counters are read in this order, and the last stays."""
-    reads, lines = itertools.chain(counts, itertools.repeat(counts[-1])), list[str]()
-    cases = [Case(f"line {number}", [5] * 9, [5] * 9) for number in range(prompts)]
-    return lines, warm.warm(Asked(), cases, lambda: next(reads), lines.append)  # type: ignore[arg-type]
-
-
-def test_a_prompt_is_over_when_its_stores_are() -> None:
-    half = Counts(9, 13, 20, 30, writing=5)
-    lines, total = run([Counts(1, 10, 20, 30), Counts(9, 10, 20, 30), half, half, Counts(9, 14, 22, 30)])
-    assert total == Counts(8, 4, 2, 0)
-    assert lines == [f"line 0, 9 tokens: {total}"]
+    def run(self, name: str = "", prompts: int = 1) -> tuple[list[Pinned], list[str]]:
+        lines: list[str] = []
+        cases = [Case(f"line {number}", [5] * 9, [5] * 9) for number in range(prompts)]
+        return warm.send(self, cases, self.pin, name, lines.append), lines  # type: ignore[arg-type]
 
 
-def test_a_prompt_without_stores_is_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_over_when_the_server_has_all_of_it() -> None:
+    whole = Pinned(3, 3, 48, 16)
+    server = Server(NOTHING, NOTHING, Pinned(3, 2, 32, 16), Pinned(3, 3, 16, 16), whole)
+    results, lines = server.run()
+    assert results == [whole]
+    assert lines == ["line 0, 9 tokens: 48 can be restored, 3 of 3 chunks are there"]
+    assert len(server.asked) == 5
+    assert {name for name, _ in server.asked} == {""}
+
+
+def test_a_prompt_is_pinned_once_when_it_is_over_and_each_by_an_id_of_its_own() -> None:
+    server = Server(Pinned(3, 3, 48, 16))
+    server.run("mine", prompts=2)
+    assert [request for name, request in server.asked if name == "mine"] == server.requests
+    assert len(set(server.requests)) == 2
+    assert server.asked[-1][0] == "mine", "after that the server does not watch for it any more"
+
+
+def test_a_prompt_that_never_gets_whole_is_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm, "SETTLE_S", 0.3)
-    lines, total = run([Counts(1, 2, 3, 4)], prompts=2)
-    assert len(lines) == 2
-    assert total == Counts(0, 0, 0, 0)
+    assert Server(NOTHING).run(prompts=2)[0] == [NOTHING] * 2
+    part = Pinned(3, 2, 32, 16)
+    assert Server(NOTHING, part).run()[0] == [part]
+
+
+def test_a_refusal_says_which_prompt_it_is() -> None:
+    server = Server(Pinned(3, 3, 48, 16))
+
+    def refuse(name: str, request: str) -> Pinned:
+        if name:
+            raise ControlError("half of L1 is pinned")
+        return server.pin(name, request)
+
+    with pytest.raises(ControlError, match=r"^line 7: half of L1 is pinned$"):
+        warm.send(server, [Case("line 7", [5], [5])], refuse, "mine", print)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("total", "right", "words"),
+    ("results", "right", "words"),
     [
-        (Counts(0, 7, 0, 0), True, "7 objects stored"),
-        (Counts(256, 0, 0, 0), True, "256 tokens were there"),
-        (Counts(0, 0, 4, 0), True, "4 there already"),
-        (Counts(0, 0, 0, 0), False, "nothing was stored"),
-        (Counts(256, 7, 4, 1), False, "give the server more memory"),
+        ([Pinned(3, 3, 48, 16)], True, "48 tokens of 1 prompts"),
+        ([Pinned(3, 3, 48, 16), NOTHING], True, "48 tokens of 1 prompts"),
+        ([Pinned(3, 3, 16, 16)], True, "16 tokens"),
+        ([Pinned(3, 1, 32, 16)], True, "32 tokens"),
+        ([Pinned(3, 2, 16, 16), Pinned(3, 3, 48, 16)], False, "1 of 2 prompts are not there as a whole"),
+        ([Pinned(1, 0, 0, 16)], False, "1 of 1 prompts"),
+        ([NOTHING], False, "saw no chunk of these prompts"),
+        ([], False, "saw no chunk of these prompts"),
     ],
 )
-def test_the_verdict_is_about_what_the_server_holds(total: Counts, right: bool, words: str) -> None:
-    verdict = warm.verdict(total)
+def test_the_verdict_is_about_what_the_server_holds(results: list[Pinned], right: bool, words: str) -> None:
+    verdict = warm.verdict(results)
     assert verdict[0] == right
     assert words in verdict[1]
-
-
-def test_counters_of_a_status_that_are_the_same_to_a_user_are_one() -> None:
-    objects = {"stored": 1, "present": 2, "busy": 3, "no_room": 4, "once": 5, "failed": 6}
-    report = {"objects": objects, "tokens": {"hit": 7}, "l1": {"reserved_bytes": 8}}
-    assert warm.counts(report) == Counts(7, 1, 5, 10, 8)

@@ -2,9 +2,11 @@
 
 import logging
 import re
+import subprocess
+from collections.abc import Callable
 
 import pytest
-from desk import NOBODY, Desk
+from desk import NOBODY, Desk, HeldCopies
 from test_invariants import CHUNK_SIZE, is_refused, key, lookup, store
 
 from lmcache_client.contract import messages
@@ -14,11 +16,13 @@ from lmcache_client.contract.messages import (
     Join,
     Joined,
     Lookup,
+    Memory,
     NotCached,
     Prove,
     Registered,
     Welcome,
 )
+from lmcache_server.transfer.base import HandleError, Opened
 
 
 def test_a_client_that_connects_again_is_welcomed_when_its_earlier_copies_have_ended(desk: Desk) -> None:
@@ -89,3 +93,41 @@ def test_a_line_of_the_log_has_a_bounded_part_of_a_models_name(
     (line,) = (record.getMessage() for record in caplog.records if "is registered" in record.getMessage())
     assert "m" * 100 in line
     assert len(line) < 600
+
+
+@pytest.mark.parametrize("is_visible", [True, False])
+def test_for_memory_on_a_gpu_the_process_is_watched_that_the_kernel_names(
+    desk: Desk, is_visible: bool
+) -> None:
+    """In another process namespace, the client's own number may be that of a stranger, who may end."""
+    honest, alive = desk.memory, []
+    registry = desk.target.router.registry
+    registry._peer_pid = lambda _identity: honest.pid if is_visible else 0
+
+    def copier(name: str, _memory: Memory, is_alive: Callable[[], bool]) -> HeldCopies:
+        alive.append(is_alive)
+        return desk._copier(name, honest, is_alive)
+
+    desk.target.system.copier = copier  # type: ignore[method-assign,assignment]
+    with subprocess.Popen(["sleep", "1000"]) as stranger:
+        try:
+            desk.memory = Memory(stranger.pid, honest.buffers, 0, b"\xee" * 16, (b"\xee" * 64,))
+            engine_0(desk, "model")
+        finally:
+            stranger.kill()
+    (session,) = registry.sessions.values()
+    assert session.shard is not None
+    assert (session.shard.process is not None) == is_visible
+    assert alive[0](), "the stranger has ended, the worker has not"
+
+
+def test_a_handle_that_cuda_refuses_is_explained_by_where_its_worker_runs(desk: Desk) -> None:
+    desk.target.router.registry._peer_pid = lambda _identity: 0
+    opened = Opened(HandleError("no handle"), [])
+    desk.target.system.copier = lambda *_: HeldCopies(opened, desk.target.loop)  # type: ignore
+    desk.memory = Memory(NOBODY, desk.memory.buffers, 0, b"\xee" * 16, (b"\xee" * 64,))
+    desk.hello(0)
+    desk.register(0)
+    reply = desk.ask(0, Prove())
+    assert is_refused(reply, messages.NO_ACCESS)
+    assert str(reply.message).startswith("no handle: vLLM is in a process namespace that the server does not")

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections import Counter
 
 from simulation.bugs import BUGS
@@ -36,6 +37,8 @@ def run_seeds(arguments: argparse.Namespace, bug: str = "") -> tuple[list[int], 
     counts: Counter[str] = Counter()
     failed = []
     context = multiprocessing.get_context("fork")
+    # A killed server never starts what was about to run.
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited")
     # Tasks that wait when a world ends keep it alive: a process ends after some worlds.
     with context.Pool(arguments.jobs, initializer=BUGS.get(bug), maxtasksperchild=25) as pool:
         work = functools.partial(run_seed, trace=arguments.trace)

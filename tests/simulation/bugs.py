@@ -4,14 +4,21 @@ from collections.abc import Callable
 from typing import Any
 
 from lmcache_client.channel import Channel
+from lmcache_client.connector import scheduler as scheduler_module
 from lmcache_client.connector.held import HeldBlocks
 from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.contract.geometry import SLIDING_WINDOW, GroupSpec
 from lmcache_client.engine import Scheduler
 from lmcache_server.core.cache import Cache
+from lmcache_server.core.index import Chunk
 from lmcache_server.core.leases import LeaseTable
+from lmcache_server.service.fetches import Fetches
 from lmcache_server.service.registry import Registry
 from lmcache_server.service.sessions import Engines
+from lmcache_server.service.tiers import Tiers
+from lmcache_server.tiers.base import TierError
+from lmcache_server.tiers.record import Record
+from lmcache_server.tiers.worker import TierWorker
 from simulation.network import ClientSystem
 
 
@@ -42,7 +49,7 @@ def _welcomed_while_copying() -> None:
 
 
 def _answers_believed() -> None:
-    SchedulerSide._fits = lambda self, found, limit: True  # type: ignore[method-assign]
+    scheduler_module.fits = lambda *_: True  # type: ignore[attr-defined]
 
 
 def _engine_ids_not_compared() -> None:
@@ -122,6 +129,73 @@ def _promise_outlives_a_reset() -> None:
     SchedulerSide.reset = half  # type: ignore[method-assign]
 
 
+def _pins_end_with_their_engine() -> None:
+    drop_owner = Cache.drop_owner
+
+    def eager(self: Cache, owner: int) -> int:
+        for name in list(self.named_pins.names):
+            self.unpin(name)
+        return drop_owner(self, owner)
+
+    Cache.drop_owner = eager  # type: ignore[method-assign]
+
+
+def _old_chunks_kept() -> None:
+    Cache.forget_old = lambda self, namespace, before_s, most: 0  # type: ignore[method-assign]
+
+
+def _records_not_checked() -> None:
+    def trusting(self: Record) -> None:
+        self._rest[:] = self._end[: len(self._rest)]
+
+    Record.open = trusting  # type: ignore[method-assign]
+
+
+def _failed_fetches_keep_their_frames() -> None:
+    begin = Fetches.__init__
+
+    def careless(self: Fetches, tiers: Tiers, cache: Cache, *rest: Any) -> None:
+        begin(self, tiers, _NeverAborts(cache), *rest)  # type: ignore[arg-type]
+
+    Fetches.__init__ = careless  # type: ignore[method-assign]
+
+
+class _NeverAborts:
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def abort(self, reservation: Any) -> None:
+        pass
+
+
+def _calls_that_hang_are_given_up() -> None:
+    read = TierWorker.read
+
+    def impatient(self: TierWorker, *arguments: Any) -> Any:
+        future: Any = read(self, *arguments)
+        server = self._reads.server  # type: ignore[attr-defined]
+        server.run_soon(future.set_exception, TierError("it hangs"), delay_s=1.0)
+        return future
+
+    TierWorker.read = impatient  # type: ignore[method-assign]
+
+
+def _written_while_evicted() -> None:
+    def careless(self: Cache, chunk: Chunk, bit: int) -> Any:
+        return chunk.get(bit) if chunk in self._index else None
+
+    Cache.open_spill = careless  # type: ignore[method-assign]
+
+
+def _lookups_wait_for_whole_fetches() -> None:
+    import lmcache_server.service.fetches
+
+    lmcache_server.service.fetches.fetch_patience_s = lambda num_tokens: 60.0
+
+
 BUGS: dict[str, Callable[[], None]] = {
     bug.__name__.strip("_"): bug
     for bug in (
@@ -140,5 +214,12 @@ BUGS: dict[str, Callable[[], None]] = {
         _failed_load_offered_again,
         _reset_keeps_the_keys,
         _promise_outlives_a_reset,
+        _pins_end_with_their_engine,
+        _old_chunks_kept,
+        _records_not_checked,
+        _failed_fetches_keep_their_frames,
+        _calls_that_hang_are_given_up,
+        _written_while_evicted,
+        _lookups_wait_for_whole_fetches,
     )
 }

@@ -18,6 +18,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
 from lmcache_client.connector.metadata import WorkerReport
+from lmcache_client.connector.request import Promised
 from lmcache_client.connector.scheduler import IDLE_WAIT_S, LOOKUP_WAIT_S, SchedulerSide
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.worker import WorkerSide
@@ -85,6 +86,8 @@ class Engine:
         self.processes = processes
         self.pool = BlockPool(num_blocks, enable_caching=False, hash_block_size=1)
         self.waiting: list[Running] = []
+        self._arrived: list[Request] = []
+        """Those of the waiting ones that the connector does not know yet."""
         self.running: list[Running] = []
         self.loading: list[Running] = []
         self.done = 0
@@ -191,7 +194,7 @@ class Engine:
         params = SamplingParams(max_tokens=max_tokens, extra_args={"kv_transfer_params": hints})
         request = Request(name, tokens, params, None, cache_salt=salt or None)
         self.waiting.append(Running(request, salt, [[] for _ in self.groups]))
-        self.scheduler.new_request(request)
+        self._arrived.append(request)
 
     def abort_one(self) -> None:
         """Before the next step, some request is aborted, wherever it is."""
@@ -306,6 +309,12 @@ class Engine:
             side.channel.close()
 
     def _step(self) -> None:
+        started_s = self.world.now_s - self.world.jumped_s
+        arrived, self._arrived = self._arrived, []
+        for request in arrived:
+            self.scheduler.new_request(request)
+        waited_s = self.world.now_s - self.world.jumped_s - started_s
+        assert waited_s <= len(arrived) * 0.001, f"requests waited {waited_s} s to arrive"
         while self._aborts:
             self._aborts -= 1
             self._abort()
@@ -337,8 +346,10 @@ class Engine:
             sequence.scheduled = True
         metadata = self.scheduler.step(output)  # type: ignore[arg-type]
         waited_s = self.world.now_s - self.world.jumped_s - started_s
-        limit_s = asked * (LOOKUP_WAIT_S + 0.001) + (0 if tokens else IDLE_WAIT_S + 0.001)
+        limit_s = LOOKUP_WAIT_S + (asked + 1) * 0.001 + (0 if tokens else IDLE_WAIT_S + 0.001)
         assert waited_s <= limit_s, f"a step waited {waited_s} s for the server"
+        for worker in self.workers:
+            worker.submit(metadata.loads)
         self._rest("in a step", self.world.random.uniform(0.0005, 0.01))
         for sequence, count in scheduled:
             self._compute(sequence, count)
@@ -346,7 +357,7 @@ class Engine:
         failed: set[str] = set()
         report = WorkerReport()
         for worker in self.workers:
-            worker.submit(metadata)
+            worker.submit(metadata.stores)
             results = worker.collect(metadata.idle)
             for name in sorted(results.loaded):
                 finished[name] = finished.get(name, 0) + 1
@@ -367,6 +378,9 @@ class Engine:
             external, is_async = self.scheduler.matched_tokens(sequence.request, local)
             if external is None:
                 continue
+            tracked = self.scheduler._tracked[sequence.request.request_id]
+            if external and isinstance(tracked.state, Promised) and tracked.state.is_early:
+                self.world.count("hits of early lookups")
             resume = local + external
             assert is_async == bool(external)
             assert resume < sequence.request.num_tokens

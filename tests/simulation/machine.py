@@ -4,24 +4,34 @@ Copies move real bytes between real buffers, a few pieces at a time, while every
 """
 
 import ctypes
+import math
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
 
-from lmcache_client.contract.messages import NONCE_BYTES, Memory, Register
+from lmcache_client.contract.messages import NONCE_BYTES, Lookup, Memory, Message, Pin, Register, Unpin
+from lmcache_client.contract.patience import fetch_patience_s
 from lmcache_server.app import END_S, assemble
 from lmcache_server.config import Config
 from lmcache_server.core.cache import Cache
+from lmcache_server.core.index import Chunk
 from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.service.requests import Refusal
+from lmcache_server.service.router import Reply
+from lmcache_server.service.sessions import Session
 from lmcache_server.telemetry.metrics import Metrics
 from lmcache_server.transfer.base import CopyError, CopyJob, Opened, Outcome
+from lmcache_server.transfer.checksums import DamagedError
+from simulation.futures import Future
 from simulation.network import Link, Network
+from simulation.tiers import Store, open_tiers
 from simulation.world import Process, World
 
 TICK_S = 1.0
+TIER_URL = "dir:///simulated?size_gb=1"
 
 
 class Faults:
@@ -51,6 +61,9 @@ class L1:
         self.base_address = int(self.memory.ctypes.data)
         self.populated_bytes = self.pinned_bytes = 0
 
+    def check(self) -> None:
+        """It never loses memory."""
+
 
 class Watch:
     """A process as the server sees it through a descriptor."""
@@ -75,29 +88,6 @@ class Watch:
 
     def close(self) -> None:
         self._closed = True
-
-
-class Future:
-    """What a coroutine of the server waits for: as asyncio's, without a loop of its own."""
-
-    def __init__(self, server: "SimulatedServer") -> None:
-        self._server = server
-        self._result: tuple[Any, ...] = ()
-        self.waiting: list[Coroutine[Any, Any, Any]] = []
-
-    def done(self) -> bool:
-        return bool(self._result)
-
-    def set_result(self, result: Any) -> None:
-        if not self._result:
-            self._result = (result,)
-            for coroutine in self.waiting:
-                self._server.run_soon(self._server.resume, coroutine)
-
-    def __await__(self) -> Generator["Future", None, Any]:
-        if not self._result:
-            yield self
-        return self._result[0]
 
 
 class Copier:
@@ -173,6 +163,8 @@ class Copier:
             elif self._world.chance(self._server.faults.hung_copy):
                 self._hang()
                 return
+            elif slow:
+                self._cut_off_sometimes()
             self._world.after(duration_s * (2000 if slow else 1), self._slice)
 
     def _hang(self) -> None:
@@ -187,11 +179,25 @@ class Copier:
 
         faults.hung.append(once)
         self._process.at_exit.append(once)
+        self._cut_off_sometimes()
+
+    def _cut_off_sometimes(self) -> None:
+        """Clients that connect anew while a copy of theirs runs are rare otherwise."""
+        if self._world.chance(0.5):
+            self._world.after(self._world.random.uniform(0, 1), self._cut_off)
+
+    def _cut_off(self) -> None:
+        for link in list(self._server.network.links):
+            if link.process is self._process:
+                self._world.count("connections broken in a copy")
+                link.break_off()
 
     def _begin(self, job: CopyJob, end: Future) -> None:
         try:
             pieces = job.build()
         except CopyError as error:
+            if isinstance(error, DamagedError):
+                raise AssertionError("something else wrote to these frames") from error
             self._end(end, error, 0)
             return
         self._running.append((job, end, pieces, 0))
@@ -247,8 +253,11 @@ class SimulatedServer:
         lease_s: float,
         faults: Faults,
         ephemeral: str = "",
+        max_age_s: float = math.inf,
+        stores: Sequence[Store] = (),
+        life: int = 0,
     ) -> None:
-        """Engines of the model `ephemeral` register as such."""
+        """Engines of the model `ephemeral` register as such. `stores` are the tiers of this life."""
         self.network = network
         self.world: World = network.world
         self.process = process
@@ -258,20 +267,41 @@ class SimulatedServer:
         """Process ids that mean nothing to the server."""
         self.copiers: list[Copier] = []
         self._links: dict[bytes, Link] = {}
-        self._frozen_until_s = 0.0
+        self._frozen_until_s = self._frozen_s = 0.0
         self.dies_at_next_load = False
         self.is_ending = False
         self.cache = Cache(FRAME_BYTES, num_frames, lease_s)
         self.l1 = L1(num_frames)
-        config = Config(chunk_size=chunk_size, lease_s=lease_s, checksums=True)
+        self.max_age_s = max_age_s
+        max_age = f"{max_age_s:g}s" if max_age_s < math.inf else ""
+        config = Config(
+            chunk_size=chunk_size,
+            lease_s=lease_s,
+            checksums=True,
+            max_age=max_age,
+            tier=(TIER_URL,) * len(stores),
+        )
         metrics = Metrics()
-        self.router, _ = assemble(config, self.cache, self.l1, metrics, self._send, self)  # type: ignore[arg-type]
+        self.tiers = open_tiers(stores, self, life)
+        self.router, _ = assemble(
+            config,
+            self.cache,
+            self.l1,
+            metrics,
+            self._send,
+            self,
+            tiers=self.tiers,  # type: ignore[arg-type]
+        )
+        self.router._for_sessions[Lookup] = self._timed(self.router.lookups.lookup)
         register = self.router.registry.register
         self.router._for_sessions[Register] = lambda session, message, _bytes: register(
             session, replace(message, ephemeral=message.model.model == ephemeral)
         )
+        self.pinned: dict[str, dict[Chunk, int]] = {}
+        """What was pinned under each name and must still be there: chunks, and the bits of their objects."""
+        self._forget, self.cache.forget = self.cache.forget, self._forgotten  # type: ignore[method-assign]
         network.listener = self
-        process.at_kill.append(self._die)
+        process.at_kill.append(self._stop_listening)
         self._tick()
 
     # -- the system that the server sees ----------------------------------------------------------
@@ -293,7 +323,28 @@ class SimulatedServer:
             return
         assert isinstance(future, Future)
         assert not future.done()
-        future.waiting.append(coroutine)
+        future.when_done(self.resume, coroutine)
+
+    def future(self) -> Future:
+        return Future(self)
+
+    async def wait(self, futures: Sequence[Future], timeout_s: float | None) -> None:
+        waited, missing = Future(self), len(futures)
+
+        def one_more() -> None:
+            nonlocal missing
+            missing -= 1
+            if not missing:
+                waited.set_result(None)
+
+        for future in futures:
+            if future.done():
+                self.run_soon(one_more)
+            else:
+                future.when_done(one_more)
+        if timeout_s is not None:
+            self.run_soon(waited.set_result, None, delay_s=timeout_s)
+        await waited
 
     def open_process(self, pid: int) -> Watch | None:
         process = self.world.processes.get(pid)
@@ -304,11 +355,55 @@ class SimulatedServer:
     def copier(self, name: str, memory: Memory, alive: Callable[[], bool]) -> Copier:
         return Copier(self, memory, alive)
 
+    def _timed(self, lookup: Callable[[Session, Lookup, int], Reply]) -> Callable[..., Reply]:
+        """Lookups, each of which must be answered in its time."""
+
+        async def answered(message: Lookup, later: Coroutine[Any, Any, Message]) -> Message:
+            began_s = self._own_s()
+            self.world.count("lookups that wait for tiers")
+            try:
+                return await later
+            finally:
+                waited_s = self._own_s() - began_s
+                limit_s = fetch_patience_s(message.num_tokens) + 0.001
+                assert self.process.killed or waited_s <= limit_s, f"a lookup waited {waited_s} s for tiers"
+
+        def begin(session: Session, message: Lookup, num_bytes: int) -> Reply:
+            reply = lookup(session, message, num_bytes)
+            return answered(message, reply) if isinstance(reply, Coroutine) else reply
+
+        return begin
+
+    # -- what a user asks -------------------------------------------------------------------------
+
+    def pin(self, name: str, request: str) -> bool:
+        """Whether chunks of this request are pinned now; with an empty name the server begins to watch."""
+        try:
+            self.router._for_sessions[Pin](None, Pin(name, request), 0)  # type: ignore[arg-type]
+        except Refusal:
+            return False
+        chunks = self.cache.named_pins.names.get(name, {})
+        self.pinned[name] = {chunk: chunk.ready for chunk in chunks}
+        return bool(chunks)
+
+    def unpin(self, name: str) -> None:
+        self.pinned.pop(name, None)
+        if name in self.cache.named_pins.names:
+            self.router._for_sessions[Unpin](None, Unpin(name), 0)  # type: ignore[arg-type]
+
+    def _forgotten(self, chunk: Chunk) -> None:
+        """What is cleared is not pinned any more."""
+        for chunks in self.pinned.values():
+            chunks.pop(chunk, None)
+        self._forget(chunk)
+
     # -- events -----------------------------------------------------------------------------------
 
     def run_soon(self, function: Callable[..., object], *arguments: Any, delay_s: float = 0.0) -> None:
         """On the event loop, in the order of these calls unless the loop is frozen or delayed."""
-        self.world.after(delay_s, self._run, function, arguments)
+        # What is thrown away of a killed server must not begin anything.
+        if not (self.process.killed or self.world.is_over):
+            self.world.after(delay_s, self._run, function, arguments)
 
     def _run(self, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
         if self.process.killed:
@@ -318,6 +413,11 @@ class SimulatedServer:
             return
         function(*arguments)
         self.cache.check_integrity()
+        for chunks in self.pinned.values():
+            for chunk, ready in chunks.items():
+                assert chunk in self.cache._index, "a pinned chunk was evicted"
+                assert chunk in self.cache.named_pins, "a pin has ended by itself"
+                assert chunk.ready & ready == ready, "a pinned chunk has lost an object"
         sessions = {session.session_id for session in self.router.registry.sessions.values()}
         assert all(lease.owner in sessions for lease in self.cache._leases), "a lease outlives its session"
         registry = self.router.registry
@@ -326,34 +426,53 @@ class SimulatedServer:
             assert not registry.known[namespace]["ephemeral"], "what is ephemeral outlives its engines"
 
     def freeze(self, seconds: float) -> None:
-        self._frozen_until_s = self.world.now_s + seconds
+        until_s = max(self._frozen_until_s, self.world.now_s + seconds)
+        self._frozen_s += until_s - max(self._frozen_until_s, self.world.now_s)
+        self._frozen_until_s = until_s
+
+    def _own_s(self) -> float:
+        """The time in which it could run."""
+        return self.world.now_s - self.world.jumped_s - self._frozen_s
 
     def frozen_s(self) -> float:
         """For how long none of its threads will run."""
         return max(0.0, self._frozen_until_s - self.world.now_s)
 
     def stop(self) -> None:
-        """SIGTERM: no new session, and the end once the copies have ended, or END_S later."""
+        """SIGTERM: no new session, and the end once the copies have ended, or END_S later. Then the tiers
+        get what they lack."""
         self.is_ending = True
-        self.run_soon(self.router.registry.close)
         limit_s = self.world.now_s + END_S
+
+        def begin() -> None:
+            self.router.registry.close()
+            self.router.lookups.close()
+            self.router.spills.pause()
+            self.run_soon(end, delay_s=0.01)
 
         def end() -> None:
             if self.world.now_s < limit_s and not all(copier.ended.done() for copier in self.copiers):
                 self.run_soon(end, delay_s=0.05)
                 return
             assert not self.router.registry.sessions, "a session began after the server had stopped"
+            self._stop_listening()
+            self.spawn(last())
+
+        async def last() -> None:
+            await self.router.spills.flush()
             self.process.kill()
 
-        self.run_soon(end, delay_s=0.01)
+        self.run_soon(begin)
 
     def _tick(self) -> None:
         self.router.tick()
         overdue = self.cache._leases.overdue(self.world.now_s)
         assert not overdue, "a lease outlives its deadline"
+        oldest_s = min((chunk.stored_s for chunk in self.cache._index), default=self.world.now_s)
+        assert self.world.now_s - oldest_s <= self.max_age_s, "a chunk outlives its age"
         self.run_soon(self._tick, delay_s=TICK_S)
 
-    def _die(self) -> None:
+    def _stop_listening(self) -> None:
         if self.network.listener is self:
             self.network.listener = None
         for link in list(self.network.links):
@@ -373,7 +492,7 @@ class SimulatedServer:
 
     def _receive(self, identity: bytes, frame: bytes) -> None:
         # The listener drops what a new client sent whose connection has ended.
-        if identity in self._links or self.router.knows(identity):
+        if identity in self._links:
             self.router.receive(identity, frame)
 
     def _disconnected(self, identity: bytes) -> None:

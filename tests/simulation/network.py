@@ -165,15 +165,18 @@ class Link:
 def nonsense(frame: bytes, draw: random.Random) -> bytes:
     """Anything but this reply: noise, a part of it, another answer; but never that a copy succeeded, because
     whoever believes a server that lies about that has wrong bytes."""
-    boot_id, request_id, _ = decode_reply(frame)
+    boot_id, request_id, reply = decode_reply(frame)
     if (how := draw.randrange(6)) < 2:
         return frame[: draw.randrange(len(frame))] if how else draw.randbytes(30)
     many, held = (
         draw.choice((0, 3, 8, 16, 1 << 40)),
         tuple(draw.randbytes(draw.randrange(3)) for _ in range(2)),
     )
+    found = Found(many, draw.randrange(9), 1, held[: draw.randrange(3)])
+    if isinstance(reply, Found) and draw.random() < 0.5:
+        return encode_reply(boot_id, request_id, found)
     answers: tuple[Message, ...] = (
-        Found(many, draw.randrange(9), 1, held[: draw.randrange(3)]), Joined(draw.random() < 0.5, many),
+        found, Joined(draw.random() < 0.5, many),
         Registered(many, "nonsense"), Challenge(draw.randbytes(draw.randrange(40))), Cleared(many),
         StatusReport(("nonsense",)), Refused(draw.choice(("overloaded", "copy_failed", "?")), "nonsense"),
     )  # fmt: skip

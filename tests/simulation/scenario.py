@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 import random
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ from lmcache_client.engine import RELEASE_S
 from simulation.engine import LOAD_TIMEOUT_S, Engine, Model
 from simulation.machine import TICK_S, Faults, SimulatedServer
 from simulation.network import Network
+from simulation.tiers import FAULTS, Store, unrest
 from simulation.world import Process, World
 
 for _name in ("lmcache_server", "vllm.lmcache_mp", "vllm"):
@@ -25,6 +27,8 @@ SHAPES = (
 )
 CHUNK_TOKENS = 8
 SALTS = ("", "", "tenant a", "tenant b")
+TIERED = (1, 3)
+"""Which of five seeds have tiers. --max-age, which another one has, cannot be combined with them."""
 FAULTY_S = 25.0
 SETTLE_S = 900.0
 """Longer than any deadline or silence that the product knows."""
@@ -45,6 +49,7 @@ class Scenario:
         """All there were: memory of the dead must stay for copies that are under way."""
         self.frames = draw.choice((6, 12, 24, 60))
         self.ephemeral = "" if seed % 4 else "two"
+        self.max_age_s = math.inf if seed % 5 else 3.0
         self.lease_s = draw.choice((2.0, 20.0, 120.0))
         self.same_ids = draw.choice((0.0, 0.0, 0.0, 0.5))
         """How many engines have the engine_id of another one that runs."""
@@ -55,7 +60,14 @@ class Scenario:
         ]
         self.prompts = _prompts(draw)
         self._requests = 0
+        self.pins = seed % 3 == 1
+        self._to_pin: list[str] = []
+        """Requests that were watched for, the latest last."""
         self._next_pid = 100
+        self.stores = _stores(self.world) if seed % 5 in TIERED else []
+        self.salts = SALTS[1::2] if self.stores else SALTS
+        self.frames = max(self.frames, 24) if self.stores else self.frames
+        del self.prompts[3 if self.stores else 5 :]
 
     # -- who there is -----------------------------------------------------------------------------
 
@@ -84,6 +96,9 @@ class Scenario:
                 self.lease_s,
                 self.faults,
                 self.ephemeral,
+                self.max_age_s,
+                self.stores,
+                len(self.lives),
             )
         )
 
@@ -106,22 +121,37 @@ class Scenario:
         self.world.note(f"start {name}")
         engine = Engine(self.network, model, name, processes, draw.choice((24, 40, 80)))
         self.engines.append(engine)
-        self.world.spawn(engine.run, processes[0])
+        self.world.spawn(lambda: self._live(engine), processes[0])
+
+    def _live(self, engine: Engine) -> None:
+        """Runs the engine to its end, in a task. A nonce that is nonsense makes an honest server refuse the
+        engine: its process then ends, and another is started."""
+        try:
+            engine.run()
+        except ValueError:
+            if not self.world.counts.get("replies of nonsense"):
+                raise
+            self.world.count("starts refused")
+            self.world.after(0.0, lambda: self._end(engine))
 
     # -- what happens -----------------------------------------------------------------------------
 
-    def request(self) -> None:
+    def request(self, prompt: list[int] | None = None) -> None:
         if not self.running:
             return
         draw = self.world.random
         engine = draw.choice(self.running)
         # A request must fit into the engine, or it waits for ever, with or without a cache.
         limit = 4 * (engine.pool.num_gpu_blocks // len(engine.groups) - 3)
-        prompt = draw.choice(self.prompts)
+        prompt = prompt or draw.choice(self.prompts)
         tokens = prompt[: draw.randint(1, max(1, min(len(prompt), limit - 12)))]
         self._requests += 1
         self.world.count("requests")
-        engine.add(f"request {self._requests}", tokens, draw.choice(SALTS), draw.randint(1, 10))
+        name = f"request {self._requests:08d}"
+        if self.pins and self._hears and self.world.chance(0.2):
+            self.server.pin("", name)
+            self._to_pin.append(name)
+        engine.add(name, tokens, draw.choice(self.salts), draw.randint(1, 10))
 
     def abort(self) -> None:
         for engine in self.running:
@@ -159,10 +189,12 @@ class Scenario:
     def kill_engine(self) -> None:
         if self.running:
             self.world.count("engines killed")
-            engine = self.world.random.choice(self.running)
-            for process in engine.processes:
-                process.kill()
-            self.world.after(self.world.random.choice((0.0, 0.1, 3.0)), self.start_engine)
+            self._end(self.world.random.choice(self.running))
+
+    def _end(self, engine: Engine) -> None:
+        for process in engine.processes:
+            process.kill()
+        self.world.after(self.world.random.choice((0.0, 0.1, 3.0)), self.start_engine)
 
     def pause_engine(self) -> None:
         if self.running:
@@ -176,6 +208,27 @@ class Scenario:
     def clear(self) -> None:
         if self.server is not None and not self.server.frozen_s():
             self.server.cache.clear()
+
+    def lose_tier(self) -> None:
+        self.world.random.choice(self.stores).lose()
+
+    def tier_goes_away(self) -> None:
+        draw = self.world.random
+        draw.choice(self.stores).go_away(draw.choice((0.5, 3.0, 12.0)))
+
+    @property
+    def _hears(self) -> bool:
+        return self.server is not None and not self.server.frozen_s()
+
+    def pin(self) -> None:
+        """A user pins a request that he has sent, or unpins a name."""
+        if not self._hears:
+            return
+        name = self.world.random.choice(("mine", "yours"))
+        if self.world.chance(0.15):
+            self.server.unpin(name)
+        elif self._to_pin and self.server.pin(name, self._to_pin.pop()):
+            self.world.count("pins")
 
     def jump(self) -> None:
         self.world.count("clock jumps")
@@ -207,8 +260,11 @@ class Scenario:
             (5.0, self.pause_engine), (1.0, self.break_link), (3.0, self.clear), (0.7, self.abort),
             (12.0, self.jump), (3.0, self.reset_engine), (6.0, self.stop_server),
         )  # fmt: skip
+        if self.pins:
+            self._every(0.8, self.pin, end_s)
         for mean_s, fault in menu:
-            if world.chance(0.4):
+            # With tiers there is less of all else: what has left L1 must be asked for again.
+            if world.chance(0.15 if self.stores else 0.4):
                 self._every(mean_s * draw.choice((0.5, 1, 3)), fault, end_s)
         if world.chance(0.3):
             self.network.reply_loss = draw.choice((0.002, 0.05))
@@ -222,6 +278,11 @@ class Scenario:
             self.faults.slow_copy = draw.choice((0.01, 0.1))
         self.faults.piece_s = draw.choice((0.0001, 0.001, 0.01))
         self.network.delay_s = draw.choice((0.00002, 0.0002, 0.002))
+        if self.stores and world.chance(0.5):
+            self._every(4.0, self.kill_server, end_s)
+        for mean_s, fault in ((8.0, self.lose_tier), (5.0, self.tier_goes_away)):
+            if self.stores and world.chance(0.4):
+                self._every(mean_s * draw.choice((0.5, 1, 3)), fault, end_s)
         world.run(lambda: False, FAULTY_S)
         self._calm_down()
         world.is_over = True
@@ -239,20 +300,21 @@ class Scenario:
         self.network.reply_loss = self.faults.copy_failure = self.faults.slow_copy = 0.0
         self.network.nonsense = self.faults.hung_copy = 0.0
         self.faults.return_all()
+        for store in self.stores:
+            store.recover()
         world.run(lambda: False, 12.0)
         self.start_server()
         back = world.run(lambda: self.server is not None and not self.server.is_ending, SETTLE_S)
         assert back, "a server never ended"
-        idle = world.run(lambda: all(engine.idle for engine in self.running), SETTLE_S)
-        assert idle, "a request never ended"
-        for engine in self.running:
-            engine.forget_prefixes()
-        settled = world.run(lambda: all(map(_is_whole, self.running)), SETTLE_S)
-        assert settled, "an engine holds blocks for ever: " + str([*map(_held, self.running)])
+        self._come_to_rest()
+        if self.stores and world.chance(0.5):
+            self._ask_a_new_server()
         server = self.server
         assert server is not None
         # The last words of the engines arrive; leases of those that were killed are over.
         limit_s = SETTLE_S if self._unheard() else RELEASE_S + TICK_S
+        tiers_rest = world.run(lambda: not unrest(server), SETTLE_S)
+        assert tiers_rest, f"tiers are not at rest: {unrest(server)}"
         still = world.run(functools.partial(_is_at_rest, server), limit_s)
         assert still, f"the server holds {server.cache.num_leases} leases, {server.cache.num_readers} readers"
         server.cache.check_integrity()
@@ -262,6 +324,39 @@ class Scenario:
         assert gone, "a session outlives its client"
         assert not list(server.router.registry.engines)
         assert all(copier.closed for copier in server.copiers), "a copy thread outlives its session"
+
+    def _ask_a_new_server(self) -> None:
+        """The server is killed, and a new one has what the tiers have: good records, and those that faults
+        have left."""
+        self.kill_server()
+        for life in self.lives:
+            life.dies_at_next_load = False
+            life.process.kill()
+        self.world.run(lambda: False, 12.0)
+        for prompt in self.prompts * 2:
+            self.request(prompt)
+        self._come_to_rest()
+
+    def _come_to_rest(self) -> None:
+        world = self.world
+        idle = world.run(lambda: all(engine.idle for engine in self.running), SETTLE_S)
+        assert idle, "a request never ended"
+        for engine in self.running:
+            engine.forget_prefixes()
+        settled = world.run(lambda: all(map(_is_whole, self.running)), SETTLE_S)
+        assert settled, "an engine holds blocks for ever: " + str([*map(_held, self.running)])
+
+
+def _stores(world: World) -> list[Store]:
+    """One tier or two, each with its own weaknesses."""
+    draw, stores = world.random, []
+    for _ in range(draw.choice((1, 1, 2))):
+        store = Store(world, world.chance(0.3), draw.choice((0.0002, 0.005, 0.1)))
+        for fault in FAULTS:
+            if world.chance(0.3):
+                store.chances[fault] = draw.choice((0.02, 0.2))
+        stores.append(store)
+    return stores
 
 
 def _prompts(draw: random.Random) -> list[list[int]]:
@@ -283,7 +378,7 @@ def _held(engine: Engine) -> tuple[int, int]:
 
 def _is_at_rest(server: SimulatedServer) -> bool:
     cache = server.cache
-    return not (cache.num_leases or cache.num_readers or cache.reserved_frames)
+    return not (cache.num_leases or cache.num_readers or unrest(server))
 
 
 assert LOAD_TIMEOUT_S < SETTLE_S

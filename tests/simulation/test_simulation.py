@@ -1,5 +1,6 @@
 """The real server core and connector in a simulated world: thousands of histories with faults."""
 
+import inspect
 import os
 import re
 import subprocess
@@ -8,14 +9,15 @@ import sys
 import pytest
 from harness.paths import ROOT
 
+from simulation import bugs
 from simulation.bugs import BUGS
 
 # Some two minutes of two processors each, which tests of engines have as well.
 pytestmark = pytest.mark.timeout(1800)
-SEEDS = int(os.environ.get("SIMULATION_SEEDS", "800"))
+SEEDS = int(os.environ.get("SIMULATION_SEEDS", "500"))
 FIRST = int(os.environ.get("SIMULATION_FIRST", "0"))
 """Continuous integration begins elsewhere each time."""
-BUG_SEEDS = 1500
+BUG_SEEDS = 4000
 
 
 def simulate(*arguments: str, hash_seed: str = "random") -> "subprocess.CompletedProcess[str]":
@@ -37,12 +39,19 @@ def test_no_seed_gives_a_wrong_byte_a_leak_or_a_hang() -> None:
     # Otherwise the histories would be of a cache that serves nothing, or in which nothing goes wrong.
     for what in (
         "tokens loaded",
+        "hits of early lookups",
         "loads failed",
         "preemptions",
         "aborts",
         "clock jumps",
         "replies lost",
         "resets",
+        "pins",
+        "records read",
+        "records read in a later life",
+        "records written",
+        "tier faults",
+        "lookups that wait for tiers",
     ):
         assert counts[what] > SEEDS / 10, result.stdout
     for what in ("replies of nonsense", "copies hung", "engine ids given twice"):
@@ -69,3 +78,13 @@ def test_the_simulation_finds_bugs() -> None:
     result = simulate("--bugs", "--seeds", str(BUG_SEEDS))
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("found by seed") == len(BUGS) > 0
+
+
+def test_every_bug_replaces_something_that_exists() -> None:
+    """Otherwise the simulation would look for a bug that is not there."""
+    source = inspect.getsource(bugs)
+    replaced = re.findall(r"^ +([A-Za-z_.]+)\.(\w+)(?:, .*)? = ", source, re.MULTILINE)
+    assert len(replaced) >= len(BUGS) / 2
+    for owner, name in replaced:
+        found = vars(bugs).get(owner)
+        assert found is None or hasattr(found, name), f"{owner}.{name}"

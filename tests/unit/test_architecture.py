@@ -21,7 +21,7 @@ MAY_IMPORT = {
 }
 CORE_MAY_IMPORT = {
     # Of all other packages, Python's own too. To hash and to pack is no I/O.
-    *("array", "collections", "dataclasses", "enum", "functools", "hashlib", "itertools", "math"),
+    *("array", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "itertools", "math"),
     *("msgpack", "msgspec", "operator", "struct", "sys", "typing"),
 }
 MAX_FILE_LINES = 400
@@ -51,6 +51,16 @@ def test_the_client_never_imports_the_server_and_the_server_only_the_clients_con
 
 def test_no_circle_of_files() -> None:
     assert house.circle() == []
+
+
+@each_file
+def test_the_oldest_python_can_read_each_file(path: Path) -> None:
+    """mypy checks, for that version, what is called of Python's library."""
+    project = (ROOT / "pyproject.toml").read_text()
+    (minor,) = re.findall(r'^requires-python = ">=3\.(\d+)"', project, re.MULTILINE)
+    ast.parse(path.read_text(), feature_version=(3, int(minor)))
+    assert f'\npython_version = "3.{minor}"\n' in project
+    assert f'\ntarget-version = "py3{minor}"\n' in project
 
 
 @each_file

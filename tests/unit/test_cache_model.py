@@ -4,6 +4,7 @@ The model knows nothing of frames' positions; the bytes are modelled apart: a ta
 a store ends, and read by every open read after every step.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from hypothesis import settings
@@ -12,6 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
 from lmcache_server.core.cache import ONCE_SHARE, Cache, Layout, NotReserved, Read, Reservation
+from lmcache_server.core.index import Chunk
+from lmcache_server.core.limits import Limits
+from lmcache_server.core.named_pins import PinError
+from lmcache_server.host.units import GB_BYTES
 from lmcache_server.l1 import restart
 
 FRAME_BYTES = 10
@@ -48,6 +53,8 @@ LAYOUTS = (
     ),
 )
 SHARDS = range(4)
+TENANTS = {b"every kind": b"a tenant", b"sparse": b"a tenant", b"replicated": b"another"}
+"""Whose chunks those of a namespace are; those of the first are nobody's."""
 
 
 def owner(layout: Layout, of: int, shard: int) -> int:
@@ -88,6 +95,11 @@ class ModelChunk:
     pins: int = 0
     objects: dict[tuple[int, int], ModelObject] = field(default_factory=dict)
     once: bool = False
+    stored_s: float = 0.0
+
+    @property
+    def tenant(self) -> bytes:
+        return TENANTS.get(self.name[0], b"")
 
     def frames(self, ready: bool = True) -> int:
         return sum(each.frames for each in self.objects.values() if each.ready == ready)
@@ -112,7 +124,43 @@ class Model:
         self.once: list[ModelChunk] = []
         self.others: list[ModelChunk] = []
         self.leases: dict[int, ModelLease] = {}
-        self.evicted = [0, 0]
+        self.evicted = [0, 0, 0]
+        """Chunks, their bytes, and the chunks whose tenant was at its quota."""
+        self.now_s = 0.0
+        self.quotas: dict[bytes, float] = {}
+        self.named: dict[str, list[ModelChunk]] = {}
+        self.spilling: list[ModelChunk] = []
+        self.ancestors: dict[bytes, bytes | None] = {}
+        """As in the cache."""
+
+    @property
+    def pinned(self) -> set[ModelChunk]:
+        return {chunk for chunks in self.named.values() for chunk in chunks}
+
+    def pin_named(self, name: str, names: list[tuple[bytes, bytes]]) -> bool:
+        """False if that is too much for half of L1."""
+        pinned, chunks = self.pinned, [self.index[each] for each in names if each in self.index]
+        there = [each for each in chunks if each.frames() and (each in pinned or not each.frames(False))]
+        new = [each for each in there if each not in pinned]
+        if new and self.pinned_frames() + sum(each.frames() for each in new) > self.total_frames // 2:
+            return False
+        if there:
+            known = self.named.setdefault(name, [])
+            known += [each for each in there if each not in known]
+        for each in new:
+            each.once = False
+            self.pin(each)
+        return True
+
+    def unpin_named(self, name: str) -> int:
+        chunks = self.named.pop(name)
+        gone = [chunk for chunk in chunks if chunk not in self.pinned]
+        for chunk in reversed(gone):
+            self.unpin(chunk)
+        return len(gone)
+
+    def pinned_frames(self) -> int:
+        return sum(chunk.frames(True) + chunk.frames(False) for chunk in self.pinned)
 
     @property
     def order(self) -> list[ModelChunk]:
@@ -137,6 +185,10 @@ class Model:
     def free_frames(self) -> int:
         taken = sum(chunk.frames(True) + chunk.frames(False) for chunk in self.chunks())
         return self.total_frames - taken
+
+    def tenant_frames(self, tenant: bytes) -> int:
+        own = [chunk for chunk in self.chunks() if chunk.tenant == tenant]
+        return sum(chunk.frames(True) + chunk.frames(False) for chunk in own)
 
     def is_held(self, layout: Layout, key: bytes, index: int, of: int) -> bool:
         if not layout.groups[of].stored_blocks(index, CHUNK_SIZE):
@@ -176,7 +228,7 @@ class Model:
         if chunk.pins:
             return
         if chunk in self.forgotten:
-            self.forgotten.remove(chunk)
+            self.end_forgotten(chunk)
         elif chunk.objects:
             before = self.index.get((chunk.name[0], parent))
             if parent and before is None:
@@ -187,6 +239,10 @@ class Model:
                 self.insert(chunk, before)
         else:
             del self.index[chunk.name]
+
+    def end_forgotten(self, chunk: ModelChunk) -> None:
+        if chunk in self.forgotten and not chunk.pins and chunk not in self.spilling:
+            self.forgotten.remove(chunk)
 
     def end_lease(self, lease_id: int) -> None:
         lease = self.leases.pop(lease_id)
@@ -207,34 +263,73 @@ class Model:
         if chunk is not None and place in chunk.objects:
             return NotReserved.PRESENT if chunk.objects[place].ready else NotReserved.BUSY
         new = ModelObject(num_bytes, tag)
-        before = self.index.get((name[0], parent))
-        if before is not None and before.once and not once:
-            self.use([before.name], keep=True)
-        line = self.order
+        if chunk in self.pinned and self.pinned_frames() + new.frames > self.total_frames // 2:
+            return NotReserved.NO_ROOM
+        known = self.index.get((name[0], parent)) or self.ancestor(name[0], parent)
+        before = known
+        if known is not None and known not in self.order:
+            before = self.ancestor(name[0], known.name[1]) or known
+        if known is not None and known.once and not once:
+            self.use([known.name], keep=True)
+        # Unless it gets frames:
+        self.ancestors[name[1]] = known.name[1] if known is not None else None
+        tenant, lost = TENANTS.get(name[0], b""), list[ModelChunk]()
+        over = self.tenant_frames(tenant) + new.frames - self.quotas.get(tenant, math.inf)
+        if over > 0:
+            line = self.once if once else self.order
+            older = line[: line.index(before)] if before in line else line
+            own = [each for each in older if each.tenant == tenant and each is not chunk]
+            own = [each for each in own if each not in self.spilling]
+            # However far it is above its quota, a store takes at most twice its size.
+            missing = min(over, 2 * new.frames)
+            while missing > 0:
+                if not own:
+                    return NotReserved.QUOTA
+                lost.append(own.pop(0))
+                missing -= lost[-1].frames()
+        line = [each for each in self.order if each not in lost]
         if once:
             reserved = sum(each.frames(ready=False) for each in self.chunks())
-            taken = sum(each.frames() for each in line if each.once) + reserved + new.frames
-            line = self.others if taken <= self.total_frames // ONCE_SHARE else self.once
+            taken = sum(each.frames() for each in self.order if each.once) + reserved + new.frames
+            part = self.others if taken <= self.total_frames // ONCE_SHARE else self.once
+            line = [each for each in part if each not in lost]
         # Chunks that are as recently used as the parent are none to evict for its child.
         older = line[: line.index(before)] if before in line else line
-        evictable = [each for each in older if each is not chunk]
-        if self.free_frames() + sum(each.frames() for each in evictable) < new.frames:
+        evictable = [each for each in older if each is not chunk and each not in self.spilling]
+        if self.free_frames() + sum(each.frames() for each in lost + evictable) < new.frames:
             return NotReserved.ONCE if once else NotReserved.NO_ROOM
-        while self.free_frames() < new.frames:
-            victim = evictable.pop(0)
+        self.evicted[2] += len(lost)
+        while lost or self.free_frames() < new.frames:
+            victim = lost.pop(0) if lost else evictable.pop(0)
             self.remove(victim)
             del self.index[victim.name]
             self.evicted[0] += 1
             self.evicted[1] += sum(each.num_bytes for each in victim.objects.values())
-        chunk = self.index.setdefault(name, ModelChunk(name, once=once))
+        chunk = self.index.setdefault(name, ModelChunk(name, once=once, stored_s=self.now_s))
         self.pin(chunk)
         chunk.once = chunk.once and once
         chunk.objects[place] = new
+        self.ancestors[name[1]] = before.name[1] if before is not None else None
         return chunk
 
+    def ancestor(self, namespace: bytes, key: bytes) -> ModelChunk | None:
+        return self.index.get((namespace, self.ancestors.get(key) or b""))
+
+    def forget_old(self, namespace: bytes, before_s: float, most: int) -> int:
+        old = [
+            chunk for name, chunk in self.index.items() if name[0] == namespace and chunk.stored_s < before_s
+        ]
+        return self.forget(sorted(old, key=lambda chunk: chunk.stored_s)[:most])
+
     def clear(self, namespaces: list[bytes]) -> int:
-        gone = [chunk for name, chunk in self.index.items() if name[0] in namespaces]
-        self.forgotten += [chunk for chunk in gone if chunk.pins]
+        return self.forget([chunk for name, chunk in self.index.items() if name[0] in namespaces])
+
+    def forget(self, gone: list[ModelChunk]) -> int:
+        for chunk in self.pinned & set(gone):
+            chunk.pins -= 1
+        left = {name: [each for each in chunks if each not in gone] for name, chunks in self.named.items()}
+        self.named = {name: chunks for name, chunks in left.items() if chunks}
+        self.forgotten += [chunk for chunk in gone if chunk.pins or chunk in self.spilling]
         for chunk in gone:
             self.remove(chunk)
             del self.index[chunk.name]
@@ -249,23 +344,37 @@ layouts = st.sampled_from(LAYOUTS)
 sessions = st.integers(1, 3)
 branches = st.integers(1, 2)
 places = st.integers(0, 1 << 10)
+eighths = st.integers(0, 40).map(lambda number: number / 8)
+"""Seconds that floats add and subtract exactly."""
+names = st.sampled_from(("one", "two"))
+quotas = st.just(math.inf) | st.integers(0, 40)
+"""In frames."""
 
 
 class CacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.cache = Cache(FRAME_BYTES, lease_s=LEASE_S)
+        self.cache = Cache(FRAME_BYTES)
         self.model = Model()
         self.now_s = 0.0
         self.serial = 0
         self.l1: dict[int, tuple] = {}
         self.reservations: list[tuple[Reservation, ModelChunk, tuple[int, int]]] = []
         self.reads: list[tuple[Read, list[ModelChunk], dict[int, tuple]]] = []
+        self.spills: list[tuple[Chunk, ModelChunk, dict[int, tuple]]] = []
 
-    @initialize(frames=st.integers(0, 80))
-    def start(self, frames):
+    @initialize(frames=st.integers(0, 80), quota=quotas, other=quotas)
+    def start(self, frames, quota, other):
         self.model.total_frames = frames
+        self.set_quotas(quota, other)
         self.cache.grow(frames)
+
+    def set_quotas(self, quota, other):
+        """For an empty cache. Floats have all these numbers exactly."""
+        self.model.quotas = {b"a tenant": quota, b"another": other}
+        self.model.ancestors = {}
+        in_gb = {name.hex(): frames * FRAME_BYTES / GB_BYTES for name, frames in self.model.quotas.items()}
+        self.cache = Cache(FRAME_BYTES, lease_s=LEASE_S, quotas_gb=Limits(named=in_gb))
 
     @rule(frames=st.integers(1, 6))
     def grow(self, frames):
@@ -302,7 +411,8 @@ class CacheMachine(RuleBasedStateMachine):
         tag = (layout.namespace, key, *place, self.serial)
         expected = self.model.reserve((layout.namespace, key), place, num_bytes, tag, parent, once)
         blocks = len(layout.groups[of].stored_blocks(index, CHUNK_SIZE))
-        got = self.cache.reserve(layout, key, of, shard, blocks, num_bytes, parent, once)
+        tenant = TENANTS.get(layout.namespace, b"")
+        got = self.cache.reserve(layout, key, of, shard, blocks, num_bytes, parent, once, tenant)
         if isinstance(expected, NotReserved):
             assert got is expected
             return None
@@ -402,9 +512,9 @@ class CacheMachine(RuleBasedStateMachine):
             self.model.end_lease(lease_id)
             assert not self.cache.release(lease_id, session)
 
-    @rule(seconds=st.floats(0, 4))
+    @rule(seconds=eighths)
     def time_passes(self, seconds):
-        self.now_s += seconds
+        self.now_s = self.model.now_s = self.now_s + seconds
         due = [lease_id for lease_id, lease in self.model.leases.items() if lease.deadline_s <= self.now_s]
         assert self.cache.expire(self.now_s) == len(due)
         for lease_id in due:
@@ -470,6 +580,56 @@ class CacheMachine(RuleBasedStateMachine):
         for chunk in reversed(chunks):
             self.model.unpin(chunk)
 
+    @precondition(lambda self: any(each.objects for each in self.model.index.values()))
+    @rule(place=places)
+    def open_spill(self, place):
+        objects = [(name, at) for name in sorted(self.model.index) for at in self.model.index[name].objects]
+        (namespace, key), (of, shard) = objects[place % len(objects)]
+        layout = next(each for each in LAYOUTS if each.namespace == namespace)
+        chunk, model = self.cache.chunk(namespace, key), self.model.index[namespace, key]
+        stored = self.cache.open_spill(chunk, layout.bit(of, shard))
+        expected = model.objects[of, shard]
+        assert (stored is not None) == expected.ready
+        if stored is not None:
+            self.model.spilling.append(model)
+            frames = {frame: (*expected.tag, nth) for nth, frame in enumerate(frames_of(stored.runs))}
+            self.spills.append((chunk, model, frames))
+
+    @precondition(lambda self: self.spills)
+    @rule(place=places)
+    def close_spill(self, place):
+        chunk, model, _ = self.spills.pop(place % len(self.spills))
+        self.cache.close_spill(chunk)
+        self.model.spilling.remove(model)
+        self.model.end_forgotten(model)
+
+    @rule(frames=st.integers(0, 40))
+    def coldest(self, frames):
+        """From the first to be evicted on, until there are so many frames."""
+        found = [(each.namespace, each.key) for each in self.cache.coldest(frames)]
+        expected, left = [], frames
+        for each in self.model.others:
+            if left > 0:
+                expected.append(each.name)
+                left -= each.frames()
+        assert found == expected
+
+    @rule(layout=layouts, branch=branches, count=st.integers(0, CHAIN_CHUNKS), name=names)
+    def pin(self, layout, branch, count, name):
+        keys = chain_keys(branch)[:count]
+        expected = self.model.pin_named(name, [(layout.namespace, key) for key in keys])
+        try:
+            self.cache.pin(name, layout.namespace, keys)
+            assert expected
+        except PinError:
+            assert not expected
+
+    @precondition(lambda self: self.model.named)
+    @rule(place=places)
+    def unpin(self, place):
+        name = sorted(self.model.named)[place % len(self.model.named)]
+        assert self.cache.unpin(name) == self.model.unpin_named(name)
+
     @rule(really=st.integers(0, 5))
     def clear(self, really):
         if not really:
@@ -480,16 +640,27 @@ class CacheMachine(RuleBasedStateMachine):
         if not really:
             assert self.cache.clear(layout.namespace) == self.model.clear([layout.namespace])
 
-    @rule(really=st.integers(0, 3))
-    def restart(self, really):
-        """What the cache holds then comes back as it is; its leases do not."""
+    @rule(layout=layouts, age_s=eighths, most=st.integers(0, 8))
+    def forget_old(self, layout, age_s, most):
+        """Chunks that were stored longest ago, however they are used or pinned."""
+        expected = self.model.forget_old(layout.namespace, self.now_s - age_s, most)
+        assert self.cache.forget_old(layout.namespace, self.now_s - age_s, most) == expected
+
+    @rule(really=st.integers(0, 3), asleep_s=eighths, quota=quotas, other=quotas)
+    def restart(self, really, asleep_s, quota, other):
+        """What the cache holds then comes back, pins too; its leases do not. Quotas may be others."""
         if not really:
             self.everybody_goes()
-            index = restart.encode(self.cache.snapshot(self.now_s), {})
-            self.now_s = 0.0
-            self.cache = Cache(FRAME_BYTES, lease_s=LEASE_S)
-            self.cache.restore(restart.decode(index, self.model.total_frames)[0], self.now_s)
-            self.model.evicted = [0, 0]
+            index = restart.encode(self.cache.snapshot(self.now_s), {}, 0.0)
+            model = self.model
+            saved = [*model.order, *(each for each in model.index.values() if each in model.pinned)]
+            for chunk in saved:
+                chunk.stored_s -= self.now_s + asleep_s
+            model.index = {each.name: each for each in sorted(saved, key=lambda each: each.stored_s)}
+            self.now_s = self.model.now_s = 0.0
+            self.set_quotas(quota, other)
+            self.cache.restore(restart.decode(index, self.model.total_frames, asleep_s)[0], self.now_s)
+            self.model.evicted = [0, 0, 0]
             # Nobody knows any more why they are the first to go, but they still are.
             self.model.once, self.model.others = [], self.model.order
             for chunk in self.model.others:
@@ -497,7 +668,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_written_where_a_read_reads(self):
-        for _, _, expected in self.reads:
+        for _, _, expected in [*self.reads, *self.spills]:
             for frame, tag in expected.items():
                 assert self.l1[frame] == tag
 
@@ -522,13 +693,25 @@ class CacheMachine(RuleBasedStateMachine):
         )
         assert [(chunk.namespace, chunk.key) for chunk in cache._order] == [each.name for each in model.order]
         assert sum(1 for _ in cache._order.once()) == len(model.once)
-        assert [cache.evicted_chunks, cache.evicted_bytes] == model.evicted
+        assert [cache.evicted_chunks, cache.evicted_bytes, cache.quota_evicted_chunks] == model.evicted
+        held = {each.name: each.frames for each in cache.tenants}
+        assert held == {name: taken for name in model.quotas if (taken := model.tenant_frames(name))}
+        for tenant in cache.tenants:
+            line = [each.name for each in model.order if each.tenant == tenant.name]
+            assert [(chunk.namespace, chunk.key) for chunk in tenant.line()] == line
+        named = {
+            name: [(each.namespace, each.key) for each in c] for name, c in cache.named_pins.names.items()
+        }
+        assert named == {name: [each.name for each in chunks] for name, chunks in model.named.items()}
+        assert cache.named_pins.frames == model.pinned_frames() <= model.total_frames // 2
 
     def everybody_goes(self):
         while self.reservations:
             self.abort(0)
         while self.reads:
             self.close_read(0)
+        while self.spills:
+            self.close_spill(0)
         for session in (1, 2, 3):
             self.drop_session(session)
 
@@ -536,7 +719,9 @@ class CacheMachine(RuleBasedStateMachine):
         """Whatever happened, nothing leaks once everybody is gone."""
         self.everybody_goes()
         self.the_cache_holds_what_the_model_holds()
+        assert not any(chunk.pins for chunk in self.model.chunks() if chunk not in self.model.pinned)
         self.cache.clear()
+        self.cache.check_integrity()
         assert self.cache.free_frames == self.cache.total_frames
         assert (self.cache.num_leases, self.cache.num_readers, self.cache.stored_bytes) == (0, 0, 0)
 

@@ -56,22 +56,31 @@ def test_the_environment_can_name_the_file_and_the_flag_goes_before_it(tmp_path)
     assert "cannot read" in sentence("--config", str(tmp_path / "other.toml"), LMCACHE_CONFIG=path)
 
 
-def test_every_option_can_be_set_in_each_way(tmp_path):
+@pytest.mark.parametrize("left_out", ["max_age", "tier"])
+def test_every_option_can_be_set_in_each_way(tmp_path, left_out):
     values = {
         "host": "127.0.0.1", "port": 1, "allow_remote": True, "http_host": "::1", "http_port": 0,
         "chunk_size": 544, "l1_size_gb": 0.5, "eviction_policy": "lru", "l1_hugetlb": False,
-        "l1_path": "/dev/shm/l1", "checksums": True, "lease_s": 7.5, "record": "/tmp/record",
+        "l1_path": "/dev/shm/l1", "checksums": True, "max_age": "7d", "quota_gb": "1.5,0b5d5f2c=3",
+        "gpu_kernel": True,
+        "lease_s": 7.5, "tier": ("dir:///a?size_gb=1", "s3://b"), "record": "/tmp/record",
         "log_level": "DEBUG", "log_format": "json",
     }  # fmt: skip
+    # These two cannot be combined.
+    values[left_out] = {"max_age": "", "tier": ()}[left_out]
     assert list(values) == list(OPTIONS) == [field.name for field in dataclasses.fields(Config)]
     expected = Config(**(values | {"eviction_policy": "LRU", "log_level": "debug"}))
-    texts = {name: str(value) for name, value in values.items()}
+    tiers = values["tier"]
+    texts = {name: str(value) for name, value in values.items()} | {"tier": " ".join(tiers)}
     flags = [
         flag_name(name if value else f"no_{name}")
         if isinstance(value, bool)
         else f"{flag_name(name)}={value}"
         for name, value in values.items()
+        if name != "tier"
     ]
+    flags += [f"--tier={tier}" for tier in tiers]
+    values["tier"] = list(tiers)
     lines = [
         f"{name} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
         for name, value in values.items()
@@ -79,7 +88,17 @@ def test_every_option_can_be_set_in_each_way(tmp_path):
     assert load(*flags) == expected
     assert load(environment={variable_name(name): text for name, text in texts.items()}) == expected
     assert of_file(tmp_path, "\n".join(lines)) == expected
-    assert of_file(tmp_path, "\n".join(f'{name} = "{text}"' for name, text in texts.items())) == expected
+    texts = {name: f'"{text}"' for name, text in texts.items()} | {"tier": str(list(tiers))}
+    assert of_file(tmp_path, "\n".join(f"{name} = {text}" for name, text in texts.items())) == expected
+
+
+def test_tiers_are_few_and_one_needs_no_list(tmp_path):
+    assert of_file(tmp_path, 'tier = "dir:///a?size_gb=1"').tier == ("dir:///a?size_gb=1",)
+    assert "cannot be combined" in sentence("--tier=dir:///a?size_gb=1", "--max-age=7d")
+    assert "2 times at most" in sentence("--tier=a", "--tier=b", "--tier=c")
+    for wrong in ("tier = 1", "tier = [1]", 'tier = ["a", 2]', "tier = {a = 1}"):
+        with pytest.raises(StartError, match="tier in"):
+            of_file(tmp_path, wrong)
 
 
 def test_the_former_name_of_checksums_is_accepted(tmp_path):
@@ -114,6 +133,16 @@ def test_chunk_size_auto(text, tmp_path):
         ("l1_size_gb", "nan", "--l1-size-gb must be a number from 0.001 to 100000, not 'nan'"),
         ("l1_size_gb", "inf", "--l1-size-gb must be a number from 0.001 to 100000, not 'inf'"),
         ("lease_s", "0.5", "--lease-s must be a number from 1 to 86400, not '0.5'"),
+        (
+            "max_age",
+            "7 days",
+            "--max-age must be an age such as 7d, or 7d,some/model=24h (s, m, h or d), not '7 days'",
+        ),
+        (
+            "quota_gb",
+            "a tenant=4",
+            "--quota-gb must be a number of GB such as 4, or 4,0b5d5f2cbd9c=16, not 'a tenant=4'",
+        ),
         ("eviction_policy", "FIFO", "--eviction-policy must be LRU, not 'FIFO'"),
         ("log_level", "loud", "--log-level must be one of debug, info, warning, error, not 'loud'"),
         ("host", "\udcff", "--host must be text that can be printed, not '\\udcff'"),
@@ -152,7 +181,7 @@ def test_a_bad_variable_is_named():
         ("log_level = 1979-05-27", "log_level in {path} must be one of debug, info, warning, error, not "),
         ("verify = 'maybe'", "checksums in {path} must be true or false, not 'maybe'"),
         ("chunk-size = 3", "unknown key 'chunk-size' in {path}: did you mean chunk_size?"),
-        ("[l1]\nsize = 3", "unknown key 'l1' in {path}: the keys are host, port, "),
+        ("[l1]\nsize = 3", "unknown key 'l1' in {path}: the names are host, port, "),
         ("x" * 5000 + " = 3", "unknown key 'xxxxx"),
         ("port", "the configuration file {path} is not valid TOML: "),
         (
@@ -231,5 +260,6 @@ def test_the_configuration_is_one_line_with_every_option():
     assert line == (
         "configuration: host='a Unix socket' port=7 allow_remote=no http_host=127.0.0.1 http_port=8080 "
         "chunk_size=544 l1_size_gb=4 eviction_policy=LRU l1_hugetlb=yes l1_path=none checksums=no "
-        "lease_s=120 record=none log_level=info log_format=text"
+        "max_age=none quota_gb=none gpu_kernel=no lease_s=120 tier=none record=none log_level=info "
+        "log_format=text"
     )

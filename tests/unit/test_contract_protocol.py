@@ -12,12 +12,11 @@ from lmcache_client.contract import codec
 from lmcache_client.contract import messages as wire
 from lmcache_client.contract.codec import ProtocolError, Wire
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, KINDS, SLIDING_WINDOW, Geometry, GroupSpec, Region
-from lmcache_client.contract.keys import MAX_DETAILS, ROOT_KEY, ModelTag
+from lmcache_client.contract.keys import MAX_CHUNKS, MAX_DETAILS, ROOT_KEY, ModelTag
 from lmcache_client.contract.messages import (
     BAD_REQUEST,
     BOOT_ID_BYTES,
     MAX_BUFFERS,
-    MAX_CHUNKS,
     MAX_LEASES,
     MAX_OBJECTS,
     PROTOCOL_VERSION,
@@ -27,12 +26,14 @@ from lmcache_client.contract.messages import (
     Load,
     Lookup,
     Memory,
+    Pin,
     Ping,
     Refused,
     Register,
     Release,
     Store,
     StoreObject,
+    Unpin,
     decode_reply,
     decode_request,
     encode_reply,
@@ -65,11 +66,14 @@ geometries = st.builds(
 )
 BY_NAME = {
     "key": keys,
+    "tenant": st.binary(max_size=16),
     "parent": keys,
     "client_id": st.binary(min_size=16, max_size=16),
     "boot_id": st.binary(min_size=16, max_size=16),
     "nonce": st.binary(min_size=32, max_size=32),
+    "request": st.text(min_size=16, max_size=64),
     "keys": st.lists(keys, max_size=3).map(tuple),
+    "gone": st.lists(keys, max_size=3).map(tuple),
     "geometry": geometries,
     "buffers": st.lists(st.tuples(naturals, st.integers(1, 2**63 - 1)), max_size=3).map(tuple),
     "handles": st.lists(st.binary(min_size=64, max_size=64), max_size=3).map(tuple),
@@ -113,7 +117,8 @@ def test_replies_survive_the_wire(message, request_id):
 
 
 def test_every_message_has_a_code_of_its_own():
-    assert [message.__struct_config__.tag for message in MESSAGES] == list(range(len(MESSAGES)))
+    codes = [message.__struct_config__.tag for message in MESSAGES]
+    assert codes == sorted(set(codes))
 
 
 @settings(deadline=None)
@@ -178,7 +183,13 @@ def test_a_damaged_message_never_raises_anything_else(message, data):
         ([MESSAGES.index(Load), "r", 1, ROOT_KEY, 0, 0, [[1.0]]], "Expected `int`, got `float`"),
         ([MESSAGES.index(Load), "r", 1, ROOT_KEY, 0, 0, [7]], "Expected `array`, got `int`"),
         ([MESSAGES.index(Release), [], [b"short"]], "`bytes` of length >= 32"),
-        ([len(MESSAGES)], "unknown message code 23"),
+        ([MESSAGES.index(Pin), b"name", "r" * 16], "Expected `str`, got `bytes`"),
+        ([MESSAGES.index(Pin), "n" * 65, "r" * 16], "`str` of length <= 64"),
+        ([MESSAGES.index(Pin), "name", "r" * 15], "`str` of length >= 16"),
+        ([MESSAGES.index(Pin), "name", ""], "`str` of length >= 16"),
+        ([MESSAGES.index(Unpin), "n" * 65], "`str` of length <= 64"),
+        ([MESSAGES.index(Unpin), None], "Expected `str`, got `null`"),
+        ([99], "unknown message code 99"),
         ([-1], "unknown message code -1"),
         ([True], "unknown message code True"),
         (["Ping"], "unknown message code 'Ping'"),
@@ -241,10 +252,13 @@ def test_keys_are_counted_and_measured():
     ("value", "message"),
     [
         (Store((StoreObject(ROOT_KEY, ROOT_KEY, 0, 0, ()),) * (MAX_OBJECTS + 1)), "<= 4096"),
+        (Store((StoreObject(ROOT_KEY, ROOT_KEY, 0, 0, (), bytes(17)),)), "<= 16"),
         (Release((1,) * (MAX_LEASES + 1), ()), "<= 4096"),
         (Memory(1, ((1, 1),) * (MAX_BUFFERS + 1), 1), "<= 1024"),
         (Memory(1, ((1, 1), (1, 0)), 1), ">= 1"),
         (Memory(1, ((1, 99),), 1, bytes(16), (b"short",)), ">= 64"),
+        (Memory(1, ((1, 99),), 1, bytes(16), descriptors=((1 << 31, 100),)), "<= 2147483647"),
+        (Memory(1, ((1, 99),), 1, bytes(16), descriptors=((-1, 100),)), ">= 0"),
         (ModelTag("m" * 4097, (), 1, 1), "<= 4096"),
         (ModelTag("m", (("n", "v" * 4097),), 1, 1), "<= 4096"),
         (ModelTag("m", (("n", "v"),) * (MAX_DETAILS + 1), 1, 1), "<= 64"),
@@ -253,6 +267,23 @@ def test_keys_are_counted_and_measured():
 def test_what_a_message_may_hold_is_bounded(value, message):
     with pytest.raises(ProtocolError, match=f"of length {message}|`int` {message}"):
         codec.build(type(value), codec.unpack(codec.pack(value)))
+
+
+@pytest.mark.parametrize(
+    ("lie", "sentence"),
+    [
+        ({"descriptors": ((3, 199),)}, "beyond the allocation"),
+        ({"descriptors": ((3, 1),)}, "beyond the allocation"),
+        ({"descriptors": ((3, 200), (4, 200))}, "each of its buffers a handle"),
+        ({"descriptors": ((3, 200),), "handles": (bytes(64),)}, "no other handles"),
+        ({"descriptors": ((3, 200),), "device": b""}, "only a GPU has"),
+    ],
+)
+def test_a_worker_shares_whole_allocations_by_one_kind_of_handle(lie, sentence):
+    honest = {"device": bytes(16), "descriptors": ((3, 200),)}
+    Memory(1, ((100, 100),), 0, **honest)
+    with pytest.raises(ProtocolError, match=sentence):
+        Memory(1, ((100, 100),), 0, **{**honest, **lie})
 
 
 def test_a_store_names_no_more_requests_than_objects():
@@ -272,7 +303,7 @@ def test_the_largest_legitimate_messages_fit():
         Memory(1 << 22, ((1 << 46, 1 << 40),) * 100, 1 << 46),
     )
     chain = (bytes(32),) * MAX_CHUNKS
-    each = StoreObject(bytes(32), bytes(32), MAX_CHUNKS - 1, 3, (1 << 20,) * 64)
+    each = StoreObject(bytes(32), bytes(32), MAX_CHUNKS - 1, 3, (1 << 20,) * 64, bytes(16))
     for message in (
         register,
         Lookup("r", chain, 0, 0, 1),

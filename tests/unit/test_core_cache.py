@@ -8,7 +8,7 @@ import pytest
 
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
 from lmcache_client.contract.keys import ROOT_KEY
-from lmcache_server.core import cache as cache_module
+from lmcache_server.core import chunks as chunks_module
 from lmcache_server.core.cache import ONCE_SHARE, Cache, Layout, NotReserved, Reservation
 from lmcache_server.core.index import Chunk
 from lmcache_server.core.packed import StoredObject
@@ -383,7 +383,7 @@ def test_clear_frees_what_nobody_holds():
 
 
 def test_ages_at_eviction_are_kept_but_bounded(monkeypatch):
-    monkeypatch.setattr(cache_module, "MAX_EVICTED_AGES", 2)
+    monkeypatch.setattr(chunks_module, "MAX_EVICTED_AGES", 2)
     cache = Cache(FRAME_BYTES, 3)
     store(cache, chain(3))
     cache.expire(30.0)

@@ -80,6 +80,16 @@ def test_chunks_that_decoding_completed_are_found_by_the_next_turn() -> None:
     assert curve.all_hits == 5 * CHUNK
 
 
+def test_answers_leave_windows_but_no_states() -> None:
+    keys = [key(i) for i in range(8)]
+    for states, chunks in ((False, 5), (True, 2)):
+        counted, sizes = Demand(), Sizes(CHUNK, 3, sparse=True, states=states)
+        look_up(counted, keys[:2], sizes)
+        counted.completed(NAMESPACE, sizes, keys[:5])
+        look_up(counted, keys, sizes)
+        assert counted.window("start", 0.0).together.all_hits == chunks * CHUNK
+
+
 def test_windows_and_states_are_found_at_ends_and_forks_only() -> None:
     sparse, counted = Sizes(CHUNK, 3, sparse=True), Demand()
     first = [key(i) for i in range(10)]
@@ -91,6 +101,21 @@ def test_windows_and_states_are_found_at_ends_and_forks_only() -> None:
         hits.append(curve.all_hits // CHUNK)
     # The same prompt hits all of itself. The first that parts finds nothing, and leaves its place to others.
     assert hits == [0, 10, 10, 16, 22]
+
+
+def test_a_fork_is_stored_only_where_l1_still_had_what_was_known() -> None:
+    """A smaller L1 computes the beginning anew, and knows of no fork there."""
+    sparse, counted = Sizes(CHUNK, 3, sparse=True), Demand()
+    first = [key(i) for i in range(10)]
+    parting = [[*first[:6], *(key(number, i) for i in range(4))] for number in range(3)]
+    for keys in (first, [key(8, i) for i in range(100)], *parting[:2]):
+        look_up(counted, keys, sparse)
+    curve = counted.window("start", 0.0).together
+    assert curve.hits(3 * 90) == 0
+    assert curve.hits(3 * 120) == 6 * CHUNK
+    # The end of a prompt is stored in every L1.
+    look_up(counted, parting[1], sparse)
+    assert counted.window("start", 0.0).together.hits(3 * 15) == 10 * CHUNK
 
 
 def test_it_forgets_what_was_used_longest_ago_and_says_so() -> None:
@@ -107,6 +132,34 @@ def test_it_forgets_what_was_used_longest_ago_and_says_so() -> None:
     counted.max_frames = 5 * PLAIN.chunk_frames
     look_up(counted, [key(99)])
     assert len(counted) == 5
+
+
+def test_requests_that_share_all_their_chunks_are_forgotten_too() -> None:
+    """Nothing grows while one old chunk lies behind them all."""
+    counted = Demand(max_keys=5000)
+    for keys in ([key(1)], *[[key(2), key(3)]] * 20_000):
+        look_up(counted, keys)
+    assert len(counted) == 3
+    assert len(counted._stack._requests) == 2
+    assert sum(map(len, counted._stack._levels)) <= 8
+    curve = counted.window("start", 0.0).together
+    assert curve.all_hits == (20_000 - 1) * 2 * CHUNK
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_keys_that_are_no_chain_leave_nothing_behind(seed: int) -> None:
+    """A client may send any keys, in any order, and some twice."""
+    draw, counted = random.Random(seed), Demand(max_keys=200)
+    for _ in range(3000):
+        keys = [key(draw.randrange(150)) for _ in range(draw.randrange(1, 12))]
+        namespace = draw.choice((b"a" * 32, b"b" * 32))
+        counted.looked_up(namespace, PLAIN, keys, 0, draw.randrange(len(keys) + 1) * CHUNK, 0.0)
+        counted.completed(namespace, PLAIN, keys)
+        assert len(counted) <= 200
+    for number in range(200):
+        look_up(counted, [key(1000 + number)])
+    assert len(counted) == counted._stack.chunks == 200
+    assert counted.exact_frames() == 200 * PLAIN.chunk_frames
 
 
 def test_windows_of_time_forget() -> None:
@@ -135,3 +188,29 @@ def test_many_namespaces_are_counted_together() -> None:
     assert len(curves) == demand.MAX_NAMESPACES + 1
     assert curves[demand.OTHERS].tokens == 20 * CHUNK
     assert curves[demand.OTHERS].all_hits == 10 * CHUNK
+
+
+def test_a_very_long_lookup_is_counted_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demand, "MAX_CHUNKS", 4)
+    counted, keys = Demand(), [key(i) for i in range(10)]
+    look_up(counted, keys)
+    counted.completed(NAMESPACE, PLAIN, keys)
+    assert len(counted) == 4
+    look_up(counted, keys)
+    curve = counted.window("start", 0.0).together
+    assert (curve.tokens, curve.all_hits) == (8 * CHUNK, 4 * CHUNK)
+
+
+def test_a_lookup_of_many_short_runs_is_counted_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run takes time, and the server answers nobody else meanwhile."""
+    counted, keys = Demand(), [key(i) for i in range(2000)]
+    look_up(counted, keys[::2])
+    look_up(counted, keys[1::2])
+    asked: list[int] = []
+    newer = demand._Stack.newer
+    monkeypatch.setattr(
+        demand._Stack, "newer", lambda self, request: asked.append(request) or newer(self, request)
+    )
+    look_up(counted, keys)
+    assert len(asked) == demand.MAX_RUNS
+    assert len(counted) == 2000

@@ -36,6 +36,28 @@ def test_an_object_is_spread_over_runs_when_no_run_fits():
     pool.check_integrity()
 
 
+def test_what_is_set_aside_is_given_to_nobody_until_it_is_back():
+    pool = FramePool(20)
+    first, second = pool.allocate(4), pool.allocate(6)
+    assert (first, second) == (((0, 4),), ((4, 6),))
+    pool.set_aside(((2, 6), (15, 100)))
+    assert pool.free_frames == 5
+    pool.check_integrity()
+    pool.free(first)
+    pool.free(second)
+    pool.check_integrity()
+    assert (pool.free_frames, count_frames(tuple(pool.aside))) == (9, 11)
+    runs = pool.allocate(9)
+    assert sorted(frames_of(runs)) == [0, 1, 8, 9, 10, 11, 12, 13, 14]
+    assert pool.allocate(1) is None
+    pool.set_aside(((0, 1),))
+    pool.free(runs)
+    assert pool.free_frames == 19
+    pool.set_aside(())
+    assert pool.allocate(20) == ((0, 20),)
+    pool.check_integrity()
+
+
 def test_freed_neighbours_merge():
     pool = FramePool(9)
     first, middle, last = (pool.allocate(3) for _ in range(3))

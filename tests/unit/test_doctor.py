@@ -1,14 +1,21 @@
 """Every judgement of `lmcache doctor`, of machines that are not here."""
 
+import os
+import threading
+from pathlib import Path
+
 import pytest
 
 from lmcache_client.contract.version import VERSION
-from lmcache_server.commands.doctor import checks
+from lmcache_kernels.page_copy import CUPY
+from lmcache_server.commands.doctor import checks, devices, tiers
 from lmcache_server.errors import StartError
 from lmcache_server.host import preflight
-from lmcache_server.host.preflight import FAIL, OK, UNLIMITED, WARN
+from lmcache_server.host.preflight import FAIL, OK, UNLIMITED, WARN, Check
 
 GB = 1 << 30
+NOBODY = 1 << 22
+"""No process has this number: it is the kernel's limit."""
 THP, SHMEM = "/sys/thp/enabled", "/sys/thp/shmem_enabled"
 PAGES = {"HugePages_Total": 10, "HugePages_Free": 8, "HugePages_Rsvd": 3, "Hugepagesize": 2 << 20}
 EPERM = "the kernel does not let the server"
@@ -19,7 +26,30 @@ def session(**changed: object) -> dict[str, object]:
     return {**same, **changed}
 
 
+def worker(pid: int) -> dict[str, object]:
+    return {"engine_id": "a", "pid": pid}
+
+
 CASES = [
+    (devices.compute_mode("1", 0), OK, "default", ""),
+    (devices.compute_mode("1", 2), WARN, "allows no process", "nvidia-smi -c 0"),
+    (devices.compute_mode("1", 3), WARN, "only one process", "start the MPS daemon before"),
+    (devices.instances("1", None), OK, "not supported", ""),
+    (devices.instances("1", False), OK, "off", ""),
+    (devices.instances("1", True), WARN, "one instance only", "CUDA_VISIBLE_DEVICES=MIG-"),
+    (devices.memory("1", None, False), OK, "unknown", ""),
+    (devices.memory("1", (GB, 8 * GB), False), OK, "1024 of 8192 MiB are free", ""),
+    (devices.memory("1", (GB - 1, 8 * GB), True), OK, "1023 of 8192 MiB are free", ""),
+    (devices.memory("1", (GB - 1, 8 * GB), False), WARN, "needs a context", "--gpu-memory-utilization"),
+    (devices.namespaces(0, []), OK, "unknown without a server", ""),
+    (devices.namespaces(NOBODY, []), WARN, "not in this process namespace", "beside the server"),
+    (devices.namespaces(os.getpid(), [worker(os.getpid())]), OK, "its 1 worker(s) share one", ""),
+    (
+        devices.namespaces(os.getpid(), [worker(NOBODY)]),
+        WARN,
+        "engine a: in another process namespace",
+        "docker: --pid=host",
+    ),
     (checks.memlock(64 << 10, GB, 0), OK, "64.0 KiB; only GPUs", ""),
     (checks.memlock(UNLIMITED, GB, 1), OK, "unlimited, for 1.0 GiB", ""),
     (checks.memlock(GB, GB, 1), OK, "1.0 GiB", ""),
@@ -52,6 +82,9 @@ CASES = [
     (checks.ptrace("3", EPERM), FAIL, EPERM, "sudo reboot"),
     (checks.ptrace("1", EPERM), FAIL, EPERM, "--security-opt seccomp=unconfined"),
     (checks.ptrace(None, EPERM), FAIL, EPERM, "--security-opt seccomp=unconfined"),
+    (preflight.disk_file("/disk/x", False, "6.8.0-45-generic"), OK, "on a disk", ""),
+    (preflight.disk_file("/disk/x", True, "5.15.0-1"), OK, "on a disk", ""),
+    (preflight.disk_file("/disk/x", True, "6.5.0"), FAIL, "Linux 6.5 and newer do not", "put it in /dev/shm"),
     (preflight.no_directory("/a/b c"), FAIL, "no directory", "mkdir -p \"$(dirname '/a/b c')\""),
     (preflight.l1_file("/dev/shm/x", "/dev/shm", True, GB, 1, GB - 1), OK, "1.0 GiB for 1.0 GiB", ""),
     (
@@ -78,6 +111,7 @@ CASES = [
     (preflight.open_files(4096), OK, "4096", ""),
     (preflight.open_files(UNLIMITED), OK, "unlimited", ""),
     (preflight.open_files(4095), WARN, "the limit of open files is 4095, so clients", "ulimit -n 65536"),
+    (preflight.open_files(255), FAIL, "the limit of open files is 255, so clients", "ulimit -n 65536"),
     (
         checks.driver([], 0, "no libcuda.so.1", False),
         OK,
@@ -88,13 +122,13 @@ CASES = [
         checks.driver([], 0, "no libcuda.so.1", True),
         FAIL,
         "no libcuda.so.1",
-        "nvidia-smi",
+        "nvidia-modprobe -u -c 0",
     ),
     (checks.driver(["0000:01:00.0"], 12080, "", True), OK, "CUDA 12.8, 1 GPU(s): 0000:01:00.0", ""),
-    (checks.copy_kernel(0, "", 0), OK, "not needed", ""),
+    (checks.copy_kernel(0, "", 0), OK, "not used", ""),
     (checks.copy_kernel(1, "", 13000), OK, "compiled", ""),
-    (checks.copy_kernel(1, "no cupy", 13000), WARN, "no cupy", "pip install 'lmcache-mp[cuda13]'"),
-    (checks.copy_kernel(1, "no cupy", 12080), WARN, "no cupy", "pip install 'lmcache-mp[cuda12]'"),
+    (checks.copy_kernel(1, "no cupy", 13000), WARN, "no cupy", f"pip install {CUPY[13]}"),
+    (checks.copy_kernel(1, "no cupy", 12080), WARN, "no cupy", f"pip install {CUPY[12]}"),
     (checks.vllm(""), OK, "not in this Python environment; the connector is for 0.31 to 0.33", ""),
     (checks.vllm("0.32.1"), OK, "0.32.1", ""),
     (checks.vllm("0.30.0"), FAIL, "this is vLLM 0.30.0", "pip install 'vllm==0.33.*'"),
@@ -111,14 +145,26 @@ CASES = [
     (checks.plugin("0.32.0", "", "a,b"), FAIL, "leaves lmcache_mp out", "VLLM_PLUGINS=a,b,lmcache_mp"),
     (checks.plugin("0.32.0", "", ""), FAIL, "leaves lmcache_mp out", "VLLM_PLUGINS=lmcache_mp"),
     (checks.server(VERSION, "port 1"), OK, f"{VERSION} at port 1", ""),
-    (checks.server("9.9", "port 1"), FAIL, f"9.9 at port 1, but {VERSION}", "lmcache-mp==9.9"),
-    (checks.connectors("", []), OK, "unknown without", ""),
-    (checks.connectors("1", []), OK, "0 connected", ""),
-    (checks.connectors("1", [session(), session(), session(engine_id="")]), OK, "1 connected", ""),
     (
-        checks.connectors("1", [session(vllm_version="3"), session(vllm_version="2", pid=8)]),
+        checks.server("9.9", "port 1"),
+        FAIL,
+        f"9.9 at port 1, but {VERSION}",
+        "install 9.9 here",
+    ),
+    (checks.command(False), OK, "not in this", ""),
+    (checks.command(True), WARN, "overwrite the command", "pip uninstall lmcache; pip install --force-"),
+    (checks.connectors("", []), OK, "unknown without", ""),
+    (checks.connectors("1", []), OK, "none is connected; an engine that reaches no server", ""),
+    (
+        checks.connectors("1", [session(), session(), session(engine_id="")]),
         OK,
-        "2 connected, all of the server's version, in vLLM 2 and 3",
+        "a, all of the server's version; an engine that",
+        "",
+    ),
+    (
+        checks.connectors("1", [session(vllm_version="3"), session(engine_id="b", vllm_version="2", pid=8)]),
+        OK,
+        "a, b, all of the server's version, in vLLM 2 and 3; an engine",
         "",
     ),
     (
@@ -131,7 +177,7 @@ CASES = [
         checks.connectors("1", [session(), session(engine_id="b", client_version="2")]),
         WARN,
         "the server has 1, engine b, pid 7 has 2",
-        "lmcache-mp==1",
+        "pip install PATH_OF_ITS_CLONE_OR_WHEEL  (of 1, ",
     ),
 ]
 
@@ -153,3 +199,19 @@ def test_what_fails_keeps_the_server_from_starting_and_a_warning_does_not() -> N
     preflight.require(preflight.open_files(1024))
     with pytest.raises(StartError, match=r"needs 6 huge pages .* are free: sudo sysctl vm.nr_hugepages=11"):
         preflight.require(preflight.huge_pages(PAGES, 11 << 20))
+
+
+def test_a_directory_that_hangs_does_not_keep_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the room of a mounted file system whose server is gone."""
+    released, room_of = threading.Event(), os.statvfs
+    monkeypatch.setattr(tiers, "WAIT_S", 0.2)
+    monkeypatch.setattr(tiers, "_tried", lambda name, _url: Check(name, OK, ""))
+    monkeypatch.setattr(os, "statvfs", lambda path: released.wait(10) and room_of(path))
+    try:
+        _, room = tiers.try_tiers([f"dir://{tmp_path}?size_gb=1"], [])
+    finally:
+        released.set()
+    assert (room.name, room.verdict) == ("tier 1, room", FAIL)
+    assert "gave no answer" in room.finding

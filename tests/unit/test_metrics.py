@@ -8,7 +8,8 @@ import pytest
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from lmcache_server.telemetry.metrics import TABLE, Metrics
+from lmcache_server.core import misses
+from lmcache_server.telemetry.metrics import MAX_NAMESPACES, REASONS, TABLE, Metrics, Traffic
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,8 +46,10 @@ def test_exactly_the_series_of_the_table_exist_from_the_first_scrape():
     found = samples(Metrics())
     expected = set()
     for metric in TABLE:
-        for values in itertools.product(*metric.labels.values()):
-            labels = tuple(sorted(zip(metric.labels, values, strict=True)))
+        own = {"model": ("other",), "namespace": ("other",)} if metric.by_model else {}
+        names = {**metric.labels, **own}
+        for values in itertools.product(*names.values()):
+            labels = tuple(sorted(zip(names, values, strict=True)))
             if metric.kind is not Histogram:
                 expected.add((metric.name, labels))
                 continue
@@ -58,18 +61,25 @@ def test_exactly_the_series_of_the_table_exist_from_the_first_scrape():
     assert nonzero == {"lmcache_build_info", "lmcache_start_time_seconds"}
 
 
+LOADED = "lmcache_transfer_bytes_total"
+
+
 def test_values_go_where_they_belong():
     metrics = Metrics()
-    metrics.count("lmcache_transfer_bytes_total", 100, direction="load")
-    metrics.count("lmcache_transfer_bytes_total", 5, direction="load")
+    labels = metrics.traffic(b"\x01" * 32, "one").labels
+    metrics.count(LOADED, 100, direction="load", **labels)
+    metrics.count(LOADED, 5, direction="load", **metrics.other.labels)
     metrics.gauge("lmcache_chunks", lambda: 7)
     metrics.observe("lmcache_transfer_seconds", 0.3, direction="store")
     found = samples(metrics)
-    assert found["lmcache_transfer_bytes_total", (("direction", "load"),)] == 105
-    assert found["lmcache_transfer_bytes_total", (("direction", "store"),)] == 0
+    one, other = (("model", "one"), ("namespace", "01" * 8)), (("model", "other"), ("namespace", "other"))
+    assert found[LOADED, (("direction", "load"), *one)] == 100
+    assert found[LOADED, (("direction", "load"), *other)] == 5
+    assert found[LOADED, (("direction", "store"), *one)] == 0
     assert found["lmcache_chunks", ()] == 7
     assert found["lmcache_transfer_seconds_count", (("direction", "store"),)] == 1
-    assert metrics.value("lmcache_transfer_bytes_total", direction="load") == 105
+    assert metrics.value(LOADED, direction="load") == 105
+    assert metrics.value(LOADED, direction="load", **labels) == 100
 
 
 @pytest.mark.parametrize(
@@ -89,20 +99,60 @@ def test_what_is_not_in_the_table_is_an_error(name, labels):
 
 def test_every_token_has_one_outcome():
     metrics = Metrics()
-    metrics.count_tokens(100, computed=16, hit=32, limit=96)
-    metrics.count_tokens(7, computed=0, hit=0, limit=0)
+    metrics.count_tokens(metrics.other, 100, 16, 32, 96, {"evicted": 40, "not_stored": 8})
+    metrics.count_tokens(metrics.traffic(b"n", "model"), 7, 0, 0, 0, {})
     outcomes = {
         outcome: metrics.value("lmcache_tokens_total", outcome=outcome)
         for outcome in ("computed", "hit", "miss", "tail")
     }
     assert outcomes == {"computed": 16, "hit": 32, "miss": 48, "tail": 11}
     assert sum(outcomes.values()) == metrics.value("lmcache_tokens_requested_total")
+    missed = {reason: metrics.value("lmcache_missed_tokens_total", reason=reason) for reason in REASONS}
+    assert missed == {
+        "not_stored": 8,
+        "evicted": 40,
+        "tier_down": 0,
+        "tier_late": 0,
+        "no_state": 0,
+        "partial": 0,
+    }
+
+
+def test_tests_are_counted_by_themselves():
+    metrics = Metrics()
+    verify = Traffic("lmcache_test_", {"test": "verify"})
+    metrics.count_tokens(verify, 100, 16, 32, 96, {"evicted": 48})
+    assert metrics.value("lmcache_test_tokens_total", test="verify", outcome="hit") == 32
+    assert metrics.value("lmcache_test_tokens_total", test="verify", outcome="miss") == 48
+    assert metrics.value("lmcache_tokens_requested_total") == 0
+    for outcome in ("computed", "hit", "miss", "tail"):
+        assert metrics.value("lmcache_tokens_total", outcome=outcome) == 0
+
+
+def test_models_are_bounded_in_number_and_in_length():
+    metrics = Metrics()
+    before = len(samples(metrics))
+    named = [metrics.traffic(bytes([number]) * 32, "m" * 1000) for number in range(MAX_NAMESPACES)]
+    assert all(len(each.labels["model"]) <= 128 for each in named)
+    assert len({each.labels["namespace"] for each in named}) == MAX_NAMESPACES
+    assert metrics.traffic(bytes([255]) * 32, "one too many") is metrics.other
+    assert metrics.traffic(bytes(32), "m") is named[0]
+    assert len(samples(metrics)) - before <= 24 * MAX_NAMESPACES
+    hostile = Metrics()
+    hostile.traffic(b"n", 'a"}\n\\')
+    assert any(("model", 'a"}\n\\') in labels for _, labels in samples(hostile))
+
+
+def test_the_reasons_are_those_of_the_cache():
+    assert REASONS == misses.REASONS
 
 
 def test_outcomes_that_do_not_add_up_are_not_counted():
     metrics = Metrics()
     with pytest.raises(AssertionError):
-        metrics.count_tokens(100, computed=64, hit=64, limit=96)
+        metrics.count_tokens(metrics.other, 100, 64, 64, 96, {})
+    with pytest.raises(AssertionError):
+        metrics.count_tokens(metrics.other, 100, 32, 32, 96, {"evicted": 31})
     assert metrics.value("lmcache_tokens_total", outcome="hit") == 0
 
 

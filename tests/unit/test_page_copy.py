@@ -118,7 +118,7 @@ def test_more_work_than_one_launch_takes_is_refused():
 
 def test_without_cupy_a_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(KernelError, match=r"for a faster kernel, run pip install 'lmcache-mp\[cuda13\]'"):
+    with pytest.raises(KernelError, match="for a faster kernel, run pip install 'cupy-cuda13x"):
         compiled("90")
 
 

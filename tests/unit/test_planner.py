@@ -1,10 +1,11 @@
 """What the server counts of its lookups, while L1 grows and engines ask again."""
 
-from lmcache_client.contract.geometry import FULL, GroupSpec, Region
+from lmcache_client.contract.geometry import FULL, SLIDING_WINDOW, GroupSpec, Region
 from lmcache_client.contract.messages import Lookup, Release
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.placement import Layout
 from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.core.reservation import Reservation
 from lmcache_server.service.planner import Planner
 
 CHUNK = 16
@@ -41,3 +42,21 @@ def test_a_request_that_asks_in_every_step_counts_once_until_it_ends() -> None:
     planner.released(1, LAYOUT, Release((), KEYS, "request"))
     look_up(planner, "request")
     assert start(planner) == (2 * CHUNK * len(KEYS), 0.5)
+
+
+def test_large_windows_do_not_hide_the_hits_of_a_small_l1() -> None:
+    """A quarter of L1 has 100 frames. Eight chunks take 48, of which the windows take 40."""
+    window = GroupSpec(SLIDING_WINDOW, CHUNK, 1024, "", (Region(0, 0, 5 * FRAME_BYTES, 5 * FRAME_BYTES),))
+    layout = Layout(b"w" * 32, CHUNK, (GROUP, window), ((0,), (0,)))
+    cache = Cache(FRAME_BYTES, 400)
+    planner = Planner(cache)
+    for key in KEYS:
+        for group, size in enumerate((FRAME_BYTES, 5 * FRAME_BYTES)):
+            reserved = cache.reserve(layout, key, group, 0, 1, size)
+            assert isinstance(reserved, Reservation)
+            cache.commit(reserved)
+    for request in ("first", "second"):
+        tokens = CHUNK * len(KEYS)
+        planner.looked_up(1, layout, Lookup(request, KEYS, 0, tokens, tokens + 1), 0.0)
+    rates = planner.report(0.0)["windows"]["start"]["hit_rates"]
+    assert rates["0.25"] == rates["unlimited"] == 0.5

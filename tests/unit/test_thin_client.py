@@ -7,7 +7,7 @@ import pytest
 from lmcache_client.channel import ChannelError, Pending
 from lmcache_client.contract.geometry import GroupSpec
 from lmcache_client.contract.keys import ROOT_KEY, chunk_key, chunk_keys
-from lmcache_client.contract.messages import Done, Found, Joined, Message, Release
+from lmcache_client.contract.messages import Done, Found, Joined, Lookup, Message, Release
 from lmcache_client.engine import Scheduler, chunk_object, expect, load_message
 
 KEYS = tuple(chunk_keys(([chunk], None) for chunk in range(3)))
@@ -23,6 +23,9 @@ class Recorder:
     def submit(self, message: Message, timeout_s: float, on_late: Any = None) -> Pending:
         self.sent.append(message)
         return Pending(timeout_s, on_late)
+
+    def abandon(self, pending: Pending) -> None:
+        pending._fail("abandoned")
 
     def call(self, message: Message, _timeout_s: float) -> Message | None:
         self.sent.append(message)
@@ -62,7 +65,7 @@ def test_a_load_names_the_blocks_beyond_what_is_computed() -> None:
 def test_a_lookup_that_nobody_waits_for_gives_its_lease_back(waits: bool) -> None:
     channel = Recorder()
     client = scheduler(channel)
-    lookup = client.lookup("request", KEYS, 0, 48, 49, 1.0)
+    lookup = client.lookup(Lookup("request", KEYS, 0, 48, 49), 1.0)
     if waits:
         lookup._finish(Found(48, 9, 30, ()))
     client.forget(lookup)

@@ -34,11 +34,28 @@ def filled(now_s=50.0):
     return cache
 
 
-def restored(index, now_s=7.0):
+def restored(index, now_s=7.0, unix_s=0.0):
     cache = Cache(FRAME_BYTES)
-    cache.restore(restart.decode(index, TOTAL_FRAMES)[0], now_s)
+    cache.restore(restart.decode(index, TOTAL_FRAMES, unix_s)[0], now_s)
     cache.check_integrity()
     return cache
+
+
+def test_pins_come_back_with_what_they_pin():
+    cache = filled()
+    keys = [bytes([nth]) * 32 for nth in range(9)]
+    cache.pin("one", LAYOUTS[0].namespace, keys[:3])
+    cache.pin("other", LAYOUTS[0].namespace, keys[2:8])
+    cache.pin("other", LAYOUTS[1].namespace, keys[2:4])
+    again = restored(restart.encode(cache.snapshot(50.0), KNOWN, 0.0))
+    names = {name: [chunk.key for chunk in chunks] for name, chunks in again.named_pins.names.items()}
+    assert names == {"one": [keys[0], keys[2]], "other": [keys[2], keys[4], keys[6], keys[3]]}
+    assert again.named_pins.frames == cache.named_pins.frames
+    for name in ("total_frames", "free_frames", "used_frames", "stored_bytes", "num_chunks"):
+        assert getattr(again, name) == getattr(cache, name)
+    assert again.unpin("one") == 1
+    assert again.unpin("other") == 4
+    again.check_integrity()
 
 
 def content(cache, now_s):
@@ -50,18 +67,18 @@ def content(cache, now_s):
 
 def test_everything_comes_back_ages_included():
     cache = filled()
-    index = restart.encode(cache.snapshot(50.0), KNOWN)
+    index = restart.encode(cache.snapshot(50.0), KNOWN, 0.0)
     again = restored(index)
     assert content(again, 7.0) == content(cache, 50.0)
     assert len(content(again, 7.0)) == 9
     for name in ("total_frames", "free_frames", "used_frames", "stored_bytes", "num_chunks"):
         assert getattr(again, name) == getattr(cache, name)
-    assert restart.decode(index, TOTAL_FRAMES)[1] == KNOWN
-    assert restart.encode(again.snapshot(7.0), KNOWN) == index
+    assert restart.decode(index, TOTAL_FRAMES, 0.0)[1] == KNOWN
+    assert restart.encode(again.snapshot(7.0), KNOWN, 0.0) == index
 
 
 def test_an_empty_cache_comes_back_empty():
-    again = restored(restart.encode(Cache(FRAME_BYTES, 3).snapshot(0.0), {}))
+    again = restored(restart.encode(Cache(FRAME_BYTES, 3).snapshot(0.0), {}, 0.0))
     assert (again.num_chunks, again.total_frames, again.free_frames) == (0, 3, 3)
 
 
@@ -72,7 +89,7 @@ def test_what_is_in_use_is_not_taken():
     assert hit.lease_id
     writing = cache.reserve(layout, b"w" * 32, 0, 0, 1, 10)
     assert isinstance(writing, Reservation)
-    again = restored(restart.encode(cache.snapshot(50.0), {}))
+    again = restored(restart.encode(cache.snapshot(50.0), {}, 0.0))
     assert again.num_chunks == 8
     assert not again._index.chunks(layout.namespace).keys() & {bytes(32), b"w" * 32}
 
@@ -85,9 +102,10 @@ def packed(*objects):
 
 
 def row(**changes):
+    first, second = StoredObject(1, 150, ((0, 2),), b""), StoredObject(1, 250, ((4, 1), (2, 2)), b"")
     values = {
-        "number": 0, "key": b"k" * 32, "age_s": 1.5, "ready": b"\x03",
-        "objects": packed(StoredObject(1, 150, ((0, 2),), b""), StoredObject(1, 250, ((4, 1), (2, 2)), b"")),
+        "number": 0, "key": b"k" * 32, "age_s": 1.5, "stored_age_s": 2.5, "ready": b"\x03", "tenant": b"",
+        "objects": packed(first, second),
     }  # fmt: skip
     return list((values | changes).values())
 
@@ -123,6 +141,9 @@ def test_the_row_of_the_tests_below_is_good():
         [row(number=-1)],
         [row(number="0")],
         [row(key="k" * 32)],
+        [row(stored_age_s=-1.0)],
+        [row(stored_age_s=math.nan)],
+        [row(stored_age_s=math.inf)],
         [row(age_s=-1.0)],
         [row(age_s=math.nan)],
         [row(age_s=math.inf)],
@@ -134,11 +155,12 @@ def test_the_row_of_the_tests_below_is_good():
         [row(ready=b"\x01", objects=packed(StoredObject(1, 150, ((0, 2),), "sums")))],
         [row(ready=b"\x01", objects=packed((1, 150, ((0, 2),))))],
         [row(objects=codec.pack(["text", "text"]))],
-        [row(objects=row()[4] + b"\0")],
+        [row(tenant="t" * 16)],
+        [row(objects=row()[-1] + b"\0")],
         [row(objects=b"\xc1")],
         [row(objects=[])],
         [row(objects=7)],
-        [row()[:4]],
+        [row()[:-1]],
         [7],
         [None],
     ],
@@ -151,8 +173,41 @@ def test_rows_that_do_not_fit_together_restore_nothing(rows):
     assert (cache.num_chunks, cache.total_frames) == (0, 0)
 
 
-def index_of(total_frames=10, namespaces=(b"n" * 32,), described=("null",), rows=()):
-    return codec.pack([total_frames, namespaces, described, rows])
+ROWS = [row(), row(key=b"l" * 32, **one((5, 2)))]
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        [["a", [0, 1]]],
+        [["a", [2]]],
+        [["a", [-1]]],
+        [["a", ["0"]]],
+        [["a", [1.0]]],
+        [["a", 1]],
+        [["a"]],
+        [["", [1]]],
+        [["a" * 65, [1]]],
+        [[b"a", [1]]],
+        [[7, [1]]],
+        [[str(number), [1]] for number in range(65)],
+        [7],
+        7,
+    ],
+)
+def test_pins_that_do_not_fit_restore_nothing(pins):
+    cache = Cache(FRAME_BYTES)
+    with pytest.raises(SnapshotError):
+        cache.restore(Snapshot(10, [b"n" * 32], ROWS, pins), 0.0)
+    cache.check_integrity()
+    assert (cache.num_chunks, cache.total_frames, len(cache.named_pins)) == (0, 0, 0)
+    cache.restore(Snapshot(10, [b"n" * 32], ROWS, [["a", [1, 1]], ["b", [1]], ["c", []]]), 0.0)
+    assert [*cache.named_pins.names] == ["a", "b"]
+    cache.check_integrity()
+
+
+def index_of(total_frames=10, namespaces=(b"n" * 32,), described=("null",), rows=(), pins=()):
+    return codec.pack([total_frames, namespaces, described, rows, pins])
 
 
 @pytest.mark.parametrize(
@@ -172,6 +227,8 @@ def index_of(total_frames=10, namespaces=(b"n" * 32,), described=("null",), rows
         index_of(described=("no JSON",)),
         index_of(described=(7,)),
         index_of(rows=7),
+        index_of(pins=7),
+        codec.pack([10, (), (), ()]),
         index_of() + b"\0",
     ],
 )
@@ -184,7 +241,9 @@ def test_an_index_of_another_shape_restores_nothing(index):
 @given(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(1, 255)), min_size=1, max_size=3))
 def test_an_index_with_flipped_bytes_restores_a_sound_cache_or_nothing(flips):
     """As if its digest had been right: this is the second line of defence."""
-    index = bytearray(restart.encode(filled().snapshot(50.0), KNOWN))
+    cache = filled()
+    cache.pin("one", LAYOUTS[0].namespace, [bytes([nth]) * 32 for nth in range(4)])
+    index = bytearray(restart.encode(cache.snapshot(50.0), KNOWN, 0.0))
     for position, bits in flips:
         index[position % len(index)] ^= bits
     try:

@@ -2,6 +2,7 @@
 sides send."""
 
 import itertools
+from collections import deque
 from typing import TypeVar
 
 import numpy as np
@@ -20,6 +21,7 @@ from lmcache_client.contract.messages import (
 )
 from lmcache_client.engine import REGISTER_S, Scheduler, Worker, chunk_object, load_message
 from lmcache_client.memory.host import HostExport
+from lmcache_server.commands.bench.device import DeviceMemory
 from lmcache_server.commands.bench.workload import BenchError, Workload
 
 CONNECT_S = 2.0
@@ -35,35 +37,40 @@ def chain(number: int, request: int, chunks: int) -> tuple[bytes, ...]:
 
 
 class Client:
-    """Worker number `number`. Every request has its own keys, but all store the same pages.
+    """Worker number `number`, on the CPU or on GPU number `gpu`. Every request has its own keys, but all
+    store the same pages.
 
     All methods raise BenchError if the server does not do what they ask for.
     """
 
-    def __init__(self, address: str, workload: Workload, number: int) -> None:
+    def __init__(self, address: str, workload: Workload, number: int, gpu: int | None = None) -> None:
         self.workload = workload
         self.number = number
+        self.stored: deque[int] = deque(maxlen=workload.requests)
+        """The numbers of the last requests that were stored."""
         engine_id = f"{workload.model} {number}"
         geometry = workload.geometry
         # All words differ, between clients too, so no page can pass for another.
         words = workload.memory_bytes // 8
         self._memory = np.arange(number << 40, (number << 40) + words, dtype=np.uint64)
-        export = HostExport(((self._memory.ctypes.data, self._memory.nbytes),))
+        host = HostExport(((self._memory.ctypes.data, self._memory.nbytes),))
+        self._device = DeviceMemory(gpu, self._memory) if gpu is not None else None
         self._geometry = geometry
         # A request's blocks are scattered over memory, as in an engine that has served for a while.
         blocks = iter(np.random.default_rng(number).permutation(np.arange(1, workload.num_blocks)).tolist())
         positions = workload.positions
         self._source = [dict(zip(at, itertools.islice(blocks, len(at)), strict=True)) for at in positions]
         self._target = [list(itertools.islice(blocks, len(at))) for at in positions]
-        model = ModelTag(workload.model, (), 1, 1)
+        model = ModelTag(workload.model, (("bench", workload.model),), 1, 1)
         self.worker = Channel(address, lambda _: worker.register())
         self.scheduler = Channel(address, lambda _: self._scheduler.join(REGISTER_S))
-        worker = Worker(self.worker, engine_id, 0, model, geometry, export, ephemeral=True)
+        export = host if self._device is None else self._device.export
+        worker = self._client = Worker(self.worker, engine_id, 0, model, geometry, export, ephemeral=True)
         self._scheduler = Scheduler(self.scheduler, engine_id)
 
     def __enter__(self) -> "Client":
         for channel in (self.worker, self.scheduler):
-            channel.start(CONNECT_S, REGISTER_S)
+            channel.start(CONNECT_S, self._client.register_s)
             if not channel.ready:
                 self.__exit__()
                 raise BenchError(
@@ -74,15 +81,18 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.scheduler.close()
         self.worker.close()
+        if self._device is not None:
+            self._device.close()
 
-    def store_message(self, keys: tuple[bytes, ...]) -> Store:
+    def store_message(self, keys: tuple[bytes, ...], once: bool = False) -> Store:
         return Store(
-            tuple(
+            once=once,
+            objects=tuple(
                 chunk_object(keys, chunk, index, tuple(self._source[index][at] for at in stored))
                 for chunk in range(len(keys))
                 for index, group in enumerate(self._geometry.groups)
                 if (stored := group.stored_blocks(chunk, self.workload.chunk_size))
-            )
+            ),
         )
 
     def lookup_message(self, keys: tuple[bytes, ...]) -> Lookup:
@@ -102,6 +112,8 @@ class Client:
 
     def check(self, message: Load) -> None:
         """Compare the pages that `message`, the last load, filled. Raises BenchError if they are wrong."""
+        if self._device is not None:
+            self._memory = self._device.read()
         pages = self._memory.reshape(self.workload.layers, self.workload.num_blocks, -1)
         for source, group, ids in zip(self._source, self._geometry.groups, message.block_ids, strict=True):
             for at, block in zip(group.needed_blocks(message.resume_tokens), ids, strict=True):

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from multiprocessing.synchronize import Barrier
 
 from lmcache_server.commands.bench.client import Client
-from lmcache_server.commands.bench.measure import Sample, Samples
+from lmcache_server.commands.bench.measure import Samples
+from lmcache_server.commands.bench.tally import Tally
 from lmcache_server.commands.bench.workload import BenchError, Workload
 
 Phase = tuple[str, Callable[[Client, int], Samples], int]
 """A name, a measurement and its argument."""
-Part = tuple[float, float, list[Sample]]
-"""The start and end of one client's phase, in seconds of perf_counter, and its samples."""
+Part = tuple[float, float, Tally]
+"""The start and end of one client's phase, in seconds of perf_counter, and the sum of its samples."""
 
 _start: Barrier
 """In a client's process: all clients wait here until the last one is ready."""
@@ -83,9 +84,9 @@ def _client(address: str, crew: Crew, number: int) -> list[Part]:
 def _measured(measurement: Samples) -> Part:
     next(measurement)
     _start.wait()
-    samples: list[Sample] = []
+    tally = Tally()
     started_s = ended_s = time.perf_counter()
     for sample in measurement:
         ended_s = time.perf_counter()
-        samples.append(sample)
-    return started_s, ended_s, samples
+        tally.add(sample)
+    return started_s, ended_s, tally

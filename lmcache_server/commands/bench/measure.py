@@ -1,13 +1,14 @@
 """The measurements of one client: generators that prepare, yield once, then yield a sample for each request,
 and clean up."""
 
+import itertools
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from lmcache_client.contract.messages import Done, Found, Ping, Stored
 from lmcache_server.commands.bench.client import LOOKUP_WAIT_S, Client, chain
-from lmcache_server.commands.bench.workload import BenchError
+from lmcache_server.commands.bench.workload import BenchError, Workload
 
 
 class Sample(NamedTuple):
@@ -21,9 +22,18 @@ class Sample(NamedTuple):
 Samples = Iterator[Sample]
 
 
+def turns(workload: Workload) -> Iterator[int]:
+    """The number of each request: from now on for the workload's seconds, or as many as it has requests."""
+    end_s = time.perf_counter() + workload.seconds
+    for turn in itertools.count() if workload.seconds else range(workload.requests):
+        if turn and workload.seconds and time.perf_counter() >= end_s:
+            return
+        yield turn
+
+
 def ping(client: Client, _: int) -> Samples:
     yield Sample()
-    for _ in range(client.workload.requests):
+    for _ in turns(client.workload):
         started_s = time.perf_counter()
         client.ask(client.scheduler, Ping(), Done, LOOKUP_WAIT_S)
         yield Sample(time.perf_counter() - started_s)
@@ -35,7 +45,7 @@ def lookup(client: Client, chunks: int) -> Samples:
     client.ask(client.worker, client.store_message(keys), Stored)
     message = client.lookup_message(keys)
     yield Sample()
-    for _ in range(client.workload.requests):
+    for _ in turns(client.workload):
         started_s = time.perf_counter()
         hit = client.ask(client.scheduler, message, Found, LOOKUP_WAIT_S)
         seconds = time.perf_counter() - started_s
@@ -49,28 +59,37 @@ def lookup(client: Client, chunks: int) -> Samples:
 
 
 def store(client: Client, _: int) -> Samples:
+    """With seconds, the server is told to evict these chunks before those that engines need."""
     workload = client.workload
-    chains = [chain(client.number, request, workload.chunks) for request in range(workload.requests)]
-    messages = [client.store_message(keys) for keys in chains]
     num_bytes = workload.block_bytes * sum(map(len, workload.positions))
     yield Sample()
-    for message in messages:
+    for turn in turns(workload):
+        keys = chain(client.number, turn, workload.chunks)
+        message = client.store_message(keys, once=bool(workload.seconds))
         started_s = time.perf_counter()
         stored = client.ask(client.worker, message, Stored)
         seconds = time.perf_counter() - started_s
+        client.stored.append(turn)
         yield Sample(seconds, num_bytes, stored.stored < len(message.objects))
 
 
 def load(client: Client, _: int) -> Samples:
-    """Takes its leases before the first sample and gives them up after the last: only copies are timed."""
+    """Takes its leases before the first sample and gives them up after the last: only copies are timed. With
+    seconds, it takes new leases before each round of its requests, because a lease ends."""
     workload = client.workload
-    chains = [chain(client.number, request, workload.chunks) for request in range(workload.requests)]
-    hits = [client.ask(client.scheduler, client.lookup_message(keys), Found) for keys in chains]
-    whole = workload.chunks * workload.chunk_size
-    message = None
+    chains = [chain(client.number, request, workload.chunks) for request in client.stored]
+
+    def leases() -> list[Found]:
+        return [client.ask(client.scheduler, client.lookup_message(keys), Found) for keys in chains]
+
+    hits, message = leases(), None
     yield Sample()
-    for turn, (keys, hit) in enumerate(zip(chains, hits, strict=True)):
-        if hit.resume_tokens != whole:
+    for turn in turns(workload):
+        if turn and turn % len(chains) == 0:
+            client.release(*hits)
+            hits = leases()
+        keys, hit = chains[turn % len(chains)], hits[turn % len(chains)]
+        if hit.resume_tokens != workload.chunks * workload.chunk_size:
             yield Sample(lost=True)
             continue
         message = client.load_message(hit, keys[-1], turn)

@@ -2,49 +2,60 @@
 
 import dataclasses
 
-import numpy as np
-
 from lmcache_client.contract.geometry import AUTO_CHUNK_TOKENS
 from lmcache_server.commands.bench.crew import Crew, Part, Phase
 from lmcache_server.commands.bench.measure import load, lookup, ping, store
+from lmcache_server.commands.bench.tally import Tally
 from lmcache_server.commands.bench.workload import BenchError, Workload
+from lmcache_server.core.cache import ONCE_SHARE
 from lmcache_server.host.units import GB_BYTES
 
 OPERATIONS = ("lookup", "store", "load")
 LOOKUP_CHUNKS = (1, 8, 64, 512)
 """The lengths of the prompts to look up; each prompt is a prefix of the next."""
 LOOKUPS_PER_REQUEST = 25
-TIMES = ("p50_s", "p90_s", "p99_s", "max_s")
+TIMES = {"p50_s": 0.5, "p90_s": 0.9, "p99_s": 0.99, "max_s": 1.0}
+MAX_REQUESTS = 20
+"""So many requests suffice, if L1 has room for them."""
 MAX_SHARE = 0.25
 """The bench fills at most this share of L1 with its chunks, which nobody needs."""
 MIB = 1 << 20
 
 
 def crews(
-    model: str, chunk_size: int | None, *, workers: int, clients: int, page_kb: int, layers: int, groups: str,
-    chunks: int, requests: int, only: str,
+    model: str, chunk_size: int | None, l1: dict[str, int], *, workers: int, clients: int, page_kb: int,
+    layers: int, groups: str, chunks: int, requests: int | None, seconds: float | None, only: str,
 ) -> list[Crew]:  # fmt: skip
     """The crews, which measure one after the other. `model` is a new name, `chunk_size` the server's in
-    tokens (None: auto), and the rest are the command's options. Raises BenchError."""
+    tokens (None: auto), `l1` from its status, and the rest are the command's options. Without `requests`,
+    there are as many as L1 has room for. Raises BenchError."""
     # "retrieve" is what the first release called a load.
     wanted = set(only.replace("retrieve", "load").split(","))
     if not wanted <= set(OPERATIONS):
         raise BenchError(f"--only takes some of {','.join(OPERATIONS)}, not {only}")
+    if requests and seconds:
+        raise BenchError("choose --requests or --seconds, not both")
     tokens = chunk_size or AUTO_CHUNK_TOKENS
-    workload = Workload(model, tokens, groups == "hybrid", layers, page_kb << 10, chunks, requests)
+    workload = Workload(model, tokens, groups == "hybrid", layers, page_kb << 10, chunks, 1, seconds or 0)
+    lookups = dataclasses.replace(
+        workload, model=f"{model} lookups", layers=1, page_bytes=4096, chunks=max(LOOKUP_CHUNKS)
+    )
+    lookups_bytes = lookups.request_l1_bytes if "lookup" in wanted else 0
+    if requests is None:
+        room = MAX_SHARE * l1["total_bytes"] - lookups_bytes
+        if (
+            seconds
+        ):  # Beyond the free part, the server keeps a share of L1 for prompts that will not come back.
+            room = min(room, max(l1["free_bytes"], l1["total_bytes"] // ONCE_SHARE) - lookups_bytes)
+        fitting = int(room / (workers * workload.request_l1_bytes))
+        requests = max(1, min(MAX_REQUESTS, fitting))
     chosen = []
     if "lookup" in wanted:
-        lookups = dataclasses.replace(
-            workload,
-            model=f"{model} lookups",
-            layers=1,
-            page_bytes=4096,
-            chunks=max(LOOKUP_CHUNKS),
-            requests=LOOKUPS_PER_REQUEST * requests,
-        )
+        lookups = dataclasses.replace(lookups, requests=LOOKUPS_PER_REQUEST * requests)
         phases: tuple[Phase, ...] = tuple((f"lookup_{n}", lookup, n) for n in LOOKUP_CHUNKS)
-        chosen.append(Crew(clients, lookups, (("ping", ping, 0), *phases), lookups.request_l1_bytes))
+        chosen.append(Crew(clients, lookups, (("ping", ping, 0), *phases), lookups_bytes))
     if wanted - {"lookup"}:
+        workload = dataclasses.replace(workload, requests=requests)
         phases = (("store", store, 0), ("load", load, 0))[: 1 + ("load" in wanted)]
         chosen.append(Crew(workers, workload, phases, workers * requests * workload.request_l1_bytes))
     return chosen
@@ -60,10 +71,19 @@ def announcement(crews: list[Crew], l1: dict[str, int]) -> str:
             f"{l1['total_bytes'] / MIB:,.0f} MiB, and evict what engines need: choose fewer --requests, "
             "--chunks, --layers or --workers, a smaller --page-kb, or no lookups (--only store,load)"
         )
-    memory = max(crew.size * crew.workload.memory_bytes for crew in crews)
+    memory = max(crew.size * crew.workload.memory_bytes for crew in crews) / MIB
+    free = f"{l1['free_bytes'] / MIB:,.0f} MiB"
+    if seconds := crews[0].workload.seconds:
+        lookups = sum(crew.l1_bytes for crew in crews if ("ping", ping, 0) in crew.phases)
+        lost = max(l1["total_bytes"] // ONCE_SHARE, lookups) / MIB
+        return (
+            f"measuring {sum(len(crew.phases) for crew in crews)} operations for {seconds:g} s each; filling "
+            f"the free part of L1, {free}, then replacing the bench's own chunks (engines lose at most "
+            f"{lost:,.0f} MiB of theirs); taking {memory:,.0f} MiB of memory beside it"
+        )
     return (
-        f"storing {stored / MIB:,.0f} MiB in L1, where {l1['free_bytes'] / MIB:,.0f} MiB are free (beyond "
-        f"that the oldest chunks are evicted); taking {memory / MIB:,.0f} MiB of memory beside it"
+        f"storing {stored / MIB:,.0f} MiB in L1, where {free} are free (if that is too little, the oldest "
+        f"chunks are evicted); taking {memory:,.0f} MiB of memory beside it"
     )
 
 
@@ -75,20 +95,18 @@ def run(address: str, crews: list[Crew]) -> dict[str, dict[str, float]]:
 def figures(parts: list[Part]) -> dict[str, float]:
     """The figures of one operation. Lost requests are only counted. GB/s (1 GB = 2**30 bytes) and requests
     per second are of all clients together, from the first start to the last end."""
-    samples = [sample for _, _, measured in parts for sample in measured]
-    whole = [sample for sample in samples if not sample.lost]
+    whole = Tally()
+    for _, _, tally in parts:
+        whole.merge(tally)
     wall_s = max(end_s for _, end_s, _ in parts) - min(start_s for start_s, _, _ in parts)
-    seconds = [sample.seconds for sample in whole] or [0.0]
-    quantiles = np.quantile(seconds, (0.5, 0.9, 0.99, 1.0)).round(7).tolist()
-    num_bytes = sum(sample.num_bytes for sample in whole)
     return {
-        "count": len(whole),
-        "lost": len(samples) - len(whole),
-        **dict(zip(TIMES, quantiles, strict=True)),
+        "count": whole.count,
+        "lost": whole.lost,
+        **{name: round(whole.quantile_s(share), 7) for name, share in TIMES.items()},
         "wall_s": round(wall_s, 4),
-        "per_s": round(len(whole) / wall_s, 1),
-        "bytes": num_bytes,
-        "gb_per_s": round(num_bytes / GB_BYTES / wall_s, 3),
+        "per_s": round(whole.count / wall_s, 1),
+        "bytes": whole.num_bytes,
+        "gb_per_s": round(whole.num_bytes / GB_BYTES / wall_s, 3),
     }
 
 

@@ -2,8 +2,9 @@
 compares.
 
 `python -m lmcache_server.commands.bench.selftest ADDRESS [CHUNK_SIZE]` prints a JSON object: `ok`, the
-seconds of each step and, if one failed, its name as `failed` and the reason as `error`. It leaves nothing
-in the cache.
+seconds of each step and, if one failed, its name as `failed` and the reason as `error`. With `gpus` as the
+last argument, the pages are on each GPU in turn, and `gpus` has such an object for each. It leaves nothing in
+the cache.
 """
 
 import json
@@ -16,19 +17,22 @@ from typing import Any
 from lmcache_client.contract.geometry import AUTO_CHUNK_TOKENS
 from lmcache_client.contract.messages import Done, Found, Stored
 from lmcache_server.commands.bench.client import LOOKUP_WAIT_S, Client, chain
+from lmcache_server.commands.bench.device import driver_here
 from lmcache_server.commands.bench.workload import BenchError, Workload
+from lmcache_server.telemetry.origins import SELFTEST
 
-DEADLINE_S = 8
+DEADLINE_S, GPUS_DEADLINE_S = 8, 90
 CHUNKS = 2
 
 
-def selftest(address: str, chunk_size: int | None) -> dict[str, Any]:
-    """The object that the module prints. `chunk_size` is the server's in tokens (None: auto)."""
+def selftest(address: str, chunk_size: int | None, gpu: int | None = None) -> dict[str, Any]:
+    """The object that the module prints. `chunk_size` is the server's in tokens (None: auto). The pages are
+    in host memory or on GPU number `gpu`."""
     # A hybrid workload, with words and keys that nobody else has used.
     number = secrets.randbits(22)
-    model = f"lmcache selftest {secrets.token_hex(8)}"
+    model = SELFTEST + secrets.token_hex(8)
     workload = Workload(model, chunk_size or AUTO_CHUNK_TOKENS, True, 2, 4096, CHUNKS, 1)
-    client, keys = Client(address, workload, number), chain(number, 0, CHUNKS)
+    keys = chain(number, 0, CHUNKS)
     steps: dict[str, float] = {}
     step, started_s = "register", time.perf_counter()
 
@@ -39,7 +43,7 @@ def selftest(address: str, chunk_size: int | None) -> dict[str, Any]:
         step, started_s = next_step, now_s
 
     try:
-        with client:
+        with Client(address, workload, number, gpu) as client:
             ended("store")
             store = client.store_message(keys)
             if client.ask(client.worker, store, Stored).stored < len(store.objects):
@@ -61,15 +65,31 @@ def selftest(address: str, chunk_size: int | None) -> dict[str, Any]:
     return {"ok": True, **steps}
 
 
-def _late(*_: object) -> None:
-    raise BenchError(f"the server did not finish within {DEADLINE_S} s")
+def on_gpus(address: str, chunk_size: int | None) -> dict[str, Any]:
+    """The object that the module prints if it tests GPUs; `failed` and `error` are of the first failure."""
+    try:
+        driver = driver_here()
+    except BenchError as error:
+        return {"ok": False, "failed": "gpus", "error": str(error)}
+    reports = {driver.pci_bus_id(n): selftest(address, chunk_size, n) for n in range(driver.num_devices())}
+    for gpu, report in reports.items():
+        if not report["ok"]:
+            reason = f"GPU {gpu}: {report['error']}"
+            return {"ok": False, "failed": report["failed"], "error": reason, "gpus": reports}
+    return {"ok": True, "gpus": reports}
 
 
 def main() -> None:
-    address, *chunk_size = sys.argv[1:]
-    signal.signal(signal.SIGALRM, _late)
-    signal.alarm(DEADLINE_S)
-    print(json.dumps(selftest(address, int(chunk_size[0]) if chunk_size else None)))
+    address, *others = sys.argv[1:]
+    test, deadline_s = (on_gpus, GPUS_DEADLINE_S) if others[-1:] == ["gpus"] else (selftest, DEADLINE_S)
+    chunk_size = next((int(each) for each in others if each.isdecimal()), None)
+
+    def late(*_: object) -> None:
+        raise BenchError(f"the server did not finish within {deadline_s} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(deadline_s)
+    print(json.dumps(test(address, chunk_size)))
 
 
 if __name__ == "__main__":

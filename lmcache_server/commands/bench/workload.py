@@ -28,7 +28,8 @@ class BenchError(CommandError):
 class Workload:
     """Each worker makes `requests` requests of `chunks` chunks of `chunk_size` tokens. A page of `page_bytes`
     is one block in one of the `layers` regions of a group. A `hybrid` model has a full, a sliding-window and
-    a recurrent group; else it has a full one."""
+    a recurrent group; else it has a full one. With `seconds`, each operation lasts that long, and loads
+    repeat the last `requests` stores."""
 
     model: str
     chunk_size: int
@@ -37,6 +38,7 @@ class Workload:
     page_bytes: int
     chunks: int
     requests: int
+    seconds: float = 0.0
 
     @property
     def groups(self) -> tuple[GroupSpec, ...]:

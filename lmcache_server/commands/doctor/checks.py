@@ -7,10 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lmcache_client.contract.version import INSTALL_VLLM, VERSION, VLLM_RANGE, too_old, untested
+from lmcache_kernels.page_copy import CUPY
 from lmcache_server.host.machine import UNLIMITED
 from lmcache_server.host.preflight import FAIL, OK, WARN, Check
 from lmcache_server.host.units import size
 
+ORIGIN = "PATH_OF_ITS_CLONE_OR_WHEEL"
+"""Where lmcache-mp is installed from: no package index has it."""
+_UNSEEN = (
+    "an engine that reaches no server cannot be seen from here: its log has lines about 'the server at', and "
+    "its metric vllm:lmcache_mp_connected is 0"
+)
 COLOURS = {OK: "green", WARN: "yellow", FAIL: "red"}
 
 
@@ -81,7 +88,7 @@ def driver(gpus: Sequence[str], version: int, failure: str, has_device_files: bo
         shown = f"CUDA {version // 1000}.{version % 1000 // 10}, {len(gpus)} GPU(s): {', '.join(gpus)}"
         return Check("driver", OK, shown)
     if has_device_files:
-        fix = "nvidia-smi  (must show the GPUs; docker: --gpus all; the driver must be 525 or newer)"
+        fix = "nvidia-smi && nvidia-modprobe -u -c 0  (on the host; docker: --gpus all; driver 525 or newer)"
         return Check("driver", FAIL, f"this machine has a GPU that cannot be used here: {failure}", fix)
     return Check("driver", OK, "no GPU: engines on the CPU are served")
 
@@ -89,11 +96,10 @@ def driver(gpus: Sequence[str], version: int, failure: str, has_device_files: bo
 def copy_kernel(num_gpus: int, failure: str, version: int) -> Check:
     """`failure` is why cupy's NVRTC did not compile the kernel, empty if it did."""
     if not num_gpus:
-        return Check("copy kernel", OK, "not needed without a GPU")
+        return Check("copy kernel", OK, "not used without a GPU and --gpu-kernel")
     if not failure:
         return Check("copy kernel", OK, "compiled by cupy's NVRTC")
-    extra = "cuda13" if version >= 13000 else "cuda12"
-    return Check("copy kernel", WARN, failure, f"pip install 'lmcache-mp[{extra}]'")
+    return Check("copy kernel", WARN, failure, f"pip install {CUPY[13 if version >= 13000 else 12]}")
 
 
 def vllm(version: str) -> Check:
@@ -112,19 +118,28 @@ def plugin(vllm_version: str, failure: str, allowed: str | None) -> Check:
     if not vllm_version:
         return Check("plugin", OK, "not needed without vLLM")
     if failure:
-        return Check("plugin", FAIL, failure, "pip install --force-reinstall --no-deps lmcache-mp")
+        return Check("plugin", FAIL, failure, f"pip install --force-reinstall --no-deps {ORIGIN}")
     if allowed is not None and "lmcache_mp" not in allowed.split(","):
         names = ",".join(filter(None, [*allowed.split(","), "lmcache_mp"]))
         return Check("plugin", FAIL, "VLLM_PLUGINS leaves lmcache_mp out", f"export VLLM_PLUGINS={names}")
     return Check("plugin", OK, "vLLM finds the connector by its name")
 
 
+def command(beside_lmcache: bool) -> Check:
+    """Whether LMCache, whose command has the same name, is in this Python environment."""
+    if not beside_lmcache:
+        return Check("command", OK, "LMCache is not in this Python environment")
+    finding = "LMCache is here, too, and pip let the later of the two overwrite the command lmcache"
+    fix = f"pip uninstall lmcache; pip install --force-reinstall --no-deps {ORIGIN}"
+    return Check("command", WARN, finding, fix)
+
+
 def server(version: str, where: str) -> Check:
     """`version` is that of the server at `where`."""
     if version != VERSION:
-        fix = f"pip install lmcache-mp=={version}  (or restart the server with this one)"
+        fix = f"stop that server and run 'lmcache server' of {VERSION}, or install {version} here"
         return Check("server", FAIL, f"{version} at {where}, but {VERSION} here", fix)
-    return Check("server", OK, f"{version} at {where}, as here")
+    return Check("server", OK, f"{version} at {where}, the same version as here")
 
 
 def connectors(server_version: str, sessions: Sequence[Mapping[str, Any]]) -> Check:
@@ -142,10 +157,12 @@ def connectors(server_version: str, sessions: Sequence[Mapping[str, Any]]) -> Ch
     }
     others = [f"{engine} has {version}" for engine, version in versions.items() if version != server_version]
     if others:
-        fix = f"pip install lmcache-mp=={server_version}  (where vLLM is installed)"
+        fix = f"pip install {ORIGIN}  (of {server_version}, where vLLM is installed)"
         return Check(name, WARN, f"the server has {server_version}, {', '.join(others)}{running}", fix)
     reasons = {session["engine_id"]: session["not_cached"] for session in sessions if session["not_cached"]}
     if reasons:
         texts = [f"engine {engine} is not cached, because it has {why}" for engine, why in reasons.items()]
         return Check(name, WARN, "; ".join(texts))
-    return Check(name, OK, f"{len(versions)} connected, all of the server's version{running}")
+    engines = sorted({session["engine_id"] for session in sessions if session["engine_id"]})
+    listed = f"{', '.join(engines)}, all of the server's version{running}" if engines else "none is connected"
+    return Check(name, OK, f"{listed}; {_UNSEEN}")

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +15,9 @@ from lmcache_kernels.driver import CudaError, Driver
 from lmcache_kernels.page_copy import KernelError, compiled
 from lmcache_server.commands import control
 from lmcache_server.commands.doctor import checks
+from lmcache_server.commands.doctor.devices import check_devices, through_server
+from lmcache_server.commands.doctor.gpu import try_gpus
+from lmcache_server.commands.doctor.tiers import try_tiers
 from lmcache_server.host import machine, preflight
 from lmcache_server.host.preflight import FAIL, WARN, Check
 from lmcache_server.host.units import GB_BYTES
@@ -37,7 +40,7 @@ except CopyError as error:
 children, so the parent cannot try this itself."""
 
 
-def examine(options: Mapping[str, Any], flags: Set[str]) -> list[Check]:
+def examine(options: Mapping[str, Any], flags: Set[str], gpu_trial: bool = False) -> list[Check]:
     """Run all checks. Except for the `options` that were given as `flags`, a running server's own count."""
     report, server = _server(options["host"], options["port"])
     config = report.get("config", {}).items()
@@ -53,7 +56,8 @@ def examine(options: Mapping[str, Any], flags: Set[str]) -> list[Check]:
         checks.connectors(report.get("version", ""), report.get("sessions", ())),
         checks.vllm(vllm_version),
         checks.plugin(vllm_version, _plugin_failure(), os.environ.get("VLLM_PLUGINS")),
-        *_l1_room(effective["l1_path"], effective["l1_hugetlb"], l1_bytes, report),
+        checks.command(find_spec("lmcache") is not None),
+        *_l1_room(effective["l1_path"], effective["l1_hugetlb"], l1_bytes, report, bool(gpus)),
         checks.memlock(limits["Max locked memory"], l1_bytes, len(gpus)),
         checks.transparent_huge_pages(_text(_THP), _THP),
         preflight.open_files(limits["Max open files"]),
@@ -63,8 +67,17 @@ def examine(options: Mapping[str, Any], flags: Set[str]) -> list[Check]:
             {gpu: int(_text(f"/sys/bus/pci/devices/{gpu.lower()}/numa_node") or -1) for gpu in gpus},
         ),
         checks.driver(gpus, version, failure, _has_device_files()),
-        checks.copy_kernel(len(gpus), _kernel_failure(driver), version),
+        checks.copy_kernel(len(gpus) * effective.get("gpu_kernel", False), _kernel_failure(driver), version),
+        *try_tiers(effective["tier"], report.get("config", {}).get("tier", ())),
+        *(check_devices(driver, report) if driver is not None else ()),
+        *(_try_all(driver, address(options["host"], options["port"]), report) if gpu_trial else ()),
     ]
+
+
+def _try_all(driver: Driver | None, endpoint: str, report: Mapping[str, Any]) -> Iterator[Check]:
+    if driver is not None:
+        yield from try_gpus(driver)
+        yield from through_server(driver, endpoint, report)
 
 
 def _text(path: str) -> str | None:
@@ -85,10 +98,12 @@ def _server(host: str, port: int) -> tuple[dict[str, Any], Check]:
     return report, checks.server(report["version"], address(host, port))
 
 
-def _l1_room(path: str, hugetlb: bool, l1_bytes: int, report: Mapping[str, Any]) -> list[Check]:
+def _l1_room(
+    path: str, hugetlb: bool, l1_bytes: int, report: Mapping[str, Any], has_gpu: bool
+) -> list[Check]:
     """Checks for enough room for L1: in memory, in reserved huge pages, or in the file `path`."""
     if path:
-        return _file_room(path, l1_bytes)
+        return _file_room(path, l1_bytes, has_gpu)
     if hugetlb:
         # A running server already has its pages.
         return [] if report else [preflight.huge_pages(machine.memory_info(), l1_bytes)]
@@ -96,7 +111,7 @@ def _l1_room(path: str, hugetlb: bool, l1_bytes: int, report: Mapping[str, Any])
     return [preflight.memory(l1_bytes, taken_bytes, *machine.available_bytes())]
 
 
-def _file_room(path: str, l1_bytes: int) -> list[Check]:
+def _file_room(path: str, l1_bytes: int, has_gpu: bool) -> list[Check]:
     directory = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(directory):
         return [preflight.no_directory(path)]
@@ -105,7 +120,7 @@ def _file_room(path: str, l1_bytes: int) -> list[Check]:
     free_bytes, mount = machine.free_bytes(directory), machine.mount_point(path)
     room = preflight.l1_file(path, mount, in_memory, l1_bytes, taken_bytes, free_bytes)
     if not in_memory:
-        return [room]
+        return [room, preflight.disk_file(path, has_gpu, os.uname().release)]
     memory = preflight.memory(l1_bytes, taken_bytes, *machine.available_bytes())
     return [room, memory, checks.transparent_huge_pages(_text(_THP_OF_FILES), _THP_OF_FILES)]
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lmcache_server.errors import CommandError
+from lmcache_server.telemetry.origins import VERIFY
 
 NUM_TOP = 5
 """The number of tokens whose log probabilities are compared at each position."""
@@ -72,15 +73,19 @@ class VllmServer:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         with self._opened("/v1/models") as response:
-            models = {entry["id"]: entry.get("max_model_len") for entry in json.load(response)["data"]}
+            models = {entry["id"]: entry for entry in json.load(response)["data"]}
             self.model = str(model or next(iter(models), ""))
-            self.max_tokens = int(models.get(self.model) or 0)
+            own = models.get(self.model, {})
+            self.max_tokens = int(own.get("max_model_len") or 0)
+            self.root = str(own.get("root") or "")
+            """What vLLM was told to load: a name or a path."""
             names = ", ".join(models) or "none"
         if self.model not in models:
             raise VerifyError(f"vLLM has no model {self.model!r}: --model can be {names}")
 
-    def ask(self, prompt: Prompt, max_tokens: int, salt: str = "") -> Answer:
-        """Stream the completion at temperature 0. Requests with different salts share no cached pages."""
+    def ask(self, prompt: Prompt, max_tokens: int, salt: str = "", request: str = "") -> Answer:
+        """Stream the completion at temperature 0. Requests with different salts share no cached pages. The
+        server counts those with a salt as tests. vLLM's id of the request contains `request`."""
         body: dict[str, Any] = {
             "model": self.model,
             "prompt": prompt,
@@ -92,11 +97,13 @@ class VllmServer:
             "return_token_ids": True,
             "stream": True,
         }
+        headers = {"X-Request-Id": request} if request else {}
         if salt:
             body["cache_salt"] = salt
+            headers["X-Request-Id"] = VERIFY + secrets.token_hex(8)
         answer = Answer()
         start_s = time.perf_counter()
-        with self._opened("/v1/completions", body) as response:
+        with self._opened("/v1/completions", body, headers) as response:
             for line in response:
                 data = line.decode().strip().removeprefix("data: ")
                 if data and data != "[DONE]":
@@ -104,6 +111,11 @@ class VllmServer:
         if not answer.tokens or not answer.prompt_ids:
             raise VerifyError("vLLM ended a completion without a token; its log says why")
         return answer
+
+    def tokens(self, text: str) -> list[int]:
+        """The token ids of a prompt. vLLM computes nothing else."""
+        with self._opened("/tokenize", {"model": self.model, "prompt": text}) as response:
+            return [int(token) for token in json.load(response)["tokens"]]
 
     def reset_prefix_cache(self) -> None:
         """Make vLLM drop its own prefix cache, not the server's. Waits for stores that still hold blocks."""
@@ -136,11 +148,13 @@ class VllmServer:
         return Counters(totals[LOADED_TOKENS], totals.get(finished, 0), totals.get(running, 0))
 
     @contextlib.contextmanager
-    def _opened(self, path: str, body: Mapping[str, Any] | None = None) -> Iterator[Any]:
+    def _opened(
+        self, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
+    ) -> Iterator[Any]:
         """The response to a request. An error while the caller reads it is also a VerifyError."""
         data = None if body is None else json.dumps(body).encode()
         try:
-            request = urllib.request.Request(self.url + path, data, self._headers)
+            request = urllib.request.Request(self.url + path, data, {**self._headers, **(headers or {})})
             try:
                 with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
                     yield response

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmcache_server.commands.verify.engine import Prompt, VerifyError, VllmServer
+from lmcache_server.commands.verify.engine import Prompt, VerifyError, VllmServer, new_salt
 
 ANSWER_TOKENS = 32
 DEFAULT_MAX_TOKENS = 8192
@@ -46,7 +46,7 @@ def built_in(vllm: VllmServer, lengths: Sequence[int]) -> list[Case]:
     if wrong := [length for length in lengths if not 1 <= length <= most]:
         raise VerifyError(f"prompts can have 1 to {most} tokens here, not {wrong[0]}")
     chars = min(_SAMPLE_CHARS, max(most // 2, 16))
-    sample = vllm.ask(_text(0, chars), 1)
+    sample = vllm.ask(_text(0, chars), 1, new_salt())
     chars_per_token = chars / len(sample.prompt_ids)
     texts = [_text(i, int(length * chars_per_token)) for i, length in enumerate(lengths, start=1)]
     cases = [Case("repeated", text, text) for text in texts]
@@ -56,14 +56,25 @@ def built_in(vllm: VllmServer, lengths: Sequence[int]) -> list[Case]:
 
 def from_file(path: Path) -> list[Case]:
     """One prompt per line: text, a JSON string (for line breaks), or a JSON list of token ids."""
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
-        raise VerifyError(f"cannot read {path}: {error}") from None
+    lines = [line for line in _read(path).splitlines() if line.strip()]
     if not lines:
         raise VerifyError(f"{path} has no prompts: write one on each line")
     prompts = [_prompt(line) for line in lines]
     return [Case(f"line {number}", prompt, prompt) for number, prompt in enumerate(prompts, start=1)]
+
+
+def salt(path: Path) -> str:
+    """The cache_salt in a file."""
+    if text := _read(path).removesuffix("\n"):
+        return text
+    raise VerifyError(f"{path} is empty: write the cache_salt into it")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise VerifyError(f"cannot read {path}: {error}") from None
 
 
 def _prompt(line: str) -> Prompt:

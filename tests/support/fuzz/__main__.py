@@ -5,6 +5,7 @@ Prints how many inputs went through; ends with an error and leaves the input beh
 
 import contextlib
 import logging
+import resource
 import sys
 import tempfile
 import time
@@ -16,6 +17,8 @@ with atheris.instrument_imports(include=["lmcache_client", "lmcache_server"]):
     from fuzz.all_targets import TARGETS
 
 EVERY_S = 10.0
+GROWTH_MIB = 2048
+"""More memory than this means that the target leaks."""
 
 
 class Progress:
@@ -49,7 +52,9 @@ def main() -> None:
             target.run(data)
             progress.tell(target.inputs, target.detail())
 
-        limits = (f"-max_total_time={seconds}", "-max_len=1024", "-rss_limit_mb=2048")
+        # A program that is executed inherits the peak of the process that forked for it.
+        peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+        limits = (f"-max_total_time={seconds}", "-max_len=1024", f"-rss_limit_mb={peak_mib + GROWTH_MIB}")
         atheris.Setup([sys.argv[0], *limits, str(corpus)], one)
         atheris.Fuzz()
 

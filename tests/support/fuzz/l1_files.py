@@ -34,6 +34,9 @@ def _filled() -> Cache:
             made = cache.reserve(layout, bytes([number]) * 32, group, shard, 1, size_bytes)
             assert isinstance(made, Reservation)
             cache.commit(made)
+    for name, numbers in (("one", (0,)), ("both", (0, 1))):
+        for number in numbers:
+            cache.pin(name, LAYOUTS[number].namespace, [bytes([number]) * 32])
     return cache
 
 
@@ -47,7 +50,7 @@ class FilesTarget:
         self._directory = tempfile.TemporaryDirectory(prefix="lmcache-fuzz-")
         self.path = Path(self._directory.name, "l1")
         known: restart.Known = {layout.namespace: {"model": "m", "groups": []} for layout in LAYOUTS}
-        self._index = restart.encode(_filled().snapshot(1.0), known)
+        self._index = restart.encode(_filled().snapshot(1.0), known, 1.0)
         file = L1File(str(self.path), SIZE_BYTES)
         file.finish(self._index)
         file.close()
@@ -92,12 +95,13 @@ class FilesTarget:
                 cache.check_integrity()
                 del hit
         cache.drop_owner(1)
-        index = restart.encode(cache.snapshot(60.0), known)
-        snapshot, _ = restart.decode(index, FRAMES)
+        index = restart.encode(cache.snapshot(60.0), known, 1.0)
+        snapshot, _ = restart.decode(index, FRAMES, 60.0)
         again = Cache(FRAME_BYTES)
         again.restore(snapshot, 0.0)
         again.check_integrity()
         assert again.num_chunks == cache.num_chunks
+        assert {*again.named_pins.names} == {*cache.named_pins.names}
 
     def _write(self, choices: Choices) -> None:
         how = choices.below(8)

@@ -6,9 +6,11 @@ from msgspec.structs import replace
 
 from fuzz.choices import Choices
 from lmcache_client.contract import codec
+from lmcache_client.contract.control import Follow, Inspect
 from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ROOT_KEY, ModelTag
 from lmcache_client.contract.messages import (
+    Accept,
     Clear,
     Found,
     Goodbye,
@@ -18,6 +20,7 @@ from lmcache_client.contract.messages import (
     Lookup,
     Memory,
     Message,
+    Pin,
     Ping,
     Prove,
     Register,
@@ -25,13 +28,16 @@ from lmcache_client.contract.messages import (
     Status,
     Store,
     StoreObject,
+    Unpin,
 )
 
 BLOCKS = 40
 PAGE_BYTES = 1024
 CHUNK_SIZE = 256
 CHAIN = 2
+TENANTS = (b"", b"", b"a", bytes(16))
 ENGINES = 3
+KINDS = 21
 
 
 def chain(number: int) -> tuple[bytes, ...]:
@@ -63,9 +69,10 @@ class Speaker:
     def message(self, choices: Choices) -> Message:
         """An honest message, though perhaps not at its time."""
         engine_id, branch = f"e{choices.below(ENGINES)}", choices.below(4)
-        kind = choices.below(16)
+        kind = choices.below(KINDS)
         if kind == 2:
-            return Clear(bool(choices.below(2)))
+            names = ("", "model", "none", "0")
+            return Clear(bool(choices.below(2)), *(names[choices.below(4)] for _ in range(3)))
         made = _SIMPLE.get(kind)
         if made is not None:
             return made
@@ -76,6 +83,8 @@ class Speaker:
             memory = self.memory
             if not choices.below(8):
                 memory = replace(memory, device=bytes(16), handles=(bytes(64),))
+            elif not choices.below(8):
+                memory = replace(memory, device=bytes(16), descriptors=((choices.below(64), 1 << 62),))
             return Register(
                 engine_id,
                 choices.below(workers),
@@ -88,13 +97,26 @@ class Speaker:
             return Join(engine_id)
         if kind in (9, 10):
             limit = CHUNK_SIZE * (1 + choices.below(CHAIN))
-            return Lookup("r", chain(branch), 0, limit, limit + 1 + choices.below(300))
+            tokens = limit + 1 + choices.below(300)
+            early, tenant, why = kind == 10, TENANTS[branch], tokens % 2 == 1
+            return Lookup("r", chain(branch), 0, limit, tokens, early=early, tenant=tenant, why=why)
+        if kind == 20:
+            return Follow(chain(branch))
         if kind in (11, 12):
             return self._store(branch, choices)
         found = self.promised[choices.below(len(self.promised))] if self.promised else None
         if kind in (13, 14):
             return self._load(found, choices)
-        return Release((found[0].lease_id,) if found else (), chain(branch))
+        if kind == 19:
+            return Accept((("r", CHUNK_SIZE * choices.below(3)),))
+        token = f"request number {choices.below(2)}"
+        if kind == 16:
+            return Pin(("", "one", "two")[choices.below(3)], token)
+        if kind == 17:
+            return Unpin(("", "one", "two")[choices.below(3)])
+        if kind == 18:
+            return Inspect(engine_id, chain(branch), CHUNK_SIZE * choices.below(CHAIN + 2))
+        return Release((found[0].lease_id,) if found else (), chain(branch), token)
 
     def _store(self, branch: int, choices: Choices) -> Store:
         specs, keys, objects = geometry(choices.below(2)).groups, (ROOT_KEY, *chain(branch)), []
@@ -102,7 +124,7 @@ class Speaker:
             for number, spec in enumerate(specs):
                 count = len(spec.stored_blocks(index, CHUNK_SIZE))
                 ids = tuple(1 + (index * 16 + at) % (BLOCKS - 1) for at in range(count))
-                objects.append(StoreObject(keys[index + 1], keys[index], index, number, ids))
+                objects.append(StoreObject(keys[index + 1], keys[index], index, number, ids, TENANTS[branch]))
         return Store(tuple(objects), once=not len(objects) % 3)
 
     def _load(self, promise: tuple[Found, Lookup] | None, choices: Choices) -> Load:

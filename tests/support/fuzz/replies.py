@@ -214,7 +214,7 @@ class RepliesTarget:
         if step % 3 == 0:
             stored = StoreObject(chain(1)[0], bytes(32), 0, 0, tuple(range(1, 17)))
             return self._noted(lambda: self.worker.store(Store((stored,)), 5.0))
-        asked = self._noted(lambda: self.scheduler.lookup("r", chain(1), 0, 512, 513, 1.0))
+        asked = self._noted(lambda: self.scheduler.lookup(messages.Lookup("r", chain(1), 0, 512, 513), 1.0))
         if step % 3 == 1:
             return asked
         try:

@@ -5,14 +5,14 @@ import contextlib
 import ctypes
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 from harness.processes import ChildProcess
 
 from fuzz.choices import Choices, bend
-from fuzz.messages import BUFFER_BYTES, Speaker, plain
+from fuzz.messages import BUFFER_BYTES, KINDS, Speaker, plain
 from lmcache_client.contract import codec, messages
 from lmcache_client.contract.codec import ProtocolError
 from lmcache_client.contract.messages import BadRequestError, Challenge, Found, Lookup, Memory, Prove
@@ -214,7 +214,7 @@ class RouterTarget:
 def decoder_seeds() -> list[bytes]:
     """Frames of real messages, as requests and as replies."""
     speaker, seeds = Speaker(1, Memory(1, ((1 << 46, BUFFER_BYTES),), 1 << 46)), []
-    for kind in range(16):
+    for kind in range(KINDS):
         message = speaker.message(Choices(bytes([0, 1, kind, 1, 1, 1])))
         seeds.append(messages.encode_request(kind, message))
         seeds.append(messages.encode_reply(bytes(16), kind, message))
@@ -223,16 +223,28 @@ def decoder_seeds() -> list[bytes]:
 
 # A life with each message honest: greet, register, prove, join, store, look up, load, end, goodbye. Per
 # message the choices that Speaker makes; before them the client and "as it is", after them "no pause".
-_LIFE = ((6, 0), (7, 1, 0, 1, 0), (4, 1), (8,), (11, 1, 1), (9, 1, 0), (13, 0, 1), (15, 0), (3,))
+_LIFE = ((6, 0), (7, 1, 0, 1, 1, 0), (4, 1), (8,), (11, 1, 1), (9, 1, 0), (13, 0, 1), (15, 0, 1), (3,))
+_PINNING = (*_LIFE[:4], (16, 1, 0), *_LIFE[4:8], (16, 0, 1, 1), (17, 0, 1, 1), (3,))
 
 
-def _life(client: int, engine: int) -> list[bytes]:
+def _life(client: int, engine: int, said: Sequence[tuple[int, ...]] = _LIFE) -> list[bytes]:
     greeting = (6, client)
-    return [bytes([client, 5, 1, engine, 0, *kind, 1]) for kind in (greeting, *_LIFE[1:])]
+    return [bytes([client, 5, 1, engine, 0, *kind, 1]) for kind in (greeting, *said[1:])]
 
 
 def router_seeds() -> list[bytes]:
     first, second, third = _life(0, 0), _life(1, 1), _life(2, 0)
     together = [piece for pair in zip(first, second, strict=True) for piece in pair]
-    lives = (first, first[:-1] + first, together, first[:6] + second, first[:5] + third)
+    pins = _life(0, 0, _PINNING)
+    looking = _life(0, 0, (*_LIFE[:6], (20,), (20,), (18, 2), (18, 1), (18, 2), (3,)))
+    lives = (
+        first,
+        first[:-1] + first,
+        together,
+        first[:6] + second,
+        first[:5] + third,
+        pins,
+        looking,
+        looking,
+    )
     return [b"".join(life) for life in lives]

@@ -235,12 +235,13 @@ class Engine:
         lora: str | None = None,
         embeds: int | None = None,
         transfer: Mapping[str, Any] | None = None,
+        trace: str | None = None,
         settle: bool = True,
         timeout_s: float = COMMAND_TIMEOUT_S,
     ) -> list[Result]:
         """Serve all prompts as one batch, greedily; with `settle`, then let the connector finish. `lora` is
         the directory of an adapter; `embeds` a seed for embeddings to give instead of each prompt;
-        `transfer` the requests' kv_transfer_params."""
+        `transfer` the requests' kv_transfer_params; `trace` their header `traceparent`."""
         results = self.call(
             "generate",
             prompts=[list(prompt) for prompt in prompts],
@@ -250,6 +251,7 @@ class Engine:
             lora=lora,
             embeds=embeds,
             transfer=transfer,
+            trace=trace,
             settle=settle,
             timeout_s=timeout_s,
         )
@@ -321,6 +323,12 @@ class Engine:
         histograms how often they observed something (`…_count`)."""
         metrics: dict[str, float] = self.call("metrics")
         return metrics
+
+    def drafts(self) -> list[list[int]]:
+        """The drafts of each step since the last call, one list per request; for an engine in one process
+        that speculates."""
+        drafts: list[list[int]] = self.call("drafts")
+        return drafts
 
     def info(self) -> dict[str, Any]:
         """unified_block_size, block_sizes, group_kinds, num_blocks, free_blocks, max_num_batched_tokens."""

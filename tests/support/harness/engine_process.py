@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TextIO
 
 SETTLE_TIMEOUT_S = 20.0
@@ -34,7 +35,10 @@ class EngineProcess:
         self.results: dict[str, dict[str, Any]] = {}
         self.prefills: dict[str, Any] = {}
         self.adapters: dict[str, int] = {}
+        self.drafts: list[list[int]] = []
         self._watch_prefills()
+        if "speculative_config" in arguments:
+            self._watch_drafts()
         if arguments.get("pipeline_parallel_size", 1) > 1:
             self.llm.collective_rpc(_make_room_for_intermediate_tensors)
 
@@ -51,6 +55,17 @@ class EngineProcess:
             return original(outputs, *args, **kwargs)
 
         processor.process_outputs = process_outputs
+
+    def _watch_drafts(self) -> None:
+        """Keep what the drafter gives to the scheduler."""
+        scheduler = self._core().scheduler
+        original = scheduler.update_draft_token_ids
+
+        def update_draft_token_ids(drafts: Any) -> None:
+            self.drafts += [list(each) for each in drafts.draft_token_ids]
+            original(drafts)
+
+        scheduler.update_draft_token_ids = update_draft_token_ids
 
     def _core(self) -> Any:
         core = getattr(self.engine.engine_core, "engine_core", None)
@@ -88,6 +103,7 @@ class EngineProcess:
         lora: str | None = None,
         embeds: int | None = None,
         transfer: dict[str, Any] | None = None,
+        trace: str | None = None,
     ) -> list[str]:
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
@@ -112,7 +128,10 @@ class EngineProcess:
                 request = {"prompt_embeds": self._embeddings(len(prompt), embeds)}
             if cache_salt is not None:
                 request["cache_salt"] = cache_salt
-            self.engine.add_request(name, request, params.clone(), lora_request=adapter)
+            headers = {"traceparent": trace} if trace is not None else None
+            self.engine.add_request(
+                name, request, params.clone(), lora_request=adapter, trace_headers=headers
+            )
             names.append(name)
         return names
 
@@ -192,6 +211,10 @@ class EngineProcess:
                 totals[name] = totals.get(name, 0.0) + float(metric.count)
         return totals
 
+    def do_drafts(self) -> list[list[int]]:
+        drafts, self.drafts = self.drafts, []
+        return drafts
+
     def do_info(self) -> dict[str, Any]:
         scheduler = self._core().scheduler
         groups = scheduler.kv_cache_config.kv_cache_groups
@@ -212,12 +235,18 @@ class EngineProcess:
         worker = get_kv_transfer_group()._worker
         original = worker.submit
 
-        def submit(metadata: Any) -> None:
-            if metadata.loads:
+        def submit(jobs: Any) -> None:
+            if any(hasattr(job, "request_id") for job in jobs):
                 os.kill(pid, signal.SIGKILL)
-            original(metadata)
+            original(jobs)
 
         worker.submit = submit
+
+    def do_seem_slow(self) -> None:
+        """Tell the server that computing takes long, so that it waits for everything that a tier has."""
+        self._core().scheduler.connector._scheduler._prefill = SimpleNamespace(
+            tokens_per_s=1, began=lambda *_: None, ended=lambda *_: None
+        )
 
     def do_compare_stored(self, prompt: list[int], resume_tokens: int) -> int:
         """Compute a prompt, then compare what the server stored of it with the pages that a resume at

@@ -15,6 +15,7 @@ import msgpack
 import zmq
 
 from lmcache_client.contract import messages
+from lmcache_client.contract.control import Follow, Followed, Inspect, Inspected
 from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.messages import (
@@ -46,10 +47,14 @@ EXAMPLES: tuple[Message, ...] = (
     messages.Register("e", 0, _TAG, Geometry((_SPEC,), 4), _MEMORY), messages.Challenge(bytes(32)),
     messages.Prove(), Registered(16, ""), messages.Join("e"), Joined(True, 16),
     messages.NotCached("e", "m", "v", "r"), messages.Lookup("r", (KEY,), 0, 16, 17),
-    Found(16, 1, 60, (b"\xff",)), messages.Release((1,), (KEY,)), messages.Load("r", 1, KEY, 16, 0, ((1,),)),
-    messages.Store((messages.StoreObject(KEY, KEY, 0, 0, (1,)),)), Stored(1, 0, 0), messages.Clear(),
-    Cleared(1), messages.Status(), StatusReport(("{}",)), messages.Ping(), messages.Goodbye(), Done(),
-    Refused("x", "no"),
+    Found(16, 1, 60, (b"\xff",), (("evicted", 16),)), messages.Release((1,), (KEY,)),
+    messages.Load("r", 1, KEY, 16, 0, ((1,),)),
+    messages.Store((messages.StoreObject(KEY, KEY, 0, 0, (1,), b"tenant"),)), Stored(1, 0, 0),
+    messages.Clear(), Cleared(1), messages.Status(), StatusReport(("{}",)), messages.Ping(),
+    messages.Goodbye(), Done(), Refused("x", "no"), messages.Pin("name", "r" * 16),
+    messages.Pinned(1, 1, 16, 16), messages.Unpin("name"), messages.Unpinned(1), Inspect("e", (KEY,), 16),
+    Inspected(16, (b"\xff",), (("evicted", 16),)), messages.Accept((("r", 0),)),
+    Follow((KEY,)), Followed(16, (KEY,), False),
 )  # fmt: skip
 """One message of each type."""
 assert [type(each) for each in EXAMPLES] == list(get_args(Message))
@@ -69,6 +74,10 @@ def honest(
         messages.Prove: Registered(chunk_size, ""),
         messages.Join: Joined(True, chunk_size),
         messages.Clear: Cleared(0),
+        messages.Pin: messages.Pinned(0, 0, 0, 0),
+        messages.Unpin: messages.Unpinned(0),
+        Follow: Followed(0, (), False),
+        Inspect: Inspected(0, (b"",) * num_groups, ()),
         messages.Status: StatusReport((report,)),
     }
     return answers.get(type(message), Done())
@@ -129,7 +138,10 @@ WRONG: dict[str, Lie] = {
     **{
         f"held {len(held)}": says(Found(16, 1, 1, held)) for held in ((), (b"",) * 3, (b"\xff" * 70_000,) * 2)
     },
+    "missed too much": says(Found(0, 0, 1, (b"",), (("x" * 32, NUMBERS[-1]),) * 16)),
     **{f"joined {n}": says(Joined(True, n)) for n in NUMBERS},
+    "inspected too far": says(Inspected(NUMBERS[-1], (b"\xff" * 70_000,), (("\x1b[2J", NUMBERS[-1]),))),
+    "inspected nothing": says(Inspected(0, (), ())),
     "not joined": says(Joined(False, 16)),
     **{f"stored {n}": says(Stored(n, n, n)) for n in NUMBERS},
     "registered": says(Registered(NUMBERS[-1], "x\x1b[2J\n" * 5000)),

@@ -45,9 +45,9 @@ FACES = (
 )
 TOOLS = ("lmcache_server/commands", "lmcache_server/__main__.py")
 BUDGETS = {
-    "path": Budget(9640, "what a byte or a decision goes through"),
-    "faces": Budget(1535, "what configures and watches it"),
-    "tools": Budget(2080, "the command lmcache"),
+    "path": Budget(14997, "what a byte or a decision goes through"),
+    "faces": Budget(1841, "what configures and watches it"),
+    "tools": Budget(3192, "the command lmcache"),
 }
 
 

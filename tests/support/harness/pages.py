@@ -24,13 +24,15 @@ _MARK = re.compile(r"<!-- needs: (.*?) -->\n\s*\Z")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. `before` is the text between the heading above and it."""
+    """A fenced block. `before` is the text between the heading above and it; `opens_terminal` tells whether
+    what follows the block before speaks of a terminal."""
 
     where: str
     language: str
     needs: str
     before: str
     text: str
+    opens_terminal: bool
 
     @property
     def is_shell(self) -> bool:
@@ -86,6 +88,7 @@ def blocks(page: Path) -> list[Block]:
                 needs=mark.group(1) if mark else "",
                 before=re.sub(r"<!--.*?-->", "", before),
                 text=re.sub(rf"^{indent}", "", body, flags=re.MULTILINE),
+                opens_terminal=bool(re.search(r"\bterminal\b", between)),
             )
         )
         end = fence.end()

@@ -5,8 +5,10 @@ so that tests can say exactly which bytes are stored and restored; `start_ranks`
 several.
 """
 
+import contextlib
+import gc
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 from msgspec import structs
@@ -29,6 +31,21 @@ from lmcache_client.engine import Export, Scheduler, Worker, chunk_object, expec
 from lmcache_client.memory.host import HostExport
 
 TIMEOUT_S = 20.0
+_open: list["RawEngine"] = []
+
+
+@contextlib.contextmanager
+def closes_engines() -> Iterator[None]:
+    """Closes every engine of this process that was made meanwhile and is still open: each has descriptors and
+    its memory, and a test run makes hundreds."""
+    first, before = len(_open), RawEngine.made
+    try:
+        yield
+    finally:
+        for engine in _open[first:]:
+            engine.close(goodbye_s=0.0)
+        if RawEngine.made > before:
+            gc.collect()  # they are in cycles, and each has its memory
 
 
 def group(
@@ -44,15 +61,18 @@ def group(
     return GroupSpec(kind, block_size, window, "test", regions, replicated)
 
 
-def chain(tokens: Sequence[int], chunk_size: int) -> tuple[bytes, ...]:
-    """The keys of the whole chunks of a prompt."""
-    starts = range(0, len(tokens) - chunk_size + 1, chunk_size)
-    return tuple(chunk_keys((tokens[start : start + chunk_size], None) for start in starts))
+def chain(tokens: Sequence[int], chunk_size: int, lookahead: int = 0) -> tuple[bytes, ...]:
+    """The keys of the whole chunks of a prompt, of which each covers `lookahead` tokens more."""
+    length = chunk_size + lookahead
+    starts = range(0, len(tokens) - length + 1, chunk_size)
+    return tuple(chunk_keys((tokens[start : start + length], None) for start in starts))
 
 
 class RawEngine:
     """One engine with one worker and one buffer, in which each region of each group has its own pages,
     `pad` bytes apart; or one rank of several (see `start_ranks`), of which any can ask as scheduler."""
+
+    made = 0
 
     def __init__(
         self,
@@ -77,13 +97,17 @@ class RawEngine:
         self.export = export
         self.geometry = Geometry(self.groups, num_blocks)
         self.rank = rank
-        self.model = ModelTag(model, (), tensor_parallel_size, pipeline_parallel_size)
+        self.model = ModelTag(model, (("weights", model),), tensor_parallel_size, pipeline_parallel_size)
         self.chunk_size = 0
-        self.states: list[tuple[bool, str]] = []
+        self.request_id = "request"
+        self.tenant = b""
+        self.states: list[tuple[int, str]] = []
         self.worker = Channel(address, self._register, lambda *state: self.states.append(state))
         self.scheduler = Channel(address, lambda _: self._scheduler.join(TIMEOUT_S))
         self.client = Worker(self.worker, engine_id, rank, self.model, self.geometry, export)
         self._scheduler = Scheduler(self.scheduler, engine_id)
+        _open.append(self)
+        RawEngine.made += 1
 
     def start(self, wait_s: float = 5.0) -> "RawEngine":
         self.worker.start(wait_s, wait_s)
@@ -113,7 +137,8 @@ class RawEngine:
         return self.memory[start : start + region.page_bytes]
 
     def store(self, objects: Sequence[StoreObject]) -> Stored:
-        return expect(self.worker.wait(self.client.store(Store(tuple(objects)), TIMEOUT_S)), Stored)
+        message = Store(tuple(objects), (self.request_id,)[: len(objects)])
+        return expect(self.worker.wait(self.client.store(message, TIMEOUT_S)), Stored)
 
     def store_prompt(
         self, keys: Sequence[bytes], tables: Sequence[Sequence[int]], without: Collection[int] = ()
@@ -126,16 +151,15 @@ class RawEngine:
                 positions = each.stored_blocks(chunk, self.chunk_size)
                 if positions and index not in without:
                     ids = tuple(tables[index][i] for i in positions)
-                    objects.append(chunk_object(keys, chunk, index, ids))
+                    objects.append(chunk_object(keys, chunk, index, ids, self.tenant))
         return self.store(objects)
 
     def lookup_message(self, keys: Sequence[bytes], computed: int = 0, limit: int | None = None) -> Lookup:
         limit = len(keys) * self.chunk_size if limit is None else limit
-        return Lookup("request", tuple(keys), computed, limit, limit + 1)
+        return Lookup(self.request_id, tuple(keys), computed, limit, limit + 1, tenant=self.tenant)
 
     def lookup(self, keys: Sequence[bytes], computed: int = 0, limit: int | None = None) -> Found:
-        limit = len(keys) * self.chunk_size if limit is None else limit
-        asked = self._scheduler.lookup("request", keys, computed, limit, limit + 1, TIMEOUT_S)
+        asked = self._scheduler.lookup(self.lookup_message(keys, computed, limit), TIMEOUT_S)
         return expect(self.scheduler.wait(asked), Found)
 
     def load(
@@ -143,16 +167,19 @@ class RawEngine:
     ) -> Message:
         """Load into the blocks of `tables`; raises ChannelError as the connector would see it."""
         key = keys[found.resume_tokens // self.chunk_size - 1]
-        message = load_message("request", found, key, computed, self.groups, tables)
+        message = load_message(self.request_id, found, key, computed, self.groups, tables)
         return self.worker.wait(self.client.load(message, TIMEOUT_S))
 
     def end(self, found: Found, keys: Sequence[bytes] = ()) -> None:
         leases = (found.lease_id,) if found.lease_id else ()
-        expect(self.scheduler.wait(self._scheduler.release(leases, tuple(keys), "request")), Done)
+        expect(self.scheduler.wait(self._scheduler.release(leases, tuple(keys), self.request_id)), Done)
 
-    def close(self) -> None:
-        self.scheduler.close()
-        self.worker.close()
+    def close(self, goodbye_s: float = 1.0) -> None:
+        """Does nothing the second time."""
+        if self in _open:
+            _open.remove(self)
+            self.scheduler.close(goodbye_s)
+            self.worker.close(goodbye_s)
 
 
 def _laid_out(groups: Sequence[GroupSpec], num_blocks: int, pad: int) -> tuple[tuple[GroupSpec, ...], int]:

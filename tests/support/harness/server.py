@@ -38,8 +38,8 @@ class LMCacheServer:
     """`lmcache server` on free ports, with a runtime directory of its own. A context manager.
 
     `flags` are the server's options by their names in Python: `l1_size_gb=0.01, chunk_size=256`;
-    True stands for a flag without a value, False for none; `--checksums` is on unless a test says otherwise,
-    also by its former name, verify=False.
+    True stands for a flag without a value, False for none, a tuple for several values; `--checksums` is on
+    unless a test says otherwise, also by its former name, verify=False.
     `without_capability` is a number of capabilities(7) that the server must not have even when the tests
     run as root. `descriptors` are the soft and the hard limit of open files that it starts with.
     """
@@ -92,9 +92,10 @@ class LMCacheServer:
 
     def _options(self) -> list[str]:
         options = []
-        for name, value in self.flags.items():
-            if value is not False:
-                options += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
+        for name, given in self.flags.items():
+            for value in given if isinstance(given, tuple) else (given,):
+                if value is not False:
+                    options += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
         return options
 
     def _is_ready(self) -> bool:
@@ -105,12 +106,15 @@ class LMCacheServer:
         return get(f"http://127.0.0.1:{self.http_port}{path}")
 
     def metrics(self) -> dict[str, float]:
-        """Every sample of /metrics, by `name` or `name{label="value",…}` with labels in order of name."""
-        samples = {}
+        """Every sample of /metrics, by `name` or `name{label="value",…}` with labels in order of name, and
+        summed over models and namespaces."""
+        samples: dict[str, float] = {}
         for family in text_string_to_metric_families(self.get("/metrics")):
             for sample in family.samples:
-                labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()))
-                samples[f"{sample.name}{{{labels}}}" if labels else sample.name] = float(sample.value)
+                kept = sorted(pair for pair in sample.labels.items() if pair[0] not in ("model", "namespace"))
+                labels = ",".join(f'{name}="{value}"' for name, value in kept)
+                name = f"{sample.name}{{{labels}}}" if labels else sample.name
+                samples[name] = samples.get(name, 0.0) + float(sample.value)
         return samples
 
     def tokens(self, outcome: str = "hit") -> int:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from harness.rawclient import chain
 from lmcache_client.channel import Channel
 from lmcache_client.contract.geometry import Geometry
-from lmcache_client.contract.messages import Found
+from lmcache_client.contract.messages import Found, Lookup
 from lmcache_client.engine import Scheduler, Worker, expect, load_message
 from lmcache_client.memory.host import HostExport
 
@@ -63,8 +63,12 @@ class Twin:
 
     def load(self, prompt: list[int], resume_tokens: int) -> list[dict[int, int]]:
         """Load the prompt's pages for a resume at `resume_tokens`; per group, block by position."""
-        keys, groups = chain(prompt[:resume_tokens], self.chunk_size), self.pages.geometry.groups
-        asked = self.scheduler.lookup("twin", keys, 0, resume_tokens, resume_tokens + 1, TIMEOUT_S)
+        lookahead = int(dict(self.worker.model.details).get("lookahead", "0"))
+        keys = chain(prompt[: resume_tokens + lookahead], self.chunk_size, lookahead)
+        groups = self.pages.geometry.groups
+        asked = self.scheduler.lookup(
+            Lookup("twin", tuple(keys), 0, resume_tokens, resume_tokens + 1), TIMEOUT_S
+        )
         found = expect(self.scheduler.channel.wait(asked), Found)
         assert found.resume_tokens == resume_tokens, f"found {found.resume_tokens} of {resume_tokens} tokens"
         free = iter(range(1, self.pages.geometry.num_blocks))

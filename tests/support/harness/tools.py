@@ -15,24 +15,25 @@ import pytest
 
 from harness.paths import CACHE
 
-_PLACES = (CACHE / "tools" / "usr" / "bin", Path(sys.executable).parent)
+_TOOLS = CACHE / "tools"
+_PLACES = (_TOOLS / "usr/bin", _TOOLS / "azurite/node_modules/.bin", Path(sys.executable).parent)
 
 
-def find(*names: str) -> Path:
+def find(*names: str, get: str = "run scripts/install_tools.py") -> Path:
     """The program of the first of these names that is there."""
     places = (*map(str, _PLACES), None)
     found = next(filter(None, (shutil.which(name, path=place) for name in names for place in places)), None)
     if found is None:
-        missing(f"needs {names[0]}, which is not installed: run scripts/install_tools.py")
+        missing(f"needs {names[0]}, which is not installed: {get}")
     return Path(found)
 
 
-def module(name: str) -> Any:
+def module(name: str, extra: str = "deploy") -> Any:
     """The Python module of this name."""
     try:
         return importlib.import_module(name)
     except ImportError:
-        missing(f"needs {name}, which is not installed: pip install -e '.[deploy]'")
+        missing(f"needs {name}, which is not installed: pip install -e '.[{extra}]'")
 
 
 def missing(reason: str) -> NoReturn:

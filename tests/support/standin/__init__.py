@@ -16,6 +16,7 @@ SOURCES = (
     SUPPORT / "standin/cuda.cpp",
     SUPPORT / "standin/page_copy_on_cpu.cpp",
     ROOT / "kernels/lmcache_kernels/page_copy.cu",
+    SUPPORT / "standin/nvml.cpp",
 )
 COMPILER = shutil.which("g++")
 CUPY = SUPPORT / "standin/cupy"
@@ -31,6 +32,8 @@ class Counters(NamedTuple):
     copies: int
     batches: int
     batched: int
+    handles: int
+    reservations: int
 
 
 def header() -> Path | None:
@@ -60,6 +63,9 @@ def library() -> Path:
             "-o", str(made), str(SOURCES[0]),
         ]  # fmt: skip
         subprocess.run(command, check=True)
+        management = directory / f"{os.getpid()}-management.so"
+        subprocess.run([COMPILER, "-shared", "-fPIC", "-o", str(management), str(SOURCES[3])], check=True)
+        management.rename(directory / "libnvidia-ml.so.1")
         made.rename(directory / "libcuda.so.1")
     return directory
 
@@ -89,4 +95,4 @@ def environment(directory: Path, **settings: object) -> dict[str, str]:
 
 def counters(directory: Path, pid: int) -> Counters:
     """Those of a process, living or dead."""
-    return Counters(*struct.unpack("7q", (directory / f"counters-{pid}").read_bytes()[:56]))
+    return Counters(*struct.unpack("9q", (directory / f"counters-{pid}").read_bytes()[:72]))

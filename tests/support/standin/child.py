@@ -22,7 +22,9 @@ MIB = 1 << 20
 LATE = 20_000
 """Microseconds that each operation is late, at most."""
 INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALISED, NO_DEVICE = 1, 2, 3, 100
-INVALID_IMAGE, INVALID_CONTEXT, ILLEGAL_ADDRESS, ALREADY_REGISTERED = 200, 201, 700, 712
+DEVICE_UNAVAILABLE, INVALID_IMAGE, INVALID_CONTEXT = 46, 200, 201
+ILLEGAL_ADDRESS, ALREADY_REGISTERED = 700, 712
+
 
 _needed = pytest.mark.skipif(
     standin.COMPILER is None or standin.header() is None, reason="no C++ compiler, or no cuda.h"

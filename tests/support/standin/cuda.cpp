@@ -9,14 +9,21 @@
 // CUDA_STANDIN_DEVICES  how many devices there are; CUDA_VISIBLE_DEVICES chooses and orders, as for the driver
 // CUDA_STANDIN_VERSION  what cuDriverGetVersion says; batched copies need 12080
 // CUDA_STANDIN_DELAY_US   how late, at most, each operation of a stream begins
+// CUDA_STANDIN_NO_RANGE   if set, nobody learns the range of memory that another process allocated
+// CUDA_STANDIN_COMPUTE_MODE  what each device says of its compute mode
 // CUDA_STANDIN_PIN_LIMIT  bytes of host memory that a process may register
 // CUDA_STANDIN_PIN_US     how long each registration of 64 MiB and more takes
 // A file `fail-<process id>` in the directory: that process's contexts are lost, as after an illegal access.
+// A file `fail-<process id>-<device>`: as this, for its context on that device alone.
+// A file `no-start`: cuInit fails, as before /dev/nvidia-uvm exists.
+// A file `no-<call>`, for calls of the virtual memory API: that call fails.
+// A file `no-context-<device>`: no process gets a new context there, as with an exclusive compute mode.
 
 #include <cuda.h>
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -49,7 +56,7 @@ constexpr size_t DEVICE_BYTES = size_t(8) << 30;
 constexpr size_t PORTION = 16 << 10;
 
 struct Counters {  // One file a process, read by the tests.
-    std::atomic<long long> mappings, registered_bytes, contexts, launches, copies, batches, batched;
+    std::atomic<long long> mappings, registered_bytes, contexts, launches, copies, batches, batched, handles, reservations;
 };
 
 struct Memory {
@@ -57,6 +64,16 @@ struct Memory {
     int device;
     bool legacy, opened;
     int descriptor, references;
+    std::string name;
+    CUmemGenericAllocationHandle physical = 0;  // What is mapped there, if it was mapped with cuMemMap.
+    bool accessible = true;
+};
+
+struct Physical {  // What cuMemCreate or cuMemImportFromShareableHandle made.
+    size_t bytes;
+    int device;
+    bool shareable, foreign;
+    int descriptor, handles, mappings;
     std::string name;
 };
 
@@ -79,6 +96,8 @@ std::mutex everything;
 // Streams may outlive the process's static objects, so these are never destroyed.
 auto& memories = *new std::map<uintptr_t, Memory>;
 auto& registered = *new std::map<uintptr_t, std::pair<size_t, unsigned>>;
+auto& physicals = *new std::map<CUmemGenericAllocationHandle, Physical>;
+auto& reservations = *new std::map<uintptr_t, size_t>;
 auto& directory = *new std::string;
 auto& visible = *new std::vector<int>;
 Counters* counters;
@@ -105,7 +124,7 @@ auto holder(Map& map, uintptr_t address, size_t bytes, size_t (*size)(const type
     --found;
     return address + bytes <= found->first + size(found->second) ? found : map.end();
 }
-size_t memory_size(const Memory& memory) { return memory.bytes; }
+size_t memory_size(const Memory& memory) { return memory.accessible ? memory.bytes : 0; }
 size_t registered_size(const std::pair<size_t, unsigned>& each) { return each.first; }
 
 bool on_device(uintptr_t address, size_t bytes)
@@ -128,6 +147,8 @@ CUresult ready(bool needs_context = true)
         return CUDA_ERROR_INVALID_CONTEXT;
     if (!lost && access((directory + "/fail-" + std::to_string(getpid())).c_str(), F_OK) == 0)
         lost = true;
+    if (needs_context && access((directory + "/fail-" + std::to_string(getpid()) + "-" + std::to_string(current_device())).c_str(), F_OK) == 0)
+        return CUDA_ERROR_ILLEGAL_ADDRESS;
     return needs_context && lost ? CUDA_ERROR_ILLEGAL_ADDRESS : CUDA_SUCCESS;
 }
 #define READY(...)                                   \
@@ -272,6 +293,52 @@ CUresult allocate(CUdeviceptr* address, size_t bytes, bool legacy)
     return map_memory({whole, current_device(), legacy, false, -1, 1, name}, O_RDWR | O_CREAT | O_EXCL, address);
 }
 
+CUresult permitted(const char* call)
+{
+    return access((directory + "/no-" + call).c_str(), F_OK) == 0 ? CUDA_ERROR_NOT_SUPPORTED : CUDA_SUCCESS;
+}
+#define PERMITTED(call)                              \
+    READY()                                          \
+    if (CUresult refused = permitted(call))          \
+        return refused;                              \
+    std::lock_guard<std::mutex> held(everything);
+
+int opened_again(int descriptor)
+{
+    const int again = open(("/proc/self/fd/" + std::to_string(descriptor)).c_str(), O_RDWR | O_CLOEXEC);
+    if (again >= 0)
+        flock(again, LOCK_SH);
+    return again;
+}
+
+CUmemGenericAllocationHandle add_physical(const Physical& physical)
+{
+    const auto handle = physicals.empty() ? 0x1000 : physicals.rbegin()->first + 1;
+    physicals[handle] = physical;
+    ++counters->handles;
+    return handle;
+}
+
+void drop_if_unused(std::map<CUmemGenericAllocationHandle, Physical>::iterator found)
+{
+    if (found->second.handles || found->second.mappings)
+        return;
+    close(found->second.descriptor);
+    physicals.erase(found);
+}
+
+// The device of the memory of the virtual memory API that a descriptor stands for, or -1.
+int device_of(int descriptor)
+{
+    char target[PATH_MAX] = {};
+    const std::string link = "/proc/self/fd/" + std::to_string(descriptor);
+    if (readlink(link.c_str(), target, sizeof(target) - 1) < 0)
+        return -1;
+    int device = -1;
+    sscanf(target, (directory + "/memory-%*d-%*d-v%d").c_str(), &device);
+    return device;
+}
+
 // A process that has not ended holds the lock of its counters.
 bool lives(long long pid)
 {
@@ -357,6 +424,8 @@ CUresult cuInit(unsigned int)
     if (initialised_by)
         return initialised_by == getpid() ? CUDA_SUCCESS : CUDA_ERROR_NOT_INITIALIZED;
     directory = setting("CUDA_STANDIN_DIR", "/tmp");
+    if (access((directory + "/no-start").c_str(), F_OK) == 0)
+        return CUDA_ERROR_UNKNOWN;
     version = atoi(setting("CUDA_STANDIN_VERSION", "13000"));
     delay_us = atoi(setting("CUDA_STANDIN_DELAY_US", "200"));
     pin_limit = strtoull(setting("CUDA_STANDIN_PIN_LIMIT", "18446744073709551615"), nullptr, 10);
@@ -425,6 +494,7 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice
 {
     READY(false)
     *value = attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR                 ? 9
+             : attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_MODE ? atoi(setting("CUDA_STANDIN_COMPUTE_MODE", "0"))
              : attribute == CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM ? 1
                                                                                         : 0;
     return CUDA_SUCCESS;
@@ -446,6 +516,8 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice ordinal)
 {
     READY(false)
     std::lock_guard<std::mutex> held(everything);
+    if (!has_context[visible.at(ordinal)] && access((directory + "/no-context-" + std::to_string(visible.at(ordinal))).c_str(), F_OK) == 0)
+        return CUDA_ERROR_DEVICE_UNAVAILABLE;
     counters->contexts += !std::exchange(has_context[visible.at(ordinal)], true);
     *context = reinterpret_cast<CUcontext>(static_cast<intptr_t>(visible.at(ordinal)) + 1);
     return CUDA_SUCCESS;
@@ -483,6 +555,10 @@ CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdev
         *static_cast<bool*>(value) = found->second.legacy;
         return CUDA_SUCCESS;
     }
+    if (attribute == CU_POINTER_ATTRIBUTE_BUFFER_ID) {
+        *static_cast<unsigned long long*>(value) = found->first;
+        return CUDA_SUCCESS;
+    }
     if (attribute != CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)
         return CUDA_ERROR_INVALID_VALUE;
     const auto at = std::find(visible.begin(), visible.end(), found->second.device);
@@ -495,7 +571,7 @@ CUresult cuMemGetAddressRange_v2(CUdeviceptr* base, size_t* bytes, CUdeviceptr a
     READY()
     std::lock_guard<std::mutex> held(everything);
     auto found = holder(memories, address, 1, memory_size);
-    if (found == memories.end())
+    if (found == memories.end() || (found->second.opened && getenv("CUDA_STANDIN_NO_RANGE")))
         return CUDA_ERROR_INVALID_VALUE;
     *base = found->first;
     *bytes = found->second.bytes;
@@ -544,7 +620,7 @@ CUresult cuMemFree_v2(CUdeviceptr address)
     READY()
     std::lock_guard<std::mutex> held(everything);
     auto found = memories.find(address);
-    if (found == memories.end() || found->second.opened)
+    if (found == memories.end() || found->second.opened || found->second.physical)
         return CUDA_ERROR_INVALID_VALUE;
     // Who has it mapped keeps it; nobody opens it any more.
     const std::string path = directory + "/" + found->second.name;
@@ -604,6 +680,144 @@ CUresult cuIpcCloseMemHandle(CUdeviceptr address)
     return CUDA_SUCCESS;
 }
 
+CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp* prop, unsigned long long flags)
+{
+    PERMITTED("cuMemCreate")
+    if (!bytes || bytes % GRANULE || flags || prop->type != CU_MEM_ALLOCATION_TYPE_PINNED || prop->location.type != CU_MEM_LOCATION_TYPE_DEVICE)
+        return CUDA_ERROR_INVALID_VALUE;
+    const int device = visible.at(prop->location.id);
+    const std::string name = "memory-" + std::to_string(getpid()) + "-" + std::to_string(next_file++) + "-v" + std::to_string(device);
+    const int file = open((directory + "/" + name).c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (file < 0 || flock(file, LOCK_SH) || ftruncate(file, bytes))
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    const bool shareable = prop->requestedHandleTypes & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    *handle = add_physical({bytes, device, shareable, false, file, 1, 0, name});
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle)
+{
+    READY()
+    std::lock_guard<std::mutex> held(everything);
+    auto found = physicals.find(handle);
+    if (found == physicals.end() || !found->second.handles)
+        return CUDA_ERROR_INVALID_VALUE;
+    --found->second.handles;
+    --counters->handles;
+    drop_if_unused(found);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle* handle, void* address)
+{
+    PERMITTED("cuMemRetainAllocationHandle")
+    auto found = holder(memories, reinterpret_cast<uintptr_t>(address), 1, memory_size);
+    if (found == memories.end() || !found->second.physical)
+        return CUDA_ERROR_INVALID_VALUE;
+    *handle = found->second.physical;
+    ++physicals[*handle].handles;
+    ++counters->handles;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemExportToShareableHandle(void* out, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type, unsigned long long flags)
+{
+    PERMITTED("cuMemExportToShareableHandle")
+    auto found = physicals.find(handle);
+    if (found == physicals.end() || !found->second.shareable || type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR || flags)
+        return CUDA_ERROR_INVALID_VALUE;
+    *static_cast<int*>(out) = opened_again(found->second.descriptor);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, void* in, CUmemAllocationHandleType type)
+{
+    PERMITTED("cuMemImportFromShareableHandle")
+    const int given = static_cast<int>(reinterpret_cast<intptr_t>(in));
+    const int device = device_of(given);
+    struct stat info = {};
+    if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR || device < 0 || fstat(given, &info))
+        return CUDA_ERROR_INVALID_VALUE;
+    *handle = add_physical({static_cast<size_t>(info.st_size), device, false, true, opened_again(given), 1, 0, ""});
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemAddressReserve(CUdeviceptr* address, size_t bytes, size_t, CUdeviceptr wished, unsigned long long flags)
+{
+    PERMITTED("cuMemAddressReserve")
+    if (!bytes || bytes % GRANULE || wished || flags)
+        return CUDA_ERROR_INVALID_VALUE;
+    void* at = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    *address = reinterpret_cast<uintptr_t>(at);
+    reservations[*address] = bytes;
+    ++counters->reservations;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes)
+{
+    READY()
+    std::lock_guard<std::mutex> held(everything);
+    auto found = reservations.find(address);
+    auto mapped = memories.lower_bound(address);
+    if (found == reservations.end() || found->second != bytes || (mapped != memories.end() && mapped->first < address + bytes))
+        return CUDA_ERROR_INVALID_VALUE;
+    munmap(reinterpret_cast<void*>(address), bytes);
+    reservations.erase(found);
+    --counters->reservations;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long flags)
+{
+    PERMITTED("cuMemMap")
+    auto found = physicals.find(handle);
+    auto reserved = holder(reservations, address, bytes, +[](const size_t& size) { return size; });
+    auto mapped = memories.lower_bound(address);
+    if (found == physicals.end() || !bytes || bytes % GRANULE || bytes > found->second.bytes || offset || flags || reserved == reservations.end() ||
+        (mapped != memories.end() && mapped->first < address + bytes))
+        return CUDA_ERROR_INVALID_VALUE;
+    auto& physical = found->second;
+    if (mmap(reinterpret_cast<void*>(address), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, physical.descriptor, 0) == MAP_FAILED)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    memories[address] = {bytes, physical.device, false, physical.foreign, -1, 1, physical.name, handle, false};
+    ++physical.mappings;
+    counters->mappings += physical.foreign;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccessDesc* access, size_t count)
+{
+    PERMITTED("cuMemSetAccess")
+    auto found = memories.find(address);
+    if (found == memories.end() || !found->second.physical || found->second.bytes != bytes || count != 1 ||
+        access->location.type != CU_MEM_LOCATION_TYPE_DEVICE || access->flags != CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (visible.at(access->location.id) != found->second.device)  // Devices that cannot reach each other.
+        return CUDA_ERROR_INVALID_DEVICE;
+    mprotect(reinterpret_cast<void*>(address), bytes, PROT_READ | PROT_WRITE);
+    found->second.accessible = true;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemUnmap(CUdeviceptr address, size_t bytes)
+{
+    READY()
+    std::lock_guard<std::mutex> held(everything);
+    auto found = memories.find(address);
+    if (found == memories.end() || !found->second.physical || found->second.bytes != bytes)
+        return CUDA_ERROR_INVALID_VALUE;
+    mmap(reinterpret_cast<void*>(address), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    auto physical = physicals.find(found->second.physical);
+    --physical->second.mappings;
+    counters->mappings -= physical->second.foreign;
+    drop_if_unused(physical);
+    memories.erase(found);
+    return CUDA_SUCCESS;
+}
+
 CUresult cuMemHostRegister_v2(void* start, size_t bytes, unsigned int flags)
 {
     READY()
@@ -649,27 +863,23 @@ CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream 
     return CUDA_SUCCESS;
 }
 
-CUresult cuMemcpyDtoH_v2(void* to, CUdeviceptr from, size_t bytes)
+CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, CUstream stream)
 {
     READY()
     if (CUresult wrong = check_device(from, bytes))
         return wrong;
-    submit(nullptr, [=] { operate(check_device(from, bytes), [=] { move(reinterpret_cast<uintptr_t>(to), from, bytes); }); });
-    wait_for(nullptr);
-    return ready();
+    submit(stream, [=] { operate(check_device(from, bytes), [=] { move(reinterpret_cast<uintptr_t>(to), from, bytes); }); });
+    return CUDA_SUCCESS;
 }
 
-// From pageable memory it returns when the bytes have been read, which is before they are on the device.
-CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void* from, size_t bytes)
+// From pageable memory: it returns when the bytes have been read, which is before they are on the device.
+CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CUstream stream)
 {
     READY()
     if (CUresult wrong = check_device(to, bytes))
         return wrong;
-    wait_for(nullptr);
-    submit(nullptr, [to, read = std::string(static_cast<const char*>(from), bytes)] { run_write(to, read); });
-    if (check_side(reinterpret_cast<uintptr_t>(from), bytes) == CUDA_SUCCESS)
-        wait_for(nullptr);
-    return ready();
+    submit(stream, [to, read = std::string(static_cast<const char*>(from), bytes)] { run_write(to, read); });
+    return CUDA_SUCCESS;
 }
 
 CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, CUstream stream)

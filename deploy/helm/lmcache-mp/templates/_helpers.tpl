@@ -30,6 +30,8 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 
 {{/* What all pods have in common. */}}
 {{- define "lmcache.pod" -}}
+# With tiers, a stop of the server writes to them for up to 30 s.
+terminationGracePeriodSeconds: 60
 automountServiceAccountToken: false
 # A Service named lmcache would set LMCACHE_PORT and others in every container.
 enableServiceLinks: false
@@ -70,4 +72,26 @@ priorityClassName: {{ . }}
 {{- define "lmcache.confined" -}}
 allowPrivilegeEscalation: false
 capabilities: { drop: [ALL] }
+{{- end }}
+
+{{/* mode node: what an engine's Deployment of one's own needs, as NOTES.txt shows it. */}}
+{{- define "lmcache.enginePatch" -}}
+apiVersion: apps/v1
+kind: Deployment
+metadata: { name: ENGINE }
+spec:
+  template:
+    spec:
+      {{- if .Values.hostPID }}
+      hostPID: true
+      {{- end }}
+      enableServiceLinks: false
+      securityContext: { runAsUser: {{ int64 .Values.user }}, runAsGroup: {{ int64 .Values.user }} }
+      containers:
+        - name: CONTAINER
+          env: [{ name: LMCACHE_RUNTIME_DIR, value: {{ include "lmcache.runtimeDir" . }} }]
+          volumeMounts: [{ name: lmcache-socket, mountPath: {{ include "lmcache.runtimeDir" . }} }]
+      volumes:
+        - name: lmcache-socket
+          hostPath: { path: {{ .Values.socket.hostPath }}, type: Directory }
 {{- end }}

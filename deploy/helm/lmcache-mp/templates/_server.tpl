@@ -20,6 +20,7 @@ env:
   - { name: NVIDIA_VISIBLE_DEVICES, value: all }
   - { name: NVIDIA_DRIVER_CAPABILITIES, value: "compute,utility" }
   {{- end }}
+  {{- with .Values.extraEnv }}{{ toYaml . | nindent 2 }}{{- end }}
 ports:
   - { name: http, containerPort: {{ .Values.http.port }} }
 livenessProbe:
@@ -44,6 +45,7 @@ securityContext:
 volumeMounts:
   - { name: socket, mountPath: /run/lmcache }
   - { name: tmp, mountPath: /tmp }
+  {{- with .Values.extraVolumeMounts }}{{ toYaml . | nindent 2 }}{{- end }}
 {{- end }}
 
 {{- define "lmcache.memory" -}}

@@ -1,0 +1,36 @@
+"""Repeats in vLLM's log that an engine runs without a server."""
+
+from lmcache_client.channel import Channel
+from lmcache_client.connector.log import logger
+
+REMIND_S = 600.0
+
+
+class Absence:
+    """The time that an engine has been without the server at `address`. The log has one line for every
+    REMIND_S seconds of it."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._since_s: float | None = None
+        self._lines = 0
+
+    def check(self, channel: Channel) -> None:
+        now_s = channel.system.now_s()
+        if channel.ready or self._since_s is None:
+            self._since_s, self._lines = now_s, 0
+            return
+        absent_s = now_s - self._since_s
+        if absent_s < REMIND_S * (self._lines + 1):
+            return
+        self._lines = int(absent_s // REMIND_S)
+        advice = (
+            "check that `lmcache server` runs there, and that lmcache.mp.host, lmcache.mp.port and "
+            "LMCACHE_RUNTIME_DIR of this engine match the server's --host, --port and LMCACHE_RUNTIME_DIR"
+        )
+        logger.warning(
+            "lmcache: for %d minutes the server at %s has not served this engine, so nothing is cached: %s",
+            absent_s // 60,
+            self._address,
+            channel.refusal or advice,
+        )

@@ -1,0 +1,46 @@
+"""Messages that change nothing, and their replies. messages.py lists all messages."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from lmcache_client.contract.codec import Natural, Wire
+from lmcache_client.contract.keys import Keys
+
+Missed = Annotated[tuple[tuple[Annotated[str, Meta(max_length=32)], Natural], ...], Meta(max_length=16)]
+
+
+class Inspect(Wire, frozen=True, tag=27):
+    """Asks what a Lookup of `keys` by this engine would find. Nothing is leased, counted or marked as used.
+    The reply is Inspected. `limit_tokens` is that of Lookup."""
+
+    engine_id: str
+    keys: Keys
+    limit_tokens: Natural
+
+
+class Inspected(Wire, frozen=True, tag=28):
+    """`resume_tokens` and `held` are those of Found. `missed` has the tokens between there and the limit by
+    reason, as (reason, tokens) pairs."""
+
+    resume_tokens: Natural
+    held: tuple[bytes, ...]
+    missed: Missed
+
+
+class Follow(Wire, frozen=True, tag=32):
+    """Asks how far this chain of chunks can be restored now, and what the server has forgotten of the
+    scheduler's namespace since this session's last Follow. `keys` may be empty. Nothing is leased, counted or
+    marked as used. The reply is Followed."""
+
+    keys: Keys
+
+
+class Followed(Wire, frozen=True, tag=33):
+    """The chain can be restored up to `resume_tokens`. `gone` has the keys of forgotten chunks; some of them
+    may have been stored again meanwhile. With `missed`, the server does not know what it has forgotten: this
+    is the session's first Follow, or there was too much of it."""
+
+    resume_tokens: Natural
+    gone: Keys
+    missed: bool

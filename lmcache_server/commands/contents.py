@@ -1,0 +1,149 @@
+"""The commands about what the server holds of prompts: warm, pin, unpin and inspect."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lmcache_server.commands import ends, options
+from lmcache_server.commands.options import CONTROL_TIMEOUT_S
+
+
+def _warm(url: str, prompts_file: Path, host: str, port: int, name: str, options: dict[str, Any]) -> int:
+    """Sends prompts through vLLM, pins them under `name` unless that is empty, and prints what is held."""
+    from lmcache_client.contract.messages import Pin, Pinned
+    from lmcache_server.commands import control, warm
+    from lmcache_server.commands.verify import prompts
+    from lmcache_server.commands.verify.engine import VllmServer
+
+    vllm = VllmServer(url, **options)
+    vllm.counters()
+    cases = prompts.from_file(prompts_file)
+
+    def ask(name: str, request: str) -> Pinned:
+        return control.ask(host, port, Pin(name, request), Pinned, CONTROL_TIMEOUT_S)
+
+    right, verdict = warm.verdict(warm.send(vllm, cases, ask, name, click.echo))
+    click.echo(f"all: {verdict}")
+    return 0 if right else ends.EXIT_FAILED
+
+
+@click.command()
+@options.sending
+def warm(url: str, prompts_file: Path, host: str, port: int, **options: Any) -> int:
+    """Fill the cache: send the prompts of FILE through vLLM at URL.
+
+    FILE has a prompt on each line: text, a JSON string, or a JSON list of token ids. For each prompt, vLLM
+    computes it and generates one token, and then the command prints how much of it the server holds.
+
+    The exit code is 1 when the server does not hold all prompts.
+    """
+    return _warm(url, prompts_file, host, port, "", options)
+
+
+@click.command()
+@options.sending
+@click.option("--name", help="The name of the pin, for unpin.  [default: the name of FILE]")
+def pin(url: str, prompts_file: Path, name: str | None, host: str, port: int, **options: Any) -> int:
+    """Keep the prompts of FILE in the cache: send and pin them.
+
+    It sends the prompts through vLLM at URL, and pins their chunks: the server does not evict them until
+    'lmcache unpin' or 'lmcache clear'. FILE is the same as for 'lmcache warm'. Pinned chunks take at most
+    half of L1. If a prompt would take more, the command stops with an error. If the name is pinned already,
+    it keeps its prompts and gets these as well. 'lmcache status' lists the names.
+
+    The exit code is 1 when the server does not hold all prompts.
+    """
+    return _warm(
+        url, prompts_file, host, port, _pin_name(prompts_file.name if name is None else name), options
+    )
+
+
+def _pin_name(name: str) -> str:
+    from lmcache_client.contract.messages import MAX_PIN_NAME
+
+    if not name.isprintable() or not 0 < len(name) <= MAX_PIN_NAME:
+        raise click.UsageError(f"a name has 1 to {MAX_PIN_NAME} printable characters: pass another")
+    return name
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("--all", "everything", is_flag=True, help="End all pins.")
+@options.control_options
+def unpin(name: str | None, everything: bool, host: str, port: int, timeout_s: float) -> None:
+    """End the pins of NAME, or all pins.
+
+    From now on the server may evict their chunks. At first they count as just used.
+    """
+    from lmcache_client.contract.messages import Unpin, Unpinned
+    from lmcache_server.commands import control
+
+    if everything == bool(name):
+        raise click.UsageError("pass a name or --all: 'lmcache status' lists the names")
+    reply = control.ask(host, port, Unpin(_pin_name(name) if name else ""), Unpinned, timeout_s)
+    click.echo(f"unpinned {reply.chunks} chunk{'' if reply.chunks == 1 else 's'}")
+
+
+@click.command()
+@click.argument("prompts_file", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path))
+@options.control_options
+@click.option("--url", help="vLLM's address. Needed if FILE has text, to make token ids of it.")
+@click.option("--api-key", envvar="VLLM_API_KEY", help="vLLM's --api-key.  [env: VLLM_API_KEY]")
+@click.option(
+    "--model",
+    default="",
+    help="The model, as `lmcache status` names it.  [default: that of --url, or any with an engine]",
+)
+@click.option("--namespace", default="", help="Only the namespaces that begin with these digits.")
+@click.option(
+    "--salt-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="A file that has the cache_salt of the requests. A final newline is ignored.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print an array with an object for each prompt.")
+def inspect(
+    prompts_file: Path, host: str, port: int, timeout_s: float, url: str | None, api_key: str | None,
+    model: str, namespace: str, salt_file: Path | None, as_json: bool,
+) -> int:  # fmt: skip
+    """Print how much of each prompt of FILE is cached.
+
+    It looks in L1, the server's memory, and not in tiers.
+
+    FILE has a prompt on each line: text, a JSON string, or a JSON list of token ids. The command prints what
+    vLLM would load of each prompt, why not more, and which chunks of each group are there. vLLM computes
+    nothing, no hit is counted, and nothing is kept from eviction.
+
+    It cannot see prompts with images or adapters, nor what an engine stored after it has reset its cache.
+
+    The exit code is 0 when the server has all that vLLM could load of every prompt, and 1 when not, or after
+    an error.
+    """
+    import json
+
+    from lmcache_client.contract.control import Inspect, Inspected
+    from lmcache_server.commands import control
+    from lmcache_server.commands import inspect as inspecting
+    from lmcache_server.commands.verify import prompts
+    from lmcache_server.commands.verify.engine import VllmServer
+
+    vllm = VllmServer(url, None, api_key, options.TOKENIZE_TIMEOUT_S) if url else None
+    cases: list[tuple[str, list[int]]] = []
+    for case in prompts.from_file(prompts_file):
+        tokens = case.prompt
+        if isinstance(tokens, str):
+            if vllm is None:
+                raise click.UsageError(f"{case.name} is text: pass --url, so that vLLM makes token ids of it")
+            tokens = vllm.tokens(tokens)
+        cases.append((case.name, tokens))
+    salt = prompts.salt(salt_file) if salt_file else ""
+    model = model or (vllm.root if vllm is not None and not namespace else "")
+
+    def ask(message: Inspect) -> Inspected:
+        return control.ask(host, port, message, Inspected, timeout_s)
+
+    places = inspecting.chosen(control.report(host, port, timeout_s), model, namespace.lower())
+    rows = [inspecting.look(ask, *case, salt, place) for case in cases for place in places]
+    click.echo(json.dumps(rows, indent=2) if as_json else "\n".join(map(inspecting.text, rows)))
+    return 0 if all(map(inspecting.is_whole, rows)) else ends.EXIT_FAILED

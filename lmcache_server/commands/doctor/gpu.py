@@ -1,0 +1,180 @@
+"""`lmcache doctor --gpu`: does on each GPU what the server does for an engine, with the memory of a child
+process, and says at which step it fails."""
+
+import ctypes
+import hashlib
+import mmap
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmcache_kernels.driver import CudaError, Driver
+from lmcache_kernels.page_copy import KernelError, PageCopy, compiled
+from lmcache_server.host.preflight import FAIL, OK, Check
+from lmcache_server.transfer.base import CopyError
+
+NUM_BYTES = 64 << 20
+PIECE_BYTES = 64 << 10
+ANSWER_S = 60.0
+_ENGINE = f"""
+import hashlib, sys
+from lmcache_kernels.driver import CudaError, Driver
+try:
+    driver = Driver()
+    driver.enter(driver.retain_context(int(sys.argv[1])))
+    address = driver.allocate({NUM_BYTES})
+    driver.write(address, bytes({NUM_BYTES}))
+    print(driver.ipc_handle(address).hex(), flush=True)
+    for _ in sys.stdin:
+        print(hashlib.sha256(driver.read(address, {NUM_BYTES})).hexdigest(), flush=True)
+except CudaError as error:
+    print("error", error, flush=True)
+"""
+"""In the place of an engine: exports memory, and for each line that it reads prints a digest of it."""
+
+DEVICE_UNAVAILABLE = 46
+BY_CODE = {
+    DEVICE_UNAVAILABLE: "nvidia-smi -c 0  (the compute mode lets no further process use this GPU)",
+}
+UNLOCK = "ulimit -l unlimited  (systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1)"
+
+
+_U64 = NDArray[np.uint64]
+
+
+class _Trial:
+    """One GPU, with a child that has memory there. The steps must be made in the order of `steps`; each
+    returns what it found."""
+
+    def __init__(self, driver: Driver, ordinal: int, stack: ExitStack) -> None:
+        self.steps: list[tuple[str, Callable[[], str], str]] = [
+            ("context", self._context, "free device memory (--gpu-memory-utilization of vLLM)"),
+            ("memory of an engine", self._export, "free device memory (--gpu-memory-utilization of vLLM)"),
+            ("open it", self._open, "run doctor as the server is run; containers: --pid=host, --gpus all"),
+            ("pin memory", self._pin, UNLOCK),
+            ("copy", partial(self._copy_both_ways, self._single), ""),
+            ("copy in batches", partial(self._copy_both_ways, self._batch), ""),
+            ("copy by kernel", self._kernel, "leave out --gpu-kernel"),
+        ]
+        self._driver, self._ordinal, self._stack = driver, ordinal, stack
+        self._host = np.frombuffer(mmap.mmap(-1, NUM_BYTES), np.uint8)
+        self._digest = hashlib.sha256(bytes(NUM_BYTES)).hexdigest()
+
+    def _later(self, function: Callable[..., object], *arguments: int) -> None:
+        """Gives back what a step took. If the GPU has failed, this fails, too, which says nothing new."""
+
+        def give_back() -> None:
+            with suppress(CudaError):
+                function(*arguments)
+
+        self._stack.callback(give_back)
+
+    def _context(self) -> str:
+        self._driver.enter(self._driver.retain_context(self._ordinal))
+        self._stream = self._driver.create_stream()
+        self._later(self._driver.destroy_stream, self._stream)
+        free, total = self._driver.memory_info()
+        return f"{free >> 20} of {total >> 20} MiB are free"
+
+    def _export(self) -> str:
+        command = [sys.executable, "-c", _ENGINE, str(self._ordinal)]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        watch = threading.Timer(ANSWER_S, child.kill)
+        watch.start()
+        self._stack.callback(child.wait)
+        self._stack.callback(child.kill)
+        self._stack.callback(watch.cancel)
+        self._child = child
+        self._handle = bytes.fromhex(self._answer())
+        return ""
+
+    def _answer(self) -> str:
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline().strip()
+        if not line or line.startswith("error"):
+            raise CopyError(f"in the process of the engine: {line or 'it has ended'}")
+        return line
+
+    def _open(self) -> str:
+        self._address = self._driver.open_handle(self._handle)
+        self._later(self._driver.close_handle, self._address)
+        return ""
+
+    def _pin(self) -> str:
+        address = self._host.ctypes.data
+        self._driver.register_host(address, NUM_BYTES)
+        self._later(self._driver.unregister_host, address)
+        return f"{NUM_BYTES >> 20} MiB"
+
+    def _copy_both_ways(self, copy: Callable[[int, int], None]) -> str:
+        host, times = self._host.ctypes.data, []
+        for to, at in ((host, self._address), (self._address, host)):
+            if to == host:
+                ctypes.memset(host, 0xA5, NUM_BYTES)
+            else:
+                self._host[:] = np.random.default_rng().integers(0, 256, NUM_BYTES, np.uint8)
+            started_s = time.perf_counter()
+            copy(to, at)
+            self._driver.synchronize(self._stream)
+            times.append(f"{NUM_BYTES / (time.perf_counter() - started_s) / 1e9:.1f} GB/s")
+            digest = hashlib.sha256(self._host.data).hexdigest()
+            if to == host and digest != self._digest:
+                raise CopyError("other bytes arrived from the GPU than were there")
+            self._digest = digest
+        assert self._child.stdin is not None
+        self._child.stdin.write("\n")
+        self._child.stdin.flush()
+        if self._answer() != self._digest:
+            raise CopyError("other bytes arrived on the GPU than were sent")
+        return f"{times[0]} from the GPU, {times[1]} to it"
+
+    def _single(self, to: int, at: int) -> None:
+        self._driver.copy(to, at, NUM_BYTES, self._stream)
+
+    def _batch(self, to: int, at: int) -> None:
+        destination, source, length = _pieces(to, at)
+        self._driver.copy_batch(destination, source, length, self._stream)
+
+    def _kernel(self) -> str:
+        try:
+            image = compiled(self._driver.compute_capability(self._ordinal))
+        except KernelError:
+            return "not tried, because there is no cupy to compile it"
+        kernel = PageCopy(self._driver, self._driver.load_kernel(image, "page_copy"))
+        self._later(kernel.close)
+
+        def launch(to: int, at: int) -> None:
+            destination, source, length = _pieces(to, at)
+            kernel.launch(source, destination, length, self._stream)
+
+        return self._copy_both_ways(launch)
+
+
+def _pieces(to: int, at: int) -> tuple[_U64, _U64, _U64]:
+    """Destinations, sources and lengths of copies that are NUM_BYTES together."""
+    starts = np.arange(0, NUM_BYTES, PIECE_BYTES, np.uint64)
+    return starts + np.uint64(to), starts + np.uint64(at), np.full_like(starts, PIECE_BYTES)
+
+
+def try_gpus(driver: Driver) -> Iterator[Check]:
+    """Tries every GPU of `driver`, one step after the other, up to the first that fails."""
+    for ordinal in range(driver.num_devices()):
+        name = f"GPU {driver.pci_bus_id(ordinal)}"
+        with ExitStack() as stack:
+            for what, step, fix in _Trial(driver, ordinal, stack).steps:
+                started_s = time.perf_counter()
+                try:
+                    found = step()
+                except (CudaError, OSError, CopyError) as error:
+                    code = error.code if isinstance(error, CudaError) else 0
+                    yield Check(f"{name}, {what}", FAIL, str(error), BY_CODE.get(code, fix))
+                    break
+                milliseconds = 1000 * (time.perf_counter() - started_s)
+                yield Check(f"{name}, {what}", OK, f"{found}{', ' if found else ''}{milliseconds:.0f} ms")

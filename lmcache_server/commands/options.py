@@ -1,0 +1,67 @@
+"""The options that several commands share."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from lmcache_server import config as configuration
+from lmcache_server.config import Command
+
+CONTROL_TIMEOUT_S = 2.0
+TOKENIZE_TIMEOUT_S = 60.0
+
+ADDRESS = {
+    "host": "The TCP address of the server. Without it: the server's Unix socket.",
+    "port": "The server's port; without --host, the number that names its Unix socket.",
+}
+
+
+def asking(*more: str, default_s: float = CONTROL_TIMEOUT_S, **helps: str) -> Callable[[Command], Command]:
+    """The options of a command that asks a server and by default waits `default_s` seconds, and these `more`,
+    with their `helps`."""
+
+    def decorate(command: Command) -> Command:
+        timeout = click.option(
+            "--timeout-s",
+            type=click.FloatRange(0.01, 3600),
+            default=default_s,
+            show_default=True,
+            metavar="SECONDS",
+            help="Seconds to wait for an answer.",
+        )
+        return configuration.options("host", "port", *more, **ADDRESS, **helps)(timeout(command))
+
+    return decorate
+
+
+control_options = asking()
+
+
+def count(flag: str, default: int, meaning: str, most: int | None = 1024) -> Callable[[Command], Command]:
+    return click.option(flag, type=click.IntRange(1, most), default=default, show_default=True, help=meaning)
+
+
+def vllm_options(command: Command) -> Command:
+    """The options of a command that talks to vLLM."""
+    for option in (
+        click.option(
+            "--timeout-s",
+            type=click.FloatRange(1),
+            default=600,
+            show_default=True,
+            help="Seconds for one answer.",
+        ),
+        click.option("--api-key", envvar="VLLM_API_KEY", help="vLLM's --api-key.  [env: VLLM_API_KEY]"),
+        click.option("--model", help="The model to ask, if vLLM serves several.  [default: the first]"),
+    ):
+        command = option(command)
+    return command
+
+
+def sending(command: Command) -> Command:
+    """The arguments and options of a command that sends the prompts of a file through vLLM."""
+    file = click.argument("prompts_file", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path))
+    return click.argument("url")(
+        file(vllm_options(configuration.options("host", "port", **ADDRESS)(command)))
+    )

@@ -1,0 +1,235 @@
+"""The chunks in L1: which frames are theirs, who holds them, and which are evicted to make room."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Sized
+
+from lmcache_client.contract.keys import ROOT_KEY
+from lmcache_server.core.followers import Followers
+from lmcache_server.core.index import Chunk, Index
+from lmcache_server.core.limits import Limits
+from lmcache_server.core.lru import EvictionOrder
+from lmcache_server.core.misses import Evicted
+from lmcache_server.core.named_pins import NamedPins
+from lmcache_server.core.pool import FramePool, Runs
+from lmcache_server.core.snapshot import Snapshot, rebuild, take
+from lmcache_server.core.tenants import Tenants
+
+MAX_EVICTED_AGES = 1024
+"""How many ages at eviction are kept until the caller drains them. Further ones are not recorded."""
+NO_QUOTAS = Limits()
+
+
+class Chunks:
+    """The index, the eviction order and the frames of L1. A chunk can be evicted exactly while nothing pins
+    it.
+
+    `frame_bytes` is the size of a frame.
+    """
+
+    def __init__(self, frame_bytes: int, total_frames: int = 0, quotas_gb: Limits = NO_QUOTAS) -> None:
+        if frame_bytes <= 0:
+            raise ValueError(f"a frame has at least one byte, not {frame_bytes}")
+        self.frame_bytes = frame_bytes
+        self.evicted_chunks = 0
+        self.evicted_bytes = 0
+        """The payload of all evicted chunks."""
+        self.quota_evicted_chunks = 0
+        """How many of them were evicted because their tenant was at its quota."""
+        self.expired_chunks = 0
+        """How many chunks `forget_old` has forgotten."""
+        self.evicted_ages_s: list[float] = []
+        """For each chunk that was recently evicted for lack of room and was not `once`, the seconds since its
+        last use. The caller drains the list."""
+        self.stored_bytes = 0
+        """The payload of all ready objects."""
+        self.used_frames = 0
+        """The frames of ready objects."""
+        self.evicted = Evicted()
+        self.followers = Followers()
+        self._now_s = 0.0
+        self._pool = FramePool(total_frames)
+        self._index = Index()
+        self._order = EvictionOrder()
+        self._spilling = Counter[Chunk]()
+        """Chunks that tiers read from. They are not evicted, and their frames are freed afterwards."""
+        self.named_pins = NamedPins()
+        """What users have pinned; only to be read."""
+        self.tenants = Tenants(quotas_gb, frame_bytes)
+        """What each tenant holds; only to be read."""
+
+    @property
+    def free_frames(self) -> int:
+        return self._pool.free_frames
+
+    @property
+    def total_frames(self) -> int:
+        return self._pool.total_frames
+
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks the index has, including those that have no ready object yet."""
+        return len(self._index)
+
+    def largest_free_run(self) -> int:
+        return self._pool.largest_free_run()
+
+    def namespaces(self) -> Mapping[bytes, Sized]:
+        """The chunks of each namespace, as they change. There may be thousands of namespaces."""
+        return self._index.namespaces()
+
+    def chunk(self, namespace: bytes, key: bytes) -> Chunk | None:
+        return self._index.get(namespace, key)
+
+    def grow(self, frames: int) -> None:
+        """Adds `frames` free frames at the end of L1."""
+        self._pool.grow(frames)
+
+    def set_aside(self, ranges: Runs) -> None:
+        """As FramePool.set_aside."""
+        self._pool.set_aside(ranges)
+
+    def clear(self, namespace: bytes | None = None, tenant: str = "") -> int:
+        """Forgets every chunk (of `namespace`, of the tenants whose names begin with the digits `tenant`) as
+        `forget` does; returns how many."""
+        chunks = list(self._index if namespace is None else self._index.chunks(namespace).values())
+        if tenant:
+            named = {each for each in self.tenants if each.name.hex().startswith(tenant)}
+            chunks = [chunk for chunk in chunks if chunk.tenant in named]
+        for chunk in chunks:
+            self.forget(chunk)
+        return len(chunks)
+
+    def forget(self, chunk: Chunk) -> None:
+        """Removes a chunk from the index. If it is in use, its frames are freed when the last use ends."""
+        if chunk not in self._index:
+            return
+        self._index.remove(chunk)
+        self.followers.gone(chunk.namespace, chunk.key)
+        if self.named_pins.forget(chunk):
+            self._unpin(chunk)
+        elif not chunk.pins:
+            self._order.remove((chunk,))
+            self._free_objects(chunk)
+
+    def forget_old(self, namespace: bytes, before_s: float, most: int) -> int:
+        """Forgets chunks that were first stored before `before_s`, as `forget` does: the oldest of the
+        namespace first, and at most `most`. Returns how many."""
+        oldest = itertools.islice(self._index.chunks(namespace).values(), most)
+        old = list(itertools.takewhile(lambda chunk: chunk.stored_s < before_s, oldest))
+        for chunk in old:
+            self.forget(chunk)
+        self.expired_chunks += len(old)
+        return len(old)
+
+    def pin(self, name: str, namespace: bytes, keys: Sequence[bytes]) -> None:
+        """Keeps those chunks of a chain from eviction that are there and not being written, until `unpin`.
+        Raises PinError, and pins nothing, if that exceeds a bound."""
+        chain, pins = map(self._index.chunks(namespace).get, keys), self.named_pins
+        there = [each for each in chain if each and each.ready and (not each.reserved or each in pins)]
+        new = pins.add(name, there, self.total_frames)
+        for chunk in new:
+            self._order.keep(chunk)
+        self._pin(new)
+
+    def unpin(self, name: str) -> int:
+        """Ends the pins of a name; returns how many of its chunks no name pins any more. Raises KeyError."""
+        chunks = self.named_pins.remove(name)
+        for chunk in reversed(chunks):
+            self._unpin(chunk)
+        return len(chunks)
+
+    def snapshot(self, now_s: float) -> Snapshot:
+        """Returns, for `restore`, the ready chunks that nothing pins, and those that have a name."""
+        return take(self.total_frames, self._order, self.named_pins, now_s)
+
+    def restore(self, snapshot: Snapshot, now_s: float) -> None:
+        """Fills an empty cache from `snapshot`. Raises SnapshotError, and stays empty, unless every part of
+        the snapshot agrees with the rest."""
+        tenants = Tenants(self.tenants.quotas, self.frame_bytes)
+        contents = rebuild(snapshot, tenants, self.frame_bytes, now_s)
+        assert not self.num_chunks, "only an empty cache is restored"
+        self._advance(now_s)
+        self._pool, self._index, self._order = contents.pool, contents.index, contents.order
+        self.named_pins, self.stored_bytes, self.tenants = contents.named, contents.stored_bytes, tenants
+        self.used_frames = contents.order.frames + contents.named.frames
+
+    def _advance(self, now_s: float) -> None:
+        self._now_s = max(self._now_s, now_s)
+
+    def _use(self, chain: Iterable[Chunk | None]) -> None:
+        used = [chunk for chunk in dict.fromkeys(chain) if chunk is not None]
+        for chunk in used:
+            chunk.last_used_s, chunk.in_tiers = self._now_s, 0
+        self._order.renew([chunk for chunk in used if not chunk.pins])
+
+    def _pin(self, chain: Sequence[Chunk]) -> None:
+        unused = []
+        for chunk in chain:
+            if not chunk.pins and chunk.newer is not None:
+                unused.append(chunk)
+            chunk.pins += 1
+        self._order.remove(unused)
+
+    def _unpin_all(self, chain: Sequence[Chunk]) -> None:
+        """Unpins the tail first: then a suffix is evicted before its prefix, without which it is useless."""
+        now_s, unused = self._now_s, []
+        indexed = self._index.chunks(chain[0].namespace) if chain else {}
+        for chunk in reversed(chain):
+            if chunk.pins == 1 and chunk.ready and indexed.get(chunk.key) is chunk:
+                chunk.pins = chunk.in_tiers = 0
+                chunk.last_used_s = now_s
+                unused.append(chunk)
+            else:
+                self._unpin(chunk)
+        self._order.add_all(unused)
+
+    def _place(self, chunk: Chunk, parent: bytes) -> Chunk | None:
+        """Where a child of `parent` goes in the eviction order: just ahead of the returned chunk, or at the
+        end of its part if None."""
+        if parent in (b"", ROOT_KEY):
+            return None
+        before = self._index.get(chunk.namespace, parent)
+        if before is None:
+            # A chunk without its parent is seldom of use: it is evicted first.
+            return self._order.front
+        return None if chunk.once and not before.once else before
+
+    def _unpin(self, chunk: Chunk, place: Chunk | None = None) -> None:
+        chunk.pins -= 1
+        chunk.last_used_s = self._now_s
+        if chunk.pins:
+            return
+        if chunk not in self._index:
+            self._free_objects(chunk)
+        elif chunk.ready:
+            self._order.add(chunk, place if place is not None and place in self._order else None)
+        else:
+            self._index.remove(chunk)
+
+    def _evict(self, victims: Sequence[Chunk], by_quota: bool = False) -> None:
+        for chunk in victims:
+            self._order.remove((chunk,))
+            self._index.remove(chunk)
+            self.evicted.add(chunk.namespace, chunk.key)
+            self.followers.gone(chunk.namespace, chunk.key)
+            self.evicted_chunks += 1
+            self.quota_evicted_chunks += by_quota
+            self.evicted_bytes += self._free_objects(chunk)
+            if not (chunk.once or by_quota) and len(self.evicted_ages_s) < MAX_EVICTED_AGES:
+                self.evicted_ages_s.append(self._now_s - chunk.last_used_s)
+
+    def _free_objects(self, chunk: Chunk) -> int:
+        """Frees the frames of all ready objects, unless a tier still reads them; returns their payload in
+        bytes."""
+        freed_bytes = 0
+        if chunk in self._spilling:
+            return 0
+        for stored in chunk.packed.objects():
+            self._pool.free(stored.runs)
+            freed_bytes += stored.num_bytes
+        self.used_frames -= chunk.frames
+        self.tenants.grow(chunk.tenant, -chunk.frames)
+        self.stored_bytes -= freed_bytes
+        chunk.clear()
+        return freed_bytes

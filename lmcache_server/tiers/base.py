@@ -1,0 +1,50 @@
+"""What every tier can do: keep records by name. Adapters block; the worker that calls them has threads."""
+
+import re
+from collections.abc import Sequence
+from typing import Protocol
+
+_NAME = re.compile(r"[0-9a-f/_.-]{1,200}")
+
+
+class TierError(Exception):
+    """A call failed: no connection, a timeout, a full disk. The text says what a user can do."""
+
+
+class Tier(Protocol):
+    """A store of records by name. Every method blocks and may be called from several threads at once. Only
+    TierError may be raised.
+
+    A record is written and read in pieces: runs of page-aligned memory, each a multiple of 4 KiB, in order.
+    A name is at most 200 characters of [0-9a-f/_.-].
+    """
+
+    def present(self, names: Sequence[str]) -> Sequence[bool]:
+        """Which records may be there. A hint: they may be gone when they are read."""
+
+    def read(self, name: str, pieces: Sequence[memoryview]) -> bool:
+        """Fill the pieces with a record. False if there is none of exactly that size; what the pieces contain
+        is then undefined."""
+
+    def write(self, name: str, pieces: Sequence[memoryview]) -> bool:
+        """Keep a record whole or not at all. False if the tier has no room for it."""
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Forget records; unknown names are ignored."""
+
+    def clear(self, prefix: str) -> None:
+        """Forget all records whose names begin so."""
+
+    def close(self) -> None:
+        """Release everything. No other call runs or follows."""
+
+
+def is_name(name: str) -> bool:
+    return bool(_NAME.fullmatch(name))
+
+
+def checked_name(name: str) -> str:
+    """The name. Raises TierError if it is none: nothing else becomes a part of a path or a command."""
+    if not is_name(name):
+        raise TierError(f"{name!r:.250} cannot name a record")
+    return name

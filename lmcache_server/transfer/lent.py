@@ -1,0 +1,59 @@
+"""File descriptors of other processes, by which they share GPU memory of CUDA's virtual memory API."""
+
+import contextlib
+import ctypes
+import errno
+import os
+from collections.abc import Iterator
+
+from lmcache_server.transfer.base import NoAccessError
+from lmcache_server.transfer.host import check_user
+
+_PIDFD_GETFD = 438
+"""The number of the system call on every processor; Linux 5.6."""
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@contextlib.contextmanager
+def lent(pid: int, descriptor: int) -> Iterator[int]:
+    """A copy of file descriptor number `descriptor` of process `pid`, open as long as the context. Whatever
+    it is, nothing is read from it or written to it. Raises NoAccessError."""
+    try:
+        check_user(pid)
+        copy = _copied(pid, descriptor)
+    except OSError as error:
+        raise NoAccessError(_sentence(pid, error)) from error
+    try:
+        yield copy
+    finally:
+        os.close(copy)
+
+
+def _copied(pid: int, descriptor: int) -> int:
+    process = os.pidfd_open(pid)
+    try:
+        number = int(_libc.syscall(_PIDFD_GETFD, process, descriptor, 0))
+        if number < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return number
+    finally:
+        os.close(process)
+
+
+def _sentence(pid: int, error: OSError) -> str:
+    reason = error.strerror
+    if error.errno in (errno.EPERM, errno.ENOSYS):
+        return (
+            f"the kernel does not let the server share the GPU memory of process {pid} ({reason}): run the "
+            "server as the user of vLLM; set kernel.yama.ptrace_scope to 0 or 1; in containers, share the "
+            "process namespace and allow pidfd_getfd in the seccomp profile; or start vLLM without "
+            "--enable-sleep-mode and --enable-cumem-allocator"
+        )
+    if error.errno in (errno.ESRCH, errno.ENOENT):
+        return (
+            f"the server cannot see process {pid}: it has ended, or it is in another process namespace "
+            "(containers: share the pid namespace)"
+        )
+    if error.errno == errno.EBADF:
+        return f"process {pid} has no such file descriptor"
+    return f"the server cannot share the GPU memory of process {pid}: {reason}"

@@ -1,0 +1,317 @@
+"""The scheduler side of the connector and a real server: requests are looked up when they arrive.
+
+No vLLM runs here. The requests and the block pool are vLLM's own.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from harness.rawclient import RawEngine, group
+from harness.server import LMCacheServer
+from harness.waiting import wait_until
+from vllm import SamplingParams
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.request import Request
+
+from lmcache_client.channel import RefusedError
+from lmcache_client.connector import scheduler
+from lmcache_client.connector.early import EARLY_LOOKUPS
+from lmcache_client.connector.request import Asking
+from lmcache_client.connector.scheduler import SchedulerSide
+from lmcache_client.connector.settings import Settings
+from lmcache_client.contract.geometry import FULL, GroupSpec
+from lmcache_client.contract.messages import BAD_REQUEST, MAX_EARLY_CHUNKS, Lookup
+from lmcache_client.engine import chunk_object
+
+CHUNK = 16
+CHUNKS = 4
+TOKENS = CHUNKS * CHUNK + 1
+"""Of a prompt. All but the last one can be loaded."""
+PATIENCE_S = 20.0
+
+
+class Engine:
+    """The scheduler side, called as vLLM calls it, of an engine whose worker stores what a test says."""
+
+    def __init__(self, server: LMCacheServer) -> None:
+        self.server = server
+        self.worker = RawEngine(server.address, [group()])
+        self.worker.worker.start(PATIENCE_S, PATIENCE_S)
+        self.side = SchedulerSide(
+            Settings(port=server.port, lookup_timeout_s=600.0),
+            "engine",
+            (GroupSpec(FULL, CHUNK, 0, "", ()),),
+            1,
+            loads=True,
+            stores=True,
+        )
+        self.pool = BlockPool(64, enable_caching=False, hash_block_size=CHUNK)
+        self.side.bind(self.pool)
+        self.side.start()
+        assert self.side.channel.ready
+        self._requests = 0
+
+    def close(self) -> None:
+        self.side.channel.close(0.0)
+        self.worker.close()
+
+    def arrives(self, seed: int) -> Request:
+        """A request with the prompt that `seed` stands for."""
+        self._requests += 1
+        prompt = list(range(seed * TOKENS, (seed + 1) * TOKENS))
+        request = Request(f"request {self._requests}", prompt, SamplingParams(max_tokens=1), None)
+        self.side.new_request(request)
+        return request
+
+    def wait_for_answers(self) -> None:
+        states = [tracked.state for tracked in self.side._tracked.values()]
+        lookups = [state.lookup for state in states if isinstance(state, Asking)]
+
+        def all_done() -> bool:
+            self.side.channel.poll()
+            return all(lookup.done for lookup in lookups)
+
+        wait_until(all_done, PATIENCE_S)
+
+    def offered(self, request: Request, computed: int = 0) -> int:
+        """What vLLM is offered beyond its own tokens, asked in as many steps as it takes."""
+        offers: list[int] = []
+
+        def is_offered() -> bool:
+            tokens, _ = self.side.matched_tokens(request, computed)
+            offers.extend([] if tokens is None else [tokens])
+            return bool(offers)
+
+        wait_until(is_offered, PATIENCE_S)
+        return offers[0]
+
+    def admit(self, request: Request, external: int) -> None:
+        tables = ([block.block_id for block in self.pool.get_new_blocks(CHUNKS)],)
+        blocks: Any = SimpleNamespace(get_block_ids=lambda: tables)
+        self.side.allocated(request, blocks, external)
+
+    def step(self) -> None:
+        cached = SimpleNamespace(req_ids=[], num_computed_tokens=[])
+        state = SimpleNamespace(get_block_ids={}.get, boundary_state_offloads={})
+        output: Any = SimpleNamespace(
+            num_scheduled_tokens={"another": 1},
+            scheduled_new_reqs=[SimpleNamespace(req_id="another", num_computed_tokens=0)],
+            scheduled_cached_reqs=cached,
+            kv_connector_block_state=state,
+        )
+        self.side.step(output)
+
+    def end(self, *requests: Request) -> None:
+        for request in requests:
+            self.side.finished(request)
+
+    def store(self, seed: int, first: int = 0) -> None:
+        """Stores the prompt's chunks from number `first` on, without a lookup."""
+        request = self.arrives(seed)
+        keys = self.side._tracked[request.request_id].keys_of(CHUNKS)
+        self.end(request)
+        self.worker.store([chunk_object(keys, chunk, 0, (chunk + 1,)) for chunk in range(first, CHUNKS)])
+
+    def tokens(self) -> tuple[int, int, int]:
+        """What the server has counted: tokens that the engine held, hits and misses."""
+        return (self.server.tokens("computed"), self.server.tokens("hit"), self.server.tokens("miss"))
+
+    def lookups(self) -> int:
+        """How many lookups the server has answered."""
+        return int(self.server.metrics()['lmcache_requests_total{op="lookup",outcome="ok"}'])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LMCacheServer]:
+    with LMCacheServer(l1_size_gb=0.05, chunk_size=CHUNK) as server:
+        yield server
+
+
+@pytest.fixture
+def engine(server: LMCacheServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    monkeypatch.setenv("LMCACHE_RUNTIME_DIR", server.runtime_dir)
+    # A busy machine may take longer for a test's steps.
+    monkeypatch.setattr(scheduler, "FRESH_S", 600.0)
+    server.clear()
+    engine = Engine(server)
+    yield engine
+    engine.close()
+    server.wait_at_rest(timeout_s=PATIENCE_S)
+
+
+def grown(after: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a - b for a, b in zip(after, before, strict=True))
+
+
+def test_requests_that_arrive_together_have_their_answers_when_vllm_asks(engine: Engine) -> None:
+    for seed in range(4):
+        engine.store(seed)
+    requests = [engine.arrives(seed) for seed in range(8)]
+    engine.wait_for_answers()
+    os.kill(engine.server.pid, signal.SIGSTOP)
+    try:
+        answers = [engine.side.matched_tokens(request, 0) for request in requests]
+    finally:
+        os.kill(engine.server.pid, signal.SIGCONT)
+    assert answers == [(CHUNKS * CHUNK, True)] * 4 + [(0, False)] * 4
+    engine.end(*requests)
+
+
+def test_the_server_counts_what_is_loaded_beyond_the_engines_own_tokens(engine: Engine) -> None:
+    engine.store(1)
+    before = engine.tokens()
+    hit, miss, gone = engine.arrives(1), engine.arrives(2), engine.arrives(1)
+    engine.wait_for_answers()
+    assert engine.offered(hit, 2 * CHUNK) == 2 * CHUNK
+    assert engine.offered(miss, CHUNK) == 0
+    assert engine.tokens() == before, "counted before anybody knew whether the answer is used"
+    engine.admit(hit, 2 * CHUNK)
+    engine.step()
+    expected = (3 * CHUNK, 2 * CHUNK, 3 * CHUNK)
+    wait_until(lambda: grown(engine.tokens(), before) == expected, PATIENCE_S)
+    engine.end(hit, miss, gone)
+    engine.step()
+    engine.server.wait_until(lambda leases: not leases["leases"])
+    assert grown(engine.tokens(), before) == expected, "a request that vLLM never asked about is counted"
+
+
+def test_chunks_that_only_the_engine_has_do_not_hide_what_the_server_has_behind_them(engine: Engine) -> None:
+    engine.store(1, first=1)
+    before = engine.tokens()
+    request = engine.arrives(1)
+    engine.wait_for_answers()
+    assert engine.offered(request, CHUNK) == 3 * CHUNK
+    engine.admit(request, 3 * CHUNK)
+    engine.step()
+    wait_until(lambda: grown(engine.tokens(), before) == (CHUNK, 3 * CHUNK, 0), PATIENCE_S)
+    engine.end(request)
+
+
+def test_an_engine_that_has_a_prompt_itself_holds_no_lease_for_it(engine: Engine) -> None:
+    engine.store(1)
+    before = engine.tokens()
+    request = engine.arrives(1)
+    engine.wait_for_answers()
+    engine.server.wait_until(lambda counts: counts["leases"] == 1)
+    assert engine.offered(request, CHUNKS * CHUNK) == 0
+    engine.server.wait_until(lambda counts: counts["leases"] == 0)
+    engine.end(request)
+    # It ended a moment ago, so its next turn is not looked up early.
+    looked_up = engine.lookups()
+    engine.end(engine.arrives(1))
+    engine.step()
+    assert engine.lookups() == looked_up
+    assert engine.tokens() == before
+
+
+def test_an_old_answer_is_not_used(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = engine.arrives(1)
+    engine.wait_for_answers()
+    engine.store(1)
+    monkeypatch.setattr(scheduler, "FRESH_S", 0.0)
+    assert engine.offered(request) == CHUNKS * CHUNK
+    engine.end(request)
+
+
+def test_a_reset_voids_early_answers(engine: Engine) -> None:
+    engine.store(1)
+    request = engine.arrives(1)
+    engine.wait_for_answers()
+    engine.side.reset()
+    assert engine.offered(request) == 0
+    engine.end(request)
+
+
+def test_requests_that_queue_are_looked_up_when_it_is_their_turn(engine: Engine) -> None:
+    before = engine.lookups()
+    first = [engine.arrives(seed) for seed in range(2)]
+    engine.step()
+    # vLLM has asked about none of them, so a further one would queue, too.
+    second = engine.arrives(2)
+    engine.wait_for_answers()
+    assert engine.lookups() == before + 2
+    assert [engine.offered(request) for request in (*first, second)] == [0] * 3
+    engine.step()
+    third = engine.arrives(3)
+    engine.wait_for_answers()
+    assert engine.lookups() == before + 4
+    engine.end(*first, second, third)
+
+
+def test_so_many_requests_are_looked_up_early_and_no_more(engine: Engine) -> None:
+    before = engine.lookups()
+    requests = [engine.arrives(seed) for seed in range(EARLY_LOOKUPS + 5)]
+    engine.wait_for_answers()
+    assert engine.lookups() == before + EARLY_LOOKUPS
+    assert [engine.offered(request) for request in requests] == [0] * len(requests)
+    assert engine.lookups() == before + len(requests)
+    engine.end(*requests)
+
+
+def test_a_step_waits_once_for_a_server_that_does_not_answer(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    poll = engine.side.channel.poll
+
+    def watched(pending: Any = None, wait_s: float = 0.0) -> None:
+        waits.append(wait_s)
+        poll(pending, wait_s)
+
+    os.kill(engine.server.pid, signal.SIGSTOP)
+    try:
+        requests = [engine.arrives(seed) for seed in range(8)]
+        monkeypatch.setattr(engine.side.channel, "poll", watched)
+        for _ in range(2):
+            assert {engine.side.matched_tokens(request, 0) for request in requests} == {(None, False)}
+            assert [wait_s for wait_s in waits if wait_s] == [scheduler.LOOKUP_WAIT_S]
+            engine.step()
+            waits.clear()
+    finally:
+        os.kill(engine.server.pid, signal.SIGCONT)
+    assert [engine.offered(request) for request in requests] == [0] * 8
+    engine.end(*requests)
+
+
+def test_a_lookup_that_waits_for_a_tier_holds_up_no_step_and_no_other(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    poll = engine.side.channel.poll
+
+    def watched(pending: Any = None, wait_s: float = 0.0) -> None:
+        waits.append(wait_s)
+        poll(pending, wait_s)
+
+    monkeypatch.setattr(engine.side, "_fetches", True)
+    monkeypatch.setattr(scheduler, "FRESH_LOOKUP_S", 0.001)
+    os.kill(engine.server.pid, signal.SIGSTOP)
+    try:
+        slow = [engine.arrives(seed) for seed in range(3)]
+        for request in slow:
+            assert engine.side.matched_tokens(request, 0) == (None, False)
+        engine.step()
+        time.sleep(0.01)
+        monkeypatch.setattr(engine.side.channel, "poll", watched)
+        new = engine.arrives(3)
+        for request in (*slow, new):
+            assert engine.side.matched_tokens(request, 0) == (None, False)
+        assert waits == [0.0, 0.0, 0.0, scheduler.LOOKUP_WAIT_S]
+    finally:
+        os.kill(engine.server.pid, signal.SIGCONT)
+    assert [engine.offered(request) for request in (*slow, new)] == [0] * 4
+    engine.end(*slow, new)
+
+
+def test_an_early_lookup_has_few_keys(engine: Engine) -> None:
+    chunks = MAX_EARLY_CHUNKS + 1
+    keys = tuple(number.to_bytes(32, "big") for number in range(chunks))
+    question = Lookup("r", keys, 0, chunks * CHUNK, chunks * CHUNK + 1, early=True)
+    with pytest.raises(RefusedError, match="too many keys") as refused:
+        engine.side.channel.call(question, PATIENCE_S)
+    assert refused.value.code == BAD_REQUEST

@@ -1,0 +1,271 @@
+"""What is copied is the blocks of vLLM's own views, in each of its layouts and for each kind of layer.
+
+vLLM's functions plan and allocate the KV cache here; no engine runs.
+"""
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+from harness.server import LMCacheServer
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    HiddenStateCacheSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from lmcache_client.connector import LMCacheMPConnector
+from lmcache_client.connector.support import UnsupportedError
+from lmcache_client.connector.translate import geometry, group_specs
+
+try:
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+except ImportError:  # since vLLM 0.33
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
+
+NUM_BLOCKS = 5
+
+
+def full(heads: int = 8, block_size: int = 16, **more) -> FullAttentionSpec:
+    return FullAttentionSpec(
+        block_size=block_size, num_kv_heads=heads, head_size=32, dtype=torch.bfloat16, **more
+    )
+
+
+def mla(head_size: int, **more) -> MLAAttentionSpec:
+    return MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=head_size, dtype=torch.uint8, **more)
+
+
+def group(spec: KVCacheSpec, name: str = "layer") -> KVCacheGroupSpec:
+    return KVCacheGroupSpec([f"{name}{index}" for index in range(3)], spec)
+
+
+def uniform(**specs: KVCacheSpec) -> KVCacheGroupSpec:
+    """A group whose layers have specs of their own."""
+    named = {f"{name}{index}": spec for name, spec in specs.items() for index in range(3)}
+    block_size = next(iter(specs.values())).block_size
+    return KVCacheGroupSpec(list(named), UniformTypeKVCacheSpecs(block_size=block_size, kv_cache_specs=named))
+
+
+class Case(NamedTuple):
+    groups: list[KVCacheGroupSpec]
+    kernel_block_size: int = 0
+    """The size into which the attention backend splits a block; 0 if it does not."""
+
+
+WINDOW = {"num_kv_heads": 8, "head_size": 32, "dtype": torch.bfloat16}
+STATE = MambaSpec(
+    block_size=528,
+    shapes=((3, 64), (4, 16, 16)),
+    dtypes=(torch.bfloat16, torch.float32),
+    page_size_padded=full(2, 528).page_size_bytes,
+    mamba_cache_mode="align",
+)
+CASES = {
+    "many heads": Case([group(full())]),
+    "one head": Case([group(full(heads=1))]),
+    "other values": Case([group(full(head_size_v=8))]),
+    "MLA": Case([group(mla(576))]),
+    "MLA with an indexer": Case([uniform(latent=mla(656), indexer=mla(132))]),
+    "MLA aligned": Case([group(mla(584, alignment=576))]),
+    "sliding window": Case(
+        [group(full()), group(SlidingWindowSpec(block_size=16, sliding_window=64, **WINDOW), "window")]
+    ),
+    "chunked": Case(
+        [
+            group(full()),
+            group(ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64, **WINDOW), "local"),
+        ]
+    ),
+    "recurrent": Case([group(full(2, 528)), group(STATE, "state")]),
+    "split blocks": Case([group(full(2, 528))], kernel_block_size=16),
+    "split MLA": Case([group(mla(576))], kernel_block_size=32),
+    "padded": Case([group(full(page_size_padded=17_000))]),
+    "packed": Case([group(full(num_head_slots=16, state_content_bytes=72))]),
+}
+
+
+class Cache:
+    """A KV cache as vLLM plans and allocates it, full of random bytes."""
+
+    def __init__(self, layout: KVCacheLayout, case: Case) -> None:
+        self.vllm_config = SimpleNamespace(
+            attention_config=SimpleNamespace(hisparse_config=None),
+            cache_config=SimpleNamespace(
+                get_resolved_kv_cache_layout=lambda: layout,
+                num_gpu_blocks_override=NUM_BLOCKS,
+                prefix_cache_retention_interval=0,
+            ),
+            compilation_config=SimpleNamespace(static_forward_context={}),
+        )
+        self.config: KVCacheConfig = get_kv_cache_config_from_groups(self.vllm_config, case.groups, 1 << 40)
+        self.config.kv_cache_layout = layout.name
+        sizes = [case.kernel_block_size or each.kv_cache_spec.block_size for each in case.groups]
+        self.views = allocate_kv_cache(self.config, torch.device("cpu"), layout, sizes)
+        self.memory = torch.empty(0, dtype=torch.uint8).set_(
+            next(iter(self.views.values())).untyped_storage()
+        )
+        self.memory.random_()
+
+    def geometry(self):
+        return geometry(self.vllm_config, self.config, self.views)[0]
+
+    def block(self, layer: str, block: int) -> bytes:
+        """What vLLM's view of a layer shows of a block."""
+        view = self.views[layer].view(torch.uint8)
+        rows = view.shape[0] // NUM_BLOCKS
+        return view[block * rows : (block + 1) * rows].contiguous().numpy().tobytes()
+
+
+def refused_by_vllm(layout: KVCacheLayout, case: Case) -> bool:
+    """Whether vLLM itself cannot use the layout for these layers."""
+    try:
+        Cache(layout, case)
+    except (ValueError, AssertionError):
+        return True
+    return False
+
+
+@pytest.mark.parametrize("layout", KVCacheLayout, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_copied_is_the_block_that_vllm_sees_and_no_other(layout: KVCacheLayout, name: str) -> None:
+    if refused_by_vllm(layout, CASES[name]):
+        is_split = CASES[name].kernel_block_size > 0
+        assert not layout.is_block_compact or (is_split and layout.is_block_outermost)
+        return
+    ours, other = (Cache(layout, CASES[name]) for _ in range(2))
+    one_head = all(
+        spec.num_heads == 1
+        for each in CASES[name].groups
+        for spec in getattr(each.kv_cache_spec, "kv_cache_specs", {"": each.kv_cache_spec}).values()
+    )
+    if not layout.is_block_compact and not one_head:
+        with pytest.raises(UnsupportedError, match=rf"the KV cache layout {layout.name}, .*LAYOUT=LBNHC"):
+            ours.geometry()
+        return
+    for each, described in zip(CASES[name].groups, ours.geometry().groups, strict=True):
+        for block in (1, NUM_BLOCKS - 1):
+            before = {
+                (layer, at): ours.block(layer, at) for layer in each.layer_names for at in range(NUM_BLOCKS)
+            }
+            for region in described.regions:
+                here, there = (region.offset + at * region.stride_bytes for at in (block, 2))
+                page = other.memory[there : there + region.page_bytes]
+                ours.memory[here : here + region.page_bytes] = page
+            for (layer, at), content in before.items():
+                expected = other.block(layer, 2) if at == block else content
+                assert ours.block(layer, at) == expected, (layer, at)
+
+
+WANT_MORE = {
+    "RSWASpec": RSWASpec(**{**WINDOW, "block_size": 16, "rswa_window": 64}),
+    "HiddenStateCacheSpec": HiddenStateCacheSpec(
+        block_size=16, num_kv_heads=1, head_size=32, dtype=torch.bfloat16
+    ),
+}
+
+
+@pytest.mark.parametrize("more", WANT_MORE)
+def test_one_layer_that_needs_more_is_noticed_beside_others(more: str) -> None:
+    """vLLM takes such layers for one group, and shows the scheduler the first layer only."""
+    mixed = uniform(plain=full(), special=WANT_MORE[more])
+    assert UniformTypeKVCacheSpecs.is_uniform_type(mixed.kv_cache_spec.kv_cache_specs)
+    ours = Cache(KVCacheLayout.LBNHC, Case([mixed]))
+    assert group_specs(ours.config)[0].kind == "full"
+    with pytest.raises(UnsupportedError, match=f"KV cache groups of type {more}"):
+        ours.geometry()
+
+
+def test_layers_that_keep_windows_of_different_lengths_in_one_group_are_noticed() -> None:
+    windows = {
+        f"keeps{tokens}": SlidingWindowSpec(
+            block_size=16, sliding_window=64, extra_retained_tokens=tokens, **WINDOW
+        )
+        for tokens in (0, 3)
+    }
+    mixed = uniform(**windows)
+    assert UniformTypeKVCacheSpecs.is_uniform_type(mixed.kv_cache_spec.kv_cache_specs)
+    with pytest.raises(UnsupportedError, match="layers that differ in one KV cache group"):
+        Cache(KVCacheLayout.LBNHC, Case([mixed])).geometry()
+
+
+def test_a_view_that_is_not_where_the_configuration_says_is_noticed() -> None:
+    ours = Cache(KVCacheLayout.LBNHC, CASES["many heads"])
+    ours.views["layer1"] = ours.views["layer2"]
+    with pytest.raises(UnsupportedError, match="layer layer1, whose memory is not where"):
+        ours.geometry()
+    split = Cache(KVCacheLayout.LBNHC, CASES["split blocks"])
+    split.views["layer1"] = split.views["layer1"][1:]
+    with pytest.raises(UnsupportedError, match="layer layer1, whose memory is not where"):
+        split.geometry()
+
+
+def vllm_config_of(server: LMCacheServer, cache: Cache) -> SimpleNamespace:
+    extra = {"lmcache.mp.port": server.port}
+    return SimpleNamespace(
+        device_config=SimpleNamespace(device_type="cpu"),
+        kv_transfer_config=SimpleNamespace(engine_id="engine", kv_connector_extra_config=extra),
+        model_config=SimpleNamespace(model="model"),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1, rank=0
+        ),
+        **vars(cache.vllm_config),
+    )
+
+
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_an_engine_beyond_the_limits_runs_uncached_and_says_so(
+    server: LMCacheServer, monkeypatch: pytest.MonkeyPatch, role: KVConnectorRole
+) -> None:
+    """More groups than a worker may register; or blocks that are too long, which both sides see."""
+    monkeypatch.setenv("LMCACHE_RUNTIME_DIR", server.runtime_dir)
+    windows = [SlidingWindowSpec(block_size=16, sliding_window=64 + index, **WINDOW) for index in range(65)]
+    cache = Cache(
+        KVCacheLayout.LBNHC,
+        Case([KVCacheGroupSpec([f"layer{index}"], window) for index, window in enumerate(windows)]),
+    )
+    if role == KVConnectorRole.SCHEDULER:
+        cache.config.kv_cache_groups[0] = group(full(block_size=1 << 23))
+    connector = LMCacheMPConnector(vllm_config_of(server, cache), role, cache.config)
+    try:
+        if role == KVConnectorRole.WORKER:
+            connector.register_kv_caches(cache.views)
+        server.wait_for_status(lambda status: [each["role"] for each in status["sessions"]] == ["not cached"])
+        (session,) = server.status()["sessions"]
+        assert session["not_cached"].startswith("a KV cache beyond the limits: ")
+    finally:
+        connector.shutdown()
+
+
+def test_a_worker_whose_pages_do_not_lie_together_runs_uncached_and_says_so(
+    server: LMCacheServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's log and the server's status name the setting; nothing is raised, and no step finds a worker."""
+    monkeypatch.setenv("LMCACHE_RUNTIME_DIR", server.runtime_dir)
+    monkeypatch.setattr("vllm.logger.logger.propagate", True)
+    cache = Cache(KVCacheLayout.LHBNC, CASES["many heads"])
+    connector = LMCacheMPConnector(vllm_config_of(server, cache), KVConnectorRole.WORKER, cache.config)
+    try:
+        connector.register_kv_caches(cache.views)
+        connector.wait_for_save()
+        assert connector.get_transfer_results(set()).finished_recving == set()
+        assert connector.build_connector_worker_meta() is None
+        server.wait_for_status(lambda status: [each["role"] for each in status["sessions"]] == ["not cached"])
+        (session,) = server.status()["sessions"]
+        assert "VLLM_KV_CACHE_LAYOUT=LBNHC" in session["not_cached"]
+        (line,) = [each for each in caplog.messages if "this engine is not cached" in each]
+        assert session["not_cached"] in line
+    finally:
+        connector.shutdown()

@@ -1,0 +1,124 @@
+"""A real engine while the store behind its server fails: its answers are those that it computed, in time."""
+
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+from harness import stores
+from harness.engine import Engine, Result
+from harness.prompts import prompt
+from harness.server import LMCacheServer
+from harness.stores import Store
+from harness.waiting import wait_until
+from test_tiers_serve import wait_until_served, wait_until_written
+
+from lmcache_client.contract.patience import fetch_patience_s
+
+CHUNKS = 3
+MARGIN_S = 30.0
+"""For computing a prompt, on a busy machine."""
+PLACES = {"payload": 1000, "end block": -100, "trailer": -1}
+
+
+class Setting:
+    """An engine, its server, and a Valkey that has two prompts."""
+
+    def __init__(self, store: Store, server: LMCacheServer, engine: Engine) -> None:
+        self.store, self.server, self.engine = store, server, engine
+        tokens = CHUNKS * wait_until_served(server) + 10
+        self.cached, self.other = prompt(tokens, 1), prompt(tokens, 2)
+        engine.call("seem_slow")
+        self.cold, _ = engine.run(self.cached), engine.run(self.other)
+        wait_until_written(server)
+        self.records = self.count()
+
+    def lose(self) -> None:
+        """L1 and the engine lose everything; the tier has it, and how fast it is is known again."""
+        wait_until(lambda: self.count() == self.records, 60)
+        self.server.restart()
+        wait_until_served(self.server)
+        assert self.engine.reset_prefix_cache()
+        self.engine.run(self.other)
+        wait_until(lambda: self.tier["read_bytes_per_s"], 20)
+
+    def count(self) -> int:
+        return int(stores.ask(self.store.port, "DBSIZE").strip(":\r\n"))
+
+    @property
+    def tier(self) -> dict[str, dict[str, int]]:
+        tier: dict[str, dict[str, int]] = self.server.status()["tiers"][0]
+        return tier
+
+    def check(self) -> Result:
+        """The answer is right and in time, and nothing is left reserved or pinned."""
+        started_s = time.monotonic()
+        found = self.engine.run(self.cached)
+        assert time.monotonic() - started_s < fetch_patience_s(len(self.cached)) + MARGIN_S
+        assert found.output == self.cold.output
+        self.server.wait_at_rest(sessions=2)
+        return found
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
+    with (
+        stores.valkey(tmp_path_factory.mktemp("valkey")) as store,
+        LMCacheServer(tier=f"valkey://127.0.0.1:{store.port}") as server,
+        Engine("qwen3next", server=server, block_size=32) as engine,
+    ):
+        yield Setting(store, server, engine)
+
+
+@pytest.fixture
+def lost(setting: Setting) -> Setting:
+    setting.lose()
+    return setting
+
+
+def test_it_is_served_from_valkey(lost: Setting) -> None:
+    assert lost.check().external_tokens == len(lost.cached) - 10
+    lost.engine.corrupt_kv()
+    assert lost.engine.run(lost.cached).output != lost.cold.output, "from the pages that were read"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_records_that_were_changed_are_computed(lost: Setting, place: str) -> None:
+    port = lost.store.port
+    for name in stores.ask(port, "KEYS *").split("\r\n")[2::2]:
+        size = int(stores.ask(port, f"STRLEN {name}").strip(":\r\n"))
+        for byte in "AB":  # one of them is not what is there
+            stores.ask(port, f"SETRANGE {name} {PLACES[place] % size} {byte}")
+    lost.check()
+    assert lost.tier["read_objects"]["damaged"] > 0
+    stores.ask(port, "FLUSHALL")
+    lost.server.clear()
+    assert lost.engine.reset_prefix_cache()
+    lost.engine.run(lost.cached)
+    lost.engine.run(lost.other)
+
+
+def test_a_store_that_hangs_or_is_killed_costs_a_limited_time(lost: Setting) -> None:
+    lost.store.signal(signal.SIGSTOP)
+    try:
+        lost.check()
+    finally:
+        lost.store.signal(signal.SIGCONT)
+    lost.lose()
+    lost.store.kill()
+    lost.check()
+    lost.store.restart()
+
+
+def test_a_full_store_takes_nothing_and_harms_nothing(setting: Setting) -> None:
+    port = setting.store.port
+    stores.ask(port, "CONFIG SET maxmemory-policy noeviction")
+    stores.ask(port, "CONFIG SET maxmemory 1mb")
+    assert setting.engine.reset_prefix_cache()
+    setting.server.clear()
+    written = setting.tier["written_objects"]["written"]
+    for _ in range(2):
+        setting.check()
+        assert setting.engine.reset_prefix_cache()
+    wait_until(lambda: sum(setting.tier["written_objects"].values()) > written, 30)
+    assert setting.tier["written_objects"]["written"] == written

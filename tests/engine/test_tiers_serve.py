@@ -1,0 +1,87 @@
+"""Real engines are served from a tier, bit for bit what they compute, when L1 has lost everything."""
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from harness.engine import Engine
+from harness.models import model_path
+from harness.prompts import prompt
+from harness.server import LMCacheServer
+from harness.waiting import wait_until
+
+MODELS = {
+    "llama": {},
+    "gemma3": {"block_size": 32},
+    "qwen3next": {"block_size": 32},
+    "falconh1": {"block_size": 32, "max_num_batched_tokens": 160},
+}
+
+
+def wait_until_served(server: LMCacheServer) -> int:
+    """Wait for an engine; returns its chunk size."""
+    both = {"worker", "scheduler"}
+    server.wait_for_status(lambda status: {each["role"] for each in status["sessions"]} == both)
+    time.sleep(0.3)  # until the scheduler has read that it has joined
+
+    def served() -> int:
+        return sum(each["chunk_size"] for each in server.status()["namespaces"] if each["engines"])
+
+    return int(wait_until(served, 20))
+
+
+def wait_until_written(server: LMCacheServer) -> None:
+    def is_written() -> bool:
+        tier = server.status()["tiers"][0]
+        return bool(tier["waiting_objects"] == 0 and tier["written_objects"]["written"])
+
+    wait_until(is_written, 20)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_each_kind_of_model_comes_back_after_l1_is_lost(model: str, tmp_path: Path) -> None:
+    url = f"dir://{tmp_path}/tier?size_gb=1&write=commit"
+    with LMCacheServer(tier=url) as server, Engine(model, server=server, **MODELS[model]) as engine:
+        chunk = wait_until_served(server)
+        cached, other = prompt(4 * chunk + 10, 1), prompt(4 * chunk + 10, 2)
+        cold = engine.run(cached)
+        assert cold.external_tokens == 0
+        engine.run(other)
+        wait_until_written(server)
+        server.restart()
+        wait_until_served(server)
+        assert server.status()["l1"]["chunks"] == 0
+        assert engine.reset_prefix_cache()
+        # These models compute within milliseconds: a fetch would seldom be worth the wait.
+        engine.call("seem_slow")
+        engine.run(other)  # tells how fast the tier is, and hardly waits for that
+        wait_until(lambda: server.status()["tiers"][0]["read_bytes_per_s"], 20)
+        restored = engine.run(cached)
+        assert restored.external_tokens == 4 * chunk
+        assert restored.local_tokens == 0
+        assert restored.output == cold.output
+        read = server.status()["tiers"][0]["read_objects"]
+        assert read["read"] > 0
+        assert read["damaged"] == read["failed"] == 0
+        # The output comes from the pages that were read: with them overwritten it changes.
+        engine.corrupt_kv()
+        assert engine.run(cached).output != cold.output
+
+
+def test_another_machine_serves_what_the_first_computed(tmp_path: Path) -> None:
+    """A second server with its own L1, and an engine with its own copy of the model at another path."""
+    copy = tmp_path / "elsewhere" / "model"
+    shutil.copytree(model_path("qwen3next"), copy)
+    url = f"dir://{tmp_path}/tier?size_gb=1&shared=1"
+    with LMCacheServer(tier=url) as one, Engine("qwen3next", server=one, block_size=32) as engine:
+        chunk = wait_until_served(one)
+        cached = prompt(3 * chunk + 10, 1)
+        cold = engine.run(cached)
+        wait_until_written(one)
+    with LMCacheServer(tier=url) as two, Engine(str(copy), server=two, block_size=32) as engine:
+        wait_until_served(two)
+        engine.call("seem_slow")
+        served = engine.run(cached)
+        assert served.external_tokens == 3 * chunk
+        assert served.output == cold.output

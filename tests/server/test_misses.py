@@ -1,0 +1,118 @@
+"""A real server tells which model hits, and why another does not: in /metrics, its status and its log."""
+
+import json
+
+from harness.processes import free_port
+from harness.rawclient import RawEngine, chain, group
+from harness.server import LMCacheServer
+from prometheus_client.parser import text_string_to_metric_families
+
+TABLE = [range(1, 33)]
+
+
+def series(server: LMCacheServer, metric: str, model: str) -> dict[str, float]:
+    """The series of a metric for a model, by the value of its own label."""
+    families = text_string_to_metric_families(server.get("/metrics"))
+    samples = [sample for family in families for sample in family.samples if sample.name == metric]
+    found = {}
+    for sample in samples:
+        labels = dict(sample.labels)
+        if labels.pop("model") == model and labels.pop("namespace"):
+            found["".join(labels.values())] = sample.value
+    return found
+
+
+def test_models_are_counted_by_themselves_and_each_miss_has_its_reason() -> None:
+    with LMCacheServer(l1_size_gb=0.012, chunk_size=16, log_level="debug", log_format="json") as server:
+        hits = RawEngine(server.address, [group()], model="hits", engine_id="one").start()
+        misses = RawEngine(server.address, [group()], model="misses", engine_id="two").start()
+        first = chain(range(512), 16)
+        hits.store_prompt(first, TABLE)
+        for seed in range(1, 12):
+            misses.store_prompt(chain(range(seed * 1000, seed * 1000 + 512), 16), TABLE)
+        misses.lookup(first)
+        misses.lookup(chain(range(1000, 1512), 16))
+        hits.store_prompt(first, TABLE)
+        hits.end(hits.lookup(first), first)
+
+        asked = dict.fromkeys(("computed", "hit", "miss", "tail"), 0.0)
+        assert series(server, "lmcache_tokens_total", "hits") == {**asked, "hit": 512, "tail": 1}
+        assert series(server, "lmcache_tokens_total", "misses") == {**asked, "miss": 1024, "tail": 2}
+        reasons = {
+            "not_stored": 512,
+            "evicted": 512,
+            "tier_down": 0,
+            "tier_late": 0,
+            "no_state": 0,
+            "partial": 0,
+        }
+        assert series(server, "lmcache_missed_tokens_total", "misses") == reasons
+        assert series(server, "lmcache_objects_total", "misses")["stored"] == 11 * 32
+        assert series(server, "lmcache_transfer_bytes_total", "hits")["store"] > 0
+        assert set(series(server, "lmcache_tokens_total", "other").values()) == {0}
+
+        namespaces = {each["model"]: each for each in server.status()["namespaces"]}
+        assert namespaces["misses"]["missed"] == reasons
+        assert namespaces["misses"]["tokens"]["miss"] == 1024
+        assert "512 never stored, 512 evicted" in server.cli("status").stdout
+        lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+        told = [line["missed"] for line in lines if line.get("request_id") and "missed" in line]
+        assert told == [{"not_stored": 512}, {"evicted": 512}, {}]
+        hits.close()
+        misses.close()
+
+
+def test_what_a_failing_tier_may_have_is_missed_because_of_it() -> None:
+    tier = f"valkey://127.0.0.1:{free_port()}"
+    with LMCacheServer(l1_size_gb=0.012, chunk_size=16, tier=tier) as server:
+        engine = RawEngine(server.address, [group()]).start()
+        first = chain(range(512), 16)
+        engine.store_prompt(first, TABLE)
+        for seed in range(1, 12):
+            engine.store_prompt(chain(range(seed * 1000, seed * 1000 + 512), 16), TABLE)
+        engine.lookup(first)
+        engine.lookup(chain(range(99_000, 99_512), 16))
+        missed = {
+            "not_stored": 512,
+            "evicted": 0,
+            "tier_down": 512,
+            "tier_late": 0,
+            "no_state": 0,
+            "partial": 0,
+        }
+        assert series(server, "lmcache_missed_tokens_total", "model") == missed
+        assert "512 evicted while a tier is left alone" in server.cli("status").stdout
+        engine.close()
+
+
+def test_a_new_model_is_at_zero_before_anything_is_counted() -> None:
+    """Prometheus sees no growth in a series that begins with its first count."""
+    with LMCacheServer(l1_size_gb=0.012, chunk_size=16) as server:
+        engine = RawEngine(server.address, [group()], model="new").start()
+        server.wait_for_status(lambda status: any(each["tokens"] for each in status["namespaces"]))
+        assert set(series(server, "lmcache_tokens_total", "new").values()) == {0}
+        engine.close()
+
+
+def test_requests_of_lmcache_verify_are_no_traffic() -> None:
+    with LMCacheServer(l1_size_gb=0.012, chunk_size=16) as server:
+        engine = RawEngine(server.address, [group()]).start()
+        engine.request_id = "cmpl-lmcache-verify-0123456789abcdef-0"
+        keys = chain(range(512), 16)
+        engine.store_prompt(keys, TABLE)
+        found = engine.lookup(keys)
+        engine.load(found, keys, TABLE)
+        engine.end(found, keys)
+        metrics = server.metrics()
+        assert metrics['lmcache_test_tokens_total{outcome="hit",test="verify"}'] == 512
+        assert metrics['lmcache_test_objects_total{outcome="stored",test="verify"}'] == 32
+        for direction in ("store", "load"):
+            bytes_ = metrics[f'lmcache_test_transfer_bytes_total{{direction="{direction}",test="verify"}}']
+            assert bytes_ > 0
+            assert metrics[f'lmcache_transfer_bytes_total{{direction="{direction}"}}'] == 0
+        assert metrics["lmcache_tokens_requested_total"] == 0
+        assert metrics['lmcache_objects_total{outcome="stored"}'] == 0
+        status = server.status()
+        assert status["hit_rate"] == 0.0
+        assert status["demand"]["windows"]["hour"]["tokens"] == 0
+        engine.close()

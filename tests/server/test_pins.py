@@ -1,0 +1,126 @@
+"""Pins at a real server, over its socket: they outlive storms, engines and, with a file, the server."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from harness.peer import Peer
+from harness.rawclient import RawEngine
+from harness.server import LMCacheServer
+from test_warm_restart import CHUNK_FRAMES, CHUNKS, Prompt, connect, path, reconnect
+
+from lmcache_client.channel import ChannelError
+from lmcache_client.contract.messages import BAD_REQUEST, NOT_REGISTERED, Message, Pin, Pinned, Refused, Unpin
+from lmcache_server.core.named_pins import MAX_NAMES
+from lmcache_server.core.pool import FRAME_BYTES
+
+__all__ = ["connect", "path"]
+Connect = Callable[[LMCacheServer], RawEngine]
+ROOM = 3 * CHUNKS * CHUNK_FRAMES
+"""L1 in frames: room for three prompts."""
+
+
+@pytest.fixture
+def running(path: Path) -> Iterator[LMCacheServer]:
+    with LMCacheServer(l1_size_gb=ROOM * FRAME_BYTES / (1 << 30), l1_path=path) as server:
+        yield server
+
+
+def ask(engine: RawEngine, message: Message) -> Message:
+    return engine.scheduler.call(message, 5)
+
+
+def pin(prompt: Prompt, name: str) -> Pinned:
+    """As `lmcache pin` does: name the request, let it end, and pin what is there."""
+    engine, request = prompt.engine, f"{name:x>20}"
+    assert ask(engine, Pin("", request)) == Pinned(0, 0, 0, 0)
+    prompt.store()
+    engine._scheduler.release((), tuple(prompt.keys), f"cmpl-{request}-0")
+    pinned = ask(engine, Pin(name, request))
+    assert isinstance(pinned, Pinned)
+    return pinned
+
+
+def storm(engine: RawEngine, rounds: int = 3) -> None:
+    """Other prompts, each of which fills a third of L1."""
+    for number in range(1, 1 + 3 * rounds):
+        other = Prompt(engine, 1 + number % 2)
+        other.keys = tuple(bytes([number, index]) * 16 for index in range(CHUNKS))
+        other.store()
+
+
+def names(server: LMCacheServer) -> dict[str, int]:
+    return {pin["name"]: pin["chunks"] for pin in server.status()["pins"]}
+
+
+def test_a_pinned_prompt_is_served_after_storms_its_engines_end_and_a_restart(
+    running: LMCacheServer, connect: Connect
+) -> None:
+    prompt = Prompt(connect(running))
+    size = prompt.engine.chunk_size
+    assert pin(prompt, "mine") == Pinned(CHUNKS, CHUNKS, CHUNKS * size, size)
+    storm(prompt.engine)
+    assert running.status()["l1"]["free_bytes"] == 0
+    prompt.load()
+    prompt.engine.close()
+    running.wait_at_rest()
+    prompt.engine = connect(running)
+    for _ in range(2):
+        storm(prompt.engine)
+        prompt.load()
+        assert running.terminate() == 0
+        running.start()
+        assert names(running) == {"mine": CHUNKS}
+        reconnect(prompt.engine, running)
+    storm(prompt.engine)
+    prompt.load()
+    metrics = running.metrics()
+    assert metrics["lmcache_pinned_chunks"] == CHUNKS
+    assert metrics["lmcache_pinned_chunk_bytes"] == CHUNKS * CHUNK_FRAMES * FRAME_BYTES
+    assert "pinned as 'mine': 4 chunks, 768.0 KiB" in running.cli("status").stdout
+
+    done = running.cli("unpin", "mine")
+    assert (done.returncode, done.stdout) == (0, "unpinned 4 chunks\n"), done.stderr
+    assert json.loads(running.cli("status", "--json").stdout)["pins"] == []
+    storm(prompt.engine)
+    assert prompt.held_chunks() == 0
+
+
+def test_what_is_refused_and_what_is_cleared(running: LMCacheServer, connect: Connect) -> None:
+    prompt = Prompt(connect(running))
+    other = Prompt(prompt.engine, 1)
+    with Peer(running.address) as peer:
+        assert is_refused(peer.ask(Unpin("mine")), NOT_REGISTERED, "greet the server first")
+        peer.ask(peer.hello())
+        for name in ("yours", "\x1b[2J\n", "\u202e"):
+            assert is_refused(peer.ask(Unpin(name)), BAD_REQUEST, f"nothing is pinned as {name!r}: ")
+        for message in (
+            Pin("n" * 65, "r" * 16),
+            Pin("name", ""),
+            Pin("name", "r" * 65),
+            Pin(b"name", "r" * 16),  # type: ignore[arg-type]
+            Unpin("n" * 65),
+            Unpin(7),  # type: ignore[arg-type]
+        ):
+            assert is_refused(peer.ask(message), BAD_REQUEST, "")
+        assert peer.ask(Pin("a request that nobody sends", "r" * 16)) == Pinned(0, 0, 0, 0)
+    assert names(running) == {}
+
+    for number in range(MAX_NAMES):
+        pin(prompt, str(number))
+    with pytest.raises(ChannelError, match="64 names are pinned already"):
+        pin(prompt, "one more")
+    assert ROOM // 2 < 2 * CHUNKS * CHUNK_FRAMES
+    with pytest.raises(ChannelError, match="67 % of L1 would be pinned, and at most half of it can be"):
+        pin(other, "0")
+    storm(prompt.engine)
+    prompt.load()
+    assert names(running) == {str(number): CHUNKS for number in range(MAX_NAMES)}
+    running.clear()
+    assert names(running) == {}
+    running.wait_until(lambda l1: l1["free_bytes"] == l1["total_bytes"])
+
+
+def is_refused(reply: Message, code: str, start: str) -> bool:
+    return isinstance(reply, Refused) and reply.code == code and reply.message.startswith(start)

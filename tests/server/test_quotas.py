@@ -1,0 +1,153 @@
+"""--quota-gb at a real server: two salts, whose chunks one engine stores and loads, byte for byte."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.exercise import exercise
+from harness.rawclient import RawEngine
+from harness.server import LMCacheServer
+from harness.waiting import wait_until
+from test_tiers import engines, tier_of, wait_until_written
+from test_warm_restart import CHUNK_FRAMES, CHUNKS, Connect, Prompt, connect, path, restart_warm
+
+from lmcache_client.contract.keys import tenant_id
+from lmcache_server.core.pool import FRAME_BYTES
+
+__all__ = ["connect", "engines", "path"]
+A, B = tenant_id("tenant a"), tenant_id("tenant b")
+PROMPT_BYTES = CHUNKS * CHUNK_FRAMES * FRAME_BYTES
+
+
+@pytest.fixture
+def running(path: Path) -> Iterator[LMCacheServer]:
+    """Each salt may hold two prompts, and a little."""
+    with LMCacheServer(l1_size_gb=0.05, l1_path=path, quota_gb="0.0015") as server:
+        yield server
+
+
+class Salted(Prompt):
+    """A prompt of a salt, with pages and keys of its own."""
+
+    def __init__(self, engine: RawEngine, tenant: bytes, number: int) -> None:
+        super().__init__(engine, number % 3)
+        self.tenant = tenant
+        self.keys = tuple((b"%d %d " % (number, chunk) + tenant).ljust(32) for chunk in range(CHUNKS))
+
+    def store(self) -> None:
+        self.engine.tenant = self.tenant
+        super().store()
+
+
+def tenants(server: LMCacheServer) -> dict[str, int]:
+    """The bytes of each."""
+    return {each["tenant"]: each["bytes"] for each in server.status()["tenants"]}
+
+
+def storm(engine: RawEngine, tenant: bytes, first: int) -> Salted:
+    for number in range(first, first + 6):
+        (last := Salted(engine, tenant, number)).store()
+    return last
+
+
+def test_a_full_tenant_loses_its_own_chunks_alone_also_after_a_restart(
+    running: LMCacheServer, connect: Connect
+) -> None:
+    engine = connect(running)
+    kept = [Salted(engine, B, 0), Salted(engine, b"", 1)]
+    for each in kept:
+        each.store()
+    first = Salted(engine, A, 2)
+    first.store()
+    last = storm(engine, A, 10)
+    for each in (*kept, last):
+        each.load()
+    assert first.held_chunks() == 0
+    assert tenants(running) == {A.hex(): 2 * PROMPT_BYTES, B.hex(): PROMPT_BYTES}
+
+    wait_until(lambda: running.metrics()["lmcache_quota_evicted_chunks_total"] == 5 * CHUNKS, 5)
+    assert running.metrics()["lmcache_evicted_chunks_total"] == 5 * CHUNKS
+    assert running.metrics()["lmcache_eviction_age_seconds_count"] == 0, "they say nothing about L1's size"
+    shown = running.cli("status").stdout
+    assert (
+        f"tenants: 2\n  {A.hex()[:12]}  1.5 MiB of 1.5 MiB\n  {B.hex()[:12]}  768.0 KiB of 1.5 MiB\n" in shown
+    )
+
+    for number in (20, 30):
+        restart_warm(running, engine)
+        assert tenants(running) == {A.hex(): 2 * PROMPT_BYTES, B.hex(): PROMPT_BYTES}
+        last.load()
+        last = storm(engine, A, number)
+        for each in (*kept, last):
+            each.load()
+    running.flags["quota_gb"] = f"0.0015,{B.hex()[:8]}=0.0001"
+    restart_warm(running, engine)
+    for each in (*kept, last):
+        each.load()
+
+    cleared = running.cli("clear", "--salt", A.hex()[:8].upper())
+    assert (cleared.returncode, cleared.stdout) == (0, f"forgot {2 * CHUNKS} chunks\n")
+    assert last.held_chunks() == 0
+    for each in kept:
+        each.load()
+    assert tenants(running) == {B.hex(): PROMPT_BYTES}
+
+
+def test_a_store_of_a_full_tenant_in_use_is_dropped_and_said(
+    running: LMCacheServer, connect: Connect
+) -> None:
+    engine = connect(running)
+    prompts = [Salted(engine, A, number) for number in range(2)]
+    for each in prompts:
+        each.store()
+    found = [engine.lookup(each.keys) for each in prompts]
+    another = Salted(engine, A, 2)
+    another.fill()
+    assert engine.store_prompt(another.keys, another.tables).dropped == 2 * CHUNKS
+    Salted(engine, B, 2).store()
+    assert running.status()["objects"]["quota"] == 2 * CHUNKS
+    assert running.metrics()['lmcache_objects_total{outcome="quota"}'] == 2 * CHUNKS
+    (failure,) = running.status()["failures"]
+    assert "raise --quota-gb" in json.dumps(failure)
+    for each in found:
+        engine.end(each)
+    another.store()
+    another.load()
+
+
+def test_a_full_tenant_that_fetches_from_a_tier_loses_its_own_or_fetches_less(
+    tmp_path: Path, engines: Any
+) -> None:
+    """A prompt of three chunks takes 22 MiB."""
+    flags = {"l1_size_gb": 0.3, "tier": f"dir://{tmp_path}/tier?size_gb=1"}
+    with LMCacheServer(**flags, quota_gb=f"0.033,{B.hex()}=0.01") as server:
+        engine = engines(server, "engine")
+        assert exercise(engine, 9) == 0, "nobody's"
+        whole, nobodys = 3 * engine.chunk_size, server.status()["l1"]["ready_bytes"]
+        engine.tenant = A
+        for expected in (0, whole, whole):
+            for number in (1, 2):
+                assert exercise(engine, number) == expected
+                wait_until_written(server)
+        read = tier_of(server)["read_objects"]["read"]
+        assert read > 0
+        assert server.status()["l1"]["ready_bytes"] == nobodys + tenants(server)[A.hex()], (
+            "also what came back"
+        )
+        engine.tenant = b""
+        assert exercise(engine, 9) == whole
+        assert tier_of(server)["read_objects"]["read"] == read, "it was still in L1"
+
+        engine.tenant = B
+        for _ in range(3):
+            assert exercise(engine, 3) < whole
+            wait_until_written(server)
+        assert tenants(server)[B.hex()] <= 0.01 * (1 << 30)
+
+        cleared = server.cli("clear", "--salt", B.hex()[:12])
+        assert cleared.returncode == 1
+        assert "records do not say which salt they had: clear the namespace" in cleared.stderr
+        assert B.hex() not in tenants(server)
+        assert server.cli("clear").returncode == 0

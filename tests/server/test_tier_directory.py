@@ -1,0 +1,506 @@
+"""The tier in a directory, on real file systems."""
+
+import contextlib
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from harness.processes import ChildProcess
+from harness.tiers import TierContract, fails, kept, memory
+from harness.waiting import wait_until
+
+from lmcache_server.tiers import directory as module
+from lmcache_server.tiers import folders
+from lmcache_server.tiers.base import TierError
+from lmcache_server.tiers.directory import Directory
+
+MIB = 1 << 20
+Open = Callable[..., Directory]
+
+
+@pytest.fixture
+def open_at(tmp_path: Path) -> Iterator[Open]:
+    """Opens the directory of this test (or another one), ready to write."""
+    opened = []
+
+    def open_it(path: Path = tmp_path / "tier", size_bytes: int = 64 * MIB, **more) -> Directory:
+        tier = Directory(str(path), size_bytes, **more)
+        opened.append(tier)
+        wait_until(lambda: tier._listed, 60)
+        return tier
+
+    yield open_it
+    for tier in opened:
+        tier.close()
+
+
+@pytest.fixture(params=["own", "shared", "buffered"])
+def tier(request, open_at: Open, monkeypatch) -> Directory:
+    if request.param == "buffered":
+        refuse_o_direct(monkeypatch)
+    tier = open_at(shared=request.param == "shared")
+    assert bool(tier._files.direct) == (request.param != "buffered")
+    return tier
+
+
+def refuse_o_direct(monkeypatch) -> None:
+    """As file systems do that have none."""
+    real = os.open
+
+    def refusing(path, flags, *more, **named):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", refusing)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MiB, if we may mount one."""
+    place = tmp_path / "small"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=16m,mode=700", "tmpfs", str(place)]
+    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a file system needs root")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def files(root: Path) -> list[Path]:
+    return sorted(path for path in root.rglob("*") if path.is_file() and path.parent != root)
+
+
+class TestContract(TierContract):
+    pass
+
+
+def test_only_its_user_can_read_it(open_at, tmp_path):
+    old = os.umask(0)
+    try:
+        tier = open_at()
+        assert tier.write("a/b", memory(1))
+        tier.close()
+        open_at()
+    finally:
+        os.umask(old)
+    for path in [tmp_path / "tier", *(tmp_path / "tier").rglob("*")]:
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_a_directory_into_which_others_may_write_is_refused(open_at, tmp_path):
+    (tmp_path / "tier").mkdir(mode=0o700)
+    (tmp_path / "tier").chmod(0o777)
+    assert "chmod 700" in fails(open_at)
+
+
+def test_the_size_is_kept_and_the_least_recently_used_goes(open_at, tmp_path):
+    tier = open_at(size_bytes=8 * MIB)
+    for number in range(8):
+        assert tier.write(f"{number}", memory(256, seed=number))
+    assert kept(tier, "0", memory(256, seed=0)), "and so it is used"
+    old = {path.stat().st_ino for path in files(tmp_path / "tier")}
+    assert tier.write("8", memory(256, seed=8))
+    names = [f"{number}" for number in range(9)]
+    assert list(tier.present(names)) == [True, False] + [True] * 7
+    assert {path.stat().st_ino for path in files(tmp_path / "tier")} == old, "a victim's file is overwritten"
+    assert tier.write("9", memory(512, 100, seed=9)), "three must go for this one"
+    assert list(tier.present(names)) == [True, False, False, False, False, True, True, True, True]
+    assert sum(path.stat().st_size for path in files(tmp_path / "tier")) <= 8 * MIB
+    assert not tier.write("a", memory(2049)), "larger than all"
+    assert all(kept(tier, f"{number}", memory(256, seed=number)) for number in (0, 5, 6, 7, 8))
+
+
+def test_two_percent_of_the_file_system_stay_free(open_at, small_disk):
+    tier = open_at(small_disk / "tier", size_bytes=1 << 40)
+    for number in range(40):
+        assert tier.write(f"{number}", memory(256, seed=number)), "others go for it"
+    space = os.statvfs(small_disk)
+    assert space.f_bavail >= 0.02 * space.f_blocks
+    assert kept(tier, "39", memory(256, seed=39))
+    assert 10 <= sum(tier.present([f"{number}" for number in range(40)])) <= 15
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_full_disk_has_no_room_and_leaves_nothing_behind(open_at, small_disk, shared, monkeypatch):
+    tier = open_at(small_disk / "tier", size_bytes=1 << 40, shared=shared)
+    assert tier.write("a", memory(256, seed=1))
+    (small_disk / "other").write_bytes(bytes(14 * MIB + MIB // 2))
+    assert not tier.write("b", memory(512)), "below the floor"
+    monkeypatch.setattr(module, "FREE_PART", -1.0)
+    before = files(small_disk / "tier")
+    assert not tier.write("b", memory(512)), "the file system says so"
+    assert files(small_disk / "tier") == before
+    assert kept(tier, "a", memory(256, seed=1))
+    (small_disk / "other").unlink()
+    assert tier.write("b", memory(512, seed=2))
+    assert kept(tier, "b", memory(512, seed=2))
+    tier.close()
+
+
+def test_a_limit_of_file_sizes_is_one_clear_error(tmp_path):
+    code = (
+        "import resource, signal, mmap, time\n"
+        "from lmcache_server.tiers.directory import Directory\n"
+        f"tier = Directory({str(tmp_path / 'tier')!r}, 1 << 30)\n"
+        "while not tier._listed: time.sleep(.01)\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))\n"
+        "try: tier.write('a', [memoryview(mmap.mmap(-1, 1 << 20))])\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+        "print(tier.present(['a']))"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.startswith("TierError cannot write to the directory")
+    assert output.endswith("[False]\n")
+    assert files(tmp_path / "tier") == []
+
+
+def test_a_read_only_file_system_can_be_read(open_at, small_disk, monkeypatch):
+    # An open file would keep the test, but no failing disk, from making it read-only.
+    monkeypatch.setattr(folders, "_lock", lambda *_: True)
+    tier = open_at(small_disk / "tier")
+    assert tier.write("a", memory(3, seed=1))
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert "read-only: remount it" in fails(lambda: tier.write("b", memory(1)))
+    assert "read-only" in fails(lambda: tier.remove(["a"]))
+    assert kept(tier, "a", memory(3, seed=1))
+    assert list(tier.present(["a", "b"])) == [True, False]
+    tier.close()
+    assert "read-only" in fails(lambda: Directory(str(small_disk / "tier"), MIB))
+
+
+def test_a_path_that_is_no_directory_is_one_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert str(tmp_path / "file") in fails(lambda: Directory(str(tmp_path / "file"), MIB))
+    assert str(tmp_path / "file/below") in fails(lambda: Directory(str(tmp_path / "file/below"), MIB))
+
+
+def test_files_that_somebody_deletes_while_it_runs_are_none(open_at, tmp_path):
+    tier = open_at(size_bytes=4 * MIB)
+    for number in range(4):
+        assert tier.write(f"{number}", memory(256))
+    subprocess.run(f"rm -r {tmp_path / 'tier'}/??", shell=True, check=True)
+    assert not any(tier.read(f"{number}", memory(256)) for number in range(4))
+    assert not any(tier.present([f"{number}" for number in range(4)]))
+    for number in range(4):
+        assert tier.write(f"{number}", memory(256, seed=number))
+    assert all(kept(tier, f"{number}", memory(256, seed=number)) for number in range(4))
+
+
+def test_a_truncated_file_is_none_and_a_changed_one_comes_as_it_is(open_at, tmp_path):
+    tier = open_at()
+    assert tier.write("a", memory(3, seed=1))
+    (path,) = files(tmp_path / "tier")
+    with path.open("r+b") as file:
+        file.write(b"changed")
+    into = memory(3)
+    assert tier.read("a", into), "what it contains is checked by its trailer, not here"
+    assert bytes(into[0][:7]) == b"changed"
+    os.truncate(path, 2 * 4096)
+    assert not tier.read("a", memory(3))
+    os.truncate(path, 0)
+    assert not tier.read("a", memory(3))
+
+    def cut(_: os.stat_result) -> bool:
+        os.truncate(path, 4096)
+        return True
+
+    os.truncate(path, 3 * 4096)
+    assert not tier._files.read(folders.path_of("a"), memory(3), cut), "cut after its size was seen"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_next_server_finds_everything_but_leftovers(open_at, tmp_path, shared):
+    tier = open_at(shared=shared)
+    for number in range(20):
+        assert tier.write(f"{number}/f", memory(1 + number, seed=number))
+    tier.close()
+    leftovers = [tmp_path / "tier" / f"{number:02x}" / f"~{number:016x}" for number in range(256)]
+    for path in leftovers:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"half")
+        os.utime(path, (1, 1))
+    others = [tmp_path / "tier" / "~$report", tmp_path / "tier" / "~backup" / "file"]
+    for path in others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"of others")
+        os.utime(path, (1, 1))
+    tier = open_at(shared=shared)
+    wait_until(lambda: not any(path.exists() for path in leftovers), 30)
+    assert all(path.exists() for path in others)
+    names = [f"{number}/f" for number in range(20)]
+    assert all(tier.present(names))
+    assert all(kept(tier, name, memory(1 + number, seed=number)) for number, name in enumerate(names))
+
+
+def test_files_of_others_are_left_alone(open_at, tmp_path, monkeypatch):
+    root = tmp_path / "tier"
+    tier = open_at()
+    assert tier.write("0", memory(256, seed=0))
+    tier.close()
+    (one,) = files(root)
+    for name in ("Notes.kv", "0 .kv", "0.txt", "a" * 210 + ".kv", ".kv", "1.kv", "kv"):
+        (one.parent / name).write_bytes(bytes(MIB))
+    others = set(files(root)) - {one}
+    tier = open_at(size_bytes=MIB)
+    assert kept(tier, "0", memory(256, seed=0))
+    assert tier.write("2", memory(256, seed=2))
+    assert list(tier.present(["0", "1", "2"])) == [False, False, True]
+    tier.clear("")
+    assert set(files(root)) == others
+
+
+@pytest.mark.parametrize("order", ["kept", "lost", "damaged"])
+def test_the_order_outlives_a_clean_stop_and_is_never_needed(open_at, tmp_path, order):
+    tier = open_at()
+    names = [f"{number:02x}" for number in range(32)]
+    for number, name in enumerate(names):
+        assert tier.write(name, memory(256, seed=number))
+    used = random.Random(1).sample(names, 32)
+    for name in used:
+        assert tier.read(name, memory(256))
+    tier.close()
+    path = tmp_path / "tier" / "order"
+    assert path.stat().st_size == 32 * 8
+    if order == "lost":
+        path.unlink()
+    elif order == "damaged":
+        path.write_bytes(path.read_bytes()[3:101] + os.urandom(37))
+    tier = open_at(size_bytes=16 * MIB)
+    assert not path.exists(), "it is not true any more"
+    wait_until(lambda: sum(tier.present(names)) == 16, what="the smaller size is enforced")
+    if order == "kept":
+        assert list(tier.present(used)) == [False] * 16 + [True] * 16
+    if order == "lost":
+        assert list(tier.present(names)) == [False] * 16 + [True] * 16, "by the time of writing"
+
+
+def test_old_records_are_gone(open_at, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SWEEP_EVERY_S", 0.05)
+    for shared in (False, True):
+        path = tmp_path / f"{shared}"
+        tier = open_at(path, shared=shared, max_age_s=3600.0)
+        assert tier.write("0", memory(1))
+        assert tier.write("1", memory(1))
+        tier.close()
+        old, young = files(path)
+        os.utime(old, (1, time.time() - 4000))
+        tier = open_at(path, shared=shared, max_age_s=3600.0)
+        assert sum(tier.present(["0", "1"])) == 1
+        assert sum(tier.read(name, memory(1)) for name in "01") == 1
+        wait_until(lambda old=old: not old.exists())
+        assert young.exists()
+
+
+def test_two_servers_need_shared(open_at, tmp_path):
+    first = open_at()
+    assert "add shared=1" in fails(open_at)
+    assert "add shared=1" in fails(lambda: open_at(shared=True))
+    first.close()
+    second, third = open_at(shared=True), open_at(shared=True)
+    assert "add shared=1" in fails(open_at)
+    assert second.write("a", memory(2, seed=1))
+    assert list(third.present(["a", "b"])) == [True, False]
+    assert kept(third, "a", memory(2, seed=1))
+    third.remove(["a"])
+    assert list(second.present(["a"])) == [False]
+
+
+def test_one_of_several_servers_evicts_for_all(open_at, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SWEEP_EVERY_S", 0.05)
+    first, second = open_at(size_bytes=4 * MIB, shared=True), open_at(size_bytes=4 * MIB, shared=True)
+    now_s = time.time()
+
+    def fill(tier: Directory, start: int) -> None:
+        for number in range(start, start + 8):
+            before = set(files(tmp_path / "tier"))
+            assert tier.write(f"{number}", memory(256, seed=number))
+            for path in set(files(tmp_path / "tier")) - before:
+                if not path.name.startswith("~"):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.utime(path, (now_s, now_s - 1000 + 10 * number))
+
+    def left(start: int) -> list[bool]:
+        return list(second.present([f"{number}" for number in range(start, start + 8)]))
+
+    fill(second, 0)
+    wait_until(lambda: sum(left(0)) <= 4)
+    assert kept(second, "7", memory(256, seed=7))
+    first.close()
+    fill(second, 8)
+    wait_until(lambda: sum(left(8)) <= 4 and not any(left(0)), what="the other server took over")
+    assert kept(second, "15", memory(256, seed=15))
+
+
+def test_a_record_being_read_is_no_victim(open_at, tmp_path):
+    """Its file would be overwritten under the reader."""
+    tier = open_at(size_bytes=2 * MIB)
+    assert tier.write("0", memory(256, seed=0))
+    assert tier.write("1", memory(256, seed=1))
+    tier._catalog.use("0")
+    tier._catalog.use("1")
+    assert not tier.write("2", memory(256, seed=2))
+    tier._catalog.release("1")
+    assert tier.write("2", memory(256, seed=2))
+    assert list(tier.present(["0", "1", "2"])) == [True, False, True]
+
+
+def test_eviction_under_readers_never_mixes_records(open_at):
+    """Many threads read and write more than there is room for, so that files are recycled under way."""
+    tier = open_at(size_bytes=4 * MIB)
+    patterns = {f"{number:x}": memory(64, 64, seed=number) for number in range(16)}
+    wrong, read = [], []
+
+    def work(seed: int) -> None:
+        choose = random.Random(seed)
+        try:
+            for _ in range(150):
+                name = choose.choice(list(patterns))
+                into = memory(64, 64)
+                if not tier.read(name, into):
+                    tier.write(name, patterns[name])
+                elif b"".join(into) != b"".join(patterns[name]):
+                    wrong.append(name)
+                else:
+                    read.append(name)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert read
+    assert tier._catalog.used_bytes <= 4 * MIB
+
+
+def test_writers_at_the_same_time_evict_no_more_than_they_need(open_at):
+    tier = open_at(size_bytes=32 * MIB)
+    for turn in range(6):
+        names = [f"{turn}/{number:x}" for number in range(128)]
+        queue = iter(names)
+        lock = threading.Lock()
+
+        def work(queue=queue, lock=lock) -> None:
+            piece = memory(64)
+            while True:
+                with lock:
+                    name = next(queue, None)
+                if name is None:
+                    return
+                tier.write(name, piece)
+
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(tier.present(names)), "there is room for exactly these"
+        assert tier._catalog.used_bytes == 32 * MIB
+        assert tier._arriving_bytes == 0
+
+
+WRITER = """
+import mmap, sys, time
+from lmcache_server.tiers.directory import Directory
+tier = Directory(sys.argv[1], 64 << 20)
+while not tier._listed: time.sleep(.001)
+memory = memoryview(mmap.mmap(-1, 16 << 20))
+pieces = [memory[start : start + 4096] for start in range(0, 16 << 20, 4096)]  # in several system calls
+print("ready", flush=True)
+number = 0
+while True:
+    number += 1
+    memory[:] = bytes([number % 251]) * memory.nbytes
+    tier.write(f"{number % int(sys.argv[2])}", pieces)
+"""
+
+
+def test_a_server_killed_while_it_writes_leaves_whole_records_only(open_at, tmp_path):
+    found = 0
+    for turn in range(6):
+        # There is room for four: three are overwritten, of five the files are recycled.
+        command = [sys.executable, "-c", WRITER, str(tmp_path / "tier"), "3" if turn % 2 else "5"]
+        with ChildProcess("tier-writer", command, pipes=True) as writer:
+            assert writer.stdout.readline() == b"ready\n"
+            time.sleep(0.3 + 0.05 * turn)
+            os.kill(writer.pid, signal.SIGKILL)
+            writer.popen.wait()
+        tier = open_at(size_bytes=64 * MIB)
+        for number in range(5):
+            (into,) = memory(4096)
+            if tier.read(f"{number}", [into]):
+                found += 1
+                content = bytes(into)
+                assert content == content[:1] * len(content), "a part of it is another record's"
+        assert not [path for path in files(tmp_path / "tier") if path.name.startswith("~")]
+        tier.close()
+    assert found
+
+
+def test_a_hundred_thousand_records_are_found_in_seconds(open_at, tmp_path):
+    root = tmp_path / "tier"
+    tier = open_at()
+    assert tier.write("0", memory(1))
+    tier.close()
+    (one,) = files(root)
+    for number in range(256):
+        (root / f"{number:02x}").mkdir(exist_ok=True)
+    for number in range(100_000):
+        path = root / folders.path_of(f"{number:064x}")
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+    os.unlink(one)
+    started_s = time.monotonic()
+    tier = open_at()
+    took_s = time.monotonic() - started_s
+    assert took_s < 60
+    print(f"100,000 files listed in {took_s:.2f} s")
+    assert all(tier.present([f"{number:064x}" for number in range(0, 100_000, 100)]))
+    started_s = time.monotonic()
+    tier.close()
+    print(f"closed in {time.monotonic() - started_s:.2f} s")
+
+
+def test_nothing_is_written_before_the_directory_is_listed(tmp_path, monkeypatch):
+    listed = Directory._list
+    let = False
+
+    def slow(self):
+        while not let and not self._closing.is_set():
+            time.sleep(0.01)
+        listed(self)
+
+    monkeypatch.setattr(Directory, "_list", slow)
+    tier = Directory(str(tmp_path / "tier"), MIB)
+    try:
+        assert not tier.write("a", memory(1))
+        let = True
+        wait_until(lambda: tier.write("a", memory(1)))
+    finally:
+        tier.close()
+
+
+def test_only_tier_errors_are_raised(tier, monkeypatch):
+    def broken(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    assert tier.write("a", memory(1))
+    monkeypatch.setattr(os, "preadv", broken)
+    monkeypatch.setattr(os, "pwritev", broken)
+    for call in (lambda: tier.read("a", memory(1)), lambda: tier.write("b", memory(1))):
+        assert "dmesg" in fails(call)
+    monkeypatch.undo()
+    assert isinstance(TierError(""), Exception)
+    assert tier.write("a", memory(1, seed=2)), "and nothing is left of the failure"
+    assert kept(tier, "a", memory(1, seed=2))

@@ -1,0 +1,196 @@
+"""The tier in object stores: SeaweedFS for S3, Azurite for Azure. Google's cannot be tested here."""
+
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+from harness import stores, tools
+from harness.stores import ACCOUNT, ACCOUNT_KEY, Store
+from harness.tiers import TierContract, all_fail_in_time, fails, kept, memory
+from harness.waiting import wait_until
+
+from lmcache_server.tiers.base import Tier, TierError
+
+SECRETS = {
+    "AWS_ACCESS_KEY_ID": stores.KEY,
+    "AWS_SECRET_ACCESS_KEY": stores.SECRET,
+    "AWS_REGION": "us-east-1",
+    "AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT,
+    "AZURE_STORAGE_ACCOUNT_KEY": ACCOUNT_KEY,
+}
+DEADLINE_S = 4.5
+"""Two attempts, and a little between them."""
+Open = Callable[..., Tier]
+
+
+@pytest.fixture(autouse=True)
+def secrets(monkeypatch) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory) -> Iterator[Store]:
+    with stores.seaweedfs(tmp_path_factory.mktemp("seaweedfs")) as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def azure(tmp_path_factory) -> Iterator[Store]:
+    with stores.azurite(tmp_path_factory.mktemp("azurite")) as store:
+        yield store
+
+
+@pytest.fixture
+def open_at() -> Iterator[Open]:
+    """Opens a tier in a store."""
+    tools.module("obstore", "s3")
+    from lmcache_server.tiers.objects import Objects
+
+    opened = []
+
+    def open_it(store: Store, scheme: str = "s3", prefix: str = "some/where", **more) -> Tier:
+        account = f"/{ACCOUNT}" if scheme == "az" else ""
+        endpoint = f"http://127.0.0.1:{store.port}{account}"
+        opened.append(Objects(scheme, "records", prefix, **{"endpoint": endpoint, **more}))
+        return opened[-1]
+
+    yield open_it
+    for tier in opened:
+        tier.close()
+
+
+@pytest.fixture(params=["s3", "az"])
+def tier(request, open_at: Open) -> Tier:
+    if request.param == "s3":
+        store = request.getfixturevalue("s3")
+    else:
+        store = request.getfixturevalue("azure")
+        stores.create_container(store, "records")
+    tier = open_at(store, request.param)
+    wait_until(lambda: working(lambda: tier.write("0", memory(1))), 60, "the store takes objects")
+    tier.clear("")
+    return tier
+
+
+class TestContract(TierContract):
+    pass
+
+
+def working(call: Callable[[], object]) -> object:
+    """None while the tier fails."""
+    try:
+        return call()
+    except TierError:
+        return None
+
+
+@pytest.mark.parametrize("there", [0, 1, 2, 7, 8, 9, 63, 64, 200, 511, 512])
+def test_presence_of_a_chain_takes_a_few_requests(open_at, s3, monkeypatch, there):
+    tier = open_at(s3)
+    asked = []
+    monkeypatch.setattr(type(tier), "_is_there", lambda _, name: asked.append(name) or int(name, 16) < there)
+    names = [f"{number:x}" for number in range(512)]
+    assert list(tier.present(names)) == [True] * there + [False] * (512 - there)
+    assert len(asked) <= (1 if there == 0 else 28)
+
+
+def test_what_is_absent_is_not_asked_for_again_for_a_while(open_at, s3, monkeypatch):
+    from lmcache_server.tiers import objects
+
+    tier = open_at(s3)
+    tier.clear("")
+    assert tier.write("0", memory(1))
+    assert list(tier.present(["0", "1", "2"])) == [True, False, False]
+    other = open_at(s3)
+    assert other.write("1", memory(1))
+    assert list(tier.present(["0", "1", "2"])) == [True, False, False], "it is remembered"
+    assert list(other.present(["0", "1", "2"])) == [True, True, False]
+    assert tier.write("1", memory(1)), "and forgotten with the write"
+    assert list(tier.present(["0", "1", "2"])) == [True, True, False]
+    monkeypatch.setattr(objects, "ABSENT_S", 0.0)
+    monkeypatch.setattr(objects, "MAX_ABSENT", 3)
+    for number in range(10):
+        assert not tier.read(f"a{number}", memory(1))
+    assert len(tier._absent) <= 3
+    assert other.write("a9", memory(1))
+    assert list(tier.present(["a9"])) == [True], "its time is over"
+
+
+def test_a_prefix_keeps_tiers_apart(open_at, s3):
+    one, other, whole = (open_at(s3, prefix=prefix) for prefix in ("one", "one/other", ""))
+    whole.clear("")
+    for number, tier in enumerate((one, other, whole)):
+        assert tier.write("a", memory(1, seed=number))
+    assert all(kept(tier, "a", memory(1, seed=n)) for n, tier in enumerate((one, other, whole)))
+    other.clear("")
+    assert kept(one, "a", memory(1, seed=0))
+    assert not other.read("a", memory(1))
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_a_store_that_hangs_or_dies_fails_each_call_at_its_deadline(open_at, s3, how):
+    tier = open_at(s3)
+    wait_until(lambda: working(lambda: tier.write("a", memory(2, seed=1))), 60)
+    if how == "stopped":
+        s3.signal(signal.SIGSTOP)
+    else:
+        s3.kill()
+    try:
+        expected = "gave no answer in time" if how == "stopped" else "cannot be reached"
+        calls = [
+            lambda: tier.read("a", memory(2)),
+            lambda: tier.write("b", memory(256)),
+            lambda: tier.present([f"{number}" for number in range(512)]),
+            lambda: tier.remove(["a"]),
+            lambda: tier.clear("a"),
+        ]
+        assert all(expected in text for text in all_fail_in_time(calls, DEADLINE_S))
+    finally:
+        if how == "stopped":
+            s3.signal(signal.SIGCONT)
+        else:
+            s3.restart()
+    wait_until(lambda: working(lambda: tier.write("c", memory(3, seed=3))), 60)
+    assert kept(tier, "c", memory(3, seed=3))
+    # The requests in vain may have been done after all.
+    assert working(lambda: tier.read("a", memory(2))) is not None
+
+
+def test_wrong_credentials_name_the_variables(open_at, s3, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret")
+    tier = open_at(s3)
+    for call in (lambda: tier.read("a", memory(1)), lambda: tier.write("a", memory(1))):
+        text = fails(call)
+        assert "AWS_ACCESS_KEY_ID" in text
+        assert "wrong-secret" not in text
+
+
+def test_a_missing_container_is_one_clear_error(open_at, azure):
+    tier = open_at(azure, "az")
+    tier._store = type(tier._store)(
+        "missing", endpoint=f"http://127.0.0.1:{azure.port}/{ACCOUNT}", client_options={"allow_http": True}
+    )
+    assert "create it" in fails(lambda: tier.write("a", memory(1)))
+    assert not tier.read("a", memory(1))
+
+
+def test_plain_http_is_not_spoken_unasked(open_at, s3):
+    """Without an endpoint that says http, a record never crosses the network in the clear."""
+    tier = open_at(s3, endpoint=f"https://127.0.0.1:{s3.port}")
+    assert all_fail_in_time([lambda: tier.write("a", memory(1))], DEADLINE_S)
+
+
+def test_a_clear_leaves_what_others_keep_in_the_bucket(open_at, s3):
+    import obstore
+
+    for prefix in ("", "some/where"):
+        tier = open_at(s3, prefix=prefix)
+        others = ("notes.txt", "ab/cd", "some/where/ab", "some/other/ab")
+        for path in others:
+            obstore.put(tier._store, path, b"mine")
+        assert tier.write("ab/cd", memory(1))
+        tier.clear("")
+        assert not any(tier.present(["ab/cd"]))
+        for path in others:
+            assert obstore.get(tier._store, path).bytes() == b"mine"

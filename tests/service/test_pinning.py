@@ -1,0 +1,178 @@
+"""Pins of requests: what is watched for, pinned and refused. The real router, in this process."""
+
+import json
+
+import pytest
+from desk import Desk
+from test_invariants import CHUNK_SIZE, is_refused, key, store
+
+from lmcache_client.contract import messages
+from lmcache_client.contract.messages import (
+    Clear,
+    Cleared,
+    Done,
+    Message,
+    Pin,
+    Pinned,
+    Refused,
+    Release,
+    StatusReport,
+    Unpin,
+    Unpinned,
+)
+from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.service.pinning import MAX_WATCHED
+
+TOKEN = "0123456789abcdef" * 2
+USER = 5
+"""The client that pins."""
+
+
+@pytest.fixture
+def serving(desk: Desk) -> Desk:
+    """An engine, another one of another model, and a user."""
+    desk.join(0)
+    desk.join(1, "another model")
+    desk.hello(USER)
+    return desk
+
+
+def ended(desk: Desk, keys: tuple[bytes, ...], request: str = TOKEN, who: int = 0) -> None:
+    """A request ends in vLLM, which makes its id longer."""
+    assert desk.ask(who, Release((), keys, f"cmpl-{request}-0-1234abcd")) == Done()
+
+
+def stored(desk: Desk, *numbers: int, who: int = 0) -> tuple[bytes, ...]:
+    for number in numbers:
+        desk.ask(who, store(number))
+    desk.end_copies()
+    return tuple(map(key, numbers))
+
+
+def pins(desk: Desk) -> dict[str, int]:
+    """The bytes of each name, as the status tells them."""
+    report = desk.ask(USER, messages.Status())
+    assert isinstance(report, StatusReport)
+    return {each["name"]: each["bytes"] for each in json.loads("".join(report.pieces))["pins"]}
+
+
+def evict_everything(desk: Desk) -> None:
+    for number in range(1000, 1000 + desk.target.l1.num_frames):
+        stored(desk, number)
+
+
+def pin(desk: Desk, name: str, request: str = TOKEN) -> Message | None:
+    return desk.ask(USER, Pin(name, request))
+
+
+def test_a_request_is_pinned_by_a_part_of_its_id_and_outlives_its_engine(serving: Desk) -> None:
+    assert pin(serving, "") == Pinned(0, 0, 0, 0)
+    keys = stored(serving, 1, 2, 3)
+    assert pin(serving, "mine") == Pinned(0, 0, 0, 0), "the request has not ended"
+    ended(serving, (*keys, key(4)))
+    assert pin(serving, "") == Pinned(4, 3, 3 * CHUNK_SIZE, CHUNK_SIZE)
+    assert pins(serving) == {}, "asking pins nothing"
+    assert pin(serving, "mine") == Pinned(4, 3, 3 * CHUNK_SIZE, CHUNK_SIZE)
+    assert pins(serving) == {"mine": 3 * FRAME_BYTES}
+    assert serving.target.metrics.value("lmcache_pinned_chunks") == 3
+    assert serving.target.metrics.value("lmcache_pinned_chunk_bytes") == 3 * FRAME_BYTES
+    serving.leave(0)
+    serving.leave(USER)
+    serving.join(2)
+    serving.hello(USER)
+    for number in range(1000, 1000 + serving.target.l1.num_frames):
+        stored(serving, number, who=2)
+    assert serving.target.cache.evicted_chunks
+    assert pin(serving, "") == Pinned(4, 3, 3 * CHUNK_SIZE, CHUNK_SIZE)
+    assert serving.ask(USER, Unpin("mine")) == Unpinned(3)
+    assert pins(serving) == {}
+
+
+def test_a_request_that_ended_before_it_was_watched_for_is_not_known(serving: Desk) -> None:
+    keys = stored(serving, 1)
+    ended(serving, keys)
+    assert pin(serving, "mine") == Pinned(0, 0, 0, 0)
+    ended(serving, keys, request="another request, not asked for")
+    assert pin(serving, "mine") == Pinned(0, 0, 0, 0)
+
+
+def test_each_engine_pins_its_own_chunks(serving: Desk) -> None:
+    pin(serving, "")
+    keys = stored(serving, 1, 2)
+    stored(serving, 1, who=1)
+    ended(serving, keys, who=1)
+    assert pin(serving, "mine") == Pinned(2, 1, CHUNK_SIZE, CHUNK_SIZE)
+    evict_everything(serving)
+    assert serving.target.cache.num_chunks > 1
+    assert pins(serving) == {"mine": FRAME_BYTES}
+
+
+def test_more_than_half_of_l1_is_refused_in_one_sentence(serving: Desk) -> None:
+    half = serving.target.l1.num_frames // 2
+    pin(serving, "")
+    keys = stored(serving, *range(half + 1))
+    ended(serving, keys)
+    refused = pin(serving, "mine")
+    assert is_refused(refused, messages.OVERLOADED)
+    assert isinstance(refused, Refused)
+    assert "at most half of it can be" in refused.message
+    assert pins(serving) == {}
+    pin(serving, "", TOKEN[::-1])
+    ended(serving, keys[:half], TOKEN[::-1])
+    assert pin(serving, "mine", TOKEN[::-1]) == Pinned(half, half, half * CHUNK_SIZE, CHUNK_SIZE)
+    evict_everything(serving)
+    assert pins(serving) == {"mine": half * FRAME_BYTES}
+
+
+def test_only_a_client_that_greeted_pins_and_unpins(serving: Desk) -> None:
+    assert is_refused(serving.ask(9, Pin("mine", TOKEN)), messages.NOT_REGISTERED)
+    assert is_refused(serving.ask(9, Unpin("")), messages.NOT_REGISTERED)
+
+
+def test_an_unknown_name_is_refused_and_all_of_none_is_nothing(serving: Desk) -> None:
+    refused = serving.ask(USER, Unpin("yours"))
+    assert is_refused(refused, messages.BAD_REQUEST)
+    assert isinstance(refused, Refused)
+    assert refused.message == "nothing is pinned as 'yours': 'lmcache status' lists the names that are"
+    assert serving.ask(USER, Unpin("")) == Unpinned(0)
+
+
+def test_requests_that_are_watched_for_are_bounded_and_the_oldest_is_forgotten(serving: Desk) -> None:
+    tokens = [f"{number:032x}" for number in range(MAX_WATCHED + 1)]
+    for token in tokens:
+        pin(serving, "", token)
+    keys = stored(serving, 1)
+    for token in tokens:
+        ended(serving, keys, token)
+    assert pin(serving, "", tokens[-1]) == Pinned(1, 1, CHUNK_SIZE, CHUNK_SIZE)
+    assert pin(serving, "", tokens[0]) == Pinned(0, 0, 0, 0)
+
+
+def test_clear_forgets_pins_and_an_engines_own_clear_those_of_its_namespace(serving: Desk) -> None:
+    for who, name in ((0, "first"), (1, "second")):
+        token = f"{who:032x}"
+        pin(serving, "", token)
+        ended(serving, stored(serving, 1, who=who), token, who)
+        pin(serving, name, token)
+    assert pins(serving).keys() == {"first", "second"}
+    assert serving.ask(0, Clear()) == Cleared(1)
+    assert pins(serving).keys() == {"second"}
+    assert serving.ask(USER, Clear(everything=True)) == Cleared(1)
+    assert pins(serving) == {}
+    assert serving.target.cache.free_frames == serving.target.l1.num_frames
+
+
+def test_a_pinned_chunk_that_is_damaged_is_forgotten(serving: Desk) -> None:
+    pin(serving, "")
+    keys = stored(serving, 1, 2)
+    ended(serving, keys)
+    pin(serving, "mine")
+    cache = serving.target.cache
+    (namespace,) = cache.namespaces()
+    chunk = cache._index.get(namespace, keys[0])
+    assert chunk is not None
+    cache.forget(chunk)
+    assert pins(serving) == {"mine": FRAME_BYTES}
+    stored(serving, 1)
+    cache.check_integrity()
+    assert serving.ask(USER, Unpin("mine")) == Unpinned(1)

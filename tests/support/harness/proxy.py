@@ -1,0 +1,72 @@
+"""A TCP proxy between a server and its store, which delays what the store says or cuts it in the middle."""
+
+import contextlib
+import socket
+import threading
+import time
+from typing import Self
+
+PIECE_BYTES = 1 << 16
+
+
+class Proxy:
+    """Listens at `port` of the loopback for the store at another. Each setting holds for what is sent from
+    then on, in connections that are open, too."""
+
+    def __init__(self, store_port: int) -> None:
+        self._store_port = store_port
+        self.delay_s = 0.0
+        """Each piece that the store sends arrives so much later."""
+        self.cut_bytes: int | None = None
+        """A connection ends when the store has sent so many bytes at once, in the middle of a record."""
+        self.cuts = 0
+        self._open: set[socket.socket] = set()
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.port: int = self._listener.getsockname()[1]
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.delay_s = 0.0
+        for each in (self._listener, *self._open):
+            self._end(each)
+        for thread in self._threads:
+            thread.join()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                self._open.add(client)
+                store = socket.create_connection(("127.0.0.1", self._store_port))
+                self._open.add(store)
+                for ends in ((client, store, False), (store, client, True)):
+                    self._threads.append(threading.Thread(target=self._pass, args=ends))
+                    self._threads[-1].start()
+
+    def _pass(self, source: socket.socket, target: socket.socket, is_answer: bool) -> None:
+        passed, began_s = 0, 0.0
+        with contextlib.suppress(OSError):
+            while piece := source.recv(PIECE_BYTES):
+                if time.monotonic() - began_s > 0.1:  # the store was silent: another answer
+                    passed = 0
+                began_s = time.monotonic()
+                if is_answer:
+                    time.sleep(self.delay_s)
+                    passed += len(piece)
+                    if self.cut_bytes is not None and passed > self.cut_bytes:
+                        self.cuts += 1
+                        target.sendall(piece[: len(piece) // 2])
+                        break
+                target.sendall(piece)
+        for each in (source, target):
+            self._end(each)
+
+    def _end(self, end: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+        end.close()
+        self._open.discard(end)

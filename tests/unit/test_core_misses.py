@@ -1,0 +1,133 @@
+"""Why a lookup found no more than it did, for each reason and for several at once."""
+
+import random
+
+import pytest
+
+from lmcache_client.contract.geometry import FULL, RECURRENT, GroupSpec
+from lmcache_server.core.cache import Cache, Layout, Reservation
+from lmcache_server.core.misses import (
+    EVICTED,
+    NO_STATE,
+    NOT_STORED,
+    PARTIAL,
+    REASONS,
+    TIER_LATE,
+    Evicted,
+    missed_tokens,
+)
+
+CHUNK = 16
+SESSION = 1
+PLAIN = Layout(b"n" * 32, CHUNK, (GroupSpec(FULL, CHUNK, 0, "", ()),), ((0,),))
+HYBRID = Layout(
+    b"h" * 32,
+    CHUNK,
+    (GroupSpec(FULL, CHUNK, 0, "", ()), GroupSpec(RECURRENT, CHUNK, 0, "", ())),
+    ((0,), (0,)),
+)
+STATES = Layout(b"s" * 32, CHUNK, (GroupSpec(RECURRENT, CHUNK, 0, "", ()),), ((0,),))
+TWO_RANKS = Layout(b"t" * 32, CHUNK, (GroupSpec(FULL, CHUNK, 0, "", ()),), ((0, 1),))
+
+
+def chain(count, seed=0):
+    generator = random.Random(seed)
+    return tuple(generator.randbytes(32) for _ in range(count))
+
+
+def store(cache, layout, keys, group=0, rank=0, first=0):
+    for index in range(first, len(keys)):
+        parent = keys[index - 1] if index else b""
+        reservation = cache.reserve(layout, keys[index], group, rank, 1, 1, parent)
+        assert isinstance(reservation, Reservation)
+        cache.commit(reservation)
+
+
+def missed(cache, layout, keys, computed=0):
+    """The reasons of a lookup of all of `keys`, in tokens."""
+    limit = len(keys) * CHUNK
+    hit = cache.lookup(layout, keys, computed, limit, SESSION, 0.0)
+    cache.drop_owner(SESSION)
+    start = max(hit.resume_tokens, computed)
+    found = missed_tokens(
+        layout, keys, hit.held, start, limit, cache.evicted, lambda key: cache.is_partial(layout, key)
+    )
+    assert set(found) <= set(REASONS)
+    assert sum(found.values()) == limit - start
+    return found
+
+
+def test_what_nobody_stored():
+    cache, keys = Cache(1, 100), chain(8)
+    assert missed(cache, PLAIN, keys) == {NOT_STORED: 8 * CHUNK}
+    store(cache, PLAIN, keys[:5])
+    assert missed(cache, PLAIN, keys) == {NOT_STORED: 3 * CHUNK}
+    assert missed(cache, PLAIN, keys[:5]) == {}
+
+
+def test_what_was_evicted_is_told_from_what_never_was_there():
+    cache, keys, other = Cache(1, 8), chain(6), chain(6, seed=1)
+    store(cache, PLAIN, keys)
+    store(cache, PLAIN, other)
+    assert missed(cache, PLAIN, keys + chain(2, seed=2)) == {EVICTED: 4 * CHUNK, NOT_STORED: 2 * CHUNK}
+    assert missed(cache, PLAIN, keys, computed=3 * CHUNK) == {EVICTED: 3 * CHUNK}, "the engine has the others"
+    assert missed(cache, HYBRID, keys) == {NOT_STORED: 6 * CHUNK}, "in another namespace"
+    cache.clear()
+    store(cache, PLAIN, keys)
+    assert missed(cache, PLAIN, keys) == {}, "stored again"
+
+
+def test_full_attention_without_a_state_to_resume_from():
+    cache, keys = Cache(1, 100), chain(8)
+    store(cache, HYBRID, keys[:6])
+    assert missed(cache, HYBRID, keys) == {NO_STATE: 6 * CHUNK, NOT_STORED: 2 * CHUNK}
+    store(cache, HYBRID, keys[:4], group=1, first=3)
+    assert missed(cache, HYBRID, keys) == {NO_STATE: 2 * CHUNK, NOT_STORED: 2 * CHUNK}
+
+
+def test_what_tiers_have_and_did_not_bring():
+    cache, keys, evicted = Cache(1, 100), chain(8), Evicted()
+    store(cache, PLAIN, keys[:2])
+    _, hit = cache.find(PLAIN, keys, 0, 8 * CHUNK)
+    start = hit.resume_tokens
+    for in_tiers, late in ((0, 0), (start, 0), (5 * CHUNK, 3 * CHUNK), (9 * CHUNK, 6 * CHUNK)):
+        found = missed_tokens(
+            PLAIN, keys, hit.held, start, 8 * CHUNK, evicted, lambda _: False, in_tiers=in_tiers
+        )
+        expected = {TIER_LATE: late, NOT_STORED: 6 * CHUNK - late}
+        assert found == {reason: tokens for reason, tokens in expected.items() if tokens}
+
+
+def test_a_model_of_states_alone():
+    cache, keys = Cache(1, 100), chain(4)
+    assert missed(cache, STATES, keys) == {NOT_STORED: 4 * CHUNK}
+    store(cache, STATES, keys[:2])
+    assert missed(cache, STATES, keys) == {NOT_STORED: 2 * CHUNK}
+
+
+def test_ranks_that_disagree():
+    cache, keys = Cache(1, 100), chain(6)
+    store(cache, TWO_RANKS, keys)
+    store(cache, TWO_RANKS, keys[:2], rank=1)
+    assert missed(cache, TWO_RANKS, keys) == {PARTIAL: 4 * CHUNK}
+    reservation = cache.reserve(TWO_RANKS, keys[2], 0, 1, 1, 1, keys[1])
+    assert missed(cache, TWO_RANKS, keys) == {NOT_STORED: 4 * CHUNK}, "the other rank is storing it now"
+    assert isinstance(reservation, Reservation)
+    cache.abort(reservation)
+
+
+@pytest.mark.parametrize("computed", [0, 8, 24, 40])
+def test_the_engine_may_hold_a_part_of_a_chunk(computed):
+    cache, keys = Cache(1, 100), chain(4)
+    assert missed(cache, PLAIN, keys, computed) == {NOT_STORED: 4 * CHUNK - computed}
+
+
+def test_the_memory_of_evicted_chunks_is_bounded_and_takes_none_for_another():
+    evicted, keys = Evicted(slots=1 << 10), chain(5000)
+    for key in keys:
+        evicted.add(b"n" * 32, key)
+    assert all(evicted.has(b"n" * 32, key) for key in keys[-10:])
+    remembered = sum(evicted.has(b"n" * 32, key) for key in keys)
+    assert 1 << 9 < remembered <= 1 << 10
+    assert not any(evicted.has(b"m" * 32, key) for key in keys)
+    assert not any(evicted.has(b"n" * 32, key) for key in chain(5000, seed=1))

@@ -1,0 +1,236 @@
+"""Quotas: a tenant at its quota loses its own chunks, nobody else's. See also test_cache_model.py."""
+
+import gc
+import sys
+import types
+from typing import Any
+
+import pytest
+from test_core_cache import FRAME_BYTES, PLAIN, SESSION, chain, lookup, stored_chunks
+
+from lmcache_client.contract.keys import ROOT_KEY, tenant_id
+from lmcache_server.core import limits
+from lmcache_server.core.cache import Cache, NotReserved, Reservation
+from lmcache_server.core.index import Chunk, Tenant
+from lmcache_server.core.limits import Limits
+from lmcache_server.host.units import GB_BYTES
+
+A, B = tenant_id("a"), tenant_id("b")
+
+
+def with_quota(frames: float, quota: float, **others: float) -> Cache:
+    """`others` has other quotas, for tenants by name."""
+    named = {tenant_id(salt).hex(): FRAME_BYTES * number / GB_BYTES for salt, number in others.items()}
+    return Cache(FRAME_BYTES, int(frames), quotas_gb=Limits(FRAME_BYTES * quota / GB_BYTES, named))
+
+
+def store(
+    cache: Cache, keys: list[bytes], tenant: bytes = b"", frames: int = 1, once: bool = False
+) -> NotReserved | None:
+    """Stores a chain until an object is not reserved; returns why."""
+    for key, parent in zip(keys, [ROOT_KEY, *keys], strict=False):
+        got = cache.reserve(PLAIN, key, 0, 0, 1, frames * FRAME_BYTES, parent, once, tenant)
+        if not isinstance(got, Reservation):
+            return got
+        cache.commit(got)
+    cache.check_integrity()
+    return None
+
+
+def held(cache: Cache, *names: int) -> list[str]:
+    return [stored_chunks(cache, chain(4, name)) for name in names]
+
+
+def test_a_full_tenant_evicts_its_own_coldest_though_others_are_colder_and_there_is_room() -> None:
+    cache = with_quota(100, quota=8)
+    store(cache, chain(4, 1))
+    store(cache, chain(4, 2), B)
+    store(cache, chain(4, 3), A)
+    store(cache, chain(4, 4), A)
+    cache.touch(PLAIN.namespace, chain(4, 3))
+    assert store(cache, chain(2, 5), A) is None
+    assert held(cache, 1, 2, 3, 4) == ["1111", "1111", "1111", "1100"], "a tail goes before its head"
+    assert (cache.evicted_chunks, cache.quota_evicted_chunks, cache.evicted_ages_s) == (2, 2, [])
+    assert {each.name: each.frames for each in cache.tenants} == {A: 8, B: 4}
+
+
+def test_below_their_quotas_tenants_share_one_order() -> None:
+    cache = with_quota(12, quota=11)
+    store(cache, chain(4, 1), B)
+    store(cache, chain(4, 2))
+    store(cache, chain(4, 3), A)
+    assert store(cache, chain(4, 4), A) is None
+    assert held(cache, 1, 2, 3, 4) == ["0000", "1111", "1111", "1111"]
+    assert (cache.evicted_chunks, cache.quota_evicted_chunks, len(cache.evicted_ages_s)) == (4, 0, 4)
+
+
+def test_without_a_salt_there_is_no_quota() -> None:
+    cache = with_quota(100, quota=2)
+    assert store(cache, chain(9, 1)) is None
+    assert len(cache.tenants) == 0
+
+
+def test_one_salt_can_have_another_quota() -> None:
+    cache = with_quota(100, quota=2, a=4)
+    store(cache, chain(2, 1), A)
+    store(cache, chain(2, 2), A)
+    store(cache, chain(2, 3), A)
+    assert held(cache, 1, 2, 3) == ["0000", "1100", "1100"]
+    assert store(cache, chain(3, 4), B) is NotReserved.QUOTA
+    assert held(cache, 4) == ["1100"], "a chain longer than its quota keeps its head"
+
+
+def test_a_full_tenant_whose_chunks_are_in_use_stores_nothing_and_waits_for_nobody() -> None:
+    cache = with_quota(100, quota=4)
+    store(cache, chain(4, 1), A)
+    hit = lookup(cache, chain(4, 1))
+    assert store(cache, chain(1, 2), A) is NotReserved.QUOTA
+    assert store(cache, chain(1, 3), B) is None
+    cache.release(hit.lease_id, SESSION)
+    cache.pin("mine", PLAIN.namespace, chain(4, 1))
+    assert store(cache, chain(1, 2), A) is NotReserved.QUOTA
+    cache.unpin("mine")
+    assert store(cache, chain(1, 2), A) is None
+    assert held(cache, 1, 2) == ["1110", "1000"]
+
+
+def test_what_is_being_written_counts_and_what_was_not_written_does_not() -> None:
+    cache = with_quota(100, quota=2)
+    got = [cache.reserve(PLAIN, key, 0, 0, 1, FRAME_BYTES, tenant=A) for key in chain(2, 1)]
+    assert store(cache, chain(1, 2), A) is NotReserved.QUOTA
+    for each in got:
+        assert isinstance(each, Reservation)
+        cache.abort(each)
+    assert len(cache.tenants) == 0
+    assert store(cache, chain(1, 2), A) is None
+
+
+def test_a_chunk_larger_than_its_quota_is_not_stored_and_evicts_nothing() -> None:
+    cache = with_quota(100, quota=4)
+    store(cache, chain(3, 1), A)
+    assert store(cache, chain(1, 2), A, frames=5) is NotReserved.QUOTA
+    assert held(cache, 1) == ["1110"]
+
+
+def test_prompts_that_will_not_come_back_take_the_place_of_their_own_kind_alone() -> None:
+    cache = with_quota(100, quota=4)
+    store(cache, chain(2, 1), A)
+    store(cache, chain(2, 2), A, once=True)
+    assert store(cache, chain(2, 3), A, once=True) is None
+    assert held(cache, 1, 2, 3) == ["1100", "0000", "1100"]
+    assert store(cache, chain(4, 4), A, once=True) is NotReserved.QUOTA
+    assert held(cache, 1, 4) == ["1100", "1100"]
+    store(cache, chain(2, 5), A)
+    assert held(cache, 1, 4, 5) == ["1100", "0000", "1100"]
+
+
+def test_a_smaller_quota_after_a_restart_is_reached_step_by_step() -> None:
+    """A tenant far above its quota does not lose everything in one store, during which others would wait."""
+    before = with_quota(100, quota=50)
+    for name in range(10):
+        store(before, chain(4, name), A)
+    cache = with_quota(0, quota=4)
+    cache.restore(before.snapshot(0.0), 0.0)
+    cache.check_integrity()
+    assert [(each.name, each.frames) for each in cache.tenants] == [(A, 40)]
+    for name, left in enumerate((39, 38, 37), 20):
+        assert store(cache, chain(1, name), A) is None
+        assert next(iter(cache.tenants)).frames == left
+    for name in range(30, 80):
+        assert store(cache, chain(1, name), A) is None
+    assert next(iter(cache.tenants)).frames == 4
+    assert held(cache, 79, 78, 77, 76, 75) == ["1000"] * 4 + ["0000"]
+
+
+@pytest.mark.parametrize("quota", [15, 20, 1000])
+@pytest.mark.parametrize("step", [1, 4, 10])
+def test_a_prompt_longer_than_its_quota_keeps_its_beginning_however_it_is_stored(
+    quota: int, step: int
+) -> None:
+    """An engine stores what each of its steps has computed, whatever became of the steps before."""
+    cache, keys = with_quota(25, quota), chain(40, 1)
+    for start in [*range(0, 40, step)] * 3:
+        got = [
+            cache.reserve(PLAIN, key, 0, 0, 1, FRAME_BYTES, parent, tenant=A)
+            for key, parent in list(zip(keys, [ROOT_KEY, *keys], strict=False))[start : start + step]
+        ]
+        for each in got:
+            if isinstance(each, Reservation):
+                cache.commit(each)
+        cache.check_integrity()
+    there = min(quota, 25)
+    assert stored_chunks(cache, keys) == "1" * there + "0" * (40 - there)
+    assert cache.evicted_chunks == 0
+
+
+def steps_to_evict(others: int) -> int:
+    """How many lines of Python it takes to evict the coldest chunk of a full tenant, behind so many others in
+    the order of eviction."""
+    cache, count = with_quota(others + 100, quota=4), 0
+
+    def line(_frame: types.FrameType, event: str, _argument: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return line
+
+    for number in range(others):
+        store_one(cache, number, B if number % 2 else b"")
+    for number in range(4):
+        store_one(cache, others + number, A)
+    traced = sys.gettrace()
+    sys.settrace(line)
+    try:
+        store_one(cache, others + 4, A)
+    finally:
+        sys.settrace(traced)
+    assert cache.quota_evicted_chunks == max(others // 2 - 4, 0) + 1
+    return count
+
+
+def store_one(cache: Cache, number: int, tenant: bytes) -> None:
+    got = cache.reserve(PLAIN, number.to_bytes(32, "big"), 0, 0, 1, FRAME_BYTES, ROOT_KEY, tenant=tenant)
+    assert isinstance(got, Reservation)
+    cache.commit(got)
+
+
+def test_the_coldest_of_a_tenant_is_found_without_a_search() -> None:
+    assert steps_to_evict(1000) <= steps_to_evict(10) + 20
+
+
+def test_a_tenant_without_chunks_is_forgotten_and_no_garbage() -> None:
+    cache = with_quota(100, quota=4)
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(type(each) in (Chunk, Tenant) for each in gc.get_objects())
+        for number in range(200):
+            store(cache, chain(2, number), tenant_id(str(number)))
+            cache.forget(cache.chunk(PLAIN.namespace, chain(2, number)[1]))  # type: ignore[arg-type]
+        assert 90 <= len(cache.tenants) <= 100, "L1 has room for so many chunks"
+        cache.clear()
+        assert len(cache.tenants) == 0
+        assert sum(type(each) in (Chunk, Tenant) for each in gc.get_objects()) == before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("text", "quota"),
+    [("", float("inf")), ("0.5", 0.5), ("4,ca978112=16", 16.0), ("4, CA978112CA1BBDCA = 2", 2.0),
+     ("4,ca978113=16", 4.0), ("ca978112=1", 1.0)],
+)  # fmt: skip
+def test_the_quota_of_a_tenant(text: str, quota: float) -> None:
+    """`printf %s a | sha256sum` begins with ca978112ca1bbdca."""
+    assert limits.quotas_gb(text).of(A) == quota
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "4 GB", "4,", "4,ca9781=2", "4,some-salt=2", "4,5", "inf"])
+def test_what_is_no_quota(text: str) -> None:
+    with pytest.raises(ValueError):
+        limits.quotas_gb(text)
+
+
+def test_a_tenant_is_known_by_a_digest_of_its_salt() -> None:
+    assert tenant_id("a").hex() == "ca978112ca1bbdcafac231b39a23dc4d"
+    assert tenant_id("") == tenant_id(None) == b""
+    assert len(tenant_id("\udc80")) == 16

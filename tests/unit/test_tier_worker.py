@@ -1,0 +1,350 @@
+"""Records, and the threads that call a tier."""
+
+import asyncio
+import ctypes
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from harness.waiting import wait_until
+
+from lmcache_server.tiers import worker as worker_module
+from lmcache_server.tiers.base import TierError
+from lmcache_server.tiers.record import (
+    DamagedRecordError,
+    EncryptedRecord,
+    Label,
+    Record,
+    RecordCipher,
+    read_key,
+)
+from lmcache_server.tiers.worker import Rates, TierWorker
+
+SIZES = (1, 100, 4096, 4097, 65536, 65536 + 4000, 3 * 65536 - 1)
+
+
+class Memory:
+    """Page-aligned memory for an object of `size` bytes, in two runs."""
+
+    def __init__(self, size: int) -> None:
+        self._map = mmap.mmap(-1, 1 << 20)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        first = min(size, 65536)
+        self.runs = [(start + (1 << 19), first), *([(start, size - first)] if size > first else [])]
+
+    @property
+    def content(self) -> bytes:
+        return b"".join(ctypes.string_at(*run) for run in self.runs)
+
+    def fill(self, content: bytes) -> None:
+        for address, size in self.runs:
+            ctypes.memmove(address, content[:size], size)
+            content = content[size:]
+
+
+class Dictionary:
+    """A tier in a dict. `before` is called first in each read and write."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, bytes] = {}
+        self.before: Callable[[], object] = lambda: None
+        self.closed = False
+
+    def present(self, names: Sequence[str]) -> Sequence[bool]:
+        return [name in self.records for name in names]
+
+    def read(self, name: str, pieces: Sequence[memoryview]) -> bool:
+        self.before()
+        record = self.records.get(name, b"")
+        if len(record) != sum(map(len, pieces)):
+            return False
+        for piece in pieces:
+            piece[:] = record[: len(piece)]
+            record = record[len(piece) :]
+        return True
+
+    def write(self, name: str, pieces: Sequence[memoryview]) -> bool:
+        self.before()
+        assert all(len(piece) % 4096 == 0 for piece in pieces)
+        self.records[name] = b"".join(pieces)
+        return True
+
+    def remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.records.pop(name, None)
+
+    def clear(self, prefix: str) -> None:
+        self.records = {name: each for name, each in self.records.items() if not name.startswith(prefix)}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def label(size: int, **changes: Any) -> Label:
+    return Label(
+        **{"namespace": b"n" * 32, "key": b"k" * 32, "bit": 3, "num_blocks": 2, "num_bytes": size} | changes
+    )
+
+
+CIPHERS = (None, RecordCipher(AESGCM(b"1" * 32), "one"))
+
+
+def record_of(what: Label, memory: "Memory", cipher: RecordCipher | None) -> Record | EncryptedRecord:
+    return EncryptedRecord(what, memory.runs, cipher) if cipher else Record(what, memory.runs)
+
+
+@pytest.mark.parametrize("cipher", CIPHERS, ids=["plain", "encrypted"])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_record_comes_back_and_any_changed_byte_is_found(size: int, cipher: RecordCipher | None) -> None:
+    memory, content = Memory(size), bytes(number % 251 for number in range(size))
+    memory.fill(content)
+    record = record_of(label(size), memory, cipher)
+    record.seal()
+    whole = b"".join(record.pieces)
+    assert size < 100 or (content in whole) == (cipher is None)
+    assert len(whole) % 4096 == 0
+
+    def opened(data: bytes, what: Label) -> bytes:
+        other = Memory(size)
+        read = record_of(what, other, cipher)
+        for piece in read.pieces:
+            piece[:] = data[: len(piece)]
+            data = data[len(piece) :]
+        read.open()
+        return other.content
+
+    assert opened(whole, label(size)) == content
+    for place in {0, size // 2, size - 1, len(whole) // 2, len(whole) - 17, len(whole) - 1}:
+        changed = bytearray(whole)
+        changed[place] ^= 4
+        with pytest.raises(DamagedRecordError):
+            opened(bytes(changed), label(size))
+    if cipher is not None:
+        other_key = record_of(label(size), Memory(size), RecordCipher(AESGCM(b"2" * 32), "two"))
+        other_key.pieces[0][:] = whole
+        with pytest.raises(DamagedRecordError):
+            other_key.open()
+    for other in ({"key": b"j" * 32}, {"namespace": b"m" * 32}, {"bit": 2}, {"num_blocks": 1}):
+        with pytest.raises(DamagedRecordError):
+            opened(whole, label(size, **other))
+
+
+@pytest.mark.parametrize("content", [b"k" * 32, b"6b" * 32, b"6B" * 32 + b"\n"])
+def test_a_key_file_has_a_key(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(content)
+    cipher = read_key(str(tmp_path / "key"))
+    assert AESGCM(b"k" * 32).decrypt(b"n" * 12, cipher.aead.encrypt(b"n" * 12, b"text", b""), b"") == b"text"
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"zz" * 32, b"6b" * 31])
+def test_a_key_file_without_a_key_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(content)
+    with pytest.raises(ValueError, match="must have 32 bytes"):
+        read_key(str(tmp_path / "key"))
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+def test_what_is_written_is_read_and_what_is_damaged_is_removed(loop: asyncio.AbstractEventLoop) -> None:
+    tier = Dictionary()
+    worker = TierWorker("tier", lambda: tier, loop, Rates())
+    memory, other = Memory(5000), Memory(5000)
+    memory.fill(b"abcde" * 1000)
+
+    async def run() -> None:
+        assert await worker.write(label(5000), memory.runs) == "written"
+        assert await worker.write(label(5000), memory.runs) == "present"
+        assert await worker.read(label(5000), other.runs, lambda: b"sums") == b"sums"
+        assert other.content == memory.content
+        assert await worker.read(label(5000, bit=4), other.runs, lambda: b"") is None
+        name = label(5000).name
+        tier.records[name] = tier.records[name][:-1] + b"?"
+        with pytest.raises(DamagedRecordError):
+            await worker.read(label(5000), other.runs, lambda: b"")
+        assert not tier.records
+
+    loop.run_until_complete(run())
+    worker.close(5.0)
+    assert tier.closed
+
+
+def test_a_tier_that_cannot_be_opened_is_opened_later(loop: asyncio.AbstractEventLoop) -> None:
+    works: list[Dictionary] = []
+
+    def open_tier() -> Dictionary:
+        if not works:
+            raise TierError("not yet")
+        return works[0]
+
+    worker = TierWorker("tier", open_tier, loop, Rates())
+
+    async def run() -> None:
+        with pytest.raises(TierError):
+            await worker.present(["a"])
+        works.append(Dictionary())
+        assert await worker.present(["a"]) == [False]
+
+    loop.run_until_complete(run())
+    worker.close(5.0)
+
+
+def test_calls_that_hang_hold_only_their_threads(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "STUCK_S", 0.05)
+    tier, released = Dictionary(), threading.Event()
+    tier.before = released.wait
+    worker, memory = TierWorker("tier", lambda: tier, loop, Rates()), Memory(100)
+
+    async def run() -> None:
+        writes = [worker.write(label(100, bit=bit), memory.runs) for bit in range(worker_module.WRITERS)]
+        assert await asyncio.wait_for(worker.present(["a"]), 20) == [False], "reads have threads of their own"
+        while not worker.is_stuck():
+            await asyncio.sleep(0.01)
+        stuck = worker.write(label(100, bit=8), memory.runs)
+        worker.fail_stuck()
+        with pytest.raises(TierError):
+            await stuck
+        assert await worker.present(["a"]) == [False], "only what waits for the threads that hang has failed"
+        waiting = worker.write(label(100, bit=9), memory.runs)
+        began_s = time.monotonic()
+        worker.close(0.2)
+        assert time.monotonic() - began_s < 10, "nobody waits for a call that hangs"
+        with pytest.raises(TierError):
+            await waiting
+        assert not tier.closed, "a call still uses it"
+        released.set()
+        assert await asyncio.gather(*writes) == ["written"] * len(writes)
+
+    loop.run_until_complete(run())
+
+
+def test_a_limit_spreads_the_bytes_over_time(loop: asyncio.AbstractEventLoop) -> None:
+    tier, memory = Dictionary(), Memory(100_000)
+    worker = TierWorker("tier", lambda: tier, loop, Rates(write_mb_s=0.2))
+
+    async def run() -> float:
+        began_s = time.monotonic()
+        await asyncio.gather(*(worker.write(label(100_000, bit=bit), memory.runs) for bit in range(4)))
+        return time.monotonic() - began_s
+
+    # The first second's share goes at once.
+    assert loop.run_until_complete(run()) > 0.9
+    worker.close(5.0)
+    wait_until(lambda: tier.closed)
+
+
+def test_a_call_that_waits_for_its_limit_does_not_count_as_hanging(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "STUCK_S", 0.3)
+    monkeypatch.setattr(worker_module, "PAUSE_S", 0.01)
+    tier, memory = Dictionary(), Memory(100_000)
+    worker = TierWorker("tier", lambda: tier, loop, Rates(write_mb_s=0.1))
+
+    async def run() -> None:
+        writes = [worker.write(label(100_000, bit=bit), memory.runs) for bit in range(4)]
+        until_s = time.monotonic() + 1.5
+        while time.monotonic() < until_s:
+            assert not worker.is_stuck()
+            await asyncio.sleep(0.01)
+        worker.close(5.0)
+        with pytest.raises(TierError):
+            await asyncio.gather(*writes)
+
+    loop.run_until_complete(run())
+
+
+def test_a_call_after_the_end_fails_at_once(loop: asyncio.AbstractEventLoop) -> None:
+    worker = TierWorker("tier", Dictionary, loop, Rates())
+    worker.close(5.0)
+
+    async def run() -> None:
+        with pytest.raises(TierError):
+            await asyncio.wait_for(worker.present(["a"]), 20)
+
+    loop.run_until_complete(run())
+
+
+def test_servers_with_other_keys_leave_each_other_s_records_alone(loop: asyncio.AbstractEventLoop) -> None:
+    tier, memory = Dictionary(), Memory(100)
+    workers = [TierWorker("tier", lambda: tier, loop, Rates(), cipher) for cipher in CIPHERS]
+
+    async def run() -> None:
+        assert await workers[0].write(label(100), memory.runs) == "written"
+        assert await workers[1].present([label(100).name]) == [False]
+        assert await workers[1].read(label(100), memory.runs, lambda: b"") is None
+        assert await workers[1].write(label(100), memory.runs) == "written"
+        assert await workers[0].read(label(100), memory.runs, lambda: b"") == b""
+
+    loop.run_until_complete(run())
+    assert len(tier.records) == 2
+
+
+class Clock:
+    """Time that passes when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_what_may_be_written_in_a_day_is_spread_over_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of an hour's share goes at once, and no more than that is ever saved up."""
+    clock, lane = Clock(), SimpleNamespace(closing=False, touch=lambda: None)
+    monkeypatch.setattr(worker_module, "time", clock)
+    daily = Rates(write_tb_day=0.0864).daily  # 1 MB each second
+    quarter = 900 * 10**6
+    daily.take(quarter, lane)  # type: ignore[arg-type]
+    assert clock.now_s == 1000
+    daily.take(60 * 10**6, lane)  # type: ignore[arg-type]
+    assert clock.now_s == pytest.approx(1060)
+    clock.now_s += 86400
+    assert daily.delay_s(quarter) == 0
+    assert daily.delay_s(quarter + 10 * 10**6) == pytest.approx(10)
+
+
+def test_reads_have_a_limit_of_their_own_and_writes_have_two(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, memory = Clock(), Memory(100_000)
+    monkeypatch.setattr(worker_module, "time", clock)
+    rates = Rates(read_mb_s=0.1, write_mb_s=0.05, write_tb_day=0.0864 / 1000)
+    for lane, threads in (("READERS", 1), ("WRITERS", 1)):
+        monkeypatch.setattr(worker_module, lane, threads)
+    tier = Dictionary()
+    worker = TierWorker("tier", lambda: tier, loop, rates)
+
+    async def run() -> None:
+        # 50 kB/s, of which the first second's goes at once; a day's share is 1 kB/s, with 900 kB at once.
+        assert await worker.write(label(100_000), memory.runs) == "written"
+        assert clock.now_s == pytest.approx(1001)
+        for turn in range(5):
+            began_s = clock.now_s
+            assert await worker.read(label(100_000), memory.runs, lambda: b"") == b""
+            assert clock.now_s - began_s == pytest.approx(1 if turn else 0)
+        assert worker.read_delay_s(200_000) == pytest.approx(2)
+        for bit in range(4, 12):
+            assert await worker.write(label(100_000, bit=bit), memory.runs) == "written"
+        began_s = clock.now_s
+        assert await worker.write(label(100_000, bit=12), memory.runs) == "written"
+        assert clock.now_s - began_s > 50, "the day's share of a quarter of an hour is used up"
+
+    loop.run_until_complete(run())
+    worker.close(5.0)
