@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -17,7 +17,7 @@ from lmcache_server.service.pinning import Pinning
 from lmcache_server.service.planner import Planner
 from lmcache_server.service.registry import Registry
 from lmcache_server.service.requests import Refusal, log_request, traffic
-from lmcache_server.service.sessions import Session
+from lmcache_server.service.sessions import Session, Shard
 from lmcache_server.service.system import System
 from lmcache_server.service.tiers import TierState
 from lmcache_server.telemetry.metrics import Metrics
@@ -61,8 +61,7 @@ class Lookups:
         self, session: Session, message: Lookup, request_bytes: int
     ) -> Message | Coroutine[Any, Any, Message]:
         """Answers at once if L1 has everything or no tier could help."""
-        started_s = self._system.now_s()
-        layout = self._registry.joined_layout(session)
+        layout, started_s = self._registry.joined_layout(session), self._system.now_s()
         computed, limit = message.computed_tokens, message.limit_tokens
         if not computed <= limit < message.num_tokens or limit > len(message.keys) * layout.chunk_size:
             raise Refusal(messages.BAD_REQUEST, "computed_tokens <= limit_tokens < num_tokens does not hold")
@@ -72,20 +71,23 @@ class Lookups:
         if hit.resume_tokens < limit > computed:
             usable = self._fetches.usable(layout)
             if usable and self._registry.may_wait(session, request_bytes):
-                return self._after_fetch(session, layout, message, hit, usable, request_bytes)
+                shards = self._registry.shards(session)
+                return self._after_fetch(session, layout, shards, message, hit, usable, request_bytes)
         return self._answer(session, layout, message, hit, started_s)
 
     async def _after_fetch(
         self,
         session: Session,
         layout: Layout,
+        shards: Mapping[int, Shard],
         message: Lookup,
         hit: Hit,
         usable: list[TierState],
         request_bytes: int,
     ) -> Message:
-        """Answers when the tiers have brought what they can. Meanwhile the lease keeps what L1 has."""
-        shards, began_s = self._registry.shards(session), self._system.now_s()
+        """Answers when the tiers have brought what they can. Meanwhile the lease keeps what L1 has. `shards`
+        is what the engine had when it asked: it may have ended when this begins."""
+        began_s = self._system.now_s()
         with session.working(request_bytes):
             in_tiers = await self._fetches.fetch(layout, shards, message, hit.resume_tokens, usable)
         self._metrics.observe("lmcache_tier_wait_seconds", self._system.now_s() - began_s)
@@ -95,8 +97,7 @@ class Lookups:
             raise Refusal(messages.NOT_REGISTERED, "the session ended before its lookup was answered")
         if self._registry.joined_layout(session).namespace != layout.namespace:
             raise Refusal(messages.NOT_REGISTERED, "the engine has registered again")
-        started_s = self._system.now_s()
-        computed, limit = message.computed_tokens, message.limit_tokens
+        started_s, computed, limit = self._system.now_s(), message.computed_tokens, message.limit_tokens
         hit = self._cache.lookup(layout, message.keys, computed, limit, session.session_id, started_s)
         return self._answer(session, layout, message, hit, started_s, in_tiers)
 
@@ -123,8 +124,8 @@ class Lookups:
             found = self._early.pop((session.session_id, request_id), None)
             if found is not None and computed <= found[1].limit_tokens:
                 layout, question, hit, in_tiers = found
-                question = replace(question, computed_tokens=computed)
-                self._count(session, layout, question, hit, self._system.now_s(), in_tiers)
+                asked, now_s = replace(question, computed_tokens=computed), self._system.now_s()
+                self._count(session, layout, asked, hit, now_s, in_tiers)
         return Done()
 
     def _count(
