@@ -220,6 +220,9 @@ class Engine:
             self._free(sequence)
             self.waiting.insert(0, sequence)
         self.running.clear()
+        for sequence in self.waiting:
+            # Its keys are others from now on, so what it is offered next is not what failed.
+            sequence.failed = False
         self.forget_prefixes()
         assert self.pool.reset_prefix_cache(), "vLLM cannot reset its own cache"
         started_s = self.world.now_s
