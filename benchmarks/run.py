@@ -22,10 +22,10 @@ BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parent
 ORDER = (
     *("engine", "copies", "mapped", "lookup", "start"),
-    *("index", "replay", "admission", "conversations", "once", "tiers"),
+    *("index", "replay", "admission", "conversations", "once", "tiers", "tier_peer"),
 )
 OWN_OUTPUT = ("index", "replay", "admission", "conversations", "once")
-TIMEOUT_S = 1200
+TIMEOUT_S = 1800
 
 
 def measure(name: str, run: str) -> bool:
