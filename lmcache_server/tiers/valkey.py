@@ -47,9 +47,9 @@ class Valkey:
         password: str | None = None,
     ) -> None:
         self._where = "Valkey at " + ",".join(f"{host}:{port}" for host, port in addresses)
-        self._cluster = cluster
+        self._cluster, self._full_until_s = cluster, 0.0
+        self._hint = ", and whether this machine trusts its certificate" if tls else ""
         self._scratch = threading.local()
-        self._full_until_s = 0.0
         glide.Logger.set_logger_config(glide.LogLevel.OFF)
         prefix = "GlideCluster" if cluster else "Glide"
         advanced = "AdvancedGlideClusterClient" if cluster else "AdvancedGlideClient"
@@ -172,7 +172,7 @@ class Valkey:
         except glide.GlideError as error:
             text = " ".join(str(error).split())
             if isinstance(error, glide.TimeoutError) or "timed out" in text:
-                reason = "gave no answer in time: see whether it runs, can be reached and is not overloaded"
+                reason = f"gave no answer in time: see whether it runs, is reachable and not busy{self._hint}"
             elif "WRONGPASS" in text or "NOAUTH" in text or "AuthenticationFailed" in text:
                 reason = "refuses the login: set LMCACHE_VALKEY_PASSWORD, or LMCACHE_VALKEY_USERNAME too"
             elif "NOPERM" in text or "PermissionDenied" in text:

@@ -1,22 +1,30 @@
 """Real engines are served from a tier, bit for bit what they compute, when L1 has lost everything."""
 
+import contextlib
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness import stores
 from harness.engine import Engine
 from harness.models import model_path
 from harness.prompts import prompt
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
 
-MODELS = {
-    "llama": {},
-    "gemma3": {"block_size": 32},
-    "qwen3next": {"block_size": 32},
-    "falconh1": {"block_size": 32, "max_num_batched_tokens": 160},
+CASES = {
+    "llama": ("dir", {}),
+    "gemma3": ("valkey", {"block_size": 32}),
+    "gemma4": ("az", {}),
+    "gptoss": ("s3", {"block_size": 32}),
+    "llama4": ("cluster", {"block_size": 32}),
+    "qwen3next": ("s3", {"block_size": 32}),
+    "qwen35": ("az", {}),
+    "falconh1": ("valkey", {"block_size": 32, "max_num_batched_tokens": 160}),
 }
+"""Each kind of model, and each kind of tier."""
 
 
 def wait_until_served(server: LMCacheServer) -> int:
@@ -36,13 +44,31 @@ def wait_until_written(server: LMCacheServer) -> None:
         tier = server.status()["tiers"][0]
         return bool(tier["waiting_objects"] == 0 and tier["written_objects"]["written"])
 
-    wait_until(is_written, 20)
+    wait_until(is_written, 60)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_each_kind_of_model_comes_back_after_l1_is_lost(model: str, tmp_path: Path) -> None:
-    url = f"dir://{tmp_path}/tier?size_gb=1&write=commit"
-    with LMCacheServer(tier=url) as server, Engine(model, server=server, **MODELS[model]) as engine:
+@contextlib.contextmanager
+def tier(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of a tier."""
+    for name, value in stores.SECRETS.items():
+        monkeypatch.setenv(name, value)
+    if kind == "dir":
+        yield f"dir://{folder}/tier?size_gb=1&write=commit"
+    else:
+        with stores.opened(kind, folder) as (url, _):
+            yield url
+
+
+@pytest.mark.parametrize("model", CASES)
+def test_each_kind_of_model_comes_back_after_l1_is_lost(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, settings = CASES[model]
+    with (
+        tier(kind, tmp_path, monkeypatch) as url,
+        LMCacheServer(tier=url) as server,
+        Engine(model, server=server, **settings) as engine,
+    ):
         chunk = wait_until_served(server)
         cached, other = prompt(4 * chunk + 10, 1), prompt(4 * chunk + 10, 2)
         cold = engine.run(cached)

@@ -17,41 +17,20 @@ from harness.waiting import wait_until
 
 from lmcache_client.contract.patience import fetch_patience_s
 
-SECRETS = {
-    "AWS_ACCESS_KEY_ID": stores.KEY,
-    "AWS_SECRET_ACCESS_KEY": stores.SECRET,
-    "AWS_REGION": "us-east-1",
-    "AZURE_STORAGE_ACCOUNT_NAME": stores.ACCOUNT,
-    "AZURE_STORAGE_ACCOUNT_KEY": stores.ACCOUNT_KEY,
-}
 MARGIN_S = 10.0
 """For the rest of an exercise, on a busy machine."""
-
-
-KINDS = ["valkey", "cluster", "s3", "az"]
 
 
 @pytest.fixture
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, list[Store]]]:
     """A URL, and the processes behind it."""
-    if request.param == "cluster":
-        with stores.valkey_cluster(tmp_path) as nodes:
-            yield f"valkey://127.0.0.1:{nodes[0].port}?cluster=1", nodes
-    elif request.param == "valkey":
-        with stores.valkey(tmp_path) as one:
-            yield f"valkey://127.0.0.1:{one.port}", [one]
-    elif request.param == "az":
-        with stores.azurite(tmp_path) as one:
-            stores.create_container(one, "records")
-            yield f"az://records/some?endpoint=http://127.0.0.1:{one.port}/{stores.ACCOUNT}", [one]
-    else:
-        with stores.seaweedfs(tmp_path) as one:
-            yield f"s3://records/some?endpoint=http://127.0.0.1:{one.port}", [one]
+    with stores.opened(request.param, tmp_path) as opened:
+        yield opened
 
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], LMCacheServer]]:
-    for name, value in SECRETS.items():
+    for name, value in stores.SECRETS.items():
         monkeypatch.setenv(name, value)
     running = []
 
@@ -85,7 +64,7 @@ def served(server: LMCacheServer, name: str, number: int) -> int:
         engine.close()
 
 
-@pytest.mark.parametrize("store", KINDS, indirect=True)
+@pytest.mark.parametrize("store", stores.KINDS, indirect=True)
 def test_what_one_server_stored_another_serves_and_a_clear_reaches_the_store(
     store: tuple[str, list[Store]], start: Callable[[str], LMCacheServer]
 ) -> None:

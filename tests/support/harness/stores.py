@@ -18,6 +18,7 @@ from harness.tools import find, module
 from harness.waiting import wait_until
 
 SLOTS = 16384
+KINDS = ["valkey", "cluster", "s3", "az"]
 
 
 class Store:
@@ -174,3 +175,31 @@ def create_container(store: Store, name: str) -> None:
         except urllib.error.HTTPError as error:
             with error:
                 raise FileExistsError if error.code == 409 else RuntimeError(error.read()) from error
+
+
+SECRETS = {
+    "AWS_ACCESS_KEY_ID": KEY,
+    "AWS_SECRET_ACCESS_KEY": SECRET,
+    "AWS_REGION": "us-east-1",
+    "AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT,
+    "AZURE_STORAGE_ACCOUNT_KEY": ACCOUNT_KEY,
+}
+"""What a server must have in its environment for `opened`."""
+
+
+@contextlib.contextmanager
+def opened(kind: str, folder: Path) -> Iterator[tuple[str, list[Store]]]:
+    """The URL of a tier in a store of one of KINDS, and the processes behind it."""
+    if kind == "cluster":
+        with valkey_cluster(folder) as nodes:
+            yield f"valkey://127.0.0.1:{nodes[0].port}?cluster=1", nodes
+    elif kind == "valkey":
+        with valkey(folder) as one:
+            yield f"valkey://127.0.0.1:{one.port}", [one]
+    elif kind == "az":
+        with azurite(folder) as one:
+            create_container(one, "records")
+            yield f"az://records/some?endpoint=http://127.0.0.1:{one.port}/{ACCOUNT}", [one]
+    else:
+        with seaweedfs(folder) as one:
+            yield f"s3://records/some?endpoint=http://127.0.0.1:{one.port}", [one]

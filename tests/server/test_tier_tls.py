@@ -1,0 +1,132 @@
+"""A Valkey behind TLS: the server's connections are encrypted, and it trusts what its machine trusts."""
+
+import asyncio
+import contextlib
+import datetime
+import ipaddress
+import ssl
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from harness import stores
+from harness.exercise import exercise, new_engine
+from harness.server import LMCacheServer
+from harness.waiting import wait_until
+
+PIECE_BYTES = 1 << 16
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """The files of a certificate for this machine, which signs itself, and of its key."""
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name.from_rfc4514_string("CN=localhost")
+    now, number = datetime.datetime.now(datetime.timezone.utc), x509.random_serial_number()
+    own = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    day = datetime.timedelta(days=1)
+    signed = (
+        x509.CertificateBuilder(name, name, key.public_key(), number, now - day, now + day)
+        .add_extension(x509.SubjectAlternativeName([own]), False)
+        .add_extension(x509.ExtendedKeyUsage([x509.ExtendedKeyUsageOID.SERVER_AUTH]), False)
+        .sign(key, hashes.SHA256())
+    )
+    files = folder / "certificate.pem", folder / "key.pem"
+    files[0].write_bytes(signed.public_bytes(serialization.Encoding.PEM))
+    files[1].write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+    )
+    return files
+
+
+class Terminator:
+    """Speaks TLS at `port`, and passes what it decrypts to a port of the loopback. The Valkey that the tests
+    have was built without TLS."""
+
+    def __init__(self, to_port: int, files: tuple[Path, Path]) -> None:
+        self._to_port = to_port
+        self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self._context.load_cert_chain(*files)
+        self.port = self.connections = 0
+        self._loop = asyncio.new_event_loop()
+        self._server = self._loop.run_until_complete(
+            asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._context)
+        )
+        self.port = self._server.sockets[0].getsockname()[1]
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        store_reader, store_writer = await asyncio.open_connection("127.0.0.1", self._to_port)
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            await asyncio.gather(pump(reader, store_writer), pump(store_reader, writer))
+
+    def __enter__(self) -> "Terminator":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._server.close()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0.1))
+        self._loop.close()
+
+
+async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while piece := await reader.read(PIECE_BYTES):
+            writer.write(piece)
+            await writer.drain()
+    finally:
+        writer.close()
+
+
+@pytest.fixture
+def tls(tmp_path: Path) -> Iterator[tuple[Terminator, Path]]:
+    """Valkey behind TLS, and the file of its certificate."""
+    files = certificate(tmp_path)
+    with stores.valkey(tmp_path) as store, Terminator(store.port, files) as front:
+        yield front, files[0]
+
+
+def served(server: LMCacheServer, name: str) -> int:
+    engine = new_engine(server.address, name)
+    try:
+        return exercise(engine, 1)
+    finally:
+        engine.close()
+
+
+def test_records_pass_through_tls(tls: tuple[Terminator, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    front, trusted = tls
+    monkeypatch.setenv("SSL_CERT_FILE", str(trusted))
+    with LMCacheServer(l1_size_gb=0.2, tier=f"valkey://127.0.0.1:{front.port}?tls=1") as server:
+        assert served(server, "first") == 0
+
+        def is_written() -> bool:
+            (tier,) = server.status()["tiers"]
+            return bool(tier["written_objects"]["written"] and not tier["waiting_objects"])
+
+        wait_until(is_written, 60)
+        server.restart()
+        assert served(server, "second") == 3 * 256
+        (tier,) = server.status()["tiers"]
+        assert tier["read_objects"]["read"] > 0
+        assert front.connections
+
+
+def test_a_certificate_that_nobody_signed_is_a_tier_that_fails(tls: tuple[Terminator, Path]) -> None:
+    front, _ = tls
+    url = f"valkey://127.0.0.1:{front.port}?tls=1"
+    with LMCacheServer(l1_size_gb=0.2, tier=url) as server:
+        assert served(server, "first") == 0
+        wait_until(lambda: server.status()["tiers"][0]["failing"], 60)
+        assert "whether this machine trusts its certificate" in server.log.read_text()
+        assert served(server, "second") == 3 * 256, "L1 serves without the tier"
