@@ -7,6 +7,7 @@ with the number of chunks, then the server's own options.
 import hashlib
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ModelTag, namespace_id
@@ -45,8 +46,8 @@ class FullCache(Cache):
 
     content = 0
 
-    def __init__(self, frame_bytes: int, total_frames: int = 0, lease_s: float = 120.0) -> None:
-        super().__init__(frame_bytes, total_frames, lease_s)
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
         for chunk in _chunks(self.content):
             self._index.add(chunk)
             self._order.add(chunk)

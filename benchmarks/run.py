@@ -3,8 +3,9 @@
 One that fails is named in the report and makes the exit code 1; what the others measured is kept.
 
 The page is of one run. Benchmarks that are named (`make bench NAMES="lookup start"`) only print what they
-measure: the page stays as it is. `--report` writes it again from the last results of all benchmarks. If these
-are of several runs, the page says so, and each section names its run.
+measure: the page stays as it is. `--rest` measures what the last whole run did not, because it failed, as a part of
+that run. `--report` writes the page again from the last results of all benchmarks. If these are of several runs,
+the page says so, and each section names its run.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import report
 from section import RESULTS
@@ -31,7 +33,7 @@ TIMEOUT_S = 1800
 def measure(name: str, run: str) -> bool:
     """Runs one benchmark as a part of `run`; False if it failed. What an earlier run of it measured is
     forgotten."""
-    result = RESULTS / f"{name}.json"
+    result = result_of(name)
     result.unlink(missing_ok=True)
     print(f"\n== {name} ==", flush=True)
     start = time.monotonic()
@@ -54,6 +56,15 @@ def measure(name: str, run: str) -> bool:
     return True
 
 
+def result_of(name: str) -> Path:
+    return RESULTS / f"{name}.json"
+
+
+def results() -> list[dict[str, Any]]:
+    """The last results of all benchmarks that have any."""
+    return [json.loads(path.read_text()) for path in map(result_of, ORDER) if path.exists()]
+
+
 def this_run() -> str:
     """What tells this run from others: when it began, and what it measures."""
     git = subprocess.run(
@@ -66,13 +77,21 @@ def this_run() -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help=f"some of {', '.join(ORDER)}; all without", default=[])
+    parser.add_argument(
+        "--rest", action="store_true", help="measure what failed in the last run, as a part of it"
+    )
     parser.add_argument("--report", action="store_true", help="only write the report of the last results")
     options = parser.parse_args(arguments)
     RESULTS.mkdir(parents=True, exist_ok=True)
     start, run = time.monotonic(), this_run()
     failed = []
     whole = RESULTS / "whole-run.json"
-    if not options.report:
+    if options.rest:
+        runs = {report.run(section) for section in results()}
+        if len(runs) != 1:
+            raise SystemExit(f"the last results are of {len(runs)} runs, not of one: run `make bench`")
+        failed = [name for name in ORDER if not result_of(name).exists() and not measure(name, *runs)]
+    elif not options.report:
         whole.unlink(missing_ok=True)
         failed = [name for name in options.names or ORDER if not measure(name, run)]
         if options.names:
@@ -81,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not failed:
             whole.write_text(json.dumps({"minutes": (time.monotonic() - start) / 60}))
     minutes = json.loads(whole.read_text())["minutes"] if whole.exists() else 0.0
-    sections = [json.loads(path.read_text()) for name in ORDER if (path := RESULTS / f"{name}.json").exists()]
+    sections = results()
     if not sections:
         raise SystemExit("no benchmark has any results: run `make bench`")
     report.write(sections, failed, minutes)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from harness.paths import ROOT
+from harness.processes import ChildProcess, free_port
+from harness.waiting import answers, get
 
 sys.path.append(str(ROOT / "benchmarks"))
 
@@ -57,7 +59,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def stored(results: Path, sections: list[Mapping[str, Any]]) -> None:
-    results.mkdir(parents=True)
+    results.mkdir(parents=True, exist_ok=True)
     for each in sections:
         (results / f"{each['name']}.json").write_text(json.dumps(each))
 
@@ -148,3 +150,43 @@ def test_all_results_of_a_whole_run_have_its_name(page: Path, monkeypatch: pytes
     runs = {json.loads((run.RESULTS / f"{name}.json").read_text())["run"] for name in names}
     assert len(runs) == 1
     assert f"All of it is one run, of {runs.pop()}" in page.read_text()
+
+
+def test_the_rest_of_a_run_is_measured_as_a_part_of_it(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored(run.RESULTS, [engine(run="Monday")])
+    asked: list[tuple[str, str]] = []
+
+    def measure(name: str, of: str) -> bool:
+        asked.append((name, of))
+        if name == "replay":
+            stored(run.RESULTS, [replay(run=of)])
+        return name == "replay"
+
+    monkeypatch.setattr(run, "measure", measure)
+    monkeypatch.setattr(run, "ORDER", ("engine", "replay", "start"))
+    assert run.main(["--rest"]) == 1
+    assert asked == [("replay", "Monday"), ("start", "Monday")]
+    assert "All of it is one run, of Monday" in page.read_text()
+    assert "because it failed: start" in page.read_text()
+    stored(run.RESULTS, [engine(run="Tuesday")])
+    with pytest.raises(SystemExit, match="of 2 runs"):
+        run.main(["--rest"])
+
+
+def test_the_server_with_a_big_index_starts(tmp_path: Path) -> None:
+    """Its cache takes the place of the server's own, and must fit there."""
+    ports = free_port(), free_port()
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "big_index_server.py"),
+        "1024",
+        "--l1-size-gb",
+        "0.01",
+    ]
+    command += ["--port", str(ports[0]), "--http-port", str(ports[1]), "--chunk-size", "256"]
+    server = ChildProcess("big-index", command, cwd=tmp_path)
+    try:
+        server.wait_until_ready(lambda: answers(f"http://127.0.0.1:{ports[1]}/readyz"), 60)
+        assert json.loads(get(f"http://127.0.0.1:{ports[1]}/status"))["l1"]["chunks"] == 1024
+    finally:
+        assert server.stop(20) == 0
