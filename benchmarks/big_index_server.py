@@ -21,7 +21,9 @@ BLOCK_TOKENS = 16
 CHUNK_TOKENS = 256
 BLOCKS = 64
 PAGE_BYTES = 4096
-MODEL = ModelTag("lookup benchmark", (), 1, 1)
+NAME = "lookup benchmark"
+MODEL = ModelTag(NAME, (("weights", NAME),), 1, 1)
+"""As a RawEngine of this name has it."""
 GROUPS = (GroupSpec("full", BLOCK_TOKENS, 0, "bench", (Region(0, 0, PAGE_BYTES, PAGE_BYTES),)),)
 GEOMETRY = Geometry(GROUPS, BLOCKS)
 CHAIN_CHUNKS = 512

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from harness.paths import ROOT
 from harness.processes import ChildProcess, free_port
+from harness.rawclient import RawEngine
 from harness.waiting import answers, get
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -173,8 +175,10 @@ def test_the_rest_of_a_run_is_measured_as_a_part_of_it(page: Path, monkeypatch: 
         run.main(["--rest"])
 
 
-def test_the_server_with_a_big_index_starts(tmp_path: Path) -> None:
+def test_the_server_with_a_big_index_has_what_the_benchmark_asks_for(tmp_path: Path) -> None:
     """Its cache takes the place of the server's own, and must fit there."""
+    from big_index_server import BLOCKS, CHUNK_TOKENS, GROUPS, MODEL, key
+
     ports = free_port(), free_port()
     command = [
         sys.executable,
@@ -184,9 +188,12 @@ def test_the_server_with_a_big_index_starts(tmp_path: Path) -> None:
         "0.01",
     ]
     command += ["--port", str(ports[0]), "--http-port", str(ports[1]), "--chunk-size", "256"]
-    server = ChildProcess("big-index", command, cwd=tmp_path)
+    server = ChildProcess("big-index", command, {**os.environ, "LMCACHE_RUNTIME_DIR": str(tmp_path)})
     try:
         server.wait_until_ready(lambda: answers(f"http://127.0.0.1:{ports[1]}/readyz"), 60)
         assert json.loads(get(f"http://127.0.0.1:{ports[1]}/status"))["l1"]["chunks"] == 1024
+        engine = RawEngine(f"ipc://{tmp_path}/{ports[0]}.sock", GROUPS, BLOCKS, "engine", MODEL.model).start()
+        assert engine.lookup(tuple(map(key, range(700, 1000)))).resume_tokens == 300 * CHUNK_TOKENS
+        engine.close()
     finally:
         assert server.stop(20) == 0
