@@ -9,7 +9,8 @@ from lmcache_server.core.placement import Layout
 
 FAILURES, WITHIN_S = 3, 10.0
 RETRY_S, MAX_RETRY_S = 5.0, 15.0
-OLD_S = 60.0
+OLD_S, SLOW_OLD_S = 60.0, 5.0
+"""A speed is unknown again after OLD_S seconds; one at which a fetch does not pay after SLOW_OLD_S."""
 PRESENT, READ, WRITE = "present", "read", "write"
 """Kinds of calls. A tier may fail in one and do well in another."""
 
@@ -99,11 +100,12 @@ class Speed:
     def add(self, num_bytes: int, seconds: float, now_s: float) -> None:
         rate = num_bytes / max(seconds, 1e-6)
         # The mean of the times, not of the rates: a tier that has become slow must soon count as slow.
-        self.bytes_per_s = 1 / (0.7 / self.bytes_per_s + 0.3 / rate) if self.bytes_per_s else rate
+        share = 0.7 if rate > self.bytes_per_s else 0.3
+        self.bytes_per_s = 1 / ((1 - share) / self.bytes_per_s + share / rate) if self.bytes_per_s else rate
         self._measured_s = now_s
 
-    def is_old(self, now_s: float) -> bool:
-        return now_s - self._measured_s > OLD_S
+    def is_old(self, now_s: float, after_s: float = OLD_S) -> bool:
+        return now_s - self._measured_s > after_s
 
     def seconds(self, num_bytes: int) -> float:
         """How long a fetch of so many bytes will take; 0 if that is unknown."""

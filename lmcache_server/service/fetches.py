@@ -15,7 +15,7 @@ from lmcache_server.core.cache import Cache, Layout, Reservation
 from lmcache_server.core.hits import resume_point
 from lmcache_server.core.index import Chunk
 from lmcache_server.core.pool import FRAME_BYTES, count_frames
-from lmcache_server.core.tiering import PRESENT, READ, Wanted, wanted
+from lmcache_server.core.tiering import OLD_S, PRESENT, READ, SLOW_OLD_S, Wanted, wanted
 from lmcache_server.l1.memory import L1Memory
 from lmcache_server.service.sessions import Shard
 from lmcache_server.service.system import System
@@ -116,13 +116,10 @@ class Fetches:
         computed, limit = message.computed_tokens, message.limit_tokens
         for tier in usable:
             await self._look(tier, sight, computed, limit)
-        objects: list[Wanted] = []
-        sizes: list[tuple[int, int]] = []
+        objects, sizes = list[Wanted](), list[tuple[int, int]]()
         while (target := sight.resume_point(computed, limit)) > max(resume_tokens, computed):
-            room = min(
-                self._cache.total_frames // FETCH_SHARE - self._fetching_frames,
-                self._cache.tenants.quota_frames(message.tenant),
-            )
+            room = self._cache.total_frames // FETCH_SHARE - self._fetching_frames
+            room = min(room, self._cache.tenants.quota_frames(message.tenant))
             objects, sizes = [], []
             for each in wanted(layout, ready, target, computed):
                 objects.append(each)
@@ -143,7 +140,8 @@ class Fetches:
         seconds = sum(tier.read_s(num_bytes) for tier, num_bytes in amounts.items())
         saved_s = (target - max(resume_tokens, computed)) / message.prefill_tokens_s
         now_s = self._system.now_s()
-        unknown = [tier for tier in amounts if tier.speed.is_old(now_s)]
+        is_slow = sum(tier.speed.seconds(num_bytes) for tier, num_bytes in amounts.items()) > saved_s
+        unknown = [tier for tier in amounts if tier.speed.is_old(now_s, SLOW_OLD_S if is_slow else OLD_S)]
         arrived = self._system.future()
         if any(tier.is_tried(now_s) for tier in unknown) or (seconds > saved_s and not unknown):
             bringing.close()

@@ -1,4 +1,5 @@
-"""A tier whose speed is unknown is tried by one fetch at a time, and one that hangs is not the last."""
+"""A tier whose speed is unknown is tried by one fetch at a time, and one that hangs is not the last. One that
+seemed slow is soon tried again."""
 
 import asyncio
 import threading
@@ -13,6 +14,7 @@ from lmcache_client.contract.geometry import FULL, Geometry, GroupSpec, Region
 from lmcache_client.contract.messages import Lookup
 from lmcache_server.core.cache import Cache, Layout
 from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.core.tiering import SLOW_OLD_S
 from lmcache_server.l1.memory import L1Memory
 from lmcache_server.service import tiers as tiers_module
 from lmcache_server.service.fetches import Fetches
@@ -59,45 +61,88 @@ class OneReadHangs:
         pass
 
 
+class Setting:
+    """Fetches from `store`, which has BAD and GOOD; of L1 and the tier, nothing else is there."""
+
+    def __init__(self, store: Any, loop: asyncio.AbstractEventLoop) -> None:
+        nothing: Any = None
+        self.l1, self.cache = L1Memory(16 * FRAME_BYTES), Cache(FRAME_BYTES, 16)
+        self.system = System(loop, nothing, nothing)
+        self.worker = TierWorker("tier", lambda: store, loop, Rates())
+        self.tier = TierState(0, "dir:///nowhere", False, self.worker)
+        self.known: set[bytes] = set()
+        self.tiers = Tiers([self.tier], self.l1, Metrics(), Failures(), self.system)
+        settings = Metrics(), self.system, False, self.known.__contains__, lambda _rooms: None
+        self.fetches = Fetches(self.tiers, self.cache, self.l1, *settings)
+
+    async def write(self) -> None:
+        for key in (BAD, GOOD):
+            label = Label(LAYOUT.namespace, key, 0, 1, FRAME_BYTES)
+            payload = self.tiers.payload(((0, 1),), FRAME_BYTES)
+            assert await self.worker.write(label, payload) == "written"
+
+    def has(self, key: bytes) -> bool:
+        return self.cache.ready(LAYOUT, [key]) == [1]
+
+    async def fetched(self, key: bytes) -> bool:
+        """Whether a lookup has waited for the chunk, which takes an engine 16 ms."""
+        await self.fetches.fetch(LAYOUT, SHARDS, Lookup("", (key,), 0, 16, 17, 1000), 0, [self.tier])
+        return self.has(key)
+
+    def close(self) -> None:
+        self.cache.check_integrity()
+        self.worker.close(5.0)
+        self.l1.close()
+
+
 def test_one_read_that_hangs_does_not_end_all_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers_module, "OLD_S", 0.2)
     store: Any = OneReadHangs()
 
     async def run() -> None:
-        loop, nothing, l1 = asyncio.get_running_loop(), None, L1Memory(16 * FRAME_BYTES)
-        cache, system = Cache(FRAME_BYTES, 16), System(loop, nothing, nothing)  # type: ignore[arg-type]
-        worker = TierWorker("tier", lambda: store, loop, Rates())
-        tier = TierState(0, "dir:///nowhere", False, worker)
-        tiers = Tiers([tier], l1, Metrics(), Failures(), system)
-        known: set[bytes] = set()
-        fetches = Fetches(tiers, cache, l1, Metrics(), system, False, known.__contains__, lambda _rooms: None)
-        for key in (BAD, GOOD):
-            label = Label(LAYOUT.namespace, key, 0, 1, FRAME_BYTES)
-            assert await worker.write(label, tiers.payload(((0, 1),), FRAME_BYTES)) == "written"
-
-        async def fetched(key: bytes) -> bool:
-            await fetches.fetch(LAYOUT, SHARDS, Lookup("", (key,), 0, 16, 17, 1000), 0, [tier])
-            return cache.ready(LAYOUT, [key]) == [1]
-
-        assert not await fetched(GOOD), "the engine that asked has ended meanwhile"
-        assert await system.all_ended(30)
-        assert cache.num_chunks == 0
-        known.add(LAYOUT.namespace)
-        assert not await fetched(BAD)
+        it = Setting(store, asyncio.get_running_loop())
+        await it.write()
+        assert not await it.fetched(GOOD), "the engine that asked has ended meanwhile"
+        assert await it.system.all_ended(30)
+        assert it.cache.num_chunks == 0
+        it.known.add(LAYOUT.namespace)
+        assert not await it.fetched(BAD)
         assert await asyncio.to_thread(store.hangs.wait, 60)
-        end_s = system.now_s() + 30
-        while not await fetched(GOOD):
-            assert system.now_s() < end_s, "nothing is fetched any more"
+        end_s = it.system.now_s() + 30
+        while not await it.fetched(GOOD):
+            assert it.system.now_s() < end_s, "nothing is fetched any more"
             await asyncio.sleep(0.02)
-        assert cache.reserved_frames == 1, "what the read that hangs may still write to"
+        assert it.cache.reserved_frames == 1, "what the read that hangs may still write to"
         store.released.set()
-        assert await system.all_ended(30)
-        assert cache.reserved_frames == 0
-        cache.check_integrity()
-        worker.close(5.0)
-        l1.close()
+        assert await it.system.all_ended(30)
+        assert it.cache.reserved_frames == 0
+        it.close()
 
     try:
         uvloop.run(run())
     finally:
         store.released.set()
+
+
+def test_a_tier_that_seemed_slow_is_tried_again_by_a_fetch_that_nobody_waits_for() -> None:
+    """Its only measure may be of a moment in which the machine was busy."""
+    store: Any = OneReadHangs()
+
+    async def run() -> None:
+        it = Setting(store, asyncio.get_running_loop())
+        await it.write()
+        it.known.add(LAYOUT.namespace)
+        speed = it.tier.speed
+        speed.add(10**6, 1.0, it.system.now_s())
+        assert not await it.fetched(GOOD)
+        assert await it.system.all_ended(30)
+        assert not it.has(GOOD), "it has just been seen to be slow"
+        speed.bytes_per_s = 0.0
+        speed.add(10**6, 1.0, it.system.now_s() - SLOW_OLD_S - 1)
+        assert not await it.fetched(GOOD), "nobody waits"
+        assert await it.system.all_ended(30)
+        assert it.has(GOOD)
+        assert speed.bytes_per_s > 2e6, "this fetch has told how fast it is now"
+        it.close()
+
+    uvloop.run(run())

@@ -13,6 +13,7 @@ from lmcache_server.core.tiering import (
     PRESENT,
     READ,
     RETRY_S,
+    SLOW_OLD_S,
     WITHIN_S,
     WRITE,
     Breaker,
@@ -157,6 +158,11 @@ def test_speed_follows_what_was_measured_and_grows_old() -> None:
     assert speed.seconds(10**9) == pytest.approx(0.1, rel=0.01)
     speed.add(10**9, 100.0, 201.0)
     assert speed.seconds(10**9) > 30, "a tier that becomes slow counts as slow at once"
+    for _ in range(3):
+        speed.add(10**9, 0.1, 202.0)
+    assert speed.seconds(10**9) < 1, "one fetch beside other work is soon forgotten"
+    assert speed.is_old(208.0, SLOW_OLD_S)
+    assert not speed.is_old(208.0)
 
 
 def test_longer_prompts_wait_longer_but_not_for_ever() -> None:
