@@ -42,7 +42,7 @@ class Promised(NamedTuple):
 
 class PrefillSpeed:
     """How fast the engine computes prompts, from steps of many tokens: decoding has few. A step may begin
-    before the one before it has ended."""
+    before the one before it has ended. Of a step without tokens, vLLM may never tell the end."""
 
     def __init__(self) -> None:
         self.tokens_per_s = 0
@@ -53,7 +53,7 @@ class PrefillSpeed:
     def began(self, tokens: int, now_s: float) -> None:
         if len(self._steps) == MAX_STEPS:  # nobody tells of their ends
             self._steps.clear()
-        self._steps.append((tokens, now_s))
+        self._steps.extend([(tokens, now_s)] if tokens else [])
 
     def ended(self, now_s: float) -> None:
         """The oldest step has ended."""

@@ -181,6 +181,7 @@ class Copies:
 
     def _forget_damaged(self, shard: Shard, read: Read, error: DamagedError) -> None:
         damaged = read.parts[error.part]
+        self._spills.forget(damaged.chunk)
         self._cache.forget(damaged.chunk)
         self._metrics.count("lmcache_verify_failures_total")
         logger.warning(

@@ -118,13 +118,15 @@ class Fetches:
             await self._look(tier, sight, computed, limit)
         objects, sizes = list[Wanted](), list[tuple[int, int]]()
         while (target := sight.resume_point(computed, limit)) > max(resume_tokens, computed):
-            room = self._cache.total_frames // FETCH_SHARE - self._fetching_frames
-            room = min(room, self._cache.tenants.quota_frames(message.tenant))
+            quota = self._cache.tenants.quota_frames(message.tenant)
+            room = min(self._cache.total_frames // FETCH_SHARE - self._fetching_frames, quota)
             objects, sizes = [], []
             for each in wanted(layout, ready, target, computed):
                 objects.append(each)
-                sizes.append(_size(layout, shards, each))
-                room -= -(-sizes[-1][1] // FRAME_BYTES)
+                blocks = len(layout.groups[each.group].stored_blocks(each.chunk, layout.chunk_size))
+                sizes.append((blocks, blocks * shards[each.rank].geometry.groups[each.group].block_bytes))
+                is_coming = self._coming(layout, message.keys[each.chunk], each) is not None
+                room -= 0 if is_coming else -(-sizes[-1][1] // FRAME_BYTES)
                 if room < 0:
                     break
             if room >= 0:
@@ -146,16 +148,15 @@ class Fetches:
         if any(tier.is_tried(now_s) for tier in unknown) or (seconds > saved_s and not unknown):
             bringing.close()
         else:
+            for tier in unknown:
+                tier.tried_s = now_s
             self._system.spawn(_then(self._tried(bringing, unknown), arrived))
             if seconds <= saved_s:
                 await self._system.wait([arrived], saved_s * (UNKNOWN_SHARE if unknown else 1.0))
-        if not arrived.done():
-            self._metrics.count("lmcache_tier_fetches_total", 1, outcome="slow")
+        self._metrics.count("lmcache_tier_fetches_total", int(not arrived.done()), outcome="slow")
 
     async def _tried(self, bringing: Coroutine[Any, Any, None], tiers: Sequence[TierState]) -> None:
         """Tells how fast these tiers are now. Meanwhile nobody else tries them."""
-        for tier in tiers:
-            tier.tried_s = self._system.now_s()
         try:
             await bringing
         finally:
@@ -186,7 +187,7 @@ class Fetches:
 
     async def _ask(self, tier: TierState, sight: "_Sight", group: int, chunks: range) -> bool:
         """Asks for the objects of one shard, which stands for all. False if the tier failed."""
-        places = sight.missing(group, chunks)
+        places = [chunk for chunk in chunks if not sight.present[group][chunk]]
         if not places:
             return True
         try:
@@ -197,7 +198,8 @@ class Fetches:
         tier.breaker.succeeded(PRESENT)
         for chunk, there in zip(places, found, strict=True):
             if there:
-                sight.found(group, chunk, tier)
+                sight.present[group][chunk] = 1
+                sight.where[group, chunk] = tier
         return True
 
     async def _bring(
@@ -214,21 +216,23 @@ class Fetches:
             return
         arrivals: list[asyncio.Future[None]] = []
         rooms: list[Reservation] = []
-        read: dict[TierState, int] = {}
+        read = {tier: tier.read_bytes for tier in sight.where.values()}
         started_s, keys = self._system.now_s(), message.keys
         for each, (blocks, num_bytes) in zip(objects, sizes, strict=True):
             tier = sight.where.get((each.group, each.chunk))
             if tier is None:
                 continue
             key, parent = keys[each.chunk], keys[each.chunk - 1] if each.chunk else b""
-            place = key, each.group, each.rank
-            room = self._cache.reserve(layout, *place, blocks, num_bytes, parent, tenant=message.tenant)
+            place = key, each.group, each.rank, blocks, num_bytes, parent
+            # Other lookups may have planned in the same turn.
+            is_full = self._fetching_frames >= self._cache.total_frames // FETCH_SHARE
+            room = None if is_full else self._cache.reserve(layout, *place, tenant=message.tenant)
             if isinstance(room, Reservation):
                 rooms.append(room)
                 arrival = self._arriving[room.chunk, room.bit] = self._system.future()
                 self._fetching_frames += count_frames(room.runs)
                 geometry = shards[each.rank].geometry
-                self._system.spawn(self._arrive(tier, room, geometry, each.group, arrival, read))
+                self._system.spawn(self._arrive(tier, room, geometry, each.group, arrival))
                 arrivals.append(arrival)
             elif other := self._coming(layout, key, each):
                 arrivals.append(other)
@@ -236,8 +240,10 @@ class Fetches:
         if arrivals:
             await self._system.wait(arrivals, None)
         now_s = self._system.now_s()
-        for tier, num_bytes in read.items():
-            tier.speed.add(num_bytes, now_s - started_s, now_s)
+        for tier, before in read.items():
+            # Also what others have fetched meanwhile: these reads waited for theirs.
+            if tier.read_bytes > before:
+                tier.speed.add(tier.read_bytes - before, now_s - started_s, now_s)
 
     def _coming(self, layout: Layout, key: bytes, each: Wanted) -> "asyncio.Future[None] | None":
         """The arrival of an object that another lookup fetches; None if an engine is storing it."""
@@ -251,10 +257,8 @@ class Fetches:
         geometry: Geometry,
         group: int,
         arrival: "asyncio.Future[None]",
-        read: dict[TierState, int],
     ) -> None:
-        """Reads one object into its frames, which stay reserved until the call has returned. `read` gets its
-        bytes."""
+        """Reads one object into its frames, which stay reserved until the call has returned."""
         outcome, sums = "failed", None
         try:
             await tier.reads.acquire()
@@ -265,8 +269,7 @@ class Fetches:
             arrived = lambda: self._checksums(room, geometry, group)  # noqa: E731
             sums = await tier.worker.read(label, self._tiers.payload(room.runs, room.num_bytes), arrived)
             outcome = "gone" if sums is None else "read"
-            if sums is not None:
-                read[tier] = read.get(tier, 0) + room.num_bytes
+            tier.read_bytes += room.num_bytes if sums is not None else 0
             tier.breaker.succeeded(READ)
         except DamagedRecordError as error:
             outcome = "damaged"
@@ -320,23 +323,10 @@ class _Sight:
         bit = layout.bit(group, layout.holders[group][0])
         return Label(layout.namespace, self._keys[chunk], bit, 0, 0).name
 
-    def missing(self, group: int, chunks: range) -> list[int]:
-        return [chunk for chunk in chunks if not self.present[group][chunk]]
-
-    def found(self, group: int, chunk: int, tier: TierState) -> None:
-        self.present[group][chunk] = 1
-        self.where[group, chunk] = tier
-
     def resume_point(self, computed: int, limit: int) -> int:
         layout = self.layout
         flags = list(map(bytes, self.present))
         return resume_point(layout.groups, layout.chunk_size, flags, computed, limit)
-
-
-def _size(layout: Layout, shards: Mapping[int, Shard], each: Wanted) -> tuple[int, int]:
-    """The blocks and the bytes of an object."""
-    blocks = len(layout.groups[each.group].stored_blocks(each.chunk, layout.chunk_size))
-    return blocks, blocks * shards[each.rank].geometry.groups[each.group].block_bytes
 
 
 def _amounts(objects: list[Wanted], sizes: list[tuple[int, int]], sight: _Sight) -> dict[TierState, int]:

@@ -77,8 +77,8 @@ class Registry:
 
     async def _hello_after(self, greeting: Greeting, message: messages.Hello) -> Message:
         """Welcomes a client when its earlier copies have ended: Welcome promises that none runs any more."""
-        while copying := self._copying(message.client_id):
-            await copying[0]
+        while (copying := self._copying(message.client_id)) and greeting in self._greeting.values():
+            await self._system.wait(copying[:1], SILENT_SESSION_S)
         # The client may have gone meanwhile, even if there was nothing to wait for.
         if self._greeting.get(message.client_id) is not greeting:
             raise Refusal(messages.NOT_REGISTERED, "this client has greeted again or has disconnected")

@@ -135,9 +135,8 @@ class Spills:
             kept = [each for each in tier.backlog if not {None, each[0].namespace} & set(namespaces)]
             tier.backlog.clear()
             tier.backlog.extend(kept)
-            for namespace in namespaces:
-                prefix = f"{namespace.hex()}/" if namespace is not None else ""
-                futures[tier.worker.clear(prefix)] = tier
+            prefixes = [f"{each.hex()}/" if each is not None else "" for each in namespaces]
+            futures[tier.worker.clear(prefixes)] = tier
         await self._system.wait([*futures], CLEAR_S)
         failed = {}
         for future, tier in futures.items():
@@ -146,6 +145,12 @@ class Spills:
             elif (error := future.exception()) is not None:
                 failed[tier.url] = str(error)
         return [f"{url}: {reason}" for url, reason in failed.items()]
+
+    def forget(self, chunk: Chunk) -> None:
+        """Removes the records of a chunk that is damaged: they may have its bytes."""
+        names = [Label(chunk.namespace, chunk.key, bit, 0, 0).name for bit in range(chunk.ready.bit_length())]
+        for tier in self._tiers.all:
+            tier.worker.remove(names)
 
     def _coldest(self) -> Iterator[Chunk]:
         return self._cache.coldest(self._cache.total_frames // COLD_SHARE)

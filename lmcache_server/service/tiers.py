@@ -39,6 +39,7 @@ class TierState:
     writing: int = 0
     reads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READS_AT_ONCE))
     """Reads in flight. More would let the questions of other lookups wait."""
+    read_bytes: int = 0
     is_probed: bool = False
     tried_s: float = -math.inf
     """Since when a fetch is under way that will tell how fast it is."""

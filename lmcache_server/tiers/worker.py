@@ -147,9 +147,9 @@ class TierWorker:
     def remove(self, names: Sequence[str]) -> "asyncio.Future[None]":
         return self._writes.submit(lambda: self._opened().remove(list(map(self._named, names))))
 
-    def clear(self, prefix: str) -> "asyncio.Future[None]":
-        """Forget the records whose names begin with `prefix`."""
-        return self._reads.submit(lambda: self._opened().clear(prefix))
+    def clear(self, prefixes: Sequence[str]) -> "asyncio.Future[Any]":
+        """Forget the records whose names begin with one of the prefixes."""
+        return self._reads.submit(lambda: list(map(self._opened().clear, prefixes)))
 
     @property
     def reads_waiting(self) -> int:

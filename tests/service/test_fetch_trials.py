@@ -3,6 +3,7 @@ seemed slow is soon tried again."""
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -61,6 +62,14 @@ class OneReadHangs:
         pass
 
 
+class AllReadsWait(OneReadHangs):
+    """No read returns before `released` is set."""
+
+    def read(self, name: str, pieces: Sequence[memoryview]) -> bool:
+        self.released.wait()
+        return super().read(name, pieces)
+
+
 class Setting:
     """Fetches from `store`, which has BAD and GOOD; of L1 and the tier, nothing else is there."""
 
@@ -75,8 +84,8 @@ class Setting:
         settings = Metrics(), self.system, False, self.known.__contains__, lambda _rooms: None
         self.fetches = Fetches(self.tiers, self.cache, self.l1, *settings)
 
-    async def write(self) -> None:
-        for key in (BAD, GOOD):
+    async def write(self, keys: Sequence[bytes] = (BAD, GOOD)) -> None:
+        for key in keys:
             label = Label(LAYOUT.namespace, key, 0, 1, FRAME_BYTES)
             payload = self.tiers.payload(((0, 1),), FRAME_BYTES)
             assert await self.worker.write(label, payload) == "written"
@@ -88,6 +97,12 @@ class Setting:
         """Whether a lookup has waited for the chunk, which takes an engine 16 ms."""
         await self.fetches.fetch(LAYOUT, SHARDS, Lookup("", (key,), 0, 16, 17, 1000), 0, [self.tier])
         return self.has(key)
+
+    def fetching(self, keys: Sequence[bytes]) -> "asyncio.Task[int]":
+        """A lookup of a chain that would take an engine a minute."""
+        tokens = 16 * len(keys)
+        message = Lookup("", tuple(keys), 0, tokens, tokens + 1, 1)
+        return asyncio.create_task(self.fetches.fetch(LAYOUT, SHARDS, message, 0, [self.tier]))
 
     def close(self) -> None:
         self.cache.check_integrity()
@@ -146,3 +161,60 @@ def test_a_tier_that_seemed_slow_is_tried_again_by_a_fetch_that_nobody_waits_for
         it.close()
 
     uvloop.run(run())
+
+
+def test_lookups_that_plan_at_the_same_time_fetch_a_quarter_of_l1_together() -> None:
+    """Their questions may be answered in one turn of a busy loop."""
+    store: Any = AllReadsWait()
+
+    async def run() -> None:
+        it = Setting(store, asyncio.get_running_loop())
+        chains = [[bytes([number]) * 32 for number in range(first, first + 4)] for first in (10, 20, 30)]
+        await it.write([key for chain in chains for key in chain])
+        it.known.add(LAYOUT.namespace)
+        it.tier.speed.add(10**9, 1.0, it.system.now_s())
+        tasks = [it.fetching(chain) for chain in chains]
+        await asyncio.sleep(0)
+        time.sleep(0.1)  # the loop is busy while the tier answers
+        await asyncio.sleep(0.1)
+        assert it.cache.reserved_frames == 4, "a quarter of 16"
+        store.released.set()
+        await asyncio.gather(*tasks)
+        assert await it.system.all_ended(30)
+        it.close()
+
+    try:
+        uvloop.run(run())
+    finally:
+        store.released.set()
+
+
+def test_a_fetch_that_waits_for_anothers_objects_is_not_taken_for_a_slow_tier() -> None:
+    """It brings one object itself, and ends when the other's have come."""
+    store: Any = AllReadsWait()
+
+    async def run() -> None:
+        it = Setting(store, asyncio.get_running_loop())
+        chain = [bytes([number]) * 32 for number in range(10, 14)]
+        await it.write(chain)
+        it.known.add(LAYOUT.namespace)
+        it.tier.speed.add(10**9, 1.0, it.system.now_s())
+        first = it.fetching(chain[:3])
+        await asyncio.sleep(0.1)
+        assert it.cache.reserved_frames == 3
+        second = it.fetching(chain)
+        await asyncio.sleep(0.1)
+        assert it.cache.reserved_frames == 4, "what already comes does not count twice"
+        began_s = it.system.now_s()
+        store.released.set()
+        await asyncio.gather(first, second)
+        # Four objects in the time that has passed, not one.
+        assert it.tier.read_bytes == 4 * FRAME_BYTES
+        least = 4 * FRAME_BYTES / (it.system.now_s() - began_s + 0.2)
+        assert it.tier.speed.bytes_per_s > least / 2
+        it.close()
+
+    try:
+        uvloop.run(run())
+    finally:
+        store.released.set()

@@ -52,3 +52,19 @@ def test_steps_whose_ends_nobody_tells_are_forgotten() -> None:
         speed.began(1000, 10.0)
     step(speed, 1000, 100.0, 101.0)
     assert speed.tokens_per_s == 1000
+
+
+def test_steps_without_tokens_do_not_shift_the_ends_of_others() -> None:
+    """vLLM tells of their ends only if a copy has ended as well. Then a prefill seemed to take as long as the
+    decoding step after it."""
+    speed = PrefillSpeed()
+    speed.began(0, 1.0)
+    speed.began(1000, 10.0)
+    speed.ended(11.0)
+    speed.began(1, 11.0)
+    speed.ended(11.1)
+    assert speed.tokens_per_s == 1000
+    speed.began(0, 12.0)
+    speed.ended(12.1)
+    step(speed, 1000, 20.0, 21.0)
+    assert speed.tokens_per_s == 1000
