@@ -82,8 +82,8 @@ def plan(
 ) -> None:
     """Print the hit rates that other sizes of L1 would have had.
 
-    The server counts every lookup. So for models with full attention alone, these rates are no estimates. For
-    models with windows or states they are estimates.
+    The server counts every lookup. For models with full attention alone, the rates are exact up to the size
+    that the last line names. For models with windows or states they are estimates.
     """
     import json
 
@@ -114,9 +114,9 @@ def clear(
 ) -> None:
     """Make a server forget all chunks, or some of them.
 
-    Their records in tiers are deleted, too, even those of other servers that share a tier. With --salt they
-    stay, because they do not say whose they are. The pins of these chunks end. If a request is loading a
-    chunk or about to load it, the memory of the chunk becomes free afterwards.
+    Their records in tiers are deleted, too, even those of other servers that share a tier. With --salt,
+    records in tiers stay, because a record does not say whose it is: the command names the tiers and exits
+    with 1. Pins of forgotten chunks end. A chunk that a request is loading keeps its memory until then.
     """
     import json
 
@@ -265,7 +265,7 @@ def verify(
     VLLM_SERVER_DEV_MODE=1 for the reset, and let nobody else use it meanwhile. The prompts stay in the cache
     until they are evicted; nobody else can use them.
 
-    The exit code is 1 when something differs or nothing was served.
+    The exit code is 1 if answers differ beyond that noise, if it is too large, or if nothing was served.
     """
     import json
 
