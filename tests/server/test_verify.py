@@ -1,9 +1,12 @@
 """`--verify`: a page that was damaged in L1 is never loaded, is forgotten, counted and logged."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
+from harness.waiting import wait_until
 
 from lmcache_client.channel import RefusedError
 from lmcache_client.contract import messages
@@ -81,5 +84,32 @@ def test_a_damaged_page_is_a_miss(verify: bool) -> None:
                         right = engine.fill(index, 130, 100 * tables[index][position] + index)
                         assert (engine.pages(index, elsewhere[index][position]) == right).all()
             assert server.terminate() == 0
+        finally:
+            engine.close()
+
+
+def test_the_records_of_a_damaged_page_go_with_it(tmp_path: Path) -> None:
+    """They may have been written from it. Then they would bring it back with a new checksum."""
+    tier = f"dir://{tmp_path}/tier?size_gb=1&write=commit"
+    with LMCacheServer(l1_size_gb=0.0625, verify=True, tier=tier) as server:
+        engine = RawEngine(f"ipc://{server.runtime_dir}/{server.port}.sock", GROUPS, num_blocks=140).start()
+        try:
+            size = engine.chunk_size
+            keys, table = chain(range(2 * size), size), list(range(1, 1 + 2 * size // 16))
+            for block in table:
+                for index in range(2):
+                    engine.fill(index, block, 100 * block + index)
+            engine.store_prompt(keys, [table] * 2)
+            records = tmp_path / "tier"
+            wait_until(lambda: len(list(records.rglob(f"*{keys[1].hex()}*"))) == 2, 30)
+            damage(server, engine.pages(0, table[-3])[6000:12000].tobytes())
+            found = engine.lookup(keys)
+            assert found.resume_tokens == 2 * size
+            with pytest.raises(RefusedError):
+                engine.load(found, keys, [list(range(80, 80 + len(table)))] * 2)
+            engine.end(found)
+            wait_until(lambda: not list(records.rglob(f"*{keys[1].hex()}*")), 30)
+            assert list(records.rglob(f"*{keys[0].hex()}*"))
+            assert engine.lookup(keys).resume_tokens == size, "no tier brings it back"
         finally:
             engine.close()
