@@ -31,6 +31,7 @@ from lmcache_client.contract.messages import (
     StoreObject,
     Welcome,
 )
+from lmcache_server.service import registry as registry_module
 from lmcache_server.transfer.host import HostMapping
 from lmcache_server.transfer.plan import Pieces
 from lmcache_server.transfer.worker import CopyWorker
@@ -235,3 +236,20 @@ def test_a_fault_between_two_checksums_gives_all_frames_back(
     assert server.ask(1, two) == Stored(0, 0, 2)
     assert server.target.cache.reserved_frames == 0
     server.target.cache.check_integrity()
+
+
+def test_a_greeting_that_its_client_gave_up_does_not_wait_for_a_copy_that_hangs(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that gets no answer greets again every few seconds, for as long as the copy hangs."""
+    monkeypatch.setattr(registry_module, "SILENT_SESSION_S", 0.01)
+    Hanging.hang.set()
+    server.send(0, stored(1))
+    assert Hanging.reached.wait(TIMEOUT_S)
+    server.target.router.disconnected(bytes([0, 0]))
+    given_up = server.send(0, hello(0), connection=1)
+    last = server.send(0, hello(0), connection=2)
+    assert isinstance(server.wait(given_up), Refused)
+    assert last not in server.replies
+    Hanging.go_on.set()
+    assert isinstance(server.wait(last), Welcome)

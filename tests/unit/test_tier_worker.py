@@ -348,3 +348,28 @@ def test_reads_have_a_limit_of_their_own_and_writes_have_two(
 
     loop.run_until_complete(run())
     worker.close(5.0)
+
+
+def test_a_clear_of_many_namespaces_leaves_threads_for_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a thread for each, a store whose listing takes long would seem to hang."""
+    monkeypatch.setattr(worker_module, "STUCK_S", 0.05)
+    tier: Any = Dictionary()
+    goes_on, cleared = threading.Event(), []
+    tier.clear = lambda prefix: (cleared.append(prefix), goes_on.wait(60))
+    prefixes = [f"{number}/" for number in range(2 * worker_module.READERS)]
+
+    async def run() -> None:
+        worker = TierWorker("tier", lambda: tier, asyncio.get_running_loop(), Rates())
+        clearing = worker.clear(prefixes)
+        await asyncio.sleep(0.2)
+        assert not worker.is_stuck()
+        assert await worker.read(label(100), Memory(100).runs, lambda: b"") is None
+        goes_on.set()
+        await clearing
+        assert cleared == prefixes
+        worker.close(5.0)
+
+    try:
+        asyncio.run(run())
+    finally:
+        goes_on.set()
