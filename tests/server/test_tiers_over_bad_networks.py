@@ -10,7 +10,7 @@ from harness.exercise import exercise, new_engine
 from harness.proxy import Proxy
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
-from test_tiers_on_stores import MARGIN_S, SECRETS, tier_of, wait_until_written
+from test_tiers_on_stores import MARGIN_S, tier_of, wait_until_written
 
 from lmcache_client.contract.patience import fetch_patience_s
 
@@ -20,7 +20,7 @@ def through(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[LMCacheServer, Proxy]]:
     """A server that has written a prompt to a store behind the proxy, and was started again."""
-    for name, value in SECRETS.items():
+    for name, value in stores.SECRETS.items():
         monkeypatch.setenv(name, value)
     store = stores.valkey(tmp_path) if request.param == "valkey" else stores.seaweedfs(tmp_path)
     with store, Proxy(store.port) as proxy:
