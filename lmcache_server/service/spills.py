@@ -45,9 +45,6 @@ class Spills:
         self._cache = cache
         self._system = system
         self._spilling_frames = 0
-        self._clears = 0
-        self._cleared: dict[bytes | None, int] = {}
-        """The number of the last clear of each namespace, and of all."""
         self._is_paused = False
         self._masks: dict[tuple[int, int], int] = {}
         """By tier and ready objects, the marks of all of them. Chunks have few different sets of objects."""
@@ -128,8 +125,6 @@ class Spills:
     async def clear(self, namespaces: Sequence[bytes | None]) -> list[str]:
         """Forgets the records of these namespaces, None for all; returns the tiers that failed, with
         reasons."""
-        self._clears += 1
-        self._cleared |= dict.fromkeys(namespaces, self._clears)
         futures = {}
         for tier in self._tiers.all:
             kept = [each for each in tier.backlog if not {None, each[0].namespace} & set(namespaces)]
@@ -206,7 +201,7 @@ class Spills:
             self._system.spawn(self._spill(tier, chunk, bit, stored))
 
     async def _spill(self, tier: TierState, chunk: Chunk, bit: int, stored: StoredObject) -> None:
-        clears, outcome = self._clears, "failed"
+        outcome = "failed"
         label = Label(chunk.namespace, chunk.key, bit, stored.num_blocks, stored.num_bytes)
         try:
             self._tiers.check()
@@ -223,6 +218,7 @@ class Spills:
                 chunk.in_tiers &= ~tier.mark(bit)
             self._cache.close_spill(chunk)
             self._tiers.count(tier, "write", outcome, stored.num_bytes)
-            if max(self._cleared.get(chunk.namespace, 0), self._cleared.get(None, 0)) > clears:
+            # Nothing evicts it meanwhile, so it was cleared, or is damaged.
+            if self._cache.chunk(chunk.namespace, chunk.key) is not chunk:
                 tier.worker.remove([label.name])
             self._write(tier)

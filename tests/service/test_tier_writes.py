@@ -142,6 +142,7 @@ def test_a_write_in_flight_during_a_clear_leaves_no_record(namespace: bytes | No
     async def test(rig: Rig) -> None:
         rig.keep(1, 2, 3, 4, 5, 6)
         await rig.one_writes()
+        rig.cache.clear(namespace)  # as the router does, first
         assert await rig.spills.clear([namespace]) == []
         await rig.rest()
         assert rig.written("written") > 0
@@ -149,5 +150,21 @@ def test_a_write_in_flight_during_a_clear_leaves_no_record(namespace: bytes | No
         rig.keep(7)
         await rig.rest()
         assert len(rig.store.names) == 1, "what is stored after the clear stays"
+
+    run(test)
+
+
+def test_a_write_in_flight_of_a_damaged_chunk_leaves_no_record() -> None:
+    async def test(rig: Rig) -> None:
+        rig.keep(1, 2)
+        await rig.one_writes()
+        chunk = rig.cache.chunk(LAYOUT.namespace, (1).to_bytes(32, "big"))
+        assert chunk is not None
+        rig.spills.forget(chunk)
+        rig.cache.forget(chunk)
+        await rig.rest()
+        assert rig.written("written") == 2
+        (name,) = rig.store.names
+        assert name.endswith("2.0"), "the other chunk's record stays"
 
     run(test)

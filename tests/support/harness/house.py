@@ -45,7 +45,7 @@ FACES = (
 )
 TOOLS = ("lmcache_server/commands", "lmcache_server/__main__.py")
 BUDGETS = {
-    "path": Budget(14994, "what a byte or a decision goes through"),
+    "path": Budget(14990, "what a byte or a decision goes through"),
     "faces": Budget(1841, "what configures and watches it"),
     "tools": Budget(3192, "the command lmcache"),
 }
