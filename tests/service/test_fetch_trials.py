@@ -104,6 +104,14 @@ class Setting:
         message = Lookup("", tuple(keys), 0, tokens, tokens + 1, 1)
         return asyncio.create_task(self.fetches.fetch(LAYOUT, SHARDS, message, 0, [self.tier]))
 
+    async def reserved(self, frames: int) -> None:
+        """Waits until so many frames are reserved, and sees that they stay so."""
+        end_s = self.system.now_s() + 30
+        while self.cache.reserved_frames < frames and self.system.now_s() < end_s:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        assert self.cache.reserved_frames == frames
+
     def close(self) -> None:
         self.cache.check_integrity()
         self.worker.close(5.0)
@@ -176,8 +184,7 @@ def test_lookups_that_plan_at_the_same_time_fetch_a_quarter_of_l1_together() -> 
         tasks = [it.fetching(chain) for chain in chains]
         await asyncio.sleep(0)
         time.sleep(0.1)  # the loop is busy while the tier answers
-        await asyncio.sleep(0.1)
-        assert it.cache.reserved_frames == 4, "a quarter of 16"
+        await it.reserved(4)  # a quarter of 16
         store.released.set()
         await asyncio.gather(*tasks)
         assert await it.system.all_ended(30)
@@ -200,11 +207,9 @@ def test_a_fetch_that_waits_for_anothers_objects_is_not_taken_for_a_slow_tier() 
         it.known.add(LAYOUT.namespace)
         it.tier.speed.add(10**9, 1.0, it.system.now_s())
         first = it.fetching(chain[:3])
-        await asyncio.sleep(0.1)
-        assert it.cache.reserved_frames == 3
+        await it.reserved(3)
         second = it.fetching(chain)
-        await asyncio.sleep(0.1)
-        assert it.cache.reserved_frames == 4, "what already comes does not count twice"
+        await it.reserved(4)  # what already comes does not count twice
         began_s = it.system.now_s()
         store.released.set()
         await asyncio.gather(first, second)
