@@ -129,19 +129,19 @@ def test_a_router_knows_what_the_server_would_restore(
 
         # Removed, when the server has evicted it; every lookup finds what the router expects.
         prompts = [prompt((1 + seed % 3) * CHUNK + 10, 10 + seed) for seed in range(PROMPTS)]
-        for each in prompts:
-            engine.run(each, 2)
+        computed = [engine.run(each, 2).output for each in [first, *prompts]]
         say(engine)
         router.listen()
         assert router.prefix(first) == 0, "the first prompt is evicted"
         expected = []
-        for each in [first, *prompts][::-2]:
+        for each, output in list(zip([first, *prompts], computed, strict=True))[::-2]:
             say(engine)
             router.listen()
             expected.append(router.prefix(each))
             result = engine.run(each, 2)
             found = result.local_tokens + result.external_tokens
             assert max(result.local_tokens, expected[-1]) == found, "the router expects something else"
+            assert result.output == output
         assert 0 in expected
         assert {CHUNK, 2 * CHUNK, 3 * CHUNK} <= set(expected)
 
