@@ -144,6 +144,19 @@ def engine(server: LMCacheServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[E
     server.wait_at_rest(timeout_s=PATIENCE_S)
 
 
+def watch_waits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long the scheduler side is ready to wait at its channel, from now on, call by call."""
+    waits: list[float] = []
+    poll = engine.side.channel.poll
+
+    def watched(pending: Any = None, wait_s: float = 0.0) -> None:
+        waits.append(wait_s)
+        poll(pending, wait_s)
+
+    monkeypatch.setattr(engine.side.channel, "poll", watched)
+    return waits
+
+
 def grown(after: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(a - b for a, b in zip(after, before, strict=True))
 
@@ -256,17 +269,10 @@ def test_so_many_requests_are_looked_up_early_and_no_more(engine: Engine) -> Non
 def test_a_step_waits_once_for_a_server_that_does_not_answer(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits: list[float] = []
-    poll = engine.side.channel.poll
-
-    def watched(pending: Any = None, wait_s: float = 0.0) -> None:
-        waits.append(wait_s)
-        poll(pending, wait_s)
-
     os.kill(engine.server.pid, signal.SIGSTOP)
     try:
         requests = [engine.arrives(seed) for seed in range(8)]
-        monkeypatch.setattr(engine.side.channel, "poll", watched)
+        waits = watch_waits(engine, monkeypatch)
         for _ in range(2):
             assert {engine.side.matched_tokens(request, 0) for request in requests} == {(None, False)}
             assert [wait_s for wait_s in waits if wait_s] == [scheduler.LOOKUP_WAIT_S]
@@ -281,13 +287,6 @@ def test_a_step_waits_once_for_a_server_that_does_not_answer(
 def test_a_lookup_that_waits_for_a_tier_holds_up_no_step_and_no_other(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits: list[float] = []
-    poll = engine.side.channel.poll
-
-    def watched(pending: Any = None, wait_s: float = 0.0) -> None:
-        waits.append(wait_s)
-        poll(pending, wait_s)
-
     monkeypatch.setattr(engine.side, "_fetches", True)
     monkeypatch.setattr(scheduler, "FRESH_LOOKUP_S", 0.001)
     os.kill(engine.server.pid, signal.SIGSTOP)
@@ -297,7 +296,7 @@ def test_a_lookup_that_waits_for_a_tier_holds_up_no_step_and_no_other(
             assert engine.side.matched_tokens(request, 0) == (None, False)
         engine.step()
         time.sleep(0.01)
-        monkeypatch.setattr(engine.side.channel, "poll", watched)
+        waits = watch_waits(engine, monkeypatch)
         new = engine.arrives(3)
         for request in (*slow, new):
             assert engine.side.matched_tokens(request, 0) == (None, False)
