@@ -3,6 +3,7 @@
     dir:///nvme/lmcache?size_gb=2000            shared=1 max_age=SECONDS
     valkey://host:6379,host:6379                cluster=1 tls=1
     s3://bucket/prefix, az://…, gs://…          endpoint=URL, and for s3 region=NAME
+    mooncake://master:50051                     protocol=tcp|rdma segment_gb devices metadata host
 
 and for each the fields of TierOptions. Passwords and keys come from the environment only.
 """
@@ -19,12 +20,13 @@ from urllib.parse import unquote
 
 from lmcache_server.errors import StartError
 from lmcache_server.host.units import GB_BYTES
+from lmcache_server.tiers.area import Area
 from lmcache_server.tiers.base import Tier
 
-_EXTRAS = {"valkey": "valkey", "s3": "s3", "az": "s3", "gs": "s3"}
-_PACKAGES = {"valkey": "glide_sync", "s3": "obstore"}
+_EXTRAS = {"valkey": "valkey", "s3": "s3", "az": "s3", "gs": "s3", "mooncake": "mooncake"}
+_PACKAGES = {"valkey": "glide_sync", "s3": "obstore", "mooncake": "mooncake"}
 COMMIT, COLD = WRITES = ("commit", "cold")
-VALKEY_PORT = 6379
+VALKEY_PORT, MOONCAKE_PORT = 6379, 50051
 USERNAME_VARIABLE, PASSWORD_VARIABLE = "LMCACHE_VALKEY_USERNAME", "LMCACHE_VALKEY_PASSWORD"
 
 
@@ -63,6 +65,11 @@ class TierUrl:
         """Whether other machines may use it, too."""
         return self.scheme != "dir" or bool(self.parameters.get("shared"))
 
+    @property
+    def shares_l1(self) -> bool:
+        """Whether a process other than the server reads and writes L1."""
+        return self.scheme == "mooncake"
+
 
 class _Kind(NamedTuple):
     """What a parameter may be; `convert` returns None for anything else."""
@@ -95,8 +102,10 @@ def check_installed(url: TierUrl) -> None:
         raise _not_installed(url)
 
 
-def open_tier(url: TierUrl) -> Tier:
-    """Raises TierError if the store cannot be used now, StartError if its package cannot be imported."""
+def open_tier(url: TierUrl, l1: Area | None = None) -> Tier:
+    """`l1` is for tiers that share it.
+
+    Raises TierError if the store cannot be used now, StartError if its package cannot be imported."""
     more = dict(url.parameters)
     try:
         if url.scheme == "dir":
@@ -109,12 +118,29 @@ def open_tier(url: TierUrl) -> Tier:
 
             secrets = [os.environ.get(name) for name in (USERNAME_VARIABLE, PASSWORD_VARIABLE)]
             return Valkey(_addresses(url.place) or [], **more, username=secrets[0], password=secrets[1])
+        if url.scheme == "mooncake":
+            return _mooncake(url, l1)
         from lmcache_server.tiers.objects import Objects
 
         bucket, _, prefix = url.place.partition("/")
         return Objects(url.scheme, bucket, prefix, **more)
     except ImportError as error:
         raise _not_installed(url, f" ({error})") from error
+
+
+def _mooncake(url: TierUrl, l1: Area | None) -> Tier:
+    from lmcache_server.tiers.walled import Walled
+
+    check_installed(url)  # here only the other process imports it
+    (host, port), more = (_addresses(url.place, MOONCAKE_PORT) or [])[0], url.parameters
+    settings = {
+        "master": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+        **{name: more.get(name, default) for name, default in _MOONCAKE_DEFAULTS.items()},
+        "segment_bytes": 0,
+    }
+    segment_bytes = int(more.get("segment_gb", 0) * GB_BYTES)
+    holder = {**settings, "segment_bytes": segment_bytes} if segment_bytes else None
+    return Walled(f"Mooncake at {settings['master']}", "mooncake", settings, l1, holder)
 
 
 def _not_installed(url: TierUrl, why: str = "") -> StartError:
@@ -153,16 +179,19 @@ def _problem(scheme: str, place: str, values: dict[str, Any]) -> str:
         )
     if scheme == "valkey":
         return "" if _addresses(place) else "must name servers: valkey://host:6379,host:6379"
+    if scheme == "mooncake":
+        names = _addresses(place, MOONCAKE_PORT)
+        return "" if names and len(names) == 1 else "must name the master: mooncake://host:50051"
     if not re.fullmatch(r"[\w.-]+(/.*)?", place):
         return f"must name a bucket: {scheme}://bucket/prefix"
     return ""
 
 
-def _addresses(place: str) -> list[tuple[str, int]] | None:
+def _addresses(place: str, default_port: int = VALKEY_PORT) -> list[tuple[str, int]] | None:
     addresses = []
     for each in place.rstrip("/").split(","):
         found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(?::(\d{1,5}))?", each)
-        if not found or not 0 < (port := int(found[2] or VALKEY_PORT)) < 65536:
+        if not found or not 0 < (port := int(found[2] or default_port)) < 65536:
             return None
         addresses.append((found[1].strip("[]"), port))
     return addresses
@@ -201,7 +230,15 @@ _SCHEMES = {
     "s3": {"endpoint": _ENDPOINT, "region": _REGION},
     "az": {"endpoint": _ENDPOINT},
     "gs": {"endpoint": _ENDPOINT},
+    "mooncake": {
+        "protocol": _Kind("tcp or rdma", {"tcp": "tcp", "rdma": "rdma"}.get),
+        "segment_gb": _Kind("0 or a number above it", lambda text: 0.0 if text == "0" else _number(text)),
+        "devices": _Kind("names of RDMA devices, such as mlx5_0,mlx5_1", _matching(r"[\w.,-]+")),
+        "metadata": _Kind("P2PHANDSHAKE or an address", _matching(r"[\w.:/,\[\]-]+")),
+        "host": _Kind("this machine's address", _matching(r"[\w.:\[\]-]+")),
+    },
 }
+_MOONCAKE_DEFAULTS = {"protocol": "tcp", "devices": "", "metadata": "P2PHANDSHAKE", "host": ""}
 _AWS, _AZURE = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_ACCOUNT_KEY"
 _SECRETS = {
     "dir": "nothing, a directory needs none",
@@ -209,4 +246,5 @@ _SECRETS = {
     "s3": f"{_AWS} in the environment",
     "az": f"{_AZURE} in the environment",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS in the environment",
+    "mooncake": "nothing, it knows no passwords",
 }

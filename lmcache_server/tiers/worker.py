@@ -155,6 +155,11 @@ class TierWorker:
     def reads_waiting(self) -> int:
         return self._reads.num_waiting + self._asks.num_waiting
 
+    @property
+    def restarts(self) -> int:
+        """Of its helper process, if it has one."""
+        return getattr(self._tier, "restarts", 0)
+
     def read_delay_s(self, num_bytes: int) -> float:
         """How long reads of so many bytes wait because of a limit."""
         return self._rates.read.delay_s(num_bytes)

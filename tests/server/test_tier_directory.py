@@ -235,7 +235,7 @@ def test_the_next_server_finds_everything_but_leftovers(open_at, tmp_path, share
         path.write_bytes(b"of others")
         os.utime(path, (1, 1))
     tier = open_at(shared=shared)
-    wait_until(lambda: not any(path.exists() for path in leftovers), 30)
+    wait_until(lambda: not any(path.exists() for path in leftovers))
     assert all(path.exists() for path in others)
     names = [f"{number}/f" for number in range(20)]
     assert all(tier.present(names))

@@ -14,7 +14,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from harness import stores
-from harness.exercise import exercise, new_engine
+from harness.exercise import is_served, served
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
 
@@ -96,27 +96,14 @@ def tls(tmp_path: Path) -> Iterator[tuple[Terminator, Path]]:
         yield front, files[0]
 
 
-def served(server: LMCacheServer, name: str) -> int:
-    engine = new_engine(server.address, name)
-    try:
-        return exercise(engine, 1)
-    finally:
-        engine.close()
-
-
 def test_records_pass_through_tls(tls: tuple[Terminator, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     front, trusted = tls
     monkeypatch.setenv("SSL_CERT_FILE", str(trusted))
     with LMCacheServer(l1_size_gb=0.2, tier=f"valkey://127.0.0.1:{front.port}?tls=1") as server:
-        assert served(server, "first") == 0
-
-        def is_written() -> bool:
-            (tier,) = server.status()["tiers"]
-            return bool(tier["written_objects"]["written"] and not tier["waiting_objects"])
-
-        wait_until(is_written, 60)
+        assert served(server, "first", 1) == 0
+        server.wait_until_written()
         server.restart()
-        assert served(server, "second") == 3 * 256
+        assert is_served(server, "second", 1)
         (tier,) = server.status()["tiers"]
         assert tier["read_objects"]["read"] > 0
         assert front.connections
@@ -126,7 +113,7 @@ def test_a_certificate_that_nobody_signed_is_a_tier_that_fails(tls: tuple[Termin
     front, _ = tls
     url = f"valkey://127.0.0.1:{front.port}?tls=1"
     with LMCacheServer(l1_size_gb=0.2, tier=url) as server:
-        assert served(server, "first") == 0
+        assert served(server, "first", 1) == 0
         wait_until(lambda: server.status()["tiers"][0]["failing"], 60)
         assert "whether this machine trusts its certificate" in server.log.read_text()
-        assert served(server, "second") == 3 * 256, "L1 serves without the tier"
+        assert served(server, "second", 1) == 3 * 256, "L1 serves without the tier"

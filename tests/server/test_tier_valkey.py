@@ -159,7 +159,7 @@ def test_a_store_that_hangs_or_dies_fails_each_call_at_its_deadline(open_at, tmp
             store.signal(signal.SIGCONT)
         else:
             store.restart()
-        wait_until(lambda: working(lambda: tier.write("c", memory(3, seed=3))), 30)
+        wait_until(lambda: working(lambda: tier.write("c", memory(3, seed=3))))
         assert kept(tier, "c", memory(3, seed=3))
 
 

@@ -24,7 +24,7 @@ def tier_of(server: LMCacheServer, number: int = 0) -> Any:
 
 
 def wait_until_written(server: LMCacheServer, number: int = 0) -> None:
-    wait_until(lambda: tier_of(server, number)["waiting_objects"] == 0, 20)
+    wait_until(lambda: tier_of(server, number)["waiting_objects"] == 0)
 
 
 def the_coldest_is_written(server: LMCacheServer) -> bool:
@@ -52,7 +52,7 @@ def engines() -> Iterator[Any]:
 
 
 def assert_at_rest(server: LMCacheServer) -> None:
-    wait_until(lambda: server.status()["l1"]["reserved_bytes"] == 0, 10)
+    wait_until(lambda: server.status()["l1"]["reserved_bytes"] == 0)
 
 
 @pytest.mark.parametrize("write", ["commit", "cold"])
@@ -83,7 +83,7 @@ def test_what_l1_evicts_comes_back(write: str, tmp_path: Path, engines: Any) -> 
             assert exercise(engine, number) == 0
             wait_until_written(server)
             if write == "cold":
-                wait_until(lambda: the_coldest_is_written(server), 20)
+                wait_until(lambda: the_coldest_is_written(server))
         server.wait_until(lambda _l1: server.metrics()["lmcache_evicted_chunks_total"] > 0)
         for number in range(PROMPTS):
             assert exercise(engine, number) > 0, f"prompt {number} was lost"
@@ -267,7 +267,7 @@ def test_while_the_speed_of_a_tier_is_unknown_requests_wait_for_a_part_of_what_t
         second = engines(server, "second")
         assert resume_tokens(second, 0, 10**12) == 0
         assert fetches(server) == {"ended": 1, "late": 0, "slow": 1}
-        wait_until(lambda: resume_tokens(second, 0, 10**12) == 3 * second.chunk_size, 20)
+        wait_until(lambda: resume_tokens(second, 0, 10**12) == 3 * second.chunk_size)
 
 
 def test_a_read_that_waits_for_its_limit_delays_no_other_lookup(tmp_path: Path, engines: Any) -> None:

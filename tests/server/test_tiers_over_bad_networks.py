@@ -10,7 +10,7 @@ from harness.exercise import exercise, new_engine
 from harness.proxy import Proxy
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
-from test_tiers_on_stores import MARGIN_S, tier_of, wait_until_written
+from test_tiers_on_stores import MARGIN_S
 
 from lmcache_client.contract.patience import fetch_patience_s
 
@@ -34,7 +34,7 @@ def through(
                 assert exercise(engine, 1) == 0
             finally:
                 engine.close()
-            wait_until_written(server)
+            server.wait_until_written()
             server.restart()
             yield server, proxy
 
@@ -49,13 +49,13 @@ def test_a_record_that_is_cut_is_not_served(through: tuple[LMCacheServer, Proxy]
         assert time.monotonic() - began_s < fetch_patience_s(3 * 256) + MARGIN_S
         assert proxy.cuts
         wait_until(lambda: not server.status()["l1"]["reserved_bytes"], 60)
-        read = tier_of(server)["read_objects"]
+        read = server.tier()["read_objects"]
         assert not read["read"]
         assert read["failed"] + read["damaged"] + read["gone"]
     finally:
         engine.close()
     proxy.cut_bytes = None
-    wait_until(lambda: not tier_of(server)["failing"] and not tier_of(server)["waiting_objects"], 90)
+    wait_until(lambda: not server.tier()["failing"] and not server.tier()["waiting_objects"], 90)
     server.restart()
     engine = new_engine(server.address, "third")
     try:
@@ -77,7 +77,7 @@ def test_a_slow_network_costs_no_more_than_the_limit_and_its_bytes_are_right(
             assert time.monotonic() - began_s < fetch_patience_s(3 * 256) + MARGIN_S
         proxy.delay_s = 0.0
         wait_until(lambda: not server.status()["l1"]["reserved_bytes"], 90)
-        wait_until(lambda: not tier_of(server)["failing"], 90)
-        assert not tier_of(server)["read_objects"]["damaged"]
+        wait_until(lambda: not server.tier()["failing"], 90)
+        assert not server.tier()["read_objects"]["damaged"]
     finally:
         engine.close()

@@ -45,7 +45,7 @@ def test_a_large_index_is_not_looked_through_at_once() -> None:
 
     spills.tick()
     assert 0 < turn() <= SLICE_CHUNKS
-    wait_until(lambda: turn() == CHUNKS // 4, 30)
+    wait_until(lambda: turn() == CHUNKS // 4)
     spills.pause()
     assert loop.run_until_complete(system.all_ended(30))
     worker.close(1)
@@ -57,7 +57,7 @@ def test_tiers_are_opened_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other, two stores that do not answer made the start wait twice."""
     both = threading.Barrier(2)
     monkeypatch.setattr(app, "OPEN_TIER_S", 60.0)
-    monkeypatch.setattr(app.urls, "open_tier", lambda _url: both.wait(10))
+    monkeypatch.setattr(app.urls, "open_tier", lambda *_: both.wait(10))
 
     async def opened() -> list[bool]:
         config = Config(tier=("valkey://one", "valkey://two"))

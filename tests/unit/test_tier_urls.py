@@ -38,6 +38,16 @@ def test_what_urls_mean():
     assert url == parse("s3://bucket/some/prefix?endpoint=https%3A%2F%2Fhost:9000&region=eu-1")
     assert parse("az://container?endpoint=http://127.0.0.1:1/account").place == "container"
     assert parse("gs://bucket").options == TierOptions("commit")
+    url = parse("mooncake://master?protocol=rdma&segment_gb=64&devices=mlx5_0,mlx5_1&host=10.0.0.1")
+    assert url.place == "master"
+    assert url.parameters == {
+        "protocol": "rdma",
+        "segment_gb": 64.0,
+        "devices": "mlx5_0,mlx5_1",
+        "host": "10.0.0.1",
+    }
+    assert (url.shares_l1, parse("valkey://a").shares_l1) == (True, False)
+    assert parse("mooncake://[::1]:7000?segment_gb=0&metadata=P2PHANDSHAKE").parameters["segment_gb"] == 0
     every = "write=commit&read_mb_s=1&write_mb_s=2.5&write_tb_day=3&key_file=/run/key"
     expected = TierOptions("commit", 1.0, 2.5, 3.0, "/run/key")
     assert parse(f"dir:///a?size_gb=1&{every}").options == expected
@@ -46,7 +56,7 @@ def test_what_urls_mean():
 def test_shared_tiers_are_written_on_commit_and_others_when_cold():
     assert parse("dir:///a?size_gb=1").options.write == "cold"
     assert parse("dir:///a?size_gb=1&shared=1").options.write == "commit"
-    for url in ("valkey://a", "s3://a", "az://a", "gs://a"):
+    for url in ("valkey://a", "s3://a", "az://a", "gs://a", "mooncake://a"):
         assert parse(url).options.write == "commit"
 
 
@@ -76,6 +86,9 @@ def test_shared_tiers_are_written_on_commit_and_others_when_cold():
         ("valkey://host,,other", "must name servers"),
         ("valkey://host?size_gb=1", "unknown parameter 'size_gb'"),
         ("valkey://host?cluter=1", "did you mean cluster?"),
+        ("mooncake://a,b", "must name the master: mooncake://host:50051"),
+        ("mooncake://a?segment_gb=-1", "segment_gb='-1': it must be 0 or a number above it"),
+        ("mooncake://a?protocol=udp", "it must be tcp or rdma"),
         ("s3:///prefix", "must name a bucket: s3://bucket/prefix"),
         ("s3://a?endpoint=host:9000", "https://host:9000"),
         ("s3://a?endpoint=https://host?sig=secret", "https://host:9000"),
@@ -97,6 +110,7 @@ def test_a_mistake_is_one_sentence(url, part):
         ("s3://key:hunter2@bucket", "AWS_SECRET_ACCESS_KEY"),
         ("s3://bucket?endpoint=https://key:hunter2@host", "AWS_SECRET_ACCESS_KEY"),
         ("az://bucket?endpoint=https://key:hunter2@host", "AZURE_STORAGE_ACCOUNT_KEY"),
+        ("mooncake://user:hunter2@host", "it knows no passwords"),
         ("gs://hunter2@bucket", "GOOGLE_APPLICATION_CREDENTIALS"),
         ("dir://hunter2@host/a?size_gb=1", "needs none"),
     ],
@@ -113,7 +127,12 @@ def test_the_variables_with_passwords_are_known():
 
 @pytest.mark.parametrize(
     ("url", "package", "extra"),
-    [("valkey://a", "glide_sync", "valkey"), ("s3://a", "obstore", "s3"), ("az://a", "obstore", "s3")],
+    [
+        ("valkey://a", "glide_sync", "valkey"),
+        ("s3://a", "obstore", "s3"),
+        ("az://a", "obstore", "s3"),
+        ("mooncake://a", "mooncake", "mooncake"),
+    ],
 )
 def test_a_missing_package_is_named_with_its_extra(url, package, extra, monkeypatch):
     for name in [*sys.modules]:

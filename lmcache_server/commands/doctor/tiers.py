@@ -68,6 +68,8 @@ def _tried(name: str, url: urls.TierUrl) -> Check:
             read_key(url.options.key_file)
         if url.scheme == "dir":  # shared and without limits, nothing else there is deleted or listed
             url = dataclasses.replace(url, parameters={"size_gb": WITHOUT_LIMIT_GB, "shared": True})
+        if url.scheme == "mooncake":  # and nothing of this memory goes there
+            url = dataclasses.replace(url, parameters={**url.parameters, "segment_gb": 0})
         with contextlib.closing(urls.open_tier(url)) as tier:
             _round_trip(tier)
     except (TierError, StartError, OSError, ValueError) as error:

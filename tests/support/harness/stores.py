@@ -1,4 +1,4 @@
-"""The stores that tiers use, as real servers: Valkey alone and as a cluster, SeaweedFS for S3, Azurite."""
+"""The stores of tiers, as real servers: Valkey alone and as a cluster, SeaweedFS, Azurite, Mooncake."""
 
 import base64
 import contextlib
@@ -7,18 +7,22 @@ import hmac
 import json
 import os
 import socket
+import sys
+import unittest.mock
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
+from harness.namespaces import only_a_loopback
+from harness.paths import CACHE, MOONCAKE
 from harness.processes import ChildProcess, free_port
-from harness.tools import find, module
+from harness.tools import find, missing, module
 from harness.waiting import wait_until
 
 SLOTS = 16384
-KINDS = ["valkey", "cluster", "s3", "az"]
+KINDS = ["valkey", "cluster", "s3", "az", "mooncake"]
 
 
 class Store:
@@ -50,8 +54,8 @@ class Store:
         self.kill()
 
 
-def connects(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+def connects(port: int, host: str = "127.0.0.1") -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((host, port), 1):
         return True
     return False
 
@@ -110,7 +114,16 @@ KEY, SECRET = "test-key", "test-secret"
 
 
 def seaweedfs(folder: Path) -> Store:
-    """An S3 server; its bucket is `records`."""
+    """An S3 server; its bucket is `records`. Somebody may take one of its ports meanwhile."""
+    for attempt in range(3):
+        with contextlib.suppress(RuntimeError):
+            (folder / str(attempt)).mkdir()
+            return _seaweedfs(folder / str(attempt))
+    (folder / "last").mkdir()
+    return _seaweedfs(folder / "last")
+
+
+def _seaweedfs(folder: Path) -> Store:
     ports = [free_port() for _ in range(4)]
     rights = [
         {"name": "test", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": ["Admin"]}
@@ -177,6 +190,54 @@ def create_container(store: Store, name: str) -> None:
                 raise FileExistsError if error.code == 409 else RuntimeError(error.read()) from error
 
 
+SEGMENT = """
+import os, signal, socket, sys
+os.environ.update(MC_STORE_MEMCPY="0", MC_RPC_TIMEOUT_MS="1000")
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert not store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[1]), 0, "tcp", "", sys.argv[2])
+ready = socket.create_server(("127.0.0.1", int(sys.argv[3])))
+signal.pause()
+"""
+
+
+def mooncake_places() -> dict[str, str]:
+    """Variables by which processes find the package and the libraries that it needs."""
+    libraries = CACHE / "tools"
+    places = {
+        "PYTHONPATH": [str(MOONCAKE), os.environ.get("PYTHONPATH")],
+        "LD_LIBRARY_PATH": [
+            *(str(libraries / each / "x86_64-linux-gnu") for each in ("usr/lib", "lib")),
+            os.environ.get("LD_LIBRARY_PATH"),
+        ],
+    }
+    return {name: os.pathsep.join(filter(None, each)) for name, each in places.items()}
+
+
+@contextlib.contextmanager
+def mooncake(folder: Path, segment_bytes: int = 256 << 20, **settings: str) -> Iterator[tuple[Store, Store]]:
+    """A master, and a process that holds all records, in a network namespace of their own: they would let in
+    everybody. What is started meanwhile finds the package."""
+    if not (MOONCAKE / "mooncake").is_dir():
+        missing(f"needs the package of Mooncake in {MOONCAKE}: make .venv/stamps/mooncake")
+    with only_a_loopback(), contextlib.ExitStack() as stack:
+        stack.enter_context(unittest.mock.patch.dict(os.environ, mooncake_places()))
+        stack.enter_context(unittest.mock.patch.object(sys, "path", [*sys.path, str(MOONCAKE)]))
+        port, metrics_port = free_port(), free_port()
+        flags = {
+            "rpc_address": "127.0.0.1", "rpc_port": str(port), "metrics_host": "127.0.0.1",
+            "metrics_port": str(metrics_port), "client_ttl": "60", **settings,
+        }  # fmt: skip
+        command = [
+            str(MOONCAKE / "mooncake/mooncake_master"),
+            *(f"-{name}={each}" for name, each in flags.items()),
+        ]
+        master = stack.enter_context(Store("mooncake_master", command, port, folder))
+        ready = free_port()
+        command = [sys.executable, "-c", SEGMENT, str(segment_bytes), f"127.0.0.1:{port}", str(ready)]
+        yield master, stack.enter_context(Store("mooncake_segment", command, ready, folder))
+
+
 SECRETS = {
     "AWS_ACCESS_KEY_ID": KEY,
     "AWS_SECRET_ACCESS_KEY": SECRET,
@@ -200,6 +261,9 @@ def opened(kind: str, folder: Path) -> Iterator[tuple[str, list[Store]]]:
         with azurite(folder) as one:
             create_container(one, "records")
             yield f"az://records/some?endpoint=http://127.0.0.1:{one.port}/{ACCOUNT}", [one]
+    elif kind == "mooncake":
+        with mooncake(folder) as both:
+            yield f"mooncake://127.0.0.1:{both[0].port}", [*both]
     else:
         with seaweedfs(folder) as one:
             yield f"s3://records/some?endpoint=http://127.0.0.1:{one.port}", [one]

@@ -1,0 +1,201 @@
+"""The fleet for Kubernetes and for compose: its parts are valid and fit each other and the programs."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from harness import tools
+from harness.options import load
+from harness.paths import ROOT, ROUTERS
+from harness.routers import needs
+
+from deploy.flags import assert_server_options_exist
+from deploy.test_chart import CHART, KUBERNETES, Manifest, containers, render
+from deploy.test_images import DEPLOY, run
+from lmcache_client.connector import settings
+from lmcache_server.tiers import urls
+
+HOSTS = 3
+PASSWORD = {**os.environ, "VALKEY_PASSWORD": "secret"}
+
+
+def manifests() -> list[Manifest]:
+    text = (DEPLOY / "fleet" / "fleet.yaml").read_text()
+    return list(tools.module("yaml").safe_load_all(text))
+
+
+def servers() -> list[Manifest]:
+    text = (DEPLOY / "fleet" / "servers.yaml").read_text()
+    return render(tools.module("yaml").safe_load(text))
+
+
+def named(kind: str, name: str) -> Manifest:
+    (found,) = [each for each in manifests() if (each["kind"], each["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+def pod(kind: str, name: str) -> Manifest:
+    spec: Manifest = named(kind, name)["spec"]["template"]["spec"]
+    return spec
+
+
+def composed() -> dict[str, Any]:
+    """The services, as compose sees them."""
+    command = [str(tools.find("docker-compose")), "-f", str(DEPLOY / "compose" / "fleet.yaml")]
+    done = subprocess.run(
+        [*command, "config", "--format", "json"], env=PASSWORD, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    services: dict[str, Any] = json.loads(done.stdout)["services"]
+    return services
+
+
+def options(arguments: list[str]) -> dict[str, str]:
+    return {name: value for name, _, value in (each.partition("=") for each in arguments) if name[:2] == "--"}
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_every_manifest_is_valid(version: str) -> None:
+    for each in (*manifests(), *servers()):
+        tools.module("kubernetes_validate").validate(each, version, strict=True)
+
+
+def test_the_servers_use_the_store_of_the_fleet() -> None:
+    (server,) = [each for each in containers(servers()) if each["name"] == "lmcache"]
+    assert_server_options_exist(server["args"], {each["name"]: "" for each in server["env"]})
+    (tier,) = [each.removeprefix("--tier=") for each in server["args"] if each.startswith("--tier=")]
+    (password,) = [each for each in server["env"] if each["name"] == urls.PASSWORD_VARIABLE]
+    store = pod("StatefulSet", "lmcache-valkey")["containers"][0]
+    assert password["valueFrom"] == store["env"][0]["valueFrom"]
+    service = named("Service", "lmcache-valkey")["spec"]
+    assert urls.parse(tier).place == f"lmcache-valkey:{service['ports'][0]['port']}"
+    assert (
+        "kubectl create secret generic lmcache-valkey --from-literal=password"
+        in (DEPLOY / "fleet" / "fleet.yaml").read_text()
+    )
+
+
+def test_policies_and_services_select_the_pods_that_there_are() -> None:
+    labels = [each["spec"]["template"]["metadata"]["labels"] for each in (*manifests(), *servers())
+              if "template" in each.get("spec", {})]  # fmt: skip
+    selectors = []
+    for each in manifests():
+        spec = each["spec"]
+        if each["kind"] == "Service":
+            selectors.append(spec["selector"])
+        if each["kind"] == "NetworkPolicy":
+            selectors.append(spec["podSelector"]["matchLabels"])
+            for rule in spec["ingress"]:
+                selectors += [source["podSelector"]["matchLabels"] for source in rule["from"]]
+    assert len(selectors) == 7
+    for selector in selectors:
+        assert sum(selector.items() <= each.items() for each in labels) == 1, selector
+
+
+def test_engines_meet_the_servers_of_the_chart() -> None:
+    with tools.module("helm_python.chart").Chart.load(CHART) as chart:
+        given = tools.module("yaml").safe_load((DEPLOY / "fleet" / "servers.yaml").read_text())
+        files = chart.render(given, name="cache", namespace="ai")
+    notes = next(text for file, text in files.items() if file.endswith("NOTES.txt"))
+    text = "apiVersion:" + notes.partition("apiVersion:")[2].partition("\n\n")[0]
+    patch = tools.module("yaml").safe_load(text)["spec"]["template"]["spec"]
+    engine = pod("StatefulSet", "vllm")
+    (wanted,), container = patch.pop("containers"), engine["containers"][0]
+    assert all(each in engine["volumes"] for each in patch.pop("volumes"))
+    assert all(each in container["volumeMounts"] for each in wanted["volumeMounts"])
+    assert all(each in container["env"] for each in wanted["env"])
+    assert patch.items() <= engine.items()
+
+
+def vllm_and_router(where: str) -> tuple[list[str], list[str], list[str]]:
+    """The arguments of an engine and of the router, and the engines' host names."""
+    if where == "compose":
+        services = composed()
+        names = [name for name in services if name.startswith("vllm")]
+        commands = {tuple(services[name]["command"]) for name in names}
+        assert len(commands) == 1
+        return list(commands.pop()), services["router"]["command"], names
+    engine = pod("StatefulSet", "vllm")["containers"][0]
+    replicas = named("StatefulSet", "vllm")["spec"]["replicas"]
+    names = [f"vllm-{number}.{named('Service', 'vllm')['metadata']['name']}" for number in range(replicas)]
+    return engine["args"], pod("Deployment", "router")["containers"][0]["args"], names
+
+
+@pytest.mark.parametrize("where", ["compose", "kubernetes"])
+def test_vllm_and_the_router_take_their_options_and_mean_the_same(where: str) -> None:
+    from vllm.config import KVTransferConfig
+    from vllm.config.kv_events import KVEventsConfig
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    needs("vllm_router")
+    arguments, router, names = vllm_and_router(where)
+    assert len(names) == HOSTS
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments[1:])
+    assert parsed.enable_scale_out
+    given = options(arguments)
+    transfer = KVTransferConfig(**json.loads(given["--kv-transfer-config"]))
+    assert (transfer.kv_connector, transfer.kv_role) == ("LMCacheMPConnector", "kv_both")
+    assert settings.parse(transfer.kv_connector_extra_config)[1] == []
+    events = KVEventsConfig(**json.loads(given["--kv-events-config"]))
+    assert (events.enable_kv_cache_events, events.publisher) == (True, "zmq")
+    port = events.endpoint.rpartition(":")[2]
+    script = (
+        "import dataclasses, json, sys; from vllm_router.launch_router import parse_router_args;"
+        "print(json.dumps(dataclasses.asdict(parse_router_args(sys.argv[1:])), default=str))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROUTERS)}
+    done = subprocess.run(
+        [sys.executable, "-c", script, *router], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    taken = json.loads(done.stdout.splitlines()[-1])
+    workers = [f"http://{name}:{given['--port']}" for name in names]
+    assert taken["worker_urls"] == workers
+    assert taken["policy"] == "kv_aware"
+    assert taken["kv_event_block_size"] == int(given["--block-size"])
+    assert taken["kv_event_model"] == arguments[0]
+    for name, worker in zip(names, workers, strict=True):
+        assert f"{worker}=tcp://{name}:{port}" in taken["kv_event_source"]
+
+
+def test_hosts_of_compose_share_nothing_but_the_store() -> None:
+    services = composed()
+    assert len(services) == 3 * HOSTS + 2
+    for number in range(1, HOSTS + 1):
+        server, engine = services[f"lmcache-{number}"], services[f"vllm-{number}"]
+        assert server["pid"] == engine["pid"] == f"service:namespace-{number}"
+        assert [each["source"] for each in server["volumes"]] == [f"socket-{number}"]
+        assert [each["source"] for each in engine["volumes"]] == [f"socket-{number}", "models"]
+        assert_server_options_exist((), server["environment"])
+        (tier,) = load(environment=server["environment"]).tier
+        assert urls.parse(tier).place == "valkey:6379"
+        assert server["environment"][urls.PASSWORD_VARIABLE] == services["valkey"]["command"][-1] == "secret"
+    for name, service in services.items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert not service["user"].startswith("0")
+        assert all(port["host_ip"] == "127.0.0.1" for port in service.get("ports", ()))
+        assert bool(service.get("ports")) == (name == "router")
+
+
+def test_a_store_without_a_password_is_an_error_that_names_it() -> None:
+    command = [str(tools.find("docker-compose")), "-f", str(DEPLOY / "compose" / "fleet.yaml"), "config"]
+    environment = {name: value for name, value in os.environ.items() if name != "VALKEY_PASSWORD"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode
+    assert re.search(r"VALKEY_PASSWORD is.* missing.*the password of the store", done.stderr), done.stderr
+
+
+def test_the_image_of_the_router_has_the_version_that_is_tested() -> None:
+    path = DEPLOY / "docker" / "Dockerfile.router"
+    run(tools.find("hadolint"), "--no-color", "--failure-threshold", "info", path)
+    (version,) = re.findall(r"vllm-router==([\d.]+)", path.read_text())
+    assert f"vllm-router=={version}" in (ROOT / "Makefile").read_text()
+    assert pod("Deployment", "router")["containers"][0]["image"].endswith(f"lmcache-mp-router:{version}")
+    assert composed()["router"]["image"] == f"lmcache-mp-router:{version}"
+    assert "USER 10001:10001" in path.read_text()
