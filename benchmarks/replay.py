@@ -84,6 +84,12 @@ def load(path: Path = TRACE) -> list[Request]:
         return [Request(row["input_length"], tuple(row["hash_ids"])) for row in rows]
 
 
+def times(path: Path = TRACE) -> list[float]:
+    """When each request arrives, in seconds from the first."""
+    with gzip.open(path, "rt") as lines:
+        return [json.loads(line)["timestamp"] / 1000 for line in lines]
+
+
 def rate(requests: Sequence[Request], hits: Sequence[int]) -> str:
     """Hit tokens of all tokens, to four digits."""
     return f"{sum(hits) / sum(request.tokens for request in requests):.4f}"

@@ -110,7 +110,7 @@ class Channel:
         on_turn: Callable[["Channel"], None] = lambda _channel: None,
     ) -> None:
         self.system = system
-        self._address = address
+        self.address = address
         self._on_up = on_up
         self._on_state = on_state
         self._on_turn = on_turn
@@ -290,7 +290,7 @@ class Channel:
         if self._connection is None and not self._closed.is_set():
             # Without a file descriptor to spare, the keeper tries again.
             with contextlib.suppress(ConnectionLostError):
-                self._connection = self.system.connect(self._address)
+                self._connection = self.system.connect(self.address)
 
     def _settle_if_dead(self) -> None:
         """A process that has ended copies nothing any more. Without a descriptor of the server, we wait until
@@ -305,7 +305,7 @@ class Channel:
         if now_s < self._probe_s:
             return
         self._probe_s = now_s + PROBE_INTERVAL_S
-        if not self.system.nobody_listens(self._address):
+        if not self.system.nobody_listens(self.address):
             self._refused_since_s = math.inf
             return
         self._refused_since_s = min(self._refused_since_s, now_s)
@@ -355,8 +355,8 @@ class Channel:
 
     def _greet(self) -> None:
         try:
-            if self._address.startswith("ipc://"):
-                check_runtime_directory(Path(self._address.removeprefix("ipc://")).parent)
+            if self.address.startswith("ipc://"):
+                check_runtime_directory(Path(self.address.removeprefix("ipc://")).parent)
             if not self.boot_id:
                 self._hello()
             self._on_up(self)
@@ -380,7 +380,7 @@ class Channel:
             self._is_readable = True
             self.generation += 1
             self.ready = True
-            self._on_state(logging.INFO, f"connected to the lmcache server at {self._address}")
+            self._on_state(logging.INFO, f"connected to the lmcache server at {self.address}")
         self._attempted.set()
 
     def _hello(self) -> None:

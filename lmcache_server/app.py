@@ -93,7 +93,8 @@ def _run(config: Config) -> int:
             if not file.in_memory:
                 check = preflight.disk_file(config.l1_path, Gpus().available, os.uname().release)
                 preflight.require(check)
-        l1 = L1Memory(config.l1_size_bytes, hugetlb=config.l1_hugetlb, file=file)
+        shared = any(urls.parse(text).shares_l1 for text in config.tier)
+        l1 = L1Memory(config.l1_size_bytes, hugetlb=config.l1_hugetlb, file=file, shared=shared)
         stack.callback(l1.close)
         return uvloop.run(_serve(config, listener, web, l1))
 
@@ -145,7 +146,7 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
     lacking = lambda runs: loop.call_soon_threadsafe(cache.set_aside, runs)  # noqa: E731
     pins = Pins(gpus, l1.base_address, l1.num_bytes, UNIT_BYTES, lacking)
     system = System(loop, gpus, pins)
-    tiers = await open_tiers(config, loop)
+    tiers = await open_tiers(config, loop, l1)
     router, report = assemble(config, cache, l1, metrics, listener.send, system, listener.peer_pid, tiers)
     if l1.file is not None:
         restart.restore(l1.file, cache, router.registry.known)
@@ -196,14 +197,17 @@ async def _tick(stop: asyncio.Event, due: Sequence[Callable[[], object]], cache:
             await asyncio.wait_for(stop.wait(), TICK_S)
 
 
-async def open_tiers(config: Config, loop: asyncio.AbstractEventLoop) -> list[TierState]:
+async def open_tiers(
+    config: Config, loop: asyncio.AbstractEventLoop, l1: L1Memory | None = None
+) -> list[TierState]:
     """The tiers of the configuration. One on another machine may come later. Raises StartError if a local one
     cannot be used, or if a package is missing."""
     tiers, parsed = [], [urls.parse(text) for text in config.tier]
     for number, url in enumerate(parsed):
         urls.check_installed(url)
+        area = l1.area if l1 is not None and url.shares_l1 else None
         name, rates = f"tier-{number + 1}", Rates(*(url.options.rates))
-        worker = TierWorker(name, functools.partial(urls.open_tier, url), loop, rates, _cipher(url))
+        worker = TierWorker(name, functools.partial(urls.open_tier, url, area), loop, rates, _cipher(url))
         tiers.append(TierState(number, url.text, url.options.write == urls.COLD, worker))
     opening = [asyncio.wait_for(tier.worker.open(), OPEN_TIER_S) for tier in tiers]
     results = await asyncio.gather(*opening, return_exceptions=True)

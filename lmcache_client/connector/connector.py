@@ -105,7 +105,8 @@ class LMCacheMPConnector(Uncached):
                 "lmcache: this engine stores but does not load, because it cannot resume in the middle of a "
                 "prompt (MLA on a CPU, or neither chunked prefill nor prefix caching)"
             )
-        block_bytes, kv_events = translate.block_bytes(self._kv_cache_config), vllm_config.kv_events_config
+        block_bytes, events = translate.block_bytes(self._kv_cache_config), vllm_config.kv_events_config
+        is_heard = events is not None and events.enable_kv_cache_events
         everything = self._settings.store_everything
         self._scheduler = SchedulerSide(
             self._settings,
@@ -118,8 +119,9 @@ class LMCacheMPConnector(Uncached):
             block_bytes=() if everything else block_bytes,
             state_interval=vllm_config.cache_config.prefix_cache_retention_interval,
             lookahead=vllm_config.num_prefill_lookahead_tokens,
+            drafts=vllm_config.speculative_config is not None,
             is_traced=bool(vllm_config.observability_config.otlp_traces_endpoint),
-            announces=bool(kv_events is not None and kv_events.enable_kv_cache_events),
+            announces=translate.event_kinds(self._kv_cache_config) if is_heard else (),
         )
         self._scheduler.start()
 
@@ -175,9 +177,7 @@ class LMCacheMPConnector(Uncached):
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        if self._scheduler is not None:
-            self._scheduler.finished(request)
-        return False, None
+        return False, None if self._scheduler is None else self._scheduler.finished(request)
 
     def has_pending_push_work(self) -> bool:
         return (side := self._scheduler) is not None and (side.held.has_work() or side.events.has_work())

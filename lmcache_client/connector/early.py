@@ -6,7 +6,7 @@ would wait for as many round trips.
 
 from collections.abc import Iterable, Sequence
 
-from lmcache_client.connector.request import Tracked
+from lmcache_client.connector.request import Asking, Tracked
 from lmcache_client.contract.geometry import FULL, GroupSpec
 from lmcache_client.contract.messages import MAX_EARLY_CHUNKS, Found
 
@@ -38,6 +38,12 @@ class EarlyLookups:
         self._unasked.add(request_id)
         return True
 
+    @staticmethod
+    def repeats(tracked: Tracked, limit: int) -> bool:
+        """Whether a request that waits asks again and again, so that the server counts only the last answer:
+        that is the one which is accepted."""
+        return tracked.wait is not None and limit <= MAX_EARLY_CHUNKS * tracked.chunk_size
+
     def asked(self, request_id: str) -> bool:
         """vLLM asks about a request, or it has ended. Returns whether its early lookup was still waiting."""
         is_first = request_id in self._unasked
@@ -66,10 +72,18 @@ class EarlyLookups:
         self._recent.clear()
 
 
-def is_enough(groups: Sequence[GroupSpec], tracked: Tracked, found: Found, computed: int, limit: int) -> bool:
+def is_stale(tracked: Tracked, asked: Asking, limit: int, now_s: float) -> bool:
+    """Whether an early lookup that is still under way asks for too little, or is too old. A request that
+    waits asks early, too, and as often as it must."""
+    return asked.limit != limit or (tracked.wait is None and now_s - asked.since_s > FRESH_S)
+
+
+def is_enough(
+    groups: Sequence[GroupSpec], tracked: Tracked, found: Found, computed: int, asked: Asking
+) -> bool:
     """Whether a lookup that leaves out the engine's own `computed` tokens would find no more than this early
     one. The server may lack chunks among those that the engine has."""
     end = max(found.resume_tokens, computed)
     full = [index for index, group in enumerate(groups) if group.kind == FULL]
     is_next_held = all(tracked.holds(index, end // tracked.chunk_size) for index in full)
-    return not computed or end >= limit or not is_next_held
+    return computed <= asked.computed or end >= asked.limit or not is_next_held

@@ -22,9 +22,10 @@ from vllm.v1.core.kv_cache_utils import (
 from lmcache_client.channel import Pending
 from lmcache_client.connector.request import Tracked
 from lmcache_client.contract.control import Followed
-from lmcache_client.contract.geometry import FULL, GroupSpec
+from lmcache_client.contract.geometry import FULL, SLIDING_WINDOW, GroupSpec
 from lmcache_client.contract.keys import MAX_CHUNKS
 from lmcache_client.engine import Scheduler
+from lmcache_client.several import Several
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -52,16 +53,22 @@ class _Chunk:
 
 
 class Events:
-    """The events of one engine. Without `is_on`, nothing is asked and nothing is kept.
+    """The events of one engine. `kinds` are its groups' as vLLM's events name them; without any, nothing is
+    asked and nothing is kept.
 
     The blocks are those of the first group with full attention, which has every token of the prompt.
     """
 
-    def __init__(self, is_on: bool, groups: Sequence[GroupSpec], client: Scheduler) -> None:
-        self._is_on = is_on
+    def __init__(
+        self, kinds: Sequence[str], groups: Sequence[GroupSpec], client: Scheduler | Several
+    ) -> None:
+        self._is_on = bool(kinds)
         self._client = client
         self._group = next((index for index, group in enumerate(groups) if group.kind == FULL), 0)
-        self._block_size = groups[self._group].block_size
+        spec = groups[self._group]
+        self._block_size = spec.block_size
+        self._kind = kinds[self._group] if kinds else None
+        self._window = spec.window if spec.kind == SLIDING_WINDOW else None
         self._resumes_anywhere = all(group.kind == FULL for group in groups)
         self._hash_block_size = self._block_size
         self._generation = 0
@@ -187,6 +194,8 @@ class Events:
                 lora_name=lora.lora_name if lora else None,
                 extra_keys=to_event_extra_keys(extra),
                 group_idx=self._group,
+                kv_cache_spec_kind=self._kind,
+                kv_cache_spec_sliding_window=self._window,
             )
             self._events.append(stored)
 

@@ -4,6 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lmcache_client.connector.log import trace
+from lmcache_client.connector.metadata import StoreJob
+from lmcache_client.contract.messages import Store
+
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
@@ -65,6 +69,17 @@ class HeldBlocks:
         assert self._pool is not None
         held = sum(len(job.blocks) for job in self._jobs.values())
         return not held or held + count <= HELD_SHARE * self._pool.num_gpu_blocks
+
+    def store_job(self, store: Store) -> StoreJob | None:
+        """A job for the store that holds its blocks; None if too many are held already."""
+        number, request_ids = len(store.objects), ", ".join(store.request_ids)
+        block_ids = [block for stored in store.objects for block in stored.block_ids]
+        if not self.has_room(len(block_ids)):
+            trace(request_ids, "%d objects are not stored because too many blocks are held", number)
+            return None
+        job_id = self.hold(block_ids)
+        trace(request_ids, "storing %d objects, job %d", number, job_id)
+        return StoreJob(job_id, store)
 
     def settled(self, job_id: int, workers: int) -> float | None:
         """Another `workers` workers report this job settled. After the last of all workers its blocks are

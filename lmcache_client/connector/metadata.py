@@ -15,6 +15,8 @@ class LoadJob:
     job_id: int
     request_id: str
     message: Load
+    leases: tuple[int, ...] = ()
+    """Instead of the message's, if there are several servers: the lease of each."""
 
 
 @dataclass

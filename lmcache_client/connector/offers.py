@@ -4,14 +4,17 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
+
 from lmcache_client.connector.request import Tracked
 from lmcache_client.contract.admission import Admission, checkpoint_interval
 from lmcache_client.contract.geometry import RECURRENT, GroupSpec
 from lmcache_client.contract.keys import MAX_CHUNKS
-from lmcache_client.contract.messages import StoreObject
+from lmcache_client.contract.messages import MAX_OBJECTS, Store, StoreObject
 from lmcache_client.engine import chunk_object
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import SchedulerOutput
 
 Offer = tuple[Tracked, StoreObject]
@@ -22,15 +25,22 @@ class Offers:
     """Chooses the objects that an engine with these groups offers to the server.
 
     `block_bytes` has the bytes of one block of each group. If it is empty, every window and state is offered.
-    `state_interval` is vLLM's prefix_cache_retention_interval.
+    `state_interval` is vLLM's prefix_cache_retention_interval. With `drafts`, the engine has a drafter.
     """
 
     def __init__(
-        self, groups: tuple[GroupSpec, ...], block_bytes: Sequence[int], state_interval: int | None
+        self,
+        groups: tuple[GroupSpec, ...],
+        block_bytes: Sequence[int],
+        state_interval: int | None,
+        drafts: bool = False,
     ) -> None:
         self._groups = groups
         self._block_bytes = block_bytes
         self._state_interval = state_interval
+        self._drafts = drafts
+        self.pool: BlockPool | None = None
+        """vLLM's, as soon as the scheduler has it."""
         self._admissions: dict[int, Admission] = {}
         """By chunk size: a server that was restarted may have another one."""
 
@@ -112,6 +122,34 @@ class Offers:
                     continue
                 if self._groups[group].kind != RECURRENT or tracked.holds(group, chunk):
                     continue
+                if self._drafts and not self._is_final(tracked, group, block_id, tokens):
+                    continue
                 if self._admission(chunk_size).admits(group, chunk, prompt):
                     keys = tracked.keys_of(chunk + 1)
                     yield tracked, chunk_object(keys, chunk, group, (block_id,), tracked.tenant)
+
+    def _is_final(self, tracked: Tracked, group: int, block_id: int, tokens: int) -> bool:
+        """Whether, in an engine with a drafter, this block has the state after `tokens` tokens at the end of
+        this step, and keeps it.
+
+        Within the prompt, steps without drafts make the states, where they stay. After it, drafts move them,
+        and vLLM may offer a block that it has freed meanwhile. Then the block has lost its hash if anybody
+        else got it.
+        """
+        request, pool = tracked.request, self.pool
+        if tokens > request.num_prompt_tokens or pool is None:
+            return False
+        size = self._groups[group].block_size
+        hashes = resolve_block_hashes(request.block_hashes, pool.hash_block_size, size)
+        own = make_block_hash_with_group_id(hashes[tokens // size - 1], group)
+        return bool(pool.blocks[block_id].block_hash == own)
+
+
+def stores(offered: Sequence[Offer]) -> Iterable[tuple[Sequence[Tracked], Store]]:
+    """The messages that offer these objects, and of each one the requests of its objects."""
+    for once in (False, True):
+        chosen = [offer for offer in offered if offer[0].once == once]
+        for start in range(0, len(chosen), MAX_OBJECTS):
+            requests, objects = zip(*chosen[start : start + MAX_OBJECTS], strict=True)
+            names = dict.fromkeys(tracked.name for tracked in requests)
+            yield requests, Store(objects, tuple(names), once)

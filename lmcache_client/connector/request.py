@@ -40,6 +40,16 @@ class Promised(NamedTuple):
     is_early: bool = False
 
 
+@dataclass
+class Wait:
+    """Until the server can resume at `tokens`. The first question was at `since_s`, the next one is due at
+    `until_s`."""
+
+    tokens: int
+    since_s: float | None = None
+    until_s: float = 0.0
+
+
 class PrefillSpeed:
     """How fast the engine computes prompts, from steps of many tokens: decoding has few. A step may begin
     before the one before it has ended. Of a step without tokens, vLLM may never tell the end."""
@@ -96,8 +106,12 @@ class Tracked:
     """The request says that its prompt will not come back."""
     adapter: tuple[str, ...] = ()
     """How the adapter of the request stands in its keys."""
+    wait: Wait | None = None
+    """None if it takes what the server has."""
+    stored: set[tuple[int, int]] | None = None
+    """The groups and chunks of all objects that it has offered; None if no other engine goes on with it."""
     no_load: bool = False
-    """A load failed; vLLM will ask again, but the same offer could fail forever."""
+    """The request says so, or a load failed: vLLM will ask again, but the same offer could fail forever."""
 
     def __post_init__(self) -> None:
         # Users may choose ids that are too long or not valid text, and no message may fail for that.
@@ -105,11 +119,18 @@ class Tracked:
         """The request's id for the server's debug log."""
         self.tenant = tenant_id(self.request.cache_salt)
 
+    def anew(self, root: bytes) -> "Tracked":
+        """The same request when nothing of it is stored or promised yet, with keys that begin at `root`."""
+        return Tracked(
+            self.request, root, self.lookahead, once=self.once, adapter=self.adapter, no_load=self.no_load
+        )
+
     def reset(self, generation: int, chunk_size: int) -> None:
         """Forgets everything the server said before this registration."""
         self.generation = generation
         self.state = None
         self.held, self.known = (), 0
+        self.stored = set() if self.stored is not None else None
         if self.chunk_size != chunk_size:
             self.chunk_size = chunk_size
             self.keys, self.mm_index, self.next_chunk = [], 0, 0

@@ -1,8 +1,6 @@
 """The scheduler side of the connector decides what to look up, load and store, and which blocks to hold.
 
-It runs in the engine's scheduler and never blocks it: it looks a request up when it arrives, waits for late
-answers a millisecond in a step, and asks again in the next one. Every block that the server reads or writes
-is held in vLLM's block pool until all workers report that the copy is settled.
+It never blocks vLLM's scheduler. Every block that the server reads or writes is held in vLLM's block pool.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,14 +8,15 @@ from typing import TYPE_CHECKING
 
 from lmcache_client.channel import Channel, Pending
 from lmcache_client.connector import stats
-from lmcache_client.connector.absence import Absence
-from lmcache_client.connector.early import FRESH_S, EarlyLookups, is_enough
+from lmcache_client.connector.early import EarlyLookups, is_enough, is_stale
 from lmcache_client.connector.events import Events
+from lmcache_client.connector.handover import Handover
 from lmcache_client.connector.held import HeldBlocks
 from lmcache_client.connector.hints import Hints
-from lmcache_client.connector.log import log_state, logger, trace
-from lmcache_client.connector.metadata import LoadJob, StepMetadata, StoreJob, WorkerReport
-from lmcache_client.connector.offers import Offer, Offers
+from lmcache_client.connector.log import logger, trace
+from lmcache_client.connector.metadata import LoadJob, StepMetadata, WorkerReport
+from lmcache_client.connector.offers import Offers, stores
+from lmcache_client.connector.places import places, schedulers
 from lmcache_client.connector.request import Asking, PrefillSpeed, Promised, Tracked, fits
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.spans import Spans
@@ -26,9 +25,10 @@ from lmcache_client.connector.weights import Adapters
 from lmcache_client.contract.admission import known_chunks
 from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS, RECURRENT, GroupSpec, unified_block_size
 from lmcache_client.contract.keys import KEY_BYTES, MAX_CHUNKS, ROOT_KEY
-from lmcache_client.contract.messages import MAX_OBJECTS, Cleared, Found, Lookup, Store
+from lmcache_client.contract.messages import Cleared, Found, Lookup
 from lmcache_client.contract.patience import fetch_patience_s
-from lmcache_client.engine import JOIN_S, Scheduler, load_message
+from lmcache_client.engine import JOIN_S, load_message
+from lmcache_client.several import Several
 from lmcache_client.transport import SYSTEM, System
 
 if TYPE_CHECKING:
@@ -39,15 +39,13 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-LOOKUP_WAIT_S, FRESH_LOOKUP_S = 0.001, 0.01
-IDLE_WAIT_S = 0.002
-CONNECT_S = 1.0
+LOOKUP_WAIT_S, FRESH_LOOKUP_S, IDLE_WAIT_S, CONNECT_S = 0.001, 0.01, 0.002, 1.0
 
 
 class SchedulerSide:
     """The scheduler side of one engine. `groups` have no regions; `world_size` workers report each job.
-    `advise` takes the chunk size and returns advice on resume points, or an empty string. `block_bytes` and
-    `state_interval` are those of Offers, `lookahead` that of Tracked."""
+    `advise` takes the chunk size, returns advice on resume points or nothing. `block_bytes`, `state_interval`
+    and `drafts` are those of Offers, `lookahead` that of Tracked, `announces` the kinds of Events."""
 
     def __init__(
         self,
@@ -61,8 +59,9 @@ class SchedulerSide:
         block_bytes: Sequence[int] = (),
         state_interval: int | None = None,
         lookahead: int = 0,
+        drafts: bool = False,
         is_traced: bool = False,
-        announces: bool = False,
+        announces: Sequence[str] = (),
         system: System = SYSTEM,
     ) -> None:
         self._settings = settings
@@ -86,16 +85,19 @@ class SchedulerSide:
         """Whether the server has tiers, so that its answers may take longer."""
         self._prefill = PrefillSpeed()
         self._hints = Hints()
-        self._offers = Offers(groups, block_bytes, state_interval)
+        self._handover = Handover(groups, settings.wait_timeout_s, system.now_s)
+        self._offers = Offers(groups, block_bytes, state_interval, drafts)
         self._advise = advise
         self._advice = ""
         self._unified = unified_block_size(groups)
         self._lookahead = lookahead
         self._has_states = any(group.kind == RECURRENT for group in groups)
-        absence = Absence(settings.address)
-        self.channel = Channel(settings.address, self._join, log_state, system, absence.check)
-        self.client = Scheduler(self.channel, engine_id)
-        self.events = Events(announces and loads, groups, self.client)
+        self._clients = schedulers(places(settings, world_size), engine_id, self._join, system)
+        self._chunk_sizes: dict[Channel, int] = {}
+        """What each server said, if there are several."""
+        self.client = Several(self._clients) if len(self._clients) > 1 else self._clients[0]
+        self.channel = self.client.channel
+        self.events = Events(announces if loads else (), groups, self.client)
         self._now_s = system.now_s
 
     def start(self) -> None:
@@ -123,9 +125,7 @@ class SchedulerSide:
                 # vLLM did not preempt it, so it continues with earlier pages.
                 del self._tracked[request_id]
             else:
-                self._tracked[request_id] = Tracked(
-                    tracked.request, self._root, self._lookahead, once=tracked.once, adapter=tracked.adapter
-                )
+                self._tracked[request_id] = tracked.anew(self._root)
         self._clear = self.client.clear()
         logger.info("lmcache: vLLM reset its cache, so nothing that was stored before is used any more")
 
@@ -138,13 +138,20 @@ class SchedulerSide:
     def bind(self, pool: "BlockPool") -> None:
         self.held.bind(pool)
         self.events.bind(pool)
+        self._offers.pool = pool
 
-    def _join(self, _channel: Channel) -> None:
-        joined = self.client.join()
+    def _join(self, channel: Channel) -> None:
+        joined = next(client for client in self._clients if client.channel is channel).join()
         # vLLM accepts any hit length and computes nonsense from a misaligned one.
         if not 0 < joined.chunk_size <= MAX_CHUNK_TOKENS or joined.chunk_size % self._unified:
             raise ValueError(f"the server's chunk size {joined.chunk_size} does not fit this engine")
-        self.chunk_size, self._fetches = joined.chunk_size, joined.fetches
+        self._chunk_sizes[channel] = joined.chunk_size
+        if any(other.ready and size != joined.chunk_size for other, size in self._chunk_sizes.items()):
+            sizes = ", ".join(f"{size} at {other.address}" for other, size in self._chunk_sizes.items())
+            raise ValueError(
+                f"its servers have chunk sizes that differ, {sizes}: give all the same --chunk-size"
+            )
+        self.chunk_size, self._fetches = joined.chunk_size, joined.fetches or self._fetches
         if self._clear is not None and not isinstance(self._clear.reply, Cleared):
             self._clear = self.client.clear()
         if not self._advice and (advice := self._advise(joined.chunk_size)):
@@ -164,8 +171,12 @@ class SchedulerSide:
         if tracked.no_load or limit <= computed:
             self._forget(tracked)
             return 0, False
-        state = self._ask(tracked, computed, limit)
-        if isinstance(state, Asking):
+        pauses = self._handover.pauses(tracked)
+        state = None if pauses else self._ask(tracked, computed, limit)
+        if pauses or isinstance(state, Asking):
+            return None, False
+        if self._handover.goes_on(tracked, state, computed, limit, self.channel.responsive):
+            self._release(tracked)
             return None, False
         if self._has_states:
             tracked.end_a_step_at_the_fork(computed)
@@ -186,13 +197,13 @@ class SchedulerSide:
                 return state
             self._release(tracked)
             state = None
-        elif state and state.is_early and (state.limit != limit or now_s - state.since_s > FRESH_S):
+        elif state and state.is_early and is_stale(tracked, state, limit, now_s):
             self._forget(tracked)
             state = None
         if state is None:
             if not self.channel.responsive:
                 return None
-            state = self._send(tracked, computed, limit)
+            state = self._send(tracked, computed, limit, self._early.repeats(tracked, limit))
         # A lookup that waits for a tier holds up no step, and no other lookup.
         waits = self._may_wait and not (self._fetches and now_s - state.since_s > FRESH_LOOKUP_S)
         self.channel.poll(state.lookup, LOOKUP_WAIT_S if waits else 0.0)
@@ -201,7 +212,7 @@ class SchedulerSide:
 
     def _send(self, tracked: Tracked, computed: int, limit: int, early: bool = False) -> Asking:
         keys, num_tokens = tuple(tracked.keys_of(limit // self.chunk_size)), tracked.request.num_tokens
-        name, tenant, speed = tracked.name, tracked.tenant, self._prefill.tokens_per_s
+        name, tenant, speed = tracked.name, tracked.tenant, 0 if tracked.wait else self._prefill.tokens_per_s
         why = self._spans.has(tracked.request)
         question = Lookup(name, keys, computed, limit, num_tokens, speed, early, tenant, why)
         patience_s = fetch_patience_s(num_tokens) if self._fetches else 0
@@ -221,13 +232,11 @@ class SchedulerSide:
 
     def _answered(self, tracked: Tracked, asked: Asking, computed: int) -> Asking | Promised | None:
         """The state after a lookup that is done."""
-        tracked.state, found = None, asked.lookup.reply
+        tracked.state, found, answered_s = None, asked.lookup.reply, self._now_s()
+        self._spans.looked_up(tracked.request, asked, answered_s)
         if not isinstance(found, Found):
             self.stats.count(stats.LATE_LOOKUPS)
             trace(tracked.request.request_id, "not looked up: %s", asked.lookup.error)
-            self._spans.add(
-                tracked.request, "lookup", asked.since_s, self._now_s(), error=str(asked.lookup.error)
-            )
             return None
         if not fits(found, self.groups, self.chunk_size, asked.limit):
             # Whatever a server says, the engine goes on: this is a miss.
@@ -236,27 +245,25 @@ class SchedulerSide:
             return None
         tracked.held, tracked.known = found.held, known_chunks(self.groups, found.held)
         self.events.changed(tracked)
-        answered_s = self._now_s()
         tracked.state = promised = Promised(found, asked.computed, asked.since_s, answered_s, asked.is_early)
-        tokens = {"computed_tokens": asked.computed, "resume_tokens": found.resume_tokens}
-        missed = {f"missed_tokens.{reason}": number for reason, number in found.missed}
-        self._spans.add(tracked.request, "lookup", asked.since_s, answered_s, **tokens, **missed)
         trace(tracked.request.request_id, "can be resumed at %d tokens", found.resume_tokens)
         if computed < asked.computed:
             # The engine has lost tokens meanwhile, so the promise is too small: ask again.
             self._release(tracked)
             return asked
-        if asked.is_early and not is_enough(self.groups, tracked, found, computed, asked.limit):
+        if asked.is_early and not is_enough(self.groups, tracked, found, computed, asked):
             self._release(tracked)
             return self._ask(tracked, computed, asked.limit)
         return promised
 
     def new_request(self, request: "Request") -> None:
         """vLLM's on_new_request."""
-        once = self._hints.once(request.kv_transfer_params)
+        hint = self._hints.read(request.kv_transfer_params)
         lora = request.lora_request
         adapter = self._adapters.key(lora.lora_name, lora.lora_path, lora.lora_int_id) if lora else ()
-        tracked = Tracked(request, self._root, self._lookahead, once=once, adapter=adapter)
+        tracked = Tracked(request, self._root, self._lookahead, once=hint.once, adapter=adapter)
+        tracked.no_load = not hint.load
+        self._handover.begin(tracked, hint.wait_tokens if self._loads else 0)
         self._tracked[request.request_id] = tracked
         self._look_up_early(tracked)
 
@@ -266,6 +273,8 @@ class SchedulerSide:
         if tracked is None or not self.channel.ready:
             return None
         if tracked.generation != self.channel.generation:
+            if isinstance(self.client, Several):
+                self._forget(tracked)
             tracked.reset(self.channel.generation, self.chunk_size)
         return tracked
 
@@ -280,7 +289,8 @@ class SchedulerSide:
         """Gives up the lease of a promise that will not be used any more."""
         if isinstance(state := tracked.state, Promised):
             tracked.state = None
-            if state.found.lease_id and tracked.generation == self.channel.generation:
+            is_new = tracked.generation == self.channel.generation
+            if state.found.lease_id and (is_new or isinstance(self.client, Several)):
                 self.client.release((state.found.lease_id,))
 
     # -- load -------------------------------------------------------------------------------------
@@ -305,7 +315,8 @@ class SchedulerSide:
         wanted = [block for ids in message.block_ids for block in ids]
         assert all(wanted), "vLLM allocated no block where one is needed"
         job_id = self.held.hold(wanted)
-        self._queued.append(LoadJob(job_id, request.request_id, message))
+        leases = self.client.leases(found.lease_id) if isinstance(self.client, Several) else ()
+        self._queued.append(LoadJob(job_id, request.request_id, message, leases))
         tracked.loading, tracked.loading_since_s = external_tokens, self._now_s()
         self._spans.add(request, "wait", tracked.state.answered_s, tracked.loading_since_s)
         trace(request.request_id, "loading %d tokens, job %d", external_tokens, job_id)
@@ -324,35 +335,20 @@ class SchedulerSide:
             # slow the server down. In other steps no reply is urgent.
             states = (tracked.state for tracked in self._tracked.values())
             asked = (state.lookup for state in states if isinstance(state, Asking))
-            lookups = (lookup for lookup in asked if not lookup.done)
-            self.channel.poll(next(lookups, None), IDLE_WAIT_S)
+            lookup = next((lookup for lookup in asked if not lookup.done), None)
+            self.channel.poll(lookup, IDLE_WAIT_S)
+            if self._handover.has_paused() and lookup is None:
+                self.channel.system.sleep(IDLE_WAIT_S)
         metadata = StepMetadata(loads=self._queued, idle=idle)
         self._queued = []
         if self._stores and self.channel.ready:
-            offered = self._offers.of_step(output, self._current)
-            for once in (False, True):
-                self._offer(metadata, [offer for offer in offered if offer[0].once == once], once)
+            for requests, store in stores(self._offers.of_step(output, self._current)):
+                if job := self.held.store_job(store):
+                    metadata.stores.append(job)
+                    self._spans.storing(job.job_id, (tracked.request for tracked in requests))
+                    self.events.storing(job.job_id, requests)
+                    self._handover.storing(requests, store.objects)
         return metadata
-
-    def _offer(self, metadata: StepMetadata, offered: Sequence[Offer], once: bool) -> None:
-        for start in range(0, len(offered), MAX_OBJECTS):
-            requests, objects = zip(*offered[start : start + MAX_OBJECTS], strict=True)
-            names = dict.fromkeys(tracked.name for tracked in requests)
-            if job_id := self._store(metadata, Store(objects, tuple(names), once)):
-                self._spans.storing(job_id, (tracked.request for tracked in requests))
-                self.events.storing(job_id, requests)
-
-    def _store(self, metadata: StepMetadata, store: Store) -> int | None:
-        """Adds these objects to the step's stores, unless too many blocks are held already."""
-        number, request_ids = len(store.objects), ", ".join(store.request_ids)
-        block_ids = [block for stored in store.objects for block in stored.block_ids]
-        if not self.held.has_room(len(block_ids)):
-            trace(request_ids, "%d objects are not stored because too many blocks are held", number)
-            return None
-        job_id = self.held.hold(block_ids)
-        metadata.stores.append(StoreJob(job_id, store))
-        trace(request_ids, "storing %d objects, job %d", number, job_id)
-        return job_id
 
     # -- the end of copies and of requests --------------------------------------------------------
 
@@ -379,16 +375,19 @@ class SchedulerSide:
                     self._spans.settled(job_id, seconds)
                     self.events.settled(job_id)
 
-    def finished(self, request: "Request") -> None:
-        """vLLM's request_finished: marks the request's chunks as used and gives up its lease."""
+    def finished(self, request: "Request") -> dict[str, int] | None:
+        """vLLM's request_finished: marks the request's chunks as used, gives up its lease, and returns what
+        to tell an engine that goes on with this request."""
         was_asked = not self._early.asked(request.request_id)
         tracked = self._current(request.request_id)
-        self._tracked.pop(request.request_id, None)
+        known = self._tracked.pop(request.request_id, None)
         trace(request.request_id, "ended")
+        told = self._handover.told(request, tracked)
         if tracked is None:
-            return
-        state = tracked.state
-        if isinstance(state, Asking):
+            if known is not None and isinstance(self.client, Several):
+                self._forget(known)
+            return told
+        if isinstance(state := tracked.state, Asking):
             self.client.forget(state.lookup)
         leases = (state.found.lease_id,) if isinstance(state, Promised) and state.found.lease_id else ()
         # Without keys, the chunks that only this prompt brought do not count as used again.
@@ -397,3 +396,4 @@ class SchedulerSide:
             self._early.ended(tracked.keys[-2:])
         if leases or tracked.keys:
             self.client.release(leases, keys, tracked.name)
+        return told

@@ -27,17 +27,20 @@ WITHOUT_EFFECT = frozenset(
 
 class Settings(msgspec.Struct, frozen=True):
     """An empty `host` means the Unix socket of `port`. After `lookup_timeout_s` a lookup counts as a miss;
-    after `load_timeout_s` the engine recomputes the tokens of a load. `store_everything` also stores windows
-    and states that no request is likely to read. `untested_vllm` also allows a vLLM that is newer than the
-    newest tested version."""
+    after `load_timeout_s` the engine recomputes the tokens of a load. After `wait_timeout_s`, a request takes
+    what another engine has stored of its prompt. `store_everything` also stores windows and states that no
+    request is likely to read. `untested_vllm` also allows a vLLM that is newer than the newest tested
+    version. `servers` has a HOST:PORT for each range of ranks, instead of host and port."""
 
     host: str = ""
     port: Annotated[int, Meta(ge=1)] = DEFAULT_PORT
     lookup_timeout_s: Annotated[float, Meta(gt=0)] = 1.0
     load_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
+    wait_timeout_s: Annotated[float, Meta(ge=0)] = 10.0
     store_everything: bool = False
     strict_resume_points: bool = False
     untested_vllm: bool = False
+    servers: dict[str, str] = {}
 
     @property
     def address(self) -> str:
@@ -59,6 +62,7 @@ def parse(extra_config: Mapping[str, Any]) -> tuple[Settings, list[str]]:
         return msgspec.convert(values, Settings, strict=False), ignored
     except msgspec.ValidationError as error:
         reason, _, name = str(error).rstrip("`").partition(" - at `$.")
+        name = name.partition("[")[0]
         raise ValueError(
             f"{PREFIX}{name} in kv_connector_extra_config is {values[name]!r}: {reason.lower()}"
         ) from None

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 
 from vllm.tracing import extract_trace_context, instrument_manual
 
+from lmcache_client.connector.request import Asking
+from lmcache_client.contract.messages import Found
+
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
@@ -28,6 +31,15 @@ class Spans:
         """A span `lmcache.{what}` that ends now. The times are those of one clock, whichever it is."""
         if self.has(request):
             _span(request.trace_headers, what, now_s - since_s, attributes)
+
+    def looked_up(self, request: "Request", asked: Asking, now_s: float) -> None:
+        """A lookup has ended, with an answer or an error."""
+        found = asked.lookup.reply
+        attributes: dict[str, object] = {"error": str(asked.lookup.error)}
+        if isinstance(found, Found):
+            attributes = {"computed_tokens": asked.computed, "resume_tokens": found.resume_tokens}
+            attributes |= {f"missed_tokens.{reason}": number for reason, number in found.missed}
+        self.add(request, "lookup", asked.since_s, now_s, **attributes)
 
     def storing(self, job_id: int, requests: Iterable["Request"]) -> None:
         if self._is_on:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm import __version__ as VLLM_VERSION
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import MLAAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec, UniformTypeKVCacheSpecs
 
 from lmcache_client.connector.surface import missing
 from lmcache_client.contract.admission import stored_factor
@@ -49,6 +49,10 @@ def check_supported(
     for group in config.kv_cache_groups:
         if group.host_resident or not group.enable_kv_transfer or not group.kv_cache_spec.prefix_cacheable:
             raise UnsupportedError("a KV cache group that vLLM does not share between requests")
+    draft = vllm_config.speculative_config
+    if draft is not None and draft.method == "draft_model" and len(groups) > 1:
+        # vLLM gives the draft model the blocks of the first group, so it overwrites pages of the model.
+        raise UnsupportedError("a draft model beside a model with several KV cache groups")
     if any(group.kind == RECURRENT for group in groups):
         mode = vllm_config.cache_config.mamba_cache_mode
         if mode != "align":
@@ -56,10 +60,14 @@ def check_supported(
                 f"recurrent layers with mamba_cache_mode={mode!r}: "
                 "keep prefix caching enabled (before vLLM 0.33, also set --mamba-cache-mode align)"
             )
-        if vllm_config.speculative_config is not None:
-            raise UnsupportedError("speculative decoding on a model with recurrent layers")
+        if vllm_config.num_prefill_lookahead_tokens > 1:
+            # vLLM then offers a state only in a step after the one that made it.
+            raise UnsupportedError("several MTP modules on a model with recurrent layers")
+        if draft is not None and VLLM_VERSION.startswith("0.31."):
+            # Its CPU build cannot run one, so no test has.
+            raise UnsupportedError("speculative decoding on a model with recurrent layers before vLLM 0.32")
     parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1 and vllm_config.speculative_config is not None:
+    if parallel.pipeline_parallel_size > 1 and draft is not None:
         # vLLM's V1 model runner does not call `wait_for_save` on every pipeline stage, and that call starts
         # the stores.
         raise UnsupportedError("speculative decoding together with pipeline parallelism")
@@ -75,7 +83,7 @@ def can_resume(vllm_config: "VllmConfig", config: "KVCacheConfig") -> bool:
     """
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     layers = [spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec for spec in specs]
-    is_mla = any(isinstance(layer, MLAAttentionSpec) for layer in layers)
+    is_mla = any(isinstance(layer, MLAAttentionSpec | SlidingWindowMLASpec) for layer in layers)
     if is_mla and vllm_config.device_config.device_type == "cpu":
         return False
     return bool(

@@ -76,6 +76,7 @@ USED: dict[Any, dict[str, str]] = {
     specs.KVCacheSpec: {"0.28": "block_size page_size_bytes", "0.29": "prefix_cacheable"},
     specs.AttentionSpec: {"0.28": "dtype kv_quant_mode"},
     specs.MLAAttentionSpec: {"0.31": "max_tp_shards"},
+    specs.get_kv_cache_spec_kind: {"0.31": "(kv_cache_spec)"},
     specs.SlidingWindowSpec: {"0.28": "sliding_window extra_retained_tokens"},
     specs.ChunkedLocalAttentionSpec: {"0.28": "attention_chunk_size"},
     specs.MambaSpec: {"0.28": "dtypes", "0.30": "real_page_size_bytes"},

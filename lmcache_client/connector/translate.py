@@ -20,8 +20,10 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
+    get_kv_cache_spec_kind,
 )
 
 from lmcache_client.connector.support import UnsupportedError
@@ -86,6 +88,11 @@ def block_bytes(config: KVCacheConfig) -> tuple[int, ...]:
     )
 
 
+def event_kinds(config: KVCacheConfig) -> tuple[str, ...]:
+    """What vLLM's KV events call each group."""
+    return tuple(get_kv_cache_spec_kind(group.kv_cache_spec).value for group in config.kv_cache_groups)
+
+
 def _group(group_spec: KVCacheSpec, tag: str, regions: tuple[Region, ...]) -> GroupSpec:
     kinds = {_kind(spec): type(spec).__name__ for spec in layer_specs(group_spec)}
     if len(kinds) > 1:
@@ -104,7 +111,7 @@ def _is_replicated(group_spec: KVCacheSpec) -> bool:
 def _kind(spec: KVCacheSpec) -> tuple[str, int]:
     if type(spec) in FULL_SPECS:
         return FULL, 0
-    if type(spec) is SlidingWindowSpec:
+    if type(spec) in (SlidingWindowSpec, SlidingWindowMLASpec):  # vLLM has one manager for both
         return SLIDING_WINDOW, spec.sliding_window + spec.extra_retained_tokens
     if type(spec) is ChunkedLocalAttentionSpec:
         return CHUNKED_LOCAL, spec.attention_chunk_size

@@ -8,10 +8,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from lmcache_client.channel import Channel, ChannelError, Pending, RefusedError, unsent
 from lmcache_client.connector import stats
 from lmcache_client.connector.log import log_state, logger
 from lmcache_client.connector.metadata import LoadJob, StoreJob
+from lmcache_client.connector.places import place_of, places
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import TransferStats
 from lmcache_client.contract import messages
@@ -63,11 +66,16 @@ class WorkerSide:
     ) -> None:
         self._settings = settings
         self._system = system
+        all_places = places(settings, model.world_size)
+        self._place = place_of(rank, all_places)
+        self._address = all_places[self._place].address
+        details = (*model.details, *all_places[self._place].details(model.world_size))
+        model = msgspec.structs.replace(model, details=details)
         self._jobs: dict[int, _InFlight] = {}
         self._settled: Counter[int] = Counter()
         self._has_failed = False
         self.stats = TransferStats()
-        self.channel = Channel(settings.address, self._register, log_state, system)
+        self.channel = Channel(self._address, self._register, log_state, system)
         self.client = Worker(self.channel, engine_id, rank, model, geometry, export)
         self.is_asleep = False
 
@@ -84,7 +92,7 @@ class WorkerSide:
             logger.warning(
                 "lmcache: no server at %s yet: requests are computed without it until it appears "
                 "(start one with 'lmcache server')",
-                self._settings.address,
+                self._address,
             )
 
     def _register(self, _channel: Channel) -> None:
@@ -110,7 +118,10 @@ class WorkerSide:
         def send() -> None:
             for item in in_flight:
                 if isinstance(item.job, LoadJob):
-                    item.pending = self.client.load(item.job.message, self._settings.load_timeout_s)
+                    message = item.job.message
+                    if item.job.leases:
+                        message = msgspec.structs.replace(message, lease_id=item.job.leases[self._place])
+                    item.pending = self.client.load(message, self._settings.load_timeout_s)
                 else:
                     item.pending = self.client.store(item.job.message, STORE_TIMEOUT_S)
 
@@ -135,7 +146,7 @@ class WorkerSide:
 
     def wake(self, export: Export) -> None:
         """Registers the memory that the engine has now. Raises ValueError as `start` does."""
-        self.channel = Channel(self._settings.address, self._register, log_state, self._system)
+        self.channel = Channel(self._address, self._register, log_state, self._system)
         self.client = replace(self.client, channel=self.channel, export=export)
         self.start()
         self.is_asleep = False

@@ -91,7 +91,7 @@ class ModelTag(Wire, frozen=True):
     namespace.
 
     `details` holds the (name, value) pairs that the connector considers relevant (dtypes, quantisation,
-    digests of configuration and weights, …); they are compared, never parsed.
+    digests of configuration and weights, …). The detail `ranks` ("4-7") says which ranks the server has.
     """
 
     model: Detail
@@ -102,6 +102,14 @@ class ModelTag(Wire, frozen=True):
     @property
     def world_size(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def ranks(self) -> range:
+        """The ranks whose workers register at one server: all of them, unless the engine has several."""
+        first, _, last = dict(self.details).get("ranks", "").partition("-")
+        if all(each.isascii() and each.isdecimal() and len(each) < 6 for each in (first, last)):
+            return range(int(first), min(int(last) + 1, self.world_size))
+        return range(self.world_size)
 
 
 def namespace_id(model: ModelTag, shards: Sequence[Geometry], ephemeral: bool = False) -> bytes:

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from lmcache_client.contract.hits import resume_point
 from lmcache_server.core import integrity
 from lmcache_server.core.chunks import NO_QUOTAS, Chunks
-from lmcache_server.core.hits import resume_point
 from lmcache_server.core.index import Chunk, Tenant
 from lmcache_server.core.leases import Lease, LeaseTable
 from lmcache_server.core.limits import Limits

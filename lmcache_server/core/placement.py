@@ -14,7 +14,8 @@ class Layout:
 
     `chunk_size` is in tokens. `holders` has, per group, the ranks of the shards with objects of their own.
     With pipeline parallelism a shard may have none, and in a replicated group all `tensor_parallel_size`
-    ranks of a pipeline stage share the objects of the stage's first rank. The chunks of an `ephemeral`
+    ranks of a pipeline stage share the objects of the stage's first rank here: the server may have only the
+    ranks from `first_rank` on. The chunks of an `ephemeral`
     namespace go with its last engine. `model` is a name for reports.
     """
 
@@ -25,6 +26,7 @@ class Layout:
     tensor_parallel_size: int = 1
     ephemeral: bool = False
     model: str = ""
+    first_rank: int = 0
 
     def __post_init__(self) -> None:
         if len(self.holders) != len(self.groups):
@@ -34,11 +36,13 @@ class Layout:
 
     def holder(self, group: int, rank: int) -> int:
         """The rank whose objects `rank` writes and reads: `rank` itself, unless the group is replicated."""
-        return rank - rank % self.tensor_parallel_size if self.groups[group].replicated else rank
+        if not self.groups[group].replicated:
+            return rank
+        return max(rank - rank % self.tensor_parallel_size, self.first_rank)
 
     def bit(self, group: int, rank: int) -> int:
         """The number of the object within its chunk."""
-        return self.holder(group, rank) * len(self.groups) + group
+        return (self.holder(group, rank) - self.first_rank) * len(self.groups) + group
 
     @cached_property
     def masks(self) -> tuple[int, ...]:

@@ -51,11 +51,11 @@ class L1File:
         self.num_frames = size_bytes // FRAME_BYTES
         self._end = HEADER_BYTES + self.num_frames * FRAME_BYTES
         self._was_cut = False
-        self._descriptor = _open(path)
+        self.descriptor = _open(path)
         try:
             self._check_owner()
             self._lock()
-            kind = file_system_type(self._descriptor)
+            kind = file_system_type(self.descriptor)
             if kind == HUGETLBFS:
                 raise StartError(
                     f"--l1-path {path} is on hugetlbfs, which cannot hold the file: name a file in /dev/shm"
@@ -80,44 +80,44 @@ class L1File:
     def begin(self) -> None:
         """Marks the file as in use and cuts off its index. No frame may change before. Raises OSError."""
         self._write_header(IN_USE, b"")
-        os.ftruncate(self._descriptor, self._end)
+        os.ftruncate(self.descriptor, self._end)
 
     def map(self) -> mmap.mmap:
         """Maps the frames. Only frames that have space may be touched: see `allocate`."""
         size_bytes = self._end - HEADER_BYTES
-        return mmap.mmap(self._descriptor, size_bytes, flags=mmap.MAP_SHARED, offset=HEADER_BYTES)
+        return mmap.mmap(self.descriptor, size_bytes, flags=mmap.MAP_SHARED, offset=HEADER_BYTES)
 
     def is_cut(self) -> bool:
         """Whether the file has ever been seen shorter than its frames: what was cut off is zeros if the file
         grows again. Any thread may ask."""
-        self._was_cut |= os.fstat(self._descriptor).st_size < self._end
+        self._was_cut |= os.fstat(self.descriptor).st_size < self._end
         return self._was_cut
 
     def allocate(self, offset: int, num_bytes: int) -> None:
         """Reserves space for these bytes of the frames, and keeps their content. Raises OSError."""
-        os.posix_fallocate(self._descriptor, HEADER_BYTES + offset, num_bytes)
+        os.posix_fallocate(self.descriptor, HEADER_BYTES + offset, num_bytes)
 
     def ensure(self, frames: int) -> None:
         """Reserves space for the first `frames` frames if the file has holes, as a copied file may. Raises
         OSError."""
-        if os.fstat(self._descriptor).st_blocks * 512 < frames * FRAME_BYTES:
+        if os.fstat(self.descriptor).st_blocks * 512 < frames * FRAME_BYTES:
             self.allocate(0, frames * FRAME_BYTES)
 
     def finish(self, index: bytes) -> None:
         """Saves the frames and `index` for the next start. No frame may change afterwards. Raises OSError."""
         if self.is_cut():
             raise OSError(errno.EIO, "another program cut it short")
-        with open(self._descriptor, "r+b", closefd=False) as file:
+        with open(self.descriptor, "r+b", closefd=False) as file:
             file.seek(self._end)
             file.write(index)
-        os.fsync(self._descriptor)
+        os.fsync(self.descriptor)
         self._write_header(CLEAN, index)
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
     def _check_owner(self) -> None:
-        info = os.fstat(self._descriptor)
+        info = os.fstat(self.descriptor)
         if not stat.S_ISREG(info.st_mode):
             raise StartError(f"--l1-path {self.path} is not a regular file: name one, or a new file")
         if info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) & 0o077:
@@ -128,7 +128,7 @@ class L1File:
 
     def _lock(self) -> None:
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StartError(
                 f"--l1-path {self.path} is in use by another lmcache server: stop it, or name another file"
@@ -136,10 +136,10 @@ class L1File:
 
     def _check_space(self) -> None:
         size_bytes = self.num_frames * FRAME_BYTES
-        taken_bytes = os.fstat(self._descriptor).st_blocks * 512
+        taken_bytes = os.fstat(self.descriptor).st_blocks * 512
         # Without space for all of L1, the part that can be restored is still worth keeping.
         if self.index is None:
-            mount, free = mount_point(self.path), free_bytes(self._descriptor)
+            mount, free = mount_point(self.path), free_bytes(self.descriptor)
             preflight.require(
                 preflight.l1_file(self.path, mount, self.in_memory, size_bytes, taken_bytes, free)
             )
@@ -148,10 +148,10 @@ class L1File:
 
     def _read(self) -> tuple[bytes | None, str]:
         """Returns the index and "", or None and the reason."""
-        size_bytes = os.fstat(self._descriptor).st_size
+        size_bytes = os.fstat(self.descriptor).st_size
         if not size_bytes:
             return None, ""
-        head = os.pread(self._descriptor, _FIELDS.size + 32, 0)
+        head = os.pread(self.descriptor, _FIELDS.size + 32, 0)
         if not head.startswith(MAGIC):
             raise StartError(
                 f"--l1-path {self.path} is not an lmcache file and is left unchanged: name another file"
@@ -167,7 +167,7 @@ class L1File:
             return None, "the previous server did not stop cleanly"
         if size_bytes != self._end + index_bytes:
             return None, f"it has {size_bytes} bytes instead of {self._end + index_bytes}"
-        with open(self._descriptor, "rb", closefd=False) as file:
+        with open(self.descriptor, "rb", closefd=False) as file:
             file.seek(self._end)
             index = file.read(index_bytes)
         return (index, "") if _sha256(index) == digest else (None, "its index is damaged")
@@ -175,7 +175,7 @@ class L1File:
     def _write_header(self, state: int, index: bytes) -> None:
         fields = _FIELDS.pack(*_VERSION, self.num_frames, state, len(index), _sha256(index))
         # RWF_DSYNC writes the header to the disk, but does not wait for frames that are still to be written.
-        os.pwritev(self._descriptor, [fields + _sha256(fields)], 0, os.RWF_DSYNC)
+        os.pwritev(self.descriptor, [fields + _sha256(fields)], 0, os.RWF_DSYNC)
 
 
 def _sha256(data: bytes) -> bytes:

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import mmap
+import os
 from collections.abc import Callable
 
 from lmcache_server.core.pool import FRAME_BYTES
@@ -10,12 +11,15 @@ from lmcache_server.errors import StartError
 from lmcache_server.host import preflight
 from lmcache_server.host.machine import available_bytes, memory_info
 from lmcache_server.host.units import GB_BYTES
-from lmcache_server.l1.file import L1File
+from lmcache_server.l1.file import HEADER_BYTES, L1File
 from lmcache_server.l1.populate import FileSpace, Populator
+from lmcache_server.tiers.area import Area, shared_memory
 from lmcache_server.transfer.base import CopyError
 from lmcache_server.transfer.pins import Pins
 
 _MAP_HUGETLB = 0x40000
+Allocate = Callable[[int, int], tuple[int, mmap.mmap]]
+"""Of bytes and flags, the descriptor or -1, and the mapping."""
 
 
 class L1Memory:
@@ -25,8 +29,10 @@ class L1Memory:
     of the first touch.
     """
 
-    def __init__(self, size_bytes: int, *, hugetlb: bool = False, file: L1File | None = None) -> None:
-        """Maps `size_bytes`, rounded down to whole frames.
+    def __init__(
+        self, size_bytes: int, *, hugetlb: bool = False, file: L1File | None = None, shared: bool = False
+    ) -> None:
+        """Maps `size_bytes`, rounded down to whole frames, `shared` so that others can map them, too.
 
         Raises StartError if the machine, its cgroup or its pool of huge pages does not have that much.
         """
@@ -39,15 +45,24 @@ class L1Memory:
         """Set by `fill` where GPUs are served."""
         self.is_in_use = False
         """Set if a copy that hangs may still read or write here: then `close` must not unmap."""
+        self._descriptor = -1
         if file is not None:
             self._mapping = _map_file(file)
         else:
-            self._mapping = _map_hugetlb(self.num_bytes) if hugetlb else _map(self.num_bytes)
+            allocate = _shared if shared else _private
+            mapped = _map_hugetlb(self.num_bytes, allocate) if hugetlb else _map(self.num_bytes, allocate)
+            self._descriptor, self._mapping = mapped
         # The self-test forks. Copying all these page tables would stop the loop for seconds, and the kernel
         # would copy all pinned memory.
         self._mapping.madvise(mmap.MADV_DONTFORK)
         self.base_address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self._populator: Populator | None = None
+
+    @property
+    def area(self) -> Area:
+        """How another process maps the frames: those of a file, or `shared` ones."""
+        descriptor, offset = (self.file.descriptor, HEADER_BYTES) if self.file else (self._descriptor, 0)
+        return Area(descriptor, offset, self.base_address, self.num_bytes)
 
     @property
     def populated_bytes(self) -> int:
@@ -94,12 +109,15 @@ class L1Memory:
         memory."""
         if self.stop() and not self.is_in_use:
             self._mapping.close()
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
 
 
-def _map(num_bytes: int) -> mmap.mmap:
+def _map(num_bytes: int, allocate: Allocate) -> tuple[int, mmap.mmap]:
     preflight.require(preflight.memory(num_bytes, 0, *available_bytes()))
     try:
-        return _advised(_anonymous(num_bytes))
+        descriptor, mapping = allocate(num_bytes, 0)
+        return descriptor, _advised(mapping)
     except OSError as error:
         raise StartError(
             f"the system refuses a mapping of {num_bytes / GB_BYTES:.2f} GB ({error.strerror}): "
@@ -121,11 +139,11 @@ def _advised(mapping: mmap.mmap) -> mmap.mmap:
     return mapping
 
 
-def _map_hugetlb(num_bytes: int) -> mmap.mmap:
+def _map_hugetlb(num_bytes: int, allocate: Allocate) -> tuple[int, mmap.mmap]:
     info = memory_info()
     page_bytes = info.get("Hugepagesize", 2 << 20)
     try:
-        return _anonymous(-(-num_bytes // page_bytes) * page_bytes, _MAP_HUGETLB)
+        return allocate(-(-num_bytes // page_bytes) * page_bytes, _MAP_HUGETLB)
     except OSError as error:
         preflight.require(preflight.huge_pages(info, num_bytes))
         raise StartError(
@@ -133,5 +151,9 @@ def _map_hugetlb(num_bytes: int) -> mmap.mmap:
         ) from error
 
 
-def _anonymous(num_bytes: int, flags: int = 0) -> mmap.mmap:
-    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
+def _private(num_bytes: int, flags: int) -> tuple[int, mmap.mmap]:
+    return -1, mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
+
+
+def _shared(num_bytes: int, flags: int) -> tuple[int, mmap.mmap]:
+    return shared_memory("lmcache-l1", num_bytes, os.MFD_HUGETLB if flags else 0)

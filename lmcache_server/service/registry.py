@@ -204,7 +204,7 @@ class Registry:
         workers = sum(other.shard is not None for other in self.sessions.values() if other is not session)
         if workers >= MAX_WORKERS:
             raise Refusal(messages.OVERLOADED, f"the server already has {MAX_WORKERS} workers")
-        if not 0 <= rank < model.world_size:
+        if rank not in model.ranks:
             raise Refusal(messages.BAD_REQUEST, f"rank {rank} of {model.world_size} workers")
         memory = with_owner(message.memory, self._peer_pid(session.identity))
         code = messages.BAD_REQUEST

@@ -104,7 +104,7 @@ class Engine:
 
     def complete(self) -> Layout | None:
         """The layout, or None until every shard is proven. Raises GeometryError if the shards disagree."""
-        if self.layout is None and len(self.shards) == self.model.world_size:
+        if self.layout is None and len(self.shards) == self.model.ranks.stop - self.model.ranks.start:
             ordered = [self.shards[rank] for rank in sorted(self.shards)]
             self.layout = _layout(self.model, ordered, self.ephemeral)
         return self.layout
@@ -115,26 +115,28 @@ def _layout(model: ModelTag, shards: Sequence[Shard], ephemeral: bool) -> Layout
     pipeline stage are neighbours."""
     groups = shards[0].geometry.groups
     shape = [(group.kind, group.block_size, group.window, group.replicated) for group in groups]
-    tensor_ranks = model.tensor_parallel_size
+    tensor_ranks, first_rank = model.tensor_parallel_size, model.ranks.start
     for shard in shards:
         own = shard.geometry.groups
         if [(group.kind, group.block_size, group.window, group.replicated) for group in own] != shape:
             raise GeometryError("the workers of this engine registered different KV cache groups")
-        first = shards[shard.rank - shard.rank % tensor_ranks].geometry.groups
+        holder = max(shard.rank - shard.rank % tensor_ranks, first_rank)
+        first = shards[holder - first_rank].geometry.groups
         # One rank reads the objects of another, so both must have the same pages in the same order.
         if any(a.replicated and _contents(a) != _contents(b) for a, b in zip(own, first, strict=True)):
             raise GeometryError("the workers of this engine registered different pages as replicated")
+    stages = {max(shard.rank - shard.rank % tensor_ranks, first_rank) for shard in shards}
     holders = tuple(
         tuple(
             shard.rank
             for shard in shards
-            if shard.geometry.groups[index].regions and not (group.replicated and shard.rank % tensor_ranks)
+            if shard.geometry.groups[index].regions and not (group.replicated and shard.rank not in stages)
         )
         for index, group in enumerate(groups)
     )
     namespace = namespace_id(model, [shard.geometry for shard in shards], ephemeral)
     name = model.model[:MAX_NAME]
-    return Layout(namespace, shards[0].chunk_size, groups, holders, tensor_ranks, ephemeral, name)
+    return Layout(namespace, shards[0].chunk_size, groups, holders, tensor_ranks, ephemeral, name, first_rank)
 
 
 def _contents(group: GroupSpec) -> tuple[str, list[int]]:

@@ -44,6 +44,8 @@ class TierState:
     tried_s: float = -math.inf
     """Since when a fetch is under way that will tell how fast it is."""
     failure: str = ""
+    restarts: int = 0
+    """Of its helper process, as far as they are counted."""
 
     def mark(self, bit: int) -> int:
         return 1 << bit * MAX_TIERS + self.number
@@ -77,6 +79,9 @@ class Tiers:
         """Once a second: leave alone a tier whose calls all hang, and try one that was left alone."""
         now_s = self._system.now_s()
         for tier in self.all:
+            if (restarts := tier.worker.restarts) > tier.restarts:
+                more, tier.restarts = restarts - tier.restarts, restarts
+                self._metrics.count("lmcache_tier_helper_restarts_total", more, tier=tier.label)
             if tier.worker.is_stuck():
                 if not tier.breaker.is_open:
                     self.failed(tier, TierError("all its calls hang"), hangs=True)

@@ -160,3 +160,20 @@ def test_the_name_of_a_model_does_not_change_the_namespace():
 
 def test_the_world_is_tensor_times_pipeline_parallel():
     assert structs.replace(MODEL, pipeline_parallel_size=3).world_size == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2-3", range(2, 4)),
+        ("0-0", range(1)),
+        ("2-9", range(2, 4)),
+        ("9-2", range(9, 3)),
+        ("99999999-1", range(4)),
+        ("two-3", range(4)),
+        ("", range(4)),
+    ],
+)
+def test_a_server_may_have_some_of_the_ranks(text: str, expected: range) -> None:
+    model = structs.replace(MODEL, tensor_parallel_size=4, details=(("ranks", text),))
+    assert model.ranks == expected

@@ -49,3 +49,12 @@ def test_a_chunk_is_partial_where_the_holders_of_one_group_disagree() -> None:
     assert layout.is_partial(both | bits[1, 1], 0)
     assert not layout.is_partial(one, bits[0, 1]), "it is being written"
     assert layout.is_partial(one, bits[1, 1])
+
+
+def test_ranks_share_a_replicated_group_with_the_first_rank_of_their_stage_that_is_here() -> None:
+    full, shared = (GroupSpec(FULL, 16, 0, "", (), replicated) for replicated in (False, True))
+    # Ranks 2 to 5 of two stages with four tensor-parallel ranks each.
+    layout = Layout(b"n", 16, (full, shared), ((2, 3, 4, 5), (2, 4)), tensor_parallel_size=4, first_rank=2)
+    assert [layout.holder(0, rank) for rank in range(2, 6)] == [2, 3, 4, 5]
+    assert [layout.holder(1, rank) for rank in range(2, 6)] == [2, 2, 4, 4]
+    assert layout.masks == (0b1010101, 0b100010)

@@ -106,9 +106,9 @@ def test_without_files_there_is_no_name(tmp_path: Path) -> None:
 
 @pytest.fixture
 def adapters(monkeypatch: pytest.MonkeyPatch) -> Adapters:
-    """Of a process that begins an hour from now, so that all files of the test are older."""
+    """Of a process that begins a year from now, so that all files of the test are older."""
     started_ns = weights._process_started_ns()
-    monkeypatch.setattr(weights, "_process_started_ns", lambda: started_ns + 3600 * 10**9)
+    monkeypatch.setattr(weights, "_process_started_ns", lambda: started_ns + 365 * 86_400 * 10**9)
     return Adapters()
 
 

@@ -19,11 +19,23 @@ from lmcache_server.telemetry.origins import VERIFY
 
 NUM_TOP = 5
 """The number of tokens whose log probabilities are compared at each position."""
+LOAD = "lmcache.load"
+"""The connector's hint of a request that should load nothing."""
 NO_NUMBER = -9999.0
 """vLLM's value for minus infinity. It also stands for null, which vLLM sends for NaN; wrong pages can cause
 NaN."""
 RESET_TIMEOUT_S = 60.0
 LOADED_TOKENS = "vllm:lmcache_mp_loaded_tokens_total"
+_COUNTERS = (
+    *(
+        LOADED_TOKENS,
+        "vllm:request_success_total",
+        "vllm:num_requests_running",
+        "vllm:prefix_cache_hits_total",
+    ),
+    *("vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"),
+)
+"""Of each field of Counters."""
 RESET = "/reset_prefix_cache"
 _ADVICE: dict[Any, str] = {
     401: "vLLM wants an API key: pass it with --api-key",
@@ -56,9 +68,15 @@ class Answer:
 
 
 class Counters(NamedTuple):
+    """Counters of vLLM: tokens that it loaded from the server, and found in its own prefix cache; requests;
+    tokens that a drafter guessed, and those that the model accepted."""
+
     loaded_tokens: int
     finished: int
     running: int
+    own_tokens: int = 0
+    drafts: int = 0
+    accepted: int = 0
 
 
 class VllmServer:
@@ -83,9 +101,12 @@ class VllmServer:
         if self.model not in models:
             raise VerifyError(f"vLLM has no model {self.model!r}: --model can be {names}")
 
-    def ask(self, prompt: Prompt, max_tokens: int, salt: str = "", request: str = "") -> Answer:
+    def ask(
+        self, prompt: Prompt, max_tokens: int, salt: str = "", request: str = "", load: bool = True
+    ) -> Answer:
         """Stream the completion at temperature 0. Requests with different salts share no cached pages. The
-        server counts those with a salt as tests. vLLM's id of the request contains `request`."""
+        server counts those with a salt as tests. vLLM's id of the request contains `request`. Without
+        `load`, nothing comes from the server."""
         body: dict[str, Any] = {
             "model": self.model,
             "prompt": prompt,
@@ -98,6 +119,8 @@ class VllmServer:
             "stream": True,
         }
         headers = {"X-Request-Id": request} if request else {}
+        if not load:
+            body["kv_transfer_params"] = {LOAD: False}
         if salt:
             body["cache_salt"] = salt
             headers["X-Request-Id"] = VERIFY + secrets.token_hex(8)
@@ -144,8 +167,7 @@ class VllmServer:
                 f"vLLM at {self.url} does not use this cache: start it with --kv-transfer-config "
                 '\'{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both"}\''
             )
-        running, finished = "vllm:num_requests_running", "vllm:request_success_total"
-        return Counters(totals[LOADED_TOKENS], totals.get(finished, 0), totals.get(running, 0))
+        return Counters(*(totals.get(name, 0) for name in _COUNTERS))
 
     @contextlib.contextmanager
     def _opened(

@@ -4,13 +4,14 @@ vLLM answers each prompt four times. It computes the first two without any cache
 by the engine's own noise. The third uses vLLM's own prefix cache: its noise is of another kind, because parts
 of the prompt are computed in other shapes. The fourth, after a reset of vLLM's own cache, uses the server's
 pages. It must equal one of the others, or be no further from the first than twice the noise. If it equals
-none, vLLM's own cache may have ended at another token: then the prompt is cut where the served part ends,
-and verified again.
+none, vLLM's own cache may have ended at another token: then the prompt is cut soon after the served part, so
+that both end at the same token, and verified again. With drafters that look ahead (EAGLE, MTP), vLLM's own
+cache ends a block earlier, so the prompt that is cut keeps a block more.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache_server.commands.verify.compare import MAX_NOISE, distance, is_equal, is_within
@@ -19,6 +20,9 @@ from lmcache_server.commands.verify.prompts import ANSWER_TOKENS, Case
 
 HEADER = f"{'prompt':<16}{'tokens':>8}{'served':>8}  {'text':<8}{'logprobs':<21}first token, cold -> served"
 COUNT_TIMEOUT_S = 2.0
+DRAFTED = ("computed", "from vLLM's own cache", "served")
+MAX_CUTS = 2
+"""The first cut can show that vLLM's own cache ends earlier than the server's; the second allows for it."""
 REST_TOKENS = 8
 """The tokens that a cut prompt leaves to compute: less than any block, so both caches end at its start."""
 
@@ -33,6 +37,10 @@ class Result:
     local: Answer
     served: Answer
     served_tokens: int
+    own_tokens: int = 0
+    """What the third answer took from vLLM's own prefix cache."""
+    drafts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """How many drafts were accepted, and made, when the prompt was computed, resumed and served."""
 
     @property
     def noise(self) -> float:
@@ -65,6 +73,7 @@ class Result:
             "noise": self.noise,
             "first_token_cold_s": round(self.cold.first_token_s, 6),
             "first_token_served_s": round(self.served.first_token_s, 6),
+            "drafts_accepted": {name: list(counts) for name, counts in self.drafts.items() if counts[1]},
         }
 
     def line(self) -> str:
@@ -88,20 +97,28 @@ def run(vllm: VllmServer, cases: list[Case], done: Callable[[Result], None]) -> 
         result = _verify(vllm, case)
         results.append(result)
         done(result)
-        if result.served_tokens and not result.equals:
-            ids = result.cold.prompt_ids
+        ids = result.cold.prompt_ids
+        for _ in range(MAX_CUTS):
+            end = result.served_tokens + REST_TOKENS
+            early = result.served_tokens - result.own_tokens if result.own_tokens else 0
+            if early > 0 and not 0 < vllm.max_tokens < end + early + ANSWER_TOKENS:
+                end += early
+            if result.equals or not result.served_tokens or end == len(result.cold.prompt_ids):
+                break
+            longer = (ids + ids)[: max(len(ids), end)]
             # Recurrent layers can resume only where the stored prompt left a state.
-            stored = ids if case.is_repeat else case.stored
-            cut = Case(f"{case.name}, cut", ids[: result.served_tokens + REST_TOKENS], stored)
-            results.append(_verify(vllm, cut))
-            done(results[-1])
+            stored = longer if case.is_repeat else case.stored
+            result = _verify(vllm, Case(f"{case.name}, cut", longer[:end], stored))
+            results.append(result)
+            done(result)
     return results
 
 
 def _verify(vllm: VllmServer, case: Case) -> Result:
     salts = [new_salt(), new_salt()]
     start = vllm.counters()
-    cold, again = (vllm.ask(case.prompt, ANSWER_TOKENS, salt) for salt in salts)
+    cold, counts = _asked(vllm, case, salts[0])
+    again, _ = _asked(vllm, case, salts[1])
     requests = 4
     if case.is_repeat:
         salts = [salts[0], salts[0]]
@@ -110,25 +127,30 @@ def _verify(vllm: VllmServer, case: Case) -> Result:
         for salt in salts:
             vllm.ask(case.stored, ANSWER_TOKENS, salt)
             requests += 1
-    local = vllm.ask(case.prompt, ANSWER_TOKENS, salts[0])
+    local, own = _asked(vllm, case, salts[0], load=False)
     vllm.reset_prefix_cache()
-    before = vllm.counters()
-    served = vllm.ask(case.prompt, ANSWER_TOKENS, salts[1])
-    loaded = _loaded(vllm, before)
+    served, loaded = _asked(vllm, case, salts[1], is_served=True)
     if vllm.counters().finished - start.finished > requests:
         raise VerifyError("vLLM served other requests meanwhile: run verify while it is idle")
-    return Result(case, cold, again, local, served, loaded)
+    named = zip(DRAFTED, (counts, own, loaded), strict=True)
+    drafts = {name: (each.accepted, each.drafts) for name, each in named}
+    return Result(case, cold, again, local, served, loaded.loaded_tokens, own.own_tokens, drafts)
 
 
-def _loaded(vllm: VllmServer, before: Counters) -> int:
-    """The tokens loaded since `before`. vLLM's metrics lag behind its answers, so this waits for them."""
+def _asked(
+    vllm: VllmServer, case: Case, salt: str, load: bool = True, is_served: bool = False
+) -> tuple[Answer, Counters]:
+    """The answer, and what vLLM counted for it. vLLM's metrics lag behind its answers, so this waits for
+    them; if the answer `is_served`, also for the tokens that were loaded."""
+    before = vllm.counters()
+    answer = vllm.ask(case.prompt, ANSWER_TOKENS, salt, load=load)
     end_s = time.monotonic() + COUNT_TIMEOUT_S
     while True:
-        now = vllm.counters()
-        loaded = now.loaded_tokens - before.loaded_tokens
-        if (loaded and now.finished > before.finished) or time.monotonic() > end_s:
-            return loaded
-        time.sleep(0.05)
+        counts = Counters(*(now - then for now, then in zip(vllm.counters(), before, strict=True)))
+        is_counted = counts.finished > 0 and (counts.loaded_tokens > 0 or not is_served)
+        if is_counted or time.monotonic() > end_s:
+            return answer, counts
+        time.sleep(0.02)
 
 
 def verdict(results: list[Result]) -> tuple[bool, str]:
@@ -158,5 +180,14 @@ def verdict(results: list[Result]) -> tuple[bool, str]:
     others = "" if exactly == len(served) else f", {len(served) - exactly} within its noise"
     return True, (
         f"right: {len(served)} of {len(results)} prompts were served, {exactly} equal to the last bit to an "
-        f"answer of the engine's own{others}; {own}"
+        f"answer of the engine's own{others}; {own}{_acceptance(served)}"
     )
+
+
+def _acceptance(results: list[Result]) -> str:
+    """How often the drafts of a drafter were right; empty without one."""
+    shares = []
+    for name in DRAFTED:
+        accepted, made = (sum(each.drafts.get(name, (0, 0))[i] for each in results) for i in range(2))
+        shares += [f"{100 * accepted / made:.0f} % {name}"] if made else []
+    return f"; drafts accepted: {', '.join(shares)}" if shares else ""

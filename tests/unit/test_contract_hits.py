@@ -12,7 +12,7 @@ from lmcache_client.contract.geometry import (
     SLIDING_WINDOW,
     GroupSpec,
 )
-from lmcache_server.core.hits import resume_point
+from lmcache_client.contract.hits import resume_point
 
 
 def group(kind, block_size, window=0):

@@ -1,0 +1,79 @@
+"""Which server each rank of an engine uses: one for all, or those of `lmcache.mp.servers`."""
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from lmcache_client.channel import Channel
+from lmcache_client.connector.absence import Absence
+from lmcache_client.connector.log import log_state
+from lmcache_client.connector.settings import Settings
+from lmcache_client.contract.endpoint import address
+from lmcache_client.engine import Scheduler
+from lmcache_client.transport import System
+
+KEY = "lmcache.mp.servers in kv_connector_extra_config"
+EXAMPLE = '{"0-3": "10.0.0.1:5555", "4-7": "10.0.0.2:5555"}'
+
+
+class Place(NamedTuple):
+    """A server, and the ranks whose workers use it."""
+
+    ranks: range
+    address: str
+
+    def details(self, world_size: int) -> tuple[tuple[str, str], ...]:
+        """What a worker adds to its ModelTag: nothing if the server has all ranks."""
+        if len(self.ranks) == world_size:
+            return ()
+        return (("ranks", f"{self.ranks.start}-{self.ranks.stop - 1}"),)
+
+
+def places(settings: Settings, world_size: int) -> tuple[Place, ...]:
+    """In the order of ranks. Raises ValueError that says what to change."""
+    if not settings.servers:
+        return (Place(range(world_size), settings.address),)
+    given = (_place(ranks, where) for ranks, where in settings.servers.items())
+    found = sorted(given, key=lambda place: place.ranks.start)
+    ends = [0, *(place.ranks.stop for place in found)]
+    for place, end in zip(found, ends, strict=False):
+        if place.ranks.start != end:
+            wrong = "two servers for" if place.ranks.start < end else "no server for"
+            rank = min(place.ranks.start, end)
+            raise ValueError(f"{KEY} has {wrong} rank {rank}: give each of ranks 0 to {world_size - 1} one")
+    if ends[-1] != world_size:
+        raise ValueError(
+            f"{KEY} ends at rank {ends[-1] - 1}, but this engine has ranks 0 to {world_size - 1}"
+        )
+    if len({place.address for place in found}) < len(found):
+        raise ValueError(f"{KEY} names one server twice: give it all its ranks in one range")
+    return tuple(found)
+
+
+def _place(ranks: str, where: str) -> "Place":
+    numbers, host_port = (
+        re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", ranks),
+        re.fullmatch(r"(?:(.+):)?(\d+)", where),
+    )
+    first = int(numbers[1]) if numbers else 0
+    last = int(numbers[2] or first) if numbers else -1
+    if numbers is None or last < first:
+        raise ValueError(f"{KEY}: {ranks!r} is no range of ranks; an example is {EXAMPLE}")
+    if host_port is None or not 0 < int(host_port[2]) < 1 << 16:
+        raise ValueError(f"{KEY}: {where!r} is not HOST:PORT; an example is {EXAMPLE}")
+    return Place(range(first, last + 1), address(host_port[1] or "", int(host_port[2])))
+
+
+def place_of(rank: int, all_places: tuple[Place, ...]) -> int:
+    """The number of the server that this rank uses."""
+    return next(number for number, place in enumerate(all_places) if rank in place.ranks)
+
+
+def schedulers(
+    all_places: tuple[Place, ...], engine_id: str, on_up: Callable[[Channel], object], system: System
+) -> list[Scheduler]:
+    """A client for each server."""
+    return [
+        Scheduler(Channel(place.address, on_up, log_state, system, Absence(place.address).check), engine_id)
+        for place in all_places
+    ]

@@ -1,0 +1,215 @@
+"""The scheduler side of an engine whose ranks use several servers: one client for each, as if they were one.
+
+A hit is the largest resume point that all servers promise. Servers that promise more are asked again, up to
+the least of the answers, until all say the same. If one server is lost, the others are of no use either.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import and_
+
+import msgspec
+
+from lmcache_client.channel import Channel, Pending
+from lmcache_client.contract.control import Followed
+from lmcache_client.contract.messages import Cleared, Found, Lookup, Message
+from lmcache_client.engine import Scheduler
+from lmcache_client.transport import System
+
+MAX_ROUNDS = 8
+"""Servers that still disagree after so many questions promise nothing together."""
+
+
+class Channels:
+    """The channels to all servers, used as one."""
+
+    def __init__(self, channels: Sequence[Channel]) -> None:
+        self._channels = channels
+
+    @property
+    def system(self) -> System:
+        return self._channels[0].system
+
+    @property
+    def ready(self) -> bool:
+        return all(channel.ready for channel in self._channels)
+
+    @property
+    def responsive(self) -> bool:
+        return all(channel.responsive for channel in self._channels)
+
+    @property
+    def generation(self) -> int:
+        """Changes whenever one of the servers has registered this engine anew."""
+        return sum(channel.generation for channel in self._channels)
+
+    def start(self, connect_s: float, register_s: float) -> None:
+        for channel in self._channels:
+            channel.start(connect_s, register_s)
+
+    def poll(self, pending: Pending | None = None, wait_s: float = 0.0) -> None:
+        """As Channel.poll; waits for a Together."""
+        limit_s = self.system.now_s() + wait_s
+        for channel in self._channels:
+            channel.poll()
+        while isinstance(pending, Together) and not pending.done:
+            left_s = limit_s - self.system.now_s()
+            channel, part = next(each for each in pending.parts if not each[1].done)
+            if left_s <= 0 or not channel.ready:
+                return
+            channel.poll(part, left_s)
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+
+
+class Together(Pending):
+    """One question to all servers. It is done when all have answered, or one cannot; `merge` makes one reply
+    of theirs. It returns None if it has asked again and replaced `parts`. If one cannot answer, `fail_all`
+    gives up what the others have promised."""
+
+    __slots__ = ("_fail_all", "_merge", "parts")
+
+    def __init__(
+        self,
+        parts: list[tuple[Channel, Pending]],
+        merge: Callable[[list[Message]], Message | None],
+        fail_all: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(max(part.deadline_s for _, part in parts))
+        self.parts = parts
+        self._merge = merge
+        self._fail_all = fail_all
+
+    @property
+    def done(self) -> bool:
+        # Again after a merge that asked again: if a server was lost meanwhile, its part fails at once.
+        while self.reply is None and self.error is None:
+            self.error = next((part.error for _, part in self.parts if part.error is not None), None)
+            replies = [part.reply for _, part in self.parts if part.reply is not None]
+            if self.error is not None:
+                self._fail_all()
+            elif len(replies) < len(self.parts):
+                return False
+            else:
+                self.reply = self._merge(replies)
+        return True
+
+
+class Several:
+    """The client of a scheduler for several servers, with the methods of engine.Scheduler."""
+
+    def __init__(self, clients: Sequence[Scheduler]) -> None:
+        self._clients = clients
+        self.channel = Channels([client.channel for client in clients])
+        self._leases: dict[int, list[tuple[int, int]]] = {}
+        """By a number of our own, the lease of each server and the registration that it belongs to."""
+        self._next = 1
+
+    def lookup(self, question: Lookup, timeout_s: float) -> Pending:
+        """Asks all servers. The reply is a Found, whose lease is one of `leases`."""
+        limit_s = self.channel.system.now_s() + timeout_s
+        parts = [(each.channel, each.lookup(question, timeout_s)) for each in self._clients]
+        first: list[Found] = []
+        rounds = 1
+
+        def merge(replies: list[Message]) -> Message | None:
+            nonlocal rounds
+            found = [reply for reply in replies if isinstance(reply, Found)]
+            if len(found) < len(replies):
+                return replies[0]
+            first[:] = first or found
+            least = min(each.resume_tokens for each in found)
+            if not least or rounds == MAX_ROUNDS:
+                self._give_up(found)
+                return _merged(found, first, 0, 0)
+            if self._agree(found, least):
+                return _merged(found, first, least, self._remember(found))
+            rounds += 1
+            keys = question.keys[: least * len(question.keys) // question.limit_tokens]
+            again = msgspec.structs.replace(question, keys=keys, limit_tokens=least)
+            left_s = limit_s - self.channel.system.now_s()
+            for index, (client, each) in enumerate(zip(self._clients, found, strict=True)):
+                if each.resume_tokens > least:
+                    client.release((each.lease_id,))
+                    together.parts[index] = (client.channel, client.lookup(again, left_s))
+            return None
+
+        together = Together(parts, merge, lambda: self.forget(together))
+        return together
+
+    @staticmethod
+    def _agree(found: Sequence[Found], least: int) -> bool:
+        return all(each.resume_tokens == least for each in found)
+
+    def _give_up(self, found: Sequence[Found]) -> None:
+        for client, each in zip(self._clients, found, strict=True):
+            if each.lease_id:
+                client.release((each.lease_id,))
+
+    def _remember(self, found: Sequence[Found]) -> int:
+        number, self._next = self._next, self._next + 1
+        generations = [client.channel.generation for client in self._clients]
+        self._leases[number] = list(zip([each.lease_id for each in found], generations, strict=True))
+        return number
+
+    def leases(self, lease_id: int) -> tuple[int, ...]:
+        """The lease of each server."""
+        return tuple(lease for lease, _ in self._leases.get(lease_id, ()))
+
+    def _release(self, number: int) -> None:
+        # A server that has restarted knows nothing of its lease, but the others still hold theirs.
+        for client, (lease, generation) in zip(self._clients, self._leases.pop(number, ()), strict=False):
+            if client.channel.generation == generation:
+                client.release((lease,))
+
+    def forget(self, lookup: Pending) -> None:
+        """Stops waiting for a lookup and releases what the servers have promised or will promise."""
+        assert isinstance(lookup, Together)
+        if isinstance(lookup.reply, Found):
+            self._leases.pop(lookup.reply.lease_id, None)
+        for client, (_, part) in zip(self._clients, lookup.parts, strict=True):
+            client.forget(part)
+
+    def release(self, leases: tuple[int, ...], keys: tuple[bytes, ...] = (), request_id: str = "") -> None:
+        for number in leases:
+            self._release(number)
+        if keys or request_id:
+            for client in self._clients:
+                client.release((), keys, request_id)
+
+    def accept(self, lookups: Sequence[tuple[str, int]]) -> None:
+        for client in self._clients:
+            client.accept(lookups)
+
+    def follow(self, keys: Sequence[bytes]) -> Pending:
+        """The reply is a Followed: the least resume point, and all that any server has forgotten."""
+
+        def merge(replies: list[Message]) -> Message:
+            told = [reply for reply in replies if isinstance(reply, Followed)]
+            if len(told) < len(replies):
+                return replies[0]
+            gone = tuple(dict.fromkeys(key for each in told for key in each.gone))
+            least = min(each.resume_tokens for each in told)
+            return Followed(least, gone, any(each.missed for each in told))
+
+        return Together([(each.channel, each.follow(keys)) for each in self._clients], merge)
+
+    def clear(self) -> Pending:
+        """The reply is a Cleared if all servers have cleared."""
+
+        def merge(replies: list[Message]) -> Message:
+            return next((reply for reply in replies if not isinstance(reply, Cleared)), replies[0])
+
+        return Together([(each.channel, each.clear()) for each in self._clients], merge)
+
+
+def _merged(found: Sequence[Found], first: Sequence[Found], resume_tokens: int, lease_id: int) -> Found:
+    """What all servers have together. The bitmaps are those of the first answers, which cover all chunks."""
+    held: tuple[bytes, ...] = ()
+    if len({len(each.held) for each in first}) == 1:
+        groups = zip(*(each.held for each in first), strict=True)
+        held = tuple(bytes(reduce(and_, column) for column in zip(*maps, strict=False)) for maps in groups)
+    least = min(first, key=lambda each: each.resume_tokens)
+    return Found(resume_tokens, lease_id, min(each.lease_s for each in found), held, least.missed)

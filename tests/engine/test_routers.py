@@ -1,0 +1,189 @@
+"""Routers and an indexer of other projects, on the events of real engines.
+
+Two engines have a server each, as on two hosts. Their own caches hold little more than one prompt.
+"""
+
+import itertools
+import json
+import random
+import string
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from harness import stores
+from harness.api_server import ApiServer
+from harness.engine import Engine
+from harness.processes import free_port
+from harness.prompts import prompt
+from harness.routers import DynamoIndexer, PrefillDecodeRouter, Router, VllmRouter, WithoutOurs, ask, needs
+from harness.server import LMCacheServer
+from harness.waiting import wait_until
+
+CHUNK, BLOCK = 256, 32
+PROMPT_TOKENS = 1000
+STORED_TOKENS = PROMPT_TOKENS // CHUNK * CHUNK
+NUMBERS = itertools.count()
+
+
+def text(letters: int = PROMPT_TOKENS) -> str:
+    """A prompt that nobody has seen, of one token a letter."""
+    return "".join(random.Random(next(NUMBERS)).choices(string.ascii_lowercase, k=letters))
+
+
+@pytest.mark.timeout(600)
+def test_dynamos_indexer_knows_what_lookups_find(
+    stack: ExitStack, start_server: Callable[..., LMCacheServer], start_engine: Callable[..., Engine]
+) -> None:
+    needs("dynamo")
+    port, replay_port = free_port(), free_port()
+    server = start_server(l1_size_gb=0.01, chunk_size=CHUNK)
+    config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}"}
+    config["replay_endpoint"] = f"tcp://*:{replay_port}"
+    small = {"num_gpu_blocks_override": 34, "max_model_len": 1000, "block_size": BLOCK}
+    engine = start_engine("llama", server=server, kv_events_config=config, **small)
+    indexer = stack.enter_context(DynamoIndexer(port, BLOCK))
+    seeds = itertools.count(1000)
+
+    def heard(by: DynamoIndexer = indexer) -> None:
+        """The indexer knows all that the engine has said: events come in order."""
+
+        def knows_the_last() -> bool:
+            last = prompt(2 * BLOCK, next(seeds))
+            engine.run(last, 2)
+            return by.tokens(last)[0] > 0
+
+        for _ in range(2):
+            wait_until(knows_the_last, what="the indexer hears the engine")
+
+    heard()
+    prompts = [prompt((1 + seed % 3) * CHUNK + 10, 10 + seed) for seed in range(40)]
+    computed = [engine.run(each, 2).output for each in prompts]
+    heard()
+    assert indexer.tokens(prompts[0]) == (0, 0), "the first prompt is evicted"
+    expected = []
+    for each, output in list(zip(prompts, computed, strict=True))[::-2]:
+        heard()
+        own, all_ = indexer.tokens(each)
+        result = engine.run(each, 2)
+        assert result.local_tokens == own
+        assert result.local_tokens + result.external_tokens == all_, "the indexer expects something else"
+        assert result.output == output
+        expected.append(result.external_tokens)
+    assert 0 in expected
+    assert {CHUNK, 2 * CHUNK, 3 * CHUNK} <= set(expected)
+
+    # One that comes late gets all of it from vLLM's replay.
+    late = stack.enter_context(DynamoIndexer(port, BLOCK, replay_port))
+    heard(late)
+    heard()
+    assert [late.tokens(each) for each in prompts] == [indexer.tokens(each) for each in prompts]
+
+    # The engine forgets, and the server does not; then the server forgets, too.
+    kept = prompts[-1]
+    engine.run(kept, 2)
+    for _ in range(2):
+        engine.run(prompt(900, next(seeds)), 2)
+    heard()
+    assert indexer.tokens(kept)[0] == 0
+    assert indexer.tokens(kept)[1] == len(kept) // CHUNK * CHUNK
+    server.clear()
+    wait_until(lambda: (heard(), indexer.tokens(kept) == (0, 0))[-1], what="the indexer hears of the clear")
+
+
+@pytest.mark.timeout(600)
+def test_a_router_sends_a_prompt_to_the_engine_whose_server_has_it(
+    stack: ExitStack, start_server: Callable[..., LMCacheServer]
+) -> None:
+    needs("vllm_router")
+    engines, ports = [], [free_port(), free_port()]
+    for port in ports:
+        config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}"}
+        flags = ["--kv-events-config", json.dumps(config), "--block-size", str(BLOCK)]
+        # Two prompts evict all others.
+        flags += ["--num-gpu-blocks-override", "48", "--max-model-len", "1200", "--served-model-name", "tiny"]
+        # vllm-router has engines turn texts into tokens.
+        flags += ["--enable-scale-out"]
+        server = start_server(l1_size_gb=0.1, chunk_size=CHUNK)
+        engines.append(ApiServer("llama", server, *flags, text=True))
+    start_together(stack, engines)
+
+    others = [WithoutOurs(port) for port in ports]
+    hears_all = stack.enter_context(VllmRouter(engines, ports, BLOCK))
+    hears_vllm = stack.enter_context(VllmRouter(engines, [each.port for each in others], BLOCK))
+    direct = [engine.url for engine in engines]
+    assert evicted_prompts(hears_vllm, direct, engines, others)[0] == [0, 0, 0, 0]
+    credits, served = evicted_prompts(hears_all, direct, engines, others)
+    assert credits == [STORED_TOKENS] * 4, "the router does not know what the servers have"
+    assert served == [2 * STORED_TOKENS, 2 * STORED_TOKENS], "the router sends a prompt elsewhere"
+
+
+def start_together(stack: ExitStack, engines: Sequence[ApiServer]) -> None:
+    """An engine mostly waits for its own start."""
+    for engine in engines:
+        engine.start()
+        stack.push(engine.__exit__)
+    for engine in engines:
+        engine.wait_until_ready()
+
+
+def evicted_prompts(
+    router: Router, direct: Sequence[str], engines: Sequence[ApiServer], heard_too: Sequence[WithoutOurs]
+) -> tuple[list[int], list[int]]:
+    """Gives each engine two prompts and lets it evict them, then sends them to the router: what it credited
+    for each, and how many tokens each server served."""
+
+    def heard(url: str) -> None:
+        """The router knows all that this engine has said: events come in order."""
+
+        def knows_the_last() -> bool:
+            before, last = len(router.credits()), text(2 * BLOCK + 1)
+            ask(url, last)
+            router.ask(last)
+            return any(router.credits()[before:])
+
+        for _ in range(2):
+            wait_until(knows_the_last, 60.0, "the router hears the engine")
+
+    for url in direct:
+        heard(url)
+    before = [each.announced for each in heard_too]
+    prompts = [text() for _ in range(4)]
+    computed = [ask(direct[index % 2], each) for index, each in enumerate(prompts)]
+    for url, announced, listener in zip(direct, before, heard_too, strict=True):
+        for _ in range(2):
+            ask(url, text())
+        expected = announced + 4 * STORED_TOKENS // BLOCK
+        wait_until(
+            lambda: (heard(url), listener.announced >= expected)[-1],  # noqa: B023
+            60.0,
+            "the engine has announced its four prompts",
+        )
+        heard(url)
+    given, served = len(router.credits()), [engine.server.tokens() for engine in engines]
+    assert [router.ask(each) for each in prompts] == computed
+    more = [engine.server.tokens() - before for engine, before in zip(engines, served, strict=True)]
+    return router.credits()[given:], more
+
+
+@pytest.mark.timeout(600)
+def test_a_router_hands_prompts_from_prefill_to_decode(
+    stack: ExitStack, start_server: Callable[..., LMCacheServer], tmp_path: Path
+) -> None:
+    needs("vllm_router")
+    store = stack.enter_context(stores.valkey(tmp_path))
+    engines = []
+    for _ in range(2):
+        server = start_server(tier=f"valkey://127.0.0.1:{store.port}?write=commit", chunk_size=CHUNK)
+        flags = ["--block-size", str(BLOCK), "--served-model-name", "tiny"]
+        waits = {"lmcache.mp.wait_timeout_s": 60}
+        engines.append(ApiServer("llama", server, *flags, text=True, **waits))
+    start_together(stack, engines)
+    prefill, decode = engines
+    router = stack.enter_context(PrefillDecodeRouter(prefill, decode))
+    for _ in range(3):
+        cached, before = text(), decode.server.tokens("hit")
+        answer = router.ask(cached, 8)
+        assert decode.server.tokens("hit") == before + STORED_TOKENS
+        assert answer == ask(prefill.url, cached, 8)
