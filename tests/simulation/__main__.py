@@ -39,8 +39,8 @@ def run_seeds(arguments: argparse.Namespace, bug: str = "") -> tuple[list[int], 
     context = multiprocessing.get_context("fork")
     # A killed server never starts what was about to run.
     warnings.filterwarnings("ignore", "coroutine .* was never awaited")
-    # Tasks that wait when a world ends keep it alive: a process ends after some worlds.
-    with context.Pool(arguments.jobs, initializer=BUGS.get(bug), maxtasksperchild=25) as pool:
+    # Tasks that wait when a world ends keep it alive: a process ends after 24 worlds.
+    with context.Pool(arguments.jobs, initializer=BUGS.get(bug), maxtasksperchild=6) as pool:
         work = functools.partial(run_seed, trace=arguments.trace)
         for seed, wrong, counted in pool.imap_unordered(work, seeds, chunksize=4):
             counts.update(counted)

@@ -6,9 +6,11 @@ from typing import Any
 from lmcache_client.channel import Channel
 from lmcache_client.connector import scheduler as scheduler_module
 from lmcache_client.connector.held import HeldBlocks
+from lmcache_client.connector.offers import Offers
 from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.contract.geometry import SLIDING_WINDOW, GroupSpec
 from lmcache_client.engine import Scheduler
+from lmcache_client.several import Several, Together
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.index import Chunk
 from lmcache_server.core.leases import LeaseTable
@@ -19,6 +21,8 @@ from lmcache_server.service.tiers import Tiers
 from lmcache_server.tiers.base import TierError
 from lmcache_server.tiers.record import Record
 from lmcache_server.tiers.worker import TierWorker
+from simulation.drafts import DraftingEngine
+from simulation.engine import Engine
 from simulation.network import ClientSystem
 
 
@@ -196,6 +200,26 @@ def _lookups_wait_for_whole_fetches() -> None:
     lmcache_server.service.fetches.fetch_patience_s = lambda num_tokens: 60.0
 
 
+def _one_promise_is_enough() -> None:
+    """Of several servers, the one that gives least is believed to speak for all."""
+    Several._agree = staticmethod(lambda found, least: True)  # type: ignore[method-assign]
+
+
+def _promises_kept_when_one_server_fails() -> None:
+    made = Together.__init__
+
+    def without_failure(self: Together, parts: Any, merge: Any, _: Any = None) -> None:
+        made(self, parts, merge)
+
+    Together.__init__ = without_failure  # type: ignore[method-assign]
+
+
+def _state_stored_before_its_drafts_are_verified() -> None:
+    # As the early stages of a pipeline, which learn in the next step which drafts were right.
+    DraftingEngine._verify = Engine._verify  # type: ignore[method-assign]
+    Offers._is_final = lambda *_: True  # type: ignore[method-assign]
+
+
 BUGS: dict[str, Callable[[], None]] = {
     bug.__name__.strip("_"): bug
     for bug in (
@@ -221,5 +245,8 @@ BUGS: dict[str, Callable[[], None]] = {
         _calls_that_hang_are_given_up,
         _written_while_evicted,
         _lookups_wait_for_whole_fetches,
+        _one_promise_is_enough,
+        _promises_kept_when_one_server_fails,
+        _state_stored_before_its_drafts_are_verified,
     )
 }

@@ -7,12 +7,13 @@ last one in it, group, rank, region. Before a step computes, every page that it 
 
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from vllm import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
@@ -33,6 +34,7 @@ from lmcache_client.contract.geometry import (
 )
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.memory.host import HostExport
+from lmcache_client.several import Several
 from simulation.network import ClientSystem, Network
 from simulation.world import Process, World
 
@@ -40,6 +42,7 @@ LOOKUP_TIMEOUT_S = 1.0
 LOAD_TIMEOUT_S = 5.0
 STEP_TOKENS = 24
 MAX_RUNNING = 3
+HASH_TOKENS = 4
 MAX_LOCAL = 3
 """Prefixes that the engine keeps in its own prefix cache."""
 
@@ -55,6 +58,10 @@ class Model:
     ranks: int
     page_bytes: tuple[int, ...] = (16, 24)
     """One region for each."""
+    drafts: int = 0
+    """The most drafts that a step verifies; none without a drafter."""
+    lookahead: int = 0
+    """How many tokens behind a chunk its key covers, too."""
 
 
 @dataclass
@@ -78,13 +85,21 @@ class Engine:
     """One life of an engine. Its steps run in one task; each of its processes has a keeper."""
 
     def __init__(
-        self, network: Network, model: Model, engine_id: str, processes: Sequence[Process], num_blocks: int
+        self,
+        networks: Sequence[Network],
+        model: Model,
+        engine_id: str,
+        processes: Sequence[Process],
+        num_blocks: int,
     ) -> None:
-        self.world: World = network.world
+        """Each of several networks is another host, with a server and some of the ranks."""
+        self.world: World = networks[0].world
+        self.networks = networks
         self.model = model
         self.engine_id = engine_id
         self.processes = processes
-        self.pool = BlockPool(num_blocks, enable_caching=False, hash_block_size=1)
+        # Only the connector of an engine with a drafter asks for hashes of blocks.
+        self.pool = BlockPool(num_blocks, bool(model.drafts), HASH_TOKENS if model.drafts else 1)
         self.waiting: list[Running] = []
         self._arrived: list[Request] = []
         """Those of the waiting ones that the connector does not know yet."""
@@ -100,9 +115,15 @@ class Engine:
         self._local: list[tuple[str, int, int, list[list[int]]]] = []
         """What the engine's own prefix cache holds: tenant, mark, tokens, blocks by group."""
         self._memory = [self._buffer(num_blocks) for _ in range(model.ranks)]
-        systems = [ClientSystem(network, process) for process in processes]
-        # A host, so that the channel does not look at this machine for a directory of sockets.
-        settings = Settings("simulated", 5555, LOOKUP_TIMEOUT_S, LOAD_TIMEOUT_S)
+        systems = [ClientSystem(networks, process) for process in processes]
+        # Hosts, so that the channel does not look at this machine for a directory of sockets.
+        settings = Settings(networks[0].host, 5555, LOOKUP_TIMEOUT_S, LOAD_TIMEOUT_S)
+        if len(networks) > 1:
+            # The first host has what the others leave, which have one rank each.
+            last = model.ranks - len(networks)
+            ranks = [f"0-{last}", *(str(last + at) for at in range(1, len(networks)))]
+            servers = {each: f"{network.host}:5555" for each, network in zip(ranks, networks, strict=True)}
+            settings = structs.replace(settings, host="", servers=servers)
         tag = ModelTag(model.name, (("weights", model.weights),), model.ranks, 1)
         self.workers = [
             WorkerSide(
@@ -125,8 +146,10 @@ class Engine:
             loads=True,
             stores=True,
             # Half of the engines store what somebody will read, the others everything.
-            block_bytes=network.world.random.choice(((), (sum(model.page_bytes),) * len(bare))),
-            state_interval=network.world.random.choice((None, 0)),
+            block_bytes=self.world.random.choice(((), (sum(model.page_bytes),) * len(bare))),
+            state_interval=self.world.random.choice((None, 0)),
+            lookahead=model.lookahead,
+            drafts=bool(model.drafts),
             system=systems[0],  # type: ignore[arg-type]
         )
         self.scheduler.bind(self.pool)
@@ -188,11 +211,13 @@ class Engine:
 
     # -- requests ---------------------------------------------------------------------------------
 
+    _hasher: Callable[[Request], list[Any]] | None = None
+
     def add(self, name: str, tokens: list[int], salt: str, max_tokens: int) -> None:
         # Every third prompt will not come back, it says; some do.
         hints = {"lmcache.once": not len(tokens) % 3}
         params = SamplingParams(max_tokens=max_tokens, extra_args={"kv_transfer_params": hints})
-        request = Request(name, tokens, params, None, cache_salt=salt or None)
+        request = Request(name, tokens, params, None, cache_salt=salt or None, block_hasher=self._hasher)
         self.waiting.append(Running(request, salt, [[] for _ in self.groups]))
         self._arrived.append(request)
 
@@ -356,6 +381,7 @@ class Engine:
         self._rest("in a step", self.world.random.uniform(0.0005, 0.01))
         for sequence, count in scheduled:
             self._compute(sequence, count)
+        self._verify(scheduled)
         finished: dict[str, int] = {}
         failed: set[str] = set()
         report = WorkerReport()
@@ -385,6 +411,8 @@ class Engine:
             if external and isinstance(tracked.state, Promised) and tracked.state.is_early:
                 self.world.count("hits of early lookups")
             resume = local + external
+            if external and isinstance(tracked.state, Promised):
+                self._check_leases(tracked.state.found.lease_id, resume)
             assert is_async == bool(external)
             assert resume < sequence.request.num_tokens
             assert resume % self.unified == 0
@@ -408,11 +436,27 @@ class Engine:
                 self.running.append(sequence)
         return asked
 
+    def _check_leases(self, lease_id: int, resume: int) -> None:
+        """Every server has promised what is loaded, unless it has restarted, or said nonsense."""
+        client = self.scheduler.client
+        if not isinstance(client, Several) or self.world.counts.get("replies of nonsense"):
+            return
+        self.world.count("loads from several servers")
+        own, leases = client._clients, client.leases(lease_id)
+        for each, lease, network in zip(own, leases, self.networks, strict=True):
+            server: Any = network.listener
+            if server is not None and server.router.registry.boot_id == each.channel.boot_id:
+                promise = server.cache._leases.get(lease)
+                assert lease, "a load without a lease"
+                assert promise is None or promise.resume_tokens == resume, (
+                    "a load that a server did not promise"
+                )
+
     def _outstanding(self, newcomer: Running) -> int:
         """Blocks that this request and those under way still need for the tokens they have. As in vLLM, a
         load waits for them: two that load could otherwise put each other back for ever."""
         return sum(
-            -(-each.request.num_tokens // spec.block_size) + 1 - sum(map(bool, table))
+            self._entries(spec, each.request.num_tokens) + 1 - sum(map(bool, table))
             for each in (newcomer, *self.running, *self.loading)
             for spec, table in zip(self.groups, each.tables, strict=True)
         )
@@ -442,11 +486,7 @@ class Engine:
         for sequence in list(self.running):
             if sequence not in self.running:
                 continue
-            count = min(sequence.request.num_tokens - sequence.computed, budget)
-            if count > 1 and self.world.chance(0.5):
-                # Steps end at block boundaries of recurrent groups, as in vLLM's align mode.
-                aligned = (sequence.computed + count) // self.unified * self.unified - sequence.computed
-                count = aligned if aligned > 0 else count
+            count = self._next_tokens(sequence, budget)
             while count > 0 and not self._grow(sequence, count):
                 if not self._preempt(sequence):
                     count = 0
@@ -457,23 +497,39 @@ class Engine:
                 break
         return [(sequence, count) for sequence, count in scheduled if sequence in self.running]
 
+    def _next_tokens(self, sequence: Running, budget: int) -> int:
+        """How many tokens the next step of this request computes."""
+        count = min(sequence.request.num_tokens - sequence.computed, budget)
+        if count > 1 and self.world.chance(0.5):
+            # Steps end at block boundaries of recurrent groups, as in vLLM's align mode.
+            aligned = (sequence.computed + count) // self.unified * self.unified - sequence.computed
+            count = aligned if aligned > 0 else count
+        return count
+
+    def _entries(self, spec: GroupSpec, tokens: int) -> int:
+        """How long the block table of a group must be for a step that ends after `tokens` tokens."""
+        return -(-tokens // spec.block_size)
+
     def _grow(self, sequence: Running, count: int) -> bool:
         """Free what the next step does not read any more, add blocks for `count` tokens."""
-        missing = 0
+        longer = []
         for spec, table in zip(self.groups, sequence.tables, strict=True):
             first = _first_read(spec, sequence.computed) // spec.block_size
             for position in range(min(first, len(table))):
                 if table[position]:
                     self.pool.free_blocks([self.pool.blocks[table[position]]])
                     table[position] = 0
-            missing += -(-(sequence.computed + count) // spec.block_size) - len(table)
-        if missing > self.pool.get_num_free_blocks():
+            kept = self._moved(sequence, spec, table, count)
+            longer.append((table, kept, max(0, self._entries(spec, sequence.computed + count) - len(kept))))
+        if sum(more for _, _, more in longer) > self.pool.get_num_free_blocks():
             return False
-        for spec, table in zip(self.groups, sequence.tables, strict=True):
-            more = -(-(sequence.computed + count) // spec.block_size) - len(table)
-            if more > 0:
-                table += [block.block_id for block in self.pool.get_new_blocks(more)]
+        for table, kept, more in longer:
+            table[:] = [*kept, *(block.block_id for block in self.pool.get_new_blocks(more))]
         return True
+
+    def _moved(self, sequence: Running, spec: GroupSpec, table: list[int], count: int) -> list[int]:
+        """The entries of a block table before a step of `count` tokens adds to them."""
+        return table
 
     def _preempt(self, sequence: Running) -> bool:
         """Make room: forget a prefix, or put back the request that came last. False when nothing helps."""
@@ -486,6 +542,9 @@ class Engine:
         self._free(last)
         self.waiting.insert(0, last)
         return last is not sequence
+
+    def _verify(self, scheduled: list[tuple[Running, int]]) -> None:
+        """After the forward pass, where there are drafts, and before anything is stored."""
 
     def _states(self, scheduled: list[tuple[Running, int]]) -> dict[str, list[tuple[int, int, int]]]:
         offers: dict[str, list[tuple[int, int, int]]] = {}
@@ -504,18 +563,28 @@ class Engine:
         start, end = sequence.computed, sequence.computed + count
         for index, spec in enumerate(self.groups):
             table, size = sequence.tables[index], spec.block_size
-            if start:
-                last = (start - 1) // size
-                for position in range(_first_read(spec, start) // size, last + 1):
+            what = f"{self.engine_id} {sequence.request.request_id} at {start}"
+            if start and spec.kind == RECURRENT:
+                self._check(index, self._state_block(sequence, index), self._mark(sequence, start), what)
+            elif start:
+                for position in range(_first_read(spec, start) // size, (start - 1) // size + 1):
                     mark = self._mark(sequence, min((position + 1) * size, start))
-                    what = f"{self.engine_id} {sequence.request.request_id} at {start}"
                     self._check(index, table[position], mark, what)
             if spec.kind == RECURRENT:
-                self._write(index, table[(end - 1) // size], self._mark(sequence, end))
+                self._write_states(sequence, index, start, end)
                 continue
             for position in range(start // size, (end - 1) // size + 1):
                 assert table[position], "the engine writes to the null block"
                 self._write(index, table[position], self._mark(sequence, min((position + 1) * size, end)))
+
+    def _state_block(self, sequence: Running, index: int) -> int:
+        """The block of a recurrent group with the state after all computed tokens."""
+        return sequence.tables[index][(sequence.computed - 1) // self.groups[index].block_size]
+
+    def _write_states(self, sequence: Running, index: int, start: int, end: int) -> None:
+        """What a step from `start` to `end` leaves in the blocks of a recurrent group."""
+        block = sequence.tables[index][(end - 1) // self.groups[index].block_size]
+        self._write(index, block, self._mark(sequence, end))
 
     def _advance(self, sequence: Running, count: int) -> None:
         if sequence not in self.running:
@@ -561,6 +630,10 @@ class Engine:
                 self.world.note(f"{self.engine_id} loaded {name} up to {resume}")
                 sequence.computed = resume
                 self.running.append(sequence)
+                self._loaded(sequence)
+
+    def _loaded(self, sequence: Running) -> None:
+        """Its load has succeeded."""
 
 
 def _first_read(spec: GroupSpec, computed: int) -> int:

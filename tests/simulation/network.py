@@ -2,7 +2,7 @@
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from lmcache_client.contract.messages import (
@@ -36,24 +36,32 @@ class Server(Protocol):
 
 
 class Network:
-    """Who listens, and how badly messages travel."""
+    """Who listens on a host, and how badly messages travel to it."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, host: str = "simulated") -> None:
         self.world = world
+        self.host = host
         self.listener: Server | None = None
         self.links: list[Link] = []
         self.delay_s = 0.0002
         self.reply_loss = 0.0
+        self.cut_off_until_s = 0.0
         self.nonsense = 0.0
         """How many replies are not what was asked for, or not even replies."""
         self._next_identity = 1
+
+    def cut_off(self, seconds: float) -> None:
+        """Nothing arrives at the host or comes from it for so long. Some connections break meanwhile."""
+        self.cut_off_until_s = self.world.now_s + seconds
+        for link in list(self.links):
+            self.world.after(self.world.random.uniform(0, 2 * seconds), link.break_off)
 
     def identity(self) -> bytes:
         self._next_identity += 1
         return self._next_identity.to_bytes(5, "little")
 
     def travel_s(self) -> float:
-        return self.world.random.expovariate(1 / self.delay_s)
+        return max(self.world.random.expovariate(1 / self.delay_s), self.cut_off_until_s - self.world.now_s)
 
 
 class Link:
@@ -111,7 +119,7 @@ class Link:
         if self._closed or self._is_up or self.process.killed:
             return
         listener = self.network.listener
-        if listener is None or listener.process.killed:
+        if listener is None or listener.process.killed or self.world.now_s < self.network.cut_off_until_s:
             self.world.after(RECONNECT_S, self._try)
             return
         self.server, self._is_up = listener, True
@@ -204,9 +212,9 @@ class Watched:
 class ClientSystem:
     """`lmcache_client.transport.System` of one process of this world."""
 
-    def __init__(self, network: Network, process: Process) -> None:
-        self.network = network
-        self.world = network.world
+    def __init__(self, networks: Sequence[Network], process: Process) -> None:
+        self.networks = {f"tcp://{network.host}:5555": network for network in networks}
+        self.world = networks[0].world
         self.process = process
         self.is_blind = self.world.chance(0.1)
         """It has no descriptor of the server's process: another process namespace, or none to spare."""
@@ -233,14 +241,15 @@ class ClientSystem:
         return self.world.spawn(target, self.process)
 
     def connect(self, address: str) -> Link:
-        return Link(self.network, self.process)
+        return Link(self.networks[address], self.process)
 
     def open_process(self, pid: int) -> Watched | None:
         process = self.world.processes.get(pid)
         return None if self.is_blind or process is None or process.exited else Watched(process)
 
     def nobody_listens(self, address: str) -> bool:
-        return self.network.listener is None or self.network.listener.process.exited
+        listener = self.networks[address].listener
+        return listener is None or listener.process.exited
 
     def allow_tracer(self, pid: int) -> None:
         pass

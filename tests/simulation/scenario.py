@@ -1,16 +1,21 @@
-"""One history: engines, tenants and a server under faults that a seed decides, and what must hold after."""
+"""One history: engines, tenants and a server under faults that a seed decides, and what must hold after.
+
+In some histories each engine has ranks on three hosts, with a server each. Any of them may fail.
+"""
 
 import functools
 import logging
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW
 from lmcache_client.engine import RELEASE_S
+from simulation.drafts import DraftingEngine
 from simulation.engine import LOAD_TIMEOUT_S, Engine, Model
 from simulation.machine import TICK_S, Faults, SimulatedServer
-from simulation.network import Network
+from simulation.network import Link, Network
 from simulation.tiers import FAULTS, Store, unrest
 from simulation.world import Process, World
 
@@ -25,13 +30,32 @@ SHAPES = (
     ((CHUNKED_LOCAL, 4, 16), FULL_8),
     ((RECURRENT, 8, 0), (FULL, 8, 0), (SLIDING_WINDOW, 4, 6)),
 )
+RECURRENT_SHAPES = tuple(shape for shape in SHAPES if any(kind == RECURRENT for kind, _, _ in shape))
 CHUNK_TOKENS = 8
 SALTS = ("", "", "tenant a", "tenant b")
 TIERED = (1, 3)
 """Which of five seeds have tiers. --max-age, which another one has, cannot be combined with them."""
+DRAFTING = 2
+"""Which of three seeds have engines with drafters."""
 FAULTY_S = 25.0
 SETTLE_S = 900.0
 """Longer than any deadline or silence that the product knows."""
+
+
+SPLIT = 6
+"""Every sixth seed has three servers, and engines with ranks at each of them."""
+
+
+class Host:
+    """Where one server at a time runs. All lives stay: memory of the dead is still copied."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.lives: list[SimulatedServer] = []
+
+    @property
+    def server(self) -> SimulatedServer | None:
+        return self.lives[-1] if self.lives and not self.lives[-1].process.killed else None
 
 
 class Scenario:
@@ -42,11 +66,11 @@ class Scenario:
         if trace:
             self.world.trace = []
         draw = self.world.random
-        self.network = Network(self.world)
+        self.is_split = seed % SPLIT == SPLIT - 1
+        names = [f"host{at}" for at in range(3)] if self.is_split else ["simulated"]
+        self.hosts = [Host(Network(self.world, name)) for name in names]
         self.faults = Faults()
         self.engines: list[Engine] = []
-        self.lives: list[SimulatedServer] = []
-        """All there were: memory of the dead must stay for copies that are under way."""
         self.frames = draw.choice((6, 12, 24, 60))
         self.ephemeral = "" if seed % 4 else "two"
         self.max_age_s = math.inf if seed % 5 else 3.0
@@ -55,9 +79,13 @@ class Scenario:
         """How many engines have the engine_id of another one that runs."""
         shapes = draw.sample(SHAPES, 2)
         self.models = [
-            Model("one", "one", shapes[0], draw.choice((1, 1, 2))),
-            Model("two", "two", shapes[draw.choice((0, 1))], 1),
+            Model("one", "one", shapes[0], draw.choice((3, 3, 4) if self.is_split else (1, 1, 2))),
+            Model("two", "two", shapes[draw.choice((0, 1))], 3 if self.is_split else 1),
         ]
+        if seed % 3 == DRAFTING:
+            shape = draw.choice((*SHAPES, *RECURRENT_SHAPES))
+            speculation = {"drafts": draw.choice((1, 2, 3)), "lookahead": draw.choice((0, 0, 1))}
+            self.models[0] = replace(self.models[0], groups=shape, **speculation)
         self.prompts = _prompts(draw)
         self._requests = 0
         self.pins = seed % 3 == 1
@@ -82,14 +110,14 @@ class Scenario:
         self.world.processes[pid] = Process(self.world, pid, name)
         return self.world.processes[pid]
 
-    def start_server(self) -> None:
-        if self.lives and not self.lives[-1].process.exited:
+    def start_server(self, host: Host) -> None:
+        if host.lives and not host.lives[-1].process.exited:
             return
-        process = self._process(f"server {len(self.lives)}")
+        process = self._process(f"server {len(host.lives)} of {host.network.host}")
         self.world.note(f"start {process.name}")
-        self.lives.append(
+        host.lives.append(
             SimulatedServer(
-                self.network,
+                host.network,
                 process,
                 self.frames,
                 CHUNK_TOKENS,
@@ -98,13 +126,17 @@ class Scenario:
                 self.ephemeral,
                 self.max_age_s,
                 self.stores,
-                len(self.lives),
+                len(host.lives),
             )
         )
 
     @property
-    def server(self) -> SimulatedServer | None:
-        return self.lives[-1] if self.lives and not self.lives[-1].process.killed else None
+    def servers(self) -> list[SimulatedServer]:
+        return [host.server for host in self.hosts if host.server is not None]
+
+    @property
+    def links(self) -> list[Link]:
+        return [link for host in self.hosts for link in host.network.links]
 
     @property
     def running(self) -> list[Engine]:
@@ -119,7 +151,9 @@ class Scenario:
             name = draw.choice(self.running).engine_id
         processes = [self._process(f"{name}.{index}") for index in range(1 + model.ranks)]
         self.world.note(f"start {name}")
-        engine = Engine(self.network, model, name, processes, draw.choice((24, 40, 80)))
+        networks = [host.network for host in self.hosts]
+        kind = DraftingEngine if model.drafts else Engine
+        engine = kind(networks, model, name, processes, draw.choice((24, 40, 80)))
         self.engines.append(engine)
         self.world.spawn(lambda: self._live(engine), processes[0])
 
@@ -145,11 +179,16 @@ class Scenario:
         limit = 4 * (engine.pool.num_gpu_blocks // len(engine.groups) - 3)
         prompt = prompt or draw.choice(self.prompts)
         tokens = prompt[: draw.randint(1, max(1, min(len(prompt), limit - 12)))]
+        if isinstance(engine, DraftingEngine) and engine.conversations and self.world.chance(0.4):
+            # A conversation goes on, so its answer is read again.
+            self.world.count("conversations that go on")
+            grown = [*draw.choice(engine.conversations[-4:]), *tokens[-5:]]
+            tokens = grown[: limit - 12]
         self._requests += 1
         self.world.count("requests")
         name = f"request {self._requests:08d}"
-        if self.pins and self._hears and self.world.chance(0.2):
-            self.server.pin("", name)
+        if self.pins and (server := self._who_hears()) and self.world.chance(0.2):
+            server.pin("", name)
             self._to_pin.append(name)
         engine.add(name, tokens, draw.choice(self.salts), draw.randint(1, 10))
 
@@ -162,29 +201,38 @@ class Scenario:
             self.world.random.choice(self.running).reset_soon()
 
     def kill_server(self) -> None:
-        if self.server is not None:
+        host = self.world.random.choice(self.hosts)
+        if (server := host.server) is not None:
             self.world.count("servers killed")
             # The next one can have the address as soon as this one has exited.
             later_s = self.world.random.choice((0.0, 0.05, 0.5, 8.0))
-            self.server.process.at_exit.append(lambda: self.world.after(later_s, self.start_server))
+            server.process.at_exit.append(lambda: self.world.after(later_s, self.start_server, host))
             if self.world.chance(0.5):
-                self.server.dies_at_next_load = True
+                server.dies_at_next_load = True
             else:
-                self.server.process.kill()
+                server.process.kill()
 
     def stop_server(self) -> None:
         """SIGTERM, and at the same moment every client connects anew."""
-        if self.server is not None:
+        host = self.world.random.choice(self.hosts)
+        if (server := host.server) is not None:
             self.world.count("servers ended")
-            self.server.process.at_exit.append(lambda: self.world.after(0.05, self.start_server))
-            self.server.stop()
-            for link in list(self.network.links):
+            server.process.at_exit.append(lambda: self.world.after(0.05, self.start_server, host))
+            server.stop()
+            for link in list(host.network.links):
                 link.break_off()
 
     def freeze_server(self) -> None:
-        if self.server is not None:
+        if self.servers:
             self.world.count("servers stopped")
-            self.server.freeze(self.world.random.choice((0.01, 0.5, 2.0, 12.0)))
+            server = self.world.random.choice(self.servers)
+            server.freeze(self.world.random.choice((0.01, 0.5, 2.0, 12.0)))
+
+    def cut_off_host(self) -> None:
+        """Nothing reaches one of the hosts for a while."""
+        host = self.world.random.choice(self.hosts)
+        self.world.count("hosts cut off")
+        host.network.cut_off(self.world.random.choice((0.3, 3.0, 20.0)))
 
     def kill_engine(self) -> None:
         if self.running:
@@ -201,13 +249,13 @@ class Scenario:
             self.world.random.choice(self.running).pause(self.world.random.choice((0.3, 3.0, 20.0)))
 
     def break_link(self) -> None:
-        if self.network.links:
+        if self.links:
             self.world.count("connections broken")
-            self.world.random.choice(self.network.links).break_off()
+            self.world.random.choice(self.links).break_off()
 
     def clear(self) -> None:
-        if self.server is not None and not self.server.frozen_s():
-            self.server.cache.clear()
+        if (server := self._who_hears()) is not None:
+            server.cache.clear()
 
     def lose_tier(self) -> None:
         self.world.random.choice(self.stores).lose()
@@ -216,18 +264,18 @@ class Scenario:
         draw = self.world.random
         draw.choice(self.stores).go_away(draw.choice((0.5, 3.0, 12.0)))
 
-    @property
-    def _hears(self) -> bool:
-        return self.server is not None and not self.server.frozen_s()
+    def _who_hears(self) -> SimulatedServer | None:
+        server = self.world.random.choice(self.hosts).server
+        return server if server is not None and not server.frozen_s() else None
 
     def pin(self) -> None:
         """A user pins a request that he has sent, or unpins a name."""
-        if not self._hears:
+        if (server := self._who_hears()) is None:
             return
         name = self.world.random.choice(("mine", "yours"))
         if self.world.chance(0.15):
-            self.server.unpin(name)
-        elif self._to_pin and self.server.pin(name, self._to_pin.pop()):
+            server.unpin(name)
+        elif self._to_pin and server.pin(name, self._to_pin.pop()):
             self.world.count("pins")
 
     def jump(self) -> None:
@@ -248,10 +296,8 @@ class Scenario:
         """Returns what was counted."""
         draw, world = self.world.random, self.world
         end_s = world.now_s + FAULTY_S
-        if world.chance(0.8):
-            self.start_server()
-        else:
-            world.after(draw.uniform(0, 3), self.start_server)
+        for host in self.hosts:
+            world.after(draw.uniform(0, 3) if world.chance(0.2) else 0.0, self.start_server, host)
         for _ in range(draw.choice((1, 2, 2, 3))):
             self.start_engine()
         self._every(draw.choice((0.15, 0.3, 0.8)), self.request, end_s)
@@ -259,6 +305,7 @@ class Scenario:
             (4.0, self.kill_server), (5.0, self.freeze_server), (5.0, self.kill_engine),
             (5.0, self.pause_engine), (1.0, self.break_link), (3.0, self.clear), (0.7, self.abort),
             (12.0, self.jump), (3.0, self.reset_engine), (6.0, self.stop_server),
+            *(((5.0, self.cut_off_host),) if self.is_split else ()),
         )  # fmt: skip
         if self.pins:
             self._every(0.8, self.pin, end_s)
@@ -266,18 +313,19 @@ class Scenario:
             # With tiers there is less of all else: what has left L1 must be asked for again.
             if world.chance(0.15 if self.stores else 0.4):
                 self._every(mean_s * draw.choice((0.5, 1, 3)), fault, end_s)
-        if world.chance(0.3):
-            self.network.reply_loss = draw.choice((0.002, 0.05))
+        reply_loss = draw.choice((0.002, 0.05)) if world.chance(0.3) else 0.0
+        nonsense = draw.choice((0.002, 0.05)) if world.chance(0.2) else 0.0
+        delay_s = draw.choice((0.00002, 0.0002, 0.002))
+        for host in self.hosts:
+            host.network.reply_loss, host.network.nonsense = reply_loss, nonsense
+            host.network.delay_s = delay_s
         if world.chance(0.4):
             self.faults.copy_failure = draw.choice((0.01, 0.2))
-        if world.chance(0.2):
-            self.network.nonsense = draw.choice((0.002, 0.05))
         if world.chance(0.3):
             self.faults.hung_copy = draw.choice((0.005, 0.05))
         if world.chance(0.4):
             self.faults.slow_copy = draw.choice((0.01, 0.1))
         self.faults.piece_s = draw.choice((0.0001, 0.001, 0.01))
-        self.network.delay_s = draw.choice((0.00002, 0.0002, 0.002))
         if self.stores and world.chance(0.5):
             self._every(4.0, self.kill_server, end_s)
         for mean_s, fault in ((8.0, self.lose_tier), (5.0, self.tier_goes_away)):
@@ -295,22 +343,37 @@ class Scenario:
     def _calm_down(self) -> None:
         """No more faults: everything must come to an end, and nothing be left."""
         world = self.world
-        for life in self.lives:
-            life.dies_at_next_load = False
-        self.network.reply_loss = self.faults.copy_failure = self.faults.slow_copy = 0.0
-        self.network.nonsense = self.faults.hung_copy = 0.0
+        for host in self.hosts:
+            for life in host.lives:
+                life.dies_at_next_load = False
+            host.network.reply_loss = host.network.nonsense = host.network.cut_off_until_s = 0.0
+        self.faults.copy_failure = self.faults.slow_copy = self.faults.hung_copy = 0.0
         self.faults.return_all()
         for store in self.stores:
             store.recover()
         world.run(lambda: False, 12.0)
-        self.start_server()
-        back = world.run(lambda: self.server is not None and not self.server.is_ending, SETTLE_S)
+        for host in self.hosts:
+            self.start_server(host)
+        back = world.run(
+            lambda: all(host.server and not host.server.is_ending for host in self.hosts), SETTLE_S
+        )
         assert back, "a server never ended"
         self._come_to_rest()
         if self.stores and world.chance(0.5):
             self._ask_a_new_server()
-        server = self.server
-        assert server is not None
+        for server in self.servers:
+            self._is_left_clean(server)
+        for engine in self.running:
+            world.spawn(engine.close, engine.processes[0])
+        registries = [server.router.registry for server in self.servers]
+        gone = world.run(lambda: not any(registry.sessions for registry in registries), 30.0)
+        assert gone, "a session outlives its client"
+        for server in self.servers:
+            assert not list(server.router.registry.engines)
+            assert all(copier.closed for copier in server.copiers), "a copy thread outlives its session"
+
+    def _is_left_clean(self, server: SimulatedServer) -> None:
+        world = self.world
         # The last words of the engines arrive; leases of those that were killed are over.
         limit_s = SETTLE_S if self._unheard() else RELEASE_S + TICK_S
         tiers_rest = world.run(lambda: not unrest(server), SETTLE_S)
@@ -318,20 +381,15 @@ class Scenario:
         still = world.run(functools.partial(_is_at_rest, server), limit_s)
         assert still, f"the server holds {server.cache.num_leases} leases, {server.cache.num_readers} readers"
         server.cache.check_integrity()
-        for engine in self.running:
-            world.spawn(engine.close, engine.processes[0])
-        gone = world.run(lambda: not server.router.registry.sessions, 30.0)
-        assert gone, "a session outlives its client"
-        assert not list(server.router.registry.engines)
-        assert all(copier.closed for copier in server.copiers), "a copy thread outlives its session"
 
     def _ask_a_new_server(self) -> None:
         """The server is killed, and a new one has what the tiers have: good records, and those that faults
         have left."""
-        self.kill_server()
-        for life in self.lives:
-            life.dies_at_next_load = False
-            life.process.kill()
+        for host in self.hosts:
+            for life in host.lives:
+                life.dies_at_next_load = False
+                life.process.kill()
+            self.world.after(8.0, self.start_server, host)
         self.world.run(lambda: False, 12.0)
         for prompt in self.prompts * 2:
             self.request(prompt)

@@ -52,9 +52,19 @@ def test_no_seed_gives_a_wrong_byte_a_leak_or_a_hang() -> None:
         "records written",
         "tier faults",
         "lookups that wait for tiers",
+        "drafts accepted",
+        "drafts rejected",
+        "scratch blocks moved",
+        "states copied after a step",
     ):
         assert counts[what] > SEEDS / 10, result.stdout
-    for what in ("replies of nonsense", "copies hung", "engine ids given twice"):
+    for what in (
+        "replies of nonsense",
+        "copies hung",
+        "engine ids given twice",
+        "hosts cut off",
+        "loads from several servers",
+    ):
         assert counts[what] > SEEDS / 50, result.stdout
     for what in (
         "servers killed",

@@ -56,26 +56,14 @@ def model_path(name: str) -> Path:
     return path
 
 
-def eagle_path(target: str) -> Path:
-    """The directory of a random EAGLE head for a tiny model; made when it is missing, always the same."""
-    from harness.paths import MODELS
-
-    path = MODELS / f"{model_path(target).name}-eagle-{RECIPE}"
-    if not path.is_dir():
-        with tempfile.TemporaryDirectory(dir=MODELS) as scratch:
-            made = Path(scratch) / "head"
-            make_eagle(target, made)
-            made.rename(path)
-    return path
-
-
 def text_model_path(name: str) -> Path:
-    """The tiny model `name` with a tokenizer: each byte of a text is a token. A directory stays as it is."""
+    """The tiny model `name`, or a directory, with a tokenizer: each byte of a text is a token. A directory
+    that has one stays as it is."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    if os.path.isabs(name):
-        return Path(name)
-    path = model_path(name)
+    path = Path(name) if os.path.isabs(name) else model_path(name)
+    if (path / "tokenizer_config.json").exists():
+        return path
     with_text = path.with_name(f"{path.name}-text")
     if not with_text.is_dir():
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
@@ -111,38 +99,6 @@ def make(name: str, directory: Path) -> None:
                 parameter.normal_(0.0, WEIGHT_STD)
     model.save_pretrained(directory)
     config_file.write_text(json.dumps(configs()[name], indent=1))
-
-
-def make_eagle(target: str, directory: Path) -> None:
-    """Write config.json and random weights of an EAGLE head of one Llama layer, which has the embeddings and
-    the output layer of the model `target`."""
-    import torch
-    from safetensors.torch import save_file
-
-    config = {**configs()[target], "num_hidden_layers": 1}
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    query = config["num_attention_heads"] * config["head_dim"]
-    key = config["num_key_value_heads"] * config["head_dim"]
-    shapes = {
-        "fc": (hidden, 2 * hidden),
-        "layers.0.self_attn.q_proj": (query, hidden),
-        "layers.0.self_attn.k_proj": (key, hidden),
-        "layers.0.self_attn.v_proj": (key, hidden),
-        "layers.0.self_attn.o_proj": (hidden, query),
-        "layers.0.mlp.gate_proj": (inner, hidden),
-        "layers.0.mlp.up_proj": (inner, hidden),
-        "layers.0.mlp.down_proj": (hidden, inner),
-    }
-    torch.manual_seed(1)
-    weights = {f"{name}.weight": WEIGHT_STD * torch.randn(shape) for name, shape in shapes.items()}
-    weights["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
-    directory.mkdir()
-    save_file(
-        {name: each.to(torch.bfloat16) for name, each in weights.items()},
-        directory / "model.safetensors",
-        {"format": "pt"},
-    )
-    (directory / "config.json").write_text(json.dumps(config, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,305 @@
+"""Speculative decoding on models with recurrent layers: what the server restores is what vLLM's own prefix
+cache would have.
+
+vLLM's CPU build lacks two kernels for this; the harness supplies them (harness/recurrent_kernels.py). Every
+case states first that tokens came from the server. Then tokens, logprobs, the drafts of every step and the
+number of accepted ones equal those of vLLM's own cache, resumed at the same token with the same drafter.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from harness.drafters import recurrent_path
+from harness.engine import MODEL_DEFAULTS, Engine, Result
+from harness.prompts import prompt
+from harness.server import LMCacheServer
+from harness.speculation import NGRAM, Answer, ask, ask_while_the_server_dies, forget
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from lmcache_client.connector import support
+from lmcache_client.connector.offers import Offers
+from lmcache_client.connector.request import Tracked
+from lmcache_client.connector.support import UnsupportedError, check_supported
+from lmcache_client.contract.geometry import FULL, RECURRENT, GroupSpec
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "ngram": {**NGRAM, "num_speculative_tokens": 3},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 2},
+}
+CASES = [
+    ("qwen3next", "ngram"),
+    ("qwen35", "ngram"),
+    ("qwen35", "mtp"),
+    ("falconh1", "ngram"),
+]
+ANSWER = 60
+LONG_ANSWER = 100
+EVERY_STATE: dict[str, Any] = {
+    # vLLM then offers the state at every end of a block, also in answers, and the connector wants them all.
+    "prefix_cache_retention_interval": None,
+    "extra_config": {"lmcache.mp.store_everything": True},
+}
+
+
+def speculating(model: str, kind: str, server: LMCacheServer | None = None, **llm: Any) -> Engine:
+    settings = {**MODEL_DEFAULTS.get(model, {}), **llm}
+    return Engine(str(recurrent_path(model)), server=server, speculative_config=DRAFTERS[kind], **settings)
+
+
+def assert_nothing_is_held(engine: Engine, server: LMCacheServer) -> None:
+    info = engine.info()
+    assert info["free_blocks"] == info["num_blocks"] - 1
+    assert server.status()["l1"]["leases"] == 0
+
+
+@pytest.mark.parametrize("model", ["qwen3next", "falconh1"])
+def test_what_the_harness_supplies_to_vllm_alone_is_right(model: str) -> None:
+    """An answer in which drafts are accepted across the end of a block, where the kernels move states, equals
+    the same answer inside one larger block, where they have nothing to do."""
+    answers = []
+    for block_size in (256, 1024):
+        with speculating(model, "ngram", block_size=block_size) as engine:
+            assert set(engine.info()["block_sizes"]) == {block_size}
+            answers.append(ask(engine, prompt(200, 1), 100))
+    small, large = answers
+    assert small.accepted > 0
+    assert small.said == large.said
+
+
+@pytest.mark.timeout(1800)  # of two engines with fifty questions, on a machine that does much else
+@pytest.mark.parametrize(("model", "kind"), CASES)
+def test_target_and_drafter_resume_as_from_vllms_own_cache(model: str, kind: str) -> None:
+    with LMCacheServer(l1_size_gb=0.5, verify=False) as server:
+        with speculating(model, kind, server) as engine:
+            chunk = engine.info()["unified_block_size"]
+            # With a head that drafts, vLLM keeps the state one block earlier.
+            end = 4 * chunk if kind == "ngram" else 3 * chunk
+            assert engine.compare_stored(prompt(4 * chunk + 40, 3), end) > 10_000
+            # The answer begins again what the model has said in the prompt, so that many drafts are right.
+            said = engine.run(prompt(4 * chunk + 90, 1), 99).tokens
+            tokens = [*prompt(4 * chunk + 90, 1), *said, said[0]]
+            cold = resumed(engine, server, tokens, end)
+            partly_local(engine, server, tokens, end, cold)
+            longer, grown = conversation(engine, server, tokens, end)
+            # They share a beginning: the first leaves it, the second its state, the third resumes there.
+            shared = [[*prompt(2 * chunk + 10, 1), *prompt(chunk + 190 + i, 10 + i)] for i in range(4)]
+            own = fork(engine, server, shared, 2 * chunk, 1 if model == "falconh1" else ANSWER)
+            ask(engine, tokens, ANSWER)
+            assert_nothing_is_held(engine, server)
+        # Another engine has few blocks, and its vLLM also offers states that drafts have made.
+        with speculating(model, kind, server, num_gpu_blocks_override=40, **EVERY_STATE) as engine:
+            fresh = ask(engine, tokens, ANSWER)
+            assert fresh.came_from == (end, 0)
+            assert fresh.said == cold.said
+            # With drafts, answers of Falcon-H1 depend on what else runs: see docs/speculative.md.
+            if model != "falconh1":
+                crowded(engine, server, shared, own)
+            states_within_prompts(engine, server, tokens, longer, grown)
+            assert_nothing_is_held(engine, server)
+            failed = ask_while_the_server_dies(engine, server, tokens, ANSWER)
+            assert failed.said == cold.said
+
+
+@pytest.mark.timeout(1800)
+def test_the_head_of_qwen3next_resumes_here_and_in_another_engine() -> None:
+    """It computes slowly on a CPU, so it gets fewer questions."""
+    with LMCacheServer(l1_size_gb=0.5, verify=False) as server:
+        with speculating("qwen3next", "mtp", server) as engine:
+            chunk = engine.info()["unified_block_size"]
+            said = engine.run(prompt(4 * chunk + 90, 1), 99).tokens
+            tokens = [*prompt(4 * chunk + 90, 1), *said, said[0]]
+            cold = resumed(engine, server, tokens, 3 * chunk)
+            forget(engine, server)
+            ask(engine, tokens, ANSWER)
+            assert_nothing_is_held(engine, server)
+        with speculating("qwen3next", "mtp", server) as engine:
+            fresh = ask(engine, tokens, ANSWER)
+            assert fresh.came_from == (3 * chunk, 0)
+            assert fresh.said == cold.said
+
+
+def resumed(engine: Engine, server: LMCacheServer, tokens: list[int], end: int) -> Answer:
+    forget(engine, server)
+    cold = ask(engine, tokens, ANSWER)
+    assert cold.came_from == (0, 0)
+    assert cold.accepted > 0
+    assert engine.reset_prefix_cache()
+    restored = ask(engine, tokens, ANSWER)
+    assert restored.came_from == (end, 0)
+    # vLLM's own prefix cache alone.
+    server.clear()
+    local = ask(engine, tokens, ANSWER)
+    assert local.came_from == (0, end)
+    assert restored.said == local.said == cold.said
+    # What was restored is what target and drafter read.
+    server.clear()
+    assert engine.reset_prefix_cache()
+    ask(engine, tokens, ANSWER)
+    assert engine.reset_prefix_cache()
+    assert ask(engine, tokens, 1).came_from == (end, 0)
+    server.clear()
+    engine.corrupt_kv()
+    corrupted = ask(engine, tokens, ANSWER)
+    assert corrupted.came_from == (0, end)
+    assert corrupted.result.output != cold.result.output
+    return cold
+
+
+def partly_local(engine: Engine, server: LMCacheServer, tokens: list[int], end: int, cold: Answer) -> None:
+    chunk = engine.info()["unified_block_size"]
+    forget(engine, server)
+    ask(engine, tokens, ANSWER)
+    assert engine.reset_prefix_cache()
+    ask(engine, tokens[: 3 * chunk], ANSWER)
+    mixed = ask(engine, tokens, ANSWER)
+    assert mixed.came_from == (end - 2 * chunk, 2 * chunk)
+    assert mixed.said == cold.said
+
+
+def conversation(
+    engine: Engine, server: LMCacheServer, tokens: list[int], end: int
+) -> tuple[list[int], Answer]:
+    """It grows by an answer that crosses the end of a block."""
+    forget(engine, server)
+    told = ask(engine, tokens, LONG_ANSWER)
+    longer = [*tokens, *told.result.tokens, *prompt(engine.info()["unified_block_size"] // 2, 2)]
+    assert engine.reset_prefix_cache()
+    grown = ask(engine, longer, ANSWER)
+    assert grown.came_from == (end, 0)
+    forget(engine, server)
+    ask(engine, tokens, LONG_ANSWER)
+    server.clear()
+    alone = ask(engine, longer, ANSWER)
+    assert alone.came_from == (0, end)
+    assert grown.said == alone.said
+    return longer, grown
+
+
+def fork(
+    engine: Engine, server: LMCacheServer, shared: list[list[int]], at: int, compared: int
+) -> list[tuple[Result, Result]]:
+    """Returns vLLM's own answers, one by one and at once."""
+    forget(engine, server)
+    for tokens in shared[:2]:
+        ask(engine, tokens, ANSWER)
+        assert engine.reset_prefix_cache()
+    third = ask(engine, shared[2], ANSWER)
+    assert third.came_from == (at, 0)
+    forget(engine, server)
+    alone = [ask(engine, shared[2], ANSWER)]
+    assert alone[0].came_from == (0, 0)
+    assert third.said == alone[0].said
+    # Several at once.
+    forget(engine, server)
+    results = [ask(engine, tokens, ANSWER).result for tokens in shared]
+    # With drafts, some answers of Falcon-H1 at once differ from those one by one, without any connector, too.
+    own = engine.generate(shared, LONG_ANSWER)
+    assert all(each.local_tokens >= at for each in own)
+    assert engine.reset_prefix_cache()
+    together = engine.generate(shared, ANSWER)
+    assert all(each.external_tokens >= at for each in together)
+    for each, *right in zip(together, results, own, strict=True):
+        assert each.tokens[:compared] in [one.tokens[:compared] for one in right]
+    return list(zip(results, own, strict=True))
+
+
+def crowded(
+    engine: Engine, server: LMCacheServer, shared: list[list[int]], own: Sequence[tuple[Result, Result]]
+) -> None:
+    """With stores and loads under way, in few blocks: vLLM preempts some, or lets them wait."""
+    forget(engine, server)
+    for _ in range(2):
+        results = engine.generate(shared, LONG_ANSWER)
+        # What a preempted request has said already, vLLM computes again as a prompt. Then it may go on with
+        # another token, also without a connector. What it says first shows what it has read.
+        for each, right in zip(results, own, strict=True):
+            assert each.tokens[0] in [one.tokens[0] for one in right]
+        assert engine.reset_prefix_cache()
+    assert sum(each.external_tokens for each in results) > 0
+
+
+def states_within_prompts(
+    engine: Engine, server: LMCacheServer, tokens: list[int], longer: list[int], grown: Answer
+) -> None:
+    """Whatever vLLM offers, the next turn resumes within the last prompt."""
+    forget(engine, server)
+    told = ask(engine, tokens, LONG_ANSWER)
+    assert longer[len(tokens) :][:LONG_ANSWER] == list(told.result.tokens)
+    assert engine.reset_prefix_cache()
+    again = ask(engine, longer, ANSWER)
+    assert again.result.local_tokens == 0
+    assert 0 < again.result.external_tokens <= len(tokens)
+    assert again.said == grown.said
+
+
+def test_a_state_is_stored_only_if_no_draft_can_have_moved_it() -> None:
+    """Of an engine with a drafter: within the prompt, and from a block that still has the prompt's hash."""
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(16, sha256)
+    request = Request("r", list(range(40)), SamplingParams(max_tokens=40), None, block_hasher=hasher)
+    request.append_output_token_ids(list(range(100, 120)))
+    tracked = Tracked(request)
+    tracked.reset(1, 16)
+    pool = BlockPool(8, True, 16)
+    (block,) = pool.get_new_blocks(1)
+    offers = Offers((GroupSpec(RECURRENT, 16, 0, "", ()),), (), None, drafts=True)
+    offers.pool = pool
+
+    def stored(tokens: int) -> int:
+        output: Any = SimpleNamespace(
+            num_scheduled_tokens={},
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+            kv_connector_block_state=SimpleNamespace(
+                boundary_state_offloads={"r": [(0, block.block_id, tokens)]}
+            ),
+        )
+        return len(offers.of_step(output, {"r": tracked}.get))
+
+    def hashed(chunk: int) -> None:
+        block.reset_hash()
+        pool.cache_full_blocks(request, [pool.null_block] * chunk + [block], chunk, chunk + 1, 16, 0)
+
+    hashed(1)
+    assert stored(32) == 1
+    assert stored(16) == 0, "it is the block of another state"
+    hashed(2)
+    assert stored(48) == 0, "the prompt ends before"
+    block.reset_hash()
+    assert stored(32) == 0, "it is somebody else's block"
+
+
+@pytest.mark.parametrize(
+    ("lookahead", "method", "reason"),
+    [
+        (1, "mtp", ""),
+        (0, "draft_model", "a draft model beside a model with several KV cache groups"),
+        (2, "mtp", "several MTP modules"),
+    ],
+)
+def test_what_is_not_proven_is_refused(
+    lookahead: int, method: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = SimpleNamespace(method=method)
+    parallel = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
+    config: Any = SimpleNamespace(
+        device_config=SimpleNamespace(device_type="cpu"),
+        cache_config=SimpleNamespace(mamba_cache_mode="align"),
+        num_prefill_lookahead_tokens=lookahead,
+        speculative_config=draft,
+        parallel_config=SimpleNamespace(**dict.fromkeys(parallel, 1)),
+    )
+    groups: Any = SimpleNamespace(kv_cache_groups=())
+    recurrent = (GroupSpec(RECURRENT, 16, 0, "", ()), GroupSpec(FULL, 16, 0, "", ()))
+    with pytest.raises(UnsupportedError, match=reason) if reason else contextlib.nullcontext():
+        check_supported(config, groups, recurrent)
+    monkeypatch.setattr(support, "VLLM_VERSION", "0.31.0")
+    with pytest.raises(UnsupportedError, match=reason or "before vLLM 0.32"):
+        check_supported(config, groups, recurrent)
