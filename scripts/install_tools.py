@@ -1,11 +1,12 @@
 """Gets the programs that some tests need and PyPI does not have, on Debian and its derivatives.
 
-Prometheus is unpacked below .cache/tools, not installed: its package would start a daemon. Chromium has too
-many dependencies for that, so root installs it. Azurite comes from npm, where there is npm. The script prints
-a line for each program and never fails: a test without its program says so itself
-(tests/support/harness/tools.py).
+Prometheus is unpacked below .cache/tools, not installed: its package would start a daemon. So are the
+libraries that Mooncake needs. Chromium has too many dependencies for that, so root installs it. Azurite comes
+from npm, where there is npm. The script prints a line for each program and never fails: a test without its
+program says so itself (tests/support/harness/tools.py).
 """
 
+import ctypes.util
 import os
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = Path(os.environ.get("LMCACHE_TEST_CACHE") or ROOT / ".cache") / "tools"
+LIBRARIES = ("libibverbs1", "libnl-3-200", "libnl-route-3-200", "libnuma1")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 TIMEOUT_S = 900
 
@@ -60,6 +62,19 @@ def unpack_prometheus() -> str:
     return f"unpacked below {TOOLS}"
 
 
+def unpack_libraries() -> str:
+    with tempfile.TemporaryDirectory() as download:
+        apt_get("download", *LIBRARIES, directory=Path(download))
+        TOOLS.mkdir(parents=True, exist_ok=True)
+        for package in Path(download).glob("*.deb"):
+            run("dpkg", "-x", str(package), str(TOOLS))
+    return f"unpacked below {TOOLS}"
+
+
+def has_libraries() -> bool:
+    return bool(ctypes.util.find_library("ibverbs")) or any(TOOLS.glob("usr/lib/*/libibverbs.so.1"))
+
+
 def install_chromium() -> str:
     if os.getuid() != 0:
         return "not installed: run `apt-get install chromium` as root"
@@ -76,6 +91,7 @@ def install_azurite() -> str:
 
 def main() -> None:
     for program, is_there, install in (
+        ("the libraries of Mooncake", has_libraries(), unpack_libraries),
         ("prometheus", has("prometheus") and has("promtool"), unpack_prometheus),
         ("azurite", has("azurite-blob"), install_azurite),
         ("chromium", has(*BROWSERS), install_chromium),

@@ -4,8 +4,9 @@ from collections.abc import Iterable, Mapping
 
 from lmcache_server import config
 from lmcache_server.commands.cli import cli
+from lmcache_server.tiers import urls
 
-NO_OPTIONS = {"LMCACHE_RUNTIME_DIR", config.CONFIG_VARIABLE}
+NO_OPTIONS = {"LMCACHE_RUNTIME_DIR", config.CONFIG_VARIABLE, urls.USERNAME_VARIABLE, urls.PASSWORD_VARIABLE}
 """Variables of ours that are no option of the server."""
 
 

@@ -19,7 +19,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
 from lmcache_client.channel import RefusedError
-from lmcache_client.connector import scheduler
+from lmcache_client.connector import early, scheduler
 from lmcache_client.connector.early import EARLY_LOOKUPS
 from lmcache_client.connector.request import Asking
 from lmcache_client.connector.scheduler import SchedulerSide
@@ -60,11 +60,12 @@ class Engine:
         self.side.channel.close(0.0)
         self.worker.close()
 
-    def arrives(self, seed: int) -> Request:
+    def arrives(self, seed: int, **transfer: object) -> Request:
         """A request with the prompt that `seed` stands for."""
         self._requests += 1
         prompt = list(range(seed * TOKENS, (seed + 1) * TOKENS))
-        request = Request(f"request {self._requests}", prompt, SamplingParams(max_tokens=1), None)
+        params = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": transfer})
+        request = Request(f"request {self._requests}", prompt, params, None)
         self.side.new_request(request)
         return request
 
@@ -136,7 +137,7 @@ def server() -> Iterator[LMCacheServer]:
 def engine(server: LMCacheServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     monkeypatch.setenv("LMCACHE_RUNTIME_DIR", server.runtime_dir)
     # A busy machine may take longer for a test's steps.
-    monkeypatch.setattr(scheduler, "FRESH_S", 600.0)
+    monkeypatch.setattr(early, "FRESH_S", 600.0)
     server.clear()
     engine = Engine(server)
     yield engine
@@ -226,7 +227,7 @@ def test_an_old_answer_is_not_used(engine: Engine, monkeypatch: pytest.MonkeyPat
     request = engine.arrives(1)
     engine.wait_for_answers()
     engine.store(1)
-    monkeypatch.setattr(scheduler, "FRESH_S", 0.0)
+    monkeypatch.setattr(early, "FRESH_S", 0.0)
     assert engine.offered(request) == CHUNKS * CHUNK
     engine.end(request)
 
@@ -314,3 +315,68 @@ def test_an_early_lookup_has_few_keys(engine: Engine) -> None:
     with pytest.raises(RefusedError, match="too many keys") as refused:
         engine.side.channel.call(question, PATIENCE_S)
     assert refused.value.code == BAD_REQUEST
+
+
+def test_a_request_that_waits_is_counted_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr(engine.side._handover, "_now_s", lambda: now_s[0])
+    before, looked_up = engine.tokens(), engine.lookups()
+    request = engine.arrives(1, **{"lmcache.wait_tokens": 10**6})
+    for _ in range(4):
+        engine.wait_for_answers()
+        assert engine.side.matched_tokens(request, 0) == (None, False)
+        answered = engine.lookups()
+        assert engine.side.matched_tokens(request, 0) == (None, False)
+        assert engine.lookups() == answered, "it asks again too soon"
+        now_s[0] += 2.0
+        assert engine.side.matched_tokens(request, 0) == (None, False)
+    assert engine.lookups() > looked_up + 3
+    # The last answer may have come too late for that call. Its pause begins when the request hears of it.
+    engine.wait_for_answers()
+    assert engine.side.matched_tokens(request, 0) == (None, False)
+    engine.store(1)
+    now_s[0] += 2.0
+    assert engine.offered(request) == CHUNKS * CHUNK
+    assert engine.tokens() == before
+    engine.admit(request, CHUNKS * CHUNK)
+    engine.step()
+    wait_until(lambda: grown(engine.tokens(), before) == (0, CHUNKS * CHUNK, 0), PATIENCE_S)
+    engine.end(request)
+
+
+def test_a_wait_in_vain_shortens_the_next_ones(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr(engine.side._handover, "_now_s", lambda: now_s[0])
+    engine.store(9)
+
+    def waited_s(seed: int) -> float:
+        """How long a request waits that is told of more than its prompt has."""
+        request = engine.arrives(seed, **{"lmcache.wait_tokens": 10**6})
+        began_s = now_s[0]
+        while engine.side.matched_tokens(request, 0)[0] is None:
+            engine.wait_for_answers()
+            now_s[0] += 0.05
+        engine.end(request)
+        return now_s[0] - began_s
+
+    assert waited_s(1) == pytest.approx(10.0, abs=0.3)
+    assert waited_s(2) == pytest.approx(1.0, abs=0.3)
+    assert waited_s(9) < 0.3, "the server has all of it"
+    assert waited_s(3) == pytest.approx(10.0, abs=0.3)
+    now_s[0] += 31.0
+    assert waited_s(4) == pytest.approx(10.0, abs=0.3)
+
+
+def test_only_one_of_several_connectors_answers_and_waits(engine: Engine) -> None:
+    hint = {"lmcache.wait_tokens": 10**6}
+    request = engine.arrives(1, **hint)
+    engine.side.new_request(request)
+    assert engine.offered(request) == 0, "the first one has taken the hint"
+    nixl = engine.arrives(2, do_remote_prefill=True, **hint)
+    assert engine.offered(nixl) == 0
+    prefill = engine.arrives(3, do_remote_decode=True)
+    assert engine.side.finished(prefill) == {"lmcache.wait_tokens": 0}, "nothing was stored"
+    assert engine.side.finished(prefill) is None
+    for params in ({}, {"do_remote_decode": 1}, {"do_remote_decode": False}):
+        assert engine.side.finished(engine.arrives(4, **params)) is None
+    engine.end(request, nixl)

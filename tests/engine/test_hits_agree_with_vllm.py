@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, KINDS, RECURRENT, SLIDING_WINDOW, GroupSpec
-from lmcache_server.core.hits import resume_point
+from lmcache_client.contract.hits import resume_point
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -43,12 +43,13 @@ HASH_BLOCK_SIZE = 2
 
 
 def spec_of(group):
-    """The same group in vLLM's words."""
+    """The same group in vLLM's words. Every other window, by its length, is one of MLA."""
     heads = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float16}
     if group.kind == FULL:
         return vllm_specs.FullAttentionSpec(block_size=group.block_size, **heads)
     if group.kind == SLIDING_WINDOW:
-        return vllm_specs.SlidingWindowSpec(block_size=group.block_size, sliding_window=group.window, **heads)
+        kind = vllm_specs.SlidingWindowMLASpec if group.window % 2 else vllm_specs.SlidingWindowSpec
+        return kind(block_size=group.block_size, sliding_window=group.window, **heads)
     if group.kind == CHUNKED_LOCAL:
         return vllm_specs.ChunkedLocalAttentionSpec(
             block_size=group.block_size, attention_chunk_size=group.window, **heads

@@ -45,7 +45,9 @@ class Router:
         while self._socket.poll(wait_ms):
             _topic, _number, payload = self._socket.recv_multipart()
             self.heard += 1
-            for event in self._decoder.decode(payload).events:
+            batch = self._decoder.decode(payload)
+            assert msgspec.msgpack.encode(batch) == payload, "not the bytes of vLLM's schema"
+            for event in batch.events:
                 self._apply(event)
 
     def _apply(self, event: Any) -> None:
@@ -68,7 +70,8 @@ class Router:
             before = event.block_hashes[at - 1] if at else event.parent_block_hash
             tokens = tuple(event.token_ids[at * BLOCK : (at + 1) * BLOCK])
             extra = event.extra_keys[at] if event.extra_keys else None
-            found[block] = (before, tokens, extra, event.block_size, event.lora_name, event.group_idx)
+            kind = (event.group_idx, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window)
+            found[block] = (before, tokens, extra, event.block_size, event.lora_name, *kind)
         return found
 
     def prefix(self, tokens: list[int]) -> int:
@@ -91,7 +94,7 @@ def routed(server: LMCacheServer, start: Callable[..., Engine], port: int) -> It
     engine, router = start("llama", server=server, kv_events_config=config, **small), Router(port)
     try:
         # A subscriber hears nothing until its connection is up.
-        wait_until(lambda: (say(engine), router.listen(), router.heard)[-1] > 0, 30.0, "events arrive")
+        wait_until(lambda: (say(engine), router.listen(), router.heard)[-1] > 0, what="events arrive")
         yield engine, router
     finally:
         router.close()
@@ -122,7 +125,7 @@ def test_a_router_knows_what_the_server_would_restore(
             assert not router.blocks(), "announced before the server has acknowledged the store"
         finally:
             os.kill(server.pid, signal.SIGCONT)
-        wait_until(lambda: (engine.settle(), router.listen(), router.blocks())[-1], 30.0, "it is announced")
+        wait_until(lambda: (engine.settle(), router.listen(), router.blocks())[-1], what="it is announced")
         assert router.prefix(first) == 3 * CHUNK
         own = router.blocks("GPU")
         assert all(own[block] == what for block, what in router.blocks().items()), "not as vLLM says it"
@@ -155,4 +158,4 @@ def test_a_router_knows_what_the_server_would_restore(
                 lambda: (say(engine), router.listen(), not router.blocks())[-1], 30.0, "the router has heard"
             )
         renewed = lambda: (engine.run(prompt(300, next(NUMBERS))), router.listen(), router.blocks())[-1]  # noqa: E731
-        wait_until(renewed, 30.0, "the new server is used")
+        wait_until(renewed, what="the new server is used")

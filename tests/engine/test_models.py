@@ -26,6 +26,12 @@ CASES = {
     "qwen35-32": {"block_size": 32},
     "falconh1": {"block_size": 128, "max_num_batched_tokens": 128},
     "falconh1-32": {"block_size": 32, "max_num_batched_tokens": 160},
+    "nemotronh": {},
+    "granite4": {},
+    "zamba2": {"block_size": 128},
+    "mamba2": {},
+    "lfm2": {},
+    "lfm2moe": {},
 }
 
 

@@ -111,6 +111,9 @@ def test_a_hint_that_is_not_understood_is_ignored_with_one_warning(
         assert engine.reset_prefix_cache()
         result = engine.run(first, transfer=hints)
         assert (result.external_tokens, result.output) == (2 * CHUNK, plain.output)
+    assert engine.reset_prefix_cache()
+    result = engine.run(first, transfer={"lmcache.load": False})
+    assert (result.external_tokens, result.local_tokens, result.output) == (0, 0, plain.output)
     assert engine.log.read_text().count("kv_transfer_params") == 1
     assert "ignored 'lmcache.once': 'yes'" in engine.log.read_text()
 

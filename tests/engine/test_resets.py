@@ -12,12 +12,6 @@ from harness.waiting import wait_until
 STORED = 'lmcache_objects_total{outcome="stored"}'
 
 
-def wait_for_engine(server: LMCacheServer) -> None:
-    """Wait until both sides of the connector are ready."""
-    roles = ["scheduler", "worker"]
-    server.wait_for_status(lambda status: sorted(each["role"] for each in status["sessions"]) == roles)
-
-
 def assert_new(engine: Engine, number: int) -> None:
     """The pages of this prompt in the cache are of before a reset: it is computed, and stored, again."""
     computed = engine.run(prompt(700, number))
@@ -91,18 +85,18 @@ def test_a_reset_succeeds_without_a_server_and_holds_for_the_next(tmp_path: Path
     with Engine("llama", server=server) as engine:
         engine.pause()
         with server:
-            wait_for_engine(server)
+            server.wait_for_engine()
             assert_new(engine, 1)
             assert server.terminate() == 0
             engine.pause()
             engine.change_weights()
             server.start()
-            wait_for_engine(server)
+            server.wait_for_engine()
             assert_new(engine, 1)
             server.kill()
             assert engine.reset_prefix_cache()
             engine.pause()
             engine.change_weights()
             server.start()
-            wait_for_engine(server)
+            server.wait_for_engine()
             assert_new(engine, 1)

@@ -65,6 +65,9 @@ def test_two_servers_through_vllms_multi_connector(server: LMCacheServer) -> Non
             loads = [each.metrics()[name] for each in (server, other)]
             assert loads[0] > 0
             assert loads[1] == 0
+            # vLLM fails if both answer.
+            told = engine.run(prompt(700, 3), 1, transfer={"do_remote_decode": True}).transfer
+            assert told == {"lmcache.wait_tokens": 512}
             server.kill()
             assert engine.reset_prefix_cache()
             second = engine.run(CACHED)

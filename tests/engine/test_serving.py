@@ -86,7 +86,7 @@ def test_salts_and_equal_prompts_share_only_with_themselves(server: LMCacheServe
         assert engine.reset_prefix_cache()
         assert engine.run(cached, cache_salt="tenant a").external_tokens == 512
         known = lambda: {each["tenant"] for each in server.status()["tenants"]}  # noqa: E731
-        wait_until(lambda: known() == {tenant_id(f"tenant {name}").hex() for name in "ab"}, 10)
+        wait_until(lambda: known() == {tenant_id(f"tenant {name}").hex() for name in "ab"})
         assert engine.reset_prefix_cache(reset_connector=True)
         assert engine.run(cached, cache_salt="tenant a").external_tokens == 0, "vLLM asked to forget it"
 

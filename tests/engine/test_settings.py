@@ -7,6 +7,7 @@ import pytest
 from harness.paths import ROOT
 from msgspec import structs
 
+from lmcache_client.connector.places import Place, places
 from lmcache_client.connector.settings import PREFIX, Settings, parse
 
 
@@ -64,8 +65,41 @@ def test_keys_of_lmcache_that_mean_nothing_here_are_named() -> None:
         ({"lmcache.mp.port": -1}, "is -1: expected `int` >= 1"),
         ({"lmcache.mp.load_timeout_s": True}, "is True: expected `float`"),
         ({"lmcache.mp.strict_resume_points": "yes"}, "is 'yes': expected `bool`"),
+        ({"lmcache.mp.servers": "h:1"}, "lmcache.mp.servers in kv_connector_extra_config is 'h:1'"),
+        ({"lmcache.mp.servers": {"0": 5555}}, "is {'0': 5555}: expected `str`"),
     ],
 )
 def test_bad_keys_are_refused_with_a_sentence(extra: dict[str, object], sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
         parse(extra)
+
+
+def test_servers_are_given_to_ranks() -> None:
+    assert [place.ranks for place in places(Settings(), 4)] == [range(4)]
+    servers = {"2-3": "10.0.0.2:5556", "0-1": "10.0.0.1:5555"}
+    first, second = places(Settings(servers=servers), 4)
+    assert first == Place(range(2), "tcp://10.0.0.1:5555")
+    assert second == Place(range(2, 4), "tcp://10.0.0.2:5556")
+    assert second.details(4) == (("ranks", "2-3"),)
+    (alone,) = places(Settings(servers={"0-3": "[::1]:5555"}), 4)
+    assert alone.address == "tcp://[::1]:5555"
+    assert alone.details(4) == ()
+
+
+@pytest.mark.parametrize(
+    ("servers", "sentence"),
+    [
+        ({"0-1": "h:1"}, "ends at rank 1, but this engine has ranks 0 to 3"),
+        ({"0-3": "h:1", "4": "h:2"}, "ends at rank 4, but"),
+        ({"0": "h:1", "2-3": "h:2"}, "no server for rank 1"),
+        ({"0-2": "h:1", "2-3": "h:2"}, "two servers for rank 2"),
+        ({"0-1": "h:1", "2-3": "h:1"}, "names one server twice"),
+        ({"a-b": "h:1"}, "'a-b' is no range of ranks"),
+        ({"3-0": "h:1"}, "'3-0' is no range of ranks"),
+        ({"0-3": "h"}, "'h' is not HOST:PORT"),
+        ({"0-3": "h:70000"}, "'h:70000' is not HOST:PORT"),
+    ],
+)
+def test_servers_that_do_not_fit_the_ranks_are_refused(servers: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        places(Settings(servers=servers), 4)

@@ -11,7 +11,6 @@ from harness.prompts import prompt
 from harness.server import LMCacheServer
 from harness.stores import Store
 from harness.waiting import wait_until
-from test_tiers_serve import wait_until_served, wait_until_written
 
 from lmcache_client.contract.patience import fetch_patience_s
 
@@ -26,21 +25,21 @@ class Setting:
 
     def __init__(self, store: Store, server: LMCacheServer, engine: Engine) -> None:
         self.store, self.server, self.engine = store, server, engine
-        tokens = CHUNKS * wait_until_served(server) + 10
+        tokens = CHUNKS * server.wait_for_engine() + 10
         self.cached, self.other = prompt(tokens, 1), prompt(tokens, 2)
         engine.call("seem_slow")
         self.cold, _ = engine.run(self.cached), engine.run(self.other)
-        wait_until_written(server)
+        server.wait_until_written()
         self.records = self.count()
 
     def lose(self) -> None:
         """L1 and the engine lose everything; the tier has it, and how fast it is is known again."""
         wait_until(lambda: self.count() == self.records, 60)
         self.server.restart()
-        wait_until_served(self.server)
+        self.server.wait_for_engine()
         assert self.engine.reset_prefix_cache()
         self.engine.run(self.other)
-        wait_until(lambda: self.tier["read_bytes_per_s"], 20)
+        wait_until(lambda: self.tier["read_bytes_per_s"])
 
     def count(self) -> int:
         return int(stores.ask(self.store.port, "DBSIZE").strip(":\r\n"))
@@ -122,5 +121,5 @@ def test_a_full_store_takes_nothing_and_harms_nothing(setting: Setting) -> None:
     for _ in range(2):
         setting.check()
         assert setting.engine.reset_prefix_cache()
-    wait_until(lambda: sum(setting.tier["written_objects"].values()) > written, 30)
+    wait_until(lambda: sum(setting.tier["written_objects"].values()) > written)
     assert setting.tier["written_objects"]["written"] == written

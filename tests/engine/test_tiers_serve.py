@@ -2,7 +2,6 @@
 
 import contextlib
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,29 +21,9 @@ CASES = {
     "llama4": ("cluster", {"block_size": 32}),
     "qwen3next": ("s3", {"block_size": 32}),
     "qwen35": ("az", {}),
-    "falconh1": ("valkey", {"block_size": 32, "max_num_batched_tokens": 160}),
+    "falconh1": ("mooncake", {"block_size": 32, "max_num_batched_tokens": 160}),
 }
 """Each kind of model, and each kind of tier."""
-
-
-def wait_until_served(server: LMCacheServer) -> int:
-    """Wait for an engine; returns its chunk size."""
-    both = {"worker", "scheduler"}
-    server.wait_for_status(lambda status: {each["role"] for each in status["sessions"]} == both)
-    time.sleep(0.3)  # until the scheduler has read that it has joined
-
-    def served() -> int:
-        return sum(each["chunk_size"] for each in server.status()["namespaces"] if each["engines"])
-
-    return int(wait_until(served, 20))
-
-
-def wait_until_written(server: LMCacheServer) -> None:
-    def is_written() -> bool:
-        tier = server.status()["tiers"][0]
-        return bool(tier["waiting_objects"] == 0 and tier["written_objects"]["written"])
-
-    wait_until(is_written, 60)
 
 
 @contextlib.contextmanager
@@ -69,20 +48,20 @@ def test_each_kind_of_model_comes_back_after_l1_is_lost(
         LMCacheServer(tier=url) as server,
         Engine(model, server=server, **settings) as engine,
     ):
-        chunk = wait_until_served(server)
+        chunk = server.wait_for_engine()
         cached, other = prompt(4 * chunk + 10, 1), prompt(4 * chunk + 10, 2)
         cold = engine.run(cached)
         assert cold.external_tokens == 0
         engine.run(other)
-        wait_until_written(server)
+        server.wait_until_written()
         server.restart()
-        wait_until_served(server)
+        server.wait_for_engine()
         assert server.status()["l1"]["chunks"] == 0
         assert engine.reset_prefix_cache()
         # These models compute within milliseconds: a fetch would seldom be worth the wait.
         engine.call("seem_slow")
         engine.run(other)  # tells how fast the tier is, and hardly waits for that
-        wait_until(lambda: server.status()["tiers"][0]["read_bytes_per_s"], 20)
+        wait_until(lambda: server.status()["tiers"][0]["read_bytes_per_s"])
         restored = engine.run(cached)
         assert restored.external_tokens == 4 * chunk
         assert restored.local_tokens == 0
@@ -101,12 +80,12 @@ def test_another_machine_serves_what_the_first_computed(tmp_path: Path) -> None:
     shutil.copytree(model_path("qwen3next"), copy)
     url = f"dir://{tmp_path}/tier?size_gb=1&shared=1"
     with LMCacheServer(tier=url) as one, Engine("qwen3next", server=one, block_size=32) as engine:
-        chunk = wait_until_served(one)
+        chunk = one.wait_for_engine()
         cached = prompt(3 * chunk + 10, 1)
         cold = engine.run(cached)
-        wait_until_written(one)
+        one.wait_until_written()
     with LMCacheServer(tier=url) as two, Engine(str(copy), server=two, block_size=32) as engine:
-        wait_until_served(two)
+        two.wait_for_engine()
         engine.call("seem_slow")
         served = engine.run(cached)
         assert served.external_tokens == 3 * chunk

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import drafters
 from harness.api_server import ApiServer
 from harness.server import LMCacheServer
 
 from lmcache_server.l1.file import HEADER_BYTES
 
 L1_BYTES = 32 << 20
+SHARE = "([0-9]+) %"
 COMMAND = [sys.executable, "-m", "lmcache_server", "verify"]
 
 
@@ -103,6 +105,40 @@ def test_a_right_cache_is_found_right_a_wrong_one_wrong(tmp_path: Path) -> None:
         assert code == 1
         assert "not served" in out
         assert "nothing was served: is `lmcache server` running" in out
+
+
+def test_with_a_drafter_that_looks_ahead(tmp_path: Path) -> None:
+    """vLLM's own cache then ends a block before the server's."""
+    file = tmp_path / "l1"
+    drafter = {"method": "eagle", "model": str(drafters.eagle_path()), "num_speculative_tokens": 3}
+    with (
+        LMCacheServer(l1_path=str(file), l1_size_gb=L1_BYTES / (1 << 30), verify=False) as server,
+        ApiServer(
+            str(drafters.target_path("llama")),
+            server,
+            *("--speculative-config", json.dumps(drafter)),
+            text=True,
+        ) as api,
+    ):
+        url = f"http://127.0.0.1:{api.port}"
+        code, out, err = verify(url, "--tokens", "400", "--tokens", "1300")
+        assert code == 0, out + err
+        shares = re.search(
+            f"; drafts accepted: {SHARE} computed, {SHARE} from vLLM's own cache, {SHARE} served$", out
+        )
+        assert shares, out
+        assert all(int(share) > 50 for share in shares.groups()), out
+        code, out, err = verify(url, "--json")
+        assert code == 0, out + err
+        report = json.loads(out)
+        assert all(each["served_tokens"] > 0 for each in report["prompts"])
+        assert all(each["logprobs"] != "differ" for each in report["prompts"] if "cut" in each["prompt"])
+        accepted, made = report["prompts"][0]["drafts_accepted"]["served"]
+        assert 0 < accepted < made
+        with damaged(file):
+            code, out, err = verify(url, "--tokens", "1300")
+        assert code == 1, out + err
+        assert "\nWRONG: " in out, out
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def look_without_a_trace(
     assert (after["tokens"], after["l1"]) == (counted["tokens"], counted["l1"])
     assert prompt_tokens(vllm) == computed
     vllm.complete(second, cache_salt="a tenant")
-    wait_until(lambda: inspected(server, *salted)[0] == 0, 30.0, "the salted prompt is stored")
+    wait_until(lambda: inspected(server, *salted)[0] == 0, what="the salted prompt is stored")
 
 
 def test_what_was_sent_ahead_is_served_to_another_engine_and_what_is_pinned_stays(

@@ -32,7 +32,7 @@ class Steps:
     def __init__(self, engine: GpuEngine, address: str) -> None:
         self.engine = engine
         side = WorkerSide(
-            SimpleNamespace(address=address, load_timeout_s=TIMEOUT_S),
+            SimpleNamespace(address=address, load_timeout_s=TIMEOUT_S, servers={}),
             engine.engine_id,
             0,
             engine.model,

@@ -45,7 +45,7 @@ def test_a_worker_killed_in_mid_store_is_unmapped_within_a_second(
     worker = start_worker(server, f"worker-{number}")
     time.sleep(0.05 * number)
     worker.kill()
-    server.wait_for_status(lambda status: not status["sessions"], 1.0)
+    server.wait_for_status(lambda status: not status["sessions"])
     server.wait_at_rest()
     # The memory of the dead is free again only when nobody maps it any more.
     what = lambda: f"all but 64 MiB of {free_bytes} bytes are free again; {device_bytes()} are"  # noqa: E731

@@ -123,7 +123,7 @@ def test_what_a_worker_says_of_its_memory_is_checked(start_server, start_engine,
     }
     for sentence, change in wrong.items():
         assert sentence in str(refused(server, change))
-        wait_until(lambda sentence=sentence: warned(server, sentence), 20)
+        wait_until(lambda sentence=sentence: warned(server, sentence))
     server.wait_at_rest()
     if (counted := counters(server)) is not None:
         assert counted.mappings == 0

@@ -284,7 +284,7 @@ def started(server, *arguments):
         # Tests that a shell started in the background ignore Ctrl-C, and so would the bench.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    server.wait_for_status(lambda status: status["sessions"] or process.poll() is not None, 30)
+    server.wait_for_status(lambda status: status["sessions"] or process.poll() is not None)
     assert process.poll() is None, process.communicate()
     return process
 

@@ -28,7 +28,7 @@ from lmcache_server.service.planner import SIZES
 
 LMCACHE = [sys.executable, "-m", "lmcache_server"]
 START_TIMEOUT_S = 20.0
-STOP_TIMEOUT_S = 5.0
+STOP_TIMEOUT_S = 20.0
 PORT = "5901"
 
 

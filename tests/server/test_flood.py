@@ -132,7 +132,7 @@ def test_a_process_gets_no_more_turns_through_more_connections(server: LMCacheSe
         others = server.metrics()[lookup] - before - len(numbers)
     print(f"{others:.0f} lookups of the others")
     assert others < 4 * len(numbers), "each of their connections has a turn for each of ours"
-    server.wait_at_rest(timeout_s=10)
+    server.wait_at_rest()
 
 
 @pytest.mark.parametrize("kind", KINDS)

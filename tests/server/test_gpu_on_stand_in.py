@@ -143,7 +143,7 @@ def test_what_cannot_be_pinned_is_an_error_with_the_limits_and_never_copied_slow
 def test_the_kernel_is_compiled_before_anybody_registers(tmp_path, monkeypatch):
     marker = tmp_path / "compiled"
     with started(tmp_path, monkeypatch, {"l1_size_gb": 0.1, "gpu_kernel": True}, compiled=marker) as server:
-        wait_until(marker.exists, 30.0, "the kernel is compiled")
+        wait_until(marker.exists, what="the kernel is compiled")
         assert server.status()["sessions"] == []
 
 
@@ -234,7 +234,7 @@ with LMCacheServer(chunk_size=CHUNK_SIZE) as server:
     keys = chain(range(900, 932), CHUNK_SIZE)
     stored = engine.store_prompt(keys, [[1, 2]])
     assert (stored.stored, stored.dropped) == (0, 1), stored
-    server.wait_for_status(lambda status: len(status["sessions"]) <= 3, 5)
+    server.wait_for_status(lambda status: len(status["sessions"]) <= 3)
     try:
         engine.store_prompt(keys, [[1, 2]])
     except ChannelError as error:

@@ -41,7 +41,7 @@ def test_clients_killed_in_mid_copy_leave_the_server_whole() -> None:
             for client in pair:
                 assert client.popen.poll() is None, f"a wrong byte or an error: {tail(client.log)}"
                 client.kill()
-        server.wait_at_rest(timeout_s=5)
+        server.wait_at_rest()
         engine = new_engine(server.address, "last")
         try:
             for number in range(PROMPTS):

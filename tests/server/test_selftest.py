@@ -196,7 +196,7 @@ def test_an_ephemeral_engine_that_is_killed_in_mid_store_leaves_nothing():
         for _ in range(3):
             process = context.Process(target=_stores, args=(server.address,))
             process.start()
-            server.wait_until(lambda l1: l1["chunks"] > 3, 20.0)
+            server.wait_until(lambda l1: l1["chunks"] > 3)
             os.kill(process.pid, signal.SIGKILL)
             process.join()
             server.wait_until(lambda l1: l1["chunks"] == 0)

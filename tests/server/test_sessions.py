@@ -11,7 +11,7 @@ import zmq
 from harness.clients import client, go_on, stop
 from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
-from harness.waiting import wait_until
+from harness.waiting import PATIENCE_S, wait_until
 
 from lmcache_client.channel import Channel, RefusedError
 from lmcache_client.contract import messages
@@ -50,7 +50,7 @@ def test_memory_of_another_process_cannot_be_registered(server: LMCacheServer) -
 
     channel = Channel(address(server), register_the_stranger)
     try:
-        channel.start(5, 5)
+        channel.start(PATIENCE_S, PATIENCE_S)
         wait_until(lambda: bool(outcomes))
         assert outcomes[0] in (messages.NO_ACCESS, messages.INTERNAL)
         assert server.status()["namespaces"] == []
@@ -71,7 +71,7 @@ def test_a_nonce_that_was_not_written_is_no_proof(server: LMCacheServer) -> None
 
     channel = Channel(address(server), register_without_writing)
     try:
-        channel.start(5, 5)
+        channel.start(PATIENCE_S, PATIENCE_S)
         assert channel.refusal is not None
         assert channel.refusal.code == messages.NO_ACCESS
     finally:
@@ -104,7 +104,7 @@ def test_a_restart_within_milliseconds_is_noticed_and_used_again(server: LMCache
         engine.store_prompt(keys, table)
         boot_id, generation = engine.worker.boot_id, engine.worker.generation
         server.restart()
-        wait_until(lambda: engine.worker.generation > generation and engine.scheduler.ready, 3.0)
+        wait_until(lambda: engine.worker.generation > generation and engine.scheduler.ready)
         assert engine.worker.boot_id != boot_id
         assert engine.lookup(keys).resume_tokens == 0
         assert engine.store_prompt(keys, table).stored == 1
@@ -122,7 +122,7 @@ def test_requests_in_flight_at_the_death_of_the_server_end_and_settle(server: LM
         wait_until(lambda: late.done)
         assert not late.settled, "a server that is only stopped can still act on the request"
         server.kill()
-        wait_until(lambda: pending.done and pending.settled and late.settled, 2.0)
+        wait_until(lambda: pending.done and pending.settled and late.settled)
         assert pending.error is not None
     finally:
         engine.close()
@@ -190,7 +190,7 @@ def test_a_killed_client_leaves_nothing_behind(server: LMCacheServer) -> None:
         status = server.status()
         assert len(status["sessions"]) == 2
         assert status["l1"]["leases"] == 1
-    wait_until(lambda: server.status()["sessions"] == [], 1.0)
+    wait_until(lambda: server.status()["sessions"] == [])
     status = server.status()
     assert status["l1"]["leases"] == 0
     assert status["l1"]["reserved_bytes"] == 0
@@ -211,7 +211,7 @@ def test_a_stopped_server_is_not_waited_for_again_and_again(server: LMCacheServe
         engine.worker.submit(messages.Ping(), timeout_s=0.1)
         wait_until(lambda: not engine.worker.responsive)
         go_on(server.pid)
-        wait_until(lambda: engine.worker.responsive, 5.0)
+        wait_until(lambda: engine.worker.responsive)
     finally:
         engine.close()
 
@@ -309,7 +309,7 @@ def test_a_client_of_another_process_namespace_ends_with_its_connection(over_tcp
                 client.send(messages.encode_request(1, greeting))
                 assert isinstance(messages.decode_reply(client.recv())[2], messages.Welcome)
                 assert len(server.status()["sessions"]) == 1
-            wait_until(lambda: not server.status()["sessions"], 1.0)
+            wait_until(lambda: not server.status()["sessions"])
 
 
 def test_garbage_is_answered_or_dropped_and_the_server_goes_on(server: LMCacheServer) -> None:

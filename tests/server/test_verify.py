@@ -101,14 +101,14 @@ def test_the_records_of_a_damaged_page_go_with_it(tmp_path: Path) -> None:
                     engine.fill(index, block, 100 * block + index)
             engine.store_prompt(keys, [table] * 2)
             records = tmp_path / "tier"
-            wait_until(lambda: len(list(records.rglob(f"*{keys[1].hex()}*"))) == 2, 30)
+            wait_until(lambda: len(list(records.rglob(f"*{keys[1].hex()}*"))) == 2)
             damage(server, engine.pages(0, table[-3])[6000:12000].tobytes())
             found = engine.lookup(keys)
             assert found.resume_tokens == 2 * size
             with pytest.raises(RefusedError):
                 engine.load(found, keys, [list(range(80, 80 + len(table)))] * 2)
             engine.end(found)
-            wait_until(lambda: not list(records.rglob(f"*{keys[1].hex()}*")), 30)
+            wait_until(lambda: not list(records.rglob(f"*{keys[1].hex()}*")))
             assert list(records.rglob(f"*{keys[0].hex()}*"))
             assert engine.lookup(keys).resume_tokens == size, "no tier brings it back"
         finally:

@@ -125,8 +125,9 @@ class World:
             desk.ask(rank, Register("engine", rank, self.tag, geometry(kind), desk.memory))
             assert isinstance(desk.ask(rank, Prove()), Registered)
         self.join()
+        kinds = [each.kind for each in self.groups]
         self.wire, self.router = Wire(desk, self.choose), Router()
-        self.events = Events(True, self.groups, Scheduler(self.wire, "engine"))  # type: ignore[arg-type]
+        self.events = Events(kinds, self.groups, Scheduler(self.wire, "engine"))  # type: ignore[arg-type]
         self.pool = SimpleNamespace(hash_block_size=BLOCK, reset_prefix_cache=lambda: True)
         self.events.bind(self.pool)  # type: ignore[arg-type]
         self.prompts = list(self._prompts())

@@ -90,7 +90,7 @@ def test_closing_does_not_wait_for_all_of_a_large_memory(monkeypatch):
     memory.fill()
     started_s = time.monotonic()
     memory.close()
-    assert time.monotonic() - started_s < 2.0
+    assert time.monotonic() - started_s < 10
     assert not any(thread.is_alive() for thread in memory._populator._threads)
 
 

@@ -409,6 +409,6 @@ def test_closing_does_not_wait_for_all_of_a_large_file(tmp_path):
         with opened(path, 2 << 30) as file, filling(file) as (memory, _):
             started_s = time.monotonic()
             memory.close()
-            assert time.monotonic() - started_s < 2
+            assert time.monotonic() - started_s < 10
     finally:
         path.unlink()

@@ -12,7 +12,7 @@ import pytest
 from lmcache_server.commands import cli
 from lmcache_server.commands.verify import prompts, run
 from lmcache_server.commands.verify.compare import distance, is_equal, is_within
-from lmcache_server.commands.verify.engine import Answer, VerifyError, VllmServer
+from lmcache_server.commands.verify.engine import Answer, Counters, Prompt, VerifyError, VllmServer
 from lmcache_server.commands.verify.prompts import Case
 
 
@@ -89,6 +89,53 @@ def test_the_verdict(results: list[run.Result], right: bool, sentence: str) -> N
     is_right, text = run.verdict(results)
     assert is_right is right
     assert sentence in text
+
+
+class Rounding(VllmServer):
+    """Rounds as it resumes. Its own cache drops a block, as vLLM's with EAGLE does."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.totals = Counters(0, 0, 0)
+        self.cached: set[str] = set()
+        self.stored: set[str] = set()
+
+    def counters(self) -> Counters:
+        return self.totals
+
+    def reset_prefix_cache(self) -> None:
+        self.cached.clear()
+
+    def ask(
+        self, prompt: Prompt, max_tokens: int, salt: str = "", request: str = "", load: bool = True
+    ) -> Answer:
+        last = len(prompt) - 1
+        own = last // 16 * 16 - 16 if salt in self.cached else 0
+        served = last // 256 * 256 if salt in self.stored and load else 0
+        used = Counters(max(0, served - own), 1, 0, own, 100, 0)
+        self.cached.add(salt)
+        self.stored.add(salt)
+        self.totals = Counters(*map(sum, zip(self.totals, used, strict=True)))
+        return Answer("a", ["a"], [{"a": -1e-6 * max(own, served)}], [int(token) for token in prompt])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_tokens", "lengths"),
+    [
+        (700, 0, [700, 512 + 8, 512 + 8 + 16]),
+        # Its own cache ends earlier at once. The prompt that is cut is a little longer than it was.
+        (520, 0, [520, 512 + 8 + 16]),
+        # There is no room for a longer one.
+        (520, 520 + 32, [520]),
+    ],
+)
+def test_a_cut_lets_both_caches_end_at_one_token(tokens: int, max_tokens: int, lengths: list[int]) -> None:
+    ids = list(range(tokens))
+    results = run.run(Rounding(max_tokens), [Case("x", ids, ids)], lambda _: None)
+    assert [len(each.cold.prompt_ids) for each in results] == lengths
+    assert [each.equals for each in results][:-1] == [""] * (len(lengths) - 1)
+    assert results[-1].equals == ("" if max_tokens else "as vLLM's own cache")
+    assert run.verdict(results)[0]
 
 
 def test_a_line_of_a_file_is_a_prompt(tmp_path: Path) -> None:

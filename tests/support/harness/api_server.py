@@ -22,7 +22,12 @@ class ApiServer:
     """
 
     def __init__(
-        self, model: str, server: LMCacheServer, *flags: str, text: bool = False, **extra_config: Any
+        self,
+        model: str,
+        server: LMCacheServer,
+        *flags: str,
+        text: bool = False,
+        **extra_config: Any,
     ) -> None:
         connector = {
             "kv_connector": "LMCacheMPConnector",
@@ -30,6 +35,7 @@ class ApiServer:
             "kv_connector_extra_config": {"lmcache.mp.port": server.port, **extra_config},
         }
         self.port = free_port()
+        self.server = server
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = new_log(f"api-{Path(model).name}")
         self.model = str(text_model_path(model) if text else model_path(model))
@@ -52,9 +58,16 @@ class ApiServer:
         ]
 
     def __enter__(self) -> Self:
-        self._process = ChildProcess("vLLM's server", self._command, self._environment, self.log)
-        self._process.wait_until_ready(lambda: answers(f"{self.url}/health"), START_TIMEOUT_S, interval_s=0.2)
+        self.start()
+        self.wait_until_ready()
         return self
+
+    def start(self) -> None:
+        self._process = ChildProcess("vLLM's server", self._command, self._environment, self.log)
+
+    def wait_until_ready(self) -> None:
+        assert self._process is not None
+        self._process.wait_until_ready(lambda: answers(f"{self.url}/health"), START_TIMEOUT_S, interval_s=0.2)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

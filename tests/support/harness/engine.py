@@ -22,11 +22,25 @@ from harness.processes import ChildProcess, environment, new_log, tail
 from harness.server import LMCacheServer
 
 START_TIMEOUT_S = 300.0
-COMMAND_TIMEOUT_S = 120.0
+COMMAND_TIMEOUT_S = 540.0
+"""Less than a test may take. On a busy machine, an engine is twenty times slower."""
 CLOSE_TIMEOUT_S = 30.0
 MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
     # The CPU kernel of Mamba-2 cannot prefill more than one block, of 256 tokens, in a step.
     "falconh1": {"max_num_batched_tokens": 256},
+    "nemotronh": {"max_num_batched_tokens": 256},
+    "granite4": {"max_num_batched_tokens": 256},
+    "zamba2": {"max_num_batched_tokens": 128},
+    # A short convolution rounds by the length of a step: with steps of one block, all are of the same length.
+    "lfm2": {"max_num_batched_tokens": 128},
+    "lfm2moe": {"max_num_batched_tokens": 128},
+    # vLLM 0.32 caches no prefix of a model without attention unless it is told to.
+    "mamba2": {
+        "block_size": 128,
+        "max_num_batched_tokens": 128,
+        "enable_prefix_caching": True,
+        "mamba_cache_mode": "align",
+    },
     # The MLA kernel of processors with AMX takes multiples of 32.
     "dsv2": {"block_size": 32},
 }
@@ -49,6 +63,8 @@ class Result:
     local_tokens: int
     external_tokens: int
     finish_reason: str | None
+    transfer: dict[str, Any] | None
+    """The kv_transfer_params that vLLM's connector answered with."""
 
     @property
     def output(self) -> tuple[object, ...]:
@@ -151,10 +167,12 @@ class Engine:
             "TORCH_COMPILE_DISABLE": "1",
             # vLLM sets one core more aside when it has a connector: kernels would split work differently.
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+            # Threads that spin long until the others arrive make a busy machine's engines crawl.
+            "GOMP_SPINCOUNT": "20000",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if multiprocessing else "0",
             # Lets do_corrupt_kv reach the workers; they are our own processes.
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-            "PYTHONPATH": str(STUBS) if model in NEEDS_TORCHVISION else None,
+            "PYTHONPATH": str(STUBS) if any(each in model for each in NEEDS_TORCHVISION) else None,
             "PYTHONSAFEPATH": "1",
         }
         if self._server is not None:
@@ -268,6 +286,7 @@ class Engine:
         *,
         logprobs: int | None = 5,
         cache_salt: str | None = None,
+        transfer: dict[str, Any] | None = None,
     ) -> list[str]:
         """Add requests without running them; returns their names for `abort` and `collect`."""
         names: list[str] = self.call(
@@ -276,6 +295,7 @@ class Engine:
             max_tokens=max_tokens,
             logprobs=logprobs,
             cache_salt=cache_salt,
+            transfer=transfer,
         )
         return names
 
@@ -305,9 +325,9 @@ class Engine:
         """Change the model's weights in place."""
         self.call("change_weights")
 
-    def corrupt_kv(self, seed: int = 0) -> int:
-        """Overwrite the whole KV cache with random numbers; returns its bytes."""
-        return int(self.call("corrupt_kv", seed=seed))
+    def corrupt_kv(self, seed: int = 0, rank: int | None = None) -> int:
+        """Overwrite the whole KV cache, or that of one rank, with random numbers; returns its bytes."""
+        return int(self.call("corrupt_kv", seed=seed, rank=rank))
 
     def kv_digests(self) -> list[str]:
         """Per worker, a digest of the whole KV cache but the null block."""

@@ -29,6 +29,11 @@ class EngineProcess:
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm import LLM
 
+        sys.path.append(str(Path(__file__).resolve().parent.parent))
+        if "speculative_config" in arguments:
+            from harness import recurrent_kernels
+
+            recurrent_kernels.supply()
         self.llm = LLM(**arguments)
         self.engine = self.llm.llm_engine
         self.numbers = iter(range(1 << 62))
@@ -92,6 +97,7 @@ class EngineProcess:
             "local_tokens": prefill.num_local_cached_tokens if prefill else 0,
             "external_tokens": prefill.num_external_cached_tokens if prefill else 0,
             "finish_reason": completion.finish_reason,
+            "transfer": output.kv_transfer_params,
         }
 
     def do_submit(
@@ -193,9 +199,9 @@ class EngineProcess:
     def do_change_weights(self) -> None:
         self.llm.collective_rpc(_change_weights)
 
-    def do_corrupt_kv(self, seed: int) -> int:
-        """Overwrite every page with random finite numbers; returns the bytes overwritten."""
-        return sum(self.llm.collective_rpc(_corrupt_kv, args=(seed,)))
+    def do_corrupt_kv(self, seed: int, rank: int | None = None) -> int:
+        """Overwrite every page, or those of one rank, with random finite numbers; returns how many bytes."""
+        return sum(self.llm.collective_rpc(_corrupt_kv, args=(seed, rank)))
 
     def do_kv_digests(self) -> list[str]:
         """Per worker, a digest of all its pages but the null block's."""
@@ -253,7 +259,6 @@ class EngineProcess:
         `resume_tokens` needs; returns the number of bytes compared, raises where one differs."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        sys.path.append(str(Path(__file__).resolve().parent.parent))
         from harness.stored_bytes import Twin, of_process
 
         worker = get_kv_transfer_group()._worker
@@ -310,10 +315,13 @@ def _change_weights(worker: Any) -> None:
     norms[0].data.neg_()
 
 
-def _corrupt_kv(worker: Any, seed: int) -> int:
+def _corrupt_kv(worker: Any, seed: int, rank: int | None) -> int:
     import torch
 
-    runner = getattr(worker, "worker", worker).model_runner
+    worker = getattr(worker, "worker", worker)
+    if rank not in (None, worker.rank):
+        return 0
+    runner = worker.model_runner
     buffers: dict[int, torch.Tensor] = {}
     pending = list(runner.kv_caches)
     while pending:

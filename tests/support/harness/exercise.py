@@ -4,6 +4,8 @@ import hashlib
 import sys
 
 from harness.rawclient import RawEngine, chain, group
+from harness.server import LMCacheServer
+from harness.waiting import wait_until
 from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_client.contract.messages import Store, StoreObject
 
@@ -19,12 +21,16 @@ def new_engine(address: str, name: str) -> RawEngine:
     return RawEngine(address, GROUPS, num_blocks=130, engine_id=name).start()
 
 
+def keys_of(engine: RawEngine, number: int) -> tuple[bytes, ...]:
+    """The keys of the prompt with this number, which has three chunks."""
+    return chain(range(number * 100_000, number * 100_000 + 3 * engine.chunk_size), engine.chunk_size)
+
+
 def exercise(engine: RawEngine, number: int, salt: int = 0) -> int:
     """Store a prompt whose pages follow from its number and `salt`, its keys from its number alone; load what
     is there elsewhere, compare; returns the tokens that were loaded. Exits the process on a wrong byte."""
-    tokens = 3 * engine.chunk_size
-    keys = chain(range(number * 100_000, number * 100_000 + tokens), engine.chunk_size)
-    blocks = tokens // 16
+    keys = keys_of(engine, number)
+    blocks = 3 * engine.chunk_size // 16
     tables = [list(range(1, 1 + blocks)) for _ in engine.groups]
     seed = salt * 1_000_000 + number * 1000
     found = engine.lookup(keys)
@@ -42,6 +48,34 @@ def exercise(engine: RawEngine, number: int, salt: int = 0) -> int:
     engine.store_prompt(keys, tables)
     engine.end(found, keys)
     return found.resume_tokens
+
+
+def served(server: LMCacheServer, name: str, number: int) -> int:
+    """The tokens that this prompt gets in a new engine, which then stores it."""
+    engine = new_engine(server.address, name)
+    try:
+        return exercise(engine, number)
+    finally:
+        engine.close()
+
+
+def is_served(server: LMCacheServer, name: str, number: int) -> bool:
+    """Whether all of this prompt comes from the server, exactly. On a busy machine a lookup that waits for a
+    tier may come too late and answer zero. So it is asked again; what it fetched stays."""
+    engine = new_engine(server.address, name)
+    try:
+        keys = keys_of(engine, number)
+        tokens = len(keys) * engine.chunk_size
+
+        def is_found() -> bool:
+            answer = engine.lookup(keys)
+            engine.end(answer, keys)
+            return answer.resume_tokens == tokens
+
+        wait_until(is_found, interval_s=1)
+        return exercise(engine, number) == tokens
+    finally:
+        engine.close()
 
 
 def keep_the_server_copying(engine: RawEngine, seed: int, stores: int = 8) -> None:

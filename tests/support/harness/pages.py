@@ -15,6 +15,7 @@ NEEDS = {
     "kubernetes": r"Kubernetes|cluster",
     "docker": r"Docker|Compose",
     "root": r"root",
+    "rdma": r"RDMA",
 }
 """What a block may need that tests do not have, by its mark, and the word that must say so to the reader."""
 

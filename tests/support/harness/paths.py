@@ -10,3 +10,5 @@ STUBS = SUPPORT / "stubs"
 CACHE = Path(os.environ.get("LMCACHE_TEST_CACHE") or ROOT / ".cache")
 MODELS = CACHE / "models"
 LOGS = CACHE / "logs"
+ROUTERS, MOONCAKE = CACHE / "routers", CACHE / "mooncake"
+"""Python packages of other projects, which `make test` installs."""

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from harness.paths import LOGS, ROOT
 from harness.waiting import wait_until
 
 TAIL_BYTES = 6000
+PORTS = (20_000, 32_000)
 _numbers = itertools.count()
 
 # Run before the real program: the kernel kills it when the process that started it dies.
@@ -28,10 +30,13 @@ _TETHER = (
 
 
 def free_port() -> int:
-    """A TCP port that nobody uses at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nobody uses at the moment. Until the caller uses it, the kernel gives it to no
+    connection: those get higher ports."""
+    for port in random.sample(range(*PORTS), 1000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError(f"no free port among {PORTS}")
 
 
 def new_log(name: str) -> Path:

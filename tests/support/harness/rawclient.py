@@ -8,12 +8,14 @@ several.
 import contextlib
 import gc
 import os
+import time
 from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
+from harness.waiting import PATIENCE_S
 from lmcache_client.channel import Channel
 from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ModelTag, chunk_keys
@@ -30,7 +32,7 @@ from lmcache_client.contract.messages import (
 from lmcache_client.engine import Export, Scheduler, Worker, chunk_object, expect, load_message
 from lmcache_client.memory.host import HostExport
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = PATIENCE_S
 _open: list["RawEngine"] = []
 
 
@@ -109,9 +111,14 @@ class RawEngine:
         _open.append(self)
         RawEngine.made += 1
 
-    def start(self, wait_s: float = 5.0) -> "RawEngine":
-        self.worker.start(wait_s, wait_s)
-        self.scheduler.start(wait_s, wait_s)
+    def start(self, wait_s: float = PATIENCE_S) -> "RawEngine":
+        """On a busy machine, an attempt to register may come too late, and the next one succeeds."""
+        limit_s = time.monotonic() + wait_s
+        for channel in (self.worker, self.scheduler):
+            channel.start(wait_s, wait_s)
+            refused = self.worker.refusal or self.scheduler.refusal
+            while not channel.ready and refused is None and time.monotonic() < limit_s:
+                time.sleep(0.01)
         return self
 
     def own_memory(self) -> Memory:
@@ -219,7 +226,7 @@ def start_ranks(
         for rank, each in enumerate(groups)
     ]
     for engine in ranks:
-        engine.worker.start(5.0, 5.0)
+        engine.worker.start(PATIENCE_S, PATIENCE_S)
     for engine in ranks:
-        engine.scheduler.start(5.0, 5.0)
+        engine.scheduler.start(PATIENCE_S, PATIENCE_S)
     return ranks

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -14,10 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from harness.paths import ROOT
 from harness.processes import ChildProcess, environment, free_port, new_log, tail
-from harness.waiting import answers, get, wait_until
+from harness.waiting import PATIENCE_S, answers, get, wait_until
 
-START_TIMEOUT_S = 30.0
-STOP_TIMEOUT_S = 10.0
+START_TIMEOUT_S = STOP_TIMEOUT_S = PATIENCE_S
 
 # Gives up a capability, then becomes the program in its arguments.
 _WITHOUT = (
@@ -142,24 +142,50 @@ class LMCacheServer:
         text = Path(f"/proc/{self.pid}/status").read_text()
         return int(text.split("VmRSS:")[1].split()[0]) << 10
 
-    def wait_for_status(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 10.0) -> None:
+    def wait_for_status(
+        self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = PATIENCE_S
+    ) -> None:
         """Wait until /status is as the condition wants it."""
         what = lambda: f"the server's status is as it should be; it is {self.status()}"  # noqa: E731
         wait_until(lambda: condition(self.status()), timeout_s, what)
 
-    def wait_until(self, condition: Callable[[dict[str, int]], bool], timeout_s: float = 5.0) -> None:
+    def wait_until(self, condition: Callable[[dict[str, int]], bool], timeout_s: float = PATIENCE_S) -> None:
         """Wait until what /status says of L1 is as the condition wants it."""
         self.wait_for_status(lambda status: condition(status["l1"]), timeout_s)
 
-    def wait_for_metric(self, name: str, value: float, timeout_s: float = 5.0) -> None:
+    def wait_for_metric(self, name: str, value: float, timeout_s: float = PATIENCE_S) -> None:
         """Wait until a sample of /metrics has this value; some are counted once a second."""
         what = lambda: f"{name} is {value:g}; it is {self.metrics()[name]:g}"  # noqa: E731
         wait_until(lambda: self.metrics()[name] == value, timeout_s, what)
 
+    def wait_for_engine(self) -> int:
+        """Wait until one engine uses the server, on both sides of its connector; returns its chunk size."""
+        both = ["scheduler", "worker"]
+        self.wait_for_status(lambda status: sorted(each["role"] for each in status["sessions"]) == both)
+        time.sleep(0.3)  # until the scheduler has read that it has joined
+
+        def served() -> int:
+            return sum(each["chunk_size"] for each in self.status()["namespaces"] if each["engines"])
+
+        return int(wait_until(served, 20))
+
+    def tier(self, number: int = 0) -> Any:
+        """What /status says of a tier."""
+        return self.status()["tiers"][number]
+
+    def wait_until_written(self) -> None:
+        """Wait until the first tier has written something, and nothing waits."""
+
+        def is_written() -> bool:
+            tier = self.tier()
+            return bool(tier["written_objects"]["written"] and not tier["waiting_objects"])
+
+        wait_until(is_written)
+
     def wait_until_populated(self) -> None:
         self.wait_until(lambda l1: l1["populated_bytes"] == l1["total_bytes"])
 
-    def wait_at_rest(self, sessions: int = 0, timeout_s: float = 1.0) -> None:
+    def wait_at_rest(self, sessions: int = 0, timeout_s: float = PATIENCE_S) -> None:
         """Wait until only `sessions` sessions are left and nothing is held by any: no lease, no reader, no
         reserved frame, every frame free or ready."""
 

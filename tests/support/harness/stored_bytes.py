@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.rawclient import chain
+from harness.waiting import PATIENCE_S
 from lmcache_client.channel import Channel
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.messages import Found, Lookup
@@ -56,7 +57,7 @@ class Twin:
         self.worker = Worker(channels[0], "twin", worker.rank, worker.model, worker.geometry, export)
         self.scheduler = Scheduler(channels[1], "twin")
         for channel in channels:
-            channel.start(5, 5)
+            channel.start(PATIENCE_S, PATIENCE_S)
 
     def _register(self, _channel: Channel) -> None:
         self.chunk_size = self.worker.register().chunk_size

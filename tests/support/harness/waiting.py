@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 Value = TypeVar("Value")
+PATIENCE_S = 60.0
+"""How long a test waits for what takes milliseconds on a quiet machine."""
 
 
 def wait_until(
     condition: Callable[[], Value],
-    timeout_s: float = 10.0,
+    timeout_s: float = PATIENCE_S,
     what: str | Callable[[], str] = "this happens",
     interval_s: float = 0.02,
 ) -> Value:
