@@ -83,6 +83,7 @@ class Server:
         self._names = {"", "localhost", name.lower()}
         self._is_local = is_loopback(host)
         self._routes: Routes = {}
+        self._accepting: asyncio.Handle
         self._connections: dict[asyncio.Task[None], str] = {}
         """The peer's address of each connection, the oldest first."""
         self._socket = socket.socket(socket.AF_INET6 if ":" in name else socket.AF_INET)
@@ -104,10 +105,12 @@ class Server:
     def start(self, routes: Routes) -> None:
         """Answer requests from now on, on the running loop."""
         self._routes = routes
-        self._accepting = asyncio.get_running_loop().create_task(self._accept())
+        self._accepting = asyncio.get_running_loop().call_soon(self._watch)
 
     async def stop(self) -> None:
-        tasks = [self._accepting, *self._connections]
+        self._accepting.cancel()
+        asyncio.get_running_loop().remove_reader(self._socket)
+        tasks = [*self._connections]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -115,21 +118,24 @@ class Server:
     def close(self) -> None:
         self._socket.close()
 
-    async def _accept(self) -> None:
+    def _watch(self) -> None:
+        # Not `sock_accept`: cancelled at the wrong moment, it loses the connection that it was just given.
+        asyncio.get_running_loop().add_reader(self._socket, self._accept)
+
+    def _accept(self) -> None:
+        """Take one connection. The rest of the server runs before the next, even if new ones keep coming."""
         loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, (peer, *_) = await loop.sock_accept(self._socket)
-            except OSError:
-                # No descriptor is free. The connection keeps waiting, so do not try again at once.
-                await asyncio.sleep(RETRY_S)
-                continue
-            self._make_room(peer)
-            task = loop.create_task(self._serve(connection))
-            self._connections[task] = peer
-            task.add_done_callback(functools.partial(self._ended, connection))
-            # Let this connection and the rest of the server run, even if new ones keep coming.
-            await asyncio.sleep(0)
+        try:
+            connection, (peer, *_) = self._socket.accept()
+        except OSError:
+            # No descriptor is free. The connection keeps waiting, so do not try again at once.
+            loop.remove_reader(self._socket)
+            self._accepting = loop.call_later(RETRY_S, self._watch)
+            return
+        self._make_room(peer)
+        task = loop.create_task(self._serve(connection))
+        self._connections[task] = peer
+        task.add_done_callback(functools.partial(self._ended, connection))
 
     def _ended(self, connection: socket.socket, task: "asyncio.Task[None]") -> None:
         """Also closes the connection of a task that was cancelled before its first step."""

@@ -379,3 +379,23 @@ def test_requests_that_break_off_leave_nothing_to_the_garbage_collector(monkeypa
             gc.enable()
             for each in slow:
                 each.close()
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_connection_that_comes_as_the_server_stops_is_closed(turns):
+    """Whatever the loop had begun with it. One that is not closed warns when it is collected, which fails."""
+    with contextlib.ExitStack() as clients, contextlib.closing(pages.Server("127.0.0.1", 0)) as server:
+
+        async def stop():
+            clients.enter_context(connected(server))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await server.stop()
+
+        loop = Loop(server)
+        try:
+            loop.call(server.start, ROUTES)
+            loop.call(stop)
+        finally:
+            loop.end()
+    gc.collect()

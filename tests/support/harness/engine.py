@@ -167,8 +167,6 @@ class Engine:
             "TORCH_COMPILE_DISABLE": "1",
             # vLLM sets one core more aside when it has a connector: kernels would split work differently.
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-            # Threads that spin long until the others arrive make a busy machine's engines crawl.
-            "GOMP_SPINCOUNT": "20000",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if multiprocessing else "0",
             # Lets do_corrupt_kv reach the workers; they are our own processes.
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
