@@ -128,7 +128,9 @@ def main() -> None:
         for _ in range(ROUNDS):
             for each in measured:
                 each.measure(*engines)
-    print("| tokens | one engine | prefill | decode | both, of one engine | computed twice, of one engine |")
+    print(
+        "| tokens | one engine | prefill | decode | both together, times one engine | without the hint, times one engine |"
+    )
     print("|---|---|---|---|---|---|")
     print("\n".join(each.row() for each in measured))
     print(f"\n{sum(each.different for each in measured)} first tokens differed.")

@@ -15,8 +15,8 @@ class Layout:
     `chunk_size` is in tokens. `holders` has, per group, the ranks of the shards with objects of their own.
     With pipeline parallelism a shard may have none, and in a replicated group all `tensor_parallel_size`
     ranks of a pipeline stage share the objects of the stage's first rank here: the server may have only the
-    ranks from `first_rank` on. The chunks of an `ephemeral`
-    namespace go with its last engine. `model` is a name for reports.
+    ranks from `first_rank` on. The chunks of an `ephemeral` namespace go with its last engine. `model` is a
+    name for reports.
     """
 
     namespace: bytes

@@ -3,7 +3,7 @@
 
 Each descriptor is a channel, with a thread of its own. When one closes, the process ends.
 
-What such a client does to its process, the server survives. It can still write anywhere in L1, which it maps.
+The server survives a client that crashes or hangs. But the client can write anywhere in L1, which it maps.
 """
 
 import contextlib

@@ -129,7 +129,7 @@ def open_tier(url: TierUrl, l1: Area | None = None) -> Tier:
 
 
 def _mooncake(url: TierUrl, l1: Area | None) -> Tier:
-    from lmcache_server.tiers.walled import Walled
+    from lmcache_server.tiers.isolated import Isolated
 
     check_installed(url)  # here only the other process imports it
     (host, port), more = (_addresses(url.place, MOONCAKE_PORT) or [])[0], url.parameters
@@ -140,7 +140,7 @@ def _mooncake(url: TierUrl, l1: Area | None) -> Tier:
     }
     segment_bytes = int(more.get("segment_gb", 0) * GB_BYTES)
     holder = {**settings, "segment_bytes": segment_bytes} if segment_bytes else None
-    return Walled(f"Mooncake at {settings['master']}", "mooncake", settings, l1, holder)
+    return Isolated(f"Mooncake at {settings['master']}", "mooncake", settings, l1, holder)
 
 
 def _not_installed(url: TierUrl, why: str = "") -> StartError:

@@ -4,6 +4,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+Call = Literal["share", "present", "read", "write", "remove", "clear"]
 L1 = 0
 """The number of the area that all channels share. The others are 1 + the number of a channel."""
 MAX_BYTES = 160 << 10
@@ -23,7 +24,7 @@ class Part(NamedTuple):
 class Request(msgspec.Struct, array_like=True):
     """With `share` comes the descriptor of a file. Its `parts` is where the area lies in the file."""
 
-    call: Literal["share", "present", "read", "write", "remove", "clear"]
+    call: Call
     names: list[str] = []
     parts: list[Part] = []
 

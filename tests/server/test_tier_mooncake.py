@@ -25,7 +25,7 @@ from lmcache_client.contract.patience import fetch_patience_s
 from lmcache_server.tiers import urls
 from lmcache_server.tiers.area import Area, shared_memory
 from lmcache_server.tiers.base import TierError
-from lmcache_server.tiers.walled import Walled
+from lmcache_server.tiers.isolated import Isolated
 
 KILLS = 30
 MARGIN_S = 10.0
@@ -44,14 +44,14 @@ def url(master: Store, more: str = "") -> str:
 
 
 @contextlib.contextmanager
-def opened(text: str) -> Iterator[tuple[Walled, memoryview]]:
+def opened(text: str) -> Iterator[tuple[Isolated, memoryview]]:
     """The tier by itself, and what it takes for L1."""
     descriptor, mapping = shared_memory("l1", 64 * MIB)
     l1 = memoryview(mapping)
     tier = urls.open_tier(
         urls.parse(text), Area(descriptor, 0, ctypes.addressof(ctypes.c_char.from_buffer(l1)), 64 * MIB)
     )
-    assert isinstance(tier, Walled)
+    assert isinstance(tier, Isolated)
     with contextlib.closing(tier):
         yield tier, l1
     os.close(descriptor)

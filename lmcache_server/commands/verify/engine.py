@@ -27,13 +27,12 @@ NaN."""
 RESET_TIMEOUT_S = 60.0
 LOADED_TOKENS = "vllm:lmcache_mp_loaded_tokens_total"
 _COUNTERS = (
-    *(
-        LOADED_TOKENS,
-        "vllm:request_success_total",
-        "vllm:num_requests_running",
-        "vllm:prefix_cache_hits_total",
-    ),
-    *("vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"),
+    LOADED_TOKENS,
+    "vllm:request_success_total",
+    "vllm:num_requests_running",
+    "vllm:prefix_cache_hits_total",
+    "vllm:spec_decode_num_draft_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_total",
 )
 """Of each field of Counters."""
 RESET = "/reset_prefix_cache"

@@ -24,7 +24,7 @@ import msgspec
 from lmcache_server.tiers.area import Area, shared_memory
 from lmcache_server.tiers.base import TierError, checked_name
 from lmcache_server.tiers.pieces import gather, spread
-from lmcache_server.tiers.wire import L1, MAX_BYTES, MAX_NAMES, Part, Reply, Request
+from lmcache_server.tiers.wire import L1, MAX_BYTES, MAX_NAMES, Call, Part, Reply, Request
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class _Channel:
             raise TierError(reply.error[:300])
         return reply.found
 
-    def move(self, call: Any, name: str, pieces: Sequence[memoryview], timeout_s: float) -> bool:
+    def move(self, call: Call, name: str, pieces: Sequence[memoryview], timeout_s: float) -> bool:
         """Read or write a record."""
         is_small = _size(pieces) < SMALL_BYTES * len(pieces)
         parts: list[Part] = []
@@ -200,7 +200,7 @@ class _Process:
                 logger.debug("%(line)s", {"line": self._last_line})
 
 
-class Walled:
+class Isolated:
     """Calls `client` of lmcache_server.tiers.helper in a process of its own. `l1` is memory that both map,
     None if there is none. With `holder`, another process opens the client with those settings and only holds
     it open: what it keeps survives the end of the first. Raises TierError if the store cannot be used."""
@@ -250,12 +250,12 @@ class Walled:
             if process is not None:
                 process.end()
 
-    def _move(self, call: str, name: str, pieces: Sequence[memoryview]) -> bool:
+    def _move(self, call: Call, name: str, pieces: Sequence[memoryview]) -> bool:
         timeout_s = CALL_S + _size(pieces) / SLOWEST_BYTES_PER_S
         checked_name(name)
         return self._call(lambda channel: channel.move(call, name, pieces, timeout_s))
 
-    def _ask(self, call: Any, names: list[str], timeout_s: float) -> list[bool]:
+    def _ask(self, call: Call, names: list[str], timeout_s: float) -> list[bool]:
         return self._call(lambda channel: channel.ask(Request(call, names), timeout_s))
 
     def _call(self, call: Callable[[_Channel], T]) -> T:
@@ -299,9 +299,8 @@ class Walled:
             return self._process
 
     def _keep(self) -> None:
-        if self._holder_settings is None or (self._holder is not None and self._holder.is_alive()):
-            return
-        if time.monotonic() < self._keep_after_s:
+        is_held = self._holder is not None and self._holder.is_alive()
+        if self._holder_settings is None or is_held or time.monotonic() < self._keep_after_s:
             return
         if self._holder is not None:
             self.restarts += 1
