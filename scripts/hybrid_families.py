@@ -35,9 +35,7 @@ MEANING = {
 }
 KDA = "Its layers (KDA) need the Triton kernel `chunk_kda`, which has no CPU version."
 GPU = "vLLM has this model for GPUs only."
-RING = (
-    "It keeps a ring of unfinished keys (`CircularBufferSpec`), which vLLM does not share between requests."
-)
+RING = f"{GPU} Its ring of unfinished keys is [left out](hybrid-models.md#groups-that-vllm-does-not-share)."
 
 V3 = (
     "Engines store V2 as it was computed. The indexer's keys of V3.2 are further pages of the same group; no "
@@ -47,7 +45,10 @@ V4 = (
     "Its pages are found and its windows resume as in vLLM's own code. No engine has run it with the cache: "
     "on CPUs it needs AMX."
 )
-V41 = "vLLM does not share its replayed windows and its ring between requests (`bounded_replay`)."
+V41 = (
+    f"{GPU} Its ring and its replayed windows are "
+    "[left out](hybrid-models.md#groups-that-vllm-does-not-share)."
+)
 
 
 class Family(NamedTuple):
@@ -99,13 +100,13 @@ FAMILIES: dict[str, Family] = {
     "terratorch": Family("Terratorch", "none", REFUSED, "It generates no text and has no KV cache."),
     "zamba2": Family("Zamba2", "Mamba-2, full", TESTED),
     "models.deepseek_v4": Family("DeepSeek-V4", "MLA (compressed), windows of MLA", STORED, V4),
-    "models.deepseek_v41": Family("DeepSeek-V4.1", "as V4, replayed windows, ring", REFUSED, V41),
-    "models.glm5next": Family("GLM-5 Next", "recurrent, MLA, ring", REFUSED, RING),
+    "models.deepseek_v41": Family("DeepSeek-V4.1", "as V4, replayed windows, ring", NO_CPU, V41),
+    "models.glm5next": Family("GLM-5 Next", "recurrent, MLA, ring", NO_CPU, RING),
     "models.inkling": Family("Inkling", "sliding window, full", NO_CPU, GPU),
     "models.kimi_k3": Family("Kimi Linear, Kimi K3", "KDA, MLA", NO_CPU, KDA),
     "models.minimax_m3": Family("MiniMax-M3", "full, indexer", NO_CPU, GPU),
-    "models.qwen4_exp": Family("Qwen4 Exp", "Gated DeltaNet, full, ring", REFUSED, RING),
-    "models.step5": Family("Step 5", "full, ring", REFUSED, RING),
+    "models.qwen4_exp": Family("Qwen4 Exp", "Gated DeltaNet, full, ring", NO_CPU, RING),
+    "models.step5": Family("Step 5", "full, ring", NO_CPU, RING),
 }
 
 

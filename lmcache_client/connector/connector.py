@@ -3,6 +3,7 @@
 Interface: vLLM's distributed/kv_transfer/kv_connector/v1/base.py; surface.py lists what is used of it.
 """
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Iterable
@@ -71,8 +72,11 @@ class LMCacheMPConnector(Uncached):
         self._results = Results()
         try:
             support.check_vllm(self._settings.untested_vllm)
-            groups = translate.group_specs(kv_cache_config)
-            support.check_supported(vllm_config, kv_cache_config, groups)
+            group_ids = support.shared_groups(kv_cache_config)
+            kept = [kv_cache_config.kv_cache_groups[index] for index in group_ids]
+            self._shared = dataclasses.replace(kv_cache_config, kv_cache_groups=kept)
+            groups = translate.group_specs(self._shared)
+            support.check_supported(vllm_config, groups)
         except (UnsupportedError, GeometryError) as error:
             self._supported = False
             if role == KVConnectorRole.SCHEDULER:
@@ -80,7 +84,7 @@ class LMCacheMPConnector(Uncached):
             return
         self._supported = True
         if role == KVConnectorRole.SCHEDULER:
-            self._init_scheduler(vllm_config, groups, ignored)
+            self._init_scheduler(vllm_config, groups, group_ids, ignored)
 
     def _give_up(self, error: Exception) -> None:
         """Reports why this engine is not cached."""
@@ -89,7 +93,11 @@ class LMCacheMPConnector(Uncached):
         self._teller = tell_server(self._vllm_config, reason)
 
     def _init_scheduler(
-        self, vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...], ignored: list[str]
+        self,
+        vllm_config: "VllmConfig",
+        groups: tuple[GroupSpec, ...],
+        group_ids: tuple[int, ...],
+        ignored: list[str],
     ) -> None:
         transfer = vllm_config.kv_transfer_config
         if transfer.kv_load_failure_policy != "recompute":
@@ -99,13 +107,13 @@ class LMCacheMPConnector(Uncached):
             logger.info("lmcache: vLLM recomputes a load that fails (kv_load_failure_policy=recompute)")
         for key in ignored:
             logger.warning("lmcache: %s has no effect with this connector", key)
-        can_resume = support.can_resume(vllm_config, self._kv_cache_config)
+        can_resume = support.can_resume(vllm_config, self._shared)
         if not can_resume:
             logger.warning(
                 "lmcache: this engine stores but does not load, because it cannot resume in the middle of a "
                 "prompt (MLA on a CPU, or neither chunked prefill nor prefix caching)"
             )
-        block_bytes, events = translate.block_bytes(self._kv_cache_config), vllm_config.kv_events_config
+        block_bytes, events = translate.block_bytes(self._shared), vllm_config.kv_events_config
         is_heard = events is not None and events.enable_kv_cache_events
         everything = self._settings.store_everything
         self._scheduler = SchedulerSide(
@@ -121,7 +129,8 @@ class LMCacheMPConnector(Uncached):
             lookahead=vllm_config.num_prefill_lookahead_tokens,
             drafts=vllm_config.speculative_config is not None,
             is_traced=bool(vllm_config.observability_config.otlp_traces_endpoint),
-            announces=translate.event_kinds(self._kv_cache_config) if is_heard else (),
+            announces=translate.event_kinds(self._shared) if is_heard else (),
+            group_ids=group_ids,
         )
         self._scheduler.start()
 
@@ -203,7 +212,7 @@ class LMCacheMPConnector(Uncached):
 
     def _exported(self) -> tuple[Geometry, HostExport | CudaExport]:
         """Where the pages of the KV caches are, and their memory. Raises what `_give_up` takes."""
-        geometry, buffers = translate.geometry(self._vllm_config, self._kv_cache_config, self._kv_caches)
+        geometry, buffers = translate.geometry(self._vllm_config, self._shared, self._kv_caches)
         if self._vllm_config.device_config.device_type == "cpu":
             return geometry, HostExport(buffers)
         check_proof_places(geometry, len(buffers))

@@ -57,17 +57,22 @@ class Events:
     asked and nothing is kept.
 
     The blocks are those of the first group with full attention, which has every token of the prompt.
+    `group_ids` are vLLM's indexes of the groups.
     """
 
     def __init__(
-        self, kinds: Sequence[str], groups: Sequence[GroupSpec], client: Scheduler | Several
+        self,
+        kinds: Sequence[str],
+        groups: Sequence[GroupSpec],
+        client: Scheduler | Several,
+        group_ids: Sequence[int] = (),
     ) -> None:
         self._is_on = bool(kinds)
         self._client = client
-        self._group = next((index for index, group in enumerate(groups) if group.kind == FULL), 0)
-        spec = groups[self._group]
+        first = next((index for index, group in enumerate(groups) if group.kind == FULL), 0)
+        self._group_id, spec = group_ids[first] if group_ids else first, groups[first]
         self._block_size = spec.block_size
-        self._kind = kinds[self._group] if kinds else None
+        self._kind = kinds[first] if kinds else None
         self._window = spec.window if spec.kind == SLIDING_WINDOW else None
         self._resumes_anywhere = all(group.kind == FULL for group in groups)
         self._hash_block_size = self._block_size
@@ -193,7 +198,7 @@ class Events:
                 medium=MEDIUM_CPU,
                 lora_name=lora.lora_name if lora else None,
                 extra_keys=to_event_extra_keys(extra),
-                group_idx=self._group,
+                group_idx=self._group_id,
                 kv_cache_spec_kind=self._kind,
                 kv_cache_spec_sliding_window=self._window,
             )
@@ -224,4 +229,4 @@ class Events:
                 del self._blocks[block]
                 gone.append(block)
         if gone:
-            self._events.append(BlockRemoved(block_hashes=gone, medium=MEDIUM_CPU, group_idx=self._group))
+            self._events.append(BlockRemoved(block_hashes=gone, medium=MEDIUM_CPU, group_idx=self._group_id))

@@ -26,6 +26,7 @@ class Offers:
 
     `block_bytes` has the bytes of one block of each group. If it is empty, every window and state is offered.
     `state_interval` is vLLM's prefix_cache_retention_interval. With `drafts`, the engine has a drafter.
+    `group_ids` are vLLM's indexes of the groups; without any, vLLM has no other groups.
     """
 
     def __init__(
@@ -34,11 +35,13 @@ class Offers:
         block_bytes: Sequence[int],
         state_interval: int | None,
         drafts: bool = False,
+        group_ids: Sequence[int] = (),
     ) -> None:
         self._groups = groups
         self._block_bytes = block_bytes
         self._state_interval = state_interval
         self._drafts = drafts
+        self._group_ids = group_ids or range(len(groups))
         self.pool: BlockPool | None = None
         """vLLM's, as soon as the scheduler has it."""
         self._admissions: dict[int, Admission] = {}
@@ -47,6 +50,10 @@ class Offers:
     def of_step(self, output: "SchedulerOutput", tracked_of: Callable[[str], Tracked | None]) -> list[Offer]:
         """The objects that are complete after this step. `tracked_of` finds a request by its id."""
         return [*self._computed(output, tracked_of), *self._states(output, tracked_of)]
+
+    def tables(self, of_all: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """The block tables of these groups, among those of all groups of vLLM."""
+        return [of_all[index] for index in self._group_ids]
 
     def _admission(self, chunk_size: int) -> Admission:
         if chunk_size not in self._admissions:
@@ -81,7 +88,7 @@ class Offers:
             tables = state.get_block_ids(request_id) if state is not None else None
             if tables is None:
                 continue
-            keys = tracked.keys_of(complete)
+            keys, tables = tracked.keys_of(complete), self.tables(tables)
             for chunk in range(tracked.next_chunk, complete):
                 yield from self._chunk(tracked, tables, chunk, keys)
             tracked.next_chunk = complete
@@ -115,7 +122,10 @@ class Offers:
             # A state is only offered at the end of a step, so the next one is about a step away.
             spacing = max(output.num_scheduled_tokens.get(request_id, 0), self._state_interval or 0)
             prompt = tracked.prompt._replace(spacing=math.ceil(spacing / chunk_size))
-            for group, block_id, tokens in offers:
+            for group_id, block_id, tokens in offers:
+                if group_id not in self._group_ids:
+                    continue
+                group = self._group_ids.index(group_id)
                 chunk = tokens // chunk_size - 1
                 is_past_end = tokens > tracked.request.num_tokens - tracked.lookahead or chunk >= MAX_CHUNKS
                 if tokens % chunk_size or is_past_end or not block_id:
@@ -141,7 +151,7 @@ class Offers:
             return False
         size = self._groups[group].block_size
         hashes = resolve_block_hashes(request.block_hashes, pool.hash_block_size, size)
-        own = make_block_hash_with_group_id(hashes[tokens // size - 1], group)
+        own = make_block_hash_with_group_id(hashes[tokens // size - 1], self._group_ids[group])
         return bool(pool.blocks[block_id].block_hash == own)
 
 

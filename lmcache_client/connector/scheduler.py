@@ -44,8 +44,8 @@ LOOKUP_WAIT_S, FRESH_LOOKUP_S, IDLE_WAIT_S, CONNECT_S = 0.001, 0.01, 0.002, 1.0
 
 class SchedulerSide:
     """The scheduler side of one engine. `groups` have no regions; `world_size` workers report each job.
-    `advise` takes the chunk size, returns advice on resume points or nothing. `block_bytes`, `state_interval`
-    and `drafts` are those of Offers, `lookahead` that of Tracked, `announces` the kinds of Events."""
+    `advise` takes the chunk size, returns advice on resume points or nothing. `lookahead` is that of Tracked,
+    `announces` has the kinds of Events; `block_bytes` to `drafts` and `group_ids` are those of Offers."""
 
     def __init__(
         self,
@@ -62,6 +62,7 @@ class SchedulerSide:
         drafts: bool = False,
         is_traced: bool = False,
         announces: Sequence[str] = (),
+        group_ids: Sequence[int] = (),
         system: System = SYSTEM,
     ) -> None:
         self._settings = settings
@@ -86,9 +87,8 @@ class SchedulerSide:
         self._prefill = PrefillSpeed()
         self._hints = Hints()
         self._handover = Handover(groups, settings.wait_timeout_s, system.now_s)
-        self._offers = Offers(groups, block_bytes, state_interval, drafts)
-        self._advise = advise
-        self._advice = ""
+        self._offers = Offers(groups, block_bytes, state_interval, drafts, group_ids)
+        self._advise, self._advice = advise, ""
         self._unified = unified_block_size(groups)
         self._lookahead = lookahead
         self._has_states = any(group.kind == RECURRENT for group in groups)
@@ -97,7 +97,7 @@ class SchedulerSide:
         """What each server said, if there are several."""
         self.client = Several(self._clients) if len(self._clients) > 1 else self._clients[0]
         self.channel = self.client.channel
-        self.events = Events(announces if loads else (), groups, self.client)
+        self.events = Events(announces if loads else (), groups, self.client, group_ids)
         self._now_s = system.now_s
 
     def start(self) -> None:
@@ -310,7 +310,8 @@ class SchedulerSide:
         assert computed >= tracked.state.computed
         if tracked.state.is_early:
             self._early.accept(tracked.name, computed)
-        key, tables = tracked.keys[found.resume_tokens // self.chunk_size - 1], blocks.get_block_ids()
+        key = tracked.keys[found.resume_tokens // self.chunk_size - 1]
+        tables = self._offers.tables(blocks.get_block_ids())
         message = load_message(tracked.name, found, key, computed, self.groups, tables)
         wanted = [block for ids in message.block_ids for block in ids]
         assert all(wanted), "vLLM allocated no block where one is needed"

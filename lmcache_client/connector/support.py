@@ -1,11 +1,13 @@
 """Checks what vLLM, a model and its settings support, corrects a fault of vLLM and advises on settings."""
 
 import contextlib
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm import __version__ as VLLM_VERSION
 from vllm.platforms import current_platform
+from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec, UniformTypeKVCacheSpecs
 
 from lmcache_client.connector.surface import missing
@@ -15,9 +17,12 @@ from lmcache_client.contract.version import INSTALL_VLLM, VERSION, untested
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 UNSPLIT_BLOCK_SIZES = (16, 32, 64)
+UNSHARED = "a KV cache group that vLLM does not share between requests"
+CIRCULAR_BUFFER = getattr(kv_cache_interface, "CircularBufferSpec", ())
+"""An earlier vLLM has no such group."""
 
 
 class UnsupportedError(Exception):
@@ -38,17 +43,41 @@ def check_vllm(allow_untested: bool) -> None:
         )
 
 
-def check_supported(
-    vllm_config: "VllmConfig", config: "KVCacheConfig", groups: tuple[GroupSpec, ...]
-) -> None:
+def shared_groups(config: "KVCacheConfig") -> tuple[int, ...]:
+    """The indexes of the groups whose blocks later requests use.
+
+    Two kinds are left out, because vLLM fills them anew for each request: a ring of keys that are not
+    compressed yet, which is empty wherever a request can resume, and windows that it computes again after a
+    hit (`Scheduler._mark_prefix_replay`). Raises UnsupportedError if there is another group that vLLM does
+    not share between requests.
+    """
+    shared = []
+    for index, group in enumerate(config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        if group.host_resident or not group.enable_kv_transfer:
+            raise UnsupportedError(UNSHARED)
+        if spec.prefix_cacheable:
+            shared.append(index)
+        elif not _is_ring(spec) and not getattr(spec, "prefix_replay_tokens", 0):
+            raise UnsupportedError(UNSHARED)
+    sizes = [group.kv_cache_spec.block_size for group in config.kv_cache_groups]
+    if math.lcm(*(sizes[index] for index in shared)) % math.lcm(*sizes):
+        # vLLM's scheduler cuts a hit to a multiple of all block sizes.
+        raise UnsupportedError(f"{UNSHARED}, with blocks of another size ({', '.join(map(str, sizes))})")
+    return tuple(shared)
+
+
+def _is_ring(spec: "KVCacheSpec") -> bool:
+    layers = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
+    return all(isinstance(layer, CIRCULAR_BUFFER) for layer in layers)
+
+
+def check_supported(vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...]) -> None:
     """Raises UnsupportedError if the cache is not proven to restore this model with these settings exactly;
-    `groups` are those of `config`."""
+    `groups` are those that vLLM shares between requests."""
     device = vllm_config.device_config.device_type
     if device not in ("cpu", "cuda"):
         raise UnsupportedError(f"its KV cache on a {device} device, which this version does not copy")
-    for group in config.kv_cache_groups:
-        if group.host_resident or not group.enable_kv_transfer or not group.kv_cache_spec.prefix_cacheable:
-            raise UnsupportedError("a KV cache group that vLLM does not share between requests")
     draft = vllm_config.speculative_config
     if draft is not None and draft.method == "draft_model" and len(groups) > 1:
         # vLLM gives the draft model the blocks of the first group, so it overwrites pages of the model.

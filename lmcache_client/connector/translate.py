@@ -154,6 +154,8 @@ def _regions(
     spec_of = {layer: group.kv_cache_spec for group in config.kv_cache_groups for layer in group.layer_names}
     for tensor in config.kv_cache_tensors:
         for index, layer in enumerate(tensor.layers):
+            if layer not in spec_of:  # of a group that is left out
+                continue
             buffer = buffers.index(_buffer(kv_caches[layer]))
             page_bytes = _page_bytes(layer_spec(spec_of[layer], layer))
             offset = tensor.offset + index * tensor.layer_stride

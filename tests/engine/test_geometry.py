@@ -12,6 +12,7 @@ from harness.server import LMCacheServer
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     HiddenStateCacheSpec,
     KVCacheConfig,
@@ -28,7 +29,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from lmcache_client.connector import LMCacheMPConnector
-from lmcache_client.connector.support import UnsupportedError
+from lmcache_client.connector.support import UnsupportedError, shared_groups
 from lmcache_client.connector.translate import geometry, group_specs
 
 try:
@@ -204,6 +205,46 @@ def test_what_is_copied_is_the_block_that_vllm_sees_and_no_other(layout: KVCache
             for (layer, at), content in before.items():
                 expected = other.block(layer, 2) if at == block else content
                 assert ours.block(layer, at) == expected, (layer, at)
+
+
+def ring(block_size: int) -> CircularBufferSpec:
+    return CircularBufferSpec(
+        block_size=block_size, num_kv_heads=1, head_size=32, head_size_v=0, dtype=torch.bfloat16
+    )
+
+
+REPLAYED = mla_window(512, 64, 128, torch.uint8, bounded_replay=True, **PACKED)
+
+
+@pytest.mark.parametrize(
+    ("specs", "shared"),
+    [
+        ([full(), full()], (0, 1)),
+        ([ring(8), full(), REPLAYED, full()], None),
+        ([ring(8), full(block_size=128), REPLAYED, full(block_size=128)], (1, 3)),
+        ([uniform(a=ring(8), b=ring(8)).kv_cache_spec, full()], (1,)),
+        ([ring(24), full()], None),
+        ([ring(16)], None),
+        ([], ()),
+    ],
+)
+def test_the_groups_that_vllm_does_not_share_are_left_out(
+    specs: list[KVCacheSpec], shared: tuple[int, ...] | None
+) -> None:
+    """If blocks of a group that is left out do not divide those of the others, nothing is cached."""
+    config = KVCacheConfig(NUM_BLOCKS, [], [group(spec, str(at)) for at, spec in enumerate(specs)])
+    if shared is not None:
+        assert shared_groups(config) == shared
+        return
+    with pytest.raises(UnsupportedError, match=r"not share between requests, with blocks of another size"):
+        shared_groups(config)
+
+
+def test_a_group_that_is_no_part_of_a_transfer_is_refused() -> None:
+    config = KVCacheConfig(NUM_BLOCKS, [], [group(full()), group(full())])
+    config.kv_cache_groups[1].enable_kv_transfer = False
+    with pytest.raises(UnsupportedError, match=r"does not share between requests$"):
+        shared_groups(config)
 
 
 WANT_MORE = {

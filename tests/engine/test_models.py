@@ -4,6 +4,7 @@ Every case states first that tokens came from the server, then that tokens and l
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from harness.engine import Engine
@@ -46,11 +47,35 @@ def server() -> Iterator[LMCacheServer]:
         yield running
 
 
+SCRATCH_SPECS = {"ring": "CircularBufferSpec", "replayed": "SlidingWindowMLASpec"}
+SCRATCH = {
+    "llama with a ring and replayed windows, as DeepSeek-V4.1": ("llama", ["ring", "replayed"]),
+    "qwen3next with a ring, as GLM-5 Next and Qwen4 Exp": ("qwen3next", ["ring"]),
+    "gemma3 with a ring": ("gemma3", ["ring"]),
+}
+"""Models with groups that vLLM does not share between requests."""
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_model_is_restored_exactly(server: LMCacheServer, case: str) -> None:
-    model = case.removesuffix("-32")
+    check_model(server, case.removesuffix("-32"), CASES[case])
+
+
+@pytest.mark.parametrize("case", SCRATCH)
+def test_groups_that_no_other_request_may_use_are_left_out(server: LMCacheServer, case: str) -> None:
+    model, kinds = SCRATCH[case]
+    with Engine(model, server=server, scratch=kinds) as engine:
+        info = engine.info()
+        assert info["group_kinds"][: len(kinds)] == [SCRATCH_SPECS[kind] for kind in kinds]
+        assert info["replayed_tokens"] == (64 if "replayed" in kinds else 0)
+        (namespace,) = [each for each in server.status()["namespaces"] if each["engines"]]
+        assert len(namespace["groups"]) == len(info["group_kinds"]) - len(kinds)
+    check_model(server, model, {"scratch": kinds})
+
+
+def check_model(server: LMCacheServer, model: str, options: dict[str, Any]) -> None:
     server.clear()
-    with Engine(model, server=server, **CASES[case]) as engine:
+    with Engine(model, server=server, **options) as engine:
         unified = engine.info()["unified_block_size"]
         chunk = chunk_size(server)
         assert chunk % unified == 0

@@ -239,7 +239,8 @@ def states_within_prompts(
     assert again.said == grown.said
 
 
-def test_a_state_is_stored_only_if_no_draft_can_have_moved_it() -> None:
+@pytest.mark.parametrize("group_id", [0, 2])
+def test_a_state_is_stored_only_if_no_draft_can_have_moved_it(group_id: int) -> None:
     """Of an engine with a drafter: within the prompt, and from a block that still has the prompt's hash."""
     init_none_hash(sha256)
     hasher = get_request_block_hasher(16, sha256)
@@ -249,26 +250,27 @@ def test_a_state_is_stored_only_if_no_draft_can_have_moved_it() -> None:
     tracked.reset(1, 16)
     pool = BlockPool(8, True, 16)
     (block,) = pool.get_new_blocks(1)
-    offers = Offers((GroupSpec(RECURRENT, 16, 0, "", ()),), (), None, drafts=True)
+    offers = Offers((GroupSpec(RECURRENT, 16, 0, "", ()),), (), None, True, (group_id,))
     offers.pool = pool
 
-    def stored(tokens: int) -> int:
+    def stored(tokens: int, group_id: int = group_id) -> int:
         output: Any = SimpleNamespace(
             num_scheduled_tokens={},
             scheduled_new_reqs=[],
             scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
             kv_connector_block_state=SimpleNamespace(
-                boundary_state_offloads={"r": [(0, block.block_id, tokens)]}
+                boundary_state_offloads={"r": [(group_id, block.block_id, tokens)]}
             ),
         )
         return len(offers.of_step(output, {"r": tracked}.get))
 
     def hashed(chunk: int) -> None:
         block.reset_hash()
-        pool.cache_full_blocks(request, [pool.null_block] * chunk + [block], chunk, chunk + 1, 16, 0)
+        pool.cache_full_blocks(request, [pool.null_block] * chunk + [block], chunk, chunk + 1, 16, group_id)
 
     hashed(1)
     assert stored(32) == 1
+    assert stored(32, group_id + 1) == 0, "it is a state of a group that is left out"
     assert stored(16) == 0, "it is the block of another state"
     hashed(2)
     assert stored(48) == 0, "the prompt ends before"
@@ -296,10 +298,9 @@ def test_what_is_not_proven_is_refused(
         speculative_config=draft,
         parallel_config=SimpleNamespace(**dict.fromkeys(parallel, 1)),
     )
-    groups: Any = SimpleNamespace(kv_cache_groups=())
     recurrent = (GroupSpec(RECURRENT, 16, 0, "", ()), GroupSpec(FULL, 16, 0, "", ()))
     with pytest.raises(UnsupportedError, match=reason) if reason else contextlib.nullcontext():
-        check_supported(config, groups, recurrent)
+        check_supported(config, recurrent)
     monkeypatch.setattr(support, "VLLM_VERSION", "0.31.0")
     with pytest.raises(UnsupportedError, match=reason or "before vLLM 0.32"):
-        check_supported(config, groups, recurrent)
+        check_supported(config, recurrent)

@@ -89,13 +89,15 @@ class Wire:
 class Router:
     """Holds the blocks that it is told of, and accepts no event that makes no sense."""
 
-    def __init__(self) -> None:
+    def __init__(self, group_id: int) -> None:
+        self.group_id = group_id
         self.held: dict[Any, tuple[int, ...]] = {}
 
     def apply(self, told: Sequence[KVCacheEvent]) -> None:
         for event in told:
             assert isinstance(event, (BlockStored, BlockRemoved))
             assert event.medium == MEDIUM_CPU
+            assert event.group_idx == self.group_id
             if isinstance(event, BlockRemoved):
                 for block in event.block_hashes:
                     del self.held[block]
@@ -126,8 +128,11 @@ class World:
             assert isinstance(desk.ask(rank, Prove()), Registered)
         self.join()
         kinds = [each.kind for each in self.groups]
-        self.wire, self.router = Wire(desk, self.choose), Router()
-        self.events = Events(kinds, self.groups, Scheduler(self.wire, "engine"))  # type: ignore[arg-type]
+        first = next((index for index, each in enumerate(self.groups) if each.kind == FULL), 0)
+        # vLLM has another group before these in every second world.
+        ids = range(seed % 2, seed % 2 + len(kinds))
+        self.wire, self.router = Wire(desk, self.choose), Router(ids[first])
+        self.events = Events(kinds, self.groups, Scheduler(self.wire, "engine"), ids)  # type: ignore[arg-type]
         self.pool = SimpleNamespace(hash_block_size=BLOCK, reset_prefix_cache=lambda: True)
         self.events.bind(self.pool)  # type: ignore[arg-type]
         self.prompts = list(self._prompts())

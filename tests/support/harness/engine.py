@@ -100,8 +100,8 @@ class Engine:
     """`vllm.LLM` of a tiny model (or of a model directory) in a process of its own. A context manager.
 
     With `server`, LMCacheMPConnector is configured to use it; `extra_config` adds to or replaces
-    kv_connector_extra_config and `connector` other fields of kv_transfer_config. Further keyword
-    arguments go to `vllm.LLM`; None leaves vLLM's default.
+    kv_connector_extra_config and `connector` other fields of kv_transfer_config. `scratch` are kinds of
+    scratch_layers.py. Further keyword arguments go to `vllm.LLM`; None leaves vLLM's default.
 
     An engine in one process is forked from one that has imported vLLM already, unless it is to be `cold`.
     """
@@ -349,7 +349,8 @@ class Engine:
         return drafts
 
     def info(self) -> dict[str, Any]:
-        """unified_block_size, block_sizes, group_kinds, num_blocks, free_blocks, max_num_batched_tokens."""
+        """unified_block_size, block_sizes, group_kinds, num_blocks, free_blocks, replayed_tokens,
+        max_num_batched_tokens."""
         info: dict[str, Any] = self.call("info")
         return info
 

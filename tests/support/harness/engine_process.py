@@ -34,6 +34,10 @@ class EngineProcess:
             from harness import recurrent_kernels
 
             recurrent_kernels.supply()
+        if scratch := arguments.pop("scratch", None):
+            from harness import scratch_layers
+
+            scratch_layers.supply(scratch)
         self.llm = LLM(**arguments)
         self.engine = self.llm.llm_engine
         self.numbers = iter(range(1 << 62))
@@ -231,6 +235,7 @@ class EngineProcess:
             "group_kinds": [type(group.kv_cache_spec).__name__ for group in groups],
             "num_blocks": pool.num_gpu_blocks,
             "free_blocks": pool.get_num_free_blocks(),
+            "replayed_tokens": getattr(scheduler, "prefix_replay_tokens", 0),
             "max_num_batched_tokens": scheduler.scheduler_config.max_num_batched_tokens,
         }
 
@@ -264,13 +269,14 @@ class EngineProcess:
         worker = get_kv_transfer_group()._worker
         geometry, buffers = worker.client.geometry, worker.client.export._buffers
         manager = self._core().scheduler.kv_cache_manager
+        tables = self._core().scheduler.connector._scheduler._offers.tables
         (name,) = self.do_submit([prompt], 4, None, None)
         pages: dict[tuple[int, int], bytes] = {}
         live = of_process(geometry, buffers)
         while name not in self.results:
             self._step()
             for request in self._core().scheduler.running:
-                for index, table in enumerate(manager.get_block_ids(request.request_id)):
+                for index, table in enumerate(tables(manager.get_block_ids(request.request_id))):
                     for position in geometry.groups[index].needed_blocks(resume_tokens):
                         computed = (position + 1) * geometry.groups[index].block_size
                         if (
