@@ -74,7 +74,19 @@ $(STAMPS)/mooncake: Makefile | $(STAMPS)/package
 		"mooncake-transfer-engine-non-cuda==0.3.13.post1; platform_machine == 'x86_64'"
 	@touch $@
 
-test: install lint $(STAMPS)/deploy $(STAMPS)/stores $(STAMPS)/routers $(STAMPS)/mooncake
+# What vLLM's suffix decoding imports. It is compiled here, without an environment of its own for that, in which
+# pip would install torch again. Its plugin for other versions of vLLM is left out.
+SUFFIX := .cache/suffix
+
+$(STAMPS)/suffix: Makefile | $(STAMPS)/package
+	@$(BIN)/python scripts/pip_quietly.py "what compiles suffix decoding" --upgrade --target $(SUFFIX)-build \
+		cmake ninja nanobind==2.9.2 protobuf==5.29.6 grpcio-tools setuptools wheel
+	@PATH=$$PWD/$(SUFFIX)-build/bin:$$PATH PYTHONPATH=$$PWD/$(SUFFIX)-build $(BIN)/python scripts/pip_quietly.py \
+		"suffix decoding" --no-deps --no-build-isolation --upgrade --target $(SUFFIX) arctic-inference==0.3.0
+	@rm -rf $(SUFFIX)-build $(SUFFIX)/*.dist-info
+	@touch $@
+
+test: install lint $(STAMPS)/deploy $(STAMPS)/stores $(STAMPS)/routers $(STAMPS)/mooncake $(STAMPS)/suffix
 	@$(BIN)/python scripts/install_tools.py
 	@# First that all tests can be imported: one that cannot would end its whole lane.
 	@found=$$($(BIN)/python -m pytest --collect-only -q --ignore=tests/gpu 2>&1) || { echo "$$found" | tail -40; exit 1; }

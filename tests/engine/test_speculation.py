@@ -30,6 +30,8 @@ from lmcache_client.connector.translate import model_tag
 from lmcache_client.contract.geometry import FULL, GroupSpec
 
 HAS_MEDUSA = not VERSION.startswith("0.33.")
+SUFFIX = {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
+"""It looks in each request's own tokens only: else its drafts would depend on earlier answers."""
 BLOCK = 128
 CHUNK = 256
 DRAFTS = 3
@@ -78,6 +80,7 @@ def kind_of(name: str) -> Kind:
         "llama, n-gram": lambda: Kind("llama", NGRAM),
         "MiMo, MTP": lambda: Kind(str(drafters.mimo_path()), {"method": "mtp"}, 1),
         "MiMo, three MTP modules": lambda: Kind(str(drafters.mimo_path(3)), {"method": "mtp"}, 3),
+        "llama, suffix": lambda: Kind("llama", SUFFIX),
         "gemma3, n-gram": lambda: Kind("gemma3", NGRAM),
         "gptoss, n-gram": lambda: Kind("gptoss", NGRAM),
     }[name]()
@@ -85,7 +88,7 @@ def kind_of(name: str) -> Kind:
 
 KINDS = (
     *("llama, EAGLE", "llama, EAGLE-3", "llama, DFlash", "llama, Medusa", "llama, draft model"),
-    *("MiMo, MTP", "MiMo, three MTP modules", "gemma3, n-gram", "gptoss, n-gram"),
+    *("llama, suffix", "MiMo, MTP", "MiMo, three MTP modules", "gemma3, n-gram", "gptoss, n-gram"),
 )
 
 

@@ -10,14 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from harness.models import NEEDS_TORCHVISION, model_path
-from harness.paths import CACHE, STUBS
+from harness.paths import CACHE, STUBS, SUFFIX
 from harness.processes import ChildProcess, environment, new_log, tail
 from harness.server import LMCacheServer
 
@@ -170,12 +170,19 @@ class Engine:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if multiprocessing else "0",
             # Lets do_corrupt_kv reach the workers; they are our own processes.
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-            "PYTHONPATH": str(STUBS) if any(each in model for each in NEEDS_TORCHVISION) else None,
+            "PYTHONPATH": os.pathsep.join(self._packages(model)) or None,
             "PYTHONSAFEPATH": "1",
         }
         if self._server is not None:
             changes["LMCACHE_RUNTIME_DIR"] = self._server.runtime_dir
         return environment({**changes, **env})
+
+    def _packages(self, model: str) -> Iterator[str]:
+        """Where an engine finds what vLLM needs for this model and drafter, and no other engine should see."""
+        if any(each in model for each in NEEDS_TORCHVISION):
+            yield str(STUBS)
+        if self._arguments.get("speculative_config", {}).get("method") == "suffix":
+            yield str(SUFFIX)
 
     def __enter__(self) -> Self:
         start = time.monotonic()

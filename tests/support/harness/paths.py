@@ -10,5 +10,5 @@ STUBS = SUPPORT / "stubs"
 CACHE = Path(os.environ.get("LMCACHE_TEST_CACHE") or ROOT / ".cache")
 MODELS = CACHE / "models"
 LOGS = CACHE / "logs"
-ROUTERS, MOONCAKE = CACHE / "routers", CACHE / "mooncake"
+ROUTERS, MOONCAKE, SUFFIX = CACHE / "routers", CACHE / "mooncake", CACHE / "suffix"
 """Python packages of other projects, which `make test` installs."""
