@@ -178,7 +178,7 @@ class Engine:
         return environment({**changes, **env})
 
     def _packages(self, model: str) -> Iterator[str]:
-        """Where an engine finds what vLLM needs for this model and drafter, and no other engine should see."""
+        """Where an engine finds what vLLM needs for this model and drafter. No other engine should see it."""
         if any(each in model for each in NEEDS_TORCHVISION):
             yield str(STUBS)
         if self._arguments.get("speculative_config", {}).get("method") == "suffix":
