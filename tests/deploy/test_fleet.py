@@ -5,47 +5,67 @@ import os
 import re
 import subprocess
 import sys
+import unittest.mock
+from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import tools
+from harness.namespaces import only_a_loopback
 from harness.options import load
-from harness.paths import ROOT, ROUTERS
+from harness.paths import MOONCAKE, ROOT, ROUTERS
+from harness.processes import free_port
 from harness.routers import needs
+from harness.stores import Store, mooncake_places
 
 from deploy.flags import assert_server_options_exist
 from deploy.test_chart import CHART, KUBERNETES, Manifest, containers, render
 from deploy.test_images import DEPLOY, run
 from lmcache_client.connector import settings
+from lmcache_client.contract.version import VERSION
 from lmcache_server.tiers import urls
 
 HOSTS = 3
 PASSWORD = {**os.environ, "VALKEY_PASSWORD": "secret"}
 
 
-def manifests() -> list[Manifest]:
-    text = (DEPLOY / "fleet" / "fleet.yaml").read_text()
+STORES = {"valkey": "servers.yaml", "mooncake": "mooncake-servers.yaml"}
+"""The values of the servers that use a store; the store is in a file of its name."""
+
+
+def manifests(store: str = "") -> list[Manifest]:
+    """Engines and router, or a store."""
+    text = (DEPLOY / "fleet" / f"{store or 'fleet'}.yaml").read_text()
     return list(tools.module("yaml").safe_load_all(text))
 
 
-def servers() -> list[Manifest]:
-    text = (DEPLOY / "fleet" / "servers.yaml").read_text()
+def servers(store: str) -> list[Manifest]:
+    text = (DEPLOY / "fleet" / STORES[store]).read_text()
     return render(tools.module("yaml").safe_load(text))
 
 
-def named(kind: str, name: str) -> Manifest:
-    (found,) = [each for each in manifests() if (each["kind"], each["metadata"]["name"]) == (kind, name)]
+def tier(store: str) -> tuple[urls.TierUrl, Manifest]:
+    """The tier of the servers, and their container."""
+    (server,) = [each for each in containers(servers(store)) if each["name"] == "lmcache"]
+    assert_server_options_exist(server["args"], {each["name"]: "" for each in server["env"]})
+    (url,) = [each.removeprefix("--tier=") for each in server["args"] if each.startswith("--tier=")]
+    return urls.parse(url), server
+
+
+def named(kind: str, name: str, store: str = "") -> Manifest:
+    (found,) = [each for each in manifests(store) if (each["kind"], each["metadata"]["name"]) == (kind, name)]
     return found
 
 
-def pod(kind: str, name: str) -> Manifest:
-    spec: Manifest = named(kind, name)["spec"]["template"]["spec"]
+def pod(kind: str, name: str, store: str = "") -> Manifest:
+    spec: Manifest = named(kind, name, store)["spec"]["template"]["spec"]
     return spec
 
 
-def composed() -> dict[str, Any]:
-    """The services, as compose sees them."""
+def composed(store: str = "valkey") -> dict[str, Any]:
+    """The services with a store, as compose sees them."""
     command = [str(tools.find("docker-compose")), "-f", str(DEPLOY / "compose" / "fleet.yaml")]
+    command += ["-f", str(DEPLOY / "compose" / f"fleet.{store}.yaml")]
     done = subprocess.run(
         [*command, "config", "--format", "json"], env=PASSWORD, capture_output=True, text=True, check=False
     )
@@ -60,40 +80,79 @@ def options(arguments: list[str]) -> dict[str, str]:
 
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_every_manifest_is_valid(version: str) -> None:
-    for each in (*manifests(), *servers()):
+    stores = [each for store in STORES for each in (*manifests(store), *servers(store))]
+    for each in (*manifests(), *stores):
         tools.module("kubernetes_validate").validate(each, version, strict=True)
 
 
-def test_the_servers_use_the_store_of_the_fleet() -> None:
-    (server,) = [each for each in containers(servers()) if each["name"] == "lmcache"]
-    assert_server_options_exist(server["args"], {each["name"]: "" for each in server["env"]})
-    (tier,) = [each.removeprefix("--tier=") for each in server["args"] if each.startswith("--tier=")]
+def test_the_servers_use_the_valkey_of_the_fleet() -> None:
+    url, server = tier("valkey")
     (password,) = [each for each in server["env"] if each["name"] == urls.PASSWORD_VARIABLE]
-    store = pod("StatefulSet", "lmcache-valkey")["containers"][0]
+    store = pod("StatefulSet", "lmcache-valkey", "valkey")["containers"][0]
     assert password["valueFrom"] == store["env"][0]["valueFrom"]
-    service = named("Service", "lmcache-valkey")["spec"]
-    assert urls.parse(tier).place == f"lmcache-valkey:{service['ports'][0]['port']}"
+    service = named("Service", "lmcache-valkey", "valkey")["spec"]
+    assert url.place == f"lmcache-valkey:{service['ports'][0]['port']}"
     assert (
         "kubectl create secret generic lmcache-valkey --from-literal=password"
-        in (DEPLOY / "fleet" / "fleet.yaml").read_text()
+        in (DEPLOY / "fleet" / "valkey.yaml").read_text()
     )
 
 
-def test_policies_and_services_select_the_pods_that_there_are() -> None:
-    labels = [each["spec"]["template"]["metadata"]["labels"] for each in (*manifests(), *servers())
+def test_the_servers_use_the_mooncake_store_of_the_fleet_and_have_memory_for_their_segment() -> None:
+    url, server = tier("mooncake")
+    service = named("Service", "lmcache-mooncake", "mooncake")["spec"]
+    assert url.place == f"lmcache-mooncake:{service['ports'][0]['port']}"
+    (master,) = pod("Deployment", "lmcache-mooncake", "mooncake")["containers"]
+    assert master["image"] == server["image"]
+    assert master["command"] == ["mooncake_master"]
+    assert f"-rpc_port={service['ports'][0]['port']}" in master["args"]
+    values = tools.module("yaml").safe_load((DEPLOY / "fleet" / STORES["mooncake"]).read_text())
+    assert values["memoryOverheadGb"] > url.parameters["segment_gb"]
+
+
+@pytest.mark.parametrize("where", ["kubernetes", "compose"])
+def test_mooncakes_master_takes_its_options(where: str, tmp_path: Path) -> None:
+    """The real program, with another port, listens where it is told."""
+    if where == "kubernetes":
+        arguments = pod("Deployment", "lmcache-mooncake", "mooncake")["containers"][0]["args"]
+    else:
+        arguments = composed("mooncake")["mooncake"]["command"]
+    with only_a_loopback(), unittest.mock.patch.dict(os.environ, mooncake_places()):
+        port, other = free_port(), free_port()
+        given = [each.replace("50051", str(port)) for each in arguments]
+        assert given != arguments
+        program = str(MOONCAKE / "mooncake/mooncake_master")
+        with Store("mooncake_master", [program, *given, f"-metrics_port={other}"], port, tmp_path):
+            pass  # it has been reached at its port
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_policies_and_services_select_the_pods_that_there_are(store: str) -> None:
+    all_of_it = (*manifests(), *manifests(store), *servers(store))
+    labels = [each["spec"]["template"]["metadata"]["labels"] for each in all_of_it
               if "template" in each.get("spec", {})]  # fmt: skip
     selectors = []
-    for each in manifests():
+    for each in (*manifests(), *manifests(store)):
         spec = each["spec"]
         if each["kind"] == "Service":
             selectors.append(spec["selector"])
         if each["kind"] == "NetworkPolicy":
             selectors.append(spec["podSelector"]["matchLabels"])
             for rule in spec["ingress"]:
-                selectors += [source["podSelector"]["matchLabels"] for source in rule["from"]]
-    assert len(selectors) == 7
+                selectors += [source["podSelector"]["matchLabels"] for source in rule.get("from", ())]
+    assert len(selectors) == {"valkey": 7, "mooncake": 9}[store]
     for selector in selectors:
         assert sum(selector.items() <= each.items() for each in labels) == 1, selector
+
+
+def test_only_servers_reach_the_memory_that_servers_give_to_mooncake() -> None:
+    server = {"app.kubernetes.io/name": "lmcache-mp", "app.kubernetes.io/component": "server"}
+    policy = named("NetworkPolicy", "lmcache-mooncake-servers", "mooncake")["spec"]
+    assert policy["podSelector"]["matchLabels"] == server
+    assert policy["ingress"] == [
+        {"from": [{"podSelector": {"matchLabels": server}}]}, {"ports": [{"port": "http"}]},
+    ]  # fmt: skip
+    assert "http" in [each["name"] for each in tier("mooncake")[1]["ports"]]
 
 
 def test_engines_meet_the_servers_of_the_chart() -> None:
@@ -163,8 +222,9 @@ def test_vllm_and_the_router_take_their_options_and_mean_the_same(where: str) ->
         assert f"{worker}=tcp://{name}:{port}" in taken["kv_event_source"]
 
 
-def test_hosts_of_compose_share_nothing_but_the_store() -> None:
-    services = composed()
+@pytest.mark.parametrize("store", STORES)
+def test_hosts_of_compose_share_nothing_but_the_store(store: str) -> None:
+    services = composed(store)
     assert len(services) == 3 * HOSTS + 2
     for number in range(1, HOSTS + 1):
         server, engine = services[f"lmcache-{number}"], services[f"vllm-{number}"]
@@ -172,9 +232,13 @@ def test_hosts_of_compose_share_nothing_but_the_store() -> None:
         assert [each["source"] for each in server["volumes"]] == [f"socket-{number}"]
         assert [each["source"] for each in engine["volumes"]] == [f"socket-{number}", "models"]
         assert_server_options_exist((), server["environment"])
-        (tier,) = load(environment=server["environment"]).tier
-        assert urls.parse(tier).place == "valkey:6379"
-        assert server["environment"][urls.PASSWORD_VARIABLE] == services["valkey"]["command"][-1] == "secret"
+        (url,) = load(environment=server["environment"]).tier
+        assert urls.parse(url).place == f"{store}:{'6379' if store == 'valkey' else '50051'}"
+        assert server["image"] == f"lmcache-mp:{VERSION}-{store}"
+        assert server["build"]["args"] == {"EXTRA": store}
+        if store == "valkey":
+            own = server["environment"][urls.PASSWORD_VARIABLE]
+            assert own == services["valkey"]["command"][-1] == "secret"
     for name, service in services.items():
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"]
@@ -184,7 +248,8 @@ def test_hosts_of_compose_share_nothing_but_the_store() -> None:
 
 
 def test_a_store_without_a_password_is_an_error_that_names_it() -> None:
-    command = [str(tools.find("docker-compose")), "-f", str(DEPLOY / "compose" / "fleet.yaml"), "config"]
+    files = [str(DEPLOY / "compose" / name) for name in ("fleet.yaml", "fleet.valkey.yaml")]
+    command = [str(tools.find("docker-compose")), "-f", files[0], "-f", files[1], "config"]
     environment = {name: value for name, value in os.environ.items() if name != "VALKEY_PASSWORD"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode
