@@ -86,7 +86,13 @@ $(STAMPS)/suffix: Makefile | $(STAMPS)/package
 	@rm -rf $(SUFFIX)-build $(SUFFIX)/*.dist-info
 	@touch $@
 
-test: install lint $(STAMPS)/deploy $(STAMPS)/stores $(STAMPS)/routers $(STAMPS)/mooncake $(STAMPS)/suffix
+# For vLLM's NixlConnector. It runs without a GPU, too.
+$(STAMPS)/nixl: Makefile | $(STAMPS)/package
+	@$(BIN)/python scripts/pip_quietly.py "NIXL" --no-deps --upgrade --target .cache/nixl \
+		"nixl==1.5.1; platform_machine == 'x86_64'" "nixl-cu12==1.5.1; platform_machine == 'x86_64'"
+	@touch $@
+
+test: install lint $(STAMPS)/deploy $(STAMPS)/stores $(STAMPS)/routers $(STAMPS)/mooncake $(STAMPS)/suffix $(STAMPS)/nixl
 	@$(BIN)/python scripts/install_tools.py
 	@# First that all tests can be imported: one that cannot would end its whole lane.
 	@found=$$($(BIN)/python -m pytest --collect-only -q --ignore=tests/gpu 2>&1) || { echo "$$found" | tail -40; exit 1; }

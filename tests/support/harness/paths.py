@@ -10,5 +10,5 @@ STUBS = SUPPORT / "stubs"
 CACHE = Path(os.environ.get("LMCACHE_TEST_CACHE") or ROOT / ".cache")
 MODELS = CACHE / "models"
 LOGS = CACHE / "logs"
-ROUTERS, MOONCAKE, SUFFIX = CACHE / "routers", CACHE / "mooncake", CACHE / "suffix"
+ROUTERS, MOONCAKE, SUFFIX, NIXL = (CACHE / each for each in ("routers", "mooncake", "suffix", "nixl"))
 """Python packages of other projects, which `make test` installs."""
