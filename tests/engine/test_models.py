@@ -49,11 +49,12 @@ def server() -> Iterator[LMCacheServer]:
 
 SCRATCH_SPECS = {"ring": "CircularBufferSpec", "replayed": "SlidingWindowMLASpec"}
 SCRATCH = {
-    "llama with a ring and replayed windows, as DeepSeek-V4.1": ("llama", ["ring", "replayed"]),
-    "qwen3next with a ring, as GLM-5 Next and Qwen4 Exp": ("qwen3next", ["ring"]),
-    "gemma3 with a ring": ("gemma3", ["ring"]),
+    "llama-ring-replayed": ("llama", ["ring", "replayed"]),
+    "qwen3next-ring": ("qwen3next", ["ring"]),
+    "gemma3-ring": ("gemma3", ["ring"]),
 }
-"""Models with groups that vLLM does not share between requests."""
+"""Models with groups that vLLM does not share between requests: as DeepSeek-V4.1, and as GLM-5 Next and Qwen4
+Exp."""
 
 
 @pytest.mark.parametrize("case", CASES)
