@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from harness import stores
-from harness.exercise import exercise, new_engine
+from harness.exercise import exercise, new_engine, restored
 from harness.proxy import Proxy
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
@@ -59,7 +59,7 @@ def test_a_record_that_is_cut_is_not_served(through: tuple[LMCacheServer, Proxy]
     server.restart()
     engine = new_engine(server.address, "third")
     try:
-        assert exercise(engine, 1) == 3 * 256, "what the store has was whole"
+        assert restored(engine, 1) == 3 * 256, "what the store has was whole"
     finally:
         engine.close()
 

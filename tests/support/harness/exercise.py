@@ -59,21 +59,30 @@ def served(server: LMCacheServer, name: str, number: int) -> int:
         engine.close()
 
 
+def wait_until_found(engine: RawEngine, number: int) -> None:
+    """Look a prompt up until all of it is found. On a busy machine a lookup that waits for a tier may come
+    too late and answer zero; what it fetched stays."""
+    keys = keys_of(engine, number)
+
+    def is_found() -> bool:
+        answer = engine.lookup(keys)
+        engine.end(answer, keys)
+        return answer.resume_tokens == len(keys) * engine.chunk_size
+
+    wait_until(is_found, what=f"prompt {number} is found", interval_s=0.5)
+
+
+def restored(engine: RawEngine, number: int) -> int:
+    """As `exercise`, for a prompt that is whole in L1 or a tier."""
+    wait_until_found(engine, number)
+    return exercise(engine, number)
+
+
 def is_served(server: LMCacheServer, name: str, number: int) -> bool:
-    """Whether all of this prompt comes from the server, exactly. On a busy machine a lookup that waits for a
-    tier may come too late and answer zero. So it is asked again; what it fetched stays."""
+    """Whether all of this prompt comes from the server, exactly."""
     engine = new_engine(server.address, name)
     try:
-        keys = keys_of(engine, number)
-        tokens = len(keys) * engine.chunk_size
-
-        def is_found() -> bool:
-            answer = engine.lookup(keys)
-            engine.end(answer, keys)
-            return answer.resume_tokens == tokens
-
-        wait_until(is_found, interval_s=1)
-        return exercise(engine, number) == tokens
+        return restored(engine, number) == 3 * engine.chunk_size
     finally:
         engine.close()
 

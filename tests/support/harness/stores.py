@@ -11,7 +11,7 @@ import sys
 import unittest.mock
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -26,15 +26,23 @@ KINDS = ["valkey", "cluster", "s3", "az", "mooncake"]
 
 
 class Store:
-    """A server at a port of the loopback; the same one after `restart`."""
+    """A server at a port of the loopback; the same one after `restart`. It is started when it `is_ready`."""
 
-    def __init__(self, name: str, command: list[str], port: int, cwd: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: list[str],
+        port: int,
+        cwd: Path,
+        is_ready: Callable[[int], bool] | None = None,
+    ) -> None:
         self._name, self._command, self.port, self._cwd = name, command, port, cwd
+        self._is_ready = is_ready or connects
         self.process = self._start()
 
     def _start(self) -> ChildProcess:
         process = ChildProcess(self._name, self._command, cwd=self._cwd)
-        process.wait_until_ready(lambda: connects(self.port), 60)
+        process.wait_until_ready(lambda: self._is_ready(self.port), 60)
         return process
 
     def signal(self, number: int) -> None:
@@ -141,7 +149,27 @@ def _seaweedfs(folder: Path) -> Store:
     command += [f"-{name}.port.grpc={free_port()}" for name in ("master", "volume", "filer", "s3")]
     # These would listen at fixed ports, and tell its makers.
     command += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
-    return Store("seaweedfs", command, ports[0], folder)
+    return Store("seaweedfs", command, ports[0], folder, _takes_objects)
+
+
+def _takes_objects(port: int) -> bool:
+    """SeaweedFS listens some time before it accepts anything but a bad request."""
+    if not connects(port):
+        return False
+    obstore, store = module("obstore", "s3"), module("obstore.store", "s3")
+    bucket = store.S3Store(
+        "records",
+        endpoint=f"http://127.0.0.1:{port}",
+        access_key_id=KEY,
+        secret_access_key=SECRET,
+        region="us-east-1",
+        client_options={"allow_http": True},
+        retry_config={"max_retries": 0},
+    )
+    with contextlib.suppress(Exception):  # obstore's own are many
+        obstore.put(bucket, "ready", b"yes")
+        return True
+    return False
 
 
 ACCOUNT = "devstoreaccount1"
