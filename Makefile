@@ -74,8 +74,8 @@ $(STAMPS)/mooncake: Makefile | $(STAMPS)/package
 		"mooncake-transfer-engine-non-cuda==0.3.13.post1; platform_machine == 'x86_64'"
 	@touch $@
 
-# What vLLM's suffix decoding imports. It is compiled here, without an environment of its own for that, in which
-# pip would install torch again. Its plugin for other versions of vLLM is left out.
+# What vLLM's suffix decoding imports. pip compiles it without build isolation, which would install torch a second
+# time. Its plugin for vLLM is removed, because it is for other versions.
 SUFFIX := .cache/suffix
 
 $(STAMPS)/suffix: Makefile | $(STAMPS)/package

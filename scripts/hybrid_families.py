@@ -34,8 +34,12 @@ MEANING = {
     "vLLM manages its layers as those of tested families. Check it with `lmcache verify` first.",
 }
 KDA = "Its layers (KDA) need the Triton kernel `chunk_kda`, which has no CPU version."
+LEFT_OUT = "hybrid-models.md#groups-of-one-request"
 GPU = "vLLM has this model for GPUs only."
-RING = f"{GPU} Its ring of unfinished keys is [left out](hybrid-models.md#groups-that-vllm-does-not-share)."
+RING = (
+    f"{GPU} Its ring of keys that are not compressed yet is [left out]({LEFT_OUT}). "
+    "Only tiny models with such a ring have run."
+)
 
 V3 = (
     "Engines store V2 as it was computed. The indexer's keys of V3.2 are further pages of the same group; no "
@@ -46,8 +50,8 @@ V4 = (
     "on CPUs it needs AMX."
 )
 V41 = (
-    f"{GPU} Its ring and its replayed windows are "
-    "[left out](hybrid-models.md#groups-that-vllm-does-not-share)."
+    f"{GPU} Its ring and its replayed windows are [left out]({LEFT_OUT}). "
+    "Only a tiny model with such groups has run."
 )
 
 

@@ -64,6 +64,7 @@ class LMCacheMPConnector(Uncached):
         transfer = vllm_config.kv_transfer_config
         self._engine_id: str = transfer.engine_id
         self._settings, ignored = parse(transfer.kv_connector_extra_config)
+        self._group_ids: tuple[int, ...] = ()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._kv_caches: dict[str, torch.Tensor] = {}
@@ -72,11 +73,11 @@ class LMCacheMPConnector(Uncached):
         self._results = Results()
         try:
             support.check_vllm(self._settings.untested_vllm)
-            group_ids = support.shared_groups(kv_cache_config)
-            kept = [kv_cache_config.kv_cache_groups[index] for index in group_ids]
+            self._group_ids = support.shared_groups(kv_cache_config)
+            kept = [kv_cache_config.kv_cache_groups[index] for index in self._group_ids]
             self._shared = dataclasses.replace(kv_cache_config, kv_cache_groups=kept)
             groups = translate.group_specs(self._shared)
-            support.check_supported(vllm_config, groups)
+            support.check_supported(vllm_config, groups, len(kv_cache_config.kv_cache_groups))
         except (UnsupportedError, GeometryError) as error:
             self._supported = False
             if role == KVConnectorRole.SCHEDULER:
@@ -84,7 +85,7 @@ class LMCacheMPConnector(Uncached):
             return
         self._supported = True
         if role == KVConnectorRole.SCHEDULER:
-            self._init_scheduler(vllm_config, groups, group_ids, ignored)
+            self._init_scheduler(vllm_config, groups, ignored)
 
     def _give_up(self, error: Exception) -> None:
         """Reports why this engine is not cached."""
@@ -93,11 +94,7 @@ class LMCacheMPConnector(Uncached):
         self._teller = tell_server(self._vllm_config, reason)
 
     def _init_scheduler(
-        self,
-        vllm_config: "VllmConfig",
-        groups: tuple[GroupSpec, ...],
-        group_ids: tuple[int, ...],
-        ignored: list[str],
+        self, vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...], ignored: list[str]
     ) -> None:
         transfer = vllm_config.kv_transfer_config
         if transfer.kv_load_failure_policy != "recompute":
@@ -130,7 +127,7 @@ class LMCacheMPConnector(Uncached):
             drafts=vllm_config.speculative_config is not None,
             is_traced=bool(vllm_config.observability_config.otlp_traces_endpoint),
             announces=translate.event_kinds(self._shared) if is_heard else (),
-            group_ids=group_ids,
+            group_ids=self._group_ids,
         )
         self._scheduler.start()
 
@@ -169,6 +166,10 @@ class LMCacheMPConnector(Uncached):
     ) -> tuple[int | None, bool]:
         scheduler = self._scheduler
         return (0, False) if scheduler is None else scheduler.matched_tokens(request, num_computed_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
+        """The groups that a load fills. vLLM computes windows that are not among them again."""
+        return self._group_ids
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int

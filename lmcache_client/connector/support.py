@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING
 
 from vllm import __version__ as VLLM_VERSION
 from vllm.platforms import current_platform
-from vllm.v1 import kv_cache_interface
-from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from lmcache_client.connector.surface import missing
 from lmcache_client.contract.admission import stored_factor
@@ -21,8 +25,6 @@ if TYPE_CHECKING:
 
 UNSPLIT_BLOCK_SIZES = (16, 32, 64)
 UNSHARED = "a KV cache group that vLLM does not share between requests"
-CIRCULAR_BUFFER = getattr(kv_cache_interface, "CircularBufferSpec", ())
-"""An earlier vLLM has no such group."""
 
 
 class UnsupportedError(Exception):
@@ -58,7 +60,7 @@ def shared_groups(config: "KVCacheConfig") -> tuple[int, ...]:
             raise UnsupportedError(UNSHARED)
         if spec.prefix_cacheable:
             shared.append(index)
-        elif not _is_ring(spec) and not getattr(spec, "prefix_replay_tokens", 0):
+        elif not _is_ring(spec) and not spec.prefix_replay_tokens:
             raise UnsupportedError(UNSHARED)
     sizes = [group.kv_cache_spec.block_size for group in config.kv_cache_groups]
     if math.lcm(*(sizes[index] for index in shared)) % math.lcm(*sizes):
@@ -69,19 +71,23 @@ def shared_groups(config: "KVCacheConfig") -> tuple[int, ...]:
 
 def _is_ring(spec: "KVCacheSpec") -> bool:
     layers = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
-    return all(isinstance(layer, CIRCULAR_BUFFER) for layer in layers)
+    return all(isinstance(layer, CircularBufferSpec) for layer in layers)
 
 
-def check_supported(vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...]) -> None:
-    """Raises UnsupportedError if the cache is not proven to restore this model with these settings exactly;
-    `groups` are those that vLLM shares between requests."""
+def check_supported(vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...], number: int) -> None:
+    """Raises UnsupportedError if the cache is not proven to restore this model with these settings exactly.
+    vLLM has `number` groups; `groups` are those that it shares between requests."""
     device = vllm_config.device_config.device_type
     if device not in ("cpu", "cuda"):
         raise UnsupportedError(f"its KV cache on a {device} device, which this version does not copy")
     draft = vllm_config.speculative_config
-    if draft is not None and draft.method == "draft_model" and len(groups) > 1:
+    if draft is not None and draft.method == "draft_model" and number > 1:
         # vLLM gives the draft model the blocks of the first group, so it overwrites pages of the model.
         raise UnsupportedError("a draft model beside a model with several KV cache groups")
+    is_v41 = number > len(groups) and vllm_config.model_config.hf_config.model_type == "deepseek_v41"
+    if is_v41 and not vllm_config.use_v2_model_runner:
+        # Hashes of earlier tokens are then in no KV cache group.
+        raise UnsupportedError("DeepSeek-V4.1 in vLLM's V1 runner: set VLLM_USE_V2_MODEL_RUNNER=1")
     if any(group.kind == RECURRENT for group in groups):
         mode = vllm_config.cache_config.mamba_cache_mode
         if mode != "align":

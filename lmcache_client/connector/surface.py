@@ -73,7 +73,11 @@ USED: dict[Any, dict[str, str]] = {
     specs.KVCacheConfig: {"0.28": "num_blocks kv_cache_tensors kv_cache_groups", "0.29": "kv_cache_layout"},
     specs.KVCacheTensor: {"0.29": "layers layer_stride block_stride offset"},
     specs.KVCacheGroupSpec: {"0.28": "layer_names kv_cache_spec", "0.30": "host_resident enable_kv_transfer"},
-    specs.KVCacheSpec: {"0.28": "block_size page_size_bytes", "0.29": "prefix_cacheable"},
+    specs.KVCacheSpec: {
+        "0.28": "block_size page_size_bytes",
+        "0.29": "prefix_cacheable",
+        "0.31": "prefix_replay_tokens",
+    },
     specs.AttentionSpec: {"0.28": "dtype kv_quant_mode"},
     specs.MLAAttentionSpec: {"0.31": "max_tp_shards"},
     specs.get_kv_cache_spec_kind: {"0.31": "(kv_cache_spec)"},
@@ -87,7 +91,7 @@ USED: dict[Any, dict[str, str]] = {
     },
     ModelConfig: {"0.28": "is_hybrid"},
     SpeculativeConfig: {"0.28": "method draft_model_config draft_load_config uses_draft_kv_cache()"},
-    VllmConfig: {"0.31": "num_prefill_lookahead_tokens"},
+    VllmConfig: {"0.31": "num_prefill_lookahead_tokens use_v2_model_runner"},
     Platform: {"0.28": "is_cuda() get_device_capability(device_id)"},
     KVTransferConfig: {
         "0.28": """engine_id is_kv_producer is_kv_consumer kv_connector_extra_config

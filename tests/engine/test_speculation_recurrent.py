@@ -300,7 +300,29 @@ def test_what_is_not_proven_is_refused(
     )
     recurrent = (GroupSpec(RECURRENT, 16, 0, "", ()), GroupSpec(FULL, 16, 0, "", ()))
     with pytest.raises(UnsupportedError, match=reason) if reason else contextlib.nullcontext():
-        check_supported(config, recurrent)
+        check_supported(config, recurrent, 2)
     monkeypatch.setattr(support, "VLLM_VERSION", "0.31.0")
     with pytest.raises(UnsupportedError, match=reason or "before vLLM 0.32"):
-        check_supported(config, recurrent)
+        check_supported(config, recurrent, 2)
+
+
+def test_a_draft_model_beside_a_group_of_one_request_is_refused() -> None:
+    """vLLM may give it the blocks of that group."""
+    config: Any = SimpleNamespace(
+        device_config=SimpleNamespace(device_type="cpu"),
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="step5")),
+        speculative_config=SimpleNamespace(method="draft_model"),
+    )
+    with pytest.raises(UnsupportedError, match="a draft model beside a model with several KV cache groups"):
+        check_supported(config, (GroupSpec(FULL, 16, 0, "", ()),), 2)
+
+
+def test_deepseek_v41_is_refused_where_it_keeps_hashes_outside_of_its_groups() -> None:
+    config: Any = SimpleNamespace(
+        device_config=SimpleNamespace(device_type="cpu"),
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="deepseek_v41")),
+        speculative_config=None,
+        use_v2_model_runner=False,
+    )
+    with pytest.raises(UnsupportedError, match="set VLLM_USE_V2_MODEL_RUNNER=1"):
+        check_supported(config, (GroupSpec(FULL, 16, 0, "", ()),), 2)
