@@ -18,6 +18,7 @@ from harness.engine import Engine
 from harness.processes import ChildProcess, free_port
 from harness.prompts import prompt
 from harness.server import LMCacheServer
+from harness.stores import connects
 from harness.waiting import wait_until
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
@@ -73,23 +74,14 @@ def rotel(target: str) -> Iterator[str]:
     if program is None or subprocess.run([program, "--help"], capture_output=True, check=False).returncode:
         yield target
         return
-    grpc_address, http_address = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    port, http_port = free_port(), free_port()
+    grpc_address, http_address = f"127.0.0.1:{port}", f"127.0.0.1:{http_port}"
     listens = ["--otlp-grpc-endpoint", grpc_address, "--otlp-http-endpoint", http_address]
     sends = ["--exporter", "otlp", "--otlp-exporter-endpoint", target, "--batch-timeout", "100ms"]
     with ChildProcess("rotel", [str(program), "start", *listens, *sends]) as process:
-        ready = grpc.insecure_channel(grpc_address)
-        process.wait_until_ready(lambda: is_listening(ready), 30)
-        ready.close()
+        process.wait_until_ready(lambda: connects(port), 30)
         yield f"http://{grpc_address}"
         process.stop(30)
-
-
-def is_listening(channel: grpc.Channel) -> bool:
-    try:
-        grpc.channel_ready_future(channel).result(1)
-    except grpc.FutureTimeoutError:
-        return False
-    return True
 
 
 def attributes(span: Any) -> dict[str, int | str]:
