@@ -49,9 +49,9 @@ def shared_groups(config: "KVCacheConfig") -> tuple[int, ...]:
     """The indexes of the groups whose blocks later requests use.
 
     Two kinds are left out, because vLLM fills them anew for each request: a ring of keys that are not
-    compressed yet, which is empty wherever a request can resume, and windows that it computes again after a
-    hit (`Scheduler._mark_prefix_replay`). Raises UnsupportedError if there is another group that vLLM does
-    not share between requests.
+    compressed yet, which no request needs where it resumes, and windows that vLLM computes again after a hit
+    (`Scheduler._mark_prefix_replay`). Raises UnsupportedError if another group is not shared, or if the
+    blocks of one that is left out do not divide those of the others.
     """
     shared = []
     for index, group in enumerate(config.kv_cache_groups):
