@@ -74,8 +74,6 @@ VLLM_VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_CI_ENV": "1",
     "TORCH_COMPILE_DISABLE": "1",
-    # vLLM sets one core more aside when it has a connector: with it, times would not be comparable.
-    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
     "VLLM_CACHE_ROOT": str(ROOT / ".cache" / "vllm"),
 }
 

@@ -117,7 +117,7 @@ class Fleet:
             f"vllm-{HOSTS[number]}", HOSTS[number], command,
             LMCACHE_RUNTIME_DIR=str(home), VLLM_HOST_IP=address(number), HF_HUB_OFFLINE="1",
             VLLM_NO_USAGE_STATS="1", VLLM_CACHE_ROOT=str(CACHE / "vllm"), VLLM_SERVER_DEV_MODE="1",
-            VLLM_CPU_CI_ENV="1", TORCH_COMPILE_DISABLE="1", VLLM_CPU_NUM_OF_RESERVED_CPU="0",
+            VLLM_CPU_CI_ENV="1", TORCH_COMPILE_DISABLE="1",
         )  # fmt: skip
 
     def start_server(self, number: int, store: str) -> None:

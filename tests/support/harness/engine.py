@@ -165,8 +165,6 @@ class Engine:
             "VLLM_CPU_KVCACHE_SPACE": None,
             "VLLM_CACHE_ROOT": str(CACHE / "vllm"),
             "TORCH_COMPILE_DISABLE": "1",
-            # vLLM sets one core more aside when it has a connector: kernels would split work differently.
-            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if multiprocessing else "0",
             # Lets do_corrupt_kv reach the workers; they are our own processes.
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",

@@ -19,6 +19,10 @@ from harness.waiting import wait_until
 TAIL_BYTES = 6000
 PORTS = (20_000, 32_000)
 _numbers = itertools.count()
+# A tiny model is too small for two threads: one of them always spins while it waits for the other. One thread
+# and two do not compute the same bits, so all engines have this number. vLLM must not bind their workers to
+# processors, because it would then choose the number itself.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 # Run before the real program: the kernel kills it when the process that started it dies.
 _TETHER = (
@@ -83,9 +87,10 @@ def kill_group(process: "subprocess.Popen[bytes]", timeout_s: float = 10.0) -> N
 
 
 def environment(changes: Mapping[str, str | None]) -> dict[str, str]:
-    """This process's environment with `changes`, None removing a variable, and nobody's LMCACHE_ ones."""
+    """This process's environment with `changes`, None removing a variable, and nobody's LMCACHE_ ones. An
+    engine in it computes with one thread."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("LMCACHE_")}
-    merged: dict[str, str | None] = {**inherited, **changes}
+    merged: dict[str, str | None] = {**inherited, **ONE_THREAD, **changes}
     return {name: value for name, value in merged.items() if value is not None}
 
 
