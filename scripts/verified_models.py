@@ -39,7 +39,7 @@ MODELS = {
     "llama4": ("Llama 4", []),
     "qwen3next": ("Qwen3-Next", []),
     "qwen35": ("Qwen3.5", []),
-    "falconh1": ("Falcon-H1", ["--block-size", "128", "--max-num-batched-tokens", "128"]),
+    "falconh1": ("Falcon-H1", []),
     "nemotronh": ("Nemotron-H", ["--max-num-batched-tokens", "256"]),
     "granite4": ("Granite 4 (hybrid)", ["--max-num-batched-tokens", "256"]),
     "zamba2": ("Zamba2", ["--block-size", "128", "--max-num-batched-tokens", "128"]),

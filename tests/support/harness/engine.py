@@ -26,10 +26,11 @@ COMMAND_TIMEOUT_S = 540.0
 """Less than a test may take. On a busy machine, an engine is twenty times slower."""
 CLOSE_TIMEOUT_S = 30.0
 MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
-    # The CPU kernel of Mamba-2 cannot prefill more than one block, of 256 tokens, in a step.
-    "falconh1": {"max_num_batched_tokens": 256},
+    # The CPU kernel of Mamba-2 cannot prefill more than one block in a step. With states of float32, a block has
+    # 256 tokens.
+    "falconh1": {"max_num_batched_tokens": 256, "mamba_ssm_cache_dtype": "float32"},
     "nemotronh": {"max_num_batched_tokens": 256},
-    "granite4": {"max_num_batched_tokens": 256},
+    "granite4": {"max_num_batched_tokens": 256, "mamba_ssm_cache_dtype": "float32"},
     "zamba2": {"max_num_batched_tokens": 128},
     # A short convolution rounds by the length of a step: with steps of one block, all are of the same length.
     "lfm2": {"max_num_batched_tokens": 128},
