@@ -85,8 +85,8 @@ def check_model(server: LMCacheServer, model: str, options: dict[str, Any]) -> N
         cold = engine.run(cached)
         assert cold.external_tokens == cold.local_tokens == 0
 
-        # Where a resume starts changes the rounding, with or without a server. So an output must equal what the
-        # engine computes from its own prefix cache, resumed at the same token.
+        # Where a resume starts changes the rounding, with or without a server. So an output must equal what
+        # the engine computes from its own prefix cache, resumed at the same token.
         own = engine.run(cached)
         assert own.external_tokens == 0
         assert own.local_tokens == 4 * chunk

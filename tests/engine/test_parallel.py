@@ -14,8 +14,7 @@ PATIENT = {"lmcache.mp.lookup_timeout_s": 100}
 def test_tensor_parallel_engines_store_and_restore_their_shards(server: LMCacheServer, model: str) -> None:
     cached = prompt(700, 1)
     # Both answers take the same steps from there on: rounding depends on their lengths.
-    resumed, step = {"gemma3": (512, 256), "qwen3next": (640, 128)}[model]
-    split = {"tensor_parallel_size": 2, "max_num_batched_tokens": step}
+    split = {"tensor_parallel_size": 2, "max_num_batched_tokens": 256}
     with Engine(model, server=server, extra_config=PATIENT, **split, **TWO_RANKS) as engine:
         cold = engine.run(cached)
         (namespace,) = server.status()["namespaces"]
@@ -23,7 +22,7 @@ def test_tensor_parallel_engines_store_and_restore_their_shards(server: LMCacheS
         assert {each["rank"] for each in server.status()["sessions"] if each["role"] == "worker"} == {0, 1}
         assert engine.reset_prefix_cache()
         restored = engine.run(cached)
-        assert restored.cached_tokens == resumed
+        assert restored.cached_tokens == 512
         assert restored.output == cold.output
     # One rank is a model of its own: its pages hold all heads.
     with Engine(model, server=server) as engine:
