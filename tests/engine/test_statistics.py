@@ -77,7 +77,8 @@ def check_the_last_request_can_be_followed(engine: Engine, server: LMCacheServer
 def test_loads_and_stores_are_in_vllms_log_and_metrics(start_server: Callable[..., LMCacheServer]) -> None:
     server = start_server(log_level="debug", log_format="json")
     log_often = {"VLLM_LOG_STATS_INTERVAL": "0.1", "VLLM_LOGGING_LEVEL": "DEBUG"}
-    with Engine("gemma3", server=server, env=log_often) as engine:
+    # One step stores all.
+    with Engine("gemma3", server=server, env=log_often, max_num_batched_tokens=4096) as engine:
         assert set(series(engine).values()) == {0}
         assert PREFIX + CONNECTED not in engine.metrics(), "no step has told it yet"
         engine.run(CACHED)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from harness import stores
-from harness.engine import Engine
+from harness.engine import MODEL_DEFAULTS, Engine
 from harness.models import model_path
 from harness.prompts import prompt
 from harness.server import LMCacheServer
@@ -84,7 +84,8 @@ def test_another_machine_serves_what_the_first_computed(tmp_path: Path) -> None:
         cached = prompt(3 * chunk + 10, 1)
         cold = engine.run(cached)
         one.wait_until_written()
-    with LMCacheServer(tier=url) as two, Engine(str(copy), server=two, block_size=32) as engine:
+    settings = {**MODEL_DEFAULTS["qwen3next"], "block_size": 32}
+    with LMCacheServer(tier=url) as two, Engine(str(copy), server=two, **settings) as engine:
         two.wait_for_engine()
         engine.call("seem_slow")
         served = engine.run(cached)
