@@ -36,6 +36,7 @@ MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
     "nemotronh": {"max_num_batched_tokens": 256},
     "granite4": {"max_num_batched_tokens": 256, "mamba_ssm_cache_dtype": "float32"},
     "zamba2": {"max_num_batched_tokens": 128},
+    # Here, too, such a block has 256 tokens, and a step as many.
     "qwen3next": {"max_num_batched_tokens": 256, "mamba_ssm_cache_dtype": "float32"},
     # A short convolution rounds by the length of a step: with steps of one block, all are of the same length.
     "lfm2": {"max_num_batched_tokens": 128},
