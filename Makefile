@@ -4,14 +4,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMPS := .venv/stamps
 
-.PHONY: help install lint check test test-versions watch-vllm test-gpu bench bench-gpu scaling simulate fuzz soak demo fleet verified-models docs docs-serve release clean
+.PHONY: help install lint check test test-all test-versions stress watch-vllm test-gpu bench bench-gpu scaling simulate simulate-bugs fuzz soak demo fleet verified-models docs docs-serve release clean
 
 help:
 	@echo "make install   create .venv and install vLLM (CPU build unless there is one) and this package"
 	@echo "make demo      a real model through vLLM and the server, with a table of what was saved"
 	@echo "make lint      ruff and mypy"
 	@echo "make check     lint, the tests in one process and 100 simulated histories: for whoever edits"
-	@echo "make test      install, lint and all tests"
+	@echo "make test      install, lint and the tests, as continuous integration runs them"
+	@echo "make test-all  that, and what takes long: more models, drafters and seeds, fuzzing, other versions of vLLM"
+	@echo "make stress    FILE=tests/… 20 times beside a load of eight"
 	@echo "make test-versions  what depends on vLLM, on the oldest and the newest version (VLLM=\"0.31.0 0.33.0\")"
 	@echo "make watch-vllm  VLLM=0.34.0: what that version changes in all that the connector relies on"
 	@echo "make bench     side by side with vLLM alone and LMCache: writes docs/benchmarks.md (NAMES=\"lookup start\" only prints)"
@@ -19,6 +21,7 @@ help:
 	@echo "make bench-gpu its figures, as Markdown"
 	@echo "make scaling   fleets of up to 1,000 hosts, simulated, and what network ports restore: the tables of docs/scaling.md"
 	@echo "make simulate  SEEDS=1000 histories of the real core in a simulated world, from seed FIRST=0 on"
+	@echo "make simulate-bugs  does the simulation find each bug that is put in? with which seed?"
 	@echo "make soak      SECONDS=600 of clients that come, fail and are killed: what does the server keep?"
 	@echo "make fuzz      SECONDS=600 each of mutated messages, replies, HTTP requests, L1 files, options"
 	@echo "make fleet     three hosts in network namespaces, a shared store and a router, and their faults (root)"
@@ -92,14 +95,28 @@ $(STAMPS)/nixl: Makefile | $(STAMPS)/package
 		"nixl==1.5.1; platform_machine == 'x86_64'" "nixl-cu12==1.5.1; platform_machine == 'x86_64'"
 	@touch $@
 
+LANE := not long
+# Workers take one file after the other. One more than there are cores, because tests also wait.
+WORKERS := $(shell expr $$(nproc) + 1)
+PYTEST := -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder --durations=25
+
 test: install lint $(STAMPS)/deploy $(STAMPS)/stores $(STAMPS)/routers $(STAMPS)/mooncake $(STAMPS)/suffix $(STAMPS)/nixl
 	@$(BIN)/python scripts/install_tools.py
-	@# First that all tests can be imported: one that cannot would end its whole lane.
-	@found=$$($(BIN)/python -m pytest --collect-only -q --ignore=tests/gpu 2>&1) || { echo "$$found" | tail -40; exit 1; }
-	$(BIN)/python scripts/run_tests.py
+	$(BIN)/python $(PYTEST) -m "$(LANE)" tests
+
+# What `make test` leaves out, because it repeats what another test shows with another model, drafter or seed.
+test-all: LANE := long or not long
+test-all: test test-versions
+	$(MAKE) --no-print-directory simulate simulate-bugs SEEDS=4000
+	$(MAKE) --no-print-directory fuzz SECONDS=60
+
+# A file many times beside a load, after a test in it was mended because it failed now and then.
+FILE ?=
+stress: install
+	@$(BIN)/python scripts/stress.py $(FILE)
 
 check: install lint
-	$(BIN)/python -m pytest -q tests/unit tests/service
+	$(BIN)/python $(PYTEST) tests/unit tests/service
 	$(MAKE) --no-print-directory simulate SEEDS=100
 
 VLLM ?=
@@ -143,6 +160,10 @@ SECONDS ?= 600
 fuzz: install
 	for target in decoder router pages files options replies; do (cd tests/support && \
 		PYTHONPATH=../..:../../kernels ../../$(BIN)/python -m fuzz $$target $(SECONDS)) || exit 1; done
+
+# The seeds that find each bug that is put in on purpose, for FOUND_BY in tests/simulation/bugs.py.
+simulate-bugs: install
+	PYTHONPATH=tests:.:kernels $(BIN)/python -m simulation --seeds 4000 --bugs
 
 soak: install
 	cd tests/support && PYTHONPATH=../..:../../kernels ../../$(BIN)/python -m soak $(SECONDS)

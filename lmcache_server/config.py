@@ -63,7 +63,7 @@ def _text(parse: Callable[[str], object], fit: str) -> Any:
 
     def check(value: str) -> str:
         parse(value)
-        return value.strip()
+        return _printable(value)
 
     return _kind(check, fit)
 

@@ -1,7 +1,6 @@
 """Starts the demo's processes, `lmcache server` and vLLM's OpenAI server, waits for them and stops them."""
 
 import contextlib
-import ctypes
 import http.client
 import json
 import os
@@ -25,9 +24,12 @@ REPORT_EVERY_S = 15.0
 POLL_S = 0.1
 STOP_TIMEOUT_S = 20.0
 END_TIMEOUT_S = 1.0
-PR_SET_PDEATHSIG = 1
-
-_libc = ctypes.CDLL(None)
+# Run before the real program, which gets SIGTERM if the demo is killed. vLLM then stops its own children.
+_TETHER = (
+    "import ctypes, os, signal, sys; "
+    "ctypes.CDLL(None).prctl(1, signal.SIGTERM); "
+    "os.execv(sys.argv[1], sys.argv[1:])"
+)
 
 
 class DemoError(Exception):
@@ -42,11 +44,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _end_with_parent() -> None:
-    """Let the child get SIGTERM if the demo is killed; vLLM's server then stops its own children."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _inherited() -> dict[str, str]:
@@ -80,13 +77,12 @@ class Service:
         self._ready_path = path
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, *arguments],
+                [sys.executable, "-I", "-S", "-c", _TETHER, sys.executable, *arguments],
                 env={**_inherited(), **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,  # noqa: PLW1509 (the demo has no threads)
             )
 
     def __enter__(self) -> "Service":

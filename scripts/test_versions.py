@@ -10,8 +10,8 @@ of each kind, another process, a shared prefix, a failed load, adapters, two ran
 
 import subprocess
 import sys
-import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,6 +20,7 @@ HISTORIES = 100
 MODELS = ("llama", "gemma3", "gemma4-32", "gptoss", "llama4", "qwen3next", "qwen35", "falconh1")
 TESTS = (
     "test_versions.py",
+    "test_account.py",
     "test_families.py",
     "test_hits_agree_with_vllm.py",
     "test_inputs.py",
@@ -52,52 +53,38 @@ def main() -> int:
     versions = sys.argv[1:] or (OLDEST, NEWEST)
     subprocess.run([sys.executable, str(ROOT / "scripts" / "thin_vllm.py"), *versions], check=True)
     started_s = time.monotonic()
-    runs = []
-    try:
-        # Side by side: an engine mostly waits for its own start.
-        runs += [Run(version) for version in versions]
-        codes = [run.finish() for run in runs]
-    except BaseException:
-        for run in runs:
-            run.stop()
-        raise
+    codes = []
+    # Side by side, so that two processors are busy.
+    with ThreadPoolExecutor(len(versions)) as pool:
+        for code, said in pool.map(run, versions):
+            codes.append(code)
+            print(said, flush=True)
     print(f"all versions: {(time.monotonic() - started_s) / 60:.1f} minutes")
     return next((code for code in codes if code), 0)
 
 
-class Run:
-    """The tests and the simulated histories in the environment of one version, started when it is made."""
-
-    def __init__(self, version: str) -> None:
-        self._version = version
-        python = str(ROOT / ".venv" / "thin" / version / "bin" / "python")
-        changed = ("test_other_vllm.py",) if version == NEWEST else ()
-        tests = [f"tests/engine/{test}" for test in (*TESTS, *changed)]
-        commands = (
-            ([python, "-m", "pytest", "--durations=10", *tests], ROOT),
-            ([python, "-m", "simulation", "--seeds", str(HISTORIES)], ROOT / "tests"),
+def run(version: str) -> tuple[int, str]:
+    """The tests, then the simulated histories, in the environment of one version: the first exit code that is
+    not 0, or 0, and what was said."""
+    python = str(ROOT / ".venv" / "thin" / version / "bin" / "python")
+    changed = ("test_other_vllm.py",) if version == NEWEST else ()
+    tests = [f"tests/engine/{test}" for test in (*TESTS, *changed)]
+    histories = ["--seeds", str(HISTORIES), "--jobs", "1"]
+    code, said = 0, f"== vLLM {version}\n"
+    for directory, module in (
+        (ROOT, ["pytest", "--durations=10", *tests]),
+        (ROOT / "tests", ["simulation", *histories]),
+    ):
+        done = subprocess.run(
+            [python, "-m", *module],
+            cwd=directory,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
         )
-        self._outputs = [tempfile.TemporaryFile() for _ in commands]  # noqa: SIM115
-        self._processes = [
-            subprocess.Popen(command, cwd=directory, stdout=output, stderr=output)
-            for (command, directory), output in zip(commands, self._outputs, strict=True)
-        ]
-
-    def finish(self) -> int:
-        """Wait, print what was said, and return the first exit code that is not 0, or 0."""
-        codes = [process.wait() for process in self._processes]
-        print(f"== vLLM {self._version}", flush=True)
-        for output in self._outputs:
-            output.seek(0)
-            sys.stdout.write(output.read().decode(errors="replace"))
-            output.close()
-        sys.stdout.flush()
-        return next((code for code in codes if code), 0)
-
-    def stop(self) -> None:
-        for process in self._processes:
-            process.terminate()
-            process.wait()
+        code, said = code or done.returncode, said + done.stdout.decode(errors="replace")
+    return code, said
 
 
 if __name__ == "__main__":

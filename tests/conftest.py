@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # How fast the machine is at the moment is no property of the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+# What takes longest begins first, so that no worker ends long before another.
+ORDER = ("simulation", "engine", "server", "deploy", "service", "unit")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: ORDER.index(item.path.relative_to(Path(__file__).parent).parts[0]))
 
 
 @pytest.fixture

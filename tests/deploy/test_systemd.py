@@ -11,7 +11,6 @@ import pytest
 from harness import tools
 from harness.options import load
 from harness.paths import ROOT
-from harness.processes import tethered
 from harness.server import LMCacheServer
 
 from lmcache_server import config
@@ -86,7 +85,7 @@ def allowed_calls(group: str) -> set[str]:
 
 
 @pytest.mark.parametrize("without", [None, "process_vm_readv"])
-def test_a_server_confined_as_the_unit_says_serves(without, stack, monkeypatch):
+def test_a_server_confined_as_the_unit_says_serves(without, stack):
     """And it does not where the filter takes away what it needs, so that this shows something."""
     found = service()
     assert found["CapabilityBoundingSet"] == ""
@@ -94,8 +93,7 @@ def test_a_server_confined_as_the_unit_says_serves(without, stack, monkeypatch):
         tools.missing("needs libseccomp, which is not installed")
     calls = allowed_calls(found["SystemCallFilter"]) - {without}
     confined = [sys.executable, str(CONFINED), "capabilities", "mdwe", *sorted(calls), "--"]
-    monkeypatch.setattr("harness.processes.tethered", lambda command: tethered([*confined, *command]))
-    server = stack.enter_context(LMCacheServer(l1_size_gb=0.05, verify=False))
+    server = stack.enter_context(LMCacheServer(l1_size_gb=0.05, verify=False, through=confined))
     status = Path(f"/proc/{server.pid}/status").read_text()
     assert "NoNewPrivs:\t1" in status
     assert "Seccomp:\t2" in status

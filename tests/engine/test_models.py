@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from harness.engine import Engine
+from harness.lanes import all_but
 from harness.prompts import prompt
 from harness.server import LMCacheServer
 
@@ -57,7 +58,8 @@ SCRATCH = {
 Exp."""
 
 
-@pytest.mark.parametrize("case", CASES)
+# Of blocks of another size, one model of each kind is enough every time.
+@pytest.mark.parametrize("case", all_but(CASES, "gemma4-32", "gptoss-32", "llama4-32", "qwen35-32"))
 def test_model_is_restored_exactly(server: LMCacheServer, case: str) -> None:
     check_model(server, case.removesuffix("-32"), CASES[case])
 

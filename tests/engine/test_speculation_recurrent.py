@@ -34,8 +34,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "mtp": {"method": "mtp", "num_speculative_tokens": 2},
 }
 CASES = [
-    ("qwen3next", "ngram"),
-    ("qwen35", "ngram"),
+    pytest.param("qwen3next", "ngram", marks=pytest.mark.long),
+    pytest.param("qwen35", "ngram", marks=pytest.mark.long),
     ("qwen35", "mtp"),
     ("falconh1", "ngram"),
 ]
@@ -107,6 +107,7 @@ def test_target_and_drafter_resume_as_from_vllms_own_cache(model: str, kind: str
             assert failed.said == cold.said
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_the_head_of_qwen3next_resumes_here_and_in_another_engine() -> None:
     """It computes slowly on a CPU, so it gets fewer questions."""

@@ -281,8 +281,6 @@ def started(server, *arguments):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # Tests that a shell started in the background ignore Ctrl-C, and so would the bench.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     server.wait_for_status(lambda status: status["sessions"] or process.poll() is not None)
     assert process.poll() is None, process.communicate()

@@ -11,7 +11,6 @@ import time
 import pytest
 from harness.clients import go_on, stop
 from harness.exercise import exercise, keep_the_server_copying, new_engine
-from harness.quick_server import QuickServer
 from harness.rawclient import RawEngine, chain
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
@@ -74,7 +73,7 @@ def wait_until_back(engines: list[RawEngine], generations: list[tuple[int, int]]
 
 def test_hundreds_of_kills_in_mid_copy() -> None:
     draw = random.Random(9)
-    with QuickServer(l1_size_gb=0.1) as server:
+    with LMCacheServer(l1_size_gb=0.1) as server:
         drivers = [Driver(new_engine(server.address, f"engine {n}"), n) for n in range(2)]
         engines = [driver.engine for driver in drivers]
         starts, returns, in_flight = [], [], 0

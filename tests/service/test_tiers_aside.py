@@ -57,6 +57,7 @@ def test_tiers_are_opened_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other, two stores that do not answer made the start wait twice."""
     both = threading.Barrier(2)
     monkeypatch.setattr(app, "OPEN_TIER_S", 60.0)
+    monkeypatch.setattr(app.urls, "check_installed", lambda _: None)
     monkeypatch.setattr(app.urls, "open_tier", lambda *_: both.wait(10))
 
     async def opened() -> list[bool]:

@@ -250,3 +250,32 @@ BUGS: dict[str, Callable[[], None]] = {
         _state_stored_before_its_drafts_are_verified,
     )
 }
+
+FOUND_BY = {
+    "blocks_not_held": 6,
+    "settled_when_broken": 68,
+    "no_descriptor_means_dead": 68,
+    "welcomed_while_copying": 20,
+    "answers_believed": 1,
+    "engine_ids_not_compared": 12,
+    "window_too_short": 13,
+    "failed_store_committed": 0,
+    "load_of_an_evicted_chunk": 0,
+    "late_answer_kept": 38,
+    "leases_outlive_sessions": 1,
+    "overdue_never_noticed": 3,
+    "failed_load_offered_again": 18,
+    "reset_keeps_the_keys": 1,
+    "promise_outlives_a_reset": 38,
+    "pins_end_with_their_engine": 1,
+    "old_chunks_kept": 0,
+    "records_not_checked": 31,
+    "failed_fetches_keep_their_frames": 6,
+    "calls_that_hang_are_given_up": 113,
+    "written_while_evicted": 13,
+    "lookups_wait_for_whole_fetches": 3,
+    "one_promise_is_enough": 29,
+    "promises_kept_when_one_server_fails": 923,
+    "state_stored_before_its_drafts_are_verified": 203,
+}
+"""A seed that finds each. When none of another version does, `make simulate-bugs` says which one does now."""

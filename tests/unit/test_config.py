@@ -147,6 +147,11 @@ def test_chunk_size_auto(text, tmp_path):
         ("log_level", "loud", "--log-level must be one of debug, info, warning, error, not 'loud'"),
         ("host", "\udcff", "--host must be text that can be printed, not '\\udcff'"),
         ("http_host", "a\udc80", "--http-host must be text that can be printed, not 'a\\udc80'"),
+        (
+            "max_age",
+            "a\udc80=5",
+            "--max-age must be an age such as 7d, or 7d,some/model=24h (s, m, h or d), not 'a\\udc80=5'",
+        ),
         ("l1_path", "a\nb", "--l1-path must be text that can be printed, not 'a\\nb'"),
         ("port", "9" * 5000, "--port must be an integer from 1 to 65535, not '999999999999...9999999999999'"),
     ],

@@ -1,14 +1,11 @@
 """A real vLLM engine in a child process, driven from a test."""
 
-import atexit
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from harness.forks import OF_ONE
 from harness.models import NEEDS_TORCHVISION, model_path
 from harness.paths import CACHE, STUBS, SUFFIX
 from harness.processes import ChildProcess, environment, new_log, tail
@@ -38,6 +36,7 @@ MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
     "zamba2": {"max_num_batched_tokens": 128},
     # Here, too, such a block has 256 tokens, and a step as many.
     "qwen3next": {"max_num_batched_tokens": 256, "mamba_ssm_cache_dtype": "float32"},
+    "qwen35": {"max_num_batched_tokens": 256},
     # A short convolution rounds by the length of a step: with steps of one block, all are of the same length.
     "lfm2": {"max_num_batched_tokens": 128},
     "lfm2moe": {"max_num_batched_tokens": 128},
@@ -79,25 +78,6 @@ class Result:
         return (self.tokens, self.logprobs)
 
 
-_forks: dict[tuple[tuple[str, str], ...], str] = {}
-
-
-def forks(of: Mapping[str, str]) -> str:
-    """The socket of a process that forks engines with this environment; started when it is first asked for,
-    ended with this process."""
-    own = ("LMCACHE_RUNTIME_DIR", "VLLM_ENABLE_V1_MULTIPROCESSING", "PYTEST_CURRENT_TEST")
-    key = tuple(sorted((name, value) for name, value in of.items() if name not in own))
-    if key not in _forks:
-        path = f"{tempfile.mkdtemp(prefix='lmcache-forks-')}/socket"
-        command = [sys.executable, str(Path(__file__).with_name("engine_forks.py")), path]
-        process = ChildProcess("engine-forks", command, of)
-        atexit.register(shutil.rmtree, os.path.dirname(path), ignore_errors=True)
-        atexit.register(process.kill)
-        process.wait_until_ready(lambda: os.path.exists(path), START_TIMEOUT_S, interval_s=0.01)
-        _forks[key] = path
-    return _forks[key]
-
-
 def _result(fields: dict[str, Any]) -> Result:
     logprobs = tuple(tuple((token, value) for token, value in each) for each in fields.pop("logprobs"))
     return Result(tokens=tuple(fields.pop("tokens")), logprobs=logprobs, **fields)
@@ -108,7 +88,8 @@ class Engine:
 
     With `server`, LMCacheMPConnector is configured to use it; `extra_config` adds to or replaces
     kv_connector_extra_config and `connector` other fields of kv_transfer_config. `scratch` are kinds of
-    scratch_layers.py. Further keyword arguments go to `vllm.LLM`; None leaves vLLM's default.
+    scratch_layers.py; the weights in the directory `replaced` change as soon as they are loaded. Further
+    keyword arguments go to `vllm.LLM`; None leaves vLLM's default.
 
     An engine in one process is forked from one that has imported vLLM already, unless it is to be `cold`.
     """
@@ -160,7 +141,7 @@ class Engine:
             }
         self.environment = self._make_environment(model, multiprocessing, env or {})
         workers = llm.get("tensor_parallel_size", 1) * llm.get("pipeline_parallel_size", 1)
-        self._cold = cold or multiprocessing or bool(env) or workers > 1
+        self._cold = cold or multiprocessing or bool(set(env or ()) - set(OF_ONE)) or workers > 1
 
     def _make_environment(
         self, model: str, multiprocessing: bool, env: Mapping[str, str | None]
@@ -171,6 +152,7 @@ class Engine:
             "VLLM_CPU_CI_ENV": "1",
             "VLLM_CPU_KVCACHE_SPACE": None,
             "VLLM_CACHE_ROOT": str(CACHE / "vllm"),
+            "XDG_CACHE_HOME": str(CACHE / "user"),
             "TORCH_COMPILE_DISABLE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if multiprocessing else "0",
             # Lets do_corrupt_kv reach the workers; they are our own processes.
@@ -191,8 +173,16 @@ class Engine:
 
     def __enter__(self) -> Self:
         start = time.monotonic()
+        arguments = json.dumps(self._arguments)
+        command = [sys.executable, str(Path(__file__).with_name("engine_process.py")), arguments]
         self._process = ChildProcess(
-            "engine", self._command(), self.environment, self.log, pipes=True, tether=False
+            "engine",
+            command if self._cold else [arguments],
+            self.environment,
+            self.log,
+            pipes=True,
+            tether=False,
+            forks="" if self._cold else "engine",
         )
         try:
             self._answer("start", self._start_timeout_s)
@@ -201,12 +191,6 @@ class Engine:
             raise
         self.startup_s = time.monotonic() - start
         return self
-
-    def _command(self) -> list[str]:
-        here, arguments = Path(__file__).parent, json.dumps(self._arguments)
-        if self._cold:
-            return [sys.executable, str(here / "engine_process.py"), arguments]
-        return [sys.executable, "-S", str(here / "engine_launcher.py"), forks(self.environment), arguments]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -38,6 +38,8 @@ class EngineProcess:
             from harness import scratch_layers
 
             scratch_layers.supply(scratch)
+        if replaced := arguments.pop("replaced", None):
+            _replace_when_loaded(Path(replaced))
         self.llm = LLM(**arguments)
         self.engine = self.llm.llm_engine
         self.numbers = iter(range(1 << 62))
@@ -301,6 +303,22 @@ class EngineProcess:
 
     def do_close(self) -> None:
         self.engine.engine_core.shutdown()
+
+
+def _replace_when_loaded(directory: Path) -> None:
+    """Another process changes a model's weights as soon as vLLM has loaded them."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    load_weights = DefaultModelLoader.load_weights
+
+    def load_and_replace(self: Any, *arguments: Any, **options: Any) -> None:
+        load_weights(self, *arguments, **options)
+        (file,) = directory.glob("*.safetensors")
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+
+    DefaultModelLoader.load_weights = load_and_replace
 
 
 def _make_room_for_intermediate_tensors(worker: Any) -> None:

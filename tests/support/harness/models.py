@@ -28,6 +28,7 @@ def configs() -> dict[str, dict[str, Any]]:
 
 def model_path(name: str) -> Path:
     """The directory of the tiny model `name`; made when it is missing (some 15 s), always the same."""
+    from harness.forks import forked_by_any
     from harness.paths import MODELS
 
     config = json.dumps([RECIPE, configs()[name]], sort_keys=True)
@@ -37,17 +38,17 @@ def model_path(name: str) -> Path:
     MODELS.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=MODELS) as scratch:
         made = Path(scratch) / "model"
-        result = subprocess.run(
-            [sys.executable, __file__, name, str(made)],
-            env={**os.environ, "PYTHONPATH": "", "PYTHONSAFEPATH": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        if result.returncode != 0:
-            raise RuntimeError(f"making the tiny model {name} failed:\n{result.stdout}")
+        with tempfile.TemporaryFile() as output:
+            process = forked_by_any("engine", [name, str(made)], output.fileno()) or subprocess.Popen(
+                [sys.executable, __file__, name, str(made)],
+                env={**os.environ, "PYTHONPATH": "", "PYTHONSAFEPATH": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+            if process.wait() != 0:
+                output.seek(0)
+                raise RuntimeError(f"making the tiny model {name} failed:\n{output.read().decode()}")
         try:
             made.rename(path)
         except OSError:  # another process made it meanwhile

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
+from harness.forks import Forked
 from harness.paths import LOGS, ROOT
 from harness.waiting import wait_until
 
@@ -59,7 +60,7 @@ def tail(log: Path) -> str:
 
 def tethered(command: Sequence[str]) -> list[str]:
     """`command`, bound to the life of this process. To be started from the main thread."""
-    return [sys.executable, "-c", _TETHER, str(os.getpid()), *command]
+    return [sys.executable, "-I", "-S", "-c", _TETHER, str(os.getpid()), *command]
 
 
 def group_members(group: int) -> list[int]:
@@ -73,7 +74,7 @@ def group_members(group: int) -> list[int]:
     return members
 
 
-def kill_group(process: "subprocess.Popen[bytes]", timeout_s: float = 10.0) -> None:
+def kill_group(process: "subprocess.Popen[bytes] | Forked", timeout_s: float = 10.0) -> None:
     """End a process that leads its own group, and all of the group; returns when none is left."""
 
     def none_is_left() -> bool:
@@ -99,6 +100,7 @@ class ChildProcess:
 
     What it says goes into its log; with `pipes` its standard input and output are `stdin` and `stdout` here.
     Unless it ends by itself when this process does, it is `tethered`: to be started from the main thread.
+    `forks` is the kind of process that is forked, and `command` then its arguments; see forks.py.
     """
 
     def __init__(
@@ -111,10 +113,16 @@ class ChildProcess:
         cwd: Path = ROOT,
         pipes: bool = False,
         tether: bool = True,
+        forks: str = "",
     ) -> None:
         self.name = name
         self.log = log or new_log(name.rpartition(" ")[2])
+        self.popen: subprocess.Popen[bytes] | Forked
         with self.log.open("ab") as output:
+            if forks:
+                given = os.environ if environment is None else environment
+                self.popen = Forked(forks, command, given, cwd, output.fileno(), pipes=pipes)
+                return
             self.popen = subprocess.Popen(
                 tethered(command) if tether else command,
                 cwd=cwd,
@@ -122,8 +130,6 @@ class ChildProcess:
                 stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if pipes else output,
                 stderr=output,
-                # Not a session of its own: an engine that is forked joins the group of another process, and
-                # that must be of the same session.
                 process_group=0,
             )
 

@@ -6,15 +6,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from harness.forks import Forked
 from harness.paths import ROOT
-from harness.processes import ChildProcess, environment, free_port, new_log, tail
+from harness.processes import ChildProcess, environment, free_port, kill_group, new_log, tail
 from harness.waiting import PATIENCE_S, answers, get, wait_until
 
 START_TIMEOUT_S = STOP_TIMEOUT_S = PATIENCE_S
@@ -41,7 +42,8 @@ class LMCacheServer:
     True stands for a flag without a value, False for none, a tuple for several values; `--checksums` is on
     unless a test says otherwise, also by its former name, verify=False.
     `without_capability` is a number of capabilities(7) that the server must not have even when the tests
-    run as root. `descriptors` are the soft and the hard limit of open files that it starts with.
+    run as root. `descriptors` are the soft and the hard limit of open files that it starts with. `through` is
+    a program, with arguments, that becomes the server.
     """
 
     def __init__(
@@ -49,10 +51,12 @@ class LMCacheServer:
         *,
         without_capability: int | None = None,
         descriptors: tuple[int, int] | None = None,
+        through: Sequence[str] = (),
         **flags: Any,
     ) -> None:
         self._without_capability = without_capability
         self._descriptors = descriptors
+        self._through = through
         if "verify" in flags:
             flags["checksums"] = flags.pop("verify")
         self.flags = {"l1_size_gb": 0.5, "chunk_size": "auto", "checksums": True, **flags}
@@ -86,8 +90,12 @@ class LMCacheServer:
             command = [sys.executable, "-c", _WITHOUT, str(self._without_capability), *command]
         if self._descriptors is not None:
             command = [sys.executable, "-c", _WITH_FILES, *map(str, self._descriptors), *command]
+        command = [*self._through, *command]
         command += self._options()
-        self.process = ChildProcess("the server", command, self.environment, self.log)
+        if is_forked := command[:2] == [sys.executable, "-m"]:
+            command = command[3:]
+        forks = "lmcache" if is_forked else ""
+        self.process = ChildProcess("the server", command, self.environment, self.log, forks=forks)
         self.process.wait_until_ready(self._is_ready, START_TIMEOUT_S)
 
     def _options(self) -> list[str]:
@@ -200,16 +208,20 @@ class LMCacheServer:
 
     def cli(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
         """Run `lmcache` with this server's port and runtime directory."""
-        return subprocess.run(
-            [sys.executable, "-m", "lmcache_server", *arguments, "--port", str(self.port)],
-            cwd=ROOT,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        command = [*arguments, "--port", str(self.port)]
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+            process = Forked(
+                "lmcache", command, self.environment, ROOT, output.fileno(), errors=errors.fileno()
+            )
+            try:
+                code = process.wait(PATIENCE_S)
+            finally:
+                kill_group(process)
+            said = []
+            for file in (output, errors):
+                file.seek(0)
+                said.append(file.read().decode())
+        return subprocess.CompletedProcess(command, code, *said)
 
     def clear(self) -> None:
         """Forget everything that is cached."""

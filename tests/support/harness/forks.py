@@ -1,0 +1,126 @@
+"""Processes that are forked from one that has imported everything; see fork_server.py."""
+
+import array
+import atexit
+import contextlib
+import json
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+START_TIMEOUT_S = 300.0
+# What differs from one engine or server to the next, and is no reason for a fork server of its own.
+OF_ONE = (
+    "LMCACHE_RUNTIME_DIR",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_SSM_CONV_STATE_LAYOUT",
+    "PYTEST_CURRENT_TEST",
+)
+_servers: dict[tuple[str, tuple[tuple[str, str], ...]], str] = {}
+
+
+def fork_server(kind: str, environment: Mapping[str, str]) -> str:
+    """The socket of a process that forks engines (`engine`) or runs `lmcache` (`lmcache`) with this
+    environment; started when it is first asked for, ended with this process."""
+    # Only of an engine, more than the interpreter itself reads variables before it is forked.
+    read = {
+        name: value
+        for name, value in environment.items()
+        if name not in OF_ONE and (kind == "engine" or name.startswith(("PYTHON", "LD_")))
+    }
+    # A test may have moved this process into a network of its own.
+    read["network"] = os.readlink("/proc/thread-self/ns/net")
+    key = kind, tuple(sorted(read.items()))
+    if key not in _servers:
+        from harness.processes import ChildProcess
+
+        path = f"{tempfile.mkdtemp(prefix='lmcache-forks-')}/socket"
+        command = [sys.executable, str(Path(__file__).with_name("fork_server.py")), kind, path]
+        process = ChildProcess(f"{kind}-forks", command, environment)
+        atexit.register(shutil.rmtree, os.path.dirname(path), ignore_errors=True)
+        atexit.register(process.kill)
+        process.wait_until_ready(lambda: os.path.exists(path), START_TIMEOUT_S, interval_s=0.01)
+        _servers[key] = path
+    return _servers[key]
+
+
+def forked_by_any(kind: str, arguments: Sequence[str], output: int) -> "Forked | None":
+    """Forked in whatever environment there is a fork server for, or None where there is none yet."""
+    for each, environment in _servers:
+        if each == kind:
+            return Forked(kind, arguments, dict(environment), Path.cwd(), output)
+    return None
+
+
+class Forked:
+    """What `subprocess.Popen` is, as far as the harness uses it, of a process that another one forked."""
+
+    def __init__(
+        self,
+        kind: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        directory: Path,
+        output: int,
+        *,
+        errors: int | None = None,
+        pipes: bool = False,
+    ) -> None:
+        self.stdin: IO[bytes] | None = None
+        self.stdout: IO[bytes] | None = None
+        self.returncode: int | None = None
+        request = {
+            "arguments": list(arguments),
+            "environment": dict(environment),
+            "directory": str(directory),
+        }
+        self._forks = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._forks.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        self._forks.connect(fork_server(kind, environment))
+        streams = [
+            os.open(os.devnull, os.O_RDONLY),
+            os.dup(output),
+            os.dup(output if errors is None else errors),
+        ]
+        if pipes:
+            os.close(streams[0])
+            os.close(streams[1])
+            streams[0], written = os.pipe()
+            read, streams[1] = os.pipe()
+            self.stdin, self.stdout = os.fdopen(written, "wb", 0), os.fdopen(read, "rb", 0)
+        try:
+            socket.send_fds(self._forks, [json.dumps(request).encode()], streams)
+        finally:
+            for stream in streams:
+                os.close(stream)
+        self.pid = self._receive()
+
+    def _receive(self) -> int:
+        answer = self._forks.recv(4)
+        if not answer:
+            raise RuntimeError("the process that forks others has ended")
+        return array.array("i", answer)[0]
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._forks], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+            self.returncode = self._receive()
+            self._forks.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
