@@ -7,9 +7,11 @@ documentation, CUDA Driver API. They date from CUDA 12.0 or earlier; cuMemcpyBat
 
 import ctypes
 import functools
+import json
 import os
 from contextlib import ExitStack
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_ulonglong, c_void_p
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,52 +34,14 @@ _STREAM_ORDER, _ANY_ORDER = 1, 3
 _POSIX_DESCRIPTOR, _ON_DEVICE, _READ_AND_WRITE = 1, 1, 3
 
 _U64 = c_ulonglong
-_SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "cuInit": (c_uint,),
-    "cuDriverGetVersion": (POINTER(c_int),),
-    "cuGetErrorString": (c_int, POINTER(c_char_p)),
-    "cuGetProcAddress_v2": (c_char_p, POINTER(c_void_p), c_int, _U64, c_void_p),
-    "cuDeviceGetCount": (POINTER(c_int),),
-    "cuDeviceGetUuid_v2": (c_void_p, c_int),
-    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
-    "cuDeviceGetPCIBusId": (c_void_p, c_int, c_int),
-    "cuDevicePrimaryCtxSetFlags_v2": (c_int, c_uint),
-    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
-    "cuCtxGetCurrent": (POINTER(c_void_p),),
-    "cuCtxSetCurrent": (c_void_p,),
-    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
-    "cuPointerGetAttribute": (c_void_p, c_int, _U64),
-    "cuMemGetAddressRange_v2": (POINTER(_U64), POINTER(c_size_t), _U64),
-    "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
-    "cuMemAlloc_v2": (POINTER(_U64), c_size_t),
-    "cuMemFree_v2": (_U64,),
-    "cuIpcGetMemHandle": (c_void_p, _U64),
-    "cuIpcCloseMemHandle": (_U64,),
-    "cuMemRetainAllocationHandle": (POINTER(_U64), c_void_p),
-    "cuMemExportToShareableHandle": (c_void_p, _U64, c_int, _U64),
-    "cuMemImportFromShareableHandle": (POINTER(_U64), c_void_p, c_int),
-    "cuMemRelease": (_U64,),
-    "cuMemAddressReserve": (POINTER(_U64), c_size_t, c_size_t, _U64, _U64),
-    "cuMemAddressFree": (_U64, c_size_t),
-    "cuMemMap": (_U64, c_size_t, c_size_t, _U64, _U64),
-    "cuMemUnmap": (_U64, c_size_t),
-    "cuMemSetAccess": (_U64, c_size_t, c_void_p, c_size_t),
-    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
-    "cuMemHostUnregister": (c_void_p,),
-    "cuMemcpyDtoHAsync_v2": (c_void_p, _U64, c_size_t, c_void_p),
-    "cuMemcpyHtoDAsync_v2": (_U64, c_void_p, c_size_t, c_void_p),
-    "cuMemcpyAsync": (_U64, _U64, c_size_t, c_void_p),
-    "cuStreamCreateWithPriority": (POINTER(c_void_p), c_uint, c_int),
-    "cuStreamSynchronize": (c_void_p,),
-    "cuStreamDestroy_v2": (c_void_p,),
-    "cuEventCreate": (POINTER(c_void_p), c_uint),
-    "cuEventRecord": (c_void_p, c_void_p),
-    "cuEventSynchronize": (c_void_p,),
-    "cuEventDestroy_v2": (c_void_p,),
-    "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
-    "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
-    "cuLaunchKernel": (c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p),
-}
+
+
+def signatures() -> dict[str, tuple[Any, ...]]:
+    """The types of the arguments of each function, from driver.json; `*` stands for a pointer."""
+    table: dict[str, str] = json.loads(Path(__file__).with_name("driver.json").read_text())
+    known = {each: getattr(ctypes, each.lstrip("*")) for text in table.values() for each in text.split()}
+    types = {each: POINTER(known[each]) if each.startswith("*") else known[each] for each in known}
+    return {name: tuple(types[each] for each in text.split()) for name, text in table.items()}
 
 
 class CudaError(Exception):
@@ -114,7 +78,7 @@ class Driver:
         """Raises OSError without a driver, AttributeError if it is older than CUDA 12, and CudaError if it
         has no GPU."""
         self._library = ctypes.CDLL("libcuda.so.1")
-        for name, argument_types in _SIGNATURES.items():
+        for name, argument_types in signatures().items():
             function = getattr(self._library, name)
             function.argtypes, function.restype = argument_types, c_int
         # The handle is the only argument in this API that is a structure passed by value.

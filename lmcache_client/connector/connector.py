@@ -1,12 +1,13 @@
 """LMCacheMPConnector implements vLLM's connector interface by its scheduler side and its worker side.
 
-Interface: vLLM's distributed/kv_transfer/kv_connector/v1/base.py; surface.py lists what is used of it.
+Interface: vLLM's distributed/kv_transfer/kv_connector/v1/base.py; surface.json lists what is used of it.
 """
 
 import dataclasses
 import functools
 import sys
 from collections.abc import Iterable
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +26,10 @@ from lmcache_client.connector.settings import parse
 from lmcache_client.connector.stats import PromMetrics, TransferStats
 from lmcache_client.connector.support import UnsupportedError
 from lmcache_client.connector.uncached import Uncached, log_uncached, tell_server
+from lmcache_client.connector.weights import in_thread
 from lmcache_client.connector.worker import Results, WorkerSide
 from lmcache_client.contract.geometry import Geometry, GeometryError, GroupSpec
+from lmcache_client.contract.keys import Details
 from lmcache_client.memory.cuda import CudaExport, ExportError, check_proof_places
 from lmcache_client.memory.host import HostExport
 
@@ -45,6 +48,9 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+
+WEIGHTS_WAIT_S = 1.0
 
 
 class LMCacheMPConnector(Uncached):
@@ -86,6 +92,9 @@ class LMCacheMPConnector(Uncached):
         self._supported = True
         if role == KVConnectorRole.SCHEDULER:
             self._init_scheduler(vllm_config, groups, ignored)
+        else:
+            name = self._settings.weights_name
+            self._weights = in_thread(functools.partial(translate.weights, vllm_config, name))
 
     def _give_up(self, error: Exception) -> None:
         """Reports why this engine is not cached."""
@@ -209,7 +218,20 @@ class LMCacheMPConnector(Uncached):
         rank = self._vllm_config.parallel_config.rank
         model = translate.model_tag(self._vllm_config)
         self._worker = WorkerSide(self._settings, self._engine_id, rank, model, geometry, export)
-        self._worker.start()
+        # A server that refuses this engine's sizes ends it here, if the weights are named by then.
+        wait([self._weights], WEIGHTS_WAIT_S)
+        if self._weights.done():
+            self._worker.start(self._weights.result())
+        else:
+            logger.info("lmcache: this engine is cached as soon as its weights have been read, to name them")
+            self._weights.add_done_callback(self._start_late)
+
+    def _start_late(self, weights: "Future[Details]") -> None:
+        try:
+            if self._worker is not None:
+                self._worker.start(weights.result())
+        except ValueError as error:
+            logger.error("lmcache: this engine is not cached: %s", error)
 
     def _exported(self) -> tuple[Geometry, HostExport | CudaExport]:
         """Where the pages of the KV caches are, and their memory. Raises what `_give_up` takes."""

@@ -30,7 +30,8 @@ class Settings(msgspec.Struct, frozen=True):
     after `load_timeout_s` the engine recomputes the tokens of a load. After `wait_timeout_s`, a request takes
     what another engine has stored of its prompt. `store_everything` also stores windows and states that no
     request is likely to read. `untested_vllm` also allows a vLLM that is newer than the newest tested
-    version. `servers` has a HOST:PORT for each range of ranks, instead of host and port."""
+    version. `weights_name` names the weights instead of their content. `servers` has a HOST:PORT for each
+    range of ranks, instead of host and port."""
 
     host: str = ""
     port: Annotated[int, Meta(ge=1)] = DEFAULT_PORT
@@ -40,6 +41,7 @@ class Settings(msgspec.Struct, frozen=True):
     store_everything: bool = False
     strict_resume_points: bool = False
     untested_vllm: bool = False
+    weights_name: Annotated[str, Meta(max_length=1024)] = ""
     servers: dict[str, str] = {}
 
     @property

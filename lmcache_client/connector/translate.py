@@ -5,29 +5,22 @@ Interfaces: vLLM's v1/kv_cache_interface.py (KVCacheConfig, KVCacheTensor and th
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec.structs import replace
 from vllm import __version__ as VLLM_VERSION
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    ChunkedLocalAttentionSpec,
-    CrossAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-    get_kv_cache_spec_kind,
-)
+from vllm import envs
+from vllm.platforms import current_platform
+from vllm.v1 import kv_cache_interface as kv
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
 
+from lmcache_client.connector.account import content, named, variables
 from lmcache_client.connector.support import UnsupportedError
-from lmcache_client.connector.weights import fingerprint, local_path
+from lmcache_client.connector.weights import fingerprint, is_older, local_path, process_started_ns
 from lmcache_client.contract.geometry import (
     CHUNKED_LOCAL,
     FULL,
@@ -37,26 +30,19 @@ from lmcache_client.contract.geometry import (
     GroupSpec,
     Region,
 )
-from lmcache_client.contract.keys import ModelTag
+from lmcache_client.contract.keys import Details, ModelTag
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, LoRAConfig, ModelConfig, VllmConfig
 
 FROM_FILES = (
-    "auto",
-    "hf",
-    "safetensors",
-    "pt",
-    "mistral",
-    "gguf",
-    "bitsandbytes",
-    "npcache",
+    *("auto", "hf", "safetensors", "pt", "mistral", "gguf", "bitsandbytes", "npcache"),
     "fastsafetensors",
 )
 """The load formats that read nothing but the files of the model's directory."""
 NOT_CONTENT = ("_name_or_path", "_commit_hash", "transformers_version")
 """Entries of a configuration that say where it lies and who read it."""
-FULL_SPECS = (FullAttentionSpec, MLAAttentionSpec)
+FULL_SPECS = (kv.FullAttentionSpec, kv.MLAAttentionSpec)
 """Only these exact types: their subclasses (sinks with their own blocks, scratch states, …) need more."""
 
 
@@ -90,7 +76,7 @@ def block_bytes(config: KVCacheConfig) -> tuple[int, ...]:
 
 def event_kinds(config: KVCacheConfig) -> tuple[str, ...]:
     """What vLLM's KV events call each group."""
-    return tuple(get_kv_cache_spec_kind(group.kv_cache_spec).value for group in config.kv_cache_groups)
+    return tuple(kv.get_kv_cache_spec_kind(group.kv_cache_spec).value for group in config.kv_cache_groups)
 
 
 def _group(group_spec: KVCacheSpec, tag: str, regions: tuple[Region, ...]) -> GroupSpec:
@@ -105,19 +91,19 @@ def _is_replicated(group_spec: KVCacheSpec) -> bool:
     """Whether every tensor-parallel rank holds all of this group's KV. vLLM 0.31 to 0.33 only say so for MLA:
     for grouped-query attention with fewer heads than ranks, their kv_tp_replicas is 1, too."""
     specs = layer_specs(group_spec)
-    return all(type(spec) is MLAAttentionSpec and spec.max_tp_shards == 1 for spec in specs)
+    return all(type(spec) is kv.MLAAttentionSpec and spec.max_tp_shards == 1 for spec in specs)
 
 
 def _kind(spec: KVCacheSpec) -> tuple[str, int]:
     if type(spec) in FULL_SPECS:
         return FULL, 0
-    if type(spec) in (SlidingWindowSpec, SlidingWindowMLASpec):  # vLLM has one manager for both
+    if type(spec) in (kv.SlidingWindowSpec, kv.SlidingWindowMLASpec):  # vLLM has one manager for both
         return SLIDING_WINDOW, spec.sliding_window + spec.extra_retained_tokens
-    if type(spec) is ChunkedLocalAttentionSpec:
+    if type(spec) is kv.ChunkedLocalAttentionSpec:
         return CHUNKED_LOCAL, spec.attention_chunk_size
     if type(spec) is MambaSpec:
         return RECURRENT, 0
-    if isinstance(spec, CrossAttentionSpec):
+    if isinstance(spec, kv.CrossAttentionSpec):
         raise UnsupportedError("cross-attention layers")
     raise UnsupportedError(f"KV cache groups of type {type(spec).__name__}")
 
@@ -207,74 +193,107 @@ def _group_tag(
     kv_caches: "dict[str, torch.Tensor]",
 ) -> str:
     context = vllm_config.compilation_config.static_forward_context
-    parts = [f"layout={config.kv_cache_layout}"]
-    for layer in layers:
-        spec = layer_spec(group_spec, layer)
-        backend = context[layer].get_attn_backend().get_name() if layer in context else ""
-        kernel_blocks = kv_caches[layer].shape[0]
+    kinds = {}
+    for name in layers:
+        spec, layer = layer_spec(group_spec, name), context.get(name)
+        backend = layer.get_attn_backend().get_name() if layer is not None else ""
+        kernel_blocks = kv_caches[name].shape[0]
         if kernel_blocks % config.num_blocks == 0:
             kernel_blocks //= config.num_blocks
-        dtypes = ",".join(map(str, spec.dtypes)) if isinstance(spec, MambaSpec) else str(spec.dtype)
-        quant = str(spec.kv_quant_mode) if isinstance(spec, AttentionSpec) else ""
-        part = f"{backend}/{type(spec).__name__}/{dtypes}/{quant}/{kernel_blocks}"
-        if part != parts[-1]:
-            parts.append(part)
-    return ";".join(parts)
+        # On a CPU, the instructions that a layer uses decide the order of the numbers in a page.
+        instructions = getattr(layer, "isa", "")
+        fields = ", ".join(f"{field}={value}" for field, value in named(spec, _own(vllm_config)))
+        kinds[name] = f"{backend}/{type(spec).__name__}/{fields}/{instructions}/{kernel_blocks}"
+    # The digest says which layer is of which kind.
+    return ";".join([f"layout={config.kv_cache_layout}", *dict.fromkeys(kinds.values()), _sha256(str(kinds))])
+
+
+def weights(vllm_config: "VllmConfig", name: str = "") -> Details:
+    """The details that say which weights these are: their `name`, or the digests of their files. These take a
+    while."""
+    if name:
+        return (("weights", f"named {name}"),)
+    own, speculation = _own(vllm_config), vllm_config.speculative_config
+    load = vllm_config.load_config
+    marks = [("weights", _weights_mark(vllm_config.model_config, load, own))]
+    if _drafter(vllm_config, own) and (model := speculation.draft_model_config) is not None:
+        marks.append(("drafter.weights", _weights_mark(model, speculation.draft_load_config or load, own)))
+    return tuple(marks)
 
 
 def model_tag(vllm_config: "VllmConfig") -> ModelTag:
-    """Everything apart from the geometry that must match before two engines may share pages."""
+    """Everything apart from the geometry and the weights that must match before two engines may share
+    pages."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    load, device = vllm_config.load_config, vllm_config.device_config.device_type
-    is_dummy = str(load.load_format) == "dummy"
+    device = vllm_config.device_config.device_type
+    own = _own(vllm_config)
+    overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else {}
+    file = overrides.get("quantization_config_file")
     details: dict[str, Any] = {
-        "dtype": model.dtype,
-        "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
-        "quantization": model.quantization,
         "configuration": _digest(model.hf_config),
-        "weights": _weights_mark(vllm_config, model, load) if not is_dummy else "",
         # The layout inside a page depends on the version of vLLM and, on a CPU, on the instruction set.
         "vllm": VLLM_VERSION,
+        "library": _loaded_library(),
         "processor": torch.backends.cpu.get_cpu_capability() if device == "cpu" else "",
-        "device": device,
-        "load_format": load.load_format,
-        # Dummy weights depend only on the seed.
-        "seed": model.seed if is_dummy else "",
-        "code": model.code_revision or "",
+        "fp8": current_platform.fp8_dtype(),  # AMD's GPUs have two
         "adapters": _application(vllm_config.lora_config, model.dtype),
         # The rotary embedding longrope chooses its factors by this length.
         "max_model_len": model.max_model_len if "longrope" in str(model.hf_config) else "",
+        "quantization_config_file": content(file, own) if file else "",
+        **dict(named(vllm_config, own)),
+        **dict(variables(envs.environment_variables, own)),
+        **_drafter(vllm_config, own),
     }
-    if drafter := _drafter(vllm_config):
-        details |= {"drafter": drafter, "lookahead": vllm_config.num_prefill_lookahead_tokens}
     return ModelTag(
         model.model,
-        tuple((name, str(value)) for name, value in sorted(details.items())),
+        tuple((name, str(value)) for name, value in sorted(details.items()) if value != ""),
         parallel.tensor_parallel_size,
         parallel.pipeline_parallel_size,
     )
 
 
-def _drafter(vllm_config: "VllmConfig") -> str:
-    """The drafter; empty if there is none that has a KV cache."""
+def _drafter(vllm_config: "VllmConfig", own: str) -> dict[str, Any]:
+    """What is named of the drafter; nothing if there is none that has a KV cache."""
     speculation = vllm_config.speculative_config
     if speculation is None or not speculation.uses_draft_kv_cache():
-        return ""
-    model, load = speculation.draft_model_config, speculation.draft_load_config or vllm_config.load_config
-    if model is None:
-        return str(speculation.method)
-    weights, configuration = _weights_mark(vllm_config, model, load), _digest(model.hf_config)
-    return f"{speculation.method} {weights} {configuration} {model.dtype} {model.quantization}"
+        return {}
+    details = {
+        "drafter": speculation.method,
+        "lookahead": vllm_config.num_prefill_lookahead_tokens,
+        **dict(named(speculation, own, "drafter.")),
+    }
+    if (model := speculation.draft_model_config) is not None:
+        load = speculation.draft_load_config or vllm_config.load_config
+        details |= {
+            "drafter.configuration": _digest(model.hf_config),
+            **dict(named(load, own, "drafter.load_config.")),
+            **dict(named(model, own, "drafter.model_config.")),
+        }
+    return details
 
 
-def _weights_mark(vllm_config: "VllmConfig", model: "ModelConfig", load: "LoadConfig") -> str:
+def _weights_mark(model: "ModelConfig", load: "LoadConfig", own: str) -> str:
     """Changes with the weights, and is the same on every machine that has the same files, at whatever path.
-    Nobody can see what else a loader reads: such weights are the engine's own."""
+    Nobody can see what else a loader reads, nor what it has read of files that changed since: such weights
+    are the engine's own."""
+    if str(load.load_format) == "dummy":
+        return f"dummy {model.seed}"
     if not model.model_weights and str(load.load_format) in FROM_FILES:
         path = local_path(model.model, model.revision, load.download_dir)
-        if path is not None and (mark := fingerprint(path)):
-            return mark
+        if path is not None and is_older(path, process_started_ns()):
+            return fingerprint(path) or own
+    return own
+
+
+def _own(vllm_config: "VllmConfig") -> str:
+    """Stands for what nobody can compare with another engine's."""
     return f"of engine {vllm_config.kv_transfer_config.engine_id}"
+
+
+def _loaded_library() -> str:
+    """Which of its compiled libraries vLLM has loaded: on a CPU, it has one for each set of instructions."""
+    maps = Path("/proc/self/maps").read_text(errors="replace")
+    return " ".join(sorted(set(re.findall(r"/vllm/(_\w+)\.\S*so", maps))))
 
 
 def _application(lora: "LoRAConfig | None", dtype: object) -> str:
@@ -286,8 +305,11 @@ def _application(lora: "LoRAConfig | None", dtype: object) -> str:
 
 def _digest(hf_config: Any) -> str:
     """Of the configuration without what depends on where it lies and on who read it."""
-    plain = json.dumps(_content(hf_config.to_dict()), sort_keys=True, default=str)
-    return hashlib.sha256(plain.encode()).hexdigest()
+    return _sha256(json.dumps(_content(hf_config.to_dict()), sort_keys=True, default=str))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _content(value: Any) -> Any:

@@ -1,22 +1,26 @@
 """Names weights by their content, so that two machines, or two paths, have one name for the same weights."""
 
+import contextlib
+import fcntl
+import functools
 import hashlib
-import json
 import os
+import re
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 
 from huggingface_hub import snapshot_download
 
-PAGE_BYTES = 4096
-SMALL_BYTES = 1 << 20
-"""Files of up to this size are read whole."""
-STRIDE_BYTES = 4 << 20
-"""From larger files, a page is read for each so many bytes, and one of each tensor."""
-END_BYTES = 1 << 18
-"""Read at the end of a larger file: a torch file has the checksums of its tensors there."""
-MAX_HEADER_BYTES = 100 << 20
-"""The bound of the safetensors library."""
+Value = TypeVar("Value")
+READ_BYTES = 4 << 20
+REMEMBERED_BYTES = 1 << 20
+"""Of files from this size on, the digest is remembered."""
+SLOTS = threading.Semaphore(4)
+"""So many files are read at a time."""
 MAX_ADAPTERS = 4096
 
 
@@ -31,25 +35,38 @@ def local_path(name: str, revision: str | None = None, cache: str | None = None)
         return None
 
 
-def fingerprint(path: Path) -> str:
-    """A digest of a file, or of the files in a directory except hidden ones; empty if there are none, or if
-    they cannot be read.
+def in_thread(work: Callable[[], Value]) -> "Future[Value]":
+    """Starts `work` in a thread that ends with the process."""
+    future: Future[Value] = Future()
 
-    It covers the names and sizes of the files, the content of small ones, and of large ones some pages: every
-    training or merge changes it, because these change whole tensors. An edit of a few rows of a tensor may be
-    missed.
-    """
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="lmcache-weights", daemon=True).start()
+    return future
+
+
+def fingerprint(path: Path) -> str:
+    """The digest of the names and of all bytes of a directory's files, except hidden ones, or of one file;
+    empty if there are none, or if they cannot be read."""
     try:
         files = _files(path)
-        digest = hashlib.sha256(repr([(file.name, file.stat().st_size) for file in files]).encode())
-        for file in files:
-            with file.open("rb", buffering=0) as opened:
-                for offset, length in _places(file):
-                    opened.seek(offset)
-                    digest.update(opened.read(length))
-        return digest.hexdigest() if files else ""
-    except (OSError, ValueError, OverflowError):
+        hashing = [in_thread(functools.partial(_digest, file)) for file in files]
+        parts = [(file.name, each.result()) for file, each in zip(files, hashing, strict=True)]
+        return hashlib.sha256(repr(parts).encode()).hexdigest() if files else ""
+    except (OSError, ValueError):
         return ""
+
+
+def is_older(path: Path, than_ns: int) -> bool:
+    """Whether what lies there now lay there at this moment, too, by the clock of file times."""
+    if path.parent.name == "snapshots" and len(list(path.parent.iterdir())) == 1:
+        return True  # a hub has brought one version only, perhaps just now
+    state = _state(path)
+    return bool(state) and all(changed_ns < than_ns for _, _, changed_ns in state)
 
 
 def _files(path: Path) -> list[Path]:
@@ -57,31 +74,41 @@ def _files(path: Path) -> list[Path]:
     return [entry for entry in entries if entry.is_file() and not entry.name.startswith(".")]
 
 
-def _places(file: Path) -> list[tuple[int, int]]:
-    """The (offset, length) that are read of a file."""
-    size = file.stat().st_size
-    if size <= SMALL_BYTES:
-        return [(0, size)]
-    starts = {*range(0, size, STRIDE_BYTES)}
-    if file.suffix == ".safetensors":
-        starts |= {(begin + end - PAGE_BYTES) // 2 for begin, end in _tensors(file, size)}
-    pages = [(max(0, start), PAGE_BYTES) for start in sorted(starts)]
-    return [*pages, (max(0, size - END_BYTES), END_BYTES)]
+def _digest(file: Path) -> str:
+    """The SHA-256 of a file. A hub's cache has it as the name of the file; of others, it is remembered."""
+    file = file.resolve()
+    if file.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", file.name):
+        return file.name
+    identity, size = _identity(file), file.stat().st_size
+    known = _memory() / hashlib.sha256(repr(identity).encode()).hexdigest()
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(min(READ_BYTES, size + 1)))
+    with SLOTS, file.open("rb", buffering=0) as opened:
+        if size >= REMEMBERED_BYTES:
+            with contextlib.suppress(OSError):  # of the ranks of an engine, one reads and the others wait
+                fcntl.flock(opened, fcntl.LOCK_EX)
+            with contextlib.suppress(OSError, ValueError):
+                if re.fullmatch("[0-9a-f]{64}", remembered := known.read_text()):
+                    return remembered
+        while length := opened.readinto(buffer):
+            digest.update(buffer[:length])
+        if _identity(file) != identity:
+            raise OSError(f"{file} has changed while it was read")
+        if size >= REMEMBERED_BYTES:
+            with contextlib.suppress(OSError):
+                known.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                new = known.with_name(f"{known.name}.{os.getpid()}")
+                new.write_text(digest.hexdigest())
+                new.rename(known)
+    return digest.hexdigest()
 
 
-def _tensors(file: Path, size: int) -> list[tuple[int, int]]:
-    """Where the tensors of a safetensors file begin and end; nothing if its header is damaged."""
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        header = opened.read(length) if length <= MAX_HEADER_BYTES else b""
-    try:
-        offsets = [
-            entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"
-        ]
-        places = [(8 + length + int(begin), 8 + length + int(end)) for begin, end in offsets]
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
-        return []
-    return [(begin, end) for begin, end in places if 0 <= begin <= end <= size]
+def _identity(file: Path) -> tuple[int, ...]:
+    stat = file.stat()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def _memory() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lmcache-mp" / "digests"
 
 
 class Adapters:
@@ -94,7 +121,7 @@ class Adapters:
     def __init__(self) -> None:
         self._keys: dict[tuple[str, int], tuple[object, tuple[str, ...]]] = {}
         self._nonce = os.urandom(16).hex()
-        self._started_ns = _process_started_ns()
+        self._started_ns = process_started_ns()
 
     def key(self, name: str, path: str, number: int) -> tuple[str, ...]:
         """`number` is vLLM's own of the adapter: another if it was unloaded and loaded again."""
@@ -103,8 +130,7 @@ class Adapters:
         known = self._keys.get((path, number))
         if known is not None and known[0] == state:
             return known[1]
-        is_old = place is not None and all(changed_ns < self._started_ns for _, _, changed_ns in state)
-        content = fingerprint(place) if is_old and place is not None else ""
+        content = fingerprint(place) if place is not None and is_older(place, self._started_ns) else ""
         own = (name, path, self._nonce, str(number), repr(state))
         key = ("lora", "content", content) if content else ("lora", "own", *own)
         if len(self._keys) >= MAX_ADAPTERS:
@@ -116,13 +142,16 @@ class Adapters:
 def _state(path: Path | None) -> list[tuple[str, int, int]]:
     """The name, size and time of the last change (in ns) of each file."""
     try:
-        stats = [(file.name, file.stat()) for file in _files(path)] if path is not None else []
+        stats = [(file.name, file.stat(), file.lstat()) for file in _files(path)] if path is not None else []
     except OSError:
         return []
-    return [(name, stat.st_size, max(stat.st_mtime_ns, stat.st_ctime_ns)) for name, stat in stats]
+    # A link is new where a hub has brought another version.
+    return [
+        (name, of.st_size, max(of.st_mtime_ns, of.st_ctime_ns, link.st_ctime_ns)) for name, of, link in stats
+    ]
 
 
-def _process_started_ns() -> int:
+def process_started_ns() -> int:
     """When this process began, by the clock of file times."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 10**9 // os.sysconf("SC_CLK_TCK")

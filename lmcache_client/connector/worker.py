@@ -20,7 +20,7 @@ from lmcache_client.connector.stats import TransferStats
 from lmcache_client.contract import messages
 from lmcache_client.contract.codec import shown
 from lmcache_client.contract.geometry import Geometry
-from lmcache_client.contract.keys import ModelTag
+from lmcache_client.contract.keys import Details, ModelTag
 from lmcache_client.contract.messages import Done, Stored
 from lmcache_client.engine import Export, Worker
 from lmcache_client.transport import SYSTEM, System
@@ -79,10 +79,13 @@ class WorkerSide:
         self.client = Worker(self.channel, engine_id, rank, model, geometry, export)
         self.is_asleep = False
 
-    def start(self) -> None:
-        """Connects and registers. Without a server, or if it refuses the engine, this returns soon, and the
-        engine runs without a cache until a server accepts it. Raises ValueError if the sizes that the server
-        was started with do not fit."""
+    def start(self, weights: Details = ()) -> None:
+        """Connects and registers; `weights` are the details of the model that say which weights it has.
+        Without a server, or if it refuses the engine, this returns soon, and the engine runs without a cache
+        until a server accepts it. Raises ValueError if the sizes that the server was started with do not
+        fit."""
+        model = self.client.model
+        self.client.model = msgspec.structs.replace(model, details=(*model.details, *weights))
         self.channel.start(CONNECT_S, self.client.register_s)
         refusal = self.channel.refusal
         if refusal is not None and refusal.code == messages.CONFIGURATION:

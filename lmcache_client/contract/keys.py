@@ -26,7 +26,7 @@ TenantId = Annotated[bytes, Meta(max_length=TENANT_BYTES)]
 """The result of `tenant_id`."""
 Detail = Annotated[str, Meta(max_length=4096)]
 """The name of a model, or the name or value of one of its details."""
-MAX_DETAILS = 64
+MAX_DETAILS = 512
 SCHEMA = 2
 """Changes whenever keys, namespaces or the order of bytes in an object change."""
 
@@ -86,6 +86,9 @@ def tenant_id(salt: str | None) -> bytes:
     return hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest()[:TENANT_BYTES] if salt else b""
 
 
+Details = tuple[tuple[Detail, Detail], ...]
+
+
 class ModelTag(Wire, frozen=True):
     """An engine's description of its model. Every field but `model`, a name for people, is part of the
     namespace.
@@ -95,7 +98,7 @@ class ModelTag(Wire, frozen=True):
     """
 
     model: Detail
-    details: Annotated[tuple[tuple[Detail, Detail], ...], Meta(max_length=MAX_DETAILS)]
+    details: Annotated[Details, Meta(max_length=MAX_DETAILS)]
     tensor_parallel_size: Natural
     pipeline_parallel_size: Natural
 

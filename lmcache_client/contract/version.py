@@ -10,7 +10,7 @@ OLDEST_VLLM = (0, 31)
 * 0.30 does not tag the extra keys of a block hash: an adapter `x`, a salt `x` and the same adapter at another
   path all become `('x',)`. A server that outlives its engines could then serve another adapter's pages.
 
-vLLM 0.29 also ends the engine when a load of a hybrid model fails. `connector/surface.py` names the first
+vLLM 0.29 also ends the engine when a load of a hybrid model fails. `connector/surface.json` names the first
 version of everything else that the connector uses."""
 
 NEWEST_VLLM = (0, 33)

@@ -142,6 +142,7 @@ class Cache:
                 prefix_cache_retention_interval=0,
             ),
             compilation_config=SimpleNamespace(static_forward_context={}),
+            kv_transfer_config=SimpleNamespace(engine_id="engine"),
         )
         self.config: KVCacheConfig = get_kv_cache_config_from_groups(self.vllm_config, case.groups, 1 << 40)
         self.config.kv_cache_layout = layout.name
@@ -300,7 +301,7 @@ def vllm_config_of(server: LMCacheServer, cache: Cache) -> SimpleNamespace:
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1, rank=0
         ),
-        **vars(cache.vllm_config),
+        **{name: part for name, part in vars(cache.vllm_config).items() if name != "kv_transfer_config"},
     )
 
 

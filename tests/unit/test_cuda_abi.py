@@ -118,7 +118,7 @@ def compiled(header: Path, signatures: dict[str, tuple[Any, ...]], constants: di
 
 def described() -> dict[str, tuple[Any, ...]]:
     by_value = (ctypes.POINTER(cuda._U64), cuda._IpcHandle, ctypes.c_uint)
-    return {**cuda._SIGNATURES, "cuIpcOpenMemHandle_v2": by_value}
+    return {**cuda.signatures(), "cuIpcOpenMemHandle_v2": by_value}
 
 
 @pytest.mark.skipif(standin.COMPILER is None or not HEADERS, reason="no C++ compiler, or no cuda.h")

@@ -1,5 +1,6 @@
 """The name that weights have by their content: equal on every machine, and another if a tensor changes."""
 
+import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -10,11 +11,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lmcache_client.connector import weights
-from lmcache_client.connector.translate import _weights_mark
+from lmcache_client.connector import translate, weights
 from lmcache_client.connector.weights import Adapters, fingerprint
 
 SHAPES = {"embedding": (512, 64), "layer.q": (64, 64), "layer.k": (16, 64), "norm": (3,)}
+
+
+@pytest.fixture(autouse=True)
+def _cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def tensors(**changed: float) -> dict[str, torch.Tensor]:
@@ -46,35 +51,77 @@ def test_each_tensor_that_changes_gives_another_name(tmp_path: Path, tensor: str
     assert fingerprint(one) != fingerprint(other)
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".pth"])
-def test_a_torch_file_has_another_name_if_one_number_changes(tmp_path: Path, suffix: str) -> None:
-    names = []
-    for number in range(2):
-        made = {"a": torch.zeros(1 << 20), "b": torch.zeros(9)}
-        made["a"][777_777] = number
-        torch.save(made, tmp_path / f"model{suffix}")
-        names.append(fingerprint(tmp_path))
-    assert names[0] != names[1]
-
-
-def test_each_of_very_many_tensors_is_read(tmp_path: Path) -> None:
-    many = {f"layers.{number}": torch.full((1024,), 1.0 + number) for number in range(6000)}
-    save_file(many, tmp_path / "model.safetensors")
-    before = fingerprint(tmp_path)
-    for changed in ("layers.0", "layers.3001", "layers.5999"):
-        save_file(many | {changed: many[changed] * 1.01}, tmp_path / "model.safetensors")
-        assert fingerprint(tmp_path) != before, changed
-
-
-def test_rows_in_the_middle_of_a_large_tensor_are_not_all_read_but_pages_all_over_it(tmp_path: Path) -> None:
-    large = torch.zeros(8 << 20)
+@pytest.mark.parametrize("suffix", [".bin", ".safetensors"])
+def test_each_byte_of_a_large_file_counts(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"model{suffix}"
+    content = bytearray(os.urandom(9 << 20))
     names = set()
-    for changed in range(0, 8 << 20, 1 << 20):
-        one = large.clone()
-        one[changed : changed + (1 << 20)] = 1.0
-        save_file({"embedding": one}, tmp_path / "model.safetensors")
+    for changed in (0, 1, 4_095, (4 << 20) - 1, 4 << 20, (4 << 20) + 5_000, 8_000_001, len(content) - 1):
+        content[changed] ^= 1
+        file.write_bytes(content)
         names.add(fingerprint(tmp_path))
     assert len(names) == 8
+
+
+def test_a_large_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it changes: then nothing that was remembered counts."""
+    read = []
+
+    def counted(*arguments: object) -> "hashlib._Hash":
+        read.append(arguments)
+        return hashlib.sha256(*arguments)
+
+    monkeypatch.setattr(weights, "hashlib", SimpleNamespace(sha256=counted))
+    file = tmp_path / "model.bin"
+    file.write_bytes(bytes(2 << 20))
+    names, reads = [], []
+    for content in (None, None, b"\x01"):
+        if content:
+            with file.open("r+b") as opened:
+                opened.write(content)
+        read.clear()
+        names.append(fingerprint(tmp_path))
+        reads.append(read.count(()))
+    assert names[0] == names[1] != names[2]
+    assert reads == [1, 1, 1]
+    (remembered, _) = sorted((tmp_path / "cache" / "lmcache-mp" / "digests").iterdir())
+    remembered.write_text("garbage")
+    assert fingerprint(tmp_path) == names[2]
+
+
+def test_a_hubs_cache_has_the_digest_as_the_name_of_its_file(tmp_path: Path) -> None:
+    """So a copy of the file elsewhere has the same name, and this one is not read."""
+    one = model(tmp_path / "one")
+    content = (one / "model.safetensors").read_bytes()
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "c"
+    for directory in (blobs, snapshot):
+        directory.mkdir(parents=True)
+    blob = blobs / hashlib.sha256(content).hexdigest()
+    blob.write_bytes(content)
+    (snapshot / "model.safetensors").symlink_to(blob)
+    (snapshot / "config.json").write_text("{}")
+    assert fingerprint(snapshot) == fingerprint(one)
+    blob.write_bytes(b"")
+    assert fingerprint(snapshot) == fingerprint(one)
+
+
+def test_a_file_that_changes_while_it_is_read_has_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "model.bin"
+    file.write_bytes(bytes(2 << 20))
+    identity, asked = weights._identity, []
+
+    def identity_then_change(of: Path) -> tuple[int, ...]:
+        asked.append(of)
+        found = identity(of)
+        if len(asked) == 1:
+            with file.open("ab") as opened:
+                opened.write(b"more")
+        return found
+
+    monkeypatch.setattr(weights, "_identity", identity_then_change)
+    assert fingerprint(tmp_path) == ""
 
 
 @pytest.mark.parametrize("name", ["modeling_x.py", "model.tensors", "preprocessor_config.json"])
@@ -107,8 +154,8 @@ def test_without_files_there_is_no_name(tmp_path: Path) -> None:
 @pytest.fixture
 def adapters(monkeypatch: pytest.MonkeyPatch) -> Adapters:
     """Of a process that begins a year from now, so that all files of the test are older."""
-    started_ns = weights._process_started_ns()
-    monkeypatch.setattr(weights, "_process_started_ns", lambda: started_ns + 365 * 86_400 * 10**9)
+    started_ns = weights.process_started_ns()
+    monkeypatch.setattr(weights, "process_started_ns", lambda: started_ns + 365 * 86_400 * 10**9)
     return Adapters()
 
 
@@ -144,23 +191,32 @@ def test_a_home_directory_is_found(
 
 
 def configured(model: str, **changed: object) -> Any:
-    """What `_weights_mark` reads of vLLM's configuration."""
+    """What `translate.weights` reads of vLLM's configuration."""
     load = {"load_format": "auto", "download_dir": None} | {
         name: value for name, value in changed.items() if name in ("load_format", "download_dir")
     }
     return SimpleNamespace(
         model_config=SimpleNamespace(
-            model=model, revision=None, model_weights=changed.get("model_weights", "")
+            model=model, revision=None, model_weights=changed.get("model_weights", ""), seed=7
         ),
         load_config=SimpleNamespace(**load),
+        speculative_config=None,
         kv_transfer_config=SimpleNamespace(engine_id="e"),
     )
 
 
-def mark(config: Any) -> str:
-    return _weights_mark(config, config.model_config, config.load_config)
+def mark(config: Any, name: str = "") -> str:
+    return dict(translate.weights(config, name))["weights"]
 
 
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this process began a year from now."""
+    started_ns = weights.process_started_ns()
+    monkeypatch.setattr(translate, "process_started_ns", lambda: started_ns + 365 * 86_400 * 10**9)
+
+
+@pytest.mark.usefixtures("later")
 def test_weights_that_nobody_can_see_are_the_engines_own(tmp_path: Path) -> None:
     path = str(model(tmp_path / "one"))
     assert mark(configured(path)) == fingerprint(Path(path))
@@ -170,17 +226,41 @@ def test_weights_that_nobody_can_see_are_the_engines_own(tmp_path: Path) -> None
         configured(path, model_weights="s3://bucket/model"),
     ]
     assert [mark(each) for each in own] == ["of engine e"] * 3
+    assert mark(configured(path, load_format="dummy")) == "dummy 7"
 
 
+def test_weights_that_changed_after_the_process_began_are_the_engines_own(tmp_path: Path) -> None:
+    """vLLM may have loaded them before."""
+    assert mark(configured(str(model(tmp_path / "one")))) == "of engine e"
+
+
+def test_a_name_stands_for_the_weights(tmp_path: Path) -> None:
+    path = str(model(tmp_path / "one"))
+    assert mark(configured(path), "v17") == mark(configured("org/nowhere"), "v17") == "named v17"
+
+
+@pytest.mark.usefixtures("later")
 def test_a_model_in_the_cache_of_its_hub_is_known_by_its_content(tmp_path: Path) -> None:
     """Two commits of one name differ, whatever the configuration says of its commit."""
     marks = []
     for commit, value in (("a" * 40, 0.0), ("b" * 40, 0.5)):
-        repository = tmp_path / "models--org--model"
-        (repository / "snapshots").mkdir(parents=True, exist_ok=True)
-        (repository / "refs").mkdir(exist_ok=True)
-        (repository / "refs" / "main").write_text(commit)
-        path = model(repository / "snapshots" / commit, norm=value)
+        path = snapshot(tmp_path, commit, value)
         marks.append(mark(configured("org/model", download_dir=str(tmp_path))))
         assert marks[-1] == fingerprint(path)
     assert marks[0] != marks[1]
+
+
+def snapshot(cache: Path, commit: str, value: float) -> Path:
+    repository = cache / "models--org--model"
+    (repository / "snapshots").mkdir(parents=True, exist_ok=True)
+    (repository / "refs").mkdir(exist_ok=True)
+    (repository / "refs" / "main").write_text(commit)
+    return model(repository / "snapshots" / commit, norm=value)
+
+
+def test_what_a_hub_has_just_brought_is_known_while_there_is_no_other_commit(tmp_path: Path) -> None:
+    """Of two, vLLM may have loaded the older one."""
+    path = snapshot(tmp_path, "a" * 40, 0.0)
+    assert mark(configured("org/model", download_dir=str(tmp_path))) == fingerprint(path)
+    snapshot(tmp_path, "b" * 40, 0.5)
+    assert mark(configured("org/model", download_dir=str(tmp_path))) == "of engine e"

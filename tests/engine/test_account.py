@@ -1,0 +1,195 @@
+"""The account of what is in the name of the bytes: complete for this version of vLLM, and true."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm.config
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.v1 import kv_cache_interface as specs
+
+from lmcache_client.connector import account as module
+from lmcache_client.connector.account import OF_FILE, VARIABLES, account, named, text, variables
+
+OWN = "of engine 1"
+REASONS = "not named, because"
+SPECS = [
+    each
+    for each in vars(specs).values()
+    if isinstance(each, type) and issubclass(each, specs.KVCacheSpec) and dataclasses.is_dataclass(each)
+]
+CONFIGS = [
+    getattr(vllm.config, name, None) or getattr(specs, name)
+    for name in account()
+    if name not in (VARIABLES, "KVCacheSpec")
+]
+
+
+def entries(kind: str) -> dict[str, list[str]]:
+    """How the table treats each field of a class: the lists and reasons that name it."""
+    found: dict[str, list[str]] = {}
+    lists = {how: names for how, names in account()[kind].items() if how != REASONS}
+    for how, names in {**lists, **account()[kind].get(REASONS, {})}.items():
+        for name in names:
+            found.setdefault(name, []).append(how)
+    return found
+
+
+def kind_of(cls: type) -> str:
+    return "KVCacheSpec" if cls in SPECS else cls.__name__
+
+
+def with_defaults(cls: type) -> Any:
+    """An instance in which each field has vLLM's default."""
+    made = object.__new__(cls)
+    for field in dataclasses.fields(cls):
+        object.__setattr__(made, field.name, module._default(field))
+    return made
+
+
+FIELDS = [(cls, field.name) for cls in (*CONFIGS, *SPECS) for field in dataclasses.fields(cls)]
+
+
+def test_there_are_classes_and_fields() -> None:
+    assert {VllmConfig, specs.MambaSpec} <= {cls for cls, _ in FIELDS}
+    assert len(FIELDS) > 300
+    assert len(envs.environment_variables) > 200
+
+
+def test_every_field_of_this_vllm_is_accounted_for() -> None:
+    """One that is missing is new. If it can change a byte of a page, write it under "named", otherwise below
+    the sentence that says why it cannot."""
+    missing = [f"{cls.__name__}.{name}" for cls, name in FIELDS if name not in entries(kind_of(cls))]
+    missing += sorted(set(envs.environment_variables) - set(entries(VARIABLES)))
+    assert not missing
+
+
+def test_no_field_is_accounted_for_twice() -> None:
+    twice = {(kind, name): how for kind in account() for name, how in entries(kind).items() if len(how) > 1}
+    assert not twice
+
+
+def test_every_reason_is_a_sentence() -> None:
+    for reason in {reason for each in account().values() for reason in each.get(REASONS, {})}:
+        assert reason.endswith(".")
+        assert len(reason.split()) > 4, reason
+
+
+def test_every_part_is_a_configuration_of_which_the_table_has_the_fields() -> None:
+    for cls in CONFIGS:
+        for part in account()[cls.__name__].get("parts", ()):
+            kind = "".join(word.title() for word in part.split("_")).replace("Lora", "LoRA")
+            assert kind.replace("Multimodal", "MultiModal") in account(), part
+
+
+def test_a_field_changes_the_name_if_and_only_if_it_is_named() -> None:
+    for cls, name in FIELDS:
+        if name in account()[kind_of(cls)].get("parts", ()):
+            continue
+        config = with_defaults(cls)
+        before = dict(named(config, OWN))
+        is_file = OF_FILE in entries(kind_of(cls)).get(name, ())
+        for value in ("another",) if is_file else ("another", ["a", 1], 77.5):
+            object.__setattr__(config, name, value)
+            after = dict(named(config, OWN))
+            has_changed = after != before
+            is_named = set(entries(kind_of(cls)).get(name, ["named"])) <= {"named", OF_FILE}
+            assert has_changed == is_named, f"{cls.__name__}.{name}"
+
+
+def test_a_field_of_a_part_changes_the_name() -> None:
+    config = with_defaults(VllmConfig)
+    config.model_config = with_defaults(vllm.config.ModelConfig)
+    config.model_config.multimodal_config = with_defaults(vllm.config.MultiModalConfig)
+    config.model_config.multimodal_config.video_pruning_rate = 0.5
+    assert dict(named(config, OWN))["model_config.multimodal_config.video_pruning_rate"] == "0.5"
+
+
+def test_a_field_that_the_table_does_not_know_is_named() -> None:
+    @dataclasses.dataclass
+    class CacheConfig:
+        block_size: int = 1
+        brand_new: int = 2
+
+    assert dict(named(CacheConfig(3, 2), OWN)) == {}
+    assert dict(named(CacheConfig(3, 4), OWN)) == {"brand_new": "4"}
+
+
+def test_a_variable_changes_the_name_if_and_only_if_it_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in envs.environment_variables:
+        monkeypatch.delenv(name, raising=False)
+    assert not list(variables(envs.environment_variables, OWN))
+    file = tmp_path / "file"
+    file.write_text("content")
+    for name in envs.environment_variables:
+        monkeypatch.setenv(name, str(file))
+        is_named = set(entries(VARIABLES)[name]) <= {"named", OF_FILE}
+        assert len(list(variables(envs.environment_variables, OWN))) == is_named, name
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("VLLM_BRAND_NEW", "1")
+    assert dict(variables([*envs.environment_variables, "VLLM_BRAND_NEW"], OWN)) == {"VLLM_BRAND_NEW": "'1'"}
+
+
+def test_of_a_file_the_content_counts_and_not_the_place(tmp_path: Path) -> None:
+    def said(path: Path) -> dict[str, str]:
+        config = with_defaults(vllm.config.MultiModalConfig)
+        config.mm_encoder_fp8_scale_path = str(path)
+        return dict(named(config, OWN))
+
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.write_text("1")
+    other.write_text("1")
+    assert said(one) == said(other) != {}
+    other.write_text("2")
+    assert said(one) != said(other)
+    assert said(tmp_path / "nothing") == {"mm_encoder_fp8_scale_path": OWN}
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+def typed(value: Any) -> Any:
+    """Python takes 1, 1.0 and True for equal."""
+    if isinstance(value, dict):
+        return {name: typed(each) for name, each in value.items()}
+    return [typed(each) for each in value] if isinstance(value, list) else (type(value), str(value))
+
+
+@given(values, values)
+def test_only_equal_values_have_one_text(one: Any, other: Any) -> None:
+    assert (text(one, OWN) == text(other, OWN)) == (typed(one) == typed(other))
+
+
+def test_the_order_of_a_set_or_of_entries_does_not_count() -> None:
+    for order in itertools.permutations(["a", "b", "c"]):
+        assert text(dict.fromkeys(order), OWN) == text(dict.fromkeys("abc"), OWN)
+        assert text(set(order), OWN) == text(frozenset("abc"), OWN)
+
+
+def test_a_value_that_nobody_can_compare_belongs_to_its_engine() -> None:
+    config = with_defaults(vllm.config.ModelConfig)
+    config.quantization_config = object()
+    assert dict(named(config, OWN)) == {"quantization_config": OWN}
+    assert OWN in text({"a": [object()]}, OWN)
+
+
+def test_of_a_long_value_the_digest_is_named() -> None:
+    config = with_defaults(VllmConfig)
+    names = set()
+    for long in ("a" * 5000, "a" * 5001):
+        config.additional_config = {"x": long}
+        said = dict(named(config, OWN))["additional_config"]
+        assert len(said) < 100
+        names.add(said)
+    assert len(names) == 2

@@ -1,0 +1,133 @@
+"""Pairs of real engines at one server: those with the same bytes share pages, and no others."""
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from harness.engine import Engine
+from harness.models import model_path
+from harness.prompts import prompt
+from harness.server import LMCacheServer
+from safetensors.torch import load_file, save_file
+
+FP8 = {"quantization": "fp8_per_channel"}
+
+
+class Pair(NamedTuple):
+    first: dict[str, Any]
+    second: dict[str, Any]
+    shares: bool = False
+    model: str = "llama"
+
+
+PAIRS = {
+    "layers that are not quantized": Pair(FP8, {**FP8, "quantization_config": {"ignore": ["re:.*"]}}),
+    "the code of the model": Pair({}, {"model_impl": "transformers"}),
+    "the order of numbers in a state": Pair(
+        {"env": {"VLLM_SSM_CONV_STATE_LAYOUT": "SD"}},
+        {"env": {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}},
+        model="qwen3next",
+    ),
+    "the type of a state": Pair({}, {"mamba_ssm_cache_dtype": "bfloat16"}, model="qwen3next"),
+    "a rotary embedding": Pair(
+        {}, {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}}
+    ),
+    "nothing": Pair({}, {}, shares=True),
+    "the same conv layout, named": Pair(
+        {"env": {"VLLM_SSM_CONV_STATE_LAYOUT": "SD"}},
+        {"env": {"VLLM_SSM_CONV_STATE_LAYOUT": "SD"}},
+        shares=True,
+        model="qwen3next",
+    ),
+    "room and names": Pair(
+        {},
+        {
+            "max_model_len": 2048,
+            "max_num_seqs": 3,
+            "kv_cache_memory_bytes": 32 << 20,
+            "served_model_name": "other",
+            "seed": 5,
+        },
+        shares=True,
+    ),
+    "steps": Pair({}, {"max_num_batched_tokens": 256}, shares=True),
+    "adapters": Pair({}, {"enable_lora": True, "max_lora_rank": 8}, shares=True),
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LMCacheServer]:
+    with LMCacheServer(l1_size_gb=0.2) as running:
+        yield running
+
+
+@pytest.mark.parametrize("difference", PAIRS)
+def test_engines_share_pages_if_and_only_if_their_bytes_are_the_same(
+    server: LMCacheServer, difference: str
+) -> None:
+    pair = PAIRS[difference]
+    assert_sharing(server, (pair.model, pair.first), (pair.model, pair.second), pair.shares)
+
+
+def assert_sharing(
+    server: LMCacheServer, one: tuple[str, dict[str, Any]], other: tuple[str, dict[str, Any]], shares: bool
+) -> None:
+    server.clear()
+    tokens = prompt(700, 3)
+    with Engine(one[0], server=server, **one[1]) as engine:
+        engine.run(tokens)
+        assert engine.reset_prefix_cache()
+        assert engine.run(tokens).external_tokens > 0
+    with Engine(other[0], server=server, **other[1]) as engine:
+        assert (engine.run(tokens).external_tokens > 0) == shares
+        assert engine.reset_prefix_cache()
+        assert engine.run(tokens).external_tokens > 0, "it has pages of its own"
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    return shutil.copytree(model_path("llama"), tmp_path / "copy")
+
+
+def settle() -> None:
+    """Files that are as young as a process may have changed while it ran."""
+    time.sleep(0.05)
+
+
+def test_a_copy_of_a_model_has_its_pages(server: LMCacheServer, copied: Path) -> None:
+    settle()
+    assert_sharing(server, ("llama", {}), (str(copied), {}), True)
+
+
+def test_a_row_of_a_tensor_is_enough_to_share_nothing(server: LMCacheServer, copied: Path) -> None:
+    weights = load_file(copied / "model.safetensors")
+    weights["model.embed_tokens.weight"][77] *= 1.5
+    save_file(weights, copied / "model.safetensors", {"format": "pt"})
+    settle()
+    assert_sharing(server, ("llama", {}), (str(copied), {}), False)
+
+
+def test_a_name_of_the_users_own_is_the_name_of_the_weights(server: LMCacheServer, copied: Path) -> None:
+    settle()
+    named = {"extra_config": {"lmcache.mp.weights_name": "v17"}}
+    assert_sharing(server, ("llama", named), (str(copied), named), True)
+    assert_sharing(server, ("llama", {}), (str(copied), named), False)
+
+
+def test_weights_that_were_replaced_while_the_engine_loaded_are_its_own(
+    server: LMCacheServer, copied: Path
+) -> None:
+    """They are replaced when vLLM has loaded them: nobody else may take the new ones for what it has."""
+    server.clear()
+    settle()
+    tokens = prompt(700, 4)
+    with Engine(str(copied), server=server, replaced=str(copied)) as engine:
+        engine.run(tokens)
+        assert engine.reset_prefix_cache()
+        assert engine.run(tokens).external_tokens > 0, "it has pages of its own"
+    settle()
+    with Engine(str(copied), server=server) as engine:
+        assert engine.run(tokens).external_tokens == 0
