@@ -287,7 +287,8 @@ def _weights_mark(model: "ModelConfig", load: "LoadConfig", own: str) -> str:
 
 def _own(vllm_config: "VllmConfig") -> str:
     """Stands for what nobody can compare with another engine's."""
-    return f"of engine {vllm_config.kv_transfer_config.engine_id}"
+    transfer = vllm_config.kv_transfer_config
+    return f"of engine {transfer.engine_id if transfer is not None else ''}"
 
 
 def _loaded_library() -> str:

@@ -261,7 +261,7 @@ def test_keys_are_counted_and_measured():
         (Memory(1, ((1, 99),), 1, bytes(16), descriptors=((-1, 100),)), ">= 0"),
         (ModelTag("m" * 4097, (), 1, 1), "<= 4096"),
         (ModelTag("m", (("n", "v" * 4097),), 1, 1), "<= 4096"),
-        (ModelTag("m", (("n", "v"),) * (MAX_DETAILS + 1), 1, 1), "<= 64"),
+        (ModelTag("m", (("n", "v"),) * (MAX_DETAILS + 1), 1, 1), "<= 512"),
     ],
 )
 def test_what_a_message_may_hold_is_bounded(value, message):

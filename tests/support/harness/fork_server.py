@@ -169,8 +169,10 @@ def main() -> None:
     sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parent)]
     kind, path = sys.argv[1:]
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(path)
+        # Who sees the path can connect.
+        listener.bind(f"{path}.new")
         listener.listen()
+        os.rename(f"{path}.new", path)
         run = {"engine": import_for_engines, "lmcache": import_for_servers}[kind]()
         gc.collect()
         gc.freeze()

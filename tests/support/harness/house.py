@@ -46,7 +46,7 @@ FACES = (
 )
 TOOLS = ("lmcache_server/commands", "lmcache_server/__main__.py")
 BUDGETS = {
-    "path": Budget(16431, "what a byte or a decision goes through"),
+    "path": Budget(16432, "what a byte or a decision goes through"),
     "faces": Budget(1850, "what configures and watches it"),
     "tools": Budget(3247, "the command lmcache"),
 }
