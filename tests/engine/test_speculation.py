@@ -27,7 +27,7 @@ from vllm.v1.request import Request
 
 from lmcache_client.connector.offers import Offers
 from lmcache_client.connector.request import Tracked
-from lmcache_client.connector.translate import model_tag
+from lmcache_client.connector.translate import model_tag, weights
 from lmcache_client.contract.geometry import FULL, GroupSpec
 
 HAS_MEDUSA = not VERSION.startswith("0.33.")
@@ -327,7 +327,8 @@ def test_engines_whose_drafters_differ_share_no_pages() -> None:
             max_model_len=2048,
             speculative_config=drafter if kind else None,
         )
-        return dict(model_tag(arguments.create_engine_config()).details)
+        config = arguments.create_engine_config()
+        return {**dict(model_tag(config).details), **dict(weights(config))}
 
     plain, eagle, draft = tag(None), tag("EAGLE"), tag("draft model")
     # A drafter without pages changes nothing.
@@ -336,5 +337,5 @@ def test_engines_whose_drafters_differ_share_no_pages() -> None:
     assert "drafter" not in plain
     assert eagle == tag("EAGLE", num_speculative_tokens=2)
     others = (eagle, draft, tag("EAGLE", model=str(drafters.draft_model_path("llama"))))
-    assert len({each["drafter"] for each in others}) == 3
+    assert len({each["drafter"] + each["drafter.weights"] for each in others}) == 3
     assert (eagle["lookahead"], draft["lookahead"]) == ("1", "0")
