@@ -38,6 +38,8 @@ try:
 except ModuleNotFoundError:
     CacheHitSource = None  # vLLM 0.31 does not count hits by source
 
+WEIGHTS_WAIT_S = 1.0
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
@@ -48,9 +50,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-
-WEIGHTS_WAIT_S = 1.0
 
 
 class LMCacheMPConnector(Uncached):
@@ -93,8 +92,8 @@ class LMCacheMPConnector(Uncached):
         if role == KVConnectorRole.SCHEDULER:
             self._init_scheduler(vllm_config, groups, ignored)
         else:
-            name = self._settings.weights_name
-            self._weights = in_thread(functools.partial(translate.weights, vllm_config, name))
+            name = functools.partial(translate.weights, vllm_config, self._settings.weights_name)
+            self._weights = in_thread(name)
 
     def _give_up(self, error: Exception) -> None:
         """Reports why this engine is not cached."""

@@ -213,8 +213,7 @@ def weights(vllm_config: "VllmConfig", name: str = "") -> Details:
     while."""
     if name:
         return (("weights", f"named {name}"),)
-    own, speculation = _own(vllm_config), vllm_config.speculative_config
-    load = vllm_config.load_config
+    own, load, speculation = _own(vllm_config), vllm_config.load_config, vllm_config.speculative_config
     marks = [("weights", _weights_mark(vllm_config.model_config, load, own))]
     if _drafter(vllm_config, own) and (model := speculation.draft_model_config) is not None:
         marks.append(("drafter.weights", _weights_mark(model, speculation.draft_load_config or load, own)))
@@ -225,8 +224,7 @@ def model_tag(vllm_config: "VllmConfig") -> ModelTag:
     """Everything apart from the geometry and the weights that must match before two engines may share
     pages."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    device = vllm_config.device_config.device_type
-    own = _own(vllm_config)
+    own, is_cpu = _own(vllm_config), vllm_config.device_config.device_type == "cpu"
     overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else {}
     file = overrides.get("quantization_config_file")
     details: dict[str, Any] = {
@@ -234,7 +232,7 @@ def model_tag(vllm_config: "VllmConfig") -> ModelTag:
         # The layout inside a page depends on the version of vLLM and, on a CPU, on the instruction set.
         "vllm": VLLM_VERSION,
         "library": _loaded_library(),
-        "processor": torch.backends.cpu.get_cpu_capability() if device == "cpu" else "",
+        "processor": torch.backends.cpu.get_cpu_capability() if is_cpu else "",
         "fp8": current_platform.fp8_dtype(),  # AMD's GPUs have two
         "adapters": _application(vllm_config.lora_config, model.dtype),
         # The rotary embedding longrope chooses its factors by this length.
@@ -253,7 +251,7 @@ def model_tag(vllm_config: "VllmConfig") -> ModelTag:
 
 
 def _drafter(vllm_config: "VllmConfig", own: str) -> dict[str, Any]:
-    """What is named of the drafter; nothing if there is none that has a KV cache."""
+    """What is named of a drafter that has a KV cache; nothing of others."""
     speculation = vllm_config.speculative_config
     if speculation is None or not speculation.uses_draft_kv_cache():
         return {}

@@ -63,8 +63,11 @@ def fingerprint(path: Path) -> str:
 
 def is_older(path: Path, than_ns: int) -> bool:
     """Whether what lies there now lay there at this moment, too, by the clock of file times."""
-    if path.parent.name == "snapshots" and len(list(path.parent.iterdir())) == 1:
-        return True  # a hub has brought one version only, perhaps just now
+    with contextlib.suppress(OSError):
+        # A hub replaces no file. If it has brought one version only, vLLM has loaded that one.
+        is_only = path.parent.name == "snapshots" and len(os.listdir(path.parent)) == 1
+        if is_only and all(file.is_symlink() for file in _files(path)):
+            return True
     state = _state(path)
     return bool(state) and all(changed_ns < than_ns for _, _, changed_ns in state)
 
@@ -81,7 +84,7 @@ def _digest(file: Path) -> str:
         return file.name
     identity, size = _identity(file), file.stat().st_size
     known = _memory() / hashlib.sha256(repr(identity).encode()).hexdigest()
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(min(READ_BYTES, size + 1)))
+    digest = hashlib.sha256()
     with SLOTS, file.open("rb", buffering=0) as opened:
         if size >= REMEMBERED_BYTES:
             with contextlib.suppress(OSError):  # of the ranks of an engine, one reads and the others wait
@@ -89,8 +92,8 @@ def _digest(file: Path) -> str:
             with contextlib.suppress(OSError, ValueError):
                 if re.fullmatch("[0-9a-f]{64}", remembered := known.read_text()):
                     return remembered
-        while length := opened.readinto(buffer):
-            digest.update(buffer[:length])
+        while piece := opened.read(READ_BYTES):
+            digest.update(piece)
         if _identity(file) != identity:
             raise OSError(f"{file} has changed while it was read")
         if size >= REMEMBERED_BYTES:

@@ -255,12 +255,22 @@ def snapshot(cache: Path, commit: str, value: float) -> Path:
     (repository / "snapshots").mkdir(parents=True, exist_ok=True)
     (repository / "refs").mkdir(exist_ok=True)
     (repository / "refs" / "main").write_text(commit)
-    return model(repository / "snapshots" / commit, norm=value)
+    made = model(repository / f"blobs-of-{commit}", norm=value)
+    linked = repository / "snapshots" / commit
+    linked.mkdir()
+    for file in made.iterdir():
+        (linked / file.name).symlink_to(file)
+    return linked
 
 
 def test_what_a_hub_has_just_brought_is_known_while_there_is_no_other_commit(tmp_path: Path) -> None:
     """Of two, vLLM may have loaded the older one."""
     path = snapshot(tmp_path, "a" * 40, 0.0)
     assert mark(configured("org/model", download_dir=str(tmp_path))) == fingerprint(path)
-    snapshot(tmp_path, "b" * 40, 0.5)
+    other = snapshot(tmp_path, "b" * 40, 0.5)
+    assert mark(configured("org/model", download_dir=str(tmp_path))) == "of engine e"
+    # Where the hub has no links, somebody may have changed the file.
+    shutil.rmtree(path)
+    (other / "config.json").unlink()
+    (other / "config.json").write_text("{}")
     assert mark(configured("org/model", download_dir=str(tmp_path))) == "of engine e"
