@@ -131,7 +131,8 @@ def server() -> Iterator[LMCacheServer]:
         yield running
 
 
-# For the server, these differ from others in nothing: the drafter has no KV cache, or one like EAGLE's.
+# The server sees nothing in them that it does not see in the others: EAGLE's KV cache, several modules, or no
+# KV cache of a drafter at all, beside full attention or windows.
 LONG = ("llama, EAGLE-3", "llama, DFlash", "llama, Medusa", "llama, suffix", "MiMo, MTP", "gptoss, n-gram")
 
 

@@ -23,7 +23,7 @@ OF_ONE = (
     "VLLM_SSM_CONV_STATE_LAYOUT",
     "PYTEST_CURRENT_TEST",
 )
-_servers: dict[tuple[str, tuple[tuple[str, str], ...]], str] = {}
+_servers: dict[tuple[str, str, tuple[tuple[str, str], ...]], str] = {}
 
 
 def fork_server(kind: str, environment: Mapping[str, str]) -> str:
@@ -36,8 +36,7 @@ def fork_server(kind: str, environment: Mapping[str, str]) -> str:
         if name not in OF_ONE and (kind == "engine" or name.startswith(("PYTHON", "LD_")))
     }
     # A test may have moved this process into a network of its own.
-    read["network"] = os.readlink("/proc/thread-self/ns/net")
-    key = kind, tuple(sorted(read.items()))
+    key = kind, os.readlink("/proc/thread-self/ns/net"), tuple(sorted(read.items()))
     if key not in _servers:
         from harness.processes import ChildProcess
 
@@ -53,7 +52,7 @@ def fork_server(kind: str, environment: Mapping[str, str]) -> str:
 
 def forked_by_any(kind: str, arguments: Sequence[str], output: int) -> "Forked | None":
     """Forked in whatever environment there is a fork server for, or None where there is none yet."""
-    for each, environment in _servers:
+    for each, _, environment in _servers:
         if each == kind:
             return Forked(kind, arguments, dict(environment), Path.cwd(), output)
     return None

@@ -92,10 +92,15 @@ class LMCacheServer:
             command = [sys.executable, "-c", _WITH_FILES, *map(str, self._descriptors), *command]
         command = [*self._through, *command]
         command += self._options()
-        if is_forked := command[:2] == [sys.executable, "-m"]:
-            command = command[3:]
-        forks = "lmcache" if is_forked else ""
-        self.process = ChildProcess("the server", command, self.environment, self.log, forks=forks)
+        # As it is, it can be forked.
+        is_plain = command[:2] == [sys.executable, "-m"]
+        self.process = ChildProcess(
+            "the server",
+            command[3:] if is_plain else command,
+            self.environment,
+            self.log,
+            forks="lmcache" if is_plain else "",
+        )
         self.process.wait_until_ready(self._is_ready, START_TIMEOUT_S)
 
     def _options(self) -> list[str]:
