@@ -55,7 +55,7 @@ def both(model: str, server: LMCacheServer, nixl_first: bool = True) -> Engine:
         "UCX_NET_DEVICES": "lo",
         "PYTHONPATH": str(NIXL),
     }
-    return Engine(model, server=server, connector=multi, env=environment)
+    return Engine(model, server=server, connector=multi, env=environment, cold=False)
 
 
 def prefilled(engine: Engine, tokens: list[int]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def server() -> Iterator[LMCacheServer]:
 def test_three_processes_find_the_connector_by_its_bare_name(server: LMCacheServer) -> None:
     """Frontend, engine core and worker in processes of their own, as `vllm serve` runs them."""
     cached = prompt(700, 1)
-    with Engine("gemma3", server=server, multiprocessing=True) as engine:
+    with Engine("gemma3", server=server, multiprocessing=True, cold=True) as engine:
         cold = engine.run(cached)
         what = "the prefix cache of an engine at rest can be reset"
         wait_until(engine.reset_prefix_cache, 1.0, what, interval_s=0.05)

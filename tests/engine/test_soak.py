@@ -4,20 +4,21 @@ import random
 import threading
 import time
 
+import pytest
 from harness.engine import Engine, Result
 from harness.prompts import prompt
 from harness.server import LMCacheServer
 
-ROUNDS = 25
 LENGTH = 2000
 PROMPTS = [prompt(LENGTH, seed) for seed in range(3)]
 
 
-def test_kills_at_any_moment_change_no_output_and_leak_no_block(server: LMCacheServer) -> None:
+@pytest.mark.parametrize("rounds", [8, pytest.param(25, marks=pytest.mark.long)])
+def test_kills_at_any_moment_change_no_output_and_leak_no_block(server: LMCacheServer, rounds: int) -> None:
     draw = random.Random(7)
     answers: list[tuple[int, str, Result]] = []
     with Engine("gemma3", server=server, block_size=32) as engine:
-        for round_number in range(ROUNDS):
+        for round_number in range(rounds):
             delay_s = draw.random() * 0.4
             killer = threading.Timer(delay_s, server.kill)
             assert engine.reset_prefix_cache()

@@ -25,6 +25,7 @@ from vllm import EngineArgs, SamplingParams
 from vllm import __version__ as VERSION
 from vllm.v1.request import Request
 
+from lmcache_client.connector import translate
 from lmcache_client.connector.offers import Offers
 from lmcache_client.connector.request import Tracked
 from lmcache_client.connector.translate import model_tag, weights
@@ -318,7 +319,9 @@ def test_a_chunk_is_stored_once_the_tokens_that_its_key_covers_are_known() -> No
 
 
 @mock.patch.dict(os.environ)
-def test_engines_whose_drafters_differ_share_no_pages() -> None:
+# This process may have made the weights; engines start later.
+@mock.patch.object(translate, "process_started_ns", return_value=2**63)
+def test_engines_whose_drafters_differ_share_no_pages(_started: mock.Mock) -> None:
     def tag(kind: str | None, **changes: Any) -> dict[str, str]:
         own = kind_of(f"llama, {kind}").drafter if kind else {}
         drafter = {"num_speculative_tokens": DRAFTS, **own, **changes}

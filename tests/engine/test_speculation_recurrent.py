@@ -37,7 +37,7 @@ CASES = [
     pytest.param("qwen3next", "ngram", marks=pytest.mark.long),
     pytest.param("qwen35", "ngram", marks=pytest.mark.long),
     ("qwen35", "mtp"),
-    ("falconh1", "ngram"),
+    pytest.param("falconh1", "ngram", marks=pytest.mark.long),
 ]
 ANSWER = 60
 LONG_ANSWER = 100

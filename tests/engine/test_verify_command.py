@@ -50,7 +50,7 @@ def test_a_right_cache_is_found_right_a_wrong_one_wrong(tmp_path: Path) -> None:
     file = tmp_path / "l1"
     with (
         LMCacheServer(l1_path=str(file), l1_size_gb=L1_BYTES / (1 << 30), verify=False) as server,
-        ApiServer("qwen3next", server, text=True) as api,
+        ApiServer("falconh1", server, text=True) as api,
     ):
         url = f"http://127.0.0.1:{api.port}"
         prompts = tmp_path / "prompts.txt"

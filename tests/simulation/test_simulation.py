@@ -12,9 +12,8 @@ from harness.paths import ROOT
 from simulation import bugs
 from simulation.bugs import BUGS
 
-# Some two minutes of two processors each, which tests of engines have as well.
 pytestmark = pytest.mark.timeout(1800)
-SEEDS = int(os.environ.get("SIMULATION_SEEDS", "500"))
+SEEDS = int(os.environ.get("SIMULATION_SEEDS", "150"))
 FIRST = int(os.environ.get("SIMULATION_FIRST", "0"))
 """Continuous integration begins elsewhere each time."""
 BUG_SEEDS = 4000

@@ -1,7 +1,6 @@
 """vLLM's OpenAI server as a child process."""
 
 import json
-import sys
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +43,7 @@ class ApiServer:
         if text:
             self._environment |= {"VLLM_SERVER_DEV_MODE": "1", "TORCH_COMPILE_DISABLE": "1"}
         self._command = [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model),
+            *("vllm.entrypoints.openai.api_server", "--model", self.model),
             *("--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager"),
             *(() if text else ("--skip-tokenizer-init",)),
             *(
@@ -63,7 +62,9 @@ class ApiServer:
         return self
 
     def start(self) -> None:
-        self._process = ChildProcess("vLLM's server", self._command, self._environment, self.log)
+        self._process = ChildProcess(
+            "vLLM's server", self._command, self._environment, self.log, forks="engine"
+        )
 
     def wait_until_ready(self) -> None:
         assert self._process is not None

@@ -91,7 +91,8 @@ class Engine:
     scratch_layers.py; the weights in the directory `replaced` change as soon as they are loaded. Further
     keyword arguments go to `vllm.LLM`; None leaves vLLM's default.
 
-    An engine in one process is forked from one that has imported vLLM already, unless it is to be `cold`.
+    It is forked from a process that has imported vLLM already, unless it is to be `cold`, as one is that has
+    an environment of its own.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Engine:
         multiprocessing: bool = False,
         env: Mapping[str, str | None] | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
-        cold: bool = False,
+        cold: bool | None = None,
         **llm: Any,
     ) -> None:
         self.model = model
@@ -140,8 +141,7 @@ class Engine:
                 **(connector or {}),
             }
         self.environment = self._make_environment(model, multiprocessing, env or {})
-        workers = llm.get("tensor_parallel_size", 1) * llm.get("pipeline_parallel_size", 1)
-        self._cold = cold or multiprocessing or bool(set(env or ()) - set(OF_ONE)) or workers > 1
+        self._cold = bool(set(env or ()) - set(OF_ONE)) if cold is None else cold
 
     def _make_environment(
         self, model: str, multiprocessing: bool, env: Mapping[str, str | None]

@@ -12,8 +12,10 @@ import ctypes
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import pickle
+import runpy
 import select
 import signal
 import socket
@@ -31,6 +33,7 @@ OF_AN_ENGINE = (
     "vllm.v1.executor.uniproc_executor",
     "vllm.model_executor.model_loader.default_loader",
     "vllm.entrypoints.launchers.cli_args",
+    "vllm.entrypoints.openai.api_server",
     "vllm.v1.core.sched.async_scheduler",
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.renderers.hf",
@@ -65,6 +68,9 @@ def import_for_engines() -> Callable[[Sequence[str]], int]:
         current_platform.register_triton_kernel_overrides()
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
     registry._run_in_subprocess = _in_a_fork
+    # On a CPU, vLLM starts its other processes afresh; on a GPU, it forks them.
+    fork = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda _method=None: fork  # type: ignore[assignment]
     # An engine that ends would look through all that was imported here for garbage, for longer than it ran.
     gc.unfreeze = lambda: None
     # A pool of threads would not be there in the fork, and OpenMP waits for its own forever.
@@ -72,8 +78,14 @@ def import_for_engines() -> Callable[[Sequence[str]], int]:
     assert len(threads) == 1, f"{len(threads)} threads before a fork"
 
     def run(arguments: Sequence[str]) -> int:
+        """Of a model to make, its name and directory; of an engine, its settings; of another program of
+        vLLM, its module and flags."""
         if len(arguments) == 2:
             models.make(arguments[0], Path(arguments[1]))
+            return 0
+        if len(arguments) > 2:
+            sys.argv = list(arguments)
+            runpy.run_module(arguments[0], run_name="__main__")
             return 0
         sys.argv = ["engine_process.py", *arguments]
         return engine_process.main()

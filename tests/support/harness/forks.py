@@ -19,7 +19,14 @@ START_TIMEOUT_S = 300.0
 # What differs from one engine or server to the next, and is no reason for a fork server of its own.
 OF_ONE = (
     "LMCACHE_RUNTIME_DIR",
+    "OTEL_BSP_SCHEDULE_DELAY",
+    "UCX_NET_DEVICES",
+    "UCX_TLS",
+    "VLLM_CPU_OMP_THREADS_BIND",
     "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_NIXL_SIDE_CHANNEL_HOST",
+    "VLLM_NIXL_SIDE_CHANNEL_PORT",
+    "VLLM_SERVER_DEV_MODE",
     "VLLM_SSM_CONV_STATE_LAYOUT",
     "PYTEST_CURRENT_TEST",
 )
