@@ -321,7 +321,7 @@ def test_a_chunk_is_stored_once_the_tokens_that_its_key_covers_are_known() -> No
 @mock.patch.dict(os.environ)
 # This process may have made the weights; engines start later.
 @mock.patch.object(translate, "process_started_ns", return_value=2**63)
-def test_engines_whose_drafters_differ_share_no_pages(_started: mock.Mock) -> None:
+def test_engines_whose_drafters_differ_share_no_pages(started: mock.Mock) -> None:
     def tag(kind: str | None, **changes: Any) -> dict[str, str]:
         own = kind_of(f"llama, {kind}").drafter if kind else {}
         drafter = {"num_speculative_tokens": DRAFTS, **own, **changes}
@@ -343,3 +343,4 @@ def test_engines_whose_drafters_differ_share_no_pages(_started: mock.Mock) -> No
     others = (eagle, draft, tag("EAGLE", model=str(drafters.draft_model_path("llama"))))
     assert len({each["drafter"] + each["drafter.weights"] for each in others}) == 3
     assert (eagle["lookahead"], draft["lookahead"]) == ("1", "0")
+    assert started.called
