@@ -5,9 +5,10 @@ A keeper thread notices when the server disappears or appears, greets it and run
 the socket under a lock that nobody holds while waiting.
 
 A request has two ends. It is *done* when its owner may stop waiting: a reply came, its deadline passed or
-the connection broke. It is *settled* when the server can no longer act on it: a reply came, the server is
-gone, or the server has greeted this client again, which it does only after all copies of the earlier session
-have ended. Memory that a request names must not be reused before the request is settled.
+the connection broke. It is *settled* when *its* server can no longer act on it: a reply came, that server's
+process has ended, or it has greeted this client again, which it does only after all copies of the earlier
+session have ended. Of a process that this client cannot see: nobody, or another server, has been there for
+OVERDUE_S. Memory that a request names must not be reused before the request is settled.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from lmcache_client.contract import messages
@@ -30,11 +32,9 @@ PING_AFTER_S = 1.0
 PING_TIMEOUT_S = 2.0
 RETRY_REFUSED_S = 5.0
 PROBE_INTERVAL_S = 1.0
-COPIES_END_S = 0.1
-"""When the kernel ends a process, the process's socket may close before its last copy on a GPU has ended."""
 OVERDUE_S = 30.0
 """The server drops replies to a client that does not read them. If it still talks to us this long after a
-request's deadline, that reply is lost."""
+request's deadline, that reply is lost. No copy of a server that is gone takes as long as this."""
 MAX_PENDING = 1 << 14
 MAX_BURST = 1 << 10
 """At most so many replies are processed in one turn, so that a server that floods cannot stop the engine."""
@@ -93,6 +93,16 @@ def unsent(reason: str) -> Pending:
     return pending
 
 
+@dataclass
+class Lost:
+    """What was in flight when a session ended."""
+
+    boot_id: bytes
+    server: Process | None
+    pending: list[Pending]
+    gone_since_s: float = math.inf
+
+
 class Channel:
     """A connection to the server at a ZeroMQ address.
 
@@ -117,7 +127,7 @@ class Channel:
         self._client_id = system.random_bytes(messages.CLIENT_ID_BYTES)
         self._lock = system.lock()
         self._pending: dict[int, Pending] = {}
-        self._unsettled: list[Pending] = []
+        self._lost: list[Lost] = []
         self._next_id = 1
         self._connected = False
         self._retry_s = 0.0
@@ -126,7 +136,6 @@ class Channel:
         self._server: Process | None = None
         self._session_id = 0
         self._probe_s = 0.0
-        self._refused_since_s = math.inf
         self._last_heard_s = 0.0
         self._ping: Pending | None = None
         self._is_readable = True
@@ -218,8 +227,8 @@ class Channel:
         with self._lock:
             self.ready = False
             self._break("the channel was closed")
-            if self._server is not None:
-                self._server.close()
+            for server in (lost.server for lost in self._lost if lost.server is not None):
+                server.close()
 
     # -- with the lock held -----------------------------------------------------------------------
 
@@ -269,20 +278,16 @@ class Channel:
         """Ends the session: fails all pending requests and starts again on a new socket."""
         was_ready = self.ready
         self.ready = self._connected = self.responsive = False
-        self.boot_id = b""
         for pending in self._pending.values():
             pending._fail(reason)
-            self._unsettled.append(pending)
+        self._lost.append(Lost(self.boot_id, self._server, list(self._pending.values())))
         self._pending.clear()
+        self.boot_id, self._server = b"", None
         if self._connection is not None:
             self._connection.close()
         self._connection = None
         self._reconnect()
-        if self._server is None and self._unsettled:
-            # A new server may answer within milliseconds, and nobody sees whether the old process has ended.
-            self._retry_s = max(self._retry_s, self.system.now_s() + COPIES_END_S)
-        elif self._server is not None and self._server.ended():
-            self._settle()
+        self._settle()
         if was_ready:
             self._on_state(logging.WARNING, f"{reason}: requests are computed without it until it is back")
 
@@ -292,30 +297,28 @@ class Channel:
             with contextlib.suppress(ConnectionLostError):
                 self._connection = self.system.connect(self.address)
 
-    def _settle_if_dead(self) -> None:
-        """A process that has ended copies nothing any more. Without a descriptor of the server, we wait until
-        the kernel has refused connections for a while. An orderly shutdown closes the socket a moment before
-        the last thread ends."""
-        if not self._unsettled or self._server is not None:
-            self._refused_since_s = math.inf
-            if self._unsettled and self._server is not None and self._server.ended():
-                self._settle()
-            return
+    def _watch_lost(self) -> None:
+        unseen = [lost for lost in self._lost if lost.server is None]
         now_s = self.system.now_s()
-        if now_s < self._probe_s:
-            return
-        self._probe_s = now_s + PROBE_INTERVAL_S
-        if not self.system.nobody_listens(self.address):
-            self._refused_since_s = math.inf
-            return
-        self._refused_since_s = min(self._refused_since_s, now_s)
-        if now_s - self._refused_since_s >= OVERDUE_S:
-            self._settle()
+        if unseen and now_s >= self._probe_s:
+            self._probe_s = now_s + PROBE_INTERVAL_S
+            is_gone = bool(self.boot_id) or self.system.nobody_listens(self.address)
+            for lost in unseen:
+                lost.gone_since_s = min(lost.gone_since_s, now_s) if is_gone else math.inf
+        self._settle()
 
     def _settle(self) -> None:
-        for pending in self._unsettled:
-            pending.settled = True
-        self._unsettled.clear()
+        for lost in filter(self._is_over, self._lost.copy()):
+            self._lost.remove(lost)
+            for pending in lost.pending:
+                pending.settled = True
+            if lost.server is not None:
+                lost.server.close()
+
+    def _is_over(self, lost: Lost) -> bool:
+        waited_s = self.system.now_s() - lost.gone_since_s
+        is_gone = waited_s >= OVERDUE_S if lost.server is None else lost.server.ended()
+        return is_gone or not lost.pending or lost.boot_id == self.boot_id
 
     # -- keeper thread ----------------------------------------------------------------------------
 
@@ -335,7 +338,7 @@ class Channel:
         self._attend()
         with self._lock:
             self._reconnect()
-            self._settle_if_dead()
+            self._watch_lost()
             if any(self._last_heard_s - late.deadline_s > OVERDUE_S for late in self._pending.values()):
                 # Without a reply, their memory would be held forever. A new session settles these requests.
                 self._break("the lmcache server did not answer every request")
@@ -388,13 +391,10 @@ class Channel:
         if not isinstance(welcome, Welcome):
             raise ChannelError(f"the server answered Hello with {type(welcome).__name__}")
         with self._lock:
-            if self._server is not None:
-                self._server.close()
             # In this pid namespace, the server's number may belong to another process: the kernel must agree.
             peer_pid = self._connection.peer_pid() if self._connection is not None else None
             self._server = self.system.open_process(peer_pid) if peer_pid == welcome.server_pid else None
             self._session_id = welcome.session_id
-            # A server over TCP, or in another process namespace, is believed.
-            self.server_pid = peer_pid or welcome.server_pid
+            self.server_pid = peer_pid or welcome.server_pid  # of TCP, or another namespace, it is believed
             self.boot_id = welcome.boot_id
             self._settle()

@@ -20,7 +20,8 @@ from lmcache_client.contract.messages import Ping
 
 KILLS = int(os.environ.get("KILLS", "60"))
 PROMPTS = 6
-BACK_WITHIN_S = 2.0
+BACK_WITHIN_S = 5.0
+"""0.3 s on a quiet machine."""
 
 
 class Driver(threading.Thread):

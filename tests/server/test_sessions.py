@@ -2,9 +2,11 @@
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import zmq
@@ -17,7 +19,7 @@ from lmcache_client.channel import Channel, RefusedError
 from lmcache_client.contract import messages
 from lmcache_client.contract.messages import Challenge, Memory, Prove, Register
 from lmcache_client.memory.host import HostExport
-from lmcache_client.transport import System
+from lmcache_client.transport import SYSTEM, System
 
 
 def address(server: LMCacheServer) -> str:
@@ -171,6 +173,47 @@ def test_a_client_without_a_descriptor_does_not_take_a_broken_connection_for_the
         wait_until(lambda: second.settled, 10.0, "connections have been refused for a while")
     finally:
         channel.close()
+
+
+def beside(server: LMCacheServer) -> LMCacheServer:
+    """Another server at the address of one that lives: its files were removed, with its lock."""
+    other = LMCacheServer(l1_size_gb=0.05, port=server.port)
+    shutil.rmtree(other.runtime_dir)
+    other.runtime_dir, other.environment = server.runtime_dir, server.environment
+    for file in Path(server.runtime_dir).iterdir():
+        file.unlink()
+    other.start()
+    return other
+
+
+@pytest.mark.parametrize("system", [SYSTEM, Blind()], ids=["seen", "not seen"])
+def test_what_went_to_a_server_that_lives_is_not_settled_by_another_one(
+    server: LMCacheServer, monkeypatch: pytest.MonkeyPatch, system: System
+) -> None:
+    monkeypatch.setattr("lmcache_client.channel.OVERDUE_S", PATIENCE_S)
+    channel = Channel(address(server), lambda _channel: None, system=system)
+    channel.start(PATIENCE_S, PATIENCE_S)
+    first = channel.boot_id
+    stop(server.pid)
+    pending = channel.submit(messages.Ping(), PATIENCE_S)
+    other = beside(server)
+    try:
+        with channel._lock:
+            channel._break("as if it had not answered everything")
+        wait_until(lambda: channel.ready, what="the other server has greeted the client")
+        assert channel.boot_id != first
+        assert channel.call(messages.Ping(), PATIENCE_S) == messages.Done()
+        assert pending.done
+        assert not pending.settled, "its server can still act on it"
+        if system is SYSTEM:
+            server.kill()
+        else:
+            monkeypatch.setattr("lmcache_client.channel.OVERDUE_S", 0.0)
+        wait_until(lambda: pending.settled, what="nobody can act on it any more")
+    finally:
+        channel.close()
+        server.kill()
+        other.kill()
 
 
 CLIENT = """

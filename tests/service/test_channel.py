@@ -1,10 +1,8 @@
 """The client's end of the wire, where the other end or the machine is not as it should be."""
 
-import logging
 import os
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +12,6 @@ from desk import Desk
 from harness.hostile import BENT, BOOT_ID, HostileServer, says
 from harness.waiting import wait_until
 
-from lmcache_client import channel as channel_module
 from lmcache_client.channel import Channel, ChannelError, Pending, RefusedError, unsent
 from lmcache_client.contract import messages
 from lmcache_client.contract.codec import pack, unpack
@@ -167,30 +164,6 @@ def test_a_reply_of_another_life_of_the_server_answers_nothing(hostile: HostileS
         assert "has forgotten this engine" in str(pending.error)
         hostile.lies.clear()
         wait_until(lambda: pending.settled and channel.ready, 10.0, "the server is greeted again")
-    finally:
-        channel.close(0.0)
-
-
-class BlindSystem(System):
-    def open_process(self, _pid: int) -> Process | None:
-        return None
-
-
-def test_a_new_server_is_greeted_when_copies_of_one_that_cannot_be_watched_have_ended(
-    hostile: HostileServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A server is killed in the middle of a load, in another process namespace, and replaced at once."""
-    monkeypatch.setattr(channel_module, "KEEPER_INTERVAL_S", 0.005)
-    monkeypatch.setattr(channel_module, "COPIES_END_S", 1.0)
-    lost_s: list[float] = []
-    on_state = lambda level, _text: level < logging.WARNING or lost_s.append(time.monotonic())  # noqa: E731
-    channel = Channel(hostile.address, lambda _channel: None, on_state, BlindSystem())
-    try:
-        channel.start(5.0, 5.0)
-        hostile.lies[Ping] = BENT["another boot id"]
-        pending = channel.submit(Ping(), LONG_S)
-        wait_until(lambda: pending.settled, 10.0, "the request is settled", interval_s=0.001)
-        assert time.monotonic() - lost_s[0] >= 0.5
     finally:
         channel.close(0.0)
 

@@ -36,16 +36,17 @@ def _blocks_not_held() -> None:
 
 
 def _settled_when_broken() -> None:
-    Channel._settle_if_dead = Channel._settle  # type: ignore[method-assign]
+    Channel._is_over = lambda self, lost: True  # type: ignore[method-assign]
 
 
 def _no_descriptor_means_dead() -> None:
-    def hasty(self: Channel) -> None:
-        if self._server is None or self._server.ended():
-            self._settle()
-
-    Channel._settle_if_dead = hasty  # type: ignore[method-assign]
+    Channel._is_over = lambda self, lost: lost.server is None or lost.server.ended()  # type: ignore[method-assign]
     ClientSystem.open_process = lambda self, pid: None  # type: ignore[method-assign]
+
+
+def _settled_by_another_server() -> None:
+    is_over = Channel._is_over
+    Channel._is_over = lambda self, lost: bool(self.boot_id) or is_over(self, lost)  # type: ignore[method-assign]
 
 
 def _welcomed_while_copying() -> None:
@@ -226,6 +227,7 @@ BUGS: dict[str, Callable[[], None]] = {
         _blocks_not_held,
         _settled_when_broken,
         _no_descriptor_means_dead,
+        _settled_by_another_server,
         _welcomed_while_copying,
         _answers_believed,
         _engine_ids_not_compared,
@@ -255,6 +257,7 @@ FOUND_BY = {
     "blocks_not_held": 6,
     "settled_when_broken": 68,
     "no_descriptor_means_dead": 68,
+    "settled_by_another_server": 107,
     "welcomed_while_copying": 20,
     "answers_believed": 1,
     "engine_ids_not_compared": 12,

@@ -201,8 +201,9 @@ class Copier:
             self._end(end, error, 0)
             return
         self._running.append((job, end, pieces, 0))
-        if job.load and self._server.dies_at_next_load:
-            self._server.process.kill()
+        if job.load and (happens := self._server.at_next_load) is not None:
+            self._server.at_next_load = None
+            happens()
 
     def _slice(self) -> None:
         if self._server.process.exited:
@@ -268,7 +269,7 @@ class SimulatedServer:
         self.copiers: list[Copier] = []
         self._links: dict[bytes, Link] = {}
         self._frozen_until_s = self._frozen_s = 0.0
-        self.dies_at_next_load = False
+        self.at_next_load: Callable[[], object] | None = None
         self.is_ending = False
         self.cache = Cache(FRAME_BYTES, num_frames, lease_s)
         self.l1 = L1(num_frames)
@@ -301,7 +302,7 @@ class SimulatedServer:
         """What was pinned under each name and must still be there: chunks, and the bits of their objects."""
         self._forget, self.cache.forget = self.cache.forget, self._forgotten  # type: ignore[method-assign]
         network.listener = self
-        process.at_kill.append(self._stop_listening)
+        process.at_kill.append(self.stop_listening)
         self._tick()
 
     # -- the system that the server sees ----------------------------------------------------------
@@ -455,7 +456,7 @@ class SimulatedServer:
                 self.run_soon(end, delay_s=0.05)
                 return
             assert not self.router.registry.sessions, "a session began after the server had stopped"
-            self._stop_listening()
+            self.stop_listening()
             self.spawn(last())
 
         async def last() -> None:
@@ -472,7 +473,7 @@ class SimulatedServer:
         assert self.world.now_s - oldest_s <= self.max_age_s, "a chunk outlives its age"
         self.run_soon(self._tick, delay_s=TICK_S)
 
-    def _stop_listening(self) -> None:
+    def stop_listening(self) -> None:
         if self.network.listener is self:
             self.network.listener = None
         for link in list(self.network.links):

@@ -44,6 +44,8 @@ SETTLE_S = 900.0
 
 SPLIT = 6
 """Every sixth seed has three servers, and engines with ranks at each of them."""
+REPLACING = 11
+"""Every eleventh seed has servers that live on while others have their address."""
 
 
 class Host:
@@ -92,7 +94,8 @@ class Scenario:
         self._to_pin: list[str] = []
         """Requests that were watched for, the latest last."""
         self._next_pid = 100
-        self.stores = _stores(self.world) if seed % 5 in TIERED else []
+        self.replaces = seed % REPLACING == REPLACING - 3
+        self.stores = _stores(self.world) if seed % 5 in TIERED and not self.replaces else []
         self.salts = SALTS[1::2] if self.stores else SALTS
         self.frames = max(self.frames, 24) if self.stores else self.frames
         del self.prompts[3 if self.stores else 5 :]
@@ -110,8 +113,8 @@ class Scenario:
         self.world.processes[pid] = Process(self.world, pid, name)
         return self.world.processes[pid]
 
-    def start_server(self, host: Host) -> None:
-        if host.lives and not host.lives[-1].process.exited:
+    def start_server(self, host: Host, beside: bool = False) -> None:
+        if host.lives and not host.lives[-1].process.exited and not beside:
             return
         process = self._process(f"server {len(host.lives)} of {host.network.host}")
         self.world.note(f"start {process.name}")
@@ -208,7 +211,7 @@ class Scenario:
             later_s = self.world.random.choice((0.0, 0.05, 0.5, 8.0))
             server.process.at_exit.append(lambda: self.world.after(later_s, self.start_server, host))
             if self.world.chance(0.5):
-                server.dies_at_next_load = True
+                server.at_next_load = server.process.kill
             else:
                 server.process.kill()
 
@@ -221,6 +224,23 @@ class Scenario:
             server.stop()
             for link in list(host.network.links):
                 link.break_off()
+
+    def replace_server(self) -> None:
+        """Another server takes the address of one that is frozen in a load, and later goes on with it."""
+        host = self.world.random.choice(self.hosts)
+
+        def replace_it(server: SimulatedServer) -> None:
+            self.world.count("servers replaced")
+            frozen_s = self.world.random.choice((0.5, 5.0, 20.0))
+            server.freeze(frozen_s)
+            server.stop_listening()
+            # Before a client that cannot see it takes it for gone.
+            self.world.after(frozen_s + self.world.random.uniform(0, 3), server.process.kill)
+            if host.server is server:
+                self.start_server(host, beside=True)
+
+        if (server := host.server) is not None:
+            server.at_next_load = functools.partial(replace_it, server)
 
     def freeze_server(self) -> None:
         if self.servers:
@@ -309,6 +329,9 @@ class Scenario:
         )  # fmt: skip
         if self.pins:
             self._every(0.8, self.pin, end_s)
+        if self.replaces:  # and no clock jumps, by which a client would take a frozen server for gone
+            menu = tuple(each for each in menu if each[1] != self.jump)
+            self._every(2.0, self.replace_server, end_s)
         for mean_s, fault in menu:
             # With tiers there is less of all else: what has left L1 must be asked for again.
             if world.chance(0.15 if self.stores else 0.4):
@@ -345,7 +368,7 @@ class Scenario:
         world = self.world
         for host in self.hosts:
             for life in host.lives:
-                life.dies_at_next_load = False
+                life.at_next_load = None
             host.network.reply_loss = host.network.nonsense = host.network.cut_off_until_s = 0.0
         self.faults.copy_failure = self.faults.slow_copy = self.faults.hung_copy = 0.0
         self.faults.return_all()
@@ -387,7 +410,7 @@ class Scenario:
         have left."""
         for host in self.hosts:
             for life in host.lives:
-                life.dies_at_next_load = False
+                life.at_next_load = None
                 life.process.kill()
             self.world.after(8.0, self.start_server, host)
         self.world.run(lambda: False, 12.0)
