@@ -14,7 +14,8 @@ MAX_PIECES = 1024
 PAGE_BYTES = 4096
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+_NO_FILE = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EACCES, errno.EIO, *_NO_DIRECT)
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # or a FIFO would be waited for
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 _Made = TypeVar("_Made")
@@ -65,15 +66,17 @@ class Files:
             os.close(file)
 
     def read(self, path: str, pieces: Sequence[memoryview], wanted: Callable[[os.stat_result], bool]) -> bool:
-        """Fill the pieces. False unless there is a file of exactly their size that is `wanted`."""
+        """Fill the pieces. False unless there is a file of exactly their size that is `wanted` and opens."""
         try:
             file = self._open(path, _READ)
-        except FileNotFoundError:
-            return False
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                return False
+            raise
         try:
             status = os.fstat(file)
             num_bytes = sum(piece.nbytes for piece in pieces)
-            if status.st_size != num_bytes or not wanted(status):
+            if status.st_size != num_bytes or not os.path.isfile(file) or not wanted(status):
                 return False
             done = _transfer(os.preadv, file, pieces)
             self._forget_pages(file)
@@ -90,14 +93,13 @@ class Files:
 
     def unlink(self, *paths: str) -> None:
         for path in paths:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError):
                 os.unlink(path, dir_fd=self._root)
 
     def stat(self, path: str) -> os.stat_result | None:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return os.stat(path, dir_fd=self._root, follow_symlinks=False)
-        except FileNotFoundError:
-            return None
+        return None
 
     def free_bytes(self) -> tuple[int, int]:
         """Free for this user, and in all."""

@@ -16,8 +16,6 @@ LOCK, SWEEPER = "lock", "sweeper.lock"
 FOLDERS = [f"{number:02x}" for number in range(256)]
 _ORDER = "order"
 _ENDING = ".kv"
-
-
 _OWNER = "give it to the server's user (chown), or name another one"
 _ADVICE = {
     errno.EROFS: "its file system is read-only: remount it, or name another one",
@@ -51,10 +49,10 @@ def open_root(path: str, shared: bool, opened: contextlib.ExitStack) -> int:
     os.makedirs(path, 0o700, exist_ok=True)
     root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     opened.callback(os.close, root)
-    if os.fstat(root).st_mode & 0o022:
+    if (status := os.fstat(root)).st_mode & 0o022 or status.st_uid not in (0, os.geteuid()):
         raise TierError(
-            f"other users may write to the directory {path} and so change records: "
-            f"chmod 700 {path}, or name a new subdirectory of it"
+            f"other users may write to the directory {path}, or own it, and so change records: "
+            f"chown and chmod 700 {path}, or name a new subdirectory of it"
         )
     if not _lock(root, LOCK, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, opened):
         raise TierError(f"another server uses the directory {path}: name another, or add shared=1 for both")

@@ -102,6 +102,54 @@ def test_a_directory_into_which_others_may_write_is_refused(open_at, tmp_path):
     assert "chmod 700" in fails(open_at)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_directory_of_another_user_is_refused(open_at, tmp_path):
+    (tmp_path / "tier").mkdir(mode=0o755)
+    os.chown(tmp_path / "tier", 65534, 65534)
+    assert "or own it" in fails(open_at)
+    os.chown(tmp_path / "tier", os.geteuid(), -1)
+    open_at()
+
+
+def put_in_place_of(record: Path, what: str) -> None:
+    """What cannot be read as a record, where one was."""
+    aside = record.with_name("aside")
+    record.rename(aside)
+    if what == "a FIFO":
+        os.mkfifo(record)
+    elif what == "a link":
+        record.symlink_to(aside)
+    elif what == "a directory":
+        record.mkdir()
+        (record / "file").write_text("x")
+    else:
+        aside.rename(record)
+
+
+@pytest.mark.parametrize("what", ["a FIFO", "a link", "a directory", "not to be opened"])
+def test_what_is_no_plain_file_is_none_and_is_moved_away(tier, tmp_path, monkeypatch, what):
+    for name in ("0", "1"):
+        assert tier.write(name, memory(1, seed=int(name)))
+    (record,) = (tmp_path / "tier").glob("*/0.kv")
+    put_in_place_of(record, what)
+    if what == "not to be opened":
+        real = os.open
+
+        def refusing(path, *more, **named):
+            if str(path).endswith("/0.kv"):
+                raise OSError(errno.EIO, "Input/output error")
+            return real(path, *more, **named)
+
+        monkeypatch.setattr(os, "open", refusing)
+    assert not tier.read("0", memory(1))
+    assert kept(tier, "1", memory(1, seed=1)), "the others are still read"
+    tier.remove(["0"])
+    monkeypatch.undo()
+    assert list(tier.present(["0", "1"])) == [False, True]
+    assert tier.write("0", memory(1, seed=2))
+    assert kept(tier, "0", memory(1, seed=2))
+
+
 def test_the_size_is_kept_and_the_least_recently_used_goes(open_at, tmp_path):
     tier = open_at(size_bytes=8 * MIB)
     for number in range(8):

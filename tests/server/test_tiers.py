@@ -1,5 +1,7 @@
 """What L1 cannot hold or has lost comes back from a tier, byte for byte."""
 
+import itertools
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,6 +159,38 @@ def damage(files: list[Path], way: str, draw: random.Random) -> None:
         }[way]
         content[draw.randrange(start, stop)] ^= 1 << draw.randrange(8)
         path.write_bytes(content)
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+def test_what_somebody_put_in_place_of_records_costs_only_their_prompt(
+    shared: int, tmp_path: Path, engines: Any
+) -> None:
+    """A FIFO that nobody writes to would hold a thread for ever, and errors in a row would close the tier."""
+    directory = tmp_path / "tier"
+    with LMCacheServer(l1_size_gb=0.2, tier=f"dir://{directory}?size_gb=1&shared={shared}") as server:
+        for number in (1, 2):
+            assert exercise(engines(server, f"before {number}"), number) == 0
+            wait_until_written(server)
+            if number == 1:
+                bad = records(directory)
+        server.kill()
+        for path, make in zip(bad, itertools.cycle((os.mkfifo, os.mkdir, _link)), strict=False):
+            path.unlink()
+            make(path)
+        server.start()
+        assert restored(engines(server, "of the other"), 2) > 0
+        engine = engines(server, "of these")
+        wait_until(lambda: exercise(engine, 1) > 0, what="the prompt was stored again")
+        wait_until_written(server)
+        assert not tier_of(server)["failing"]
+        server.restart()
+        for number in (1, 2):
+            assert restored(engines(server, f"after {number}"), number) > 0
+        assert server.terminate() == 0
+
+
+def _link(path: Path) -> None:
+    path.symlink_to("/dev/zero")
 
 
 def test_a_killed_server_leaves_no_half_record(tmp_path: Path, engines: Any) -> None:
