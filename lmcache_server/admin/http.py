@@ -179,8 +179,8 @@ class Server:
             return text("use this server's IP address, localhost or the name from --http-host", 403)
         if (route := self._routes.get(path)) is None:
             return text(f"not found: lmcache server: {' '.join(self._routes)}", 404)
-        if inspect.iscoroutinefunction(route) and headers.get("sec-fetch-site") == "cross-site":
-            return text("a page of another site may not start this: open its address yourself", 403)
+        if inspect.iscoroutinefunction(route) and headers.get("sec-fetch-site", "").endswith("-site"):
+            return text("a page of another address may not start this: open its address yourself", 403)
         try:
             answer = route()
             return answer if isinstance(answer, Answer) else await answer

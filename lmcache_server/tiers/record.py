@@ -8,6 +8,7 @@ With a secret key, all but the trailer is encrypted (AES-256-GCM), and the diges
 forge that without the key.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import mmap
@@ -128,8 +129,7 @@ class EncryptedRecord:
         try:
             plain = memoryview(self._cipher.aead.decrypt(nonce, secret, head))
         except InvalidTag:
-            name = self.label.name
-            raise DamagedRecordError(f"record {name} is damaged, or of another key_file") from None
+            raise DamagedRecordError(f"record {self.label.name} is damaged, or of another key_file") from None
         for view in self._payload:
             view[:] = plain[: len(view)]
             plain = plain[len(view) :]
@@ -142,11 +142,11 @@ def read_key(path: str) -> RecordCipher:
     except ImportError:
         raise ValueError("key_file needs the package cryptography: pip install '.[encrypted]'") from None
     content = Path(path).read_bytes()
+    if os.stat(path).st_mode & 0o027:
+        raise ValueError(f"others may read {path}, or its group may change it: chmod 600 {path}")
     if len(content) != KEY_BYTES:
-        try:
+        with contextlib.suppress(ValueError):
             content = bytes.fromhex(content.decode("ascii"))
-        except ValueError:
-            content = b""
     if len(content) != KEY_BYTES:
         raise ValueError(f"{path} must have {KEY_BYTES} bytes, or twice as many hexadecimal digits")
     return RecordCipher(AESGCM(content), hashlib.sha256(b"lmcache-mp key" + content).hexdigest()[:8])

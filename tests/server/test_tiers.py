@@ -223,6 +223,7 @@ def test_servers_with_other_keys_leave_each_other_s_records_where_they_are(
     """A restart with the same key serves them, one with another key or none does not see them."""
     keys = {name: tmp_path / name for name in ("right", "wrong")}
     for name, path in keys.items():
+        path.touch(0o600)
         path.write_bytes(name[:1].encode() * 32)
     plain = f"dir://{tmp_path}/tier?size_gb=1&write=commit"
     urls = {name: f"{plain}&key_file={path}" for name, path in keys.items()} | {"none": plain}
@@ -249,6 +250,7 @@ def test_servers_with_other_keys_leave_each_other_s_records_where_they_are(
 )
 def test_a_key_file_that_is_none_ends_the_start(content: bytes | None, said: str, tmp_path: Path) -> None:
     if content is not None:
+        (tmp_path / "key").touch(0o600)
         (tmp_path / "key").write_bytes(content)
     server = LMCacheServer(tier=f"dir://{tmp_path}/tier?size_gb=1&key_file={tmp_path}/key")
     with pytest.raises(RuntimeError, match="cannot read key_file"), server:

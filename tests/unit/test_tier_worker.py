@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 import mmap
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -135,18 +136,32 @@ def test_a_record_comes_back_and_any_changed_byte_is_found(size: int, cipher: Re
             opened(whole, label(size, **other))
 
 
+def private(path: Path, content: bytes) -> str:
+    path.touch(0o600)
+    path.write_bytes(content)
+    return str(path)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o660, 0o601])
+def test_a_key_file_of_others_is_refused(mode: int, tmp_path: Path) -> None:
+    path = private(tmp_path / "key", b"k" * 32)
+    os.chmod(path, mode)
+    with pytest.raises(ValueError, match="chmod 600"):
+        read_key(path)
+    os.chmod(path, 0o440)
+    assert read_key(path).key_id
+
+
 @pytest.mark.parametrize("content", [b"k" * 32, b"6b" * 32, b"6B" * 32 + b"\n"])
 def test_a_key_file_has_a_key(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "key").write_bytes(content)
-    cipher = read_key(str(tmp_path / "key"))
+    cipher = read_key(private(tmp_path / "key", content))
     assert AESGCM(b"k" * 32).decrypt(b"n" * 12, cipher.aead.encrypt(b"n" * 12, b"text", b""), b"") == b"text"
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"zz" * 32, b"6b" * 31])
 def test_a_key_file_without_a_key_is_refused(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "key").write_bytes(content)
     with pytest.raises(ValueError, match="must have 32 bytes"):
-        read_key(str(tmp_path / "key"))
+        read_key(private(tmp_path / "key", content))
 
 
 @pytest.fixture
