@@ -5,10 +5,10 @@ A keeper thread notices when the server disappears or appears, greets it and run
 the socket under a lock that nobody holds while waiting.
 
 A request has two ends. It is *done* when its owner may stop waiting: a reply came, its deadline passed or
-the connection broke. It is *settled* when *its* server can no longer act on it: a reply came, that server's
-process has ended, or it has greeted this client again, which it does only after all copies of the earlier
-session have ended. Of a process that this client cannot see: nobody, or another server, has been there for
-OVERDUE_S. Memory that a request names must not be reused before the request is settled.
+the connection broke. It is *settled* when its own server can no longer act on it: a reply came, that process
+has ended, or that server has greeted this client again, which it does only after its earlier copies have
+ended. A process that cannot be seen counts as ended when for OVERDUE_S another server answers or none
+listens. Memory that a request names must not be reused before the request is settled.
 """
 
 import contextlib
