@@ -63,10 +63,8 @@ EXIT_CANNOT_START = 2
 def run(config: Config) -> int:
     """Serve until SIGTERM, SIGINT or SIGHUP; returns the exit code. Raises StartError."""
     logs.set_up(config.log_level, config.log_format)
-    logger.info(
-        "lmcache server %(version)s, %(configuration)s",
-        {"version": VERSION, "configuration": describe(config)},
-    )
+    values = {"version": VERSION, "configuration": describe(config)}
+    logger.info("lmcache server %(version)s, %(configuration)s", values)
     for sentence in unknown_variables(os.environ):
         logger.warning("%(sentence)s", {"sentence": sentence})
     try:
@@ -96,7 +94,11 @@ def _run(config: Config) -> int:
         shared = any(urls.parse(text).shares_l1 for text in config.tier)
         l1 = L1Memory(config.l1_size_bytes, hugetlb=config.l1_hugetlb, file=file, shared=shared)
         stack.callback(l1.close)
-        return uvloop.run(_serve(config, listener, web, l1))
+        code = uvloop.run(_serve(config, listener, web, l1))
+    if l1.is_in_use:  # Python would wait for the thread of a copy that hangs
+        logs.flush()
+        os._exit(code)
+    return code
 
 
 def assemble(
@@ -132,8 +134,7 @@ def assemble(
 
 async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Memory) -> int:
     loop = asyncio.get_running_loop()
-    # From here on, a signal shuts the server down in order. So chunks that are restored below are saved
-    # again.
+    # From here on, a signal ends the server in order: chunks that are restored below are saved again.
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does with SIGHUP
@@ -158,9 +159,8 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
     selftest = SelfTest(listener.endpoint, config.chunk_size, report.selftest_ended)
     gpu_selftest = SelfTest(listener.endpoint, config.chunk_size, report.selftest_ended, on_gpus=True)
     web.start(_routes(report, metrics, selftest, gpu_selftest))
-    logger.info(
-        "ready: engines at %(endpoint)s, HTTP at %(url)s", {"endpoint": listener.endpoint, "url": web.url}
-    )
+    addresses = {"endpoint": listener.endpoint, "url": web.url}
+    logger.info("ready: engines at %(endpoint)s, HTTP at %(url)s", addresses)
     try:
         await _tick(stop, (router.tick, report.tick, lambda: listener.tick(system.now_s())), cache)
         logger.info("stopping with %(sessions)d sessions open", {"sessions": len(router.registry.sessions)})

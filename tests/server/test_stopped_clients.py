@@ -1,5 +1,7 @@
 """Clients that stand still: in the middle of copies, for ever, or only in reading what they are told."""
 
+import os
+import platform
 import random
 import time
 
@@ -74,6 +76,39 @@ def test_a_client_that_is_stopped_and_killed_leaves_nothing_behind() -> None:
                 stopped.kill()
                 server.wait_at_rest()
         assert server.terminate() == 0, "the invariants are checked at the end"
+
+
+HANGS = """
+import ctypes, fcntl, os, struct, sys, threading, time
+from harness.rawclient import RawEngine, chain, group
+PAGE, MADV_DONTNEED, USERFAULTFD, UFFDIO_API, UFFDIO_REGISTER = 1 << 20, 4, 323, 0xC018AA3F, 0xC020AA00
+libc = ctypes.CDLL(None, use_errno=True)
+engine = RawEngine(sys.argv[1], [group(layers=1, page_bytes=PAGE)], num_blocks=40).start()
+start, size = -(-engine.memory.ctypes.data // PAGE) * PAGE + PAGE, 37 * PAGE
+assert libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), MADV_DONTNEED) == 0
+descriptor = libc.syscall(USERFAULTFD, os.O_CLOEXEC)
+assert descriptor >= 0, ctypes.get_errno()
+fcntl.ioctl(descriptor, UFFDIO_API, bytearray(struct.pack("QQQ", 0xAA, 0, 0)))
+fcntl.ioctl(descriptor, UFFDIO_REGISTER, bytearray(struct.pack("QQQQ", start, size, 1, 0)))
+keys = chain(range(engine.chunk_size), engine.chunk_size)
+blocks = [list(range(4, 4 + engine.chunk_size // 16))]
+threading.Thread(target=engine.store_prompt, args=(keys, blocks), daemon=True).start()
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a page wait")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of its system calls")
+def test_a_copy_that_hangs_keeps_no_server_from_ending() -> None:
+    """A page of the client's memory never comes, as with a file server that is gone. Both threads that share
+    the copy wait for it."""
+    with LMCacheServer(l1_size_gb=0.1) as server, client(HANGS, server.address) as stuck:
+        server.wait_until(lambda l1: l1["reserved_bytes"] > 0)
+        ending, server.process = server.process, None
+        assert ending is not None
+        assert ending.stop(60) == 0
+        assert stuck.popen.poll() is None, "not because its client has ended"
 
 
 def test_reports_that_nobody_reads_take_bounded_memory() -> None:
