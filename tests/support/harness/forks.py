@@ -18,6 +18,11 @@ from typing import IO
 START_TIMEOUT_S = 300.0
 # What differs from one engine or server to the next, and is no reason for a fork server of its own.
 OF_ONE = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_REGION",
+    "AWS_SECRET_ACCESS_KEY",
+    "AZURE_STORAGE_ACCOUNT_KEY",
+    "AZURE_STORAGE_ACCOUNT_NAME",
     "LMCACHE_RUNTIME_DIR",
     "OTEL_BSP_SCHEDULE_DELAY",
     "UCX_NET_DEVICES",
