@@ -318,7 +318,7 @@ class Channel:
     def _is_over(self, lost: Lost) -> bool:
         waited_s = self.system.now_s() - lost.gone_since_s
         is_gone = waited_s >= OVERDUE_S if lost.server is None else lost.server.ended()
-        return is_gone or not lost.pending or lost.boot_id == self.boot_id
+        return is_gone or not lost.pending or bool(self.boot_id and lost.boot_id in (b"", self.boot_id))
 
     # -- keeper thread ----------------------------------------------------------------------------
 

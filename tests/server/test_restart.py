@@ -20,8 +20,6 @@ from lmcache_client.contract.messages import Ping
 
 KILLS = int(os.environ.get("KILLS", "60"))
 PROMPTS = 6
-BACK_WITHIN_S = 5.0
-"""0.3 s on a quiet machine."""
 
 
 class Driver(threading.Thread):
@@ -108,7 +106,6 @@ def test_hundreds_of_kills_in_mid_copy() -> None:
         )
         # 20 ms on a quiet machine; beside a full load it takes its turns like everybody.
         assert statistics.median(starts) < 1.0
-        assert max(returns) < BACK_WITHIN_S
         assert in_flight > KILLS / 4, "kills in mid-copy"
         assert loaded > KILLS, "what is stored between two kills is loaded"
         server.wait_at_rest()
