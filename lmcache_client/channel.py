@@ -7,8 +7,8 @@ the socket under a lock that nobody holds while waiting.
 A request has two ends. It is *done* when its owner may stop waiting: a reply came, its deadline passed or
 the connection broke. It is *settled* when its own server can no longer act on it: a reply came, that process
 has ended, or that server has greeted this client again, which it does only after its earlier copies have
-ended. A process that cannot be seen counts as ended when for OVERDUE_S another server answers or none
-listens. Memory that a request names must not be reused before the request is settled.
+ended. A process that cannot be seen counts as ended when another server has been there for OVERDUE_S, or
+nobody. Memory that a request names must not be reused before the request is settled.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ RETRY_REFUSED_S = 5.0
 PROBE_INTERVAL_S = 1.0
 OVERDUE_S = 30.0
 """The server drops replies to a client that does not read them. If it still talks to us this long after a
-request's deadline, that reply is lost. No copy of a server that is gone takes as long as this."""
+request's deadline, that reply is lost. A server whose process cannot be seen must be gone for as long."""
 MAX_PENDING = 1 << 14
 MAX_BURST = 1 << 10
 """At most so many replies are processed in one turn, so that a server that floods cannot stop the engine."""
@@ -395,6 +395,6 @@ class Channel:
             peer_pid = self._connection.peer_pid() if self._connection is not None else None
             self._server = self.system.open_process(peer_pid) if peer_pid == welcome.server_pid else None
             self._session_id = welcome.session_id
-            self.server_pid = peer_pid or welcome.server_pid  # of TCP, or another namespace, it is believed
+            self.server_pid = peer_pid or welcome.server_pid  # believed where the kernel knows no peer
             self.boot_id = welcome.boot_id
             self._settle()

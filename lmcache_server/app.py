@@ -134,7 +134,7 @@ def assemble(
 
 async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Memory) -> int:
     loop = asyncio.get_running_loop()
-    # From here on, a signal ends the server in order: chunks that are restored below are saved again.
+    # From here on, a signal ends the server in order, which saves the chunks that are restored below.
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does with SIGHUP

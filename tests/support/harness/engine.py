@@ -91,8 +91,8 @@ class Engine:
     scratch_layers.py; the weights in the directory `replaced` change as soon as they are loaded. Further
     keyword arguments go to `vllm.LLM`; None leaves vLLM's default.
 
-    It is forked from a process that has imported vLLM already, unless it is to be `cold`, as one is that has
-    an environment of its own.
+    It is forked from a process that has imported vLLM already. `cold` says whether it is started afresh
+    instead; by default one is that has further variables in `env`.
     """
 
     def __init__(
