@@ -298,12 +298,11 @@ class Channel:
                 self._connection = self.system.connect(self.address)
 
     def _watch_lost(self) -> None:
-        unseen = [lost for lost in self._lost if lost.server is None]
         now_s = self.system.now_s()
-        if unseen and now_s >= self._probe_s:
+        if self._lost and now_s >= self._probe_s:
             self._probe_s = now_s + PROBE_INTERVAL_S
             is_gone = bool(self.boot_id) or self.system.nobody_listens(self.address)
-            for lost in unseen:
+            for lost in self._lost:
                 lost.gone_since_s = min(lost.gone_since_s, now_s) if is_gone else math.inf
         self._settle()
 

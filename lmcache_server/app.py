@@ -89,16 +89,15 @@ def _run(config: Config) -> int:
         if file is not None:
             stack.callback(file.close)
             if not file.in_memory:
-                check = preflight.disk_file(config.l1_path, Gpus().available, os.uname().release)
-                preflight.require(check)
+                preflight.require(preflight.disk_file(config.l1_path, Gpus().available, os.uname().release))
         shared = any(urls.parse(text).shares_l1 for text in config.tier)
         l1 = L1Memory(config.l1_size_bytes, hugetlb=config.l1_hugetlb, file=file, shared=shared)
         stack.callback(l1.close)
-        code = uvloop.run(_serve(config, listener, web, l1))
+        uvloop.run(_serve(config, listener, web, l1))
     if l1.is_in_use:  # Python would wait for the thread of a copy that hangs
         logs.flush()
-        os._exit(code)
-    return code
+        os._exit(0)
+    return 0
 
 
 def assemble(
@@ -132,7 +131,7 @@ def assemble(
     return router, report
 
 
-async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Memory) -> int:
+async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Memory) -> None:
     loop = asyncio.get_running_loop()
     # From here on, a signal ends the server in order, which saves the chunks that are restored below.
     stop = asyncio.Event()
@@ -181,7 +180,6 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
     await router.spills.flush()
     await router.spills.close()
     l1.is_in_use = not await system.all_ended(END_S)
-    return 0
 
 
 async def _tick(stop: asyncio.Event, due: Sequence[Callable[[], object]], cache: Cache) -> None:

@@ -49,11 +49,14 @@ def open_root(path: str, shared: bool, opened: contextlib.ExitStack) -> int:
     os.makedirs(path, 0o700, exist_ok=True)
     root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     opened.callback(os.close, root)
-    if (status := os.fstat(root)).st_mode & 0o022 or status.st_uid not in (0, os.geteuid()):
+    found = os.fstat(root)
+    if found.st_mode & 0o022:
         raise TierError(
-            f"other users may write to the directory {path}, or own it, and so change records: "
-            f"chown and chmod 700 {path}, or name a new subdirectory of it"
+            f"other users may write to the directory {path} and so change records: "
+            f"chmod 700 {path}, or name a new subdirectory of it"
         )
+    if found.st_uid not in (0, os.geteuid()):
+        raise TierError(f"the owner of the directory {path} is another user and may change records: {_OWNER}")
     if not _lock(root, LOCK, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, opened):
         raise TierError(f"another server uses the directory {path}: name another, or add shared=1 for both")
     return root

@@ -63,7 +63,10 @@ class Kind(NamedTuple):
             # So that vLLM keeps the windows of an answer, too.
             arguments["prefix_cache_retention_interval"] = None
         arguments |= MODEL_DEFAULTS.get(self.target, {})
-        return Engine(target, server=server, speculative_config=drafter, max_model_len=2048, **arguments)
+        arguments |= {"speculative_config": drafter, "max_model_len": 2048}
+        # On a busy machine, an answer can take long.
+        arguments.setdefault("extra_config", {"lmcache.mp.lookup_timeout_s": 100})
+        return Engine(target, server=server, **arguments)
 
 
 def kind_of(name: str) -> Kind:

@@ -106,7 +106,7 @@ def test_a_directory_into_which_others_may_write_is_refused(open_at, tmp_path):
 def test_a_directory_of_another_user_is_refused(open_at, tmp_path):
     (tmp_path / "tier").mkdir(mode=0o755)
     os.chown(tmp_path / "tier", 65534, 65534)
-    assert "or own it" in fails(open_at)
+    assert "chown" in fails(open_at)
     os.chown(tmp_path / "tier", os.geteuid(), -1)
     open_at()
 

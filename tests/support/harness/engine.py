@@ -16,8 +16,9 @@ from typing import Any, Self
 from harness.forks import OF_ONE
 from harness.models import NEEDS_TORCHVISION, model_path
 from harness.paths import CACHE, STUBS, SUFFIX
-from harness.processes import ChildProcess, environment, new_log, tail
+from harness.processes import ChildProcess, environment, group_members, new_log, tail
 from harness.server import LMCacheServer
+from harness.waiting import wait_until
 
 START_TIMEOUT_S = 300.0
 COMMAND_TIMEOUT_S = 540.0
@@ -114,6 +115,7 @@ class Engine:
         self.startup_s = 0.0
         self._server = server
         self._start_timeout_s = start_timeout_s
+        self._multiprocessing = multiprocessing
         self._process: ChildProcess | None = None
         self._unread = b""
         self._arguments: dict[str, Any] = {
@@ -190,7 +192,20 @@ class Engine:
             self.kill()
             raise
         self.startup_s = time.monotonic() - start
+        if self._multiprocessing and self._server is not None and self._server.process is not None:
+            self._wait_until_joined(self._server)
         return self
+
+    def _wait_until_joined(self, server: LMCacheServer) -> None:
+        """A process of its own may ask for work before its scheduler has joined the server. An engine that
+        does not use the cache never joins."""
+
+        def is_known() -> bool:
+            own = group_members(self.pid)
+            sessions = [each for each in server.status()["sessions"] if each["pid"] in own]
+            return any(each["role"] == "scheduler" or each["not_cached"] for each in sessions)
+
+        wait_until(is_known, what="the engine has joined its server, or does not use it")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
