@@ -147,7 +147,7 @@ def through_the_server(
         num_blocks = 2 * wanted + 2
         layout: Layout = fused(page_bytes, num_blocks, layers)
         num_bytes = wanted * layers * page_bytes
-        with LMCacheServer(chunk_size=CHUNK_SIZE, l1_size_gb=l1_gb, verify=False) as server:
+        with LMCacheServer(chunk_size=CHUNK_SIZE, l1_size_gb=l1_gb, checksums=False) as server:
             engine = started(server, layout, num_blocks)
             blocks = scattered(num_blocks, wanted)
             stored, loaded_s = [], []
@@ -192,7 +192,7 @@ def starts(sizes_gb: list[float], page_bytes: int) -> list[tuple[Any, ...]]:
         driver = loaded()
         free_before = driver.memory_info()[0]
         start = time.perf_counter()
-        with LMCacheServer(chunk_size=CHUNK_SIZE, l1_size_gb=size_gb, verify=False) as server:
+        with LMCacheServer(chunk_size=CHUNK_SIZE, l1_size_gb=size_gb, checksums=False) as server:
             ready_s = time.perf_counter() - start
             engine = started(server, fused(page_bytes, 8), 8)
             keys, tables = prompt(engine, [1, 2])
@@ -244,7 +244,7 @@ def slowdown(times: int, l1_gb: float) -> list[tuple[Any, ...]]:
     for page_bytes in (8 * KIB, 64 * KIB, 1 * MIB):
         wanted = 128
         num_blocks = 2 * wanted + 2
-        with LMCacheServer(chunk_size=CHUNK_SIZE, l1_size_gb=l1_gb, verify=False) as server:
+        with LMCacheServer(chunk_size=CHUNK_SIZE, l1_size_gb=l1_gb, checksums=False) as server:
             engine = started(server, fused(page_bytes, num_blocks, LAYERS), num_blocks)
             keys, tables = prompt(engine, scattered(num_blocks, wanted))
             engine.store_prompt(keys, tables)

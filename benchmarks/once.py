@@ -57,7 +57,7 @@ def measure(requests: Sequence[Request]) -> dict[str, Any]:
 
 
 def _rate(requests: Sequence[Request], capacity: int, once: Collection[int]) -> str:
-    return rate(requests, replay(requests, capacity, loads=False, once=once, verify=False).hits)
+    return rate(requests, replay(requests, capacity, loads=False, once=once, checksums=False).hits)
 
 
 if __name__ == "__main__":

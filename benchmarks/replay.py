@@ -218,7 +218,7 @@ def measure(requests: Sequence[Request]) -> dict[str, Any]:
         room = capacity or len({each for request in requests for each in request.ids})
         expected, full = oracle(requests, room)
         # Loads change nothing in what is kept, and take their time.
-        outcome = replay(requests, room, loads=capacity == FIXED, verify=False)
+        outcome = replay(requests, room, loads=capacity == FIXED, checksums=False)
         theirs, ours = rate(requests, expected), rate(requests, outcome.hits)
         differ = sum(a != b for a, b in zip(expected, outcome.hits, strict=True))
         if known := KNOWN.get(capacity):

@@ -29,8 +29,6 @@ ENVIRONMENT_PREFIX = "LMCACHE_"
 CONFIG_VARIABLE = "LMCACHE_CONFIG"
 MAX_FILE_BYTES = 1 << 20
 MAX_TIERS = 2
-FORMER_NAMES = {"checksums": "verify"}
-"""Accepted for one release as flag, variable and key."""
 
 NO_OPTIONS = ("LMCACHE_RUNTIME_DIR", "LMCACHE_VALKEY_USERNAME", "LMCACHE_VALKEY_PASSWORD")
 """Variables that are read where they are needed: a password is never an option, which would be logged."""
@@ -122,8 +120,7 @@ class Config:
         "the cache ends with the server.", metavar="FILE", show_default="none")
     checksums: bool = _option(
         False, click.BOOL, "Take a checksum of every stored page and check it before the page is loaded. A "
-        "request that would load a damaged page is recomputed. --verify, its former name, is deprecated: the "
-        "next release will not know it.")
+        "request that would load a damaged page is recomputed.")
     max_age: str = _option(
         "", _MAX_AGE, "Forget a chunk when it is this old, even if it is used or pinned: 7d, or a number "
         "with s, m or h. 7d,some/model=24h sets another limit for one model; instead of its name you may "
@@ -178,16 +175,15 @@ def options(*names: str, **helps: str) -> Callable[[Command], Command]:
 
     def decorate(command: Command) -> Command:
         for name in reversed(names):
-            spellings = [name, FORMER_NAMES[name]] if name in FORMER_NAMES else [name]
-            default, flags = OPTIONS[name].default, list(map(flag_name, spellings))
+            default, flag = OPTIONS[name].default, flag_name(name)
             settings = {"default": default, "show_default": True, "show_envvar": True}
             if isinstance(default, bool):
-                flags = [f"{flag}/--no-{flag[2:]}" for flag in flags]
+                flag = f"{flag}/--no-{flag[2:]}"
             elif not isinstance(OPTIONS[name].metadata["type"], click.Choice):
                 settings["metavar"] = name.rpartition("_")[2].upper()
-            settings |= {"envvar": list(map(variable_name, spellings)), **OPTIONS[name].metadata}
+            settings |= {"envvar": variable_name(name), **OPTIONS[name].metadata}
             settings["help"] = helps.get(name, settings["help"])
-            command = click.option(name, *flags, cls=_Option, **settings)(command)
+            command = click.option(name, flag, cls=_Option, **settings)(command)
         return click.option(
             "--config", metavar="FILE", envvar=CONFIG_VARIABLE, show_envvar=True, is_eager=True,
             callback=_take_file, expose_value=False,
@@ -229,7 +225,7 @@ def describe(config: Config) -> str:
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """A sentence about each variable that looks like one of ours and sets nothing."""
-    known = [*map(variable_name, [*OPTIONS, *FORMER_NAMES.values()]), CONFIG_VARIABLE, *NO_OPTIONS]
+    known = [*map(variable_name, OPTIONS), CONFIG_VARIABLE, *NO_OPTIONS]
     return [
         f"the environment variable {name} sets nothing: "
         + (migration.advice("variables", name) or _suggest(name, known))
@@ -259,7 +255,7 @@ class _Option(click.Option):
         source, given = ctx.get_parameter_source(self.name or ""), value
         where = self.opts[0]
         if source is ParameterSource.ENVIRONMENT:
-            where = f"the environment variable {' or '.join(self.envvar or ())}"
+            where = f"the environment variable {self.envvar}"
         try:
             if source is ParameterSource.DEFAULT_MAP:
                 where = f"{self.name} in {ctx.meta[CONFIG_VARIABLE]}"
@@ -310,9 +306,6 @@ def _take_file(ctx: click.Context, _option: click.Parameter, path: str | None) -
         raise StartError(f"cannot read the configuration file {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, nested too deep
         raise StartError(f"the configuration file {path} is not valid TOML: {error}") from error
-    for name, former in FORMER_NAMES.items():
-        if former in content:
-            content.setdefault(name, content.pop(former))
     for key in content:
         if key not in OPTIONS:
             near = _suggest(key.replace("-", "_").lower(), OPTIONS)

@@ -200,7 +200,6 @@ class Report:
         chunks, engines = self.cache.namespaces(), self._engines()
         known = [
             {
-                "lookahead_tokens": 0,  # an L1 file of an earlier version has none
                 **summary,
                 "chunks": len(chunks.get(namespace, ())),
                 "engines": engines.get(namespace, []),

@@ -93,7 +93,7 @@ def test_a_server_confined_as_the_unit_says_serves(without, stack):
         tools.missing("needs libseccomp, which is not installed")
     calls = allowed_calls(found["SystemCallFilter"]) - {without}
     confined = [sys.executable, str(CONFINED), "capabilities", "mdwe", *sorted(calls), "--"]
-    server = stack.enter_context(LMCacheServer(l1_size_gb=0.05, verify=False, through=confined))
+    server = stack.enter_context(LMCacheServer(l1_size_gb=0.05, checksums=False, through=confined))
     status = Path(f"/proc/{server.pid}/status").read_text()
     assert "NoNewPrivs:\t1" in status
     assert "Seccomp:\t2" in status

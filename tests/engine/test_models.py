@@ -43,8 +43,8 @@ def chunk_size(server: LMCacheServer) -> int:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LMCacheServer]:
-    # As users run it: the pieces of all objects are computed at once, which --verify does not do.
-    with LMCacheServer(l1_size_gb=0.5, verify=False) as running:
+    # As users run it: the pieces of all objects are computed at once, which --checksums does not do.
+    with LMCacheServer(l1_size_gb=0.5, checksums=False) as running:
         yield running
 
 

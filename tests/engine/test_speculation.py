@@ -131,7 +131,7 @@ def preempted(engine: Engine, stranger: Sequence[int], tokens: Sequence[int]) ->
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LMCacheServer]:
-    with LMCacheServer(l1_size_gb=0.3, verify=False) as running:
+    with LMCacheServer(l1_size_gb=0.3, checksums=False) as running:
         yield running
 
 

@@ -76,7 +76,7 @@ def test_what_the_harness_supplies_to_vllm_alone_is_right(model: str) -> None:
 @pytest.mark.timeout(1800)  # of two engines with fifty questions, on a machine that does much else
 @pytest.mark.parametrize(("model", "kind"), CASES)
 def test_target_and_drafter_resume_as_from_vllms_own_cache(model: str, kind: str) -> None:
-    with LMCacheServer(l1_size_gb=0.5, verify=False) as server:
+    with LMCacheServer(l1_size_gb=0.5, checksums=False) as server:
         with speculating(model, kind, server) as engine:
             chunk = engine.info()["unified_block_size"]
             # With a head that drafts, vLLM keeps the state one block earlier.
@@ -111,7 +111,7 @@ def test_target_and_drafter_resume_as_from_vllms_own_cache(model: str, kind: str
 @pytest.mark.timeout(1800)
 def test_the_head_of_qwen3next_resumes_here_and_in_another_engine() -> None:
     """It computes slowly on a CPU, so it gets fewer questions."""
-    with LMCacheServer(l1_size_gb=0.5, verify=False) as server:
+    with LMCacheServer(l1_size_gb=0.5, checksums=False) as server:
         with speculating("qwen3next", "mtp", server) as engine:
             chunk = engine.info()["unified_block_size"]
             said = engine.run(prompt(4 * chunk + 90, 1), 99).tokens

@@ -49,7 +49,7 @@ def damaged(file: Path) -> Iterator[None]:
 def test_a_right_cache_is_found_right_a_wrong_one_wrong(tmp_path: Path) -> None:
     file = tmp_path / "l1"
     with (
-        LMCacheServer(l1_path=str(file), l1_size_gb=L1_BYTES / (1 << 30), verify=False) as server,
+        LMCacheServer(l1_path=str(file), l1_size_gb=L1_BYTES / (1 << 30), checksums=False) as server,
         ApiServer("falconh1", server, text=True) as api,
     ):
         url = f"http://127.0.0.1:{api.port}"
@@ -112,7 +112,7 @@ def test_with_a_drafter_that_looks_ahead(tmp_path: Path) -> None:
     file = tmp_path / "l1"
     drafter = {"method": "eagle", "model": str(drafters.eagle_path()), "num_speculative_tokens": 3}
     with (
-        LMCacheServer(l1_path=str(file), l1_size_gb=L1_BYTES / (1 << 30), verify=False) as server,
+        LMCacheServer(l1_path=str(file), l1_size_gb=L1_BYTES / (1 << 30), checksums=False) as server,
         ApiServer(
             str(drafters.target_path("llama")),
             server,

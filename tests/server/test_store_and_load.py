@@ -34,7 +34,7 @@ def address(server: LMCacheServer) -> str:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["verified", "as users run it"])
 def server(request):
-    """Without --verify the pieces of all objects are computed at once, with it one object after the other."""
+    """Without --checksums the pieces of all objects are computed at once, with it one object after the other."""
     with LMCacheServer(l1_size_gb=0.2, verify=request.param) as running:
         yield running
 

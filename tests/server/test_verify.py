@@ -1,4 +1,4 @@
-"""`--verify`: a page that was damaged in L1 is never loaded, is forgotten, counted and logged."""
+"""`--checksums`: a page that was damaged in L1 is never loaded, is forgotten, counted and logged."""
 
 from pathlib import Path
 
@@ -39,9 +39,9 @@ def damage(server: LMCacheServer, page: bytes) -> None:
     raise AssertionError("no such mapping")
 
 
-@pytest.mark.parametrize("verify", [True, False])
-def test_a_damaged_page_is_a_miss(verify: bool) -> None:
-    with LMCacheServer(l1_size_gb=0.0625, verify=verify) as server:
+@pytest.mark.parametrize("checksums", [True, False])
+def test_a_damaged_page_is_a_miss(checksums: bool) -> None:
+    with LMCacheServer(l1_size_gb=0.0625, checksums=checksums) as server:
         engine = RawEngine(f"ipc://{server.runtime_dir}/{server.port}.sock", GROUPS, num_blocks=140).start()
         try:
             size = engine.chunk_size
@@ -60,7 +60,7 @@ def test_a_damaged_page_is_a_miss(verify: bool) -> None:
             before = engine.memory.copy()
             found = engine.lookup(prompts[1])
             assert found.resume_tokens == 2 * size
-            if not verify:
+            if not checksums:
                 engine.load(found, prompts[1], elsewhere)
                 wrong = engine.pages(0, elsewhere[0][-3]) != engine.pages(0, damaged_block)
                 assert int(np.count_nonzero(wrong)) == 1, "the test does damage what would be loaded"
@@ -91,7 +91,7 @@ def test_a_damaged_page_is_a_miss(verify: bool) -> None:
 def test_the_records_of_a_damaged_page_go_with_it(tmp_path: Path) -> None:
     """They may have been written from it. Then they would bring it back with a new checksum."""
     tier = f"dir://{tmp_path}/tier?size_gb=1&write=commit"
-    with LMCacheServer(l1_size_gb=0.0625, verify=True, tier=tier) as server:
+    with LMCacheServer(l1_size_gb=0.0625, checksums=True, tier=tier) as server:
         engine = RawEngine(f"ipc://{server.runtime_dir}/{server.port}.sock", GROUPS, num_blocks=140).start()
         try:
             size = engine.chunk_size

@@ -101,20 +101,6 @@ def test_tiers_are_few_and_one_needs_no_list(tmp_path):
             of_file(tmp_path, wrong)
 
 
-def test_the_former_name_of_checksums_is_accepted(tmp_path):
-    for config in (
-        load("--verify"),
-        load(environment={"LMCACHE_VERIFY": "1"}),
-        of_file(tmp_path, "verify = true"),
-    ):
-        assert config == Config(checksums=True)
-    assert load("--no-verify", environment={"LMCACHE_CHECKSUMS": "1"}) == Config()
-    assert load(environment={"LMCACHE_CHECKSUMS": "0", "LMCACHE_VERIFY": "1"}) == Config()
-    assert of_file(tmp_path, "verify = true\nchecksums = false") == Config()
-    (option,) = (each for each in cli.commands["server"].params if each.name == "checksums")
-    assert "--verify, its former name, is deprecated" in option.help
-
-
 @pytest.mark.parametrize("text", ["auto", "AUTO", " auto "])
 def test_chunk_size_auto(text, tmp_path):
     assert load("--chunk-size", text).chunk_size is None

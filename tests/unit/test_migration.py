@@ -136,7 +136,7 @@ def test_variables_that_set_nothing_are_found() -> None:
         "LMCACHE_SERVICE_PORT_HTTP": "8080",
         "LMCACHE_LMCACHE_MP_PORT": "tcp://10.0.0.1:8080",
     }
-    known = dict.fromkeys([*OURS["variables"], *NO_OPTIONS, "LMCACHE_VERIFY"], "1")
+    known = dict.fromkeys([*OURS["variables"], *NO_OPTIONS], "1")
     assert unknown_variables({**kubernetes, **known, "PATH": "/bin"}) == []
     assert unknown_variables({"LMCACHE_L1_SIZE_G": "1", "LMCACHE_LOCAL_CPU": "True"}) == [
         "the environment variable LMCACHE_L1_SIZE_G sets nothing: did you mean LMCACHE_L1_SIZE_GB?",

@@ -29,8 +29,7 @@ def crews(
     """The crews, which measure one after the other. `model` is a new name, `chunk_size` the server's in
     tokens (None: auto), `l1` from its status, and the rest are the command's options. Without `requests`,
     there are as many as L1 has room for. Raises BenchError."""
-    # "retrieve" is what the first release called a load.
-    wanted = set(only.replace("retrieve", "load").split(","))
+    wanted = set(only.split(","))
     if not wanted <= set(OPERATIONS):
         raise BenchError(f"--only takes some of {','.join(OPERATIONS)}, not {only}")
     if requests and seconds:

@@ -40,7 +40,7 @@ class LMCacheServer:
 
     `flags` are the server's options by their names in Python: `l1_size_gb=0.01, chunk_size=256`;
     True stands for a flag without a value, False for none, a tuple for several values; `--checksums` is on
-    unless a test says otherwise, also by its former name, verify=False.
+    unless a test says otherwise.
     `without_capability` is a number of capabilities(7) that the server must not have even when the tests
     run as root. `descriptors` are the soft and the hard limit of open files that it starts with. `through` is
     a program, with arguments, that becomes the server.
@@ -57,8 +57,6 @@ class LMCacheServer:
         self._without_capability = without_capability
         self._descriptors = descriptors
         self._through = through
-        if "verify" in flags:
-            flags["checksums"] = flags.pop("verify")
         self.flags = {"l1_size_gb": 0.5, "chunk_size": "auto", "checksums": True, **flags}
         self.port = int(self.flags.setdefault("port", free_port()))
         self.http_port = int(self.flags.setdefault("http_port", free_port()))
