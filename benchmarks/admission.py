@@ -147,7 +147,9 @@ class Outcome:
 def replay(requests: Sequence[Request], arm: Arm, frames: int = FRAMES) -> Outcome:
     """The requests, one after the other, through a new server with so many frames."""
     started_s = time.perf_counter()
-    with LMCacheServer(l1_size_gb=frames * FRAME_BYTES / (1 << 30), chunk_size=CHUNK, checksums=False) as server:
+    with LMCacheServer(
+        l1_size_gb=frames * FRAME_BYTES / (1 << 30), chunk_size=CHUNK, checksums=False
+    ) as server:
         server.wait_until(lambda l1: l1["populated_bytes"] == l1["total_bytes"], TIMEOUT_S)
         client = Client(server, requests, arm)
         for request in requests:

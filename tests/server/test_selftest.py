@@ -42,7 +42,12 @@ def leaves_nothing(server):
 
 @pytest.mark.parametrize(
     "flags",
-    [{}, {"host": "127.0.0.1", "checksums": False}, {"chunk_size": 544, "l1_size_gb": 0.001}, {"chunk_size": 1}],
+    [
+        {},
+        {"host": "127.0.0.1", "checksums": False},
+        {"chunk_size": 544, "l1_size_gb": 0.001},
+        {"chunk_size": 1},
+    ],
     ids=["verify", "tcp", "small", "one token"],
 )
 def test_a_page_is_stored_and_restored_and_forgotten(flags):

@@ -34,8 +34,8 @@ def address(server: LMCacheServer) -> str:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["verified", "as users run it"])
 def server(request):
-    """Without --checksums the pieces of all objects are computed at once, with it one object after the other."""
-    with LMCacheServer(l1_size_gb=0.2, verify=request.param) as running:
+    """Without --checksums the pieces of all objects are computed at once, with it one by one."""
+    with LMCacheServer(l1_size_gb=0.2, checksums=request.param) as running:
         yield running
 
 

@@ -170,7 +170,7 @@ def test_a_bad_variable_is_named():
         ('l1_path = "/a\\u0000"', "l1_path in {path} must be text that can be printed, not '/a\\x00'"),
         ("allow_remote = 1", "allow_remote in {path} must be true or false, not 1"),
         ("log_level = 1979-05-27", "log_level in {path} must be one of debug, info, warning, error, not "),
-        ("verify = 'maybe'", "checksums in {path} must be true or false, not 'maybe'"),
+        ("checksums = 'maybe'", "checksums in {path} must be true or false, not 'maybe'"),
         ("chunk-size = 3", "unknown key 'chunk-size' in {path}: did you mean chunk_size?"),
         ("[l1]\nsize = 3", "unknown key 'l1' in {path}: the names are host, port, "),
         ("x" * 5000 + " = 3", "unknown key 'xxxxx"),
