@@ -8,7 +8,6 @@ proved.
 import contextlib
 import json
 import logging
-import math
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
@@ -33,7 +32,8 @@ logger = logging.getLogger(__name__)
 STATUS_PIECE_CHARS = 16_384
 WARN_AGAIN_S = 60.0
 SALT_UNKNOWN = "its records do not say which salt they had: clear the namespace"
-MAX_WARNED = 1024
+MAX_WARNED = 64
+"""Refused registrations that are logged as warnings in WARN_AGAIN_S."""
 
 Send = Callable[[bytes, bytes], None]
 Reply = Message | Coroutine[Any, Any, Message]
@@ -78,7 +78,7 @@ class Router:
         self._status = status
         self._logged_other_version = False
         self._warned_s: dict[tuple[str, str], float] = {}
-        """When a refused registration was last logged as a warning, by engine and code; bounded."""
+        """When a refused registration was last logged as a warning, by engine and code."""
         self._for_anyone: dict[type[Any], Callable[[bytes, Any], Reply]] = {
             messages.Hello: registry.hello,
             messages.Ping: self._ping,
@@ -222,12 +222,9 @@ class Router:
         so one is logged at most once a minute."""
         engine_id = getattr(request.message, "engine_id", session.client_id.hex())  # Prove has none
         now_s, name = self._system.now_s(), (engine_id, error.code)
-        if now_s - self._warned_s.pop(name, -math.inf) < WARN_AGAIN_S:
-            return False
-        self._warned_s[name] = now_s
-        if len(self._warned_s) > MAX_WARNED:
-            del self._warned_s[next(iter(self._warned_s))]
-        return True
+        recent = {each: at_s for each, at_s in self._warned_s.items() if now_s - at_s < WARN_AGAIN_S}
+        self._warned_s = {name: now_s, **recent} if len(recent) < MAX_WARNED else recent
+        return name not in recent and name in self._warned_s
 
     def _answer(self, request: Request, reply: Message) -> None:
         code = reply.code if isinstance(reply, Refused) else ""
@@ -269,7 +266,8 @@ class Router:
             namespaces = [*self.registry.named(message.model, message.namespace)]
         chunks = sum(self._cache.clear(namespace, message.tenant_digits) for namespace in namespaces)
         level = logging.INFO if chunks else logging.DEBUG
-        logger.log(level, "cleared: %(chunks)d chunks forgotten", {"chunks": chunks})
+        asked = "cleared: %(chunks)d chunks forgotten, as session %(session)d (pid %(pid)d) asked"
+        log_request(level, asked, session, message, {"chunks": chunks})
         # After a reset, an engine uses new keys: no record that is left can serve it.
         if not self.spills.urls or not message.everything:
             return messages.Cleared(chunks)

@@ -20,6 +20,7 @@ FREE_PART = 0.02
 CLOSE_S = 5.0
 SWEEP_EVERY_S = 60.0  # or ten times as long as a sweep takes
 LEFTOVER_S = 3600.0  # nobody writes a record for so long
+SKEW_S = 300.0  # clocks that differ by more tell nobody how old a record is
 BATCH = 64  # records, while no other thread may change the catalog
 
 
@@ -50,6 +51,7 @@ class Directory:
         with contextlib.ExitStack() as opened, self._explained("use"):
             self._root = folders.open_root(path, shared, opened)
             self._files = Files(self._root)
+            self._zero_s = folders.now_s(self._root) - time.clock_gettime(time.CLOCK_BOOTTIME)
             self._opened = opened.pop_all()
         self._keeper = threading.Thread(target=self._keep_house, name="tier-directory", daemon=True)
         self._keeper.start()
@@ -167,11 +169,12 @@ class Directory:
             self._closing.wait(max(SWEEP_EVERY_S, 10 * (time.monotonic() - started_s)))
 
     def _sweep(self) -> None:
-        oldest_s = time.time() - self._max_age_s
+        now_s = self._trusted_now_s()
+        oldest_s = now_s - self._max_age_s
         if self._shared:
             self._sweeps = self._sweeps or folders.may_sweep(self._root, self._opened)
             if self._sweeps:
-                folders.delete_leftovers(self._files, time.time() - LEFTOVER_S)
+                folders.delete_leftovers(self._files, now_s - LEFTOVER_S)
                 folders.delete_oldest(self._files, self._size_bytes, oldest_s)
             return
         if not self._listed:
@@ -183,6 +186,19 @@ class Directory:
                 victims = self._catalog.victims(self._catalog.used_bytes - self._size_bytes, BATCH) or []
             if not victims or self._closing.is_set():
                 return
+
+    def _trusted_now_s(self) -> float:
+        """The time. If a clock is wrong, or was set since the start, a time at which nothing is old."""
+        now_s = folders.now_s(self._root)
+        expected_s = self._zero_s + time.clock_gettime(time.CLOCK_BOOTTIME)
+        if max(abs(now_s - time.time()), abs(now_s - expected_s)) <= SKEW_S:
+            return now_s
+        logger.warning(
+            "no old record of %(path)s is deleted, because a clock is wrong or was set, this machine's or "
+            "its file server's: set it, then restart the server",
+            {"path": self._path},
+        )
+        return -float("inf")
 
     def _list(self) -> None:
         """Find the records that were there at the start."""

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import stat
+import time
 import zlib
 from collections.abc import Iterator
 
@@ -79,6 +80,15 @@ def _lock(root: int, name: str, kind: int, opened: contextlib.ExitStack) -> bool
         return False
     opened.callback(os.close, file)
     return True
+
+
+def now_s(root: int) -> float:
+    """The time by the clock of the file system: its server's, if it has one. This machine's, if nothing may
+    be written there."""
+    with contextlib.suppress(OSError):
+        os.utime(LOCK, dir_fd=root)
+        return os.stat(LOCK, dir_fd=root).st_mtime
+    return time.time()
 
 
 def records(files: Files) -> Iterator[tuple[str, "os.DirEntry[str]"]]:

@@ -101,6 +101,8 @@ class Objects:
             try:
                 found = obstore.get(self._store, path)
                 if found.meta["size"] != num_bytes:
+                    # Perhaps somebody else has answered. The next store replaces it; nothing is deleted.
+                    self._remember_absent(name)
                     return False
                 content = memoryview(found.bytes())
             except FileNotFoundError:

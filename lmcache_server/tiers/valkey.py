@@ -5,6 +5,7 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,9 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "lmc1:"
 TIMEOUT_MS = 1000
-"""Of every request. The client connects again by itself."""
+"""Of every request. The client connects again by itself if its connection ends."""
+TIMEOUTS = 3
+"""After so many in a row there is a new client: the old one never gives up a connection that is silent."""
 CONNECT_MS = 1000
 BATCH = 512
 """Keys in a request."""
@@ -50,21 +53,23 @@ class Valkey:
         self._cluster, self._full_until_s = cluster, 0.0
         self._hint = ", and whether this machine trusts its certificate" if tls else ""
         self._scratch = threading.local()
+        self._lock = threading.Lock()
+        self._timeouts = 0
+        self._requests: Counter[Any] = Counter()
+        """By client, its requests that run: to close it meanwhile would free its memory under them."""
         glide.Logger.set_logger_config(glide.LogLevel.OFF)
         prefix = "GlideCluster" if cluster else "Glide"
         advanced = "AdvancedGlideClusterClient" if cluster else "AdvancedGlideClient"
-        configuration = getattr(glide, f"{prefix}ClientConfiguration")(
+        self._create = getattr(glide, f"{prefix}Client").create
+        self._addresses = addresses
+        self._configuration = getattr(glide, f"{prefix}ClientConfiguration")(
             [glide.NodeAddress(host, port) for host, port in addresses],
             use_tls=tls,
             credentials=glide.ServerCredentials(password, username) if password else None,
             request_timeout=TIMEOUT_MS,
             advanced_config=getattr(glide, f"{advanced}Configuration")(connection_timeout=CONNECT_MS),
         )
-        # A client that glide makes in vain stays in memory: it registers itself for forks, and for ever.
-        if not any(_listens(*address) for address in addresses):
-            raise TierError(f"{self._where} does not answer: nothing accepts connections there")
-        with self._explained():
-            self._client: Any = getattr(glide, f"{prefix}Client").create(configuration)
+        self._client = self._new_client()
         try:
             self._check_settings()
         except BaseException:
@@ -78,22 +83,16 @@ class Valkey:
             batch = (glide.ClusterBatch if self._cluster else glide.Batch)(is_atomic=False)
             for name in names[start : start + BATCH]:
                 batch.exists([_key(name)])
-            send = self._client.exec
-            with self._explained():
-                found += map(bool, send(batch, raise_on_error=True))
+            with self._asked() as client:
+                found += map(bool, client.exec(batch, raise_on_error=True))
         return found
 
     def read(self, name: str, pieces: Sequence[memoryview]) -> bool:
-        buffer = self._contiguous(pieces)
-        try:
-            with self._explained():
-                length = self._client.get(_key(name), buffer=buffer)
-        except TierError as error:
-            if "exceeds buffer capacity" in str(error.__cause__):
+        buffer, key = self._contiguous(pieces), _key(name)
+        with self._asked() as client:
+            # The client would take a longer value into memory before it compares.
+            if client.strlen(key) != buffer.nbytes or client.get(key, buffer=buffer) is None:
                 return False
-            raise
-        if length is None or int(length) != buffer.nbytes:
-            return False
         if len(pieces) > 1:
             spread(buffer, pieces)
         return True
@@ -105,8 +104,8 @@ class Valkey:
         if len(pieces) > 1:
             gather(pieces, buffer)
         try:
-            with self._explained():
-                self._client.set(key, buffer)
+            with self._asked() as client:
+                client.set(key, buffer)
         except TierError as error:
             if str(error.__cause__).startswith("OOM"):
                 self._full_until_s = time.monotonic() + FULL_S
@@ -117,8 +116,8 @@ class Valkey:
     def remove(self, names: Sequence[str]) -> None:
         self._full_until_s = 0.0
         for start in range(0, len(names), BATCH):
-            with self._explained():
-                self._client.unlink([_key(name) for name in names[start : start + BATCH]])
+            with self._asked() as client:
+                client.unlink([_key(name) for name in names[start : start + BATCH]])
 
     def clear(self, prefix: str) -> None:
         self._full_until_s = 0.0
@@ -126,10 +125,10 @@ class Valkey:
         pattern = f"{PREFIX}{prefix}*"
         cursor: Any = glide.ClusterScanCursor() if self._cluster else b"0"
         while True:
-            with self._explained():
-                cursor, keys = self._client.scan(cursor, match=pattern, count=1000)
+            with self._asked() as client:
+                cursor, keys = client.scan(cursor, match=pattern, count=1000)
                 for start in range(0, len(keys), BATCH):
-                    self._client.unlink(keys[start : start + BATCH])
+                    client.unlink(keys[start : start + BATCH])
             if cursor.is_finished() if self._cluster else cursor == b"0":
                 return
 
@@ -148,8 +147,8 @@ class Valkey:
 
     def _check_settings(self) -> None:
         """Raises TierError if `cluster` is wrong; warns of settings under which the server evicts nothing."""
-        with self._explained():
-            answer = self._client.info()
+        with self._asked() as client:
+            answer = client.info()
         for info in answer.values() if isinstance(answer, dict) else [answer]:
             fields = dict(line.split(":", 1) for line in info.decode().splitlines() if ":" in line)
             if fields.get("cluster_enabled") == "1" and not self._cluster:
@@ -164,6 +163,38 @@ class Valkey:
             logger.warning("%(tier)s %(advice)s", {"tier": self._where, "advice": advice})
             return
 
+    def _new_client(self) -> Any:
+        # A client that glide makes in vain stays in memory: it registers itself for forks, and for ever.
+        if not any(_listens(*address) for address in self._addresses):
+            raise TierError(f"{self._where} does not answer: nothing accepts connections there")
+        with self._explained():
+            return self._create(self._configuration)
+
+    @contextlib.contextmanager
+    def _asked(self) -> Iterator[Any]:
+        """The client, for one request. Its errors become a TierError."""
+        with self._lock:
+            is_silent = self._timeouts >= TIMEOUTS
+            self._timeouts *= not is_silent
+        if is_silent:
+            self._client = self._new_client()
+        with self._lock:
+            self._requests[client := self._client] += 1
+        try:
+            with self._explained():
+                yield client
+            self._timeouts = 0
+        except TierError as error:
+            self._timeouts += isinstance(error.__cause__, glide.TimeoutError)
+            raise
+        finally:
+            with self._lock:
+                self._requests[client] -= 1
+                for silent in [each for each in self._requests if each is not self._client]:
+                    if not self._requests[silent]:
+                        del self._requests[silent]
+                        silent.close()
+
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
         """Errors of the client become a TierError that says what to do."""
@@ -176,7 +207,7 @@ class Valkey:
             elif "WRONGPASS" in text or "NOAUTH" in text or "AuthenticationFailed" in text:
                 reason = "refuses the login: set LMCACHE_VALKEY_PASSWORD, or LMCACHE_VALKEY_USERNAME too"
             elif "NOPERM" in text or "PermissionDenied" in text:
-                needed = "INFO, GET, SET, EXISTS, UNLINK, SCAN, and CLUSTER in a cluster"
+                needed = "INFO, STRLEN, GET, SET, EXISTS, UNLINK, SCAN, and CLUSTER in a cluster"
                 reason = f"forbids this user what a tier needs ({needed}): {text:.200}"
             else:
                 reason = f"failed: {text:.300}"

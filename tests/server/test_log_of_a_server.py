@@ -92,7 +92,8 @@ def test_by_default_there_is_no_line_for_a_request_and_none_that_a_client_made_u
             peer.ask(structs.replace(peer.register(), rank=7))
         engine.scheduler.call(Clear(), 5)
         engine.scheduler.call(Clear(), 5)
-        assert server.log.read_text().count("cleared: ") == 2, "of three times there was something"
+        cleared = re.findall(r"cleared: .* as session \d+ \(pid (\d+)\) asked", server.log.read_text())
+        assert cleared == [str(os.getpid())] * 2, "of three times there was something"
         assert server.log.read_text().count(" WARNING ") == 1
         refused = r"session \d+ \(pid \d+, model 'peer'\): refused register: rank 7 of 1 workers"
         assert re.search(refused, server.log.read_text())
@@ -100,6 +101,14 @@ def test_by_default_there_is_no_line_for_a_request_and_none_that_a_client_made_u
         assert "cmpl" not in server.log.read_text()
         assert not [line for line in server.log.read_text().splitlines() if line.endswith("INFO forged")]
         assert "model\\n2026-01-01 00:00:00,000 INFO forged is registered" in server.log.read_text()
+
+
+def test_a_client_that_is_refused_without_end_fills_no_disk() -> None:
+    with LMCacheServer(l1_size_gb=0.05) as server, Peer(address(server)) as peer:
+        peer.ask(peer.hello())
+        for number in range(500):
+            peer.ask(structs.replace(peer.register(), rank=7, engine_id=f"engine {number}"))
+        assert server.log.read_text().count("refused register") == 64
 
 
 def test_why_a_server_does_not_start_is_a_json_line_too(tmp_path) -> None:

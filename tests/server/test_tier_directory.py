@@ -349,6 +349,29 @@ def test_old_records_are_gone(open_at, tmp_path, monkeypatch):
         assert young.exists()
 
 
+@pytest.mark.parametrize("moved_s", [-1e6, 1e6])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("whose", ["machine", "file server"])
+def test_a_clock_that_is_set_deletes_nothing(open_at, tmp_path, monkeypatch, caplog, moved_s, shared, whose):
+    monkeypatch.setattr(module, "SWEEP_EVERY_S", 0.05)
+    tier = open_at(shared=shared, max_age_s=3600.0)
+    assert tier.write("0", memory(1))
+    now_s = time.time()
+    leftover = tmp_path / "tier" / "00" / "~0123456789abcdef"
+    leftover.parent.mkdir(exist_ok=True)
+    leftover.touch()
+    if whose == "machine":
+        monkeypatch.setattr(module.time, "time", lambda: now_s + moved_s)
+    else:
+        monkeypatch.setattr(folders, "now_s", lambda _root: now_s + moved_s)
+    wait_until(lambda: "set it, then restart the server" in caplog.text)
+    caplog.clear()
+    wait_until(lambda: "set it, then restart the server" in caplog.text, what="another sweep")
+    monkeypatch.undo()
+    assert list(tier.present(["0"])) == [True]
+    assert leftover.exists()
+
+
 def test_two_servers_need_shared(open_at, tmp_path):
     first = open_at()
     assert "add shared=1" in fails(open_at)

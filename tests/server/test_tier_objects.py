@@ -117,6 +117,17 @@ def test_what_is_absent_is_not_asked_for_again_for_a_while(open_at, s3, monkeypa
     assert list(tier.present(["a9"])) == [True], "its time is over"
 
 
+def test_an_object_of_another_size_is_replaced_and_never_deleted(open_at, s3):
+    """Somebody else may have answered, such as the page of a hotel's network."""
+    tier = open_at(s3)
+    assert tier.write("a", memory(2, seed=2))
+    assert not tier.read("a", memory(1))
+    assert list(tier.present(["a"])) == [False], "so it is neither deleted nor kept from being written"
+    assert kept(open_at(s3), "a", memory(2, seed=2))
+    assert tier.write("a", memory(1, seed=1))
+    assert kept(tier, "a", memory(1, seed=1))
+
+
 def test_a_prefix_keeps_tiers_apart(open_at, s3):
     one, other, whole = (open_at(s3, prefix=prefix) for prefix in ("one", "one/other", ""))
     whole.clear("")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from harness import stores, tools
 from harness.processes import free_port
+from harness.proxy import Proxy
 from harness.stores import Store, ask
 from harness.tiers import TierContract, all_fail_in_time, fails, kept, memory
 from harness.waiting import wait_until
@@ -163,6 +164,28 @@ def test_a_store_that_hangs_or_dies_fails_each_call_at_its_deadline(open_at, tmp
         assert kept(tier, "c", memory(3, seed=3))
 
 
+def test_a_connection_that_went_silent_is_replaced(open_at, one):
+    """As after a firewall has forgotten it: the store is well, and takes new connections."""
+    with Proxy(one.port) as proxy:
+        tier = open_at(proxy.port)
+        assert tier.write("a", memory(2, seed=1))
+        for _ in range(2):
+            proxy.silence()
+            assert [working(lambda: list(tier.present(["a"]))) for _ in range(4)] == [None] * 3 + [[True]]
+        proxy.silence()
+        texts = all_fail_in_time([lambda: tier.read("a", memory(2))] * 12, 3 * DEADLINE_S)
+        assert all("gave no answer in time" in text for text in texts), "in several threads at once"
+        assert kept(tier, "a", memory(2, seed=1))
+
+
+def test_a_value_longer_than_its_record_stays_in_the_store(open_at, one):
+    tier = open_at(one.port)
+    assert tier.write("a", memory(4096))
+    sent = int(re.findall(r"total_net_output_bytes:(\d+)", ask(one.port, "INFO stats"))[0])
+    assert not tier.read("a", memory(1))
+    assert int(re.findall(r"total_net_output_bytes:(\d+)", ask(one.port, "INFO stats"))[0]) - sent < 1 << 20
+
+
 def test_a_lost_node_takes_only_its_own_records(open_at, tmp_path):
     with stores.valkey_cluster(tmp_path) as nodes:
         tier = open_at(*(node.port for node in nodes), cluster=True)
@@ -191,7 +214,7 @@ def test_a_wrong_password_names_the_variables(open_at, tmp_path):
 
 def test_a_user_of_an_acl_may_be_named(open_at, tmp_path):
     with stores.valkey(tmp_path) as store:
-        rights = "~lmc1:* +info +get +set +exists +unlink +scan"
+        rights = "~lmc1:* +info +strlen +get +set +exists +unlink +scan"
         assert "OK" in ask(store.port, f"ACL SETUSER cache on >secret {rights}")
         tier = open_at(store.port, username="cache", password="secret")
         assert tier.write("a", memory(2, seed=1))

@@ -1,4 +1,4 @@
-"""A TCP proxy between a server and its store, which delays what the store says or cuts it in the middle."""
+"""A TCP proxy between a server and its store, which delays or cuts what the store says, or goes silent."""
 
 import contextlib
 import socket
@@ -21,6 +21,7 @@ class Proxy:
         """A connection ends when the store has sent so many bytes at once, in the middle of a record."""
         self.cuts = 0
         self._open: set[socket.socket] = set()
+        self._silent: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.port: int = self._listener.getsockname()[1]
         self._threads = [threading.Thread(target=self._accept)]
@@ -35,6 +36,10 @@ class Proxy:
             self._end(each)
         for thread in self._threads:
             thread.join()
+
+    def silence(self) -> None:
+        """Nothing more passes through the connections that are open now, and none of them ends."""
+        self._silent |= self._open
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -51,6 +56,8 @@ class Proxy:
         passed, began_s = 0, 0.0
         with contextlib.suppress(OSError):
             while piece := source.recv(PIECE_BYTES):
+                if source in self._silent:
+                    continue
                 if time.monotonic() - began_s > 0.1:  # the store was silent: another answer
                     passed = 0
                 began_s = time.monotonic()
