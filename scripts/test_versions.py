@@ -34,6 +34,7 @@ TESTS = (
     "test_admission.py::test_a_conversation_a_new_answer_and_a_second_fork_are_served[qwen3next]",
     "test_speculation.py::test_target_and_drafter_are_restored_exactly[llama, EAGLE]",
     "test_resets.py::test_a_reset_succeeds_while_the_server_is_stopped_and_holds_a_store",
+    "test_resets.py::test_engines_share_the_pages_of_a_weight_version",
     "test_serving.py::test_three_processes_find_the_connector_by_its_bare_name",
     "test_serving.py::test_salts_and_equal_prompts_share_only_with_themselves",
     "test_serving.py::test_an_engine_outlives_the_server_and_uses_it_when_it_is_there",

@@ -18,13 +18,14 @@ from lmcache_client.connector.metadata import LoadJob, StepMetadata, WorkerRepor
 from lmcache_client.connector.offers import Offers, stores
 from lmcache_client.connector.places import places, schedulers
 from lmcache_client.connector.request import Asking, PrefillSpeed, Promised, Tracked, fits
+from lmcache_client.connector.root import Root, start_anew
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.spans import Spans
 from lmcache_client.connector.stats import TransferStats
 from lmcache_client.connector.weights import Adapters
 from lmcache_client.contract.admission import known_chunks
 from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS, RECURRENT, GroupSpec, unified_block_size
-from lmcache_client.contract.keys import KEY_BYTES, MAX_CHUNKS, ROOT_KEY
+from lmcache_client.contract.keys import MAX_CHUNKS
 from lmcache_client.contract.messages import Cleared, Found, Lookup
 from lmcache_client.contract.patience import fetch_patience_s
 from lmcache_client.engine import JOIN_S, load_message
@@ -70,7 +71,7 @@ class SchedulerSide:
         self._loads = loads
         self._stores = stores
         self._tracked: dict[str, Tracked] = {}
-        self._root = ROOT_KEY
+        self._root = Root(bool(settings.weights_name), system.random_bytes)
         self._clear: Pending | None = None
         """The last request to clear the server; None if vLLM has not reset its cache."""
         self._queued: list[LoadJob] = []
@@ -112,22 +113,19 @@ class SchedulerSide:
         """vLLM's reset_cache: from now on no page that was computed before may serve a request, because the
         weights may change.
 
-        All further keys start at a new random root. So no earlier page can be found, even if its store is
-        still under way, or if a server that is gone now restores it later. Nobody waits for the server. It is
-        only asked to free the memory.
+        All further keys start at a new root. So no earlier page can be found, even if its store is still
+        under way, or if a server that is gone now restores it later. Nobody waits for the server. It is only
+        asked to free the memory, unless others may share these pages by a name.
         """
-        self._root = self.channel.system.random_bytes(KEY_BYTES)
+        self._root.reset()
+        self._start_anew()
+        self._clear = None if self._settings.weights_name else self.client.clear()
+        logger.info("lmcache: vLLM reset its cache, so nothing that was stored before is used any more")
+
+    def _start_anew(self) -> None:
         self._early.reset()
         self.events.withdraw_all()
-        for request_id, tracked in list(self._tracked.items()):
-            self._forget(tracked)
-            if tracked.request.num_computed_tokens:
-                # vLLM did not preempt it, so it continues with earlier pages.
-                del self._tracked[request_id]
-            else:
-                self._tracked[request_id] = tracked.anew(self._root)
-        self._clear = self.client.clear()
-        logger.info("lmcache: vLLM reset its cache, so nothing that was stored before is used any more")
+        start_anew(self._tracked, self._root.key, self._forget)
 
     def take_stats(self) -> TransferStats | None:
         """Returns and resets the counts since the last step, with CONNECTED. This side can only have joined
@@ -163,6 +161,7 @@ class SchedulerSide:
     def matched_tokens(self, request: "Request", computed: int) -> tuple[int | None, bool]:
         """vLLM's get_num_new_matched_tokens: (tokens beyond `computed`, load asynchronously), or
         (None, False) to make vLLM ask again. Idempotent: vLLM asks in every step while the request waits."""
+        self._root.name(self._start_anew)
         self._early.asked(request.request_id)
         tracked = self._current(request.request_id)
         if tracked is None or not self._loads or request.skip_reading_prefix_cache:
@@ -261,7 +260,7 @@ class SchedulerSide:
         hint = self._hints.read(request.kv_transfer_params)
         lora = request.lora_request
         adapter = self._adapters.key(lora.lora_name, lora.lora_path, lora.lora_int_id) if lora else ()
-        tracked = Tracked(request, self._root, self._lookahead, once=hint.once, adapter=adapter)
+        tracked = Tracked(request, self._root.key, self._lookahead, once=hint.once, adapter=adapter)
         tracked.no_load = not hint.load
         self._handover.begin(tracked, hint.wait_tokens if self._loads else 0)
         self._tracked[request.request_id] = tracked
@@ -327,6 +326,8 @@ class SchedulerSide:
     def step(self, output: "SchedulerOutput") -> StepMetadata:
         """vLLM's build_connector_meta: the loads and stores that the workers start in this step."""
         self._may_wait = True
+        if output.num_scheduled_tokens:
+            self._root.name(self._start_anew)
         if accepted := self._early.end_step():
             self.client.accept(accepted)
         idle = not output.num_scheduled_tokens
@@ -369,8 +370,7 @@ class SchedulerSide:
                 self._spans.add(tracked.request, "load", tracked.loading_since_s, self._now_s(), **result)
                 tracked.loading = 0
                 self._release(tracked)
-        report = output.kv_connector_worker_meta
-        if isinstance(report, WorkerReport):
+        if isinstance(report := output.kv_connector_worker_meta, WorkerReport):
             for job_id, workers in report.settled.items():
                 if (seconds := self.held.settled(job_id, workers)) is not None:
                     self._spans.settled(job_id, seconds)

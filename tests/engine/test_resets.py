@@ -50,6 +50,59 @@ def test_a_request_that_goes_on_over_a_reset_stores_nothing_more() -> None:
         assert_new(engine, 1)
 
 
+NAMED = {"lmcache.mp.weights_name": "policy"}
+
+
+def update(engine: Engine, version: str) -> None:
+    engine.pause()
+    engine.change_weights()
+    engine.set_weight_version(version)
+
+
+def test_engines_share_the_pages_of_a_weight_version() -> None:
+    tokens = prompt(700, 1)
+    with LMCacheServer(l1_size_gb=0.1) as server:
+        with Engine("llama", server=server, extra_config=NAMED) as engine:
+            old = engine.run(tokens)
+            update(engine, "step 1")
+            new = engine.run(tokens)
+            assert new.external_tokens == 0
+            assert new.output != old.output, "the weights are others"
+        with Engine("llama", server=server, extra_config=NAMED) as engine:
+            assert engine.run(tokens).tokens == old.tokens, "of the weights that it has loaded"
+            update(engine, "step 1")
+            served = engine.run(tokens)
+            assert served.external_tokens == 512
+            assert served.output == new.output
+            update(engine, "step 0")
+            other = engine.run(tokens)
+            assert other.external_tokens == 0
+            assert other.output == old.output, "the weights are again those of before"
+            update(engine, "step 1")
+            assert engine.run(tokens).external_tokens == 512
+
+
+def test_a_weight_version_that_comes_too_late_or_says_nothing_new_is_no_name() -> None:
+    """Of pages that were computed since the reset, nobody knows the weights."""
+    tokens = prompt(700, 1)
+    with LMCacheServer(l1_size_gb=0.1) as server:
+        with Engine("llama", server=server, extra_config=NAMED) as engine:
+            update(engine, "step 1")
+            engine.run(tokens)
+            assert engine.reset_prefix_cache()
+            assert engine.run(tokens).external_tokens == 512
+            engine.pause()
+            assert engine.run(tokens).external_tokens == 0, "the version is no other, but perhaps the weights"
+        with Engine("llama", server=server, extra_config=NAMED) as engine:
+            engine.pause()
+            engine.run(prompt(700, 2))
+            engine.set_weight_version("step 1")
+            assert engine.run(tokens).external_tokens == 0
+        with Engine("llama", server=server) as engine:
+            update(engine, "step 1")
+            assert engine.run(tokens).external_tokens == 0, "its versions may be those of another training"
+
+
 def test_a_reset_gives_the_memory_back() -> None:
     with LMCacheServer(l1_size_gb=0.1) as server, Engine("llama", server=server) as engine:
         engine.run(prompt(700, 1))

@@ -334,6 +334,10 @@ class Engine:
         """Change the model's weights in place."""
         self.call("change_weights")
 
+    def set_weight_version(self, version: str) -> None:
+        """Tell vLLM, as a trainer does, which version of its weights it has now."""
+        self.call("set_weight_version", version=version)
+
     def corrupt_kv(self, seed: int = 0, rank: int | None = None) -> int:
         """Overwrite the whole KV cache, or that of one rank, with random numbers; returns its bytes."""
         return int(self.call("corrupt_kv", seed=seed, rank=rank))

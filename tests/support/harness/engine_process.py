@@ -205,6 +205,9 @@ class EngineProcess:
     def do_change_weights(self) -> None:
         self.llm.collective_rpc(_change_weights)
 
+    def do_set_weight_version(self, version: str) -> None:
+        self.engine.engine_core.set_weight_version(version)
+
     def do_corrupt_kv(self, seed: int, rank: int | None = None) -> int:
         """Overwrite every page, or those of one rank, with random finite numbers; returns how many bytes."""
         return sum(self.llm.collective_rpc(_corrupt_kv, args=(seed, rank)))

@@ -1,0 +1,64 @@
+"""Where the chains of keys of an engine start: somewhere else after each reset of vLLM's cache."""
+
+import hashlib
+import sys
+from collections.abc import Callable
+
+from lmcache_client.connector.log import logger
+from lmcache_client.connector.request import Tracked
+from lmcache_client.contract.keys import KEY_BYTES, ROOT_KEY
+
+FIRST_VERSION = "default"
+"""What vLLM calls the weights that it has loaded at its start."""
+
+
+class Root:
+    """The `key` that comes before the first of each chain.
+
+    After a reset nobody knows which weights the engine has, so the key is random. If the user names weights
+    (`is_named`), and vLLM has another weight version before it computes anything, the version gives the key.
+    """
+
+    def __init__(self, is_named: bool, random_bytes: Callable[[int], bytes]) -> None:
+        self.key = ROOT_KEY
+        self._is_named, self._random_bytes = is_named, random_bytes
+        self._version = FIRST_VERSION
+        self._may_be_named = False
+
+    def reset(self) -> None:
+        self.key = self._random_bytes(KEY_BYTES)
+        self._may_be_named = self._is_named
+
+    def name(self, changed: Callable[[], None]) -> None:
+        """Called in each step, before it computes anything. Calls `changed` if the key is another now."""
+        if not self._may_be_named:
+            return
+        self._may_be_named = False
+        version = weight_version()
+        # The weights may have changed since vLLM got the version that it had before.
+        if version not in ("", self._version):
+            self._version = version
+            self.key = hashlib.sha256(f"weights {version}".encode()).digest()[:KEY_BYTES]
+            logger.info("lmcache: pages are shared with engines of the weight version %s", version)
+            changed()
+
+
+def start_anew(requests: dict[str, Tracked], key: bytes, forget: Callable[[Tracked], None]) -> None:
+    """The chains of these requests start at `key` from now on."""
+    for request_id, tracked in list(requests.items()):
+        forget(tracked)
+        if tracked.request.num_computed_tokens:
+            # vLLM did not preempt it, so it continues with earlier pages.
+            del requests[request_id]
+        else:
+            requests[request_id] = tracked.anew(key)
+
+
+def weight_version() -> str:
+    """The weight version of the engine that is calling the connector; empty if this vLLM has none. vLLM tells
+    it no connector, but its EngineCore, which knows it, is on the stack."""
+    frame = sys._getframe()
+    while frame := frame.f_back:
+        if tell := getattr(frame.f_locals.get("self"), "get_weight_version", None):
+            return str(tell())
+    return ""
