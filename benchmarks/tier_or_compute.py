@@ -17,8 +17,8 @@ from msgspec import structs
 from section import Section, median
 from tier_servers import keys
 
+from lmcache_client.contract.hits import fetch_patience_s
 from lmcache_client.contract.messages import Found
-from lmcache_client.contract.patience import fetch_patience_s
 from lmcache_client.engine import expect
 
 CHUNK, CHUNK_BYTES = 256, 256 << 10

@@ -165,7 +165,7 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
         logger.info("stopping with %(sessions)d sessions open", {"sessions": len(router.registry.sessions)})
     finally:
         await web.stop()
-        report.planner.flush()
+        report.planner.tick()
         await asyncio.to_thread(l1.stop)
         router.registry.close()
         router.lookups.close()

@@ -3,13 +3,11 @@
 import hashlib
 import sys
 from collections.abc import Callable
+from types import FrameType
 
 from lmcache_client.connector.log import logger
 from lmcache_client.connector.request import Tracked
 from lmcache_client.contract.keys import KEY_BYTES, ROOT_KEY
-
-FIRST_VERSION = "default"
-"""What vLLM calls the weights that it has loaded at its start."""
 
 
 class Root:
@@ -22,7 +20,7 @@ class Root:
     def __init__(self, is_named: bool, random_bytes: Callable[[int], bytes]) -> None:
         self.key = ROOT_KEY
         self._is_named, self._random_bytes = is_named, random_bytes
-        self._version = FIRST_VERSION
+        self._version = "default"  # vLLM's name of the weights that it has loaded at its start
         self._may_be_named = False
 
     def reset(self) -> None:
@@ -57,8 +55,9 @@ def start_anew(requests: dict[str, Tracked], key: bytes, forget: Callable[[Track
 def weight_version() -> str:
     """The weight version of the engine that is calling the connector; empty if this vLLM has none. vLLM tells
     it no connector, but its EngineCore, which knows it, is on the stack."""
-    frame = sys._getframe()
-    while frame := frame.f_back:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
         if tell := getattr(frame.f_locals.get("self"), "get_weight_version", None):
             return str(tell())
+        frame = frame.f_back
     return ""

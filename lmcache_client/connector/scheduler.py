@@ -25,9 +25,9 @@ from lmcache_client.connector.stats import TransferStats
 from lmcache_client.connector.weights import Adapters
 from lmcache_client.contract.admission import known_chunks
 from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS, RECURRENT, GroupSpec, unified_block_size
+from lmcache_client.contract.hits import fetch_patience_s
 from lmcache_client.contract.keys import MAX_CHUNKS
 from lmcache_client.contract.messages import Cleared, Found, Lookup
-from lmcache_client.contract.patience import fetch_patience_s
 from lmcache_client.engine import JOIN_S, load_message
 from lmcache_client.several import Several
 from lmcache_client.transport import SYSTEM, System

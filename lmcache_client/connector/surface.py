@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 
-def used() -> dict[str, dict[str, list[str]]]:
-    """For each class or function, as `module:name`, what the connector uses of it, by the first version that
-    has it: names, and their arguments where vLLM passes or receives any. "0.28" stands for all earlier
-    versions, too."""
-    table: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("surface.json").read_text())
+def used() -> dict[str, list[str]]:
+    """For each class or function, as `module:name`, what the connector uses of it: names, and their arguments
+    where vLLM passes or receives any."""
+    table: dict[str, list[str]] = json.loads(Path(__file__).with_name("surface.json").read_text())
     return table
 
 
@@ -25,8 +24,7 @@ def missing() -> list[str]:
     """What this vLLM lacks, as `Class.name(arguments)`."""
     return [
         f"{place.partition(':')[2]}{'' if name.startswith('(') else '.'}{name}"
-        for place, versions in used().items()
-        for names in versions.values()
+        for place, names in used().items()
         for name in names
         if not _has(_owner(place), name)
     ]

@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ REMEMBERED_BYTES = 1 << 20
 SLOTS = threading.Semaphore(4)
 """So many files are read at a time."""
 MAX_ADAPTERS = 4096
+ADAPTER_WAIT_S = 0.1  # for the digest of a new adapter; until it is there, the adapter is this process's own
 
 
 def local_path(name: str, revision: str | None = None, cache: str | None = None) -> Path | None:
@@ -122,7 +123,7 @@ class Adapters:
     """
 
     def __init__(self) -> None:
-        self._keys: dict[tuple[str, int], tuple[object, tuple[str, ...]]] = {}
+        self._contents: dict[tuple[str, int], tuple[object, Future[str]]] = {}
         self._nonce = os.urandom(16).hex()
         self._started_ns = process_started_ns()
 
@@ -130,16 +131,17 @@ class Adapters:
         """`number` is vLLM's own of the adapter: another if it was unloaded and loaded again."""
         place = local_path(path)
         state = _state(place)
-        known = self._keys.get((path, number))
-        if known is not None and known[0] == state:
-            return known[1]
-        content = fingerprint(place) if place is not None and is_older(place, self._started_ns) else ""
-        own = (name, path, self._nonce, str(number), repr(state))
-        key = ("lora", "content", content) if content else ("lora", "own", *own)
-        if len(self._keys) >= MAX_ADAPTERS:
-            self._keys.clear()
-        self._keys[path, number] = state, key
-        return key
+        known, hashing = self._contents.get((path, number), (None, Future[str]()))
+        if known != state:
+            if len(self._contents) >= MAX_ADAPTERS:
+                self._contents.clear()
+            is_old = place is not None and is_older(place, self._started_ns)
+            hashing = in_thread(functools.partial(fingerprint, place) if place and is_old else str)
+            self._contents[path, number] = state, hashing
+            wait([hashing], ADAPTER_WAIT_S)
+        if hashing.done() and (content := hashing.result()):
+            return ("lora", "content", content)
+        return ("lora", "own", name, path, self._nonce, str(number), repr(state))
 
 
 def _state(path: Path | None) -> list[tuple[str, int, int]]:

@@ -4,7 +4,6 @@ Incoming data cannot name anything to import, call or build: MessagePack yields 
 arrays, and msgspec accepts them only where they fit the types of the expected value.
 """
 
-import functools
 import itertools
 from typing import Annotated, Any
 
@@ -18,8 +17,6 @@ MAX_ARRAYS = 1 << 17
 """The limit per message: an empty array takes one byte on the wire but 64 bytes in memory."""
 MAX_TEXT = 1 << 16
 MAX_SHOWN = 1024
-
-_PLAIN = functools.partial(msgspec.to_builtins, builtin_types=(bytes,))
 
 Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
@@ -35,8 +32,7 @@ class ProtocolError(ValueError):
 
 def pack(value: object) -> bytes:
     """Encodes plain values and Wire values as MessagePack."""
-    packed: bytes = msgpack.packb(value, default=_PLAIN)
-    return packed
+    return msgspec.msgpack.encode(value)
 
 
 def unpack(data: bytes) -> Any:

@@ -48,3 +48,8 @@ def _last_missing(
         if missing >= 0:
             return missing
     return -1
+
+
+def fetch_patience_s(num_tokens: int) -> float:
+    """How long a lookup for a prompt of so many tokens may wait for tiers, in seconds; both sides do."""
+    return min(30.0, 2.0 + num_tokens / 10_000)

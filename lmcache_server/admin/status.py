@@ -15,9 +15,10 @@ from typing import Any
 from lmcache_client.contract.version import VERSION
 from lmcache_server.config import Config
 from lmcache_server.core.cache import Cache
+from lmcache_server.core.demand import SIZES
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.l1.memory import L1Memory
-from lmcache_server.service.planner import SIZES, Planner
+from lmcache_server.service.planner import Planner
 from lmcache_server.service.registry import Registry
 from lmcache_server.service.sessions import Session
 from lmcache_server.service.system import System
@@ -58,7 +59,7 @@ class Report:
     def tick(self) -> None:
         """Once a second: forget unused namespaces, count evictions, record the history and the lookups."""
         self.registry.forget_namespaces()
-        self.planner.flush()
+        self.planner.tick()
         cache, metrics = self.cache, self.metrics
         # Prometheus misses the first counts of a series that it has not seen at zero.
         for engine in self.registry.engines:

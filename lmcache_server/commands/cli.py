@@ -56,16 +56,21 @@ def server(**values: Any) -> int:
     help="Print what the namespaces of the connected engines are made of. Engines share pages only if all of "
     "it is equal.",
 )
-def status(host: str, port: int, timeout_s: float, as_json: bool, explain: bool) -> None:
+@click.option(
+    "--namespace", default="", metavar="DIGITS,DIGITS",
+    help="Print what differs between the namespaces of connected engines that begin with these digits.",
+)  # fmt: skip
+def status(host: str, port: int, timeout_s: float, as_json: bool, explain: bool, namespace: str) -> None:
     """Print what a server holds: memory, models, sessions, hit rate."""
     import json
 
     from lmcache_server.commands import control
     from lmcache_server.commands.status import explanation, summary
 
-    report = control.report(host, port, timeout_s, explain)
-    text = explanation if explain else summary
-    click.echo(json.dumps(report, indent=2) if as_json else text(report))
+    report = control.report(host, port, timeout_s, explain or bool(namespace))
+    names = tuple(filter(None, namespace.lower().split(",")))
+    text = explanation(report, names) if explain or names else summary(report)
+    click.echo(json.dumps(report, indent=2) if as_json else text)
 
 
 @cli.command()
@@ -82,8 +87,8 @@ def plan(
 ) -> None:
     """Print the hit rates that other sizes of L1 would have had.
 
-    The server counts every lookup. For models with full attention alone, the rates are exact up to the size
-    that the last line names. For models with windows or states they are estimates.
+    The server plays every lookup for a cache of each size. The rates are right up to the size that the last
+    line names; without that line, for all sizes.
     """
     import json
 

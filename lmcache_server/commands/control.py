@@ -33,9 +33,8 @@ from lmcache_client.contract.messages import (
     Welcome,
 )
 from lmcache_client.contract.version import VERSION
-from lmcache_server.core.demand import WINDOWS
+from lmcache_server.core.demand import SIZES, WINDOWS
 from lmcache_server.errors import CommandError
-from lmcache_server.service.planner import SIZES
 from lmcache_server.telemetry.metrics import OBJECTS, REASONS
 
 REQUEST_ID = 1
@@ -57,7 +56,7 @@ _NAMESPACE = _object(
     "namespace model", _NUMBERS, ephemeral=bool, engines=list[str], groups=list[_GROUP],  # type: ignore[valid-type]
     tokens=_TOKENS | None, missed=_MISSED | None,
 )  # fmt: skip
-_EXPLAINED = _object("engine namespace", "", fields=dict[str, str])
+_EXPLAINED = _object("engine namespace model", "", fields=dict[str, str])
 _SESSION = _object(
     "role engine_id client_version vllm_version not_cached", "session_id pid rank", age_s=_Real
 )

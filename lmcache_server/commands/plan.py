@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lmcache_server.core.demand import Demand, Sizes
+from lmcache_server.core.demand import Demand, Sizes, together
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.host.logs import printable
 from lmcache_server.host.units import size
@@ -19,6 +19,7 @@ MOST = 0.5  # the share of all possible gain that a recommended size has at leas
 def replayed(path: str, l1_bytes: int) -> dict[str, Any]:
     """The demand of a record, in the form of a status report, for an L1 of this size. Raises CommandError."""
     counted, time_s = Demand(MAX_RECORDED_KEYS), 0.0
+    counted.l1_frames = l1_bytes / FRAME_BYTES
     for event in record.read(path):
         namespace, time_s = event.namespace.encode(), event.time_s
         sizes = Sizes(event.chunk_size, event.chunk_frames, event.sparse, event.states)
@@ -27,10 +28,10 @@ def replayed(path: str, l1_bytes: int) -> dict[str, Any]:
             counted.looked_up(namespace, sizes, event.names(), *tokens, time_s)
         else:
             counted.completed(namespace, sizes, event.names())
-    exact, frames = counted.exact_frames(), l1_bytes / FRAME_BYTES
+    exact = counted.exact_frames()
     return {
         "exact_bytes": None if exact is None else exact * FRAME_BYTES,
-        "windows": {name: rates(counted.window(name, time_s).together, frames) for name in WINDOWS},
+        "windows": {name: rates(together(counted.window(name, time_s))) for name in WINDOWS},
     }
 
 

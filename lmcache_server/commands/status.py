@@ -84,12 +84,16 @@ def group_name(group: dict[str, Any]) -> str:
     return f"{group['kind'].replace('_', ' ')}{window}"
 
 
-def explanation(report: dict[str, Any]) -> str:
-    """What the namespaces of the connected engines are made of, a line each, to be compared with `diff`."""
+def explanation(report: dict[str, Any], namespaces: tuple[str, ...] = ()) -> str:
+    """What the namespaces of the connected engines are made of, a line each, to be compared with `diff`. With
+    the first digits of some `namespaces`, only those, and of them only what differs."""
+    chosen = [each for each in report["explained"] if each["namespace"].startswith(namespaces or "")]
     lines = []
-    for explained in sorted(report["explained"], key=lambda each: str(each["engine"])):
+    for explained in sorted(chosen, key=lambda each: str(each["engine"])):
         lines.append(f"engine {explained['engine']}, namespace {explained['namespace']}")
-        lines += [f"  {name}: {value}" for name, value in explained["fields"].items()]
+        for name, value in explained["fields"].items():
+            if not namespaces or any(each["fields"].get(name) != value for each in chosen):
+                lines.append(f"  {name}: {value}")
     return "\n".join(map(printable, lines)) if lines else "no engine is connected: start one, then ask again"
 
 

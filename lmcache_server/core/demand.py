@@ -1,21 +1,24 @@
-"""The hits that other sizes of L1 would have had, from the distances at which lookups find their chunks.
+"""The hits that other sizes of L1 would have had.
 
-All remembered chunks are one list, the last used first. A lookup finds a chunk in an L1 of some size exactly
-if the chunk and all that were used after it fit into that size. So one pass over the live traffic gives the
-hits of every size. (Mattson and others, "Evaluation techniques for storage hierarchies", 1970.)
+For each size there is a ghost: it plays every lookup, and knows which chunks an L1 of that size would have
+now. All ghosts forget what was used longest ago. So one list is enough for all: the requests, each with the
+chunks that it was the last to use. A ghost is a place in that list.
 """
 
 import itertools
 import math
-from collections import Counter, defaultdict, deque
-from collections.abc import Container, Iterator, Sequence
+import operator
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-STEPS_PER_OCTAVE = 32
-"""How finely distances are counted: in steps of 2.2 %."""
+MULTIPLES = (0.25, 0.5, 1, 2, 4, 10)
+"""The sizes of the ghosts, as multiples of L1. One more has no limit."""
+SIZES = (*map(str, MULTIPLES), "unlimited")
+"""Their names in a report."""
 PERIOD_S = 300.0
-WINDOWS = {"hour": (PERIOD_S, 12), "day": (3600.0, 24), "start": (math.inf, 1)}
-"""By name, the seconds of a period and the number of periods; "start" stands for all since the start."""
+WINDOWS = {"hour": 12, "day": 288, "start": 0}
+"""By name, the number of periods; "start" stands for all since the start."""
 MAX_KEYS = 1_000_000
 MAX_CHUNKS = 16_384
 """Of one lookup. Further ones are not counted: that would keep other clients waiting."""
@@ -24,8 +27,7 @@ MAX_RUNS = 256
 MAX_NAMESPACES = 16
 OTHERS = b""
 """Stands for all namespaces beyond MAX_NAMESPACES."""
-_FAN_BITS = 6
-_FAN = 1 << _FAN_BITS
+_ALL = (1 << len(SIZES)) - 1
 
 
 @dataclass(frozen=True)
@@ -42,57 +44,68 @@ class Sizes:
 
 @dataclass
 class Curve:
-    """The tokens that were looked up and that the engine did not hold; and of these, by distance, the tokens
-    that a large enough L1 would have found."""
+    """The tokens that were looked up and that the engine did not hold; and of these, by size, those that the
+    ghost of this size would have found."""
 
     tokens: int = 0
-    found: Counter[int] = field(default_factory=Counter)
+    hits: list[int] = field(default_factory=lambda: [0] * len(SIZES))
 
-    def add(self, other: "Curve", sign: int = 1) -> None:
-        self.tokens += sign * other.tokens
-        for place, tokens in other.found.items():
-            self.found[place] += sign * tokens
+    def add(self, other: "Curve") -> None:
+        self.tokens += other.tokens
+        self.hits = list(map(operator.add, self.hits, other.hits))
 
-    def hits(self, frames: float) -> float:
-        """The tokens that an L1 of so many frames would have found."""
-        if frames <= 0:
-            return 0.0
-        step = STEPS_PER_OCTAVE * math.log2(frames)
-        whole = sum(tokens for place, tokens in self.found.items() if place < math.floor(step))
-        return whole + self.found.get(math.floor(step), 0) * (step - math.floor(step))
 
-    @property
-    def all_hits(self) -> int:
-        """The tokens that an L1 without limit would have found."""
-        return self.found.total()
+class _Ghost:
+    """Which chunks an L1 of some size would have: of the request `oldest` the first `left` of its chunks, and
+    all chunks of later requests. They take `frames`."""
+
+    def __init__(self) -> None:
+        self.frames = self.oldest = self.left = 0
+
+    def has(self, request: int, chunks: int) -> int:
+        """How many of the first `chunks` of a request it has."""
+        return chunks if request > self.oldest else min(chunks, self.left) if request == self.oldest else 0
+
+    def take(self, request: int, chunks: int, chunk_frames: int) -> None:
+        """The first `chunks` of this request are no longer its chunks."""
+        taken = self.has(request, chunks)
+        self.frames -= taken * chunk_frames
+        if request == self.oldest:
+            self.left -= taken
+
+    def trim(self, frames: float, requests: dict[int, tuple[list[int], int]]) -> None:
+        """Forgets what was used longest ago, of each request the end first, until the rest fits."""
+        while self.frames > frames:
+            if not self.left:
+                self.oldest += 1
+                self.left = len(requests.get(self.oldest, ((), 0))[0])
+                continue
+            chunk_frames = requests[self.oldest][1]
+            forgotten = min(self.left, math.ceil((self.frames - frames) / chunk_frames))
+            self.left -= forgotten
+            self.frames -= forgotten * chunk_frames
 
 
 class Demand:
-    """The distances of all lookups, by namespace.
-
-    It remembers at most `max_keys` chunks and requests, and `max_frames` frames. It forgets what was used
-    longest ago: that counts as new. A distance below `least_frames` counts as `least_frames`.
-    """
+    """The ghosts, and what they would have hit, by namespace. At most `max_keys` chunks are remembered."""
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self.max_keys = max_keys
-        self.max_frames = 1 << 60
-        self.least_frames = 1
-        self._stack = _Stack()
-        self._uses: defaultdict[bytes, dict[int, int]] = defaultdict(dict)
-        """By namespace and chunk, the number of the request that used it last."""
-        self._resumable: defaultdict[bytes, dict[int, int]] = defaultdict(dict)
-        """The chunks at whose end windows and states were stored; for each, the place of the least L1 that
-        still has them."""
+        self.l1_frames = 0.0
+        """The size of L1 that MULTIPLES are of."""
+        self._ghosts = [_Ghost() for _ in SIZES]
+        self._uses: dict[int, int] = {}
+        """By chunk, the number of the request that used it last."""
+        self._requests: dict[int, tuple[list[int], int]] = {}
+        """By number, the chunks that no later request has used, and the frames of each."""
+        self._stored: dict[int, int] = {}
+        """By chunk, a bit for each ghost that would have windows and states at its end."""
+        self._first, self._last, self._listed = 1, 0, 0
+        """The numbers of the first and the last request, and how many chunks all have, some of them twice."""
         self._forgot = False
-        self._windows = {name: Window(*sizes) for name, sizes in WINDOWS.items()}
-        self._open: defaultdict[bytes, Curve] = defaultdict(Curve)
-        """What the windows do not have yet: the lookups of this period."""
-        self._period = 0.0
-
-    def __len__(self) -> int:
-        """How many chunks it remembers."""
-        return sum(map(len, self._uses.values()))
+        self._periods: deque[tuple[int, dict[bytes, Curve]]] = deque(maxlen=WINDOWS["day"])
+        self._since_start: dict[bytes, Curve] = {}
+        """By namespace, what was counted: in each period that had a lookup, and in all."""
 
     def looked_up(
         self,
@@ -104,197 +117,125 @@ class Demand:
         now_s: float,
     ) -> None:
         """Counts a lookup of the chain `keys`, of which the engine itself holds `computed_tokens`."""
-        # Short names take less memory than keys. Two chunks hardly ever have the same.
         limit_tokens = min(limit_tokens, MAX_CHUNKS * sizes.chunk_size)
-        names = list(map(hash, keys[: limit_tokens // sizes.chunk_size]))
+        names = _names(namespace, keys[: limit_tokens // sizes.chunk_size])
         if not names:
             return
-        if (period := now_s // PERIOD_S) != self._period or len(self._open) >= MAX_NAMESPACES:
-            self._close()
-            self._period = period
-        curve, resumable = self._open[namespace], self._resumable[namespace]
-        curve.tokens += max(limit_tokens - computed_tokens, 0)
-        uses = [*map(self._uses[namespace].get, names), None]
-        total = uses.index(None)
-        behind, first, place, newer = computed_tokens // sizes.chunk_size, 0, 0, 0
-        found: list[tuple[int, int]] = []
-        # A request that used a chunk has used all before it, so its chunks lie side by side.
-        for request, run in itertools.islice(itertools.groupby(uses[:total]), MAX_RUNS):
-            end = first + len(list(run))
-            assert request is not None
-            self._stack.take(request, names[first:end])
-            newer, chunk = self._stack.newer(request), max(first, behind)
-            for stop in self._stops(newer, sizes, range(chunk, end), names, resumable):
-                place = max(place, self._place(newer + stop * sizes.chunk_frames))
-                found.append((place, stop))
-            first = end
+        hits = held = self._take(names)
         if sizes.sparse:
-            # A smaller L1 has lost chunks with their windows and states, and the chunks alone came back.
-            found = sorted((max(place, resumable[names[stop - 1]]), stop) for place, stop in found)
-            resumable.update((names[stop - 1], least) for least, stop in found)
-            # They are stored where a prompt parts from what L1 has, and at its end.
-            if total:
-                place, fork = max(place, self._place(newer + total * sizes.chunk_frames)), names[total - 1]
-                resumable[fork] = min(resumable.get(fork, place), place)
-            resumable[names[-1]] = 0
-        for place, stop in found:
-            if stop > behind:
-                curve.found[place] += (stop - behind) * sizes.chunk_size
-                behind = stop
-        self._use(namespace, sizes, names)
-
-    def _stops(
-        self, newer: int, sizes: Sizes, chunks: range, names: Sequence[int], resumable: Container[int]
-    ) -> Iterator[int]:
-        """The numbers of chunks after which a lookup can resume: of those whose distances count at the same
-        place, the last."""
-        if sizes.sparse:
-            yield from (chunk + 1 for chunk in chunks if names[chunk] in resumable)
-            return
-        stop = chunks.start
-        while stop < chunks.stop:
-            place = self._place(newer + (stop + 1) * sizes.chunk_frames)
-            end = (2 ** ((place + 1) / STEPS_PER_OCTAVE) - newer) // sizes.chunk_frames
-            stop = min(max(int(end), stop + 1), chunks.stop)
-            yield stop
-
-    def _place(self, frames: int) -> int:
-        """Where this distance counts."""
-        return math.floor(STEPS_PER_OCTAVE * math.log2(max(frames, self.least_frames)))
+            hits = self._resume(names, held)
+        behind = computed_tokens // sizes.chunk_size
+        found = [max(chunks - behind, 0) * sizes.chunk_size for chunks in hits]
+        self._count(namespace, Curve(max(limit_tokens - computed_tokens, 0), found), now_s)
+        self._use(names, sizes.chunk_frames)
 
     def completed(self, namespace: bytes, sizes: Sizes, keys: Sequence[bytes]) -> None:
         """Counts the chunks that a request has completed by its end, of which `keys` is the whole chain."""
-        uses = self._uses[namespace]
-        new = list(itertools.takewhile(lambda name: name not in uses, map(hash, reversed(keys[:MAX_CHUNKS]))))
-        if new:
-            self._use(namespace, sizes, new[::-1])
+        names = reversed(_names(namespace, keys[:MAX_CHUNKS]))
+        if new := list(itertools.takewhile(lambda name: name not in self._uses, names)):
+            self._use(new[::-1], sizes.chunk_frames)
             if sizes.sparse and not sizes.states:
-                self._resumable[namespace].update(dict.fromkeys(new, 0))
+                self._stored.update(dict.fromkeys(new, _ALL))
 
-    def _use(self, namespace: bytes, sizes: Sizes, names: list[int]) -> None:
-        """These chunks, which no request in the stack has, were used now. Forgets others, if it must."""
-        stack = self._stack
-        request = stack.push(namespace, names, sizes.chunk_frames)
-        self._uses[namespace].update(dict.fromkeys(names, request))
-        while stack.chunks > self.max_keys or stack.frames > self.max_frames:
+    def _take(self, names: list[int]) -> list[int]:
+        """Takes these chunks from the requests that used them last. For each ghost, how many it has from the
+        first on."""
+        held, first = [0] * len(SIZES), 0
+        uses = [*map(self._uses.get, names), None]
+        # A request that used a chunk has used all before it, so its chunks lie side by side.
+        for request, run in itertools.islice(itertools.groupby(uses[: uses.index(None)]), MAX_RUNS):
+            assert request is not None
+            chunks = len(list(run))
+            left, chunk_frames = self._requests.get(request, ([], 0))
+            # Keys that are no chain are not worth more.
+            is_first = left[:chunks] == names[first : first + chunks]
+            for number, ghost in enumerate(self._ghosts):
+                held[number] += ghost.has(request, chunks) if held[number] == first else 0
+                if is_first:
+                    ghost.take(request, chunks, chunk_frames)
+            if is_first:
+                del left[:chunks]
+                self._listed -= chunks
+            if not left:
+                self._requests.pop(request, None)
+            first += chunks
+        return held
+
+    def _resume(self, names: list[int], held: list[int]) -> list[int]:
+        """For each ghost, which has so many of these chunks: after how many it has windows and states."""
+        resumed = [0] * len(SIZES)
+        for count, name in enumerate(names[: max(held)], 1):
+            if stored := self._stored.get(name, 0):
+                # Where the chunk was forgotten and has come back, they have not.
+                stored &= sum(1 << ghost for ghost, chunks in enumerate(held) if chunks >= count)
+                self._stored[name] = stored
+                resumed = [count if stored >> ghost & 1 else last for ghost, last in enumerate(resumed)]
+        # They are stored where a prompt parts from what L1 has, and at its end.
+        for ghost, chunks in enumerate(held):
+            if chunks:
+                self._stored[names[chunks - 1]] = self._stored.get(names[chunks - 1], 0) | 1 << ghost
+        self._stored[names[-1]] = _ALL
+        return resumed
+
+    def _use(self, names: list[int], chunk_frames: int) -> None:
+        """These chunks, which no request has, were used now. Forgets others, if it must."""
+        self._last += 1
+        self._requests[self._last] = names, chunk_frames
+        self._uses.update(dict.fromkeys(names, self._last))
+        limits = *(multiple * self.l1_frames for multiple in MULTIPLES), math.inf
+        for ghost, limit in zip(self._ghosts, limits, strict=True):
+            ghost.frames += len(names) * chunk_frames
+            ghost.trim(limit, self._requests)
+        self._listed += len(names)
+        while self._listed > self.max_keys:
             self._forgot = True
-            request, namespace, names = stack.pop()
-            uses = self._uses[namespace]
-            for name in names:
-                if uses.get(name) == request:
-                    del uses[name]
-                    self._resumable[namespace].pop(name, None)
-            if not uses:
-                del self._uses[namespace]
-                self._resumable.pop(namespace, None)
+            old, frames = self._requests.pop(self._first, ([], 0))
+            self._listed -= len(old)
+            for ghost in self._ghosts:
+                ghost.take(self._first, len(old), frames)
+            for name in old:
+                if self._uses.get(name) == self._first:
+                    del self._uses[name]
+                    self._stored.pop(name, None)
+            self._first += 1
 
-    def window(self, name: str, now_s: float) -> "Window":
-        """The lookups of about the last hour or day, or all (see WINDOWS)."""
-        self._close()
-        self._windows[name].advance(now_s)
-        return self._windows[name]
+    def _count(self, namespace: bytes, counted: Curve, now_s: float) -> None:
+        period = int(now_s // PERIOD_S)
+        if not self._periods or self._periods[-1][0] != period:
+            self._periods.append((period, {}))
+        for curves in (self._periods[-1][1], self._since_start):
+            _add(curves, namespace, counted)
 
-    def _close(self) -> None:
-        for namespace, curve in self._open.items():
-            for window in self._windows.values():
-                window.add(namespace, curve, self._period * PERIOD_S)
-        self._open.clear()
+    def window(self, name: str, now_s: float) -> dict[bytes, Curve]:
+        """By namespace, the lookups of about the last hour or day, or all (see WINDOWS)."""
+        if name == "start":
+            return self._since_start
+        window: dict[bytes, Curve] = {}
+        for period, curves in self._periods:
+            for namespace, curve in curves.items() if period > now_s // PERIOD_S - WINDOWS[name] else ():
+                _add(window, namespace, curve)
+        return window
 
     def exact_frames(self) -> int | None:
-        """Up to this size the curves are exact; None if nothing was forgotten."""
-        return self._stack.frames if self._forgot else None
+        """The ghosts of up to this size are exact; None if nothing was forgotten."""
+        return self._ghosts[-1].frames if self._forgot else None
 
 
-class Window:
-    """The sum of the last `periods` periods of `period_s` seconds: of all lookups, and by namespace."""
-
-    def __init__(self, period_s: float, periods: int) -> None:
-        self.together = Curve()
-        self.curves: dict[bytes, Curve] = {}
-        self._period_s = period_s
-        self._period = 0
-        self._periods: deque[dict[bytes, Curve]] = deque({} for _ in range(periods))
-
-    def add(self, namespace: bytes, curve: Curve, now_s: float) -> None:
-        self.advance(now_s)
-        if namespace not in self.curves and len(self.curves) >= MAX_NAMESPACES:
-            namespace = OTHERS
-        self.together.add(curve)
-        for curves in (self._periods[-1], self.curves):
-            curves.setdefault(namespace, Curve()).add(curve)
-
-    def advance(self, now_s: float) -> None:
-        """Forgets the periods that have left the window."""
-        period = math.floor(now_s / self._period_s)
-        for _ in range(min(period - self._period, len(self._periods))):
-            self._periods.append({})
-            for namespace, curve in self._periods.popleft().items():
-                self.together.add(curve, -1)
-                self.curves[namespace].add(curve, -1)
-                if not self.curves[namespace].tokens:
-                    del self.curves[namespace]
-        self._period = max(period, self._period)
+def together(curves: Mapping[bytes, Curve]) -> Curve:
+    """The sum of the curves of all namespaces."""
+    total = Curve()
+    for curve in curves.values():
+        total.add(curve)
+    return total
 
 
-class _Stack:
-    """The requests that were the last to use some chunks, by number, each with these chunks. To be quick,
-    their frames are also summed up over _FAN requests, and over higher powers of it. A request without
-    chunks takes no memory."""
+def _add(curves: dict[bytes, Curve], namespace: bytes, curve: Curve) -> None:
+    name = namespace if namespace in curves or len(curves) < MAX_NAMESPACES else OTHERS
+    curves.setdefault(name, Curve()).add(curve)
 
-    def __init__(self) -> None:
-        self.frames = self.chunks = 0
-        """Of all requests."""
-        self._oldest = self._next = 0
-        """The numbers of the first request that `pop` may return, and of the next one."""
-        self._requests: dict[int, tuple[bytes, list[int], int]] = {}
-        """The namespace, the chunks, and the frames of each chunk."""
-        self._levels: tuple[dict[int, list[int]], ...] = ({}, {}, {})
-        """Lists of _FAN sums by the number of the list. A sum is of 1, _FAN or _FAN**2 requests."""
 
-    def push(self, namespace: bytes, names: list[int], chunk_frames: int) -> int:
-        """Adds a request that is the last to use these chunks of so many frames; returns its number."""
-        request = self._next
-        self._next += 1
-        if names:
-            self._requests[request] = namespace, names, chunk_frames
-            self._count(request, len(names), chunk_frames)
-        return request
-
-    def take(self, request: int, names: list[int]) -> None:
-        """The first chunks of this request are used by another. Unless they are these, nothing changes: keys
-        that are no chain are not worth more."""
-        _, left, chunk_frames = self._requests.get(request, (b"", [], 0))
-        if left[: len(names)] == names:
-            del left[: len(names)]
-            self._count(request, -len(names), chunk_frames)
-            if not left:
-                del self._requests[request]
-
-    def pop(self) -> tuple[int, bytes, list[int]]:
-        """Forgets the oldest request; returns its number, its namespace and its chunks."""
-        while self._oldest not in self._requests:
-            self._oldest += 1
-        namespace, names, chunk_frames = self._requests.pop(self._oldest)
-        self._count(self._oldest, -len(names), chunk_frames)
-        return self._oldest, namespace, names
-
-    def newer(self, request: int) -> int:
-        """The frames of all requests after this one."""
-        place, frames = request + 1, 0
-        for level in self._levels:
-            block = place >> _FAN_BITS
-            frames += sum(level.get(block, ())[place & _FAN - 1 :])
-            place = block + 1
-        return frames + sum(sum(sums) for block, sums in self._levels[-1].items() if block >= place)
-
-    def _count(self, request: int, chunks: int, chunk_frames: int) -> None:
-        frames = chunks * chunk_frames
-        self.chunks += chunks
-        self.frames += frames
-        block = request
-        for level in self._levels:
-            place, block = block & _FAN - 1, block >> _FAN_BITS
-            sums = level.get(block) or level.setdefault(block, [0] * _FAN)
-            sums[place] += frames
-            if not sums[place] and not any(sums):
-                del level[block]
+def _names(namespace: bytes, keys: Sequence[bytes]) -> list[int]:
+    """Short names take less memory than keys. Two chunks hardly ever have the same. A chain has no key twice,
+    but a client may send any."""
+    seed = hash(namespace)
+    return list(dict.fromkeys(seed ^ hash(key) for key in keys))

@@ -5,10 +5,9 @@ In a large index most objects are seldom read, so unpacking them costs little.
 
 from typing import NamedTuple
 
-import msgpack  # type: ignore[import-untyped]
+import msgspec
 
-from lmcache_client.contract import codec
-from lmcache_client.contract.codec import Natural, Wire
+from lmcache_client.contract.codec import Natural
 
 CHECKSUM_BYTES = 4
 """The size of a page's checksum."""
@@ -24,6 +23,9 @@ class StoredObject(NamedTuple):
     checksums: bytes
 
 
+_DECODER = msgspec.msgpack.Decoder(list[StoredObject])
+
+
 class PackedObjects(bytes):
     """Stored objects in the order of their bits. As a subclass of bytes it costs a chunk only one object."""
 
@@ -33,23 +35,11 @@ class PackedObjects(bytes):
         """Returns these objects with one more at `position`."""
         objects = self.objects()
         objects.insert(position, stored)
-        return PackedObjects(msgpack.packb(objects))
+        return PackedObjects(msgspec.msgpack.encode(objects))
 
     def objects(self) -> list[StoredObject]:
-        return list(map(StoredObject._make, msgpack.unpackb(self, use_list=False)))
-
-    def checked_objects(self) -> list[StoredObject]:
-        """As `objects`, for bytes that may come from anywhere: raises ValueError if a type is wrong."""
-        try:
-            plain = msgpack.unpackb(self)
-        except Exception as error:  # msgpack raises a dozen types, all of which mean the same here
-            raise ValueError(f"objects that are not MessagePack: {error}") from error
-        checked: _Objects = codec.build(_Objects, [plain])
-        return checked.objects
+        """Raises msgspec.DecodeError for bytes that are not from here."""
+        return _DECODER.decode(self)
 
 
-class _Objects(Wire, frozen=True):
-    objects: list[StoredObject]
-
-
-NO_OBJECTS = PackedObjects(msgpack.packb([]))
+NO_OBJECTS = PackedObjects(msgspec.msgpack.encode([]))

@@ -28,12 +28,6 @@ class Layout:
     model: str = ""
     first_rank: int = 0
 
-    def __post_init__(self) -> None:
-        if len(self.holders) != len(self.groups):
-            raise ValueError(f"{len(self.groups)} groups but holders for {len(self.holders)}")
-        if any(self.chunk_size % group.block_size for group in self.groups):
-            raise ValueError(f"chunk size {self.chunk_size} is not a multiple of every block size")
-
     def holder(self, group: int, rank: int) -> int:
         """The rank whose objects `rank` writes and reads: `rank` itself, unless the group is replicated."""
         if not self.groups[group].replicated:

@@ -7,11 +7,11 @@ may come from anywhere, so it is trusted only when every part of it agrees with 
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
-from lmcache_client.contract import codec
 from lmcache_client.contract.codec import Natural, Wire
 from lmcache_client.contract.keys import TenantId
 from lmcache_client.contract.messages import PinName
@@ -57,8 +57,8 @@ class Snapshot:
 
     total_frames: int
     namespaces: Sequence[bytes]
-    rows: Sequence[Any]
-    pins: Sequence[Any] = ()
+    rows: Sequence[Row]
+    pins: Sequence[PinRow] = ()
     age_s: float = 0.0
 
 
@@ -78,19 +78,19 @@ def take(total_frames: int, order: Iterable[Chunk], named: NamedPins, now_s: flo
     chunks = [*order, *named]
     numbers: dict[bytes, int] = {}
     rows = [
-        (
+        Row(
             numbers.setdefault(chunk.namespace, len(numbers)),
             chunk.key,
             min(max(0.0, now_s - chunk.last_used_s), MAX_SECONDS),
             min(max(0.0, now_s - chunk.stored_s), MAX_SECONDS),
             chunk.ready.to_bytes((chunk.ready.bit_length() + 7) // 8, "little"),
             chunk.tenant.name if chunk.tenant is not None else b"",
-            chunk.packed,
+            bytes(chunk.packed),
         )
         for chunk in chunks
     ]
     row_of = {chunk: row for row, chunk in enumerate(chunks) if chunk in named}
-    pins = [(name, [row_of[chunk] for chunk in pinned]) for name, pinned in named.names.items()]
+    pins = [PinRow(name, tuple(row_of[chunk] for chunk in pinned)) for name, pinned in named.names.items()]
     return Snapshot(total_frames, list(numbers), rows, pins)
 
 
@@ -101,7 +101,7 @@ def rebuild(snapshot: Snapshot, tenants: Tenants, frame_bytes: int, now_s: float
     chunks: list[Chunk] = []
     try:
         for row in snapshot.rows:
-            chunk = _chunk(snapshot.namespaces, tenants, codec.build(Row, row), now_s)
+            chunk = _chunk(snapshot.namespaces, tenants, row, now_s)
             for stored in _objects(chunk):
                 frames = count_frames(stored.runs)
                 if -(-stored.num_bytes // frame_bytes) != frames or not frames:
@@ -119,12 +119,12 @@ def rebuild(snapshot: Snapshot, tenants: Tenants, frame_bytes: int, now_s: float
             if index.get(chunk.namespace, chunk.key) is not None:
                 raise SnapshotError("a chunk appears twice")
             index.add(chunk)
-        for pin in (codec.build(PinRow, row) for row in snapshot.pins):
+        for pin in snapshot.pins:
             for chunk in named.add(pin.name, [chunks[row] for row in pin.rows], snapshot.total_frames):
                 order.remove((chunk,))
                 chunk.pins = 1
         pool = FramePool.around(snapshot.total_frames, taken)
-    except (IndexError, PinError, TypeError, ValueError) as error:
+    except (IndexError, PinError, TypeError, ValueError, msgspec.DecodeError) as error:
         raise SnapshotError(str(error)) from error
     return Contents(pool, index, order, named, stored_bytes)
 
@@ -141,7 +141,7 @@ def _chunk(namespaces: Sequence[bytes], tenants: Tenants, row: Row, now_s: float
 
 
 def _objects(chunk: Chunk) -> list[StoredObject]:
-    objects = chunk.packed.checked_objects()
+    objects = chunk.packed.objects()
     if not chunk.ready or chunk.ready.bit_count() != len(objects):
         raise SnapshotError("the bits of a chunk do not match its objects")
     return objects

@@ -7,12 +7,12 @@ import logging
 import time
 from typing import Any
 
-import msgpack  # type: ignore[import-untyped]
+import msgspec
 
 from lmcache_client.contract import codec
 from lmcache_client.contract.codec import Natural
 from lmcache_server.core.cache import Cache
-from lmcache_server.core.snapshot import Seconds, Snapshot, SnapshotError
+from lmcache_server.core.snapshot import PinRow, Row, Seconds, Snapshot, SnapshotError
 from lmcache_server.errors import StartError
 from lmcache_server.host.units import size
 from lmcache_server.l1.file import L1File
@@ -20,7 +20,7 @@ from lmcache_server.l1.file import L1File
 logger = logging.getLogger(__name__)
 
 Known = dict[bytes, dict[str, Any]]
-_Content = tuple[Seconds, Natural, list[bytes], list[str], list[Any], list[Any]]
+_Content = tuple[Seconds, Natural, list[bytes], list[str], list[Row], list[PinRow]]
 """Unix time, frames, namespaces, the summary of each namespace as JSON, rows, pins."""
 
 
@@ -91,23 +91,18 @@ def encode(snapshot: Snapshot, known: Known, unix_s: float) -> bytes:
 
 
 def decode(index: bytes, max_frames: int, unix_s: float) -> tuple[Snapshot, Known]:
-    """Reverses `encode` at a later time, without checking the rows and pins. Raises SnapshotError."""
+    """Reverses `encode` at a later time. Raises SnapshotError."""
     known: Known = {}
     try:
-        taken_s, total_frames, namespaces, summaries, rows, pins = codec.build(_Content, _unpack(index))
+        taken_s, total_frames, namespaces, summaries, rows, pins = msgspec.msgpack.decode(
+            index, type=_Content
+        )
         for namespace, summary in zip(namespaces, map(json.loads, summaries), strict=True):
             if isinstance(summary, dict):
                 known[namespace] = summary
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, msgspec.DecodeError, RecursionError) as error:
         raise SnapshotError(str(error)) from error
     if total_frames > max_frames:
         raise SnapshotError(f"{total_frames} frames in a file of {max_frames}")
     # Chunks grow older while no server runs. If the clock was set back, nobody knows by how much.
     return Snapshot(total_frames, namespaces, rows, pins, max(unix_s - taken_s, 0.0)), known
-
-
-def _unpack(index: bytes) -> Any:
-    try:
-        return msgpack.unpackb(index, raw=False, strict_map_key=True, max_map_len=0, max_ext_len=0)
-    except Exception as error:  # msgpack raises a dozen types, all of which mean the same here
-        raise SnapshotError(f"not MessagePack: {error}") from error

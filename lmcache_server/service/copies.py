@@ -22,9 +22,9 @@ from lmcache_server.service.spills import Spills
 from lmcache_server.service.system import System
 from lmcache_server.telemetry.failures import Failures
 from lmcache_server.telemetry.metrics import Metrics, Traffic
-from lmcache_server.transfer.base import CopyJob, Outcome
+from lmcache_server.transfer.base import Outcome
 from lmcache_server.transfer.checksums import DamagedError
-from lmcache_server.transfer.jobs import LoadJob, StoreJob
+from lmcache_server.transfer.jobs import CopyJob, LoadJob, StoreJob
 from lmcache_server.transfer.plan import ObjectCopy
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from lmcache_client.contract.geometry import FULL, Geometry
-from lmcache_client.contract.hits import resume_point
+from lmcache_client.contract.hits import fetch_patience_s, resume_point
 from lmcache_client.contract.messages import Lookup
-from lmcache_client.contract.patience import fetch_patience_s
 from lmcache_server.core.cache import Cache, Layout, Reservation
 from lmcache_server.core.index import Chunk
 from lmcache_server.core.pool import FRAME_BYTES, count_frames

@@ -1,24 +1,16 @@
 """The hit rates that more or less memory would have had, from the lookups that this server answers."""
 
-import math
 from typing import Any, Literal
 
 from lmcache_client.contract.geometry import FULL, RECURRENT
 from lmcache_client.contract.messages import Lookup, Release
 from lmcache_server.core.cache import Cache, Layout
-from lmcache_server.core.demand import WINDOWS, Curve, Demand, Sizes
+from lmcache_server.core.demand import SIZES, WINDOWS, Curve, Demand, Sizes, together
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.service.requests import is_test
 from lmcache_server.telemetry.record import Event, Recorder, shortened
 
-MULTIPLES = (0.25, 0.5, 1, 2, 4, 10)
-"""Sizes of L1 that are reported, as multiples of its real size."""
-SIZES = (*map(str, MULTIPLES), "unlimited")
-"""Their names in a report, and that of an L1 without limit."""
 MAX_ASKED = 16_384
-MOST, LEAST = 32, 32
-"""Chunks are remembered up to this multiple of L1, and distances are told apart from this fraction on. They
-count full attention alone, and its windows or states may take six times as much."""
 
 
 class Planner:
@@ -28,7 +20,6 @@ class Planner:
         self._recorder = recorder
         self.demand = Demand()
         self._now_s = 0.0
-        self._total_frames = 0
         self._cache = cache
         self._sizes: dict[bytes, Sizes] = {}
         self._asked: dict[tuple[int, str], None] = {}
@@ -43,11 +34,6 @@ class Planner:
             if len(self._asked) > MAX_ASKED:
                 del self._asked[next(iter(self._asked))]
         self._now_s = now_s
-        if (total := self._cache.total_frames) != self._total_frames:
-            # L1 is still growing.
-            self._total_frames = total
-            self.demand.least_frames = math.ceil(total / LEAST)
-            self.demand.max_frames = MOST * total
         computed, limit = message.computed_tokens, message.limit_tokens
         sizes, keys = self._sizes_of(layout), message.keys
         self.demand.looked_up(layout.namespace, sizes, keys, computed, limit, now_s)
@@ -79,8 +65,10 @@ class Planner:
             Event(time_s, kind, namespace, *shape, computed_tokens, limit_tokens, shortened(keys))
         )
 
-    def flush(self) -> None:
-        """Writes what is recorded to its file."""
+    def tick(self) -> None:
+        """Once a second, and at the end: the size of L1, which may still grow, and what is recorded."""
+        # The demand counts full attention alone, and windows and states beside it take room, too.
+        self.demand.l1_frames = self._cache.total_frames / self._factor()
         if self._recorder is not None:
             self._recorder.flush()
 
@@ -89,6 +77,7 @@ class Planner:
             known = self._cache.namespaces()
             self._sizes = {name: sizes for name, sizes in self._sizes.items() if name in known}
             self._sizes[layout.namespace] = _sizes(layout)
+            self.tick()
         return self._sizes[layout.namespace]
 
     def report(self, now_s: float) -> dict[str, Any]:
@@ -102,16 +91,12 @@ class Planner:
 
     def hit_ratio(self, size: str) -> float:
         """The hit rate that an L1 of this size, one of SIZES, would have had in the last hour."""
-        rates = self._rates(self.demand.window("hour", self._now_s).together)["hit_rates"]
-        return float(rates[size])
+        return float(rates(together(self.demand.window("hour", self._now_s)))["hit_rates"][size])
 
     def _window(self, name: str) -> dict[str, Any]:
-        window = self.demand.window(name, self._now_s)
-        curves = {name.hex()[:16] or "others": self._rates(curve) for name, curve in window.curves.items()}
-        return {**self._rates(window.together), "namespaces": curves}
-
-    def _rates(self, curve: Curve) -> dict[str, Any]:
-        return rates(curve, self._cache.total_frames / self._factor())
+        curves = self.demand.window(name, self._now_s)
+        namespaces = {name.hex()[:16] or "others": rates(curve) for name, curve in curves.items()}
+        return {**rates(together(curves)), "namespaces": namespaces}
 
     def _factor(self) -> float:
         """The frames in use, divided by those of full attention: above 1 if there are windows or states."""
@@ -122,10 +107,9 @@ class Planner:
         return max(self._cache.used_frames / plain, 1.0) if plain else 1.0
 
 
-def rates(curve: Curve, frames: float) -> dict[str, Any]:
-    """The tokens and hit rates of a curve, as JSON values, for multiples of `frames`."""
-    hits = [*(curve.hits(multiple * frames) for multiple in MULTIPLES), curve.all_hits]
-    shares = [round(each / max(curve.tokens, 1), 4) for each in hits]
+def rates(curve: Curve) -> dict[str, Any]:
+    """The tokens and hit rates of a curve, as JSON values."""
+    shares = [round(hits / max(curve.tokens, 1), 4) for hits in curve.hits]
     return {"tokens": curve.tokens, "hit_rates": dict(zip(SIZES, shares, strict=True))}
 
 

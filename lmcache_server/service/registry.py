@@ -377,11 +377,9 @@ class Registry:
         if shard is None or not shard.proven or engine is None or engine.layout is None:
             raise Refusal(messages.NOT_REGISTERED, "the engine of this worker is not registered yet")
         assert engine.shards[shard.rank] is shard, "an engine has one worker of each rank"
-        if session.jobs >= MAX_JOBS:
-            raise Refusal(messages.OVERLOADED, f"{MAX_JOBS} copies of this worker are already waiting")
-        if session.waiting_bytes + request_bytes > MAX_WAITING_BYTES:
-            reason = f"requests of this worker with {MAX_WAITING_BYTES} bytes are already waiting"
-            raise Refusal(messages.OVERLOADED, reason)
+        if not self.may_wait(session, request_bytes):
+            most = f"{MAX_JOBS} copies, or copies whose requests take {MAX_WAITING_BYTES} bytes,"
+            raise Refusal(messages.OVERLOADED, f"{most} of this worker are already waiting")
         return shard, engine.layout
 
     def close(self) -> None:

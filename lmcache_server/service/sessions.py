@@ -187,7 +187,8 @@ class Engines:
                 fields = namespace_fields(engine.model, shards, engine.ephemeral)
                 namespace = engine.layout.namespace.hex()
                 texts = {name: str(value) for name, value in fields.items()}
-                yield {"engine": engine.engine_id, "namespace": namespace, "fields": texts}
+                names = {"engine": engine.engine_id, "namespace": namespace, "model": engine.layout.model}
+                yield {**names, "fields": texts}
 
 
 def _lookahead_tokens(model: ModelTag) -> int:

@@ -23,7 +23,6 @@ SPILL_SHARE, COLD_SHARE = 20, 4
 quarter of L1 is kept written."""
 MAX_BACKLOG = 1 << 16
 WRITES_AT_ONCE = 4
-MAX_MASKS = 1000
 MAX_GONE = 1000
 """Evicted objects that are taken from the backlog at once."""
 SCAN_CHUNKS, NEXT_CHUNKS = 10_000, 64
@@ -46,8 +45,6 @@ class Spills:
         self._system = system
         self._spilling_frames = 0
         self._is_paused = False
-        self._masks: dict[tuple[int, int], int] = {}
-        """By tier and ready objects, the marks of all of them. Chunks have few different sets of objects."""
 
     @property
     def urls(self) -> list[str]:
@@ -159,18 +156,10 @@ class Spills:
                 yield from (chunk for chunk in own if not chunk.once)
 
     def _append_all(self, tier: TierState, chunk: Chunk) -> None:
-        mask = self._masks.get((tier.number, chunk.ready), 0)
-        if (mask and chunk.in_tiers & mask == mask) or self._is_ephemeral(chunk.namespace):
-            return
-        if len(self._masks) > MAX_MASKS:
-            self._masks.clear()
-        bits, bit, mask = chunk.ready, 0, 0
-        while bits >> bit:
-            if bits >> bit & 1:
-                self._append(tier, chunk, bit)
-                mask |= tier.mark(bit)
-            bit += 1
-        self._masks[tier.number, chunk.ready] = mask
+        if tier.marks(chunk.ready) & ~chunk.in_tiers and not self._is_ephemeral(chunk.namespace):
+            for bit in range(chunk.ready.bit_length()):
+                if chunk.ready >> bit & 1:
+                    self._append(tier, chunk, bit)
 
     def _append(self, tier: TierState, chunk: Chunk, bit: int) -> None:
         if chunk.in_tiers & tier.mark(bit):

@@ -48,7 +48,11 @@ class TierState:
     """Of its helper process, as far as they are counted."""
 
     def mark(self, bit: int) -> int:
-        return 1 << bit * MAX_TIERS + self.number
+        return self.marks(1 << bit)
+
+    def marks(self, bits: int) -> int:
+        """The marks of these bits, as digits of a number whose digits have a bit for each tier."""
+        return int(f"{bits:b}", 1 << MAX_TIERS) << self.number
 
     def read_s(self, num_bytes: int) -> float:
         """How long a fetch of so many bytes will take; 0 if that is unknown."""

@@ -84,7 +84,8 @@ class Valkey:
             for name in names[start : start + BATCH]:
                 batch.exists([_key(name)])
             with self._asked() as client:
-                found += map(bool, client.exec(batch, raise_on_error=True))
+                send = client.exec
+                found += map(bool, send(batch, raise_on_error=True))
         return found
 
     def read(self, name: str, pieces: Sequence[memoryview]) -> bool:

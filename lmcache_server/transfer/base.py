@@ -32,24 +32,6 @@ class Opened(NamedTuple):
     nonces: list[bytes]
 
 
-class CopyJob(Protocol):
-    """A load (L1 to engine) or a store (engine to L1). Both methods run in a copy thread and may raise."""
-
-    @property
-    def load(self) -> bool:
-        """True for a load, False for a store."""
-
-    @property
-    def reads_bytes(self) -> bool:
-        """Whether `build` or `after` reads all bytes, which takes long."""
-
-    def build(self) -> Pieces:
-        """Returns the pieces to copy."""
-
-    def after(self) -> None:
-        """Called when every byte has been copied."""
-
-
 class Mapping(Protocol):
     """A worker's memory. It is used by one thread for each of its lanes, which are sets of directions: True
     stands for loads, False for stores. In a lane of one direction, copies go on when `copy` has returned."""

@@ -13,6 +13,9 @@ from lmcache_server.transfer.plan import ObjectCopy, Pieces, join, pieces, piece
 class ObjectsJob:
     """The common part of loads and stores of several objects.
 
+    A copy thread calls `build` for the pieces to copy, and `after` when every byte has been copied; both may
+    raise. `reads_bytes` says whether one of them reads all bytes, which takes long.
+
     `objects` has (group, copy) pairs and `regions` the regions of each group. `bases` are the addresses of
     the engine's buffers, `l1_address` is L1's, and a frame has `frame_bytes`. `check_l1` raises CopyError if
     L1 has lost memory, which the job must not touch then.
@@ -92,3 +95,6 @@ class LoadJob(ObjectsJob):
 
     def after(self) -> None:
         """A load has nothing left to do."""
+
+
+CopyJob = LoadJob | StoreJob

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from lmcache_server.transfer.base import CopyError, CopyJob, Mapping, Opened, Outcome
+from lmcache_server.transfer.base import CopyError, Mapping, Opened, Outcome
+from lmcache_server.transfer.jobs import CopyJob
 from lmcache_server.transfer.plan import slices
 
 _Waiting = tuple[CopyJob, "asyncio.Future[Outcome]"]

@@ -153,6 +153,10 @@ def test_copies_of_a_model_share_and_weights_that_are_replaced_in_place_do_not(
         assert of_the_copy[1:] == explained[1:], "the first line has the engine's id"
         assert any(line.startswith("  detail weights: ") for line in explained)
         assert str(tmp_path) not in "".join(explained)
+        named = next(line for line in server.cli("doctor").stdout.splitlines() if "names of pages" in line)
+        (weights_line,) = (line for line in explained if line.startswith("  detail weights: "))
+        assert f"model {copied}, namespace " in named
+        assert f"weights {weights_line.removeprefix('  detail weights: ')}, layout layout=" in named
         again = engine.run(CACHED)
         assert again.external_tokens == 512
         assert again.output == before.output

@@ -12,7 +12,7 @@ from harness.server import LMCacheServer
 from harness.stores import Store
 from harness.waiting import wait_until
 
-from lmcache_client.contract.patience import fetch_patience_s
+from lmcache_client.contract.hits import fetch_patience_s
 
 CHUNKS = 3
 MARGIN_S = 30.0

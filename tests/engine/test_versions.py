@@ -86,14 +86,10 @@ def test_this_vllm_has_all_that_the_connector_uses() -> None:
     assert surface.missing() == []
 
 
-def test_the_table_names_a_version_that_is_served_for_every_name() -> None:
-    for place, versions in surface.used().items():
-        for version, names in versions.items():
-            first = re.fullmatch(r"0\.(\d+)", version)
-            assert first is not None, f"{version!r} of {place} is no version"
-            assert int(first[1]) <= 31
-            assert names
-            assert all(re.fullmatch(r"\w+|\w*\([^)]*\)", name) for name in names), names
+def test_the_table_has_names_and_their_arguments() -> None:
+    for names in surface.used().values():
+        assert names
+        assert all(re.fullmatch(r"\w+|\w*\([^)]*\)", name) for name in names), names
 
 
 def test_a_name_or_an_argument_that_is_gone_is_found(tmp_path: Path) -> None:

@@ -21,10 +21,10 @@ from lmcache_client.contract import messages
 from lmcache_client.contract.messages import Done, Refused, Registered, StatusReport
 from lmcache_server import app
 from lmcache_server.commands import cli, ends
-from lmcache_server.commands.status import summary
+from lmcache_server.commands.status import explanation, summary
 from lmcache_server.config import OPTIONS, Config, flag_name, variable_name
+from lmcache_server.core.demand import SIZES
 from lmcache_server.errors import StartError
-from lmcache_server.service.planner import SIZES
 
 LMCACHE = [sys.executable, "-m", "lmcache_server"]
 START_TIMEOUT_S = 20.0
@@ -413,7 +413,9 @@ REPORT = {
         {"tenant": "3e23e8160039594a33894f6564e1b134", "bytes": 0, "quota_bytes": None},
     ],
     "namespaces_left_out": 0, "sessions_left_out": 0, "tenants_left_out": 7,
-    "explained": [{"engine": "engine-1", "namespace": "0123456789abcdef", "fields": {"weights": "ab"}}],
+    "explained": [
+        {"engine": "engine-1", "namespace": "0123456789abcdef", "model": "m", "fields": {"weights": "ab"}}
+    ],
     "tokens": {"computed": 10, "hit": 30, "miss": 10, "tail": 1}, "hit_rate": 0.75,
     "demand": {"exact_bytes": None, "windows": dict.fromkeys(("hour", "day", "start"), WINDOW)},
     "objects": {"stored": 5, "present": 2, "busy": 0, "no_room": 1, "once": 0, "quota": 0, "failed": 0},
@@ -560,6 +562,25 @@ def test_a_socket_directory_that_cannot_be_looked_at(capsys, monkeypatch):
         "lmcache: cannot use /dev/null/below for the socket (Not a directory): name another directory in "
         "LMCACHE_RUNTIME_DIR\n"
     )
+
+
+def test_what_differs_between_namespaces_is_shown_alone() -> None:
+    engines = {
+        "b": ("01", {"weights": "x", "vllm": "0.32.0"}),
+        "a": ("02", {"weights": "y", "vllm": "0.32.0"}),
+    }
+    engines["c"] = ("f3", {"weights": "z", "vllm": "0.33.0", "fp8": "e4m3"})
+    explained = [
+        {"engine": engine, "namespace": namespace, "model": "m", "fields": fields}
+        for engine, (namespace, fields) in engines.items()
+    ]
+    two = ["engine a, namespace 02", "  weights: y", "engine b, namespace 01", "  weights: x"]
+    assert explanation({"explained": explained}, ("0",)).splitlines() == two
+    assert explanation({"explained": explained}, ("01", "02")).splitlines() == two
+    assert explanation({"explained": explained}, ("01", "f")).splitlines()[3:] == [
+        *("engine c, namespace f3", "  weights: z", "  vllm: 0.33.0", "  fp8: e4m3"),
+    ]
+    assert len(explanation({"explained": explained}).splitlines()) == 3 + 7
 
 
 def test_a_status_of_everything_that_can_be_shown():

@@ -99,7 +99,6 @@ def test_with_gpus(tmp_path: Path) -> None:
     assert found["driver"]["finding"].startswith("CUDA 1")
     assert ", 2 GPU(s): " in found["driver"]["finding"]
     assert "of L1" in found["memlock"]["finding"] or found["memlock"]["verdict"] == "warn"
-    assert found["copy kernel"]["verdict"] in ("ok", "warn")
 
 
 STEPS = [

@@ -21,7 +21,7 @@ from harness.server import LMCacheServer
 from harness.stores import Store
 from harness.waiting import get, wait_until
 
-from lmcache_client.contract.patience import fetch_patience_s
+from lmcache_client.contract.hits import fetch_patience_s
 from lmcache_server.tiers import urls
 from lmcache_server.tiers.area import Area, shared_memory
 from lmcache_server.tiers.base import TierError

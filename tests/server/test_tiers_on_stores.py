@@ -14,7 +14,7 @@ from harness.server import LMCacheServer
 from harness.stores import Store
 from harness.waiting import wait_until
 
-from lmcache_client.contract.patience import fetch_patience_s
+from lmcache_client.contract.hits import fetch_patience_s
 
 MARGIN_S = 10.0
 """For the rest of an exercise, on a busy machine."""

@@ -12,7 +12,7 @@ from harness.server import LMCacheServer
 from harness.waiting import wait_until
 from test_tiers_on_stores import MARGIN_S
 
-from lmcache_client.contract.patience import fetch_patience_s
+from lmcache_client.contract.hits import fetch_patience_s
 
 
 @pytest.fixture(params=["valkey", "s3"])

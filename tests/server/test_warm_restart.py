@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgpack  # type: ignore[import-untyped]
+import msgspec
 import numpy as np
 import pytest
 from harness.rawclient import RawEngine, chain, group
@@ -299,11 +300,11 @@ def test_an_object_with_too_few_frames_is_forgotten_after_one_load(
     file = L1File(str(path), int(0.05 * GB_BYTES))
     assert file.index is not None
     snapshot, known = restart.decode(file.index, file.num_frames, 0.0)
-    row = snapshot.rows[0]
-    full, window = PackedObjects(row[-1]).objects()
+    full, window = PackedObjects(snapshot.rows[0].objects).objects()
     (start, _), *_ = full.runs
     small = full._replace(num_bytes=FRAME_BYTES, runs=((start, 1),))
-    row[-1] = msgpack.packb([small, window])
+    objects = msgpack.packb([small, window])
+    snapshot.rows[0] = msgspec.structs.replace(snapshot.rows[0], objects=objects)
     file.finish(restart.encode(snapshot, known, 0.0))
     file.close()
     running.start()

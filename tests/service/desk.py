@@ -18,8 +18,9 @@ from lmcache_client.contract.messages import (
     Registered,
     Welcome,
 )
-from lmcache_server.transfer.base import CopyError, CopyJob, Opened, Outcome
+from lmcache_server.transfer.base import CopyError, Opened, Outcome
 from lmcache_server.transfer.host import HostMapping
+from lmcache_server.transfer.jobs import CopyJob
 
 SETTLED_TURNS = 6
 """Turns of the loop after which a coroutine has come as far as it can."""

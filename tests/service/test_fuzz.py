@@ -154,7 +154,7 @@ def put_in(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     if what == "pages":  # an impossible port in a Host header is a ValueError
         monkeypatch.setattr(http.Server, "_is_own_name", lambda _, host: urlsplit(f"//{host}").port != 0)
     elif what == "files":  # the bits of a chunk are believed
-        monkeypatch.setattr(snapshot, "_objects", lambda chunk: chunk.packed.checked_objects())
+        monkeypatch.setattr(snapshot, "_objects", lambda chunk: chunk.packed.objects())
     elif what == "options":  # names with control characters are taken
         monkeypatch.setattr(config._TEXT, "func", str)
     else:  # a broken connection is taken for the end of the server

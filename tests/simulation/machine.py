@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
+from lmcache_client.contract.hits import fetch_patience_s
 from lmcache_client.contract.messages import NONCE_BYTES, Lookup, Memory, Message, Pin, Register, Unpin
-from lmcache_client.contract.patience import fetch_patience_s
 from lmcache_server.app import END_S, assemble
 from lmcache_server.config import Config
 from lmcache_server.core.cache import Cache
@@ -23,8 +23,9 @@ from lmcache_server.service.requests import Refusal
 from lmcache_server.service.router import Reply
 from lmcache_server.service.sessions import Session
 from lmcache_server.telemetry.metrics import Metrics
-from lmcache_server.transfer.base import CopyError, CopyJob, Opened, Outcome
+from lmcache_server.transfer.base import CopyError, Opened, Outcome
 from lmcache_server.transfer.checksums import DamagedError
+from lmcache_server.transfer.jobs import CopyJob
 from simulation.futures import Future
 from simulation.network import Link, Network
 from simulation.tiers import Store, open_tiers

@@ -139,10 +139,6 @@ def test_senseless_objects_are_refused():
         reserve(cache, chain(1)[0], frames=0)
     with pytest.raises(ValueError, match="at least one byte"):
         Cache(0)
-    with pytest.raises(ValueError, match="multiple of every block size"):
-        layout(group(block_size=12))
-    with pytest.raises(ValueError, match="holders for"):
-        Layout(b"", 16, (group(),), ())
 
 
 def test_suffixes_are_evicted_before_their_prefixes():

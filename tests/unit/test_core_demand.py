@@ -6,11 +6,18 @@ from collections.abc import Sequence
 
 import pytest
 
+from lmcache_client.contract.geometry import FULL, RECURRENT, GroupSpec, Region
+from lmcache_client.contract.messages import Lookup
 from lmcache_server.core import demand
-from lmcache_server.core.demand import Demand, Sizes
+from lmcache_server.core.cache import Cache
+from lmcache_server.core.demand import MULTIPLES, SIZES, Curve, Demand, Sizes, together
+from lmcache_server.core.placement import Layout
+from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.core.reservation import Reservation
+from lmcache_server.service.planner import Planner
 
 CHUNK = 16
-PLAIN = Sizes(CHUNK, 3)
+PLAIN, SPARSE = Sizes(CHUNK, 3), Sizes(CHUNK, 3, sparse=True)
 NAMESPACE = b"n" * 32
 
 
@@ -27,20 +34,6 @@ def prompts(seed: int, number: int = 400) -> list[tuple[int, ...]]:
     return made
 
 
-def lru_hits(requests: Sequence[Sequence[bytes]], chunks: int) -> int:
-    """The leading chunks that a least-recently-used cache of so many chunks has, over all requests."""
-    cache, hits = OrderedDict[bytes, None](), 0
-    for keys in requests:
-        present = [key in cache for key in keys] + [False]
-        hits += present.index(False)
-        for each in reversed(keys):
-            cache[each] = None
-            cache.move_to_end(each)
-        while len(cache) > chunks:
-            cache.popitem(last=False)
-    return hits
-
-
 def chains(seed: int) -> list[list[bytes]]:
     return [[key(*path[: i + 1]) for i in range(len(path))] for path in prompts(seed)]
 
@@ -49,26 +42,108 @@ def look_up(counted: Demand, keys: Sequence[bytes], sizes: Sizes = PLAIN, now_s:
     counted.looked_up(NAMESPACE, sizes, keys, 0, len(keys) * sizes.chunk_size, now_s)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_every_size_has_the_hits_of_a_cache_of_that_size(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demand, "STEPS_PER_OCTAVE", 2000)
-    counted, requests = Demand(), chains(seed)
-    for keys in requests:
-        look_up(counted, keys)
-    curve = counted.window("start", 0.0).together
-    assert curve.tokens == CHUNK * sum(map(len, requests))
-    for chunks in (1, 5, 20, 60, 150, 400):
-        expected = CHUNK * lru_hits(requests, chunks)
-        assert curve.hits(PLAIN.chunk_frames * (chunks + 0.5)) == pytest.approx(expected, rel=0.01, abs=CHUNK)
-    assert curve.all_hits == CHUNK * lru_hits(requests, 10**6)
+def so_far(counted: Demand) -> Curve:
+    return together(counted.window("start", 0.0))
+
+
+def hits(counted: Demand) -> list[int]:
+    """By size, the chunks that were found."""
+    return [tokens // CHUNK for tokens in so_far(counted).hits]
+
+
+def all_hits(counted: Demand) -> int:
+    return hits(counted)[-1]
+
+
+class Plain:
+    """One ghost as it would be written without a thought of its speed."""
+
+    def __init__(self, frames: float) -> None:
+        self.frames = frames
+        self.chunks = OrderedDict[bytes, bool]()
+        """Whether windows and states are stored at its end; the least recently used first."""
+        self.hits = 0
+
+    def look_up(self, keys: Sequence[bytes], sizes: Sizes) -> None:
+        held = [key in self.chunks for key in keys] + [False]
+        num_held = held.index(False)
+        stops = [i + 1 for i in range(num_held) if self.chunks[keys[i]] or not sizes.sparse]
+        self.hits += stops[-1] if stops else 0
+        for each in reversed(keys):
+            self.chunks[each] = self.chunks.pop(each, False)
+        for end in (num_held, len(keys)):
+            if end:
+                self.chunks[keys[end - 1]] = True
+        while len(self.chunks) * sizes.chunk_frames > self.frames:
+            self.chunks.popitem(last=False)
+
+
+@pytest.mark.parametrize("sizes", [PLAIN, SPARSE], ids=["full", "hybrid"])
+@pytest.mark.parametrize("l1_frames", [4, 30, 100, 300, 1000])
+def test_every_size_has_the_hits_of_a_ghost_of_that_size(sizes: Sizes, l1_frames: int) -> None:
+    for seed in range(5):
+        counted, requests = Demand(), chains(seed)
+        counted.l1_frames = l1_frames
+        plain = [Plain(multiple * l1_frames) for multiple in (*MULTIPLES, float("inf"))]
+        for keys in requests:
+            look_up(counted, keys, sizes)
+            for ghost in plain:
+                ghost.look_up(keys, sizes)
+            assert hits(counted) == [ghost.hits for ghost in plain]
+        assert so_far(counted).tokens == CHUNK * sum(map(len, requests))
+
+
+def group(kind: str, frames: int) -> GroupSpec:
+    return GroupSpec(kind, CHUNK, 0, "", (Region(0, 0, frames * FRAME_BYTES, frames * FRAME_BYTES),))
+
+
+def served(
+    layout: Layout, requests: Sequence[Sequence[bytes]], frames: int
+) -> tuple[float, dict[str, float]]:
+    """The hit rate of a real cache of so many frames, and what the planner beside it says of other sizes."""
+    cache = Cache(FRAME_BYTES, frames)
+    planner = Planner(cache)
+    hit = asked = 0
+    for number, keys in enumerate(requests):
+        tokens = len(keys) * CHUNK
+        lookup = Lookup(f"{number}", tuple(keys), 0, tokens, tokens + 1)
+        planner.looked_up(1, layout, lookup, float(number))
+        planner.tick()
+        found = cache.lookup(layout, keys, 0, tokens, 1, float(number))
+        asked, hit = asked + tokens, hit + found.resume_tokens
+        chunks = [cache.chunk(layout.namespace, each) for each in keys]
+        held = [chunk is not None and chunk.ready & 1 for chunk in chunks] + [0]
+        ends = {held.index(0), len(keys)}
+        for place, each in enumerate(keys):
+            parent = keys[place - 1] if place else b""
+            for index, spec in enumerate(layout.groups):
+                if index == 0 or place + 1 in ends:
+                    reserved = cache.reserve(layout, each, index, 0, 1, spec.block_bytes, parent)
+                    if isinstance(reserved, Reservation):
+                        cache.commit(reserved)
+        cache.drop_owner(1)
+    return hit / asked, planner.report(0.0)["windows"]["start"]["hit_rates"]
+
+
+@pytest.mark.parametrize("groups", [(group(FULL, 3),), (group(FULL, 3), group(RECURRENT, 2))], ids=len)
+def test_what_is_said_of_a_size_is_what_a_real_cache_of_that_size_does(groups: tuple[GroupSpec, ...]) -> None:
+    layout = Layout(NAMESPACE, CHUNK, groups, ((0,),) * len(groups))
+    requests = [keys for seed in range(4) for keys in chains(seed)]
+    whole = 1000
+    _, said = served(layout, requests, whole)
+    near = 0.005 if len(groups) == 1 else 0.02
+    for multiple in MULTIPLES[:-1]:
+        real, own = served(layout, requests, int(multiple * whole))
+        assert said[str(multiple)] == pytest.approx(real, abs=near), multiple
+        assert own["1"] == pytest.approx(real, abs=near), multiple
+    assert said["0.25"] < said["1"] - 0.05, "the size matters"
 
 
 def test_tokens_that_the_engine_holds_are_not_counted() -> None:
     counted, keys = Demand(), [key(i) for i in range(10)]
     look_up(counted, keys)
     counted.looked_up(NAMESPACE, PLAIN, keys, 4 * CHUNK, 10 * CHUNK, 0.0)
-    curve = counted.window("start", 0.0).together
-    assert (curve.tokens, curve.all_hits) == (16 * CHUNK, 6 * CHUNK)
+    assert (so_far(counted).tokens, all_hits(counted)) == (16 * CHUNK, 6)
 
 
 def test_chunks_that_decoding_completed_are_found_by_the_next_turn() -> None:
@@ -76,8 +151,7 @@ def test_chunks_that_decoding_completed_are_found_by_the_next_turn() -> None:
     look_up(counted, keys[:2])
     counted.completed(NAMESPACE, PLAIN, keys[:5])
     look_up(counted, keys)
-    curve = counted.window("start", 0.0).together
-    assert curve.all_hits == 5 * CHUNK
+    assert all_hits(counted) == 5
 
 
 def test_answers_leave_windows_but_no_states() -> None:
@@ -87,35 +161,36 @@ def test_answers_leave_windows_but_no_states() -> None:
         look_up(counted, keys[:2], sizes)
         counted.completed(NAMESPACE, sizes, keys[:5])
         look_up(counted, keys, sizes)
-        assert counted.window("start", 0.0).together.all_hits == chunks * CHUNK
+        assert all_hits(counted) == chunks
 
 
 def test_windows_and_states_are_found_at_ends_and_forks_only() -> None:
-    sparse, counted = Sizes(CHUNK, 3, sparse=True), Demand()
+    counted = Demand()
     first = [key(i) for i in range(10)]
     parting = [[*first[:6], *(key(number, i) for i in range(4))] for number in range(3)]
-    hits = []
+    found = []
     for keys in (first, first, *parting):
-        look_up(counted, keys, sparse)
-        curve = counted.window("start", 0.0).together
-        hits.append(curve.all_hits // CHUNK)
+        look_up(counted, keys, SPARSE)
+        found.append(all_hits(counted))
     # The same prompt hits all of itself. The first that parts finds nothing, and leaves its place to others.
-    assert hits == [0, 10, 10, 16, 22]
+    assert found == [0, 10, 10, 16, 22]
 
 
 def test_a_fork_is_stored_only_where_l1_still_had_what_was_known() -> None:
     """A smaller L1 computes the beginning anew, and knows of no fork there."""
-    sparse, counted = Sizes(CHUNK, 3, sparse=True), Demand()
+    counted = Demand()
+    counted.l1_frames = 3 * 90
     first = [key(i) for i in range(10)]
     parting = [[*first[:6], *(key(number, i) for i in range(4))] for number in range(3)]
     for keys in (first, [key(8, i) for i in range(100)], *parting[:2]):
-        look_up(counted, keys, sparse)
-    curve = counted.window("start", 0.0).together
-    assert curve.hits(3 * 90) == 0
-    assert curve.hits(3 * 120) == 6 * CHUNK
+        look_up(counted, keys, SPARSE)
+    assert dict(zip(SIZES, hits(counted), strict=True)) == {
+        **dict.fromkeys(("0.25", "0.5", "1"), 0),
+        **dict.fromkeys(("2", "4", "10", "unlimited"), 6),
+    }
     # The end of a prompt is stored in every L1.
-    look_up(counted, parting[1], sparse)
-    assert counted.window("start", 0.0).together.hits(3 * 15) == 10 * CHUNK
+    look_up(counted, parting[1], SPARSE)
+    assert hits(counted)[:3] == [10] * 3
 
 
 def test_it_forgets_what_was_used_longest_ago_and_says_so() -> None:
@@ -123,43 +198,42 @@ def test_it_forgets_what_was_used_longest_ago_and_says_so() -> None:
     for number in range(30):
         assert counted.exact_frames() is None or number > 9
         look_up(counted, [key(number, i) for i in range(2)])
-    assert len(counted) == 20
+    assert len(counted._uses) == 20
     assert counted.exact_frames() == 20 * PLAIN.chunk_frames
     for number in (0, 29):
         look_up(counted, [key(number, i) for i in range(2)])
-    curve = counted.window("start", 0.0).together
-    assert curve.all_hits == 2 * CHUNK
-    counted.max_frames = 5 * PLAIN.chunk_frames
-    look_up(counted, [key(99)])
-    assert len(counted) == 5
+    assert all_hits(counted) == 2
 
 
 def test_requests_that_share_all_their_chunks_are_forgotten_too() -> None:
     """Nothing grows while one old chunk lies behind them all."""
     counted = Demand(max_keys=5000)
+    counted.l1_frames = 100
     for keys in ([key(1)], *[[key(2), key(3)]] * 20_000):
         look_up(counted, keys)
-    assert len(counted) == 3
-    assert len(counted._stack._requests) == 2
-    assert sum(map(len, counted._stack._levels)) <= 8
-    curve = counted.window("start", 0.0).together
-    assert curve.all_hits == (20_000 - 1) * 2 * CHUNK
+    assert len(counted._uses) == 3
+    assert len(counted._requests) == 2
+    assert hits(counted) == [(20_000 - 1) * 2] * len(SIZES)
 
 
+@pytest.mark.parametrize("sizes", [PLAIN, SPARSE])
 @pytest.mark.parametrize("seed", range(3))
-def test_keys_that_are_no_chain_leave_nothing_behind(seed: int) -> None:
+def test_keys_that_are_no_chain_leave_nothing_behind(seed: int, sizes: Sizes) -> None:
     """A client may send any keys, in any order, and some twice."""
     draw, counted = random.Random(seed), Demand(max_keys=200)
+    counted.l1_frames = 100
     for _ in range(3000):
         keys = [key(draw.randrange(150)) for _ in range(draw.randrange(1, 12))]
         namespace = draw.choice((b"a" * 32, b"b" * 32))
-        counted.looked_up(namespace, PLAIN, keys, 0, draw.randrange(len(keys) + 1) * CHUNK, 0.0)
-        counted.completed(namespace, PLAIN, keys)
-        assert len(counted) <= 200
+        counted.looked_up(namespace, sizes, keys, 0, draw.randrange(len(keys) + 1) * CHUNK, 0.0)
+        counted.completed(namespace, sizes, keys)
+        assert len(counted._uses) <= sum(len(chunks) for chunks, _ in counted._requests.values()) <= 200
     for number in range(200):
         look_up(counted, [key(1000 + number)])
-    assert len(counted) == counted._stack.chunks == 200
+    assert len(counted._uses) == len(counted._requests) == 200
+    assert counted._stored.keys() <= counted._uses.keys()
     assert counted.exact_frames() == 200 * PLAIN.chunk_frames
+    assert [ghost.frames for ghost in counted._ghosts] == [24, 48, 99, 198, 399, 600, 600]
 
 
 def test_windows_of_time_forget() -> None:
@@ -168,9 +242,7 @@ def test_windows_of_time_forget() -> None:
         look_up(counted, [key(number)], now_s=now_s)
 
     def tokens(window: str, now_s: float) -> int:
-        shown = counted.window(window, now_s)
-        assert shown.together.tokens == sum(curve.tokens for curve in shown.curves.values())
-        return shown.together.tokens
+        return together(counted.window(window, now_s)).tokens
 
     assert tokens("start", 5000.0) == tokens("day", 5000.0) == 4 * CHUNK
     assert tokens("hour", 5000.0) == CHUNK
@@ -184,10 +256,11 @@ def test_many_namespaces_are_counted_together() -> None:
     for number in range(demand.MAX_NAMESPACES + 10):
         for _ in range(2):
             counted.looked_up(number.to_bytes(32, "big"), PLAIN, [key(1)], 0, CHUNK, 0.0)
-    curves = counted.window("start", 0.0).curves
-    assert len(curves) == demand.MAX_NAMESPACES + 1
-    assert curves[demand.OTHERS].tokens == 20 * CHUNK
-    assert curves[demand.OTHERS].all_hits == 10 * CHUNK
+    for window in demand.WINDOWS:
+        curves = counted.window(window, 0.0)
+        assert len(curves) == demand.MAX_NAMESPACES + 1
+        assert curves[demand.OTHERS].tokens == 20 * CHUNK
+        assert curves[demand.OTHERS].hits[-1] == 10 * CHUNK
 
 
 def test_a_very_long_lookup_is_counted_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,10 +268,9 @@ def test_a_very_long_lookup_is_counted_in_part(monkeypatch: pytest.MonkeyPatch) 
     counted, keys = Demand(), [key(i) for i in range(10)]
     look_up(counted, keys)
     counted.completed(NAMESPACE, PLAIN, keys)
-    assert len(counted) == 4
+    assert len(counted._uses) == 4
     look_up(counted, keys)
-    curve = counted.window("start", 0.0).together
-    assert (curve.tokens, curve.all_hits) == (8 * CHUNK, 4 * CHUNK)
+    assert (so_far(counted).tokens, all_hits(counted)) == (8 * CHUNK, 4)
 
 
 def test_a_lookup_of_many_short_runs_is_counted_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,11 +278,6 @@ def test_a_lookup_of_many_short_runs_is_counted_in_part(monkeypatch: pytest.Monk
     counted, keys = Demand(), [key(i) for i in range(2000)]
     look_up(counted, keys[::2])
     look_up(counted, keys[1::2])
-    asked: list[int] = []
-    newer = demand._Stack.newer
-    monkeypatch.setattr(
-        demand._Stack, "newer", lambda self, request: asked.append(request) or newer(self, request)
-    )
     look_up(counted, keys)
-    assert len(asked) == demand.MAX_RUNS
-    assert len(counted) == 2000
+    assert all_hits(counted) == demand.MAX_RUNS
+    assert len(counted._uses) == 2000

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
-from lmcache_client.contract.patience import fetch_patience_s
+from lmcache_client.contract.hits import fetch_patience_s
 from lmcache_server.core.cache import Cache, Layout
 from lmcache_server.core.tiering import (
     FAILURES,

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from lmcache_client.contract.version import VERSION
-from lmcache_kernels.page_copy import CUPY
 from lmcache_server.commands.doctor import checks, devices, tiers
 from lmcache_server.errors import StartError
 from lmcache_server.host import preflight
@@ -125,10 +124,6 @@ CASES = [
         "nvidia-modprobe -u -c 0",
     ),
     (checks.driver(["0000:01:00.0"], 12080, "", True), OK, "CUDA 12.8, 1 GPU(s): 0000:01:00.0", ""),
-    (checks.copy_kernel(0, "", 0), OK, "not used", ""),
-    (checks.copy_kernel(1, "", 13000), OK, "compiled", ""),
-    (checks.copy_kernel(1, "no cupy", 13000), WARN, "no cupy", f"pip install {CUPY[13]}"),
-    (checks.copy_kernel(1, "no cupy", 12080), WARN, "no cupy", f"pip install {CUPY[12]}"),
     (checks.vllm(""), OK, "not in this Python environment; the connector is for 0.31 to 0.33", ""),
     (checks.vllm("0.32.1"), OK, "0.32.1", ""),
     (checks.vllm("0.30.0"), FAIL, "this is vLLM 0.30.0", "pip install 'vllm==0.33.*'"),
@@ -137,6 +132,22 @@ CASES = [
         FAIL,
         "are not cached, because they have vLLM 0.34.0",
         "pip install 'vllm==0.33.*'",
+    ),
+    (checks.names(()), OK, "no engine has registered", ""),
+    (
+        checks.names(
+            [
+                {
+                    "engine": "one",
+                    "namespace": "0123456789abcdef01",
+                    "model": "m",
+                    "fields": {"detail weights": "f00d", "rank 0 group 0 layout": "layout=LBNHC"},
+                }
+            ]
+        ),
+        OK,
+        "engine one: model m, namespace 0123456789abcdef, weights f00d, layout layout=LBNHC",
+        "",
     ),
     (checks.plugin("", "not installed", None), OK, "not needed", ""),
     (checks.plugin("0.32.0", "not installed", None), FAIL, "not installed", "--force-reinstall"),

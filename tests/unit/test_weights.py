@@ -3,12 +3,14 @@
 import hashlib
 import os
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from harness.waiting import wait_until
 from safetensors.torch import save_file
 
 from lmcache_client.connector import translate, weights
@@ -166,6 +168,18 @@ def test_an_adapter_is_known_by_its_content(tmp_path: Path, adapters: Adapters) 
     assert key == adapters.key("b", str(copied), 2) == adapters.key("a", str(first), 3)
     (first / "config.json").write_text("other")
     assert adapters.key("a", str(first), 1) != key
+
+
+def test_an_adapter_that_is_read_for_long_is_its_own_until_then(
+    tmp_path: Path, adapters: Adapters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler, which asks, does not wait for it."""
+    monkeypatch.setattr(weights, "ADAPTER_WAIT_S", 0.0)
+    monkeypatch.setattr(weights, "SLOTS", slots := threading.Semaphore(0))
+    first = model(tmp_path / "first")
+    assert adapters.key("a", str(first), 1)[:2] == ("lora", "own")
+    slots.release(100)
+    wait_until(lambda: adapters.key("a", str(first), 1)[:2] == ("lora", "content"))
 
 
 def test_an_adapter_whose_files_changed_while_this_process_ran_is_its_own(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lmcache_client.contract.version import INSTALL_VLLM, VERSION, VLLM_RANGE, too_old, untested
-from lmcache_kernels.page_copy import CUPY
 from lmcache_server.host.machine import UNLIMITED
 from lmcache_server.host.preflight import FAIL, OK, WARN, Check
 from lmcache_server.host.units import size
@@ -18,6 +17,7 @@ _UNSEEN = (
     "an engine that reaches no server cannot be seen from here: its log has lines about 'the server at', and "
     "its metric vllm:lmcache_mp_connected is 0"
 )
+NAMED = {"weights": "detail weights", "layout": "rank 0 group 0 layout"}
 COLOURS = {OK: "green", WARN: "yellow", FAIL: "red"}
 
 
@@ -93,15 +93,6 @@ def driver(gpus: Sequence[str], version: int, failure: str, has_device_files: bo
     return Check("driver", OK, "no GPU: engines on the CPU are served")
 
 
-def copy_kernel(num_gpus: int, failure: str, version: int) -> Check:
-    """`failure` is why cupy's NVRTC did not compile the kernel, empty if it did."""
-    if not num_gpus:
-        return Check("copy kernel", OK, "not used without a GPU and --gpu-kernel")
-    if not failure:
-        return Check("copy kernel", OK, "compiled by cupy's NVRTC")
-    return Check("copy kernel", WARN, failure, f"pip install {CUPY[13 if version >= 13000 else 12]}")
-
-
 def vllm(version: str) -> Check:
     """`version` is the vLLM of this Python environment, empty if there is none."""
     if not version:
@@ -166,3 +157,13 @@ def connectors(server_version: str, sessions: Sequence[Mapping[str, Any]]) -> Ch
     engines = sorted({session["engine_id"] for session in sessions if session["engine_id"]})
     listed = f"{', '.join(engines)}, all of the server's version{running}" if engines else "none is connected"
     return Check(name, OK, f"{listed}; {_UNSEEN}")
+
+
+def names(explained: Sequence[Mapping[str, Any]]) -> Check:
+    """What the pages of each engine are named by. `explained` comes from the server's status."""
+    texts = [
+        f"engine {each['engine']}: model {each['model']}, namespace {each['namespace'][:16]}"
+        + "".join(f", {name} {each['fields'].get(field, '')}" for name, field in NAMED.items())
+        for each in explained
+    ]
+    return Check("names of pages", OK, "; ".join(texts) or "no engine has registered")

@@ -12,7 +12,6 @@ from typing import Any
 from lmcache_client.contract.endpoint import address
 from lmcache_client.memory.host import ProofBuffer, allow_tracer
 from lmcache_kernels.driver import CudaError, Driver
-from lmcache_kernels.page_copy import KernelError, compiled
 from lmcache_server.commands import control
 from lmcache_server.commands.doctor import checks
 from lmcache_server.commands.doctor.devices import check_devices, through_server
@@ -54,6 +53,7 @@ def examine(options: Mapping[str, Any], flags: Set[str], gpu_trial: bool = False
     return [
         server,
         checks.connectors(report.get("version", ""), report.get("sessions", ())),
+        checks.names(report.get("explained", ())),
         checks.vllm(vllm_version),
         checks.plugin(vllm_version, _plugin_failure(), os.environ.get("VLLM_PLUGINS")),
         checks.command(find_spec("lmcache") is not None),
@@ -67,7 +67,6 @@ def examine(options: Mapping[str, Any], flags: Set[str], gpu_trial: bool = False
             {gpu: int(_text(f"/sys/bus/pci/devices/{gpu.lower()}/numa_node") or -1) for gpu in gpus},
         ),
         checks.driver(gpus, version, failure, _has_device_files()),
-        checks.copy_kernel(len(gpus) * effective.get("gpu_kernel", False), _kernel_failure(driver), version),
         *try_tiers(effective["tier"], report.get("config", {}).get("tier", ())),
         *(check_devices(driver, report) if driver is not None else ()),
         *(_try_all(driver, address(options["host"], options["port"]), report) if gpu_trial else ()),
@@ -90,7 +89,7 @@ def _text(path: str) -> str | None:
 def _server(host: str, port: int) -> tuple[dict[str, Any], Check]:
     """The status report of the running server, empty if there is none, and the check "server"."""
     try:
-        report = control.report(host, port, TIMEOUT_S)
+        report = control.report(host, port, TIMEOUT_S, explain=True)
     except control.UnreachableError as error:
         return {}, Check("server", WARN, f"no server answers at {error.endpoint}", "lmcache server")
     except control.ControlError as error:
@@ -163,15 +162,6 @@ def _driver() -> tuple[Driver | None, str]:
 
 def _has_device_files() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/proc/driver/nvidia/version").exists()
-
-
-def _kernel_failure(driver: Driver | None) -> str:
-    try:
-        if driver is not None:
-            compiled(driver.compute_capability(0))
-    except (KernelError, CudaError) as error:
-        return str(error)
-    return ""
 
 
 def _vllm_version() -> str:
