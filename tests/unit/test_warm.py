@@ -11,7 +11,7 @@ from lmcache_client.contract.geometry import GroupSpec, Region
 from lmcache_server.core.cache import Cache, Layout, Reservation
 from lmcache_server.core.index import Chunk
 from lmcache_server.core.packed import StoredObject
-from lmcache_server.core.snapshot import Snapshot, SnapshotError
+from lmcache_server.core.snapshot import SnapshotError
 from lmcache_server.l1 import restart
 
 FRAME_BYTES = 100
@@ -34,8 +34,8 @@ def filled(now_s=50.0):
     return cache
 
 
-def restored(index, now_s=7.0, unix_s=0.0):
-    cache = Cache(FRAME_BYTES)
+def restored(index, now_s=7.0, unix_s=0.0, cache=None):
+    cache = cache or Cache(FRAME_BYTES)
     cache.restore(restart.decode(index, TOTAL_FRAMES, unix_s)[0], now_s)
     cache.check_integrity()
     return cache
@@ -98,7 +98,7 @@ def packed(*objects):
     chunk = Chunk(b"", b"")
     for bit, stored in enumerate(objects):
         chunk.add(bit, stored, 0)
-    return chunk.packed
+    return bytes(chunk.packed)
 
 
 def row(**changes):
@@ -114,10 +114,12 @@ def one(*runs, num_bytes=150):
     return {"ready": b"\x01", "objects": packed(StoredObject(1, num_bytes, runs, b""))}
 
 
+def index_of(total_frames=10, namespaces=(b"n" * 32,), described=("null",), rows=(), pins=()):
+    return codec.pack([0.0, total_frames, namespaces, described, rows, pins])
+
+
 def test_the_row_of_the_tests_below_is_good():
-    cache = Cache(FRAME_BYTES)
-    cache.restore(Snapshot(10, [b"n" * 32], [row()]), 0.0)
-    cache.check_integrity()
+    cache = restored(index_of(rows=[row()]))
     assert (cache.used_frames, cache.stored_bytes) == (5, 400)
 
 
@@ -168,7 +170,7 @@ def test_the_row_of_the_tests_below_is_good():
 def test_rows_that_do_not_fit_together_restore_nothing(rows):
     cache = Cache(FRAME_BYTES)
     with pytest.raises(SnapshotError):
-        cache.restore(Snapshot(10, [b"n" * 32], rows), 0.0)
+        restored(index_of(rows=rows), cache=cache)
     cache.check_integrity()
     assert (cache.num_chunks, cache.total_frames) == (0, 0)
 
@@ -198,16 +200,11 @@ ROWS = [row(), row(key=b"l" * 32, **one((5, 2)))]
 def test_pins_that_do_not_fit_restore_nothing(pins):
     cache = Cache(FRAME_BYTES)
     with pytest.raises(SnapshotError):
-        cache.restore(Snapshot(10, [b"n" * 32], ROWS, pins), 0.0)
+        restored(index_of(rows=ROWS, pins=pins), cache=cache)
     cache.check_integrity()
     assert (cache.num_chunks, cache.total_frames, len(cache.named_pins)) == (0, 0, 0)
-    cache.restore(Snapshot(10, [b"n" * 32], ROWS, [["a", [1, 1]], ["b", [1]], ["c", []]]), 0.0)
+    restored(index_of(rows=ROWS, pins=[["a", [1, 1]], ["b", [1]], ["c", []]]), cache=cache)
     assert [*cache.named_pins.names] == ["a", "b"]
-    cache.check_integrity()
-
-
-def index_of(total_frames=10, namespaces=(b"n" * 32,), described=("null",), rows=(), pins=()):
-    return codec.pack([total_frames, namespaces, described, rows, pins])
 
 
 @pytest.mark.parametrize(
@@ -228,13 +225,14 @@ def index_of(total_frames=10, namespaces=(b"n" * 32,), described=("null",), rows
         index_of(described=(7,)),
         index_of(rows=7),
         index_of(pins=7),
-        codec.pack([10, (), (), ()]),
+        codec.pack([0.0, 10, (), (), ()]),
         index_of() + b"\0",
     ],
 )
 def test_an_index_of_another_shape_restores_nothing(index):
     with pytest.raises(SnapshotError):
         restored(index)
+    assert restored(index_of()).total_frames == 10
 
 
 @settings(max_examples=500, deadline=None)
