@@ -2,18 +2,23 @@
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import vllm.config
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 from vllm.v1 import kv_cache_interface as specs
 
 from lmcache_client.connector import account as module
+from lmcache_client.connector import translate
 from lmcache_client.connector.account import OF_FILE, VARIABLES, account, named, text, variables
 
 OWN = "of engine 1"
@@ -193,3 +198,59 @@ def test_of_a_long_value_the_digest_is_named() -> None:
         assert len(said) < 100
         names.add(said)
     assert len(names) == 2
+
+
+def configured() -> Any:
+    config = with_defaults(VllmConfig)
+    for part in ("model", "parallel", "device", "cache", "load"):
+        cls = getattr(vllm.config, f"{part.title()}Config")
+        setattr(config, f"{part}_config", with_defaults(cls))
+    config.device_config.device_type = "cpu"
+    config.model_config.model, config.model_config.dtype = "model", torch.bfloat16
+    config.model_config.hf_config = SimpleNamespace(to_dict=lambda: {"layers": 2})
+    return config
+
+
+Change = Callable[[pytest.MonkeyPatch, Any], object]
+SURROUNDINGS: dict[str, Change] = {
+    "configuration": lambda _, config: setattr(
+        config.model_config, "hf_config", SimpleNamespace(to_dict=lambda: {"layers": 3})
+    ),
+    "vllm": lambda patch, _: patch.setattr(translate, "VLLM_VERSION", "0.99"),
+    "library": lambda patch, _: patch.setattr(translate, "_loaded_library", lambda: "_C_other"),
+    "processor": lambda patch, _: patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "OTHER"),
+    "fp8": lambda patch, _: patch.setattr(
+        type(current_platform), "fp8_dtype", classmethod(lambda _cls: torch.float8_e5m2)
+    ),
+    "adapters": lambda _, config: setattr(config, "lora_config", adapters(target_modules=["q_proj"])),
+    "adapters ": lambda _, config: setattr(config, "lora_config", adapters(lora_dtype=torch.float32)),
+    "quantization_config_file": lambda _, config: setattr(
+        config.model_config, "hf_overrides", {"quantization_config_file": "/nowhere"}
+    ),
+}
+
+
+def adapters(**changed: Any) -> Any:
+    config = with_defaults(vllm.config.LoRAConfig)
+    for name, value in changed.items():
+        setattr(config, name, value)
+    return config
+
+
+@pytest.mark.parametrize("detail", SURROUNDINGS)
+def test_what_no_configuration_says_changes_the_name(detail: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = dict(translate.model_tag(configured()).details)
+    config = configured()
+    SURROUNDINGS[detail](monkeypatch, config)
+    after = dict(translate.model_tag(config).details)
+    assert before.get(detail.strip()) != after[detail.strip()]
+
+
+def test_the_length_of_the_context_counts_where_a_rotary_embedding_depends_on_it() -> None:
+    tags = set()
+    for embedding, length in itertools.product(("default", "longrope"), (1024, 4096)):
+        config = configured()
+        config.model_config.hf_config = SimpleNamespace(to_dict=lambda: {"layers": 2}, rope=embedding)
+        config.model_config.max_model_len = length
+        tags.add(translate.model_tag(config))
+    assert len(tags) == 3

@@ -14,8 +14,10 @@ import uvloop
 from lmcache_client.contract.geometry import FULL, Geometry, GroupSpec, Region
 from lmcache_client.contract.messages import Lookup
 from lmcache_server.core.cache import Cache, Layout
+from lmcache_server.core.limits import Limits
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.core.tiering import SLOW_OLD_S
+from lmcache_server.host.units import GB_BYTES
 from lmcache_server.l1.memory import L1Memory
 from lmcache_server.service import tiers as tiers_module
 from lmcache_server.service.fetches import Fetches
@@ -73,9 +75,12 @@ class AllReadsWait(OneReadHangs):
 class Setting:
     """Fetches from `store`, which has BAD and GOOD; of L1 and the tier, nothing else is there."""
 
-    def __init__(self, store: Any, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, store: Any, loop: asyncio.AbstractEventLoop, quota_frames: float = float("inf")
+    ) -> None:
         nothing: Any = None
-        self.l1, self.cache = L1Memory(16 * FRAME_BYTES), Cache(FRAME_BYTES, 16)
+        quotas = Limits(quota_frames * FRAME_BYTES / GB_BYTES)
+        self.l1, self.cache = L1Memory(16 * FRAME_BYTES), Cache(FRAME_BYTES, 16, quotas_gb=quotas)
         self.system = System(loop, nothing, nothing)
         self.worker = TierWorker("tier", lambda: store, loop, Rates())
         self.tier = TierState(0, "dir:///nowhere", False, self.worker)
@@ -98,10 +103,10 @@ class Setting:
         await self.fetches.fetch(LAYOUT, SHARDS, Lookup("", (key,), 0, 16, 17, 1000), 0, [self.tier])
         return self.has(key)
 
-    def fetching(self, keys: Sequence[bytes]) -> "asyncio.Task[int]":
+    def fetching(self, keys: Sequence[bytes], tenant: bytes = b"") -> "asyncio.Task[int]":
         """A lookup of a chain that would take an engine a minute."""
         tokens = 16 * len(keys)
-        message = Lookup("", tuple(keys), 0, tokens, tokens + 1, 1)
+        message = Lookup("", tuple(keys), 0, tokens, tokens + 1, 1, tenant=tenant)
         return asyncio.create_task(self.fetches.fetch(LAYOUT, SHARDS, message, 0, [self.tier]))
 
     async def reserved(self, frames: int) -> None:
@@ -188,6 +193,32 @@ def test_lookups_that_plan_at_the_same_time_fetch_a_quarter_of_l1_together() -> 
         store.released.set()
         await asyncio.gather(*tasks)
         assert await it.system.all_ended(30)
+        it.close()
+
+    try:
+        uvloop.run(run())
+    finally:
+        store.released.set()
+
+
+@pytest.mark.parametrize("tenant", [b"", b"t" * 16])
+def test_a_fetch_brings_no_more_than_its_salt_may_have(tenant: bytes) -> None:
+    """It brings the beginning of the chain, and not all of it in vain."""
+    store: Any = AllReadsWait()
+
+    async def run() -> None:
+        it = Setting(store, asyncio.get_running_loop(), quota_frames=2)
+        chain = [bytes([number]) * 32 for number in range(10, 14)]
+        await it.write(chain)
+        it.known.add(LAYOUT.namespace)
+        it.tier.speed.add(10**9, 1.0, it.system.now_s())
+        task = it.fetching(chain, tenant)
+        await it.reserved(2 if tenant else 4)
+        store.released.set()
+        await task
+        assert await it.system.all_ended(30)
+        assert it.tier.read_bytes == (2 if tenant else 4) * FRAME_BYTES
+        assert it.cache.ready(LAYOUT, chain) == ([1, 1, 0, 0] if tenant else [1] * 4)
         it.close()
 
     try:

@@ -3,8 +3,8 @@
 import pytest
 
 from lmcache_client.channel import ChannelError, Pending, unsent
-from lmcache_client.contract.messages import Found, Message
-from lmcache_client.several import Channels, Together
+from lmcache_client.contract.messages import Found, Lookup, Message
+from lmcache_client.several import Channels, Several, Together
 from lmcache_client.transport import System
 
 
@@ -13,6 +13,7 @@ class Connection:
 
     system = System()
     ready = True
+    generation = 1
 
     def poll(self, pending: Pending | None = None, wait_s: float = 0.0) -> None:
         assert pending is None, "nobody may wait for a question that is answered"
@@ -38,3 +39,33 @@ def test_a_server_that_is_lost_before_it_is_asked_again_ends_the_question(waits_
     assert together.done
     assert isinstance(together.error, ChannelError)
     assert given_up == [True]
+
+
+class Client:
+    """What a question to several servers needs of the client of one."""
+
+    def __init__(self, lease: int) -> None:
+        self.channel, self.lease = Connection(), lease
+        self.released: list[int] = []
+
+    def lookup(self, _question: Lookup, _timeout_s: float) -> Pending:
+        pending = Pending(0.0)
+        pending._finish(Found(256, self.lease, 60, (b"\1",)))
+        return pending
+
+    def release(self, leases: tuple[int, ...]) -> None:
+        self.released += leases
+
+
+def test_a_lease_of_an_earlier_registration_is_not_given_back() -> None:
+    """The server that has restarted may have given its number to somebody else's lease."""
+    clients = [Client(7), Client(8)]
+    several = Several(clients)  # type: ignore[arg-type]
+    for generation in (1, 2):
+        lookup = several.lookup(Lookup("", (b"k" * 32,), 0, 256, 257, 0), 1.0)
+        assert lookup.done
+        assert isinstance(lookup.reply, Found)
+        assert several.leases(lookup.reply.lease_id) == (7, 8)
+        clients[0].channel.generation = generation
+        several.release((lookup.reply.lease_id,))
+    assert (clients[0].released, clients[1].released) == ([7], [8, 8])
