@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from lmcache_client.contract.geometry import FULL, Geometry, GroupSpec, Region
+from lmcache_client.contract.geometry import FULL, RECURRENT, Geometry, GroupSpec, Region
 from lmcache_client.contract.messages import Lookup
 from lmcache_server.core.cache import Cache, Layout
 from lmcache_server.core.limits import Limits
@@ -89,9 +89,9 @@ class Setting:
         settings = Metrics(), self.system, False, self.known.__contains__, lambda _rooms: None
         self.fetches = Fetches(self.tiers, self.cache, self.l1, *settings)
 
-    async def write(self, keys: Sequence[bytes] = (BAD, GOOD)) -> None:
+    async def write(self, keys: Sequence[bytes] = (BAD, GOOD), bit: int = 0) -> None:
         for key in keys:
-            label = Label(LAYOUT.namespace, key, 0, 1, FRAME_BYTES)
+            label = Label(LAYOUT.namespace, key, bit, 1, FRAME_BYTES)
             payload = self.tiers.payload(((0, 1),), FRAME_BYTES)
             assert await self.worker.write(label, payload) == "written"
 
@@ -103,10 +103,10 @@ class Setting:
         await self.fetches.fetch(LAYOUT, SHARDS, Lookup("", (key,), 0, 16, 17, 1000), 0, [self.tier])
         return self.has(key)
 
-    def fetching(self, keys: Sequence[bytes], tenant: bytes = b"") -> "asyncio.Task[int]":
+    def fetching(self, keys: Sequence[bytes]) -> "asyncio.Task[int]":
         """A lookup of a chain that would take an engine a minute."""
         tokens = 16 * len(keys)
-        message = Lookup("", tuple(keys), 0, tokens, tokens + 1, 1, tenant=tenant)
+        message = Lookup("", tuple(keys), 0, tokens, tokens + 1, 1)
         return asyncio.create_task(self.fetches.fetch(LAYOUT, SHARDS, message, 0, [self.tier]))
 
     async def reserved(self, frames: int) -> None:
@@ -201,30 +201,27 @@ def test_lookups_that_plan_at_the_same_time_fetch_a_quarter_of_l1_together() -> 
         store.released.set()
 
 
-@pytest.mark.parametrize("tenant", [b"", b"t" * 16])
-def test_a_fetch_brings_no_more_than_its_salt_may_have(tenant: bytes) -> None:
-    """It brings the beginning of the chain, and not all of it in vain."""
-    store: Any = AllReadsWait()
+def test_a_fetch_brings_what_can_be_resumed_within_the_quota_of_its_salt() -> None:
+    """All of the chain would be too much: then its beginning, with the state that it ends with."""
+    store: Any = OneReadHangs()
+    state = GroupSpec(RECURRENT, 16, 0, "", (Region(0, 0, FRAME_BYTES, FRAME_BYTES),))
+    layout = Layout(LAYOUT.namespace, 16, (GROUP, state), ((0,), (0,)))
+    shards: Any = {0: SimpleNamespace(geometry=Geometry(layout.groups, 10))}
 
     async def run() -> None:
-        it = Setting(store, asyncio.get_running_loop(), quota_frames=2)
-        chain = [bytes([number]) * 32 for number in range(10, 14)]
-        await it.write(chain)
-        it.known.add(LAYOUT.namespace)
+        it = Setting(store, asyncio.get_running_loop(), quota_frames=3)
+        chain = [bytes([number]) * 32 for number in range(10, 13)]
+        for bit in range(2):
+            await it.write(chain, bit)
+        it.known.add(layout.namespace)
         it.tier.speed.add(10**9, 1.0, it.system.now_s())
-        task = it.fetching(chain, tenant)
-        await it.reserved(2 if tenant else 4)
-        store.released.set()
-        await task
+        lookup = Lookup("", tuple(chain), 0, 48, 49, 1, tenant=b"t" * 16)
+        await it.fetches.fetch(layout, shards, lookup, 0, [it.tier])
         assert await it.system.all_ended(30)
-        assert it.tier.read_bytes == (2 if tenant else 4) * FRAME_BYTES
-        assert it.cache.ready(LAYOUT, chain) == ([1, 1, 0, 0] if tenant else [1] * 4)
+        assert it.cache.lookup(layout, chain, 0, 48, 1, it.system.now_s()).resume_tokens == 16
         it.close()
 
-    try:
-        uvloop.run(run())
-    finally:
-        store.released.set()
+    uvloop.run(run())
 
 
 def test_a_fetch_that_waits_for_anothers_objects_is_not_taken_for_a_slow_tier() -> None:
