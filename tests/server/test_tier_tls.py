@@ -3,19 +3,22 @@
 import asyncio
 import contextlib
 import datetime
+import http.server
 import ipaddress
 import ssl
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from harness import stores
+from harness import stores, tools
 from harness.exercise import is_served, served
 from harness.server import LMCacheServer
+from harness.tiers import fails, memory
 from harness.waiting import wait_until
 
 PIECE_BYTES = 1 << 16
@@ -117,3 +120,50 @@ def test_a_certificate_that_nobody_signed_is_a_tier_that_fails(tls: tuple[Termin
         wait_until(lambda: server.status()["tiers"][0]["failing"], 60)
         assert "whether this machine trusts its certificate" in server.log.read_text()
         assert served(server, "second", 1) == 3 * 256, "L1 serves without the tier"
+
+
+class Redirecting(http.server.BaseHTTPRequestHandler):
+    """An object store that sends its clients to another server, `elsewhere`; or that server, without one."""
+
+    asked: ClassVar[list[int]]
+    elsewhere: ClassVar[int] = 0
+
+    def do_GET(self) -> None:
+        self.asked.append(self.server.server_address[1])  # type: ignore[arg-type]
+        self.send_response(307 if self.elsewhere else 404)
+        self.send_header("Location", f"http://127.0.0.1:{self.elsewhere}/latest/meta-data")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_PUT = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_an_object_store_behind_tls_sends_nobody_to_a_server_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example to the address at which a cloud tells its machines their secrets."""
+    tools.module("obstore", "s3")
+    from lmcache_server.tiers.objects import Objects
+
+    asked: list[int] = []
+    files = certificate(tmp_path)
+    for name, value in {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "c"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SSL_CERT_FILE", str(files[0]))
+    with contextlib.ExitStack() as stack:
+        ports = []
+        for elsewhere in (lambda: 0, lambda: ports[0]):
+            handler = type("Handler", (Redirecting,), {"asked": asked, "elsewhere": elsewhere()})
+            server = stack.enter_context(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler))
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            stack.callback(server.shutdown)
+            ports.append(server.server_address[1])
+        front = stack.enter_context(Terminator(ports[1], files))
+        tier = Objects("s3", "records", endpoint=f"https://127.0.0.1:{front.port}")
+        stack.callback(tier.close)
+        for call in (lambda: tier.present(["a"]), lambda: tier.read("a", memory(1))):
+            assert "redirect" in fails(call)
+    assert set(asked) == {ports[1]}
