@@ -186,6 +186,35 @@ def test_a_reply_that_cannot_be_read_ends_the_session_and_is_said_once(hostile: 
         channel.close(0.0)
 
 
+def test_a_request_whose_connection_broke_is_settled_no_sooner_than_its_server_is_done(
+    tmp_path: Path,
+) -> None:
+    """A server that lives may still copy. That another one answers at its address says nothing about it."""
+    tmp_path.chmod(0o700)
+    another = bytes(range(1, 17))
+    channel: Channel | None = None
+    try:
+        with HostileServer(tmp_path) as server:
+            channel = Channel(server.address, lambda _channel: None)
+            channel.start(5.0, 5.0)
+            server.lies[Ping] = BENT["silence"]
+            pending = channel.submit(Ping(), LONG_S)
+        wait_until(lambda: pending.done, what="the connection broke")
+        channel.poll()  # after the keeper's turn in which it did
+        assert not pending.settled
+        with HostileServer(tmp_path) as server:
+            welcome = Welcome(another, os.getpid(), "x", 1)
+            server.script = lambda number, _message: [[messages.encode_reply(another, number, welcome)]]
+            wait_until(lambda: channel.ready, what="another server is greeted")
+            channel.poll()
+            assert not pending.settled
+        with HostileServer(tmp_path):
+            wait_until(lambda: pending.settled, what="its own server has greeted this client again")
+    finally:
+        if channel is not None:
+            channel.close(0.0)
+
+
 class EndlessConnection(Connection):
     """Has always one more frame."""
 
