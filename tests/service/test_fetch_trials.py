@@ -21,6 +21,7 @@ from lmcache_server.host.units import GB_BYTES
 from lmcache_server.l1.memory import L1Memory
 from lmcache_server.service import tiers as tiers_module
 from lmcache_server.service.fetches import Fetches
+from lmcache_server.service.spills import Spills
 from lmcache_server.service.system import System
 from lmcache_server.service.tiers import Tiers, TierState
 from lmcache_server.telemetry.failures import Failures
@@ -70,6 +71,16 @@ class AllReadsWait(OneReadHangs):
     def read(self, name: str, pieces: Sequence[memoryview]) -> bool:
         self.released.wait()
         return super().read(name, pieces)
+
+
+class CountsQuestions(OneReadHangs):
+    """Counts how often it is asked what it has."""
+
+    asked = 0
+
+    def present(self, names: Sequence[str]) -> Sequence[bool]:
+        self.asked += 1
+        return super().present(names)
 
 
 class Setting:
@@ -251,3 +262,22 @@ def test_a_fetch_that_waits_for_anothers_objects_is_not_taken_for_a_slow_tier() 
         uvloop.run(run())
     finally:
         store.released.set()
+
+
+def test_what_a_tier_has_given_is_not_offered_to_it_again() -> None:
+    store: Any = CountsQuestions()
+
+    async def run() -> None:
+        it = Setting(store, asyncio.get_running_loop())
+        it.tier.cold = True  # which is offered all of L1 at a clean stop
+        await it.write([GOOD])
+        it.known.add(LAYOUT.namespace)
+        await it.fetching([GOOD])
+        assert await it.system.all_ended(30)
+        assert it.has(GOOD)
+        asked = store.asked
+        await Spills(it.tiers, it.cache, it.system, lambda _namespace: False).flush()
+        assert store.asked == asked
+        it.close()
+
+    uvloop.run(run())
