@@ -74,6 +74,24 @@ def test_every_field_of_this_vllm_is_accounted_for() -> None:
     assert not missing
 
 
+FOUND = {
+    "ModelConfig": ("dtype", "quantization", "quantization_config", "model_impl", "model_class_overrides"),
+    "DeviceConfig": ("device_type",),
+    "CacheConfig": ("cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
+    "MultiModalConfig": ("mm_processor_kwargs", "video_pruning_rate", "video_pruning_method"),
+    "AttentionConfig": ("backend",),
+    "KVCacheSpec": ("dtype", "dtypes", "shapes", "head_size", "kv_quant_mode"),
+    VARIABLES: ("VLLM_SSM_CONV_STATE_LAYOUT", "VLLM_KV_CACHE_LAYOUT"),
+}
+"""Where engines were seen, or are known, to have other bytes."""
+
+
+@pytest.mark.parametrize("kind", FOUND)
+def test_what_was_seen_to_change_bytes_stays_in_the_name(kind: str) -> None:
+    for name in FOUND[kind]:
+        assert set(entries(kind)[name]) <= {"named", OF_FILE}, name
+
+
 def test_no_field_is_accounted_for_twice() -> None:
     twice = {(kind, name): how for kind in account() for name, how in entries(kind).items() if len(how) > 1}
     assert not twice
