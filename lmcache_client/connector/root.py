@@ -1,4 +1,4 @@
-"""Where the chains of keys of an engine start: somewhere else after each reset of vLLM's cache."""
+"""Where an engine's chains of keys start. Each reset of vLLM's cache moves the start."""
 
 import hashlib
 import sys
@@ -11,16 +11,16 @@ from lmcache_client.contract.keys import KEY_BYTES, ROOT_KEY
 
 
 class Root:
-    """The `key` that comes before the first of each chain.
+    """The `key` before the first key of each chain.
 
     After a reset nobody knows which weights the engine has, so the key is random. If the user names weights
-    (`is_named`), and vLLM has another weight version before it computes anything, the version gives the key.
+    (`is_named`), and vLLM gets a new weight version before it computes anything, the key is made from that.
     """
 
     def __init__(self, is_named: bool, random_bytes: Callable[[int], bytes]) -> None:
         self.key = ROOT_KEY
         self._is_named, self._random_bytes = is_named, random_bytes
-        self._version = "default"  # vLLM's name of the weights that it has loaded at its start
+        self._version = "default"  # vLLM's name for the weights that it loads at its start
         self._may_be_named = False
 
     def reset(self) -> None:
@@ -28,16 +28,16 @@ class Root:
         self._may_be_named = self._is_named
 
     def name(self, changed: Callable[[], None]) -> None:
-        """Called in each step, before it computes anything. Calls `changed` if the key is another now."""
+        """Called, often, before a step computes anything. Calls `changed` if the key has changed."""
         if not self._may_be_named:
             return
         self._may_be_named = False
         version = weight_version()
-        # The weights may have changed since vLLM got the version that it had before.
+        # The old version proves nothing: the weights may have changed since.
         if version not in ("", self._version):
             self._version = version
             self.key = hashlib.sha256(f"weights {version}".encode()).digest()[:KEY_BYTES]
-            logger.info("lmcache: pages are shared with engines of the weight version %s", version)
+            logger.info("lmcache: pages are shared by weights_name and the weight version %s", version)
             changed()
 
 
@@ -53,8 +53,8 @@ def start_anew(requests: dict[str, Tracked], key: bytes, forget: Callable[[Track
 
 
 def weight_version() -> str:
-    """The weight version of the engine that is calling the connector; empty if this vLLM has none. vLLM tells
-    it no connector, but its EngineCore, which knows it, is on the stack."""
+    """The weight version of the engine that is calling the connector; empty if this vLLM has none. No
+    connector is told, but vLLM's EngineCore, which knows the version, is on the stack."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if tell := getattr(frame.f_locals.get("self"), "get_weight_version", None):

@@ -114,13 +114,13 @@ class SchedulerSide:
         weights may change.
 
         All further keys start at a new root. So no earlier page can be found, even if its store is still
-        under way, or if a server that is gone now restores it later. Nobody waits for the server. It is only
-        asked to free the memory, unless others may share these pages by a name.
+        under way, or if a server that is gone now restores it later. Nobody waits for the server. It is
+        asked to free the memory, unless others may share the pages by name.
         """
         self._root.reset()
         self._start_anew()
         self._clear = None if self._settings.weights_name else self.client.clear()
-        logger.info("lmcache: vLLM reset its cache, so nothing that was stored before is used any more")
+        logger.info("lmcache: vLLM reset its cache, so pages of the old weights are no longer used")
 
     def _start_anew(self) -> None:
         self._early.reset()

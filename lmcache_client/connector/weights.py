@@ -22,7 +22,7 @@ REMEMBERED_BYTES = 1 << 20
 SLOTS = threading.Semaphore(4)
 """So many files are read at a time."""
 MAX_ADAPTERS = 4096
-ADAPTER_WAIT_S = 0.1  # for the digest of a new adapter; until it is there, the adapter is this process's own
+ADAPTER_WAIT_S = 0.1  # for the digest of a new adapter; until then, only this process uses its pages
 
 
 def local_path(name: str, revision: str | None = None, cache: str | None = None) -> Path | None:

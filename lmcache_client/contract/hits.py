@@ -51,5 +51,5 @@ def _last_missing(
 
 
 def fetch_patience_s(num_tokens: int) -> float:
-    """How long a lookup for a prompt of so many tokens may wait for tiers, in seconds; both sides do."""
+    """How many seconds a lookup for so many tokens may wait for tiers. Both sides use this."""
     return min(30.0, 2.0 + num_tokens / 10_000)

@@ -58,7 +58,7 @@ def server(**values: Any) -> int:
 )
 @click.option(
     "--namespace", default="", metavar="DIGITS,DIGITS",
-    help="Print what differs between the namespaces of connected engines that begin with these digits.",
+    help="Of the connected engines' namespaces that begin with these digits, print what differs.",
 )  # fmt: skip
 def status(host: str, port: int, timeout_s: float, as_json: bool, explain: bool, namespace: str) -> None:
     """Print what a server holds: memory, models, sessions, hit rate."""
@@ -87,8 +87,8 @@ def plan(
 ) -> None:
     """Print the hit rates that other sizes of L1 would have had.
 
-    The server plays every lookup for a cache of each size. The rates are right up to the size that the last
-    line names; without that line, for all sizes.
+    For each size, the server simulates every lookup. The rates are correct up to the size in the last line.
+    Without that line, all are correct.
     """
     import json
 

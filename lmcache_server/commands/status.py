@@ -85,8 +85,8 @@ def group_name(group: dict[str, Any]) -> str:
 
 
 def explanation(report: dict[str, Any], namespaces: tuple[str, ...] = ()) -> str:
-    """What the namespaces of the connected engines are made of, a line each, to be compared with `diff`. With
-    the first digits of some `namespaces`, only those, and of them only what differs."""
+    """What the namespaces of the connected engines are made of, a line each, to be compared with `diff`. If
+    `namespaces` has first digits: only those namespaces, and only what differs."""
     chosen = [each for each in report["explained"] if each["namespace"].startswith(namespaces or "")]
     lines = []
     for explained in sorted(chosen, key=lambda each: str(each["engine"])):

@@ -1,8 +1,8 @@
 """The hits that other sizes of L1 would have had.
 
-For each size there is a ghost: it plays every lookup, and knows which chunks an L1 of that size would have
-now. All ghosts forget what was used longest ago. So one list is enough for all: the requests, each with the
-chunks that it was the last to use. A ghost is a place in that list.
+For each size there is a ghost. It follows every lookup, and knows which chunks such an L1 would have now.
+Ghosts forget the least recently used chunks first. So one list serves all: the requests, each with the chunks
+that no later one has used. A ghost is a place in that list.
 """
 
 import itertools
@@ -44,8 +44,8 @@ class Sizes:
 
 @dataclass
 class Curve:
-    """The tokens that were looked up and that the engine did not hold; and of these, by size, those that the
-    ghost of this size would have found."""
+    """The tokens that were looked up and that the engine did not hold; and for each size, how many of these
+    its ghost found."""
 
     tokens: int = 0
     hits: list[int] = field(default_factory=lambda: [0] * len(SIZES))
@@ -56,25 +56,25 @@ class Curve:
 
 
 class _Ghost:
-    """Which chunks an L1 of some size would have: of the request `oldest` the first `left` of its chunks, and
-    all chunks of later requests. They take `frames`."""
+    """The chunks that an L1 of some size would have: the first `left` of the request `oldest`, and all of
+    later requests. They take `frames`."""
 
     def __init__(self) -> None:
         self.frames = self.oldest = self.left = 0
 
     def has(self, request: int, chunks: int) -> int:
-        """How many of the first `chunks` of a request it has."""
+        """How many of a request's first `chunks` it has."""
         return chunks if request > self.oldest else min(chunks, self.left) if request == self.oldest else 0
 
     def take(self, request: int, chunks: int, chunk_frames: int) -> None:
-        """The first `chunks` of this request are no longer its chunks."""
+        """This request loses its first `chunks`."""
         taken = self.has(request, chunks)
         self.frames -= taken * chunk_frames
         if request == self.oldest:
             self.left -= taken
 
     def trim(self, frames: float, requests: dict[int, tuple[list[int], int]]) -> None:
-        """Forgets what was used longest ago, of each request the end first, until the rest fits."""
+        """Forgets the oldest requests first, each from its end, until the rest fits."""
         while self.frames > frames:
             if not self.left:
                 self.oldest += 1
@@ -87,25 +87,25 @@ class _Ghost:
 
 
 class Demand:
-    """The ghosts, and what they would have hit, by namespace. At most `max_keys` chunks are remembered."""
+    """The ghosts, and their hits by namespace. At most `max_keys` chunks are remembered."""
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self.max_keys = max_keys
         self.l1_frames = 0.0
-        """The size of L1 that MULTIPLES are of."""
+        """The size of L1 that MULTIPLES multiply."""
         self._ghosts = [_Ghost() for _ in SIZES]
         self._uses: dict[int, int] = {}
         """By chunk, the number of the request that used it last."""
         self._requests: dict[int, tuple[list[int], int]] = {}
-        """By number, the chunks that no later request has used, and the frames of each."""
+        """By request, the chunks that no later one has used, and the frames of a chunk."""
         self._stored: dict[int, int] = {}
-        """By chunk, a bit for each ghost that would have windows and states at its end."""
+        """By chunk, a bit for each ghost with windows and states at the chunk's end."""
         self._first, self._last, self._listed = 1, 0, 0
-        """The numbers of the first and the last request, and how many chunks all have, some of them twice."""
+        """The first and the last request number, and how many chunks all have; some count twice."""
         self._forgot = False
         self._periods: deque[tuple[int, dict[bytes, Curve]]] = deque(maxlen=WINDOWS["day"])
         self._since_start: dict[bytes, Curve] = {}
-        """By namespace, what was counted: in each period that had a lookup, and in all."""
+        """What was counted, by namespace: in each period with a lookup, and in total."""
 
     def looked_up(
         self,
@@ -138,8 +138,8 @@ class Demand:
                 self._stored.update(dict.fromkeys(new, _ALL))
 
     def _take(self, names: list[int]) -> list[int]:
-        """Takes these chunks from the requests that used them last. For each ghost, how many it has from the
-        first on."""
+        """Takes these chunks from the requests that used them last. Returns how many of the first ones each
+        ghost has without a gap."""
         held, first = [0] * len(SIZES), 0
         uses = [*map(self._uses.get, names), None]
         # A request that used a chunk has used all before it, so its chunks lie side by side.
@@ -147,7 +147,7 @@ class Demand:
             assert request is not None
             chunks = len(list(run))
             left, chunk_frames = self._requests.get(request, ([], 0))
-            # Keys that are no chain are not worth more.
+            # Keys that form no chain are not moved.
             is_first = left[:chunks] == names[first : first + chunks]
             for number, ghost in enumerate(self._ghosts):
                 held[number] += ghost.has(request, chunks) if held[number] == first else 0
@@ -162,15 +162,15 @@ class Demand:
         return held
 
     def _resume(self, names: list[int], held: list[int]) -> list[int]:
-        """For each ghost, which has so many of these chunks: after how many it has windows and states."""
+        """Each ghost has `held` of these chunks. Returns after how many it last has windows and states."""
         resumed = [0] * len(SIZES)
         for count, name in enumerate(names[: max(held)], 1):
             if stored := self._stored.get(name, 0):
-                # Where the chunk was forgotten and has come back, they have not.
+                # A ghost that forgot the chunk and got it back lacks them.
                 stored &= sum(1 << ghost for ghost, chunks in enumerate(held) if chunks >= count)
                 self._stored[name] = stored
                 resumed = [count if stored >> ghost & 1 else last for ghost, last in enumerate(resumed)]
-        # They are stored where a prompt parts from what L1 has, and at its end.
+        # They are stored where a prompt leaves L1's chunks, and at its end.
         for ghost, chunks in enumerate(held):
             if chunks:
                 self._stored[names[chunks - 1]] = self._stored.get(names[chunks - 1], 0) | 1 << ghost
@@ -178,7 +178,7 @@ class Demand:
         return resumed
 
     def _use(self, names: list[int], chunk_frames: int) -> None:
-        """These chunks, which no request has, were used now. Forgets others, if it must."""
+        """Adds a request for these chunks, which none has. Forgets others, if it must."""
         self._last += 1
         self._requests[self._last] = names, chunk_frames
         self._uses.update(dict.fromkeys(names, self._last))
@@ -217,7 +217,7 @@ class Demand:
         return window
 
     def exact_frames(self) -> int | None:
-        """The ghosts of up to this size are exact; None if nothing was forgotten."""
+        """Ghosts up to this size are exact; None if nothing was forgotten."""
         return self._ghosts[-1].frames if self._forgot else None
 
 
@@ -235,7 +235,7 @@ def _add(curves: dict[bytes, Curve], namespace: bytes, curve: Curve) -> None:
 
 
 def _names(namespace: bytes, keys: Sequence[bytes]) -> list[int]:
-    """Short names take less memory than keys. Two chunks hardly ever have the same. A chain has no key twice,
-    but a client may send any."""
+    """Short names take less memory than keys. Two chunks hardly ever share one. A chain repeats no key, but a
+    client may."""
     seed = hash(namespace)
     return list(dict.fromkeys(seed ^ hash(key) for key in keys))

@@ -38,7 +38,7 @@ class PackedObjects(bytes):
         return PackedObjects(msgspec.msgpack.encode(objects))
 
     def objects(self) -> list[StoredObject]:
-        """Raises msgspec.DecodeError for bytes that are not from here."""
+        """Raises msgspec.DecodeError if the bytes are malformed."""
         return _DECODER.decode(self)
 
 

@@ -66,8 +66,8 @@ class Planner:
         )
 
     def tick(self) -> None:
-        """Once a second, and at the end: the size of L1, which may still grow, and what is recorded."""
-        # The demand counts full attention alone, and windows and states beside it take room, too.
+        """Takes over the size of L1, which may still grow, and writes the record to its file."""
+        # The demand counts full attention only, but windows and states take room, too.
         self.demand.l1_frames = self._cache.total_frames / self._factor()
         if self._recorder is not None:
             self._recorder.flush()

@@ -378,8 +378,8 @@ class Registry:
             raise Refusal(messages.NOT_REGISTERED, "the engine of this worker is not registered yet")
         assert engine.shards[shard.rank] is shard, "an engine has one worker of each rank"
         if not self.may_wait(session, request_bytes):
-            most = f"{MAX_JOBS} copies, or copies whose requests take {MAX_WAITING_BYTES} bytes,"
-            raise Refusal(messages.OVERLOADED, f"{most} of this worker are already waiting")
+            limits = f"the limits are {MAX_JOBS}, and {MAX_WAITING_BYTES} bytes of requests"
+            raise Refusal(messages.OVERLOADED, f"no more copies of this worker may wait: {limits}")
         return shard, engine.layout
 
     def close(self) -> None:

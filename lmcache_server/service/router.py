@@ -33,7 +33,7 @@ STATUS_PIECE_CHARS = 16_384
 WARN_AGAIN_S = 60.0
 SALT_UNKNOWN = "its records do not say which salt they had: clear the namespace"
 MAX_WARNED = 64
-"""Refused registrations that are logged as warnings in WARN_AGAIN_S."""
+"""At most so many refused registrations are logged as warnings in WARN_AGAIN_S."""
 
 Send = Callable[[bytes, bytes], None]
 Reply = Message | Coroutine[Any, Any, Message]

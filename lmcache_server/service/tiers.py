@@ -51,7 +51,7 @@ class TierState:
         return self.marks(1 << bit)
 
     def marks(self, bits: int) -> int:
-        """The marks of these bits, as digits of a number whose digits have a bit for each tier."""
+        """The marks of these bits. Each bit becomes a digit that has one bit for each tier."""
         return int(f"{bits:b}", 1 << MAX_TIERS) << self.number
 
     def read_s(self, num_bytes: int) -> float:

@@ -20,7 +20,7 @@ FREE_PART = 0.02
 CLOSE_S = 5.0
 SWEEP_EVERY_S = 60.0  # or ten times as long as a sweep takes
 LEFTOVER_S = 3600.0  # nobody writes a record for so long
-SKEW_S = 300.0  # clocks that differ by more tell nobody how old a record is
+SKEW_S = 300.0  # if clocks differ by more, the age of a record is unknown
 BATCH = 64  # records, while no other thread may change the catalog
 
 
@@ -188,14 +188,14 @@ class Directory:
                 return
 
     def _trusted_now_s(self) -> float:
-        """The time. If a clock is wrong, or was set since the start, a time at which nothing is old."""
+        """The time; or -inf, so that nothing is old, if a clock is wrong or was set since the start."""
         now_s = folders.now_s(self._root)
         expected_s = self._zero_s + time.clock_gettime(time.CLOCK_BOOTTIME)
         if max(abs(now_s - time.time()), abs(now_s - expected_s)) <= SKEW_S:
             return now_s
         logger.warning(
-            "no old record of %(path)s is deleted, because a clock is wrong or was set, this machine's or "
-            "its file server's: set it, then restart the server",
+            "no record of %(path)s is deleted because of its age: the clock of this machine or of its file "
+            "server is wrong or was set; correct it, then restart this server",
             {"path": self._path},
         )
         return -float("inf")

@@ -83,8 +83,8 @@ def _lock(root: int, name: str, kind: int, opened: contextlib.ExitStack) -> bool
 
 
 def now_s(root: int) -> float:
-    """The time by the clock of the file system: its server's, if it has one. This machine's, if nothing may
-    be written there."""
+    """The file system's time: its server's, if there is one. If nothing may be written there, this machine's
+    time."""
     with contextlib.suppress(OSError):
         os.utime(LOCK, dir_fd=root)
         return os.stat(LOCK, dir_fd=root).st_mtime

@@ -101,7 +101,7 @@ class Objects:
             try:
                 found = obstore.get(self._store, path)
                 if found.meta["size"] != num_bytes:
-                    # Perhaps somebody else has answered. The next store replaces it; nothing is deleted.
+                    # Maybe another host answered: delete nothing. The next store replaces the record.
                     self._remember_absent(name)
                     return False
                 content = memoryview(found.bytes())

@@ -20,7 +20,7 @@ PREFIX = "lmc1:"
 TIMEOUT_MS = 1000
 """Of every request. The client connects again by itself if its connection ends."""
 TIMEOUTS = 3
-"""After so many in a row there is a new client: the old one never gives up a connection that is silent."""
+"""After so many in a row a new client is made: the old one never gives up a silent connection."""
 CONNECT_MS = 1000
 BATCH = 512
 """Keys in a request."""
@@ -56,7 +56,7 @@ class Valkey:
         self._lock = threading.Lock()
         self._timeouts = 0
         self._requests: Counter[Any] = Counter()
-        """By client, its requests that run: to close it meanwhile would free its memory under them."""
+        """How many requests run, by client: to close one meanwhile would free memory that they use."""
         glide.Logger.set_logger_config(glide.LogLevel.OFF)
         prefix = "GlideCluster" if cluster else "Glide"
         advanced = "AdvancedGlideClusterClient" if cluster else "AdvancedGlideClient"
@@ -91,7 +91,7 @@ class Valkey:
     def read(self, name: str, pieces: Sequence[memoryview]) -> bool:
         buffer, key = self._contiguous(pieces), _key(name)
         with self._asked() as client:
-            # The client would take a longer value into memory before it compares.
+            # `get` would read a longer value into memory before it compares the sizes.
             if client.strlen(key) != buffer.nbytes or client.get(key, buffer=buffer) is None:
                 return False
         if len(pieces) > 1:
@@ -165,7 +165,7 @@ class Valkey:
             return
 
     def _new_client(self) -> Any:
-        # A client that glide makes in vain stays in memory: it registers itself for forks, and for ever.
+        # A client that cannot connect stays in memory for ever: it registers itself for forks.
         if not any(_listens(*address) for address in self._addresses):
             raise TierError(f"{self._where} does not answer: nothing accepts connections there")
         with self._explained():
@@ -173,7 +173,7 @@ class Valkey:
 
     @contextlib.contextmanager
     def _asked(self) -> Iterator[Any]:
-        """The client, for one request. Its errors become a TierError."""
+        """Yields the client for requests. Its errors become a TierError."""
         with self._lock:
             is_silent = self._timeouts >= TIMEOUTS
             self._timeouts *= not is_silent

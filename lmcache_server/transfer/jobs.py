@@ -13,7 +13,7 @@ from lmcache_server.transfer.plan import ObjectCopy, Pieces, join, pieces, piece
 class ObjectsJob:
     """The common part of loads and stores of several objects.
 
-    A copy thread calls `build` for the pieces to copy, and `after` when every byte has been copied; both may
+    A copy thread calls `build` to get the pieces, and `after` when every byte has been copied. Both may
     raise. `reads_bytes` says whether one of them reads all bytes, which takes long.
 
     `objects` has (group, copy) pairs and `regions` the regions of each group. `bases` are the addresses of

@@ -364,9 +364,9 @@ def test_a_clock_that_is_set_deletes_nothing(open_at, tmp_path, monkeypatch, cap
         monkeypatch.setattr(module.time, "time", lambda: now_s + moved_s)
     else:
         monkeypatch.setattr(folders, "now_s", lambda _root: now_s + moved_s)
-    wait_until(lambda: "set it, then restart the server" in caplog.text)
+    wait_until(lambda: "correct it, then restart this server" in caplog.text)
     caplog.clear()
-    wait_until(lambda: "set it, then restart the server" in caplog.text, what="another sweep")
+    wait_until(lambda: "correct it, then restart this server" in caplog.text, what="another sweep")
     monkeypatch.undo()
     assert list(tier.present(["0"])) == [True]
     assert leftover.exists()

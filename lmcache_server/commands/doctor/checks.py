@@ -160,10 +160,10 @@ def connectors(server_version: str, sessions: Sequence[Mapping[str, Any]]) -> Ch
 
 
 def names(explained: Sequence[Mapping[str, Any]]) -> Check:
-    """What the pages of each engine are named by. `explained` comes from the server's status."""
+    """What names the pages of each engine. `explained` comes from the server's status."""
     texts = [
         f"engine {each['engine']}: model {each['model']}, namespace {each['namespace'][:16]}"
         + "".join(f", {name} {each['fields'].get(field, '')}" for name, field in NAMED.items())
         for each in explained
     ]
-    return Check("names of pages", OK, "; ".join(texts) or "no engine has registered")
+    return Check("names of pages", OK, "; ".join(texts) or "no engine is known")
