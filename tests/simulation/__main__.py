@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections import Counter
 
+from simulation import origins
 from simulation.bugs import BUGS, FOUND_BY
 from simulation.scenario import Scenario
 
@@ -25,6 +26,9 @@ def run_seed(seed: int, trace: bool = False) -> tuple[int, str, dict[str, int]]:
         scenario.run()
     except Exception:
         wrong = traceback.format_exc(limit=-6)
+    finally:
+        if scenario.disk is not None:
+            scenario.disk.close()
     if trace:
         print(*scenario.world.trace or (), sep="\n")
     return seed, wrong, scenario.world.counts
@@ -36,6 +40,7 @@ def run_seeds(arguments: argparse.Namespace, seeds: range, bug: str = "") -> tup
     counts: Counter[str] = Counter()
     failed = []
     context = multiprocessing.get_context("fork")
+    origins.prepare()
     # A killed server never starts what was about to run.
     warnings.filterwarnings("ignore", "coroutine .* was never awaited")
     # Tasks that wait when a world ends keep it alive: a process ends after 24 worlds.

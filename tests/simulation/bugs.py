@@ -5,6 +5,8 @@ from typing import Any
 
 from lmcache_client.channel import Channel
 from lmcache_client.connector import scheduler as scheduler_module
+from lmcache_client.connector import translate
+from lmcache_client.connector.connector import LMCacheMPConnector
 from lmcache_client.connector.held import HeldBlocks
 from lmcache_client.connector.offers import Offers
 from lmcache_client.connector.scheduler import SchedulerSide
@@ -221,6 +223,35 @@ def _state_stored_before_its_drafts_are_verified() -> None:
     Offers._is_final = lambda *_: True  # type: ignore[method-assign]
 
 
+def _configurations_not_in_the_name() -> None:
+    translate.named = lambda *_: iter(())  # type: ignore[attr-defined]
+    translate._digest = lambda hf_config: ""
+
+
+def _layouts_not_in_the_name() -> None:
+    translate._group_tag = lambda *_: ""
+
+
+def _weights_not_in_the_name() -> None:
+    translate._weights_mark = lambda *_: "the weights"
+
+
+def _late_weights_not_in_the_name() -> None:
+    def early(self: LMCacheMPConnector, weights: Any) -> None:
+        assert self._worker is not None
+        self._worker.start()
+
+    LMCacheMPConnector._start_late = early
+
+
+def _changed_weights_named_by_their_new_content() -> None:
+    translate.is_older = lambda *_: True  # type: ignore[attr-defined]
+
+
+def _weights_of_one_engine_only_are_of_all() -> None:
+    translate._own = lambda _: "of an engine"
+
+
 BUGS: dict[str, Callable[[], None]] = {
     bug.__name__.strip("_"): bug
     for bug in (
@@ -250,6 +281,12 @@ BUGS: dict[str, Callable[[], None]] = {
         _one_promise_is_enough,
         _promises_kept_when_one_server_fails,
         _state_stored_before_its_drafts_are_verified,
+        _configurations_not_in_the_name,
+        _layouts_not_in_the_name,
+        _weights_not_in_the_name,
+        _late_weights_not_in_the_name,
+        _changed_weights_named_by_their_new_content,
+        _weights_of_one_engine_only_are_of_all,
     )
 }
 
@@ -280,5 +317,11 @@ FOUND_BY = {
     "one_promise_is_enough": 29,
     "promises_kept_when_one_server_fails": 923,
     "state_stored_before_its_drafts_are_verified": 203,
+    "configurations_not_in_the_name": 2,
+    "layouts_not_in_the_name": 4,
+    "weights_not_in_the_name": 10,
+    "late_weights_not_in_the_name": 28,
+    "changed_weights_named_by_their_new_content": 36,
+    "weights_of_one_engine_only_are_of_all": 36,
 }
 """A seed that finds each. When none of another version does, `make simulate-bugs` says which one does now."""

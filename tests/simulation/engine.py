@@ -64,6 +64,25 @@ class Model:
     """How many tokens behind a chunk its key covers, too."""
 
 
+class Origin:
+    """What an engine is started with: weights that are named as what they are."""
+
+    where = ""
+    """What is said of the loads in its history."""
+
+    def tag(self, model: Model) -> ModelTag:
+        return ModelTag(model.name, (("weights", model.weights),), model.ranks, 1)
+
+    def layout(self) -> str:
+        """The tag of its groups."""
+        return ""
+
+    def start(self, engine: "Engine") -> None:
+        """Its workers begin, in a task of its first process."""
+        for worker in engine.workers:
+            worker.start()
+
+
 @dataclass
 class Running:
     """A request in the engine: its block tables and how far it is."""
@@ -91,6 +110,7 @@ class Engine:
         engine_id: str,
         processes: Sequence[Process],
         num_blocks: int,
+        origin: Origin,
     ) -> None:
         """Each of several networks is another host, with a server and some of the ranks."""
         self.world: World = networks[0].world
@@ -108,7 +128,10 @@ class Engine:
         self.done = 0
         self.closing = False
         self._aborts = self._resets = 0
-        self._weights = model.weights
+        self.weights = [model.weights] * model.ranks
+        """What the pages of each rank depend on, apart from tokens."""
+        self._computed: set[int] = set()
+        """What stands for the tokens of the pages that it has computed."""
         self._pauses = {"between steps": 0.0, "in a step": 0.0}
         self._await: dict[str, dict[str, int]] = {}
         """Loads under way: how many workers have reported, how many of them a failure."""
@@ -124,7 +147,8 @@ class Engine:
             ranks = [f"0-{last}", *(str(last + at) for at in range(1, len(networks)))]
             servers = {each: f"{network.host}:5555" for each, network in zip(ranks, networks, strict=True)}
             settings = structs.replace(settings, host="", servers=servers)
-        tag = ModelTag(model.name, (("weights", model.weights),), model.ranks, 1)
+        self.origin = origin
+        tag = origin.tag(model)
         self.workers = [
             WorkerSide(
                 settings,
@@ -168,7 +192,7 @@ class Engine:
             for page_bytes in self.model.page_bytes:
                 regions.append(Region(0, offset, page_bytes, page_bytes))
                 offset += num_blocks * page_bytes
-            groups.append(GroupSpec(kind, size, window, "", tuple(regions)))
+            groups.append(GroupSpec(kind, size, window, self.origin.layout(), tuple(regions)))
         return Geometry(tuple(groups), num_blocks)
 
     def _pages(self, rank: int, group: int, block: int) -> Iterator[Any]:
@@ -181,9 +205,10 @@ class Engine:
                 offset += self.pool.num_gpu_blocks * page_bytes
 
     def _identity(self, mark: int, rank: int, group: int) -> list[bytes]:
-        return _digests(self._weights, mark, rank, group, self.model.page_bytes)
+        return _digests(self.weights[rank], mark, rank, group, self.model.page_bytes)
 
     def _write(self, group: int, block: int, mark: int) -> None:
+        self._computed.add(mark)
         for rank in range(self.model.ranks):
             for page, right in zip(
                 self._pages(rank, group, block), self._identity(mark, rank, group), strict=True
@@ -253,7 +278,7 @@ class Engine:
         started_s = self.world.now_s
         self.scheduler.reset()
         assert self.world.now_s == started_s, "a reset waited for the server"
-        self._weights = f"{self.engine_id} {self.world.counts['resets']}"
+        self.weights = [f"{self.engine_id} {self.world.counts['resets']}"] * self.model.ranks
 
     def _finish(self, sequence: Running) -> None:
         for queue in (self.waiting, self.running):
@@ -313,8 +338,7 @@ class Engine:
 
     def run(self) -> None:
         """The engine's life, in a task of its first process."""
-        for worker in self.workers:
-            worker.start()
+        self.origin.start(self)
         self.scheduler.start()
         while not self.closing:
             self._step()
@@ -628,9 +652,23 @@ class Engine:
             else:
                 self.world.count("tokens loaded", resume - sequence.computed)
                 self.world.note(f"{self.engine_id} loaded {name} up to {resume}")
+                self._count_foreign(sequence, resume)
                 sequence.computed = resume
                 self.running.append(sequence)
                 self._loaded(sequence)
+
+    def _count_foreign(self, sequence: Running, resume: int) -> None:
+        """A load of pages that this engine has never computed: another one has, with the same name."""
+        if self._mark(sequence, resume) in self._computed:
+            return
+        server: Any = self.networks[0].listener
+        layout = server.router.registry.layout(self.engine_id) if server is not None else None
+        tracked = self.scheduler._tracked.get(sequence.request.request_id)
+        self.world.count(f"loads from another engine{self.origin.where}")
+        if layout is not None and tracked is not None:
+            key = tracked.keys[(resume - 1) // tracked.chunk_size]
+            from_tier = (layout.namespace, key) in server.fetched
+            self.world.count(f"loads from another engine by a tier{self.origin.where}", int(from_tier))
 
     def _loaded(self, sequence: Running) -> None:
         """Its load has succeeded."""

@@ -268,6 +268,8 @@ class SimulatedServer:
         self.hidden: set[int] = set()
         """Process ids that mean nothing to the server."""
         self.copiers: list[Copier] = []
+        self.fetched: set[tuple[bytes, bytes]] = set()
+        """Namespaces and keys of chunks that came from a tier."""
         self._links: dict[bytes, Link] = {}
         self._frozen_until_s = self._frozen_s = 0.0
         self.at_next_load: Callable[[], object] | None = None

@@ -13,14 +13,12 @@ from dataclasses import replace
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW
 from lmcache_client.engine import RELEASE_S
 from simulation.drafts import DraftingEngine
-from simulation.engine import LOAD_TIMEOUT_S, Engine, Model
+from simulation.engine import LOAD_TIMEOUT_S, Engine, Model, Origin
 from simulation.machine import TICK_S, Faults, SimulatedServer
 from simulation.network import Link, Network
+from simulation.origins import LATEST_S, MIXED, Disk
 from simulation.tiers import FAULTS, Store, unrest
 from simulation.world import Process, World
-
-for _name in ("lmcache_server", "vllm.lmcache_mp", "vllm"):
-    logging.getLogger(_name).setLevel(logging.CRITICAL)
 
 FULL_8 = (FULL, 4, 0)
 SHAPES = (
@@ -38,6 +36,8 @@ TIERED = (1, 3)
 DRAFTING = 2
 """Which of three seeds have engines with drafters."""
 FAULTY_S = 25.0
+SHORT_S = 15.0
+"""That of histories in which more is asked at the end."""
 SETTLE_S = 900.0
 """Longer than any deadline or silence that the product knows."""
 
@@ -64,6 +64,9 @@ class Scenario:
     """See the module. `run` raises AssertionError with what went wrong."""
 
     def __init__(self, seed: int, trace: bool = False) -> None:
+        for name in ("lmcache_server", "vllm.lmcache_mp", "vllm"):
+            # Here, because vLLM sets them when it makes a configuration.
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         self.world = World(seed)
         if trace:
             self.world.trace = []
@@ -88,6 +91,12 @@ class Scenario:
             shape = draw.choice((*SHAPES, *RECURRENT_SHAPES))
             speculation = {"drafts": draw.choice((1, 2, 3)), "lookahead": draw.choice((0, 0, 1))}
             self.models[0] = replace(self.models[0], groups=shape, **speculation)
+        self.disk = Disk(self.world, seed) if seed % 13 in MIXED else None
+        if self.disk is not None:
+            # Only what their origins make of them differs. Engines of one id would be of one name, too, if
+            # nobody can see their weights.
+            del self.models[1:]
+            self.same_ids = 0.0
         self.prompts = _prompts(draw)
         self._requests = 0
         self.pins = seed % 3 == 1
@@ -99,6 +108,11 @@ class Scenario:
         self.salts = SALTS[1::2] if self.stores else SALTS
         self.frames = max(self.frames, 24) if self.stores else self.frames
         del self.prompts[3 if self.stores else 5 :]
+        if self.disk is not None:
+            # So that an engine finds what others have stored.
+            self.salts = SALTS[:1]
+            self.frames = 60
+            del self.prompts[2:]
 
     # -- who there is -----------------------------------------------------------------------------
 
@@ -156,7 +170,9 @@ class Scenario:
         self.world.note(f"start {name}")
         networks = [host.network for host in self.hosts]
         kind = DraftingEngine if model.drafts else Engine
-        engine = kind(networks, model, name, processes, draw.choice((24, 40, 80)))
+        origin = self.disk.origin(name) if self.disk is not None else Origin()
+        num_blocks = draw.choice((24, 40, 80) if self.disk is None else (80, 120))
+        engine = kind(networks, model, name, processes, num_blocks, origin)
         self.engines.append(engine)
         self.world.spawn(lambda: self._live(engine), processes[0])
 
@@ -173,15 +189,18 @@ class Scenario:
 
     # -- what happens -----------------------------------------------------------------------------
 
-    def request(self, prompt: list[int] | None = None) -> None:
+    def request(self, prompt: list[int] | None = None, engine: Engine | None = None) -> None:
+        """To some engine, or to this one, which then gets all of the prompt that it can take."""
         if not self.running:
             return
         draw = self.world.random
-        engine = draw.choice(self.running)
+        least = 60 if engine is not None else 1
+        engine = engine or draw.choice(self.running)
         # A request must fit into the engine, or it waits for ever, with or without a cache.
         limit = 4 * (engine.pool.num_gpu_blocks // len(engine.groups) - 3)
         prompt = prompt or draw.choice(self.prompts)
-        tokens = prompt[: draw.randint(1, max(1, min(len(prompt), limit - 12)))]
+        most = max(1, min(len(prompt), limit - 12))
+        tokens = prompt[: draw.randint(min(least, most), most)]
         if isinstance(engine, DraftingEngine) and engine.conversations and self.world.chance(0.4):
             # A conversation goes on, so its answer is read again.
             self.world.count("conversations that go on")
@@ -315,12 +334,18 @@ class Scenario:
     def run(self) -> dict[str, int]:
         """Returns what was counted."""
         draw, world = self.world.random, self.world
-        end_s = world.now_s + FAULTY_S
+        faulty_s = FAULTY_S if self.disk is None else SHORT_S
+        end_s = world.now_s + faulty_s
         for host in self.hosts:
             world.after(draw.uniform(0, 3) if world.chance(0.2) else 0.0, self.start_server, host)
         for _ in range(draw.choice((1, 2, 2, 3))):
             self.start_engine()
-        self._every(draw.choice((0.15, 0.3, 0.8)), self.request, end_s)
+        if self.disk is not None:
+            self.start_engine()
+            self._every(8.0, self.disk.replace, end_s)
+            self._every(8.0, self.kill_engine, end_s)
+        mean_s = draw.choice((0.15, 0.3, 0.8))
+        self._every(mean_s if self.disk is None else 0.25, self.request, end_s)
         menu = (
             (4.0, self.kill_server), (5.0, self.freeze_server), (5.0, self.kill_engine),
             (5.0, self.pause_engine), (1.0, self.break_link), (3.0, self.clear), (0.7, self.abort),
@@ -333,8 +358,9 @@ class Scenario:
             menu = tuple(each for each in menu if each[1] != self.jump)
             self._every(2.0, self.replace_server, end_s)
         for mean_s, fault in menu:
-            # With tiers there is less of all else: what has left L1 must be asked for again.
-            if world.chance(0.15 if self.stores else 0.4):
+            # With tiers there is less of all else: what has left L1 must be asked for again. Engines that are
+            # unlike must find what others have stored.
+            if world.chance(0.15 if self.stores or self.disk is not None else 0.4):
                 self._every(mean_s * draw.choice((0.5, 1, 3)), fault, end_s)
         reply_loss = draw.choice((0.002, 0.05)) if world.chance(0.3) else 0.0
         nonsense = draw.choice((0.002, 0.05)) if world.chance(0.2) else 0.0
@@ -354,7 +380,7 @@ class Scenario:
         for mean_s, fault in ((8.0, self.lose_tier), (5.0, self.tier_goes_away)):
             if self.stores and world.chance(0.4):
                 self._every(mean_s * draw.choice((0.5, 1, 3)), fault, end_s)
-        world.run(lambda: False, FAULTY_S)
+        world.run(lambda: False, faulty_s)
         self._calm_down()
         world.is_over = True
         return world.counts
@@ -382,6 +408,8 @@ class Scenario:
         )
         assert back, "a server never ended"
         self._come_to_rest()
+        if self.disk is not None:
+            self._ask_new_engines()
         if self.stores and world.chance(0.5):
             self._ask_a_new_server()
         for server in self.servers:
@@ -405,6 +433,22 @@ class Scenario:
         assert still, f"the server holds {server.cache.num_leases} leases, {server.cache.num_readers} readers"
         server.cache.check_integrity()
 
+    def _ask_new_engines(self) -> None:
+        """One alone after the other. Each finds what engines like itself have stored, and nothing else."""
+        assert self.disk is not None
+        self.disk.is_calm = True
+        for _ in range(3):
+            for engine in self.running:
+                for process in engine.processes:
+                    process.kill()
+            self.start_engine()
+            channel = self.engines[-1].scheduler.channel
+            self.world.run(lambda channel=channel: channel.ready, LATEST_S)  # type: ignore[misc]
+            for prompt in self.prompts * 2:
+                # Some engines store only what has been asked for before.
+                self.request(prompt, self.engines[-1])
+                self._come_to_rest()
+
     def _ask_a_new_server(self) -> None:
         """The server is killed, and a new one has what the tiers have: good records, and those that faults
         have left."""
@@ -414,6 +458,8 @@ class Scenario:
                 life.process.kill()
             self.world.after(8.0, self.start_server, host)
         self.world.run(lambda: False, 12.0)
+        if self.disk is not None:
+            self._ask_new_engines()
         for prompt in self.prompts * 2:
             self.request(prompt)
         self._come_to_rest()

@@ -55,6 +55,10 @@ def test_no_seed_gives_a_wrong_byte_a_leak_or_a_hang() -> None:
         "drafts rejected",
         "scratch blocks moved",
         "states copied after a step",
+        "weights replaced",
+        "weights named by their content",
+        "weights of one engine only",
+        "workers that register late",
     ):
         assert counts[what] > SEEDS / 10, result.stdout
     for what in (
@@ -63,6 +67,10 @@ def test_no_seed_gives_a_wrong_byte_a_leak_or_a_hang() -> None:
         "engine ids given twice",
         "hosts cut off",
         "loads from several servers",
+        "loads from another engine",
+        # Engines that are alike share pages, though others of their model's name are not.
+        "loads from another engine among unlike ones",
+        "loads from another engine by a tier among unlike ones",
     ):
         assert counts[what] > SEEDS / 50, result.stdout
     for what in (

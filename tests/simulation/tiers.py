@@ -230,7 +230,10 @@ class Worker(TierWorker):
         ]
         # More than one, if an earlier read hangs whose chunk was forgotten meanwhile.
         assert self._frame(payload) in [each.runs[0][0] for each in mine], "a read writes to frames of others"
-        return super()._read(label, payload, arrived)
+        found = super()._read(label, payload, arrived)
+        if found is not None:
+            self.server.fetched.add((label.namespace, label.key))
+        return found
 
     def _write(self, label: Label, payload: Payload) -> str:
         cache = self.server.cache
