@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec, Un
 
 from lmcache_client.connector.account import content, named, variables
 from lmcache_client.connector.support import UnsupportedError
-from lmcache_client.connector.weights import fingerprint, is_older, local_path, process_started_ns
+from lmcache_client.connector.weights import fingerprint, local_path, process_started_ns
 from lmcache_client.contract.geometry import (
     CHUNKED_LOCAL,
     FULL,
@@ -278,15 +278,14 @@ def _weights_mark(model: "ModelConfig", load: "LoadConfig", own: str) -> str:
         return f"dummy {model.seed}"
     if not model.model_weights and str(load.load_format) in FROM_FILES:
         path = local_path(model.model, model.revision, load.download_dir)
-        if path is not None and is_older(path, process_started_ns()):
-            return fingerprint(path) or own
+        return (fingerprint(path, process_started_ns()) if path else "") or own
     return own
 
 
 def _own(vllm_config: "VllmConfig") -> str:
-    """Stands for what nobody can compare with another engine's."""
+    """Stands for what nobody can compare with another engine's, or an earlier life's of the same id."""
     transfer = vllm_config.kv_transfer_config
-    return f"of engine {transfer.engine_id if transfer is not None else ''}"
+    return f"of engine {transfer.engine_id if transfer is not None else ''} {vllm_config.instance_id}"
 
 
 def _loaded_library() -> str:

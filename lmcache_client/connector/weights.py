@@ -50,19 +50,20 @@ def in_thread(work: Callable[[], Value]) -> "Future[Value]":
     return future
 
 
-def fingerprint(path: Path) -> str:
+def fingerprint(path: Path, older_than_ns: float = float("inf")) -> str:
     """The digest of the names and of all bytes of a directory's files, except hidden ones, or of one file;
-    empty if there are none, or if they cannot be read."""
+    empty if there are none, if they cannot be read, or if they are not older."""
     try:
         files = _files(path)
         hashing = [in_thread(functools.partial(_digest, file)) for file in files]
         parts = [(file.name, each.result()) for file, each in zip(files, hashing, strict=True)]
-        return hashlib.sha256(repr(parts).encode()).hexdigest() if files else ""
+        is_named = files and is_older(path, older_than_ns)  # now that they have been read
+        return hashlib.sha256(repr(parts).encode()).hexdigest() if is_named else ""
     except (OSError, ValueError):
         return ""
 
 
-def is_older(path: Path, than_ns: int) -> bool:
+def is_older(path: Path, than_ns: float) -> bool:
     """Whether what lies there now lay there at this moment, too, by the clock of file times."""
     with contextlib.suppress(OSError):
         # A hub replaces no file. If it has brought one version only, vLLM has loaded that one.
@@ -135,8 +136,7 @@ class Adapters:
         if known != state:
             if len(self._contents) >= MAX_ADAPTERS:
                 self._contents.clear()
-            is_old = place is not None and is_older(place, self._started_ns)
-            hashing = in_thread(functools.partial(fingerprint, place) if place and is_old else str)
+            hashing = in_thread(functools.partial(fingerprint, place, self._started_ns) if place else str)
             self._contents[path, number] = state, hashing
             wait([hashing], ADAPTER_WAIT_S)
         if hashing.done() and (content := hashing.result()):
@@ -147,7 +147,8 @@ class Adapters:
 def _state(path: Path | None) -> list[tuple[str, int, int]]:
     """The name, size and time of the last change (in ns) of each file."""
     try:
-        stats = [(file.name, file.stat(), file.lstat()) for file in _files(path)] if path is not None else []
+        files = [path, *_files(path)] if path is not None else []  # a directory may be exchanged, too
+        stats = [(file.name, file.stat(), file.lstat()) for file in files]
     except OSError:
         return []
     # A link is new where a hub has brought another version.

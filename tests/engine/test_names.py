@@ -148,6 +148,21 @@ def test_weights_that_were_replaced_while_the_engine_loaded_are_its_own(
         assert engine.run(tokens).external_tokens == 0
 
 
+def test_weights_that_nobody_can_name_are_of_one_life_of_an_engine_id(
+    server: LMCacheServer, copied: Path
+) -> None:
+    """A user may give an engine a fixed id. Its next life has other weights."""
+    server.clear()
+    tokens = prompt(700, 6)
+    for _ in range(2):
+        settle()
+        fixed = {"engine_id": "fixed"}
+        with Engine(str(copied), server=server, replaced=str(copied), connector=fixed) as engine:
+            (engine_of,) = [each for each in server.status()["namespaces"] if each["engines"]]
+            assert engine_of["engines"] == ["fixed"]
+            restored_as_computed(engine, tokens)
+
+
 def test_an_engine_starts_before_its_weights_are_named_and_joins_later(
     server: LMCacheServer, copied: Path
 ) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from lmcache_client.channel import Channel
 from lmcache_client.connector import scheduler as scheduler_module
-from lmcache_client.connector import translate
+from lmcache_client.connector import translate, weights
 from lmcache_client.connector.connector import LMCacheMPConnector
 from lmcache_client.connector.held import HeldBlocks
 from lmcache_client.connector.offers import Offers
@@ -245,7 +245,7 @@ def _late_weights_not_in_the_name() -> None:
 
 
 def _changed_weights_named_by_their_new_content() -> None:
-    translate.is_older = lambda *_: True  # type: ignore[attr-defined]
+    weights.is_older = lambda *_: True
 
 
 def _weights_of_one_engine_only_are_of_all() -> None:

@@ -7,6 +7,7 @@ times only the order counts: it goes on whenever a file changes or a process beg
 
 import copy
 import functools
+import itertools
 import json
 import logging
 import os
@@ -111,6 +112,7 @@ class Disk:
         self._layouts = LAYOUTS if unlike == "layouts" else LAYOUTS[:1]
         self._load_formats = draw.choice(LOAD_FORMATS) if unlike == "load formats" else ("auto",)
         self.reading_s = draw.choice(READING_S)
+        self.lives = itertools.count()
         self.is_calm = False
         """Nobody replaces weights while an engine starts."""
         self._ready = {content: self._place / content for content in CONTENTS}
@@ -194,6 +196,7 @@ class DiskOrigin(Origin):
         config.model_config = copy.copy(config.model_config)
         config.model_config.model = str(directory)
         config.kv_transfer_config = SimpleNamespace(engine_id=engine_id)
+        config.instance_id = f"life {next(disk.lives)}"
         self._ranks: list[Rank] = []
 
     def tag(self, model: Model) -> ModelTag:

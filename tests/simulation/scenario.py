@@ -93,10 +93,8 @@ class Scenario:
             self.models[0] = replace(self.models[0], groups=shape, **speculation)
         self.disk = Disk(self.world, seed) if seed % 13 in MIXED else None
         if self.disk is not None:
-            # Only what their origins make of them differs. Engines of one id would be of one name, too, if
-            # nobody can see their weights.
+            # Only what their origins make of them differs.
             del self.models[1:]
-            self.same_ids = 0.0
         self.prompts = _prompts(draw)
         self._requests = 0
         self.pins = seed % 3 == 1

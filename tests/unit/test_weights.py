@@ -4,6 +4,7 @@ import hashlib
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,6 +154,45 @@ def test_without_files_there_is_no_name(tmp_path: Path) -> None:
     assert fingerprint(tmp_path) == fingerprint(tmp_path / "nothing") == ""
 
 
+def settle() -> None:
+    """The clock of file times goes on in steps of some milliseconds."""
+    time.sleep(0.05)
+
+
+def test_a_directory_that_took_the_place_of_another_is_not_older(tmp_path: Path) -> None:
+    """Its files are, but vLLM may have loaded those of the other."""
+    here, there = model(tmp_path / "here"), model(tmp_path / "there")
+    settle()
+    started_ns = time.time_ns()
+    settle()
+    assert weights.is_older(here, started_ns)
+    assert weights.fingerprint(here, started_ns) == weights.fingerprint(here) != ""
+    here.rename(tmp_path / "aside")
+    there.rename(here)
+    assert not weights.is_older(here, started_ns)
+    assert weights.fingerprint(here, started_ns) == ""
+
+
+def test_what_changes_while_it_is_read_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = model(tmp_path / "here")
+    settle()
+    started_ns = time.time_ns()
+    settle()
+    hashed = weights._digest
+
+    def exchanged(file: Path) -> str:
+        """Others are there before the files are read."""
+        for each in here.iterdir():
+            (tmp_path / "new").write_bytes(each.read_bytes() + b"1")
+            os.utime(tmp_path / "new", (1, 1))
+            (tmp_path / "new").rename(each)
+        return hashed(file)
+
+    assert weights.fingerprint(here, started_ns) != ""
+    monkeypatch.setattr(weights, "_digest", exchanged)
+    assert weights.fingerprint(here, started_ns) == ""
+
+
 @pytest.fixture
 def adapters(monkeypatch: pytest.MonkeyPatch) -> Adapters:
     """Of a process that begins a year from now, so that all files of the test are older."""
@@ -216,6 +256,7 @@ def configured(model: str, **changed: object) -> Any:
         load_config=SimpleNamespace(**load),
         speculative_config=None,
         kv_transfer_config=SimpleNamespace(engine_id="e"),
+        instance_id="life",
     )
 
 
@@ -239,13 +280,13 @@ def test_weights_that_nobody_can_see_are_the_engines_own(tmp_path: Path) -> None
         configured(path, load_format="tensorizer"),
         configured(path, model_weights="s3://bucket/model"),
     ]
-    assert [mark(each) for each in own] == ["of engine e"] * 3
+    assert [mark(each) for each in own] == ["of engine e life"] * 3
     assert mark(configured(path, load_format="dummy")) == "dummy 7"
 
 
 def test_weights_that_changed_after_the_process_began_are_the_engines_own(tmp_path: Path) -> None:
     """vLLM may have loaded them before."""
-    assert mark(configured(str(model(tmp_path / "one")))) == "of engine e"
+    assert mark(configured(str(model(tmp_path / "one")))) == "of engine e life"
 
 
 def test_a_name_stands_for_the_weights(tmp_path: Path) -> None:
@@ -282,9 +323,9 @@ def test_what_a_hub_has_just_brought_is_known_while_there_is_no_other_commit(tmp
     path = snapshot(tmp_path, "a" * 40, 0.0)
     assert mark(configured("org/model", download_dir=str(tmp_path))) == fingerprint(path)
     other = snapshot(tmp_path, "b" * 40, 0.5)
-    assert mark(configured("org/model", download_dir=str(tmp_path))) == "of engine e"
+    assert mark(configured("org/model", download_dir=str(tmp_path))) == "of engine e life"
     # Where the hub has no links, somebody may have changed the file.
     shutil.rmtree(path)
     (other / "config.json").unlink()
     (other / "config.json").write_text("{}")
-    assert mark(configured("org/model", download_dir=str(tmp_path))) == "of engine e"
+    assert mark(configured("org/model", download_dir=str(tmp_path))) == "of engine e life"
