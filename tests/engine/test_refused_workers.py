@@ -71,7 +71,9 @@ def test_only_a_chunk_size_that_does_not_fit_keeps_the_engine_from_starting(
         worker = WorkerSide(Settings(port=server.port), name, rank, raw.model, longer, raw.export)
         stack.callback(worker.close)
         worker.start()
-        return worker.channel.refusal.code if worker.channel.refusal is not None else ""
+        channel = worker.channel
+        wait_until(lambda: channel.ready or channel.refusal is not None, 60, "an answer")
+        return channel.refusal.code if channel.refusal is not None else ""
 
     assert refused("memory", group(), blocks=1) == messages.BAD_REQUEST
     assert refused("ranks", group(), rank=0, ranks=2) == ""
