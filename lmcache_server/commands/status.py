@@ -94,7 +94,8 @@ def explanation(report: dict[str, Any], namespaces: tuple[str, ...] = ()) -> str
         for name, value in explained["fields"].items():
             if not namespaces or any(each["fields"].get(name) != value for each in chosen):
                 lines.append(f"  {name}: {value}")
-    return "\n".join(map(printable, lines)) if lines else "no engine is connected: start one, then ask again"
+    nothing = "has a namespace that begins with these digits" if namespaces else "is connected"
+    return "\n".join(map(printable, lines)) or f"no engine {nothing}: start one, then ask again"
 
 
 def _tier(tier: dict[str, Any]) -> str:

@@ -85,7 +85,7 @@ def take(total_frames: int, order: Iterable[Chunk], named: NamedPins, now_s: flo
             min(max(0.0, now_s - chunk.stored_s), MAX_SECONDS),
             chunk.ready.to_bytes((chunk.ready.bit_length() + 7) // 8, "little"),
             chunk.tenant.name if chunk.tenant is not None else b"",
-            bytes(chunk.packed),
+            bytes(chunk.packed),  # msgspec encodes no subclass
         )
         for chunk in chunks
     ]

@@ -39,7 +39,7 @@ def require(check: Check) -> None:
 
 def memory(l1_bytes: int, taken_bytes: int, available_bytes: int, reason: str) -> Check:
     """L1 already has `taken_bytes` of its memory. `reason` names the source of `available_bytes`."""
-    missing = max(l1_bytes - taken_bytes, 0)
+    missing = max(l1_bytes - taken_bytes, 0) >> 20 << 20  # L1 has whole frames only.
     if missing <= available_bytes:
         need = f"for {size(missing)} of L1" if missing else "beside L1, which has its memory"
         return Check("memory", OK, f"{size(available_bytes)} available {need} ({reason})")

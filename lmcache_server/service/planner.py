@@ -77,7 +77,6 @@ class Planner:
             known = self._cache.namespaces()
             self._sizes = {name: sizes for name, sizes in self._sizes.items() if name in known}
             self._sizes[layout.namespace] = _sizes(layout)
-            self.tick()
         return self._sizes[layout.namespace]
 
     def report(self, now_s: float) -> dict[str, Any]:

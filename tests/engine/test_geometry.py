@@ -143,6 +143,7 @@ class Cache:
             ),
             compilation_config=SimpleNamespace(static_forward_context={}),
             kv_transfer_config=SimpleNamespace(engine_id="engine"),
+            instance_id="life",
         )
         self.config: KVCacheConfig = get_kv_cache_config_from_groups(self.vllm_config, case.groups, 1 << 40)
         self.config.kv_cache_layout = layout.name

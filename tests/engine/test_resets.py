@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+from harness.api_server import ApiServer
 from harness.clients import go_on, stop
 from harness.engine import Engine
 from harness.prompts import prompt
+from harness.routers import post
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
 
@@ -79,7 +81,27 @@ def test_engines_share_the_pages_of_a_weight_version() -> None:
             assert other.external_tokens == 0
             assert other.output == old.output, "the weights are again those of before"
             update(engine, "step 1")
-            assert engine.run(tokens).external_tokens == 512
+            again = engine.run(tokens)
+            assert again.external_tokens == 512
+            assert again.output == new.output
+
+
+def test_a_trainer_names_the_weights_over_http() -> None:
+    """The engine core, which knows the version, is another process than the one that is told."""
+    tokens, answers, hits = prompt(700, 1), [], []
+    with LMCacheServer(l1_size_gb=0.1) as server:
+        for _ in range(2):
+            with ApiServer("llama", server, text=True, **NAMED) as vllm:
+                server.wait_for_engine()
+                for path, body in {
+                    "/pause": {}, "/update_weight_version": {"new_version": "step 1"}, "/resume": {},
+                }.items():  # fmt: skip
+                    post(f"{vllm.url}{path}", body)
+                answers.append(vllm.complete(tokens))
+                server.wait_until(lambda l1: l1["ready_bytes"] > 0)
+                hits.append(server.status()["tokens"]["hit"])
+    assert hits == [0, 512]
+    assert answers[0] == answers[1]
 
 
 def test_a_weight_version_that_comes_too_late_or_says_nothing_new_is_no_name() -> None:
@@ -88,9 +110,11 @@ def test_a_weight_version_that_comes_too_late_or_says_nothing_new_is_no_name() -
     with LMCacheServer(l1_size_gb=0.1) as server:
         with Engine("llama", server=server, extra_config=NAMED) as engine:
             update(engine, "step 1")
-            engine.run(tokens)
+            computed = engine.run(tokens)
             assert engine.reset_prefix_cache()
-            assert engine.run(tokens).external_tokens == 512
+            served = engine.run(tokens)
+            assert served.external_tokens == 512
+            assert served.output == computed.output
             engine.pause()
             assert engine.run(tokens).external_tokens == 0, "the version is no other, but perhaps the weights"
         with Engine("llama", server=server, extra_config=NAMED) as engine:

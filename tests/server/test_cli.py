@@ -581,6 +581,8 @@ def test_what_differs_between_namespaces_is_shown_alone() -> None:
         *("engine c, namespace f3", "  weights: z", "  vllm: 0.33.0", "  fp8: e4m3"),
     ]
     assert len(explanation({"explained": explained}).splitlines()) == 3 + 7
+    assert explanation({"explained": explained}, ("9",)).startswith("no engine has a namespace that begins")
+    assert explanation({"explained": []}) == "no engine is connected: start one, then ask again"
 
 
 def test_a_status_of_everything_that_can_be_shown():

@@ -10,6 +10,7 @@ import pytest
 from harness.peer import Peer
 from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
+from harness.waiting import wait_until
 from msgspec import structs
 
 from lmcache_client.channel import ChannelError
@@ -83,6 +84,8 @@ def test_by_default_there_is_no_line_for_a_request_and_none_that_a_client_made_u
         engine = RawEngine(address(server), [group()], 64, model=MODEL).start()
         one_request(engine, "cmpl-7")
         engine.scheduler.call(Clear(), 5)
+        # The line is written after the answer.
+        wait_until(lambda: "cleared" in server.log.read_text())
         before = server.log.read_text()
         one_request(engine, "cmpl-8")
         assert server.log.read_text() == before

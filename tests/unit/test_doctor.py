@@ -100,6 +100,7 @@ CASES = [
     ),
     (preflight.memory(GB, 0, GB, "the limit"), OK, "1.0 GiB available for 1.0 GiB of L1 (the limit)", ""),
     (preflight.memory(GB, GB, 0, "the limit"), OK, "0 B available beside L1, which has its memory", ""),
+    (preflight.memory(GB, GB - 65535, 0, "the limit"), OK, "0 B available beside L1, which has", ""),
     (
         preflight.memory(100 * GB, 2 * GB, 8 * GB, "the limit"),
         FAIL,

@@ -56,6 +56,7 @@ def test_large_windows_do_not_hide_the_hits_of_a_small_l1() -> None:
             assert isinstance(reserved, Reservation)
             cache.commit(reserved)
     for request in ("first", "second"):
+        planner.tick()
         tokens = CHUNK * len(KEYS)
         planner.looked_up(1, layout, Lookup(request, KEYS, 0, tokens, tokens + 1), 0.0)
     rates = planner.report(0.0)["windows"]["start"]["hit_rates"]
