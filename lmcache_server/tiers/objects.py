@@ -46,26 +46,22 @@ class Objects:
     """
 
     def __init__(
-        self, scheme: str, bucket: str, prefix: str = "", endpoint: str = "", region: str = ""
+        self, scheme: str, bucket: str, prefix: str = "", *, allow_http: bool = False, **options: Any
     ) -> None:
+        """`options` are obstore's own: endpoint and region."""
         self._scheme, self._where = scheme, f"{scheme}://{bucket}"
         # A clear must not reach what others keep in the bucket.
         self._prefix = f"{prefix.strip('/')}/lmcache-mp/".lstrip("/")
         self._absent: OrderedDict[str, float] = OrderedDict()
         """Names, and until when they count as absent; the oldest first."""
         self._lock = threading.Lock()
-        options: dict[str, Any] = {}
-        if endpoint:
-            options["endpoint"] = endpoint
         if scheme == "s3":
             options |= {"unsigned_payload": True, "virtual_hosted_style_request": False}
-            if region:
-                options["region"] = region
         client = {
             "connect_timeout": timedelta(seconds=CONNECT_S),
             "read_timeout": timedelta(seconds=SILENCE_S),
             "timeout": timedelta(seconds=ATTEMPT_S),
-            "allow_http": endpoint.startswith("http://"),
+            "allow_http": allow_http,
         }
         retries = {"max_retries": 1, "retry_timeout": timedelta(seconds=ATTEMPT_S)}
         with self._explained():

@@ -2,7 +2,7 @@
 
     dir:///nvme/lmcache?size_gb=2000            shared=1 max_age=SECONDS
     valkey://host:6379,host:6379                cluster=1 tls=1
-    s3://bucket/prefix, az://…, gs://…          endpoint=URL, and for s3 region=NAME
+    s3://bucket/prefix, az://…, gs://…          endpoint=URL allow_http=1, and for s3 region=NAME
     mooncake://master:50051                     protocol=tcp|rdma segment_gb devices metadata host
 
 and for each the fields of TierOptions. Passwords and keys come from the environment only.
@@ -174,9 +174,8 @@ def _problem(scheme: str, place: str, values: dict[str, Any]) -> str:
     if scheme == "dir":
         if not place.startswith("/") or place.strip("/") == "":
             return "must name a directory by its whole path: dir:///path"
-        return (
-            "" if "size_gb" in values else "needs size_gb, the most that the tier may take: add ?size_gb=100"
-        )
+        needed = "needs size_gb, the most that the tier may take: add ?size_gb=100"
+        return "" if "size_gb" in values else needed
     if scheme == "valkey":
         return "" if _addresses(place) else "must name servers: valkey://host:6379,host:6379"
     if scheme == "mooncake":
@@ -184,6 +183,8 @@ def _problem(scheme: str, place: str, values: dict[str, Any]) -> str:
         return "" if names and len(names) == 1 else "must name the master: mooncake://host:50051"
     if not re.fullmatch(r"[\w.-]+(/.*)?", place):
         return f"must name a bucket: {scheme}://bucket/prefix"
+    if values.get("endpoint", "").startswith("http://") and not values.get("allow_http"):
+        return "has an endpoint without TLS: make it https://, or add allow_http=1 if you trust the network"
     return ""
 
 
@@ -216,6 +217,7 @@ def _number(text: str) -> float | None:
 _NUMBER = _Kind("a number above 0", _number)
 _FLAG = _Kind("0 or 1", {"0": False, "1": True}.get)
 _ENDPOINT = _Kind("an address such as https://host:9000", _matching(r"https?://[\w.:/\[\]-]+"))
+_OBJECTS = {"endpoint": _ENDPOINT, "allow_http": _FLAG}
 _REGION = _Kind("a region's name", _matching(r"[\w-]+"))
 _OPTIONS = {
     "write": _Kind(" or ".join(WRITES), {name: name for name in WRITES}.get),
@@ -227,9 +229,9 @@ _OPTIONS = {
 _SCHEMES = {
     "dir": {"size_gb": _NUMBER, "shared": _FLAG, "max_age": _NUMBER},
     "valkey": {"cluster": _FLAG, "tls": _FLAG},
-    "s3": {"endpoint": _ENDPOINT, "region": _REGION},
-    "az": {"endpoint": _ENDPOINT},
-    "gs": {"endpoint": _ENDPOINT},
+    "s3": {**_OBJECTS, "region": _REGION},
+    "az": _OBJECTS,
+    "gs": _OBJECTS,
     "mooncake": {
         "protocol": _Kind("tcp or rdma", {"tcp": "tcp", "rdma": "rdma"}.get),
         "segment_gb": _Kind("0 or a number above it", lambda text: 0.0 if text == "0" else _number(text)),

@@ -36,6 +36,9 @@ PAIRS = {
     "a rotary embedding": Pair(
         {}, {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}}
     ),
+    "a number of the model that is in no weight": Pair({}, {"hf_overrides": {"rms_norm_eps": 1e-3}}),
+    "the precision": Pair({}, {"dtype": "float32"}),
+    "the length of a block": Pair({}, {"block_size": 32}),
     "nothing": Pair({}, {}, shares=True),
     "the same conv layout, named": Pair(
         {"env": {"VLLM_SSM_CONV_STATE_LAYOUT": "SD"}},
@@ -55,6 +58,12 @@ PAIRS = {
         shares=True,
     ),
     "steps": Pair({}, {"max_num_batched_tokens": 256}, shares=True),
+    "when steps are planned": Pair({}, {"async_scheduling": False}, shares=True),
+    "drafts from the prompt": Pair(
+        {},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}},
+        shares=True,
+    ),
     "adapters": Pair({}, {"enable_lora": True, "max_lora_rank": 8}, shares=True),
 }
 

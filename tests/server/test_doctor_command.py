@@ -53,7 +53,7 @@ def test_with_a_running_server() -> None:
             f"{VERSION} at ipc://{server.runtime_dir}/{server.port}.sock, the same version as here"
         )
         assert found["connectors"]["finding"].startswith(f"{engine.engine_id}, all of the server's version; ")
-        assert " of L1 (" in found["memory"]["finding"]
+        assert "beside L1, which has its memory (" in found["memory"]["finding"]
         assert found["open files"]["verdict"] == "ok"
         assert found["ptrace"]["verdict"] == "ok"
         assert found["vLLM"]["verdict"] == found["plugin"]["verdict"] == "ok"

@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 from harness import stores, tools
@@ -52,7 +53,9 @@ def open_at() -> Iterator[Open]:
     def open_it(store: Store, scheme: str = "s3", prefix: str = "some/where", **more) -> Tier:
         account = f"/{ACCOUNT}" if scheme == "az" else ""
         endpoint = f"http://127.0.0.1:{store.port}{account}"
-        opened.append(Objects(scheme, "records", prefix, **{"endpoint": endpoint, **more}))
+        opened.append(
+            Objects(scheme, "records", prefix, **{"endpoint": endpoint, "allow_http": True, **more})
+        )
         return opened[-1]
 
     yield open_it
@@ -187,9 +190,11 @@ def test_a_missing_container_is_one_clear_error(open_at, azure):
 
 
 def test_plain_http_is_not_spoken_unasked(open_at, s3):
-    """Without an endpoint that says http, a record never crosses the network in the clear."""
-    tier = open_at(s3, endpoint=f"https://127.0.0.1:{s3.port}")
-    assert all_fail_in_time([lambda: tier.write("a", memory(1))], DEADLINE_S)
+    """Nor is a redirect followed, which only TLS would refuse otherwise."""
+    settings = {"endpoint": f"https://127.0.0.1:{s3.port}"}, {"allow_http": False}
+    tiers = [open_at(s3, **each) for each in settings]
+    calls = [partial(call, "a", memory(1)) for tier in tiers for call in (tier.write, tier.read)]
+    assert all_fail_in_time(calls, DEADLINE_S)
 
 
 def test_a_clear_leaves_what_others_keep_in_the_bucket(open_at, s3):

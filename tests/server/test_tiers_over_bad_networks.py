@@ -25,9 +25,8 @@ def through(
     store = stores.valkey(tmp_path) if request.param == "valkey" else stores.seaweedfs(tmp_path)
     with store, Proxy(store.port) as proxy:
         address = f"127.0.0.1:{proxy.port}"
-        url = (
-            f"valkey://{address}" if request.param == "valkey" else f"s3://records?endpoint=http://{address}"
-        )
+        objects = f"s3://records?allow_http=1&endpoint=http://{address}"
+        url = f"valkey://{address}" if request.param == "valkey" else objects
         with LMCacheServer(l1_size_gb=0.2, tier=url) as server:
             engine = new_engine(server.address, "first")
             try:

@@ -36,7 +36,7 @@ def test_what_urls_mean():
         {"endpoint": "https://host:9000", "region": "eu-1"},
     )
     assert url == parse("s3://bucket/some/prefix?endpoint=https%3A%2F%2Fhost:9000&region=eu-1")
-    assert parse("az://container?endpoint=http://127.0.0.1:1/account").place == "container"
+    assert parse("az://container?endpoint=http://127.0.0.1:1/account&allow_http=1").place == "container"
     assert parse("gs://bucket").options == TierOptions("commit")
     url = parse("mooncake://master?protocol=rdma&segment_gb=64&devices=mlx5_0,mlx5_1&host=10.0.0.1")
     assert url.place == "master"
@@ -92,6 +92,7 @@ def test_shared_tiers_are_written_on_commit_and_others_when_cold():
         ("s3:///prefix", "must name a bucket: s3://bucket/prefix"),
         ("s3://a?endpoint=host:9000", "https://host:9000"),
         ("s3://a?endpoint=https://host?sig=secret", "https://host:9000"),
+        ("az://a?endpoint=http://host:1/account&allow_http=0", "add allow_http=1 if you trust the network"),
         ("az://a?region=x", "unknown parameter 'region'"),
         ("s3://a?write=often", "commit or cold"),
         ("s3://a?key_file=key", "a whole path"),

@@ -288,10 +288,10 @@ def opened(kind: str, folder: Path) -> Iterator[tuple[str, list[Store]]]:
     elif kind == "az":
         with azurite(folder) as one:
             create_container(one, "records")
-            yield f"az://records/some?endpoint=http://127.0.0.1:{one.port}/{ACCOUNT}", [one]
+            yield f"az://records/some?allow_http=1&endpoint=http://127.0.0.1:{one.port}/{ACCOUNT}", [one]
     elif kind == "mooncake":
         with mooncake(folder) as both:
             yield f"mooncake://127.0.0.1:{both[0].port}", [*both]
     else:
         with seaweedfs(folder) as one:
-            yield f"s3://records/some?endpoint=http://127.0.0.1:{one.port}", [one]
+            yield f"s3://records/some?allow_http=1&endpoint=http://127.0.0.1:{one.port}", [one]
