@@ -12,6 +12,8 @@ from harness.rawclient import closes_engines
 from harness.server import LMCacheServer
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ("harness.cpu_time",)
+
 # Needs a GPU, or what stands in for one: tests/server/test_gpu_on_stand_in.py runs it.
 collect_ignore = ["gpu"]
 

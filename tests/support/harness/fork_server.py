@@ -3,7 +3,7 @@
 Imports take longer than all else that a tiny engine or a server does. Started with `engine` or `lmcache`, and
 the path of a Unix socket to listen at. A request is the arguments, the environment and the directory, as
 JSON, with the three standard streams of the process to be. The answers are its process ID and, when it has
-ended, its exit code as `os.waitstatus_to_exitcode` gives it.
+ended, its exit code as `os.waitstatus_to_exitcode` gives it, with the milliseconds of CPU time that it took.
 """
 
 import array
@@ -169,9 +169,10 @@ def serve(listener: socket.socket, run: Callable[[Sequence[str]], int]) -> None:
                 continue
             pid, client = running.pop(ready)
             os.close(ready)
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            _, status, usage = os.wait4(pid, 0)
+            cpu_ms = int(1000 * (usage.ru_utime + usage.ru_stime))
             with contextlib.suppress(OSError):
-                client.send(array.array("i", [code]).tobytes())
+                client.send(array.array("i", [os.waitstatus_to_exitcode(status), cpu_ms]).tobytes())
             client.close()
 
 

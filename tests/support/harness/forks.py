@@ -35,6 +35,8 @@ OF_ONE = (
     "VLLM_SSM_CONV_STATE_LAYOUT",
     "PYTEST_CURRENT_TEST",
 )
+ended_cpu_s = 0.0
+"""Seconds of CPU time of all forked processes that have ended."""
 _servers: dict[tuple[str, str, tuple[tuple[str, str], ...]], str] = {}
 
 
@@ -111,13 +113,13 @@ class Forked:
         finally:
             for stream in streams:
                 os.close(stream)
-        self.pid = self._receive()
+        (self.pid,) = self._receive()
 
-    def _receive(self) -> int:
-        answer = self._forks.recv(4)
+    def _receive(self) -> Sequence[int]:
+        answer = self._forks.recv(8)
         if not answer:
             raise RuntimeError("the process that forks others has ended")
-        return array.array("i", answer)[0]
+        return array.array("i", answer)
 
     def poll(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -128,7 +130,9 @@ class Forked:
         if self.returncode is None:
             if not select.select([self._forks], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
-            self.returncode = self._receive()
+            global ended_cpu_s
+            self.returncode, cpu_ms = self._receive()
+            ended_cpu_s += cpu_ms / 1000
             self._forks.close()
         return self.returncode
 

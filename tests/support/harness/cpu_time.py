@@ -1,0 +1,66 @@
+"""A plugin of pytest: how much CPU time each test took, and a bound for all of them.
+
+Counted are the tests' own processes and what they started and has ended. Time of the wall says how busy the
+machine was; CPU time says what a test costs.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from harness import forks
+from harness.paths import CACHE
+
+SHOWN = 30
+_seconds: Counter[str] = Counter()
+_last = [0.0]
+
+
+def _now_s() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system + forks.ended_cpu_s
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--max-cpu", type=float, help="fail if the tests took more seconds of CPU time")
+
+
+def pytest_runtest_logstart() -> None:
+    _last[0] = _now_s()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    began_s, _last[0] = _last[0], _now_s()
+    report.cpu_s = _last[0] - began_s  # type: ignore[attr-defined]
+    return report
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    # A worker that crashed says nothing of it.
+    _seconds[report.nodeid] += getattr(report, "cpu_s", 0.0)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    files: Counter[str] = Counter()
+    for test, seconds in _seconds.items():
+        files[test.partition("::")[0]] += seconds
+    terminalreporter.section("CPU time")
+    for name, seconds in files.most_common(SHOWN):
+        terminalreporter.line(f"{seconds:7.1f} s  {name}")
+    bound_s = terminalreporter.config.getoption("--max-cpu")
+    allowed = f", more than the {bound_s:g} s that are allowed" if bound_s and files.total() > bound_s else ""
+    terminalreporter.line(f"{files.total():7.1f} s  in all{allowed}")
+    (CACHE / "cpu_time.json").write_text(json.dumps(dict(_seconds.most_common()), indent=1))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    bound_s = session.config.getoption("--max-cpu")
+    if bound_s and _seconds.total() > bound_s and not hasattr(session.config, "workerinput"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
