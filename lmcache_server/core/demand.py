@@ -20,6 +20,8 @@ PERIOD_S = 300.0
 WINDOWS = {"hour": 12, "day": 288, "start": 0}
 """By name, the number of periods; "start" stands for all since the start."""
 MAX_KEYS = 1_000_000
+MOST = 32
+"""Times what L1 holds: no more is remembered."""
 MAX_CHUNKS = 16_384
 """Of one lookup. Further ones are not counted: that would keep other clients waiting."""
 MAX_RUNS = 256
@@ -91,7 +93,7 @@ class Demand:
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self.max_keys = max_keys
-        self.l1_frames = 0.0
+        self.l1_frames = math.inf
         """The size of L1 that MULTIPLES multiply."""
         self._ghosts = [_Ghost() for _ in SIZES]
         self._uses: dict[int, int] = {}
@@ -187,7 +189,7 @@ class Demand:
             ghost.frames += len(names) * chunk_frames
             ghost.trim(limit, self._requests)
         self._listed += len(names)
-        while self._listed > self.max_keys:
+        while self._listed > self.max_keys or self._ghosts[-1].frames > MOST * self.l1_frames:
             self._forgot = True
             old, frames = self._requests.pop(self._first, ([], 0))
             self._listed -= len(old)
