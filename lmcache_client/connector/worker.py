@@ -75,7 +75,7 @@ class WorkerSide:
         self._settled: Counter[int] = Counter()
         self._has_failed = False
         self.stats = TransferStats()
-        self.channel = Channel(self._address, self._register, log_state, system)
+        self.channel = Channel(self._address, self._register, log_state, system, self._turn)
         self.client = Worker(self.channel, engine_id, rank, model, geometry, export)
         self.is_asleep = False
 
@@ -101,6 +101,10 @@ class WorkerSide:
     def _register(self, _channel: Channel) -> None:
         if warning := self.client.register().warning:
             logger.warning("lmcache: %s", shown(warning))
+
+    def _turn(self, channel: Channel) -> None:
+        if not channel.ready:
+            self.client.export.take_back()
 
     def submit(self, jobs: Sequence[LoadJob | StoreJob]) -> None:
         """Starts loads before the step's forward pass is submitted, and stores after it: the GPU may still be
@@ -149,7 +153,7 @@ class WorkerSide:
 
     def wake(self, export: Export) -> None:
         """Registers the memory that the engine has now. Raises ValueError as `start` does."""
-        self.channel = Channel(self._address, self._register, log_state, self._system)
+        self.channel = Channel(self._address, self._register, log_state, self._system, self._turn)
         self.client = replace(self.client, channel=self.channel, export=export)
         self.start()
         self.is_asleep = False

@@ -34,10 +34,7 @@ class CudaExport:
     """
 
     def __init__(
-        self,
-        buffers: tuple[tuple[int, int], ...],
-        current_stream: Callable[[], int],
-        is_fixed: bool = True,
+        self, buffers: tuple[tuple[int, int], ...], current_stream: Callable[[], int], is_fixed: bool = True
     ) -> None:
         driver = cuda.load()
         if driver is None:
@@ -74,6 +71,9 @@ class CudaExport:
         finally:
             for address, content in zip(self._addresses, before, strict=True):
                 self._driver.write(address, content, self._stream)
+
+    def take_back(self) -> None:
+        """Does nothing: the bytes where the proof was are pages."""
 
     def after_compute(self, function: Callable[[], None]) -> None:
         """Calls `function`, in another thread, once the GPU has computed everything that the engine has

@@ -59,9 +59,13 @@ class HostExport:
 
     @contextlib.contextmanager
     def proving(self, nonce: bytes) -> Iterator[None]:
-        """Keeps the nonce at the proof address of `memory` while the context is open."""
+        """Writes the nonce to the proof address of `memory`, where it stays until `take_back`."""
         self._proof.write(nonce)
         yield
+
+    def take_back(self) -> None:
+        """Ends what a server may do that has the proof: it looks at it before each slice of a copy."""
+        self._proof.write(bytes(NONCE_BYTES))
 
     def after_compute(self, function: Callable[[], None]) -> None:
         """Calls `function` at once: on a CPU, a step has been computed when its forward pass returns."""

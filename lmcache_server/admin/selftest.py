@@ -24,11 +24,7 @@ class SelfTest:
     """Runs one test at a time, and then calls `ended` with "" or with the failed step and the reason."""
 
     def __init__(
-        self,
-        address: str,
-        chunk_size: int | None,
-        ended: Callable[[str], object],
-        on_gpus: bool = False,
+        self, address: str, chunk_size: int | None, ended: Callable[[str], object], on_gpus: bool = False
     ) -> None:
         size, gpus = [] if chunk_size is None else [str(chunk_size)], ["gpus"] * on_gpus
         self._arguments = [address, *size, *gpus]

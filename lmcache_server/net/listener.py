@@ -72,11 +72,7 @@ class Listener:
     """
 
     def __init__(
-        self,
-        socket: "zmq.Socket[bytes]",
-        connections: Connections,
-        replies: Replies,
-        claim: Claim | None,
+        self, socket: "zmq.Socket[bytes]", connections: Connections, replies: Replies, claim: Claim | None
     ) -> None:
         self._socket = socket
         self._connections = connections

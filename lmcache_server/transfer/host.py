@@ -4,6 +4,7 @@ process_vm_readv and process_vm_writev copy directly between two address spaces;
 ctypes releases the GIL while they run.
 """
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -98,11 +99,11 @@ class HostMapping:
         """As in Mapping; also reads the first and the last byte of every buffer."""
         pid = self._memory.pid
         self._address_space = _opened(pid)
-        nonce = read(pid, self._memory.proof_address, NONCE_BYTES)
+        self._nonce = read(pid, self._memory.proof_address, NONCE_BYTES)
         for start, size in self._memory.buffers:
             read(pid, start, 1)
             read(pid, start + size - 1, 1)
-        return [nonce]
+        return [self._nonce]
 
     def copy(self, pieces: Pieces, *, load: bool) -> None:
         """Copies in two threads if there is enough for both, because an engine waits for its loads and cannot
@@ -113,13 +114,12 @@ class HostMapping:
         self._check_address_space()
 
     def _check_address_space(self) -> None:
+        """A client that gives this server up takes its nonce back. It may use the memory otherwise."""
         if self._address_space >= 0:
-            try:
-                alive = os.pread(self._address_space, 1, self._memory.proof_address)
-            except OSError:
-                alive = b""
-            if not alive:
-                raise CopyError(f"process {self._memory.pid} no longer has the memory that it registered")
+            with contextlib.suppress(OSError):
+                if os.pread(self._address_space, NONCE_BYTES, self._memory.proof_address) == self._nonce:
+                    return
+            raise CopyError(f"process {self._memory.pid} no longer has the memory that it registered")
 
     def _copy(self, pieces: Pieces, *, load: bool) -> None:
         half = int(np.searchsorted(np.cumsum(pieces.length), pieces.num_bytes // 2))

@@ -5,14 +5,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from lmcache_client.contract.geometry import (
-    FULL,
-    RECURRENT,
-    SLIDING_WINDOW,
-    Geometry,
-    GroupSpec,
-    Region,
-)
+from lmcache_client.contract.geometry import FULL, RECURRENT, SLIDING_WINDOW, Geometry, GroupSpec, Region
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.errors import CommandError
 

@@ -1,0 +1,70 @@
+"""A server that a client has given up, but that lives, writes nothing into the client's memory any more."""
+
+import numpy as np
+import pytest
+from harness.clients import go_on, stop
+from harness.rawclient import RawEngine, chain, group
+from harness.server import LMCacheServer
+from harness.waiting import wait_until
+
+from lmcache_client.connector.settings import Settings
+from lmcache_client.connector.worker import WorkerSide
+from lmcache_client.contract.messages import NONCE_BYTES
+from lmcache_client.engine import load_message
+
+MIB = 1 << 20
+PAGE = 4096
+CHUNKS = 256
+"""Of a MiB each: several slices of a copy."""
+
+
+def test_a_server_that_stood_still_in_a_load_goes_on_with_nothing() -> None:
+    with LMCacheServer(l1_size_gb=0.3, chunk_size=256, checksums=False) as server:
+        engine = RawEngine(server.address, [group(layers=1, page_bytes=MIB)], 2 * CHUNKS + 2).start()
+        keys = chain(range(16 * CHUNKS), 256)
+        blocks = list(range(1, CHUNKS + 1))
+        engine.memory[:] = 7
+        engine.store_prompt(keys, [blocks])
+        loaded = [CHUNKS + block for block in blocks]
+        target = engine.memory[(CHUNKS + 1) * MIB : (2 * CHUNKS + 1) * MIB]
+        for _ in range(20):
+            target[:] = 0
+            found = engine.lookup(keys)
+            key = keys[found.resume_tokens // 256 - 1]
+            pending = engine.client.load(load_message("r", found, key, 0, engine.groups, [loaded]), 60)
+            while not target[::MIB].any() and not pending.done:
+                engine.worker.poll()
+            stop(server.pid)
+            begun = int((target[::MIB] == 7).sum())
+            if 0 < begun < CHUNKS:
+                break
+            go_on(server.pid)
+            wait_until(lambda: engine.worker.poll() or pending.settled)  # noqa: B023
+        else:
+            pytest.fail("the server never stood still in the middle of a load")
+        engine.export.take_back()
+        target[:] = 99  # what another request computes there
+        go_on(server.pid)
+        wait_until(lambda: engine.worker.poll() or pending.settled)
+        assert not np.count_nonzero(target[::PAGE] != 99)
+        engine.close()
+
+
+def test_a_worker_without_a_server_has_taken_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LMCacheServer(l1_size_gb=0.05) as server:
+        monkeypatch.setenv("LMCACHE_RUNTIME_DIR", server.runtime_dir)
+        raw = RawEngine(server.address, [group()])
+        export, nothing = raw.export, bytes(NONCE_BYTES)
+        worker = WorkerSide(Settings(port=server.port), "engine", 0, raw.model, raw.geometry, export)
+        worker.start()
+        assert worker.channel.ready
+        assert export._proof._bytes.raw != nothing
+        stop(server.pid)
+        with worker.channel._lock:
+            worker.channel._break("as if it had not answered everything")
+        wait_until(lambda: export._proof._bytes.raw == nothing)
+        go_on(server.pid)
+        wait_until(lambda: worker.channel.ready, what="the worker proves its memory again")
+        assert export._proof._bytes.raw != nothing
+        worker.close()
+        raw.close()
