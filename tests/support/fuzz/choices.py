@@ -1,5 +1,7 @@
-"""Decisions taken from bytes, so that whoever makes the bytes decides; and messages bent by them."""
+"""What takes bytes, and decisions taken from bytes, so that whoever makes the bytes decides."""
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 NUMBERS = (
@@ -9,6 +11,22 @@ NUMBERS = (
 ODD: tuple[Any, ...] = (
     None, True, False, 1.5, "", "full", "e0", "x" * 300, b"", bytes(16), bytes(32), [], [[]],
 )  # fmt: skip
+
+
+class Target:
+    """Takes what anybody may have made. `run` raises when something breaks; `outcomes` counts what came of
+    the inputs, and `seeds` are those to start from."""
+
+    seeds: Sequence[bytes]
+
+    def __init__(self) -> None:
+        self.inputs = 0
+        self.outcomes: Counter[str] = Counter()
+
+    def run(self, data: bytes) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None: ...
 
 
 class Choices:
