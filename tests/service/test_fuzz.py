@@ -109,8 +109,8 @@ FAULTS = {
     "options": (config._TEXT, "func", str),
     "replies": (channel.Channel, "_is_over", lambda *_: True),
 }
-"""Types are not checked; nothing is answered; an impossible port in a Host header is a ValueError; the bits of
-a chunk are believed; control characters are taken; a broken connection means that the server has ended."""
+"""Types are not checked; nothing is answered; an impossible port in a Host header is a ValueError; the bits
+of a chunk are believed; control characters are taken; a broken connection means that the server has ended."""
 
 
 @pytest.mark.parametrize("what", FAULTS)
