@@ -114,8 +114,7 @@ async def test_lookups_that_plan_at_the_same_time_fetch_a_quarter_of_l1_together
     await rig.all_ended()
 
 
-@with_rig(FRAMES, quota_frames=3)
-async def test_a_fetch_brings_what_can_be_resumed_within_the_quota_of_its_salt(rig: Rig) -> None:
+async def brings_what_can_be_resumed_within_three_frames(rig: Rig) -> None:
     """All of the chain would be too much: then its beginning, with the state that it ends with."""
     state = GroupSpec(RECURRENT, 16, 0, "", (Region(0, 0, FRAME_BYTES, FRAME_BYTES),))
     layout = Layout(LAYOUT.namespace, 16, (GROUP, state), ((0,), (0,)))
@@ -127,6 +126,12 @@ async def test_a_fetch_brings_what_can_be_resumed_within_the_quota_of_its_salt(r
     await rig.fetches.fetch(layout, shards, lookup, 0, [rig.tier])
     await rig.all_ended()
     assert rig.cache.lookup(layout, chain, 0, 48, 1, rig.system.now_s()).resume_tokens == 16
+
+
+test_within_the_quota_of_its_salt = with_rig(FRAMES, quota_frames=3)(
+    brings_what_can_be_resumed_within_three_frames
+)
+test_within_a_quarter_of_l1 = with_rig(4 * 3)(brings_what_can_be_resumed_within_three_frames)
 
 
 @with_rig(FRAMES, waits="read")
