@@ -67,7 +67,6 @@ async def reserved(rig: Rig, frames: int) -> None:
 async def test_one_read_that_hangs_does_not_end_all_fetches(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiers_module, "OLD_S", 0.2)
     await write(rig, HANGS, key(2))
     assert not await fetched(rig, key(2)), "the engine that asked has ended meanwhile"
     await rig.all_ended()
@@ -75,6 +74,9 @@ async def test_one_read_that_hangs_does_not_end_all_fetches(
     rig.known.add(LAYOUT.namespace)
     assert not await fetched(rig, HANGS)
     assert await asyncio.to_thread(rig.store.hangs.wait, 60)
+    monkeypatch.setattr(tiers_module, "OLD_S", 1000.0)
+    assert not await fetched(rig, key(2)), "the tier is being tried"
+    monkeypatch.setattr(tiers_module, "OLD_S", 0.2)
     while not await fetched(rig, key(2)):
         await asyncio.sleep(0.02)
     assert rig.cache.reserved_frames == 1, "what the read that hangs may still write to"
