@@ -41,10 +41,13 @@ def at_work(num_bytes: int = MIB, value: int = 9) -> tuple[Driver, int, np.ndarr
     return driver, filled(driver, num_bytes, value), pinned(driver, num_bytes), driver.create_stream()
 
 
-def launch(driver: Driver, source: int, target: int, num_bytes: int, stream: int) -> None:
-    """The kernel copies a page."""
-    kernel = PageCopy(driver, driver.load_kernel(compiled("90"), "page_copy"))
-    kernel.launch(*(np.array([each], np.uint64) for each in (source, target, num_bytes)), stream)
+class Kernel(PageCopy):
+    def __init__(self, driver: Driver) -> None:
+        super().__init__(driver, driver.load_kernel(compiled("90"), "page_copy"))
+
+    def run(self, source: int, target: int, num_bytes: int, stream: int) -> None:
+        """Copies a page."""
+        self.launch(*(np.array([each], np.uint64) for each in (source, target, num_bytes)), stream)
 
 
 @on_stand_in(delay_us=LATE)
@@ -180,9 +183,10 @@ def test_an_older_driver_has_no_batches() -> None:
 @on_stand_in(delay_us=LATE)
 def test_the_kernel_reads_its_table_and_its_pages_when_it_runs() -> None:
     driver, device, host, stream = at_work()
+    kernel = Kernel(driver)
     keep_busy(driver, stream)
     memset(driver, device, 4, MIB, stream)
-    launch(driver, device, host.ctypes.data + 3, 70_000, stream)
+    kernel.run(device, host.ctypes.data + 3, 70_000, stream)
     assert not host.any()
     driver.synchronize(stream)
     assert (host[3:70_003] == 4).all()
@@ -211,8 +215,8 @@ def assert_lost(driver: Driver, stream: int) -> None:
 @on_stand_in()
 def test_a_kernel_that_reaches_what_is_not_pinned_loses_the_context() -> None:
     driver, device, _, stream = at_work()
-    host = host_pages(MIB)
-    launch(driver, device, host.ctypes.data, 4096, stream)
+    host, kernel = host_pages(MIB), Kernel(driver)
+    kernel.run(device, host.ctypes.data, 4096, stream)
     with refused(ILLEGAL_ADDRESS):
         driver.synchronize(stream)
     assert not host.any()
@@ -222,11 +226,11 @@ def test_a_kernel_that_reaches_what_is_not_pinned_loses_the_context() -> None:
 @on_stand_in()
 def test_a_kernel_that_reaches_what_is_pinned_for_copies_alone_loses_the_context() -> None:
     driver, device, _, stream = at_work()
-    host = host_pages(MIB)
+    host, kernel = host_pages(MIB), Kernel(driver)
     driver._call("cuMemHostRegister_v2", host.ctypes.data, MIB, 0)
     driver.copy(host.ctypes.data, device, 4096, stream)
     driver.synchronize(stream)
-    launch(driver, device, host.ctypes.data + 4096, 4096, stream)
+    kernel.run(device, host.ctypes.data + 4096, 4096, stream)
     with refused(ILLEGAL_ADDRESS):
         driver.synchronize(stream)
     assert not host[4096:].any()
