@@ -7,11 +7,11 @@ That a wrong digest or length is noticed, service/test_l1_file.py shows.
 import hashlib
 import json
 import tempfile
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from fuzz.choices import Choices, Target, bend
+from fuzz.choices import Choices, Target, bend, frame_of
 from lmcache_client.contract import codec
 from lmcache_client.contract.geometry import GroupSpec, Region
 from lmcache_server.core.cache import Cache, Layout, Reservation
@@ -104,16 +104,14 @@ class FilesTarget(Target):
         assert {*again.named_pins.names} == {*cache.named_pins.names}
 
     def _bent_index(self, choices: Choices, *, as_bytes: bool) -> bytes:
-        index, fields = bytearray(self._index), codec.unpack(self._index)
-        for _ in range(1 + choices.below(4)):
-            if as_bytes:
-                at = (choices.below(256) << 8 | choices.below(256)) % len(index)
-                index[at : at + choices.below(3)] = choices.take(choices.below(4))
-            else:
-                bend(fields, choices)
-        with suppress(OverflowError, ValueError, TypeError):
-            return bytes(index) if as_bytes else codec.pack(fields)
-        return self._index
+        index, fields, times = bytearray(self._index), codec.unpack(self._index), 1 + choices.below(4)
+        if not as_bytes:
+            bend(fields, choices, times)
+            return frame_of(fields, choices)
+        for _ in range(times):
+            at = (choices.below(256) << 8 | choices.below(256)) % len(index)
+            index[at : at + choices.below(3)] = choices.take(choices.below(4))
+        return bytes(index)
 
     def _bend_header(self, choices: Choices) -> None:
         with self._path.open("r+b") as file:

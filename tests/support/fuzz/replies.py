@@ -8,27 +8,17 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from fuzz.choices import Choices, Target, bend
+from fuzz.choices import Choices, Target, bend, frame_of
 from fuzz.messages import BUFFER_BYTES, chain, geometry, plain
 from lmcache_client.channel import Channel, ChannelError, Pending
-from lmcache_client.contract import codec, messages
+from lmcache_client.contract import messages
 from lmcache_client.contract.codec import ProtocolError
 from lmcache_client.contract.keys import ModelTag
-from lmcache_client.contract.messages import (
-    Done,
-    Found,
-    Message,
-    Refused,
-    Store,
-    Stored,
-    StoreObject,
-    Welcome,
-)
+from lmcache_client.contract.messages import Done, Found, Message, Refused, Store, StoreObject, Welcome
 from lmcache_client.engine import Scheduler, Worker, expect
 from lmcache_client.memory.host import HostExport
 from lmcache_client.transport import System
 
-MAX_FRAMES = 80
 MAX_WAIT_S = 60.0
 SERVER_PID = 4242
 BOOT_ID = bytes(16)
@@ -38,7 +28,7 @@ ANSWERS: dict[type[Message], Message] = {
     messages.Prove: messages.Registered(256, ""),
     messages.Join: messages.Joined(True, 256),
     messages.Lookup: Found(512, 3, 120, (b"\3",)),
-    messages.Store: Stored(1, 0, 0),
+    messages.Store: messages.Stored(1, 0, 0),
 }
 OTHERS: tuple[Message, ...] = (
     Refused(messages.NOT_REGISTERED, "no"), Refused(messages.OVERLOADED, "full"), Refused("?", "x"),
@@ -59,9 +49,9 @@ class _Outside(System):
         inbox, events = deque[bytes](), deque([True])
 
         def event() -> bool | None:
-            if not events and self._target.breaks():
-                return False
-            return events.popleft() if events else None
+            choices = self._target.choices
+            is_lost = not events and choices.left and choices.below(200) == 199
+            return False if is_lost else events.popleft() if events else None
 
         return SimpleNamespace(
             send=lambda frame: inbox.extend(self._target.answers_to(frame)),
@@ -91,39 +81,29 @@ class RepliesTarget(Target):
         super().__init__()
         self.seeds = [bytes([1, how, number] * 30) for how in range(8) for number in (0, 1, 3)]
         self.now_s = 0.0
-        self._choices = Choices(b"")
+        self.choices = Choices(b"")
         self._answered: set[int] = set()
         self._welcomes = 0
-
-    def breaks(self) -> bool:
-        return self._choices.left and self._choices.below(200) == 199
 
     def answers_to(self, frame: bytes) -> list[bytes]:
         """What the server says to a request: as many frames as the input likes, each bent or not."""
         request_id, request = messages.decode_request(frame)
         frames = []
-        for _ in range(self._choices.below(4) or 1):
-            how = self._choices.below(8)
+        for _ in range(self.choices.below(4) or 1):
+            how = self.choices.below(8)
             answer = ANSWERS.get(type(request), Done())
             if how == 1:
-                answer = OTHERS[self._choices.below(len(OTHERS))]
+                answer = OTHERS[self.choices.below(len(OTHERS))]
             elif how == 2:
-                answer = tuple(ANSWERS.values())[self._choices.below(len(ANSWERS))]
+                answer = tuple(ANSWERS.values())[self.choices.below(len(ANSWERS))]
             elif how == 3:
                 continue
             fields: Any = [messages.PROTOCOL_VERSION, request_id, BOOT_ID, plain(answer)]
-            for _ in range(max(0, how - 4)):
-                bend(fields, self._choices)
-            try:
-                reply = codec.pack(fields)
-            except (OverflowError, ValueError, TypeError):
-                continue
-            if how == 4:
-                at = self._choices.below(256) % len(reply)
-                reply = reply[:at] + self._choices.take(2) + reply[at + 1 :]
-            frames.append(reply)
-            self._note(reply)
-        return frames[:MAX_FRAMES]
+            bend(fields, self.choices, how - 4)
+            if reply := frame_of(fields, self.choices, flip=how == 4):
+                frames.append(reply)
+                self._note(reply)
+        return frames
 
     def _note(self, reply: bytes) -> None:
         try:
@@ -137,7 +117,7 @@ class RepliesTarget(Target):
 
     def run(self, data: bytes) -> None:
         self.inputs += 1
-        self._choices = Choices(data)
+        self.choices = Choices(data)
         self._answered.clear()
         self._welcomes = 0
         said: list[str] = []
@@ -186,6 +166,6 @@ class RepliesTarget(Target):
     def _noted(self, ask: Callable[[], Pending]) -> Pending:
         request_id = self.worker.channel._next_id
         pending = ask()
-        if self.worker.channel._next_id > request_id:
+        if self.worker.channel._next_id > request_id:  # it was sent
             self._asked[request_id] = pending, self._welcomes
         return pending

@@ -5,17 +5,17 @@ import ctypes
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 from harness.processes import ChildProcess
 
-from fuzz.choices import Choices, Target, bend
+from fuzz.choices import Choices, Target, bend, frame_of
 from fuzz.messages import BUFFER_BYTES, KINDS, Speaker, plain
 from lmcache_client.contract import codec, messages
 from lmcache_client.contract.codec import ProtocolError
-from lmcache_client.contract.messages import BadRequestError, Challenge, Found, Lookup, Memory, Prove
+from lmcache_client.contract.messages import Challenge, Found, Lookup, Memory
 from lmcache_server.app import assemble
 from lmcache_server.config import Config
 from lmcache_server.core.cache import Cache
@@ -92,7 +92,7 @@ class RouterTarget(Target):
         self.now_s = 0.0
         self._memory = Memory(pid, ((address, BUFFER_BYTES),), address + BUFFER_BYTES)
         self._speakers = {bytes([number]): Speaker(pid, self._memory) for number in range(CLIENTS)}
-        self._questions: dict[tuple[bytes, int], Lookup] = {}
+        self._questions: dict[tuple[bytes, int], messages.Message] = {}
         self._expected: Counter[tuple[bytes, int]] = Counter()
         self._answered: Counter[tuple[bytes, int]] = Counter()
         self.l1, metrics, gpus = L1Memory(L1_FRAMES * FRAME_BYTES), Metrics(), Gpus()
@@ -157,42 +157,26 @@ class RouterTarget(Target):
         if how == 5 and not choices.below(16):
             self.router.disconnected(identity)
             return False
-        if how == 0:
-            self.now_s += choices.below(256)
+        if how < 2:
+            self.now_s += how * choices.below(256)
             self.router.tick()
             return False
-        if how == 1:
-            self._receive(identity, choices.take(choices.below(256)))
-            return False
         message = self._speakers[identity].message(choices)
-        fields = plain(message)
-        for _ in range(max(0, how - 10)):
-            bend(fields, choices)
-        envelope = [messages.PROTOCOL_VERSION, number, fields]
-        try:
-            frame = codec.pack(bend(envelope, choices) if how == 2 else envelope)
-        except (OverflowError, ValueError):
-            return False
-        if how == 3:
-            at = choices.below(256) % len(frame)
-            frame = frame[:at] + choices.take(1) + frame[at + 1 :]
-        elif how == 4:
-            frame = frame[: choices.below(256)]
-        if isinstance(message, Lookup):
-            self._questions[identity, number] = message
-        self._receive(identity, frame)
-        return isinstance(message, Prove)
+        envelope = [messages.PROTOCOL_VERSION, number, plain(message)]
+        bend(envelope[2], choices, how - 10)
+        bend(envelope, choices, int(how == 2))
+        self._receive(identity, frame_of(envelope, choices, flip=how == 3, cut=how == 4))
+        return isinstance(message, messages.Prove)
 
     def _receive(self, identity: bytes, frame: bytes) -> None:
         self.inputs += 1
-        try:
-            request_id, _ = messages.decode_request(frame)
-        except BadRequestError as error:
-            request_id = error.request_id
-        except ProtocolError:
-            self.router.receive(identity, frame)
-            return
-        self._expected[identity, request_id] += 1
+        with suppress(ProtocolError):
+            try:
+                request_id, message = messages.decode_request(frame)
+                self._questions[identity, request_id] = message
+            except messages.BadRequestError as error:
+                request_id = error.request_id
+            self._expected[identity, request_id] += 1
         self.router.receive(identity, frame)
 
     def _sent(self, identity: bytes, frame: bytes) -> None:
@@ -203,7 +187,7 @@ class RouterTarget(Target):
         if isinstance(reply, Challenge):
             self._write(reply.nonce)
         question = self._questions.get((identity, request_id))
-        if isinstance(reply, Found) and question is not None and reply.lease_id:
+        if isinstance(reply, Found) and isinstance(question, Lookup) and reply.lease_id:
             self._speakers[identity].promised.append((reply, question))
 
     def _write(self, nonce: bytes) -> None:
