@@ -19,14 +19,6 @@ def test_a_scheduler_clears_its_own_namespace_and_no_other(desk: Desk) -> None:
     assert desk.has(2, 1), "another model keeps its pages"
 
 
-def test_a_store_that_was_being_copied_is_not_there_after_a_clear_of_its_namespace(desk: Desk) -> None:
-    desk.join(0)
-    desk.ask(0, store(1))
-    assert desk.ask(0, Clear()) == Cleared(1)
-    desk.end_copies()
-    assert not desk.has(0, 1)
-
-
 def test_only_a_client_that_greeted_clears_and_everything_only_if_it_says_so(desk: Desk) -> None:
     desk.join(0)
     desk.stored(1)

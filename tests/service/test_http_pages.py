@@ -68,6 +68,12 @@ def serving(routes=ROUTES, host="127.0.0.1"):
         server.close()
 
 
+@pytest.fixture
+def server():
+    with serving() as server:
+        yield server
+
+
 def address(server):
     host, port = re.fullmatch(r"http://\[?(.+?)\]?:(\d+)", server.url).groups()
     return host, int(port)
@@ -93,29 +99,27 @@ def get(server, path, method="GET", **headers):
         return response.status, response.headers["Content-Type"], response.read()
 
 
-def test_each_page():
+def test_each_page(server):
     text = "text/plain; charset=utf-8"
-    with serving() as server:
-        metrics = b"lmcache_chunks 0\n"
-        assert get(server, "/metrics") == (200, "text/plain; version=0.0.4; charset=utf-8", metrics)
-        assert get(server, "/status") == (200, "application/json", b"{}")
-        assert get(server, "/readyz?verbose") == (200, text, b"ok\n")
-        assert get(server, "/selftest") == (503, "application/json", b'{"ok": false}')
-        status, kind, body = get(server, "/")
-        assert (status, kind) == (200, "text/html; charset=utf-8")
-        assert body.startswith(b"<!doctype html>")
-        status, _, body = get(server, "/nothing")
-        assert (status, body) == (404, f"not found: lmcache server: {' '.join(ROUTES)}\n".encode())
-        assert get(server, "/../etc/passwd")[0] == 404
+    metrics = b"lmcache_chunks 0\n"
+    assert get(server, "/metrics") == (200, "text/plain; version=0.0.4; charset=utf-8", metrics)
+    assert get(server, "/status") == (200, "application/json", b"{}")
+    assert get(server, "/readyz?verbose") == (200, text, b"ok\n")
+    assert get(server, "/selftest") == (503, "application/json", b'{"ok": false}')
+    status, kind, body = get(server, "/")
+    assert (status, kind) == (200, "text/html; charset=utf-8")
+    assert body.startswith(b"<!doctype html>")
+    status, _, body = get(server, "/nothing")
+    assert (status, body) == (404, f"not found: lmcache server: {' '.join(ROUTES)}\n".encode())
+    assert get(server, "/../etc/passwd")[0] == 404
 
 
-def test_only_get_and_head():
-    with serving() as server:
-        assert get(server, "/status", "HEAD") == (200, "application/json", b"")
-        for method in ("POST", "DELETE", "OPTIONS", "MAKE"):
-            code, kind, body = get(server, "/status", method)
-            assert (code, kind) == (405, "text/plain; charset=utf-8")
-            assert body == b"this server is read-only: use GET or HEAD\n"
+def test_only_get_and_head(server):
+    assert get(server, "/status", "HEAD") == (200, "application/json", b"")
+    for method in ("POST", "DELETE", "OPTIONS", "MAKE"):
+        code, kind, body = get(server, "/status", method)
+        assert (code, kind) == (405, "text/plain; charset=utf-8")
+        assert body == b"this server is read-only: use GET or HEAD\n"
 
 
 @pytest.mark.parametrize(
@@ -131,11 +135,10 @@ def test_only_get_and_head():
     ],
     ids=lambda value: value if isinstance(value, int) else value[:12].decode("latin-1"),
 )
-def test_what_is_no_request_is_told_so(request_, code):
-    with serving() as server:
-        answer = say(server, request_)
-        assert answer.startswith(b"HTTP/1.1 %d " % code)
-        assert answer.endswith(b"\n")
+def test_what_is_no_request_is_told_so(server, request_, code):
+    answer = say(server, request_)
+    assert answer.startswith(b"HTTP/1.1 %d " % code)
+    assert answer.endswith(b"\n")
 
 
 def test_a_client_that_sends_nothing_more_gets_all_of_a_long_answer():
@@ -144,17 +147,16 @@ def test_a_client_that_sends_nothing_more_gets_all_of_a_long_answer():
         assert say(server, b"GET / HTTP/1.0\r\n\r\n").endswith(long.body)
 
 
-def test_a_page_of_another_name_cannot_read():
+def test_a_page_of_another_name_cannot_read(server):
     """A stranger's page may have its own name lead here (DNS rebinding); it says so in Host."""
-    with serving() as server:
-        port = address(server)[1]
-        for host in ("127.0.0.1", f"127.0.0.1:{port}", "10.1.2.3", "[::1]:8080", "localhost", "LOCALHOST:1"):
-            assert get(server, "/status", Host=host)[0] == 200, host
-        for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "evil", "[", "a@b.c"):
-            code, _, body = get(server, "/status", Host=host)
-            assert (code, b"--http-host" in body) == (403, True), host
-        answer = say(server, b"GET /status HTTP/1.0\r\n\r\n")
-        assert answer.endswith(b"{}"), "old clients and probes send no Host"
+    port = address(server)[1]
+    for host in ("127.0.0.1", f"127.0.0.1:{port}", "10.1.2.3", "[::1]:8080", "localhost", "LOCALHOST:1"):
+        assert get(server, "/status", Host=host)[0] == 200, host
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "evil", "[", "a@b.c"):
+        code, _, body = get(server, "/status", Host=host)
+        assert (code, b"--http-host" in body) == (403, True), host
+    answer = say(server, b"GET /status HTTP/1.0\r\n\r\n")
+    assert answer.endswith(b"{}"), "old clients and probes send no Host"
 
 
 def test_other_machines_may_use_a_name_without_a_dot_and_the_one_that_was_given():
@@ -165,20 +167,18 @@ def test_other_machines_may_use_a_name_without_a_dot_and_the_one_that_was_given(
         assert get(server, "/status", Host="cache.example:8080")[0] == 200
 
 
-def test_a_page_of_another_site_cannot_start_a_test():
-    with serving() as server:
-        for site in ("cross-site", "same-site"):  # the latter: a page of another port of this machine
-            assert get(server, "/selftest", Sec_Fetch_Site=site)[0] == 403
-        assert get(server, "/selftest", Sec_Fetch_Site="same-origin")[0] == 503
-        assert get(server, "/status", Sec_Fetch_Site="cross-site")[0] == 200, "as by a link"
+def test_a_page_of_another_site_cannot_start_a_test(server):
+    for site in ("cross-site", "same-site"):  # the latter: a page of another port of this machine
+        assert get(server, "/selftest", Sec_Fetch_Site=site)[0] == 403
+    assert get(server, "/selftest", Sec_Fetch_Site="same-origin")[0] == 503
+    assert get(server, "/status", Sec_Fetch_Site="cross-site")[0] == 200, "as by a link"
 
 
-def test_no_answer_is_kept_and_the_page_may_load_nothing():
-    with serving() as server:
-        connection = http.client.HTTPConnection(*address(server), timeout=PATIENCE_S)
-        with contextlib.closing(connection):
-            connection.request("GET", "/")
-            headers = connection.getresponse().headers
+def test_no_answer_is_kept_and_the_page_may_load_nothing(server):
+    connection = http.client.HTTPConnection(*address(server), timeout=PATIENCE_S)
+    with contextlib.closing(connection):
+        connection.request("GET", "/")
+        headers = connection.getresponse().headers
     assert headers["Cache-Control"] == "no-store"
     assert headers["X-Content-Type-Options"] == "nosniff"
     policy = headers["Content-Security-Policy"]
@@ -269,10 +269,10 @@ def test_silent_clients_give_way_and_do_not_delay_the_end(monkeypatch):
         assert len(server._connections) <= pages.MAX_CONNECTIONS
 
 
-def test_connections_that_drip_do_not_keep_probes_away(monkeypatch):
+def test_connections_that_drip_do_not_keep_probes_away(server, monkeypatch):
     """A byte now and then on every connection that may be, and a new one for each that is ended."""
     monkeypatch.setattr(pages, "TIMEOUT_S", 0.5)
-    with serving() as server, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         ended = threading.Event()
 
         def drip():
@@ -292,9 +292,9 @@ def test_connections_that_drip_do_not_keep_probes_away(monkeypatch):
             assert get(server, "/healthz")[0] == 200
 
 
-def test_a_request_has_5_seconds_whatever_comes_in_meanwhile(monkeypatch):
+def test_a_request_has_5_seconds_whatever_comes_in_meanwhile(server, monkeypatch):
     monkeypatch.setattr(pages, "TIMEOUT_S", 0.5)
-    with serving() as server, connected(server) as slow:
+    with connected(server) as slow:
         slow.settimeout(0.05)
 
         def is_ended():

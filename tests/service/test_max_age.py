@@ -5,6 +5,7 @@ import itertools
 
 from desk import Desk
 
+from lmcache_client.contract.messages import Clear, Cleared
 from lmcache_server.core import limits
 from lmcache_server.service import registry as registry_module
 
@@ -24,6 +25,10 @@ def pass_time(desk: Desk, seconds: float) -> None:
 def test_chunks_go_at_the_age_of_their_model_however_much_they_are_used(desk: Desk) -> None:
     desk.join(0)
     desk.join(1, "another model")
+    desk.stored(5)
+    pass_time(desk, 14.0)
+    assert desk.has(0, 5), "without a limit nothing goes"
+    assert desk.ask(0, Clear()) == Cleared(1)
     limited(desk, "10s,another model=4s")
     for who in (0, 1):
         desk.stored(1, who=who)
@@ -77,10 +82,3 @@ def test_a_second_forgets_a_bounded_number_and_some_of_everybody(desk: Desk, mon
     assert left[0] == [6, 2, 2], "each its share, then one more of each"
     assert all(sum(more) - sum(less) <= 4 + 3 for more, less in itertools.pairwise(left))
     assert left[-1] == []
-
-
-def test_without_a_limit_nothing_goes(desk: Desk) -> None:
-    desk.join(0)
-    desk.stored(1)
-    pass_time(desk, 14.0)
-    assert desk.has(0, 1)

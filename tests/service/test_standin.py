@@ -90,6 +90,7 @@ def test_mapped_memory_outlives_its_exporter_and_counts_until_it_is_closed() -> 
         if end == "free":
             assert exporter.ask("free") == "freed"
         exporter.kill()
+        assert (counted(exporter.process.pid).contexts, counted().contexts) == (1, 1), "the dead are counted"
         assert driver.read(address, 3 * MIB) == bytes([7]) * (3 * MIB), end
         assert driver.memory_info()[0] == free_bytes - 4 * MIB
         driver.close_handle(address)
@@ -111,15 +112,6 @@ def test_a_handle_opens_nothing_that_was_freed_or_whose_process_is_dead_or_that_
     assert driver.has_ipc_handle(own)
     assert counted().mappings == 0
     freed.kill()
-
-
-@on_stand_in()
-def test_counters_of_the_dead_can_be_read() -> None:
-    entered()
-    exporter = Exporter()
-    exporter.kill()
-    assert counted(exporter.process.pid).contexts == 1
-    assert counted().contexts == 1
 
 
 # -- host memory -----------------------------------------------------------------------------------------
