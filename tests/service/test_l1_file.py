@@ -195,6 +195,8 @@ def rewritten(path, position, content):
 )
 def test_a_damaged_file_starts_empty_and_says_why(tmp_path, damage, reason):
     path = finished(tmp_path / "l1")
+    version = struct.unpack_from("<III", path.read_bytes(), len(MAGIC))
+    assert version == (l1_file.FORMAT, l1_file.SCHEMA, FRAME_BYTES), "what gives the bytes their meaning"
     damage(path)
     with opened(path) as file:
         assert (file.index, file.reason) == (None, reason)
@@ -407,5 +409,5 @@ def test_closing_does_not_wait_for_all_of_a_large_memory(tmp_path, monkeypatch, 
         memory.fill()
         wait_until(lambda: begun)
         memory.close()
-        assert len(begun) < 1000
         wait_for_end(memory)
+        assert len(begun) < 1000
