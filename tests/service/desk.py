@@ -2,22 +2,13 @@
 
 import asyncio
 
-from fuzz.messages import BUFFER_BYTES, geometry
+from fuzz.messages import BUFFER_BYTES, CHUNK_SIZE, geometry
 from fuzz.targets import RouterTarget
 
 from lmcache_client.contract import messages
-from lmcache_client.contract.keys import ModelTag
-from lmcache_client.contract.messages import (
-    Hello,
-    Join,
-    Joined,
-    Memory,
-    Message,
-    Prove,
-    Register,
-    Registered,
-    Welcome,
-)
+from lmcache_client.contract.keys import ROOT_KEY, ModelTag
+from lmcache_client.contract.messages import Found, Hello, Load, Lookup, Memory, Message, Store, StoreObject
+from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.transfer.base import CopyError, Opened, Outcome
 from lmcache_server.transfer.host import HostMapping
 from lmcache_server.transfer.jobs import CopyJob
@@ -26,6 +17,30 @@ SETTLED_TURNS = 6
 """Turns of the loop after which a coroutine has come as far as it can."""
 NOBODY = 1 << 30
 """A process id that means nothing."""
+TIMEOUT_S = 60.0
+IDS = tuple(range(1, 17))
+"""Blocks of one chunk."""
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def store(*numbers: int, ids: tuple[int, ...] = IDS) -> Store:
+    """One object of each of these chunks, which are all first chunks."""
+    return Store(tuple(StoreObject(key(number), ROOT_KEY, 0, 0, ids) for number in numbers))
+
+
+def question(number: int) -> Lookup:
+    return Lookup("r", (key(number),), 0, CHUNK_SIZE, CHUNK_SIZE + 1)
+
+
+def load(found: Found, number: int, ids: tuple[int, ...] = IDS) -> Load:
+    return Load("r", found.lease_id, key(number), CHUNK_SIZE, 0, (ids,))
+
+
+def is_refused(reply: Message | None, code: str) -> bool:
+    return isinstance(reply, messages.Refused) and reply.code == code
 
 
 class HeldCopies:
@@ -57,14 +72,14 @@ class HeldCopies:
 
 
 class Desk:
-    """Asks the router as client `who`; None where the answer is yet to come."""
+    """Speaks to the router as client `who`."""
 
     def __init__(self, pid: int, address: int) -> None:
         self.copies: list[HeldCopies] = []
         self.target = RouterTarget(pid, address)
         self.memory = Memory(pid, ((address, BUFFER_BYTES),), address + BUFFER_BYTES)
         self.target.system.copier = self._copier  # type: ignore[method-assign,assignment]
-        self.replies: list[tuple[int, Message]] = []
+        self.replies: dict[int, Message] = {}
         record = self.target.router._send
         self.target.router._send = lambda who, frame: (self._record(frame), record(who, frame))  # type: ignore
         self._last_id = 0
@@ -74,37 +89,91 @@ class Desk:
         return self.copies[-1]
 
     def _record(self, frame: bytes) -> None:
-        self.replies.append(messages.decode_reply(frame)[1:])
+        _, request_id, reply = messages.decode_reply(frame)
+        assert request_id not in self.replies, "each request has one reply"
+        self.replies[request_id] = reply
 
-    def ask(self, who: int, message: Message) -> Message | None:
+    @property
+    def last(self) -> Message:
+        """The reply that came last."""
+        return [*self.replies.values()][-1]
+
+    def send(self, who: int, message: Message) -> int:
+        """Returns the request's id."""
         self._last_id += 1
-        count = len(self.replies)
         self.target.loop.run_until_complete(self._receive(who, message))
-        return self.replies[-1][1] if len(self.replies) > count else None
+        return self._last_id
 
     async def _receive(self, who: int, message: Message) -> None:
-        identity = who.to_bytes(4, "big")
-        self.target.router.receive(identity, messages.encode_request(self._last_id, message))
+        self.target.router.receive(identity(who), messages.encode_request(self._last_id, message))
         await _turns()
 
+    def ask(self, who: int, message: Message) -> Message | None:
+        """The reply; None where it is yet to come."""
+        return self.replies.get(self.send(who, message))
+
+    def wait(self, request_id: int) -> Message:
+        """The reply, which real threads may have to work for."""
+
+        async def answered() -> None:
+            while request_id not in self.replies:
+                await asyncio.sleep(0.001)
+
+        self.target.loop.run_until_complete(asyncio.wait_for(answered(), TIMEOUT_S))
+        return self.replies[request_id]
+
+    def answer(self, who: int, message: Message) -> Message:
+        return self.wait(self.send(who, message))
+
+    def greeting(self, client: int) -> Hello:
+        return Hello(NOBODY, client.to_bytes(16, "big"), "test")
+
     def hello(self, who: int) -> Message | None:
-        return self.ask(who, Hello(NOBODY, who.to_bytes(16, "big"), "test"))
+        return self.ask(who, self.greeting(who))
 
     def register(self, who: int, model: str = "model") -> Message | None:
         tag = ModelTag(model, (("weights", model),), 1, 1)
-        return self.ask(who, Register(f"engine {who}", 0, tag, geometry(0), self.memory))
+        return self.ask(who, messages.Register(f"engine {who}", 0, tag, geometry(0), self.memory))
+
+    def prove(self, who: int, model: str = "model") -> None:
+        """Makes client `who` the worker of an engine of its own."""
+        assert isinstance(self.register(who, model), messages.Challenge)
+        assert isinstance(self.answer(who, messages.Prove()), messages.Registered)
 
     def join(self, who: int, model: str = "model") -> None:
         """Makes client `who` the worker and the scheduler of an engine of its own."""
-        assert isinstance(self.hello(who), Welcome)
-        self.register(who, model)
-        assert isinstance(self.ask(who, Prove()), Registered)
-        assert isinstance(self.ask(who, Join(f"engine {who}")), Joined)
+        assert isinstance(self.hello(who), messages.Welcome)
+        self.prove(who, model)
+        assert isinstance(self.ask(who, messages.Join(f"engine {who}")), messages.Joined)
 
     def leave(self, who: int) -> None:
         """The connection of client `who` is lost."""
-        self.target.router.disconnected(who.to_bytes(4, "big"))
+        self.target.router.disconnected(identity(who))
         self._settle()
+
+    def stored(self, *numbers: int, who: int = 0) -> tuple[bytes, ...]:
+        """Client `who` has stored these chunks; their keys."""
+        for number in numbers:
+            self.ask(who, store(number))
+        self.end_copies()
+        return tuple(map(key, numbers))
+
+    def lookup(self, who: int, number: int) -> Found:
+        found = self.ask(who, question(number))
+        assert isinstance(found, Found)
+        return found
+
+    def has(self, who: int, number: int) -> bool:
+        """Whether a lookup by client `who` finds the chunk."""
+        return self.lookup(who, number).resume_tokens == CHUNK_SIZE
+
+    def frames(self) -> tuple[int, int, int]:
+        """(free, reserved, ready); they are all that there are, as counted and as looked for one by one."""
+        self.target.cache.check_integrity()
+        l1 = self.target.report.status()["l1"]
+        free, reserved, ready = (l1[f"{name}_bytes"] // FRAME_BYTES for name in ("free", "reserved", "ready"))
+        assert free + reserved + ready == l1["total_bytes"] // FRAME_BYTES == self.target.l1.num_frames
+        return free, reserved, ready
 
     @property
     def jobs(self) -> int:
@@ -118,6 +187,10 @@ class Desk:
 
     def _settle(self) -> None:
         self.target.loop.run_until_complete(_turns())
+
+
+def identity(who: int) -> bytes:
+    return who.to_bytes(4, "big")
 
 
 async def _turns() -> None:

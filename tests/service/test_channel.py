@@ -1,5 +1,7 @@
 """The client's end of the wire, where the other end or the machine is not as it should be."""
 
+import concurrent.futures
+import contextlib
 import os
 import subprocess
 import threading
@@ -7,14 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import zmq
 from desk import Desk
 from harness.hostile import BENT, BOOT_ID, HostileServer, says
 from harness.waiting import wait_until
 
 from lmcache_client.channel import Channel, ChannelError, Pending, RefusedError, unsent
 from lmcache_client.contract import messages
-from lmcache_client.contract.codec import pack, unpack
+from lmcache_client.contract.codec import pack
 from lmcache_client.contract.messages import Done, Found, Hello, Ping, Refused, Welcome
 from lmcache_client.engine import Scheduler
 from lmcache_client.transport import Connection, Process, System
@@ -50,51 +51,39 @@ def test_a_process_is_watched_by_a_descriptor_of_any_number() -> None:
         process = Process(2000)
         assert not process.ended()
         other.kill()
-        wait_until(process.ended, 5.0, "the process has ended")
+        wait_until(process.ended, what="the process has ended")
         process.close()
 
 
-def test_an_engine_hears_that_the_server_is_of_another_version(tmp_path: object) -> None:
-    """What answers here says what a server of another release says: its reply has its own version."""
-    address, stop = f"ipc://{tmp_path}/socket", threading.Event()
-    os.chmod(str(tmp_path), 0o700)
-
-    def answer() -> None:
-        with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-            socket.bind(address)
-            while not stop.is_set():
-                if socket.poll(50):
-                    identity, frame = socket.recv_multipart()
-                    _, request_id, *_ = unpack(frame)
-                    reply = Refused(messages.WRONG_VERSION, "not shown")
-                    version = messages.PROTOCOL_VERSION + 1
-                    socket.send_multipart([identity, pack([version, request_id, bytes(16), reply])])
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    channel = Channel(address, lambda _channel: None)
+@contextlib.contextmanager
+def channel_to(server: HostileServer, ready: bool = True, said: list[str] | None = None) -> Iterator[Channel]:
+    """A channel, which tells what it says."""
+    texts = [] if said is None else said
+    channel = Channel(server.address, lambda _channel: None, lambda _level, text: texts.append(text))
     try:
-        channel.start(5.0, 2.0)
-        wait_until(lambda: channel.refusal is not None, 2.0, "the channel knows that it was refused")
+        channel.start(5.0, 5.0)
+        assert channel.ready is ready
+        yield channel
+    finally:
+        channel.close(0.0)
+
+
+def test_an_engine_hears_that_the_server_is_of_another_version(hostile: HostileServer) -> None:
+    """What answers here says what a server of another release says: its reply has its own version."""
+    reply, version = Refused(messages.WRONG_VERSION, "not shown"), messages.PROTOCOL_VERSION + 1
+    hostile.script = lambda number, _message: [[pack([version, number, bytes(16), reply])]]
+    with channel_to(hostile, ready=False) as channel:
+        wait_until(lambda: channel.refusal is not None, what="the channel knows that it was refused")
         assert isinstance(channel.refusal, RefusedError)
         assert channel.refusal.code == messages.WRONG_VERSION
         assert "install the same version of lmcache-mp" in str(channel.refusal)
-    finally:
-        stop.set()
-        thread.join()
-        channel.close(0.0)
 
 
 def test_the_kernel_says_who_may_read_this_process(hostile: HostileServer) -> None:
     """A server that listens at the socket could else let a process of its choice trace the engine."""
     hostile.lies[Hello] = says(Welcome(BOOT_ID, 1, "x", 1))
-    channel = Channel(hostile.address, lambda _channel: None)
-    try:
-        channel.start(5.0, 5.0)
-        assert channel.ready
+    with channel_to(hostile) as channel:
         assert channel.server_pid == os.getpid()
-    finally:
-        channel.close(0.0)
 
 
 def test_what_a_server_writes_is_cut_and_made_plain() -> None:
@@ -106,27 +95,19 @@ def test_what_a_server_writes_is_cut_and_made_plain() -> None:
 
 def test_a_thread_that_waits_for_a_reply_keeps_no_other_from_asking(hostile: HostileServer) -> None:
     """As a step that waits for its loads, while the thread that waits for the GPU sends the next one."""
-    channel = Channel(hostile.address, lambda _channel: None)
-    channel.start(5.0, 5.0)
-    never = Pending(channel.system.now_s() + LONG_S)
-    waiting = threading.Thread(target=channel.poll, args=(never, LONG_S))
-    answers: list[object] = []
-    asking = threading.Thread(target=lambda: answers.append(channel.call(Ping(), LONG_S)))
-    try:
+    with channel_to(hostile) as channel:
+        never = Pending(channel.system.now_s() + LONG_S)
+        waiting = threading.Thread(target=channel.poll, args=(never, LONG_S))
         waiting.start()
-        asking.start()
-        asking.join(LONG_S / 2)
-        assert answers == [Done()]
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            assert pool.submit(channel.call, Ping(), LONG_S).result(LONG_S / 2) == Done()
         assert waiting.is_alive()
-    finally:
         never.reply = Done()
         waiting.join()
-        asking.join()
-        channel.close(0.0)
 
 
-def test_a_lookup_given_up_while_its_reply_is_taken_in_gives_its_lease_back(hostile: HostileServer) -> None:
-    channel, released = Channel(hostile.address, lambda _channel: None), list[int]()
+def test_a_lookup_given_up_while_its_reply_is_taken_in_gives_its_lease_back() -> None:
+    channel, released = Channel("ipc://nowhere", lambda _channel: None), list[int]()
     client = Scheduler(channel, "engine")
 
     class Racing(Pending):
@@ -143,47 +124,37 @@ def test_a_lookup_given_up_while_its_reply_is_taken_in_gives_its_lease_back(host
     pending = Racing(LONG_S, client._release_late)
     giving_up = threading.Thread(target=client.forget, args=(pending,))
     client.release = lambda leases, *_rest: released.extend(leases) or unsent("")  # type: ignore[method-assign]
-    try:
-        with channel._lock:  # as the keeper holds it
-            pending._finish(Found(256, 7, 60, ()))
-        giving_up.join()
-        assert released == [7]
-    finally:
-        channel.close(0.0)
+    with channel._lock:  # as the keeper holds it
+        pending._finish(Found(256, 7, 60, ()))
+    giving_up.join()
+    assert released == [7]
+    channel.close(0.0)
 
 
 def test_a_reply_of_another_life_of_the_server_answers_nothing(hostile: HostileServer) -> None:
     """What a server says that has restarted is about requests of other sessions."""
-    channel = Channel(hostile.address, lambda _channel: None)
-    try:
-        channel.start(5.0, 5.0)
+    with channel_to(hostile) as channel:
         hostile.lies[Ping] = BENT["another boot id"]
         pending = channel.submit(Ping(), LONG_S)
-        wait_until(lambda: pending.done, 10.0, "the request has ended")
+        wait_until(lambda: pending.done, what="the request has ended")
         assert isinstance(pending.error, ChannelError)
         assert "has forgotten this engine" in str(pending.error)
         hostile.lies.clear()
-        wait_until(lambda: pending.settled and channel.ready, 10.0, "the server is greeted again")
-    finally:
-        channel.close(0.0)
+        wait_until(lambda: pending.settled and channel.ready, what="the server is greeted again")
 
 
 def test_a_reply_that_cannot_be_read_ends_the_session_and_is_said_once(hostile: HostileServer) -> None:
     """Whose reply it was is unknown: without a new session, a request would hold its memory for long."""
     said: list[str] = []
-    channel = Channel(hostile.address, lambda _channel: None, lambda _level, text: said.append(text))
-    try:
-        channel.start(5.0, 5.0)
+    with channel_to(hostile, said=said) as channel:
         hostile.lies[Ping] = hostile.lies[Hello] = BENT["garbage"]
         pending = channel.submit(Ping(), LONG_S)
         greeted = hostile.asked[Hello]
-        wait_until(lambda: hostile.asked[Hello] >= greeted + 3, 10.0, "the channel tries again")
+        wait_until(lambda: hostile.asked[Hello] >= greeted + 3, what="the channel tries again")
         assert "cannot be read" in str(pending.error)
         assert sum("cannot be read" in text for text in said) == 1
         hostile.lies.clear()
-        wait_until(lambda: pending.settled and channel.ready, 10.0, "the server is greeted again")
-    finally:
-        channel.close(0.0)
+        wait_until(lambda: pending.settled and channel.ready, what="the server is greeted again")
 
 
 def test_a_request_whose_connection_broke_is_settled_no_sooner_than_its_server_is_done(
@@ -192,11 +163,9 @@ def test_a_request_whose_connection_broke_is_settled_no_sooner_than_its_server_i
     """A server that lives may still copy. That another one answers at its address says nothing about it."""
     tmp_path.chmod(0o700)
     another = bytes(range(1, 17))
-    channel: Channel | None = None
-    try:
+    with contextlib.ExitStack() as stack:
         with HostileServer(tmp_path) as server:
-            channel = Channel(server.address, lambda _channel: None)
-            channel.start(5.0, 5.0)
+            channel = stack.enter_context(channel_to(server))
             server.lies[Ping] = BENT["silence"]
             pending = channel.submit(Ping(), LONG_S)
         wait_until(lambda: pending.done, what="the connection broke")
@@ -210,9 +179,6 @@ def test_a_request_whose_connection_broke_is_settled_no_sooner_than_its_server_i
             assert not pending.settled
         with HostileServer(tmp_path):
             wait_until(lambda: pending.settled, what="its own server has greeted this client again")
-    finally:
-        if channel is not None:
-            channel.close(0.0)
 
 
 class EndlessConnection(Connection):
@@ -231,6 +197,6 @@ def test_a_server_that_never_stops_talking_does_not_stop_the_engine(tmp_path: Pa
     channel = Channel(f"ipc://{tmp_path}/socket", lambda _channel: None, system=EndlessSystem())
     poll = threading.Thread(target=channel.poll, daemon=True)
     poll.start()
-    poll.join(20.0)
+    poll.join(LONG_S)
     assert not poll.is_alive()
     channel.close(0.0)

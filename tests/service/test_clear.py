@@ -1,8 +1,7 @@
 """Who may make the server forget, and what."""
 
-from desk import Desk
+from desk import Desk, is_refused, store
 from msgspec import structs
-from test_invariants import is_refused, lookup, store
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.keys import tenant_id
@@ -14,46 +13,35 @@ def test_a_scheduler_clears_its_own_namespace_and_no_other(desk: Desk) -> None:
     desk.join(1)
     desk.join(2, "another model")
     for who in (0, 2):
-        desk.ask(who, store(1))
-    desk.end_copies()
+        desk.stored(1, who=who)
     assert desk.ask(1, Clear()) == Cleared(1)
-    assert lookup(desk, 0, 1).resume_tokens == 0
-    assert lookup(desk, 2, 1).resume_tokens > 0, "another model keeps its pages"
-
-
-def test_a_store_that_was_being_copied_is_not_there_after_a_clear_of_its_namespace(desk: Desk) -> None:
-    desk.join(0)
-    desk.ask(0, store(1))
-    assert desk.ask(0, Clear()) == Cleared(1)
-    desk.end_copies()
-    assert lookup(desk, 0, 1).resume_tokens == 0
+    assert not desk.has(0, 1)
+    assert desk.has(2, 1), "another model keeps its pages"
 
 
 def test_only_a_client_that_greeted_clears_and_everything_only_if_it_says_so(desk: Desk) -> None:
     desk.join(0)
-    desk.ask(0, store(1))
-    desk.end_copies()
+    desk.stored(1)
     for everything in (False, True):
         assert is_refused(desk.ask(5, Clear(everything)), messages.NOT_REGISTERED)
     desk.hello(5)
     assert is_refused(desk.ask(5, Clear()), messages.NOT_REGISTERED)
-    assert lookup(desk, 0, 1).resume_tokens > 0
+    assert desk.has(0, 1)
     assert desk.ask(5, Clear(everything=True)) == Cleared(1)
-    assert lookup(desk, 0, 1).resume_tokens == 0
+    assert not desk.has(0, 1)
 
 
 def test_one_model_or_one_namespace_is_cleared_and_no_other(desk: Desk) -> None:
     desk.join(0)
     desk.join(1, "another model")
     for who in (0, 1):
-        desk.ask(who, store(1))
-    desk.end_copies()
+        desk.stored(1, who=who)
     names = {each["model"]: each["namespace"] for each in desk.target.report.status()["namespaces"]}
     for absent in (Clear(True, "mode"), Clear(True, "", "xyz"), Clear(True, "model", names["another model"])):
         assert is_refused(desk.ask(0, absent), messages.BAD_REQUEST)
     assert desk.ask(0, Clear(True, "another model")) == Cleared(1)
-    assert lookup(desk, 1, 1).resume_tokens == 0
-    assert lookup(desk, 0, 1).resume_tokens > 0
+    assert not desk.has(1, 1)
+    assert desk.has(0, 1)
     assert desk.ask(0, Clear(True, "", names["another model"][:12])) == Cleared(0)
     assert desk.ask(0, Clear(True, "model", names["model"])) == Cleared(1)
 
@@ -71,5 +59,5 @@ def test_the_chunks_of_one_tenant_are_cleared_and_no_others(desk: Desk) -> None:
     assert desk.ask(0, Clear(True, "model", "", names["first"])) == Cleared(1)
     assert desk.ask(0, Clear(True, "", "", names["first"][:8])) == Cleared(1)
     assert desk.ask(0, Clear(False, "", "", names["second"])) == Cleared(1)
-    found = [[bool(lookup(desk, who, number).resume_tokens) for number in (1, 2, 3)] for who in (0, 1)]
+    found = [[desk.has(who, number) for number in (1, 2, 3)] for who in (0, 1)]
     assert found == [[False, False, True], [False, True, True]]

@@ -22,10 +22,8 @@ def slices_of(name, count):
 
 
 class Job:
-    reads_bytes = False
-
-    def __init__(self, load, build):
-        self.load, self.build = load, build
+    def __init__(self, load, build, reads_bytes=False):
+        self.load, self.build, self.reads_bytes = load, build, reads_bytes
 
     def after(self):
         pass
@@ -41,12 +39,10 @@ class Harness:
 
     def __init__(self):
         self.alive = True
-        self.copied = []
-        self.started = queue.Queue()
-        self.gate = threading.Semaphore(0)
-        self.ended = queue.Queue()
+        self.copied, self.calls = [], []
+        self.started, self.ended = queue.Queue(), queue.Queue()
+        self.gates = dict.fromkeys((True, False), threading.Semaphore(0))
         self.fail_with = None
-        self.calls = []
         self.worker = CopyWorker("copy-test", self, lambda: self.alive, self)
 
     def open(self):
@@ -63,24 +59,26 @@ class Harness:
 
     def copy(self, part, *, load):
         self.started.put(int(part.local[0]))
-        assert self.gate.acquire(timeout=TIMEOUT_S)
+        assert self.gates[load].acquire(timeout=TIMEOUT_S)
         if self.fail_with is not None:
             raise self.fail_with
         self.copied.append(int(part.local[0]))
 
     # -- the event loop that the worker sees ------------------------------------------------------
 
-    def create_future(self):
-        return concurrent.futures.Future()
+    create_future = staticmethod(concurrent.futures.Future)
 
     def call_soon_threadsafe(self, function, *arguments):
         function(*arguments)
 
     # -- what tests ask ---------------------------------------------------------------------------
 
-    def submit(self, name, count, *, load, build=None):
-        end = self.worker.submit(Job(load, build or (lambda: slices_of(name, count))))
+    def submit(self, name, count, *, load, build=None, reads_bytes=False):
+        end = self.worker.submit(Job(load, build or (lambda: slices_of(name, count)), reads_bytes))
         end.add_done_callback(lambda future: self.ended.put((name, *future.result())))
+
+    def go_on(self, slices, load=True):
+        self.gates[load].release(slices)
 
     def wait_for_slice(self):
         return self.started.get(timeout=TIMEOUT_S)
@@ -88,124 +86,12 @@ class Harness:
     def wait_for_end(self):
         return self.ended.get(timeout=TIMEOUT_S)
 
-
-@pytest.fixture
-def harness():
-    it = Harness()
-    yield it
-    it.gate.release(1000)
-    it.worker.close().result(TIMEOUT_S)
-    it.worker._thread.join(TIMEOUT_S)
-    assert not it.worker._thread.is_alive()
-
-
-def test_a_load_overtakes_a_long_store(harness):
-    harness.submit(1, 4, load=False)
-    harness.wait_for_slice()
-    harness.submit(2, 1, load=False)
-    harness.submit(3, 2, load=True)
-    harness.gate.release(7)
-    ends = [harness.wait_for_end() for _ in range(3)]
-    assert [name for name, _, _ in ends] == [3, 1, 2]
-    assert harness.copied == [1, 3, 3, 1, 1, 1, 2]
-
-
-def test_jobs_of_a_kind_keep_their_order(harness):
-    harness.submit(1, 1, load=True)
-    harness.wait_for_slice()
-    for name in (2, 3, 4):
-        harness.submit(name, 1, load=True)
-    harness.gate.release(4)
-    assert [harness.wait_for_end()[0] for _ in range(4)] == [1, 2, 3, 4]
-
-
-def test_an_end_says_how_many_bytes_were_copied(harness):
-    harness.gate.release(3)
-    harness.submit(1, 3, load=False)
-    assert harness.wait_for_end() == (1, None, 3 * SLICE_BYTES)
-
-
-def test_nothing_is_copied_once_the_process_is_dead(harness):
-    harness.submit(1, 3, load=True)
-    harness.wait_for_slice()
-    harness.alive = False
-    harness.gate.release(3)
-    name, error, num_bytes = harness.wait_for_end()
-    assert (name, num_bytes, harness.copied) == (1, SLICE_BYTES, [1])
-    assert isinstance(error, CopyError)
-
-
-def test_a_failed_copy_fails_its_job_and_no_other(harness):
-    harness.fail_with = CopyError("broken")
-    harness.gate.release(3)
-    harness.submit(1, 2, load=False)
-    assert str(harness.wait_for_end()[1]) == "broken"
-    harness.fail_with = None
-    harness.submit(2, 2, load=False)
-    assert harness.wait_for_end() == (2, None, 2 * SLICE_BYTES)
-
-
-def test_a_job_that_cannot_be_planned_fails_and_the_thread_lives(harness):
-    def explode():
-        raise RuntimeError("no plan")
-
-    harness.submit(1, 0, load=True, build=explode)
-    assert str(harness.wait_for_end()[1]) == "no plan"
-    harness.gate.release()
-    harness.submit(2, 1, load=True)
-    assert harness.wait_for_end()[:2] == (2, None)
-
-
-def test_closing_finishes_the_slice_and_fails_the_rest(harness):
-    harness.submit(1, 3, load=False)
-    harness.submit(2, 1, load=False)
-    harness.wait_for_slice()
-    harness.submit(3, 1, load=True)
-    ended = harness.worker.close()
-    with pytest.raises(concurrent.futures.TimeoutError):
-        ended.result(0.2)  # the slice that is being copied has not ended
-    harness.gate.release(100)
-    ended.result(TIMEOUT_S)
-    ends = {name: error for name, error, _ in (harness.wait_for_end() for _ in range(3))}
-    assert sorted(ends) == [1, 2, 3]
-    assert all(isinstance(error, CopyError) for error in ends.values())
-    assert harness.copied == [1]
-
-
-def test_a_job_for_a_closed_worker_fails_at_once(harness):
-    harness.worker.close().result(TIMEOUT_S)
-    harness.submit(1, 1, load=True)
-    assert isinstance(harness.wait_for_end()[1], CopyError)
-
-
-def test_what_is_where_the_nonce_should_be_is_told_once(harness):
-    assert harness.worker.opened.result(TIMEOUT_S) == (None, [b"nonce"])
-
-
-def test_memory_that_cannot_be_opened_is_told_and_closed():
-    class Sealed(Harness):
-        def open(self):
-            raise CopyError("sealed")
-
-    sealed = Sealed()
-    error, found = sealed.worker.opened.result(TIMEOUT_S)
-    assert (str(error), found, error.__traceback__) == ("sealed", [], None)
-    sealed.worker.close().result(TIMEOUT_S)
-    assert sealed.calls == ["closed"]
-
-
-def test_every_end_comes_after_that_of_its_copies_and_the_memory_is_closed_last(harness):
-    """A copy may only have begun when `copy` returns, and go on after another has failed."""
-    harness.gate.release(5)
-    harness.submit(1, 2, load=True)
-    harness.wait_for_end()
-    assert harness.calls == [("finished", True, 2)]
-    harness.fail_with = CopyError("broken")
-    harness.submit(2, 1, load=False)
-    harness.wait_for_end()
-    assert harness.calls[1:] == [("finished", False, 2)]
-    harness.worker.close().result(TIMEOUT_S)
-    assert harness.calls[2:] == ["closed"]
+    def end(self):
+        for load in (True, False):
+            self.go_on(1000, load)
+        self.worker.close().result(TIMEOUT_S)
+        self.worker._thread.join(TIMEOUT_S)
+        assert not self.worker._thread.is_alive()
 
 
 class Late(Harness):
@@ -215,10 +101,9 @@ class Late(Harness):
     slice_bytes = {True: SLICE_BYTES, False: SLICE_BYTES // 4}  # noqa: RUF012
 
     def __init__(self):
-        self.begun = {True: 0, False: 0}
-        self.gates = {True: threading.Semaphore(0), False: threading.Semaphore(0)}
-        self.ended_copies = {True: 0, False: 0}
+        self.begun, self.ended_copies = {True: 0, False: 0}, {True: 0, False: 0}
         super().__init__()
+        self.gates[False] = threading.Semaphore(0)
 
     def copy(self, part, *, load):
         self.begun[load] += 1
@@ -236,12 +121,107 @@ class Late(Harness):
 
 
 @pytest.fixture
+def harness():
+    it = Harness()
+    yield it
+    it.end()
+
+
+@pytest.fixture
 def late():
     it = Late()
     yield it
-    for gate in it.gates.values():
-        gate.release(1000)
-    it.worker.close().result(TIMEOUT_S)
+    it.end()
+
+
+def test_loads_overtake_a_long_store_and_jobs_of_a_kind_keep_their_order(harness):
+    harness.submit(1, 4, load=False)
+    harness.wait_for_slice()
+    for name, count, load in ((2, 1, False), (3, 2, True), (4, 1, True), (5, 1, True)):
+        harness.submit(name, count, load=load)
+    harness.go_on(9)
+    assert [harness.wait_for_end()[0] for _ in range(5)] == [3, 4, 5, 1, 2]
+    assert harness.copied == [1, 3, 3, 4, 5, 1, 1, 1, 2]
+
+
+def test_nothing_is_copied_once_the_process_is_dead(harness):
+    harness.submit(1, 3, load=True)
+    harness.wait_for_slice()
+    harness.alive = False
+    harness.go_on(3)
+    name, error, num_bytes = harness.wait_for_end()
+    assert (name, num_bytes, harness.copied) == (1, SLICE_BYTES, [1])
+    assert isinstance(error, CopyError)
+
+
+def test_a_failed_copy_fails_its_job_and_no_other(harness):
+    harness.fail_with = CopyError("broken")
+    harness.go_on(3)
+    harness.submit(1, 2, load=False)
+    assert str(harness.wait_for_end()[1]) == "broken"
+    harness.fail_with = None
+    harness.submit(2, 2, load=False)
+    assert harness.wait_for_end() == (2, None, 2 * SLICE_BYTES)
+
+
+def test_a_job_that_cannot_be_planned_fails_and_the_thread_lives(harness):
+    def explode():
+        raise RuntimeError("no plan")
+
+    harness.submit(1, 0, load=True, build=explode)
+    assert str(harness.wait_for_end()[1]) == "no plan"
+    harness.go_on(1)
+    harness.submit(2, 1, load=True)
+    assert harness.wait_for_end()[:2] == (2, None)
+
+
+def test_closing_finishes_the_slice_and_fails_the_rest(harness):
+    harness.submit(1, 3, load=False)
+    harness.submit(2, 1, load=False)
+    harness.wait_for_slice()
+    harness.submit(3, 1, load=True)
+    ended = harness.worker.close()
+    with pytest.raises(concurrent.futures.TimeoutError):
+        ended.result(0.2)  # the slice that is being copied has not ended
+    harness.go_on(100)
+    ended.result(TIMEOUT_S)
+    ends = {name: error for name, error, _ in (harness.wait_for_end() for _ in range(3))}
+    assert sorted(ends) == [1, 2, 3]
+    assert all(isinstance(error, CopyError) for error in ends.values())
+    assert harness.copied == [1]
+
+
+def test_what_is_where_the_nonce_should_be_is_told_once_and_a_job_after_the_end_fails_at_once(harness):
+    assert harness.worker.opened.result(TIMEOUT_S) == (None, [b"nonce"])
+    harness.worker.close().result(TIMEOUT_S)
+    harness.submit(1, 1, load=True)
+    assert isinstance(harness.wait_for_end()[1], CopyError)
+
+
+def test_memory_that_cannot_be_opened_is_told_and_closed():
+    class Sealed(Harness):
+        def open(self):
+            raise CopyError("sealed")
+
+    sealed = Sealed()
+    error, found = sealed.worker.opened.result(TIMEOUT_S)
+    assert (str(error), found, error.__traceback__) == ("sealed", [], None)
+    sealed.worker.close().result(TIMEOUT_S)
+    assert sealed.calls == ["closed"]
+
+
+def test_every_end_comes_after_that_of_its_copies_and_the_memory_is_closed_last(harness):
+    """A copy may only have begun when `copy` returns, and go on after another has failed."""
+    harness.go_on(5)
+    harness.submit(1, 2, load=True)
+    harness.wait_for_end()
+    assert harness.calls == [("finished", True, 2)]
+    harness.fail_with = CopyError("broken")
+    harness.submit(2, 1, load=False)
+    harness.wait_for_end()
+    assert harness.calls[1:] == [("finished", False, 2)]
+    harness.worker.close().result(TIMEOUT_S)
+    assert harness.calls[2:] == ["closed"]
 
 
 def test_loads_and_stores_are_under_way_at_the_same_time(late):
@@ -249,9 +229,9 @@ def test_loads_and_stores_are_under_way_at_the_same_time(late):
     assert late.wait_for_slice() == (1, False)
     late.submit(2, 1, load=True)
     assert late.wait_for_slice() == (2, True)
-    late.gates[True].release()
+    late.go_on(1)
     assert late.wait_for_end() == (2, None, SLICE_BYTES)
-    late.gates[False].release(4)
+    late.go_on(4, load=False)
     assert late.wait_for_end() == (1, None, SLICE_BYTES)
 
 
@@ -261,26 +241,23 @@ def test_the_next_job_is_enqueued_behind_the_last_one_that_is_still_under_way(la
     assert late.wait_for_slice() == (1, True)
     late.submit(2, 1, load=True)
     late.submit(3, 1, load=True)
-    late.gates[True].release()
+    late.go_on(1)
     assert late.wait_for_slice() == (2, True)
     assert late.ended.empty(), "half of the first is copied"
-    late.gates[True].release()
+    late.go_on(1)
     assert late.wait_for_end()[0] == 1
     assert late.wait_for_slice() == (3, True)
-    late.gates[True].release(2)
+    late.go_on(2)
     assert [late.wait_for_end()[0] for _ in range(2)] == [2, 3]
 
 
 def test_stores_go_in_smaller_slices_than_loads(late):
     """Between two of them, the engine's own small copies get their turn."""
-
-    def small():
-        address = np.full(4, 1, np.uint64)
-        return Pieces(address, address, np.full(4, SLICE_BYTES // 4, np.uint64))
-
+    address = np.full(4, 1, np.uint64)
+    small = Pieces(address, address, np.full(4, SLICE_BYTES // 4, np.uint64))
     for load, count in ((True, 1), (False, 4)):
-        late.gates[load].release(4)
-        late.submit(1, 0, load=load, build=small)
+        late.go_on(4, load)
+        late.submit(1, 0, load=load, build=lambda: small)
         assert late.wait_for_end() == (1, None, SLICE_BYTES)
         assert late.begun[load] == count
 
@@ -289,10 +266,8 @@ def test_a_job_whose_bytes_are_read_is_not_mixed_with_others(late):
     """A checksum takes long, and the job before would be reported late."""
     late.submit(1, 1, load=True)
     late.wait_for_slice()
-    reading = Job(True, lambda: slices_of(2, 1))
-    reading.reads_bytes = True
-    end = late.worker.submit(reading)
-    late.gates[True].release()
+    late.submit(2, 1, load=True, reads_bytes=True)
+    late.go_on(1)
     assert late.wait_for_end()[0] == 1
-    late.gates[True].release()
-    assert end.result(TIMEOUT_S).error is None
+    late.go_on(1)
+    assert late.wait_for_end() == (2, None, SLICE_BYTES)

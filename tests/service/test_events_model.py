@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from desk import Desk
+from desk import Desk, store
 from fuzz.messages import CHUNK_SIZE, geometry
 from vllm import SamplingParams
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
@@ -22,24 +22,11 @@ from lmcache_client.channel import Pending
 from lmcache_client.connector import events
 from lmcache_client.connector.events import Events
 from lmcache_client.connector.request import Tracked
+from lmcache_client.contract import messages
 from lmcache_client.contract.control import Inspect, Inspected
 from lmcache_client.contract.geometry import FULL
 from lmcache_client.contract.keys import ModelTag
-from lmcache_client.contract.messages import (
-    Clear,
-    Found,
-    Hello,
-    Join,
-    Joined,
-    Lookup,
-    Message,
-    Prove,
-    Register,
-    Registered,
-    Release,
-    Store,
-    Welcome,
-)
+from lmcache_client.contract.messages import Clear, Found, Lookup, Message, Release, Store
 from lmcache_client.engine import Scheduler, chunk_object
 from lmcache_server.core import followers
 from lmcache_server.transfer.base import CopyError
@@ -121,11 +108,11 @@ class World:
         self.choose = random.Random(seed)
         self.desk, self.ranks, self.groups = desk, ranks, geometry(kind).groups
         self.lookahead = lookahead
-        self.tag = ModelTag("model", (("a", "b"),), ranks, 1)
+        tag = ModelTag("model", (("a", "b"),), ranks, 1)
         for rank in range(ranks):
-            assert isinstance(desk.ask(rank, Hello(1 << 30, bytes([rank]) * 16, "t")), Welcome)
-            desk.ask(rank, Register("engine", rank, self.tag, geometry(kind), desk.memory))
-            assert isinstance(desk.ask(rank, Prove()), Registered)
+            assert isinstance(desk.hello(rank), messages.Welcome)
+            desk.ask(rank, messages.Register("engine", rank, tag, geometry(kind), desk.memory))
+            assert isinstance(desk.ask(rank, messages.Prove()), messages.Registered)
         self.join()
         kinds = [each.kind for each in self.groups]
         first = next((index for index, each in enumerate(self.groups) if each.kind == FULL), 0)
@@ -138,8 +125,8 @@ class World:
         self.prompts = list(self._prompts())
 
     def join(self) -> None:
-        assert isinstance(self.desk.ask(SCHEDULER, Hello(1 << 30, bytes([9]) * 16, "t")), Welcome)
-        assert isinstance(self.desk.ask(SCHEDULER, Join("engine")), Joined)
+        assert isinstance(self.desk.hello(SCHEDULER), messages.Welcome)
+        assert isinstance(self.desk.ask(SCHEDULER, messages.Join("engine")), messages.Joined)
 
     def _prompts(self) -> Iterator[Tracked]:
         """Seven prompts; most part from one before them."""
@@ -197,10 +184,7 @@ class World:
         """Another engine stores so much that L1 has no room for most of this one's chunks."""
         self.desk.join(STRANGER, f"model {self.choose.random()}")
         count = self.choose.randrange(4, 24)
-        keys = [self.choose.randbytes(32) for _ in range(count)]
-        ids = tuple(1 + at for at in range(CHUNK_SIZE // BLOCK))
-        objects = tuple(chunk_object(keys[at:], 0, 0, ids) for at in range(count))
-        self.desk.ask(STRANGER, Store(objects))
+        self.desk.ask(STRANGER, store(*(self.choose.getrandbits(200) for _ in range(count))))
         self.desk.end_copies()
         self.desk.leave(STRANGER)
 

@@ -1,5 +1,6 @@
 """Copies between this process and a real other one: exact, whatever the pages look like."""
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -25,9 +26,9 @@ from lmcache_server.transfer.plan import ObjectCopy, Pieces, pieces
 MIB = 1 << 20
 
 
-@pytest.fixture
-def child(tmp_path):
-    memory = ChildMemory(tmp_path / "memory", 24 * MIB, os.getpid())
+@pytest.fixture(scope="module")
+def child(tmp_path_factory):
+    memory = ChildMemory(tmp_path_factory.mktemp("child") / "memory", 24 * MIB, os.getpid())
     yield memory
     memory.close()
 
@@ -48,15 +49,20 @@ def some_bytes(num_bytes, seed=0):
     return random.Random(seed).randbytes(num_bytes)
 
 
+def mapped(child):
+    """All of the memory of the child."""
+    return host.HostMapping(Memory(child.pid, ((child.address, len(child.view)),), child.address))
+
+
 def one_piece(local, remote, length):
     return Pieces(*(np.array([value], np.uint64) for value in (local, remote, length)))
 
 
-def round_trip(child, l1, page, regions):
+def round_trip(child, l1, page, *regions):
     """Store the page, wipe the engine's memory, load it: the pages are back, and nothing else is."""
     child.view[:] = before = some_bytes(len(child.view))
     plan = pieces(page, regions, (child.address,), l1.base_address, FRAME_BYTES)
-    mapping = host.HostMapping(Memory(child.pid, ((child.address, len(child.view)),), child.address))
+    mapping = mapped(child)
     mapping.copy(plan, load=False)
     child.view[:] = bytes(len(child.view))
     mapping.copy(plan, load=True)
@@ -71,30 +77,24 @@ def round_trip(child, l1, page, regions):
 
 
 @pytest.mark.parametrize("page_bytes", [1, 3, 100, 4096, 65536, 100_000, 4 * MIB])
-@pytest.mark.parametrize("padding", [0, 7])
-def test_pages_of_every_size_come_back_exactly(child, l1, page_bytes, padding):
-    stride = page_bytes + padding
-    count = min(40, len(child.view) // stride - 1)
-    block_ids = tuple(random.Random(1).sample(range(1, count + 1), min(5, count)))
-    frames = -(-len(block_ids) * page_bytes // FRAME_BYTES)
-    round_trip(
-        child,
-        l1,
-        ObjectCopy(((3, frames),), len(block_ids), 0, block_ids),
-        (Region(0, 0, stride, page_bytes),),
-    )
+def test_pages_of_every_size_come_back_exactly(child, l1, page_bytes):
+    for stride in (page_bytes, page_bytes + 7):
+        count = min(40, len(child.view) // stride - 1)
+        block_ids = tuple(random.Random(1).sample(range(1, count + 1), min(5, count)))
+        frames = -(-len(block_ids) * page_bytes // FRAME_BYTES)
+        page = ObjectCopy(((3, frames),), len(block_ids), 0, block_ids)
+        round_trip(child, l1, page, Region(0, 0, stride, page_bytes))
 
 
 def test_pages_come_back_exactly_from_scattered_frames(child, l1):
-    regions = (Region(0, 11, 50_000, 40_001), Region(0, 40_100, 50_000, 9_000))
-    block_ids = tuple(range(1, 21))
     runs = ((9, 4), (2, 3), (100, 1), (5, 2), (30, 10))
-    round_trip(child, l1, ObjectCopy(runs, 20, 0, block_ids), regions)
+    page = ObjectCopy(runs, 20, 0, tuple(range(1, 21)))
+    round_trip(child, l1, page, Region(0, 11, 50_000, 40_001), Region(0, 40_100, 50_000, 9_000))
 
 
 def test_the_bytes_in_l1_have_the_documented_order(child, l1):
-    regions = (Region(0, 0, 100, 10), Region(0, 50, 100, 20))
-    before = round_trip(child, l1, ObjectCopy(((1, 1),), 2, 0, (4, 2)), regions)
+    page = ObjectCopy(((1, 1),), 2, 0, (4, 2))
+    before = round_trip(child, l1, page, Region(0, 0, 100, 10), Region(0, 50, 100, 20))
     stored = ctypes.string_at(l1.base_address + FRAME_BYTES, 60)
     pages = [before[400:410], before[200:210], before[450:470], before[250:270]]
     assert stored == b"".join(pages)
@@ -104,14 +104,14 @@ def test_the_bytes_in_l1_have_the_documented_order(child, l1):
 def test_more_pieces_than_one_call_takes(child, l1, stride):
     count = 5 * host.MAX_PIECES + 17
     block_ids = random.Random(2).sample(range(1, 20_000), count)
-    round_trip(child, l1, ObjectCopy(((0, 1),), count, 0, tuple(block_ids)), (Region(0, 5, stride, 1),))
+    round_trip(child, l1, ObjectCopy(((0, 1),), count, 0, tuple(block_ids)), Region(0, 5, stride, 1))
 
 
 def test_calls_are_cut_at_the_same_byte_on_both_sides(child, l1, monkeypatch):
     monkeypatch.setattr(host, "MAX_CALL_BYTES", 1000)
     monkeypatch.setattr(host, "MAX_PIECES", 3)
     page = ObjectCopy(((9, 2), (2, 3)), 20, 0, tuple(range(20, 0, -1)))
-    round_trip(child, l1, page, (Region(0, 3, 11_000, 10_007),))
+    round_trip(child, l1, page, Region(0, 3, 11_000, 10_007))
 
 
 def test_nothing_to_copy_is_no_error(child):
@@ -120,21 +120,15 @@ def test_nothing_to_copy_is_no_error(child):
 
 
 @pytest.mark.parametrize("load", [False, True])
-def test_an_address_that_is_not_mapped_is_a_copy_error(child, l1, load):
-    with pytest.raises(CopyError, match=f"copying memory of process {child.pid} failed"):
-        host.copy(child.pid, one_piece(l1.base_address, 4096, 100), load=load)
-
-
-@pytest.mark.parametrize("load", [False, True])
-@pytest.mark.parametrize("bad", [0, 1, 2, 3])
-def test_a_piece_that_fails_in_either_thread_is_a_copy_error(child, l1, load, bad):
-    remote = [child.address + number * MIB for number in range(4)]
-    remote[bad] = 4096
-    local = [l1.base_address + number * MIB for number in range(4)]
-    plan = Pieces(*(np.array(values, np.uint64) for values in (local, remote, [MIB] * 4)))
-    mapping = host.HostMapping(Memory(child.pid, ((child.address, len(child.view)),), child.address))
-    with pytest.raises(CopyError, match=f"copying memory of process {child.pid} failed"):
-        mapping.copy(plan, load=load)
+def test_a_piece_that_is_not_mapped_is_a_copy_error_in_either_thread(child, l1, load):
+    mapping = mapped(child)
+    for count, bad in ((1, 0), *((4, number) for number in range(4))):
+        remote = [child.address + number * MIB for number in range(count)]
+        remote[bad] = 4096
+        local = [l1.base_address + number * MIB for number in range(count)]
+        plan = Pieces(*(np.array(values, np.uint64) for values in (local, remote, [MIB] * count)))
+        with pytest.raises(CopyError, match=f"copying memory of process {child.pid} failed"):
+            mapping.copy(plan, load=load)
     mapping.close()
 
 
@@ -145,10 +139,11 @@ def test_a_copy_that_runs_off_the_mapping_is_an_error_not_a_short_copy(child, l1
         host.copy(child.pid, one_piece(l1.base_address, end - 8192, 20 * MIB), load=False)
 
 
-def test_a_dead_process_has_no_access(child, l1):
-    child.end()
-    with pytest.raises(host.NoAccessError, match="has ended, or it is in another process namespace"):
-        host.copy(child.pid, one_piece(l1.base_address, child.address, 100), load=False)
+def test_a_dead_process_has_no_access(tmp_path, l1):
+    with contextlib.closing(ChildMemory(tmp_path / "memory", MIB, os.getpid())) as child:
+        child.end()
+        with pytest.raises(host.NoAccessError, match="has ended, or it is in another process namespace"):
+            host.copy(child.pid, one_piece(l1.base_address, child.address, 100), load=False)
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
@@ -183,14 +178,13 @@ def test_a_process_of_another_user_has_no_access(child):
 
 
 def test_opening_tries_both_ends_of_every_buffer(child):
-    def opened(*sizes):
-        return host.HostMapping(
-            Memory(child.pid, tuple((child.address, size) for size in sizes), child.address)
-        ).open()
+    def mapping(*sizes):
+        buffers = tuple((child.address, size) for size in sizes)
+        return host.HostMapping(Memory(child.pid, buffers, child.address))
 
-    assert opened(1, len(child.view)) == [bytes(child.view[:32])]
+    assert mapping(1, len(child.view)).open() == [bytes(child.view[:32])]
     with pytest.raises(CopyError):
-        opened(1, 1 << 46)
+        mapping(1, 1 << 46).open()
 
 
 def test_the_nonce_is_read_where_the_client_wrote_it():

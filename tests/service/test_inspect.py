@@ -1,10 +1,10 @@
 """Inspect: what is told of a chain of chunks, and that telling it changes nothing. The real router."""
 
 import pytest
-from desk import Desk
+from desk import Desk, is_refused, key
+from fuzz.messages import CHUNK_SIZE
 from msgspec.structs import replace
-from test_invariants import CHUNK_SIZE, is_refused, key, lookup
-from test_pinning import USER, evict_everything, serving, stored
+from test_pinning import USER, evict_everything, serving
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.control import Inspect, Inspected
@@ -22,7 +22,7 @@ def inspect(desk: Desk, *numbers: int, engine: str = "engine 0") -> Message | No
 
 def test_it_tells_what_a_lookup_would_find_and_why_not_more(serving: Desk) -> None:
     assert inspect(serving, 1, 2) == Inspected(0, (b"\0",), (("not_stored", 2 * CHUNK_SIZE),))
-    stored(serving, 1, 2, 4)
+    serving.stored(1, 2, 4)
     size = CHUNK_SIZE
     assert inspect(serving, 1, 2, 3, 4) == Inspected(2 * size, (b"\x0b",), (("not_stored", 2 * size),))
     assert inspect(serving, 1, 2) == Inspected(2 * size, (b"\x03",), ())
@@ -37,7 +37,7 @@ def test_it_tells_what_a_lookup_would_find_and_why_not_more(serving: Desk) -> No
 def test_it_leases_renews_and_counts_nothing(serving: Desk) -> None:
     """So what was asked about is evicted as if nobody had asked."""
     frames, cache = serving.target.l1.num_frames, serving.target.cache
-    stored(serving, *range(frames))
+    serving.stored(*range(frames))
     before = serving.target.report.status()
     for _ in range(3):
         assert inspect(serving, 0) == Inspected(CHUNK_SIZE, (b"\1",), ())
@@ -46,9 +46,9 @@ def test_it_leases_renews_and_counts_nothing(serving: Desk) -> None:
         assert after[what] == before[what]
     assert cache.num_leases == 0
     assert serving.target.metrics.value("lmcache_tokens_requested_total") == 0
-    stored(serving, 1000)
-    assert lookup(serving, 0, 0).resume_tokens == 0, "the oldest one went, although it was asked about"
-    assert lookup(serving, 0, 1).resume_tokens == CHUNK_SIZE
+    serving.stored(1000)
+    assert not serving.has(0, 0), "the oldest one went, although it was asked about"
+    assert serving.has(0, 1)
 
 
 def test_who_may_ask_and_what(serving: Desk) -> None:
@@ -64,7 +64,7 @@ def test_who_may_ask_and_what(serving: Desk) -> None:
 
 def test_it_agrees_with_a_lookup(serving: Desk) -> None:
     """For every prefix of a chain that has gaps."""
-    stored(serving, 1, 2, 3, 5)
+    serving.stored(1, 2, 3, 5)
     for length in range(1, 7):
         numbers, limit = range(1, length + 1), length * CHUNK_SIZE
         told = inspect(serving, *numbers)

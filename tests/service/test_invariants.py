@@ -7,100 +7,51 @@ unit/test_architecture.py.
 
 import msgpack
 import pytest
-from desk import Desk
-from fuzz.messages import BLOCKS, geometry
+from desk import IDS, Desk, is_refused, load, store
+from fuzz.messages import BLOCKS, CHUNK_SIZE, geometry
 from msgspec import structs
 
 from lmcache_client.contract import codec, messages
 from lmcache_client.contract.geometry import Geometry
-from lmcache_client.contract.keys import ROOT_KEY, ModelTag
-from lmcache_client.contract.messages import (
-    Clear,
-    Cleared,
-    Found,
-    Goodbye,
-    Hello,
-    Load,
-    Lookup,
-    Message,
-    Refused,
-    Register,
-    Store,
-    Stored,
-    StoreObject,
-)
-from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_client.contract.keys import ModelTag
+from lmcache_client.contract.messages import Clear, Cleared, Goodbye, Hello, Register, Stored
 from lmcache_server.transfer.base import CopyError
-
-CHUNK_SIZE = 256
-IDS = tuple(range(1, 17))
-
-
-def key(number: int) -> bytes:
-    return number.to_bytes(32, "big")
-
-
-def store(number: int, ids: tuple[int, ...] = IDS) -> Store:
-    return Store((StoreObject(key(number), ROOT_KEY, 0, 0, ids),))
-
-
-def lookup(desk: Desk, who: int, number: int) -> Found:
-    found = desk.ask(who, Lookup("r", (key(number),), 0, CHUNK_SIZE, CHUNK_SIZE + 1))
-    assert isinstance(found, Found)
-    return found
-
-
-def load(found: Found, number: int, ids: tuple[int, ...] = IDS) -> Load:
-    return Load("r", found.lease_id, key(number), CHUNK_SIZE, 0, (ids,))
-
-
-def is_refused(reply: Message | None, code: str) -> bool:
-    return isinstance(reply, Refused) and reply.code == code
-
-
-def frames(desk: Desk) -> tuple[int, int, int]:
-    """(free, reserved, ready); they are all that there are, as counted and as looked for one by one."""
-    desk.target.cache.check_integrity()
-    l1 = desk.target.report.status()["l1"]
-    parts = tuple(l1[f"{name}_bytes"] // FRAME_BYTES for name in ("free", "reserved", "ready"))
-    assert sum(parts) == l1["total_bytes"] // FRAME_BYTES == desk.target.l1.num_frames
-    return parts
 
 
 def test_invariant_1_free_reserved_and_ready_frames_are_all_frames(desk: Desk) -> None:
     """Through everything that may happen to frames, looked at after each step."""
     for who in range(3):
         desk.join(who)
-    total, *others = frames(desk)
+    total, *others = desk.frames()
     assert others == [0, 0]
     desk.ask(0, store(1))
-    assert frames(desk) == (total - 1, 1, 0), "it is being written"
+    assert desk.frames() == (total - 1, 1, 0), "it is being written"
     desk.end_copies()
-    assert frames(desk) == (total - 1, 0, 1), "it is ready"
+    assert desk.frames() == (total - 1, 0, 1), "it is ready"
     desk.ask(0, store(2))
     desk.end_copies(CopyError("a fault"))
-    assert frames(desk) == (total - 1, 0, 1), "a copy that failed gives its frame back"
-    found = lookup(desk, 1, 1)
+    assert desk.frames() == (total - 1, 0, 1), "a copy that failed gives its frame back"
+    found = desk.lookup(1, 1)
     assert desk.ask(1, load(found, 1)) is None
     assert desk.ask(2, Clear()) == Cleared(1)
-    frames(desk)
+    desk.frames()
     desk.leave(1)
     desk.end_copies()
-    assert frames(desk) == (total, 0, 0), "what is cleared in mid-load is free when the load has ended"
+    assert desk.frames() == (total, 0, 0), "what is cleared in mid-load is free when the load has ended"
     desk.ask(0, store(3))
     desk.ask(2, Clear())
     desk.end_copies()
-    assert frames(desk) == (total, 0, 0), "what is cleared in mid-store is free when the store has ended"
+    assert desk.frames() == (total, 0, 0), "what is cleared in mid-store is free when the store has ended"
     for number in range(4, 4 + 2 * total):
         desk.ask(0, store(number))
-        frames(desk)
+        desk.frames()
         desk.end_copies()
-        frames(desk)
-    assert frames(desk) == (0, 0, total), "L1 is full, and the oldest made room"
+        desk.frames()
+    assert desk.frames() == (0, 0, total), "L1 is full, and the oldest made room"
     desk.ask(0, store(3))
-    assert frames(desk) == (0, 1, total - 1)
+    assert desk.frames() == (0, 1, total - 1)
     desk.leave(0)
-    assert frames(desk)[1] == 0, "whoever writes and goes reserves nothing"
+    assert desk.frames()[1] == 0, "whoever writes and goes reserves nothing"
 
 
 def test_invariant_1_no_lease_is_left_when_nobody_is_connected(desk: Desk) -> None:
@@ -108,7 +59,7 @@ def test_invariant_1_no_lease_is_left_when_nobody_is_connected(desk: Desk) -> No
         desk.join(who)
     desk.ask(0, store(1))
     desk.end_copies()
-    founds = [lookup(desk, who, 1) for who in range(4)]
+    founds = [desk.lookup(who, 1) for who in range(4)]
     assert desk.target.cache.num_leases == 4
     assert desk.ask(0, load(founds[0], 1)) is None
     desk.ask(0, Goodbye())
@@ -120,7 +71,7 @@ def test_invariant_1_no_lease_is_left_when_nobody_is_connected(desk: Desk) -> No
     assert not desk.target.router.registry.sessions
     l1 = desk.target.report.status()["l1"]
     assert (l1["leases"], l1["readers"], l1["reserved_bytes"]) == (0, 0, 0)
-    frames(desk)
+    desk.frames()
 
 
 def test_invariant_2_a_page_comes_only_from_a_ready_object_of_its_key_and_namespace(desk: Desk) -> None:
@@ -128,14 +79,14 @@ def test_invariant_2_a_page_comes_only_from_a_ready_object_of_its_key_and_namesp
     desk.join(1)
     desk.join(2, "another model")
     assert desk.ask(0, store(1)) is None
-    assert lookup(desk, 1, 1).resume_tokens == 0, "what is being written is not ready"
+    assert not desk.has(1, 1), "what is being written is not ready"
     desk.end_copies()
-    assert lookup(desk, 2, 1).resume_tokens == 0, "it is of another namespace"
-    found = lookup(desk, 1, 1)
+    assert not desk.has(2, 1), "it is of another namespace"
+    found = desk.lookup(1, 1)
     honest = load(found, 1)
     assert is_refused(desk.ask(2, honest), messages.EXPIRED)
     for lie in (
-        structs.replace(honest, key=key(2)),
+        structs.replace(honest, key=bytes(32)),
         structs.replace(honest, lease_id=found.lease_id + 1),
         structs.replace(honest, resume_tokens=2 * CHUNK_SIZE, block_ids=(tuple(range(1, 33)),)),
     ):
@@ -156,9 +107,9 @@ def test_invariant_2_a_page_goes_only_into_blocks_of_the_registered_geometry(
     desk.join(0)
     desk.ask(0, store(1))
     desk.end_copies()
-    found = lookup(desk, 0, 1)
+    found = desk.lookup(0, 1)
     assert is_refused(desk.ask(0, load(found, 1, ids)), messages.BAD_REQUEST)
-    assert is_refused(desk.ask(0, store(2, ids)), messages.BAD_REQUEST)
+    assert is_refused(desk.ask(0, store(2, ids=ids)), messages.BAD_REQUEST)
     assert desk.jobs == 0, "nothing is copied"
 
 
@@ -179,20 +130,14 @@ def test_invariant_3_an_object_has_one_writer_and_the_other_is_told(desk: Desk) 
     assert desk.ask(1, store(1)) == there, "while it is being written"
     assert desk.jobs == 1, "one writes"
     desk.end_copies()
-    assert desk.replies[-1][1] == Stored(1, 0, 0)
+    assert desk.last == Stored(1, 0, 0)
     assert desk.ask(1, store(1)) == there, "when it is there"
     assert desk.ask(0, store(2)) is None
     desk.end_copies(CopyError("a fault"))
     assert desk.ask(1, store(2)) is None, "where the first failed the second may"
     assert desk.jobs == 1
     desk.end_copies()
-    assert desk.replies[-1][1] == Stored(1, 0, 0)
-
-
-def frame(*fields: object) -> bytes:
-    """A greeting with these fields."""
-    packed: bytes = msgpack.packb([messages.PROTOCOL_VERSION, 1, [Hello.__struct_config__.tag, *fields]])
-    return packed
+    assert desk.last == Stored(1, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -207,9 +152,9 @@ def frame(*fields: object) -> bytes:
     ids=["long", "many arrays", "long text", "extension", "map"],
 )
 def test_invariant_4_messages_are_bounded_and_plain_data(desk: Desk, fields: tuple[object, ...]) -> None:
-    greeting = (1 << 30, bytes(16), "test")
-    desk.target.router.receive(b"1", frame(*greeting, *fields))
-    assert not desk.replies, "it is not even read"
-    desk.target.router.receive(b"1", frame(*greeting, "too many fields"))
-    assert is_refused(desk.replies[-1][1], messages.BAD_REQUEST)
+    for said in (fields, ("too many fields",)):
+        assert not desk.replies, "the first is not even read"
+        greeting = [Hello.__struct_config__.tag, 1 << 30, bytes(16), "test", *said]
+        desk.target.router.receive(b"1", msgpack.packb([messages.PROTOCOL_VERSION, 1, greeting]))
+    assert is_refused(desk.last, messages.BAD_REQUEST)
     assert not desk.target.router.registry.sessions

@@ -3,7 +3,6 @@
 import ctypes
 import mmap
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,6 +33,16 @@ def open_l1():
     yield build
     for memory in memories:
         memory.close()
+
+
+def join(memory):
+    """Waits until the threads that populate it have ended."""
+    for thread in memory._populator._threads:
+        thread.join()
+
+
+def pins(prepare=lambda _unit: True, pin_unit=lambda _unit: True):
+    return SimpleNamespace(prepare=prepare, pin_unit=pin_unit, pin_rest=lambda: True)
 
 
 def test_it_has_whole_frames_and_refuses_less_than_one(open_l1):
@@ -77,33 +86,17 @@ def _may_lock():
 def test_what_cannot_be_populated_is_said_and_still_works(open_l1, monkeypatch, caplog):
     monkeypatch.setattr(populate, "_populate_piece", lambda _address, _size_bytes: 12)
     memory = open_l1(4 * MIB)
-    for thread in memory._populator._threads:
-        thread.join(10)
+    join(memory)
     assert "L1 is populated on first use, not in advance: Cannot allocate memory" in caplog.text
     assert memory.populated_bytes == 0
     ctypes.memset(memory.base_address, 1, memory.num_bytes)
-
-
-def test_closing_does_not_wait_for_all_of_a_large_memory(monkeypatch):
-    monkeypatch.setattr(populate, "PIECE_BYTES", 2 * MIB)
-    memory = L1Memory(1024 * MIB)
-    memory.fill()
-    started_s = time.monotonic()
-    memory.close()
-    assert time.monotonic() - started_s < 10
-    assert not any(thread.is_alive() for thread in memory._populator._threads)
 
 
 def test_closing_goes_on_without_a_thread_that_hangs_and_leaves_it_its_memory(monkeypatch):
     """As in a call of a GPU's driver that does not return."""
     monkeypatch.setattr(populate, "STOP_S", 0.5)
     memory, reached, go_on = L1Memory(4 * MIB), threading.Event(), threading.Event()
-    pins = SimpleNamespace(
-        prepare=lambda _unit: True,
-        pin_unit=lambda _unit: (reached.set(), go_on.wait(60)),
-        pin_rest=lambda: True,
-    )
-    memory.fill(pins=pins)
+    memory.fill(pins=pins(pin_unit=lambda _unit: (reached.set(), go_on.wait(60))))
     assert reached.wait(20)
     assert not memory.stop()
     memory.close()
@@ -131,14 +124,8 @@ def test_a_thread_moves_near_a_gpu_before_it_populates_a_unit_and_pins_it_there(
         return prepare(address, num_bytes)
 
     monkeypatch.setattr(populate, "_populate_piece", populating)
-    pins = SimpleNamespace(
-        prepare=lambda unit: note("prepare", unit),
-        pin_unit=lambda unit: note("pin", unit),
-        pin_rest=lambda: True,
-    )
-    memory.fill(pins=pins)
-    for thread in memory._populator._threads:
-        thread.join(20)
+    memory.fill(pins=pins(lambda unit: note("prepare", unit), lambda unit: note("pin", unit)))
+    join(memory)
     for unit in range(4):
         own = [(thread, what) for thread, what, number in calls if number == unit]
         assert [what for _, what in own] == ["prepare", "populate", "populate", "pin"]
@@ -154,22 +141,22 @@ def test_a_process_that_is_started_copies_none_of_it(open_l1):
     assert "dc" in flags, "do not copy on fork"
 
 
-def test_more_than_the_machine_has_is_refused_with_both_figures(monkeypatch):
-    monkeypatch.setattr(
-        l1_memory, "available_bytes", lambda: (3 * GB_BYTES // 2, "MemAvailable of this machine")
-    )
-    with pytest.raises(StartError) as caught:
-        L1Memory(100 * GB_BYTES)
-    assert str(caught.value) == (
-        "--l1-size-gb asks for 100.00 GB, but 1.50 GB are available (MemAvailable of this machine): "
-        "lmcache server --l1-size-gb 1.35  (or free memory)"
-    )
-
-
-def test_a_mapping_that_the_kernel_refuses_is_one_sentence(monkeypatch):
-    monkeypatch.setattr(l1_memory, "available_bytes", lambda: (1 << 62, "a test"))
-    with pytest.raises(StartError, match=r"the system refuses a mapping of .* GB .*: ask for less"):
-        L1Memory(1 << 60)
+@pytest.mark.parametrize(
+    ("asked_bytes", "available_bytes", "sentence"),
+    [
+        (
+            100 * GB_BYTES,
+            3 * GB_BYTES // 2,
+            r"--l1-size-gb asks for 100.00 GB, but 1.50 GB are available \(a test\): lmcache server "
+            r"--l1-size-gb 1.35  \(or free memory\)",
+        ),
+        (1 << 60, 1 << 62, "the system refuses a mapping of .* GB .*: ask for less.*"),
+    ],
+)
+def test_more_than_there_is_is_refused(monkeypatch, asked_bytes, available_bytes, sentence):
+    monkeypatch.setattr(l1_memory, "available_bytes", lambda: (available_bytes, "a test"))
+    with pytest.raises(StartError, match=f"{sentence}$"):
+        L1Memory(asked_bytes)
 
 
 def test_missing_huge_pages_are_refused_with_the_command_that_reserves_them():

@@ -5,23 +5,17 @@ import os
 from typing import NoReturn
 
 import pytest
-from desk import Desk
-from msgspec import structs
+from desk import Desk, is_refused, load, store
 
 from lmcache_client.contract import messages
-from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_client.contract.messages import (
+    Challenge,
     Done,
     Goodbye,
-    Load,
-    Lookup,
     Message,
     Prove,
     Refused,
-    Registered,
-    Store,
     Stored,
-    StoreObject,
     Welcome,
 )
 from lmcache_server.service import registry
@@ -36,51 +30,37 @@ def worker(desk: Desk) -> Desk:
 
 
 def refused(reply: Message | None) -> bool:
-    assert reply is None or isinstance(reply, (Refused, Stored)), reply
-    if isinstance(reply, Refused):
-        assert reply.code == messages.OVERLOADED
+    assert reply is None or isinstance(reply, Stored) or is_refused(reply, messages.OVERLOADED), reply
     return isinstance(reply, Refused)
 
 
-IDS = tuple(range(1, 17))
-
-
-def store(number: int, padding: int = 0) -> Store:
-    """One object that is new and `padding` that are the same and so busy."""
-    key = number.to_bytes(32, "big")
-    return Store((StoreObject(key, ROOT_KEY, 0, 0, IDS),) * (1 + padding))
-
-
 def test_copies_that_wait_are_bounded_by_their_number(worker: Desk) -> None:
-    key = b"\x07" * 32
-    assert worker.ask(0, Store((StoreObject(key, ROOT_KEY, 0, 0, IDS),))) is None
-    worker.end_copies()
-    found = worker.ask(0, Lookup("r", (key,), 0, 256, 257))
-    assert isinstance(found, messages.Found)
-    load = Load("r", found.lease_id, key, 256, 0, (IDS,))
+    worker.stored(1)
+    honest = load(worker.lookup(0, 1), 1)
     for _ in range(MAX_JOBS):
-        assert worker.ask(0, load) is None
-    assert refused(worker.ask(0, load))
+        assert worker.ask(0, honest) is None
+    assert refused(worker.ask(0, honest))
     assert refused(worker.ask(0, store(2)))
     assert worker.jobs == MAX_JOBS
     worker.end_copies()
     assert worker.ask(0, store(3)) is None
     worker.end_copies()
-    assert [type(reply) for _, reply in worker.replies].count(Done) == MAX_JOBS
+    assert [*worker.replies.values()].count(Done()) == MAX_JOBS
 
 
 def test_copies_that_wait_are_bounded_by_the_bytes_of_their_requests(worker: Desk) -> None:
-    message = store(1, padding=4000)
+    same = (1,) * 4000  # which are busy then
+    message = store(1, *same)
     each = len(messages.encode_request(1000, message))
     accepted = 0
     # L1 has room for fewer objects than it takes: those that find none are answered at once.
-    while not refused(worker.ask(0, store(accepted, padding=4000))):
+    while not refused(worker.ask(0, store(accepted, *same))):
         accepted += 1
         assert accepted < MAX_JOBS
     waiting = worker.jobs
     assert waiting * each <= MAX_WAITING_BYTES < (waiting + 1) * each
     worker.end_copies()
-    assert not refused(worker.ask(0, structs.replace(message)))
+    assert not refused(worker.ask(0, message))
 
 
 def test_sessions_are_bounded(desk: Desk) -> None:
@@ -95,19 +75,18 @@ def test_sessions_are_bounded(desk: Desk) -> None:
 def test_workers_are_bounded(desk: Desk) -> None:
     for who in range(MAX_WORKERS):
         desk.hello(who)
-        assert isinstance(desk.register(who), messages.Challenge)
+        assert isinstance(desk.register(who), Challenge)
     desk.hello(MAX_WORKERS)
     assert refused(desk.register(MAX_WORKERS))
-    assert isinstance(desk.register(3), messages.Challenge), "who is registered may do so again"
+    assert isinstance(desk.register(3), Challenge), "who is registered may do so again"
     desk.ask(9, Goodbye())
-    assert isinstance(desk.register(MAX_WORKERS), messages.Challenge)
+    assert isinstance(desk.register(MAX_WORKERS), Challenge)
 
 
 def test_models_that_come_and_go_are_forgotten(desk: Desk) -> None:
     desk.hello(0)
     for number in range(200):
-        desk.register(0, f"model {number}")
-        assert isinstance(desk.ask(0, Prove()), Registered)
+        desk.prove(0, f"model {number}")
         assert len(desk.target.router.registry.known) <= 2
     assert len(list(desk.target.router.registry.engines)) == 1
 
@@ -115,7 +94,7 @@ def test_models_that_come_and_go_are_forgotten(desk: Desk) -> None:
 def test_a_lookup_counts_no_more_tokens_than_its_keys_can_mean(worker: Desk) -> None:
     keys = (b"\x07" * 32, b"\x08" * 32)
     for num_tokens in (513, 700, (1 << 63) - 1):
-        assert isinstance(worker.ask(0, Lookup("r", keys, 0, 512, num_tokens)), messages.Found)
+        assert isinstance(worker.ask(0, messages.Lookup("r", keys, 0, 512, num_tokens)), messages.Found)
     value = worker.target.metrics.value
     assert value("lmcache_tokens_requested_total") == 513 + 700 + 768
     assert value("lmcache_tokens_total", outcome="tail") == 1 + 188 + 256
@@ -131,37 +110,32 @@ def test_a_proof_whose_thread_does_not_start_keeps_no_descriptor(desk: Desk) -> 
 
     for _ in range(3):
         desk.target.system.copier = failing  # type: ignore[method-assign]
-        assert isinstance(desk.register(0), messages.Challenge)
+        assert isinstance(desk.register(0), Challenge)
         for _ in range(3):
             assert isinstance(desk.ask(0, Prove()), Refused)
     assert len(os.listdir("/proc/self/fd")) == before
     desk.target.system.copier = copier  # type: ignore[method-assign]
-    assert isinstance(desk.register(0), messages.Challenge)
-    assert isinstance(desk.ask(0, Prove()), Registered)
+    desk.prove(0)
 
 
 def test_the_namespaces_that_are_described_are_bounded(worker: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "MAX_KNOWN", 3)
     for number in range(8):
-        assert isinstance(worker.register(0, f"model {number}"), messages.Challenge)
-        assert isinstance(worker.ask(0, Prove()), Registered)
-        assert worker.ask(0, store(number)) is None
-        worker.end_copies()
+        worker.prove(0, f"model {number}")
+        worker.stored(number)
     known = worker.target.router.registry.known
     assert [summary["model"] for summary in known.values()] == ["model 5", "model 6", "model 7"]
     status = worker.target.report.status()
     assert status["namespaces"][0]["engines"] == ["engine 0"]
     assert (len(status["namespaces"]), status["namespaces_left_out"]) == (3, 5)
     # Whoever comes back is described again.
-    worker.register(0, "model 0")
-    assert isinstance(worker.ask(0, Prove()), Registered)
+    worker.prove(0, "model 0")
     assert [summary["model"] for summary in known.values()] == ["model 6", "model 7", "model 0"]
 
 
 def test_what_is_known_of_a_namespace_is_small(worker: Desk) -> None:
     """It outlives the engine as long as one chunk of it is stored."""
-    assert worker.ask(0, store(1)) is None
-    worker.end_copies()
+    worker.stored(1)
     worker.ask(0, Goodbye())
     (summary,) = worker.target.router.registry.known.values()
     assert _size(summary) < 2000

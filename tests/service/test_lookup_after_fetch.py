@@ -3,11 +3,26 @@
 from typing import Any
 
 import pytest
-from desk import Desk
+from desk import Desk, identity, is_refused
 
 from lmcache_client.contract import messages
-from lmcache_client.contract.messages import Lookup, Refused
+from lmcache_client.contract.messages import Lookup, Message
 from lmcache_server.core.cache import Reservation
+from lmcache_server.core.placement import Layout
+
+KEYS = (b"a" * 32, b"b" * 32)
+
+
+def looked_up(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, layout: Layout | None, fetch: Any
+) -> Message | None:
+    """What client 1 hears of these keys, for which `fetch` asks the tiers."""
+    assert layout is not None
+    fetches = desk.target.router.lookups._fetches
+    monkeypatch.setattr(fetches, "usable", lambda _layout: [None])
+    monkeypatch.setattr(fetches, "fetch", fetch)
+    limit = 2 * layout.chunk_size
+    return desk.ask(1, Lookup("request", KEYS, 0, limit, limit + 1))
 
 
 def test_a_refused_lookup_holds_no_lease(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,11 +31,10 @@ def test_a_refused_lookup_holds_no_lease(desk: Desk, monkeypatch: pytest.MonkeyP
     target, registry = desk.target, desk.target.router.registry
     (session,), layout = registry.sessions.values(), registry.layout("engine 1")
     assert layout is not None
-    keys, size = (b"a" * 32, b"b" * 32), layout.chunk_size
     for group, ranks in enumerate(layout.holders):
         for rank in ranks:
-            blocks = len(layout.groups[group].stored_blocks(0, size))
-            room = target.cache.reserve(layout, keys[0], group, rank, blocks, 1)
+            blocks = len(layout.groups[group].stored_blocks(0, layout.chunk_size))
+            room = target.cache.reserve(layout, KEYS[0], group, rank, blocks, 1)
             assert isinstance(room, Reservation)
             target.cache.commit(room)
     leases = []
@@ -29,12 +43,8 @@ def test_a_refused_lookup_holds_no_lease(desk: Desk, monkeypatch: pytest.MonkeyP
         leases.append(target.cache.num_leases)
         session.joined_namespace = b""
 
-    fetches = target.router.lookups._fetches
-    monkeypatch.setattr(fetches, "usable", lambda _layout: [None])
-    monkeypatch.setattr(fetches, "fetch", fetch)
-    answer = desk.ask(1, Lookup("request", keys, 0, 2 * size, 2 * size + 1))
-    assert isinstance(answer, Refused)
-    assert answer.code == messages.NOT_REGISTERED
+    answer = looked_up(desk, monkeypatch, layout, fetch)
+    assert is_refused(answer, messages.NOT_REGISTERED)
     assert (leases, target.cache.num_leases) == ([1], 0)
 
 
@@ -44,22 +54,17 @@ def test_an_engine_that_ends_at_once_is_fetched_for_by_the_shards_it_had(
     """A fetch sizes objects by the engine's shards, and begins a turn of the loop after its lookup came."""
     desk.join(1)
     router, seen = desk.target.router, []
-    layout = router.registry.layout("engine 1")
-    assert layout is not None
 
     async def fetch(_layout: Any, shards: Any, *_arguments: Any) -> int:
         seen.append((router.registry.layout("engine 1"), sorted(shards)))
         return 0
 
-    monkeypatch.setattr(router.lookups._fetches, "usable", lambda _layout: [None])
-    monkeypatch.setattr(router.lookups._fetches, "fetch", fetch)
-    receive, identity = router.receive, (1).to_bytes(4, "big")
+    layout, receive = router.registry.layout("engine 1"), router.receive
 
     def receive_and_lose(who: bytes, frame: bytes) -> None:
         receive(who, frame)
-        router.disconnected(identity)
+        router.disconnected(identity(1))
 
     monkeypatch.setattr(router, "receive", receive_and_lose)
-    size = layout.chunk_size
-    desk.ask(1, Lookup("request", (b"a" * 32, b"b" * 32), 0, 2 * size, 2 * size + 1))
+    looked_up(desk, monkeypatch, layout, fetch)
     assert seen == [(None, [0])]

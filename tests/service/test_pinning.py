@@ -3,23 +3,11 @@
 import json
 
 import pytest
-from desk import Desk
-from test_invariants import CHUNK_SIZE, is_refused, key, store
+from desk import Desk, key
+from fuzz.messages import CHUNK_SIZE
 
 from lmcache_client.contract import messages
-from lmcache_client.contract.messages import (
-    Clear,
-    Cleared,
-    Done,
-    Message,
-    Pin,
-    Pinned,
-    Refused,
-    Release,
-    StatusReport,
-    Unpin,
-    Unpinned,
-)
+from lmcache_client.contract.messages import Clear, Cleared, Done, Message, Pin, Pinned, Unpin, Unpinned
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.service.pinning import MAX_WATCHED
 
@@ -39,26 +27,19 @@ def serving(desk: Desk) -> Desk:
 
 def ended(desk: Desk, keys: tuple[bytes, ...], request: str = TOKEN, who: int = 0) -> None:
     """A request ends in vLLM, which makes its id longer."""
-    assert desk.ask(who, Release((), keys, f"cmpl-{request}-0-1234abcd")) == Done()
-
-
-def stored(desk: Desk, *numbers: int, who: int = 0) -> tuple[bytes, ...]:
-    for number in numbers:
-        desk.ask(who, store(number))
-    desk.end_copies()
-    return tuple(map(key, numbers))
+    assert desk.ask(who, messages.Release((), keys, f"cmpl-{request}-0-1234abcd")) == Done()
 
 
 def pins(desk: Desk) -> dict[str, int]:
     """The bytes of each name, as the status tells them."""
     report = desk.ask(USER, messages.Status())
-    assert isinstance(report, StatusReport)
+    assert isinstance(report, messages.StatusReport)
     return {each["name"]: each["bytes"] for each in json.loads("".join(report.pieces))["pins"]}
 
 
-def evict_everything(desk: Desk) -> None:
+def evict_everything(desk: Desk, who: int = 0) -> None:
     for number in range(1000, 1000 + desk.target.l1.num_frames):
-        stored(desk, number)
+        desk.stored(number, who=who)
 
 
 def pin(desk: Desk, name: str, request: str = TOKEN) -> Message | None:
@@ -67,7 +48,7 @@ def pin(desk: Desk, name: str, request: str = TOKEN) -> Message | None:
 
 def test_a_request_is_pinned_by_a_part_of_its_id_and_outlives_its_engine(serving: Desk) -> None:
     assert pin(serving, "") == Pinned(0, 0, 0, 0)
-    keys = stored(serving, 1, 2, 3)
+    keys = serving.stored(1, 2, 3)
     assert pin(serving, "mine") == Pinned(0, 0, 0, 0), "the request has not ended"
     ended(serving, (*keys, key(4)))
     assert pin(serving, "") == Pinned(4, 3, 3 * CHUNK_SIZE, CHUNK_SIZE)
@@ -80,8 +61,7 @@ def test_a_request_is_pinned_by_a_part_of_its_id_and_outlives_its_engine(serving
     serving.leave(USER)
     serving.join(2)
     serving.hello(USER)
-    for number in range(1000, 1000 + serving.target.l1.num_frames):
-        stored(serving, number, who=2)
+    evict_everything(serving, who=2)
     assert serving.target.cache.evicted_chunks
     assert pin(serving, "") == Pinned(4, 3, 3 * CHUNK_SIZE, CHUNK_SIZE)
     assert serving.ask(USER, Unpin("mine")) == Unpinned(3)
@@ -89,7 +69,7 @@ def test_a_request_is_pinned_by_a_part_of_its_id_and_outlives_its_engine(serving
 
 
 def test_a_request_that_ended_before_it_was_watched_for_is_not_known(serving: Desk) -> None:
-    keys = stored(serving, 1)
+    keys = serving.stored(1)
     ended(serving, keys)
     assert pin(serving, "mine") == Pinned(0, 0, 0, 0)
     ended(serving, keys, request="another request, not asked for")
@@ -98,8 +78,8 @@ def test_a_request_that_ended_before_it_was_watched_for_is_not_known(serving: De
 
 def test_each_engine_pins_its_own_chunks(serving: Desk) -> None:
     pin(serving, "")
-    keys = stored(serving, 1, 2)
-    stored(serving, 1, who=1)
+    keys = serving.stored(1, 2)
+    serving.stored(1, who=1)
     ended(serving, keys, who=1)
     assert pin(serving, "mine") == Pinned(2, 1, CHUNK_SIZE, CHUNK_SIZE)
     evict_everything(serving)
@@ -107,33 +87,24 @@ def test_each_engine_pins_its_own_chunks(serving: Desk) -> None:
     assert pins(serving) == {"mine": FRAME_BYTES}
 
 
+def refusal(reply: Message | None, code: str) -> str:
+    assert isinstance(reply, messages.Refused)
+    assert reply.code == code
+    return reply.message
+
+
 def test_more_than_half_of_l1_is_refused_in_one_sentence(serving: Desk) -> None:
-    half = serving.target.l1.num_frames // 2
     pin(serving, "")
-    keys = stored(serving, *range(half + 1))
-    ended(serving, keys)
-    refused = pin(serving, "mine")
-    assert is_refused(refused, messages.OVERLOADED)
-    assert isinstance(refused, Refused)
-    assert "at most half of it can be" in refused.message
+    ended(serving, serving.stored(*range(serving.target.l1.num_frames // 2 + 1)))
+    assert "at most half of it can be" in refusal(pin(serving, "mine"), messages.OVERLOADED)
     assert pins(serving) == {}
-    pin(serving, "", TOKEN[::-1])
-    ended(serving, keys[:half], TOKEN[::-1])
-    assert pin(serving, "mine", TOKEN[::-1]) == Pinned(half, half, half * CHUNK_SIZE, CHUNK_SIZE)
-    evict_everything(serving)
-    assert pins(serving) == {"mine": half * FRAME_BYTES}
 
 
-def test_only_a_client_that_greeted_pins_and_unpins(serving: Desk) -> None:
-    assert is_refused(serving.ask(9, Pin("mine", TOKEN)), messages.NOT_REGISTERED)
-    assert is_refused(serving.ask(9, Unpin("")), messages.NOT_REGISTERED)
-
-
-def test_an_unknown_name_is_refused_and_all_of_none_is_nothing(serving: Desk) -> None:
-    refused = serving.ask(USER, Unpin("yours"))
-    assert is_refused(refused, messages.BAD_REQUEST)
-    assert isinstance(refused, Refused)
-    assert refused.message == "nothing is pinned as 'yours': 'lmcache status' lists the names that are"
+def test_who_may_pin_and_unpin_and_what(serving: Desk) -> None:
+    for message in (Pin("mine", TOKEN), Unpin("")):
+        refusal(serving.ask(9, message), messages.NOT_REGISTERED)
+    unknown = refusal(serving.ask(USER, Unpin("yours")), messages.BAD_REQUEST)
+    assert unknown == "nothing is pinned as 'yours': 'lmcache status' lists the names that are"
     assert serving.ask(USER, Unpin("")) == Unpinned(0)
 
 
@@ -141,7 +112,7 @@ def test_requests_that_are_watched_for_are_bounded_and_the_oldest_is_forgotten(s
     tokens = [f"{number:032x}" for number in range(MAX_WATCHED + 1)]
     for token in tokens:
         pin(serving, "", token)
-    keys = stored(serving, 1)
+    keys = serving.stored(1)
     for token in tokens:
         ended(serving, keys, token)
     assert pin(serving, "", tokens[-1]) == Pinned(1, 1, CHUNK_SIZE, CHUNK_SIZE)
@@ -152,7 +123,7 @@ def test_clear_forgets_pins_and_an_engines_own_clear_those_of_its_namespace(serv
     for who, name in ((0, "first"), (1, "second")):
         token = f"{who:032x}"
         pin(serving, "", token)
-        ended(serving, stored(serving, 1, who=who), token, who)
+        ended(serving, serving.stored(1, who=who), token, who)
         pin(serving, name, token)
     assert pins(serving).keys() == {"first", "second"}
     assert serving.ask(0, Clear()) == Cleared(1)
@@ -160,19 +131,3 @@ def test_clear_forgets_pins_and_an_engines_own_clear_those_of_its_namespace(serv
     assert serving.ask(USER, Clear(everything=True)) == Cleared(1)
     assert pins(serving) == {}
     assert serving.target.cache.free_frames == serving.target.l1.num_frames
-
-
-def test_a_pinned_chunk_that_is_damaged_is_forgotten(serving: Desk) -> None:
-    pin(serving, "")
-    keys = stored(serving, 1, 2)
-    ended(serving, keys)
-    pin(serving, "mine")
-    cache = serving.target.cache
-    (namespace,) = cache.namespaces()
-    chunk = cache._index.get(namespace, keys[0])
-    assert chunk is not None
-    cache.forget(chunk)
-    assert pins(serving) == {"mine": FRAME_BYTES}
-    stored(serving, 1)
-    cache.check_integrity()
-    assert serving.ask(USER, Unpin("mine")) == Unpinned(1)

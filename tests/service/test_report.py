@@ -51,32 +51,25 @@ def test_what_is_counted_is_in_the_history_by_the_next_interval(target):
     }  # fmt: skip
 
 
-def test_who_reads_changes_nothing(target):
-    router, report = target.router, target.report
+def test_a_tick_counts_what_was_evicted_once_and_who_reads_changes_nothing(target):
+    router, report, metrics = target.router, target.report, target.metrics
     router.registry.known[b"gone"] = {"model": "gone", "ephemeral": False}
     cache = report.cache
     cache.evicted_chunks, cache.evicted_bytes, cache.evicted_ages_s = 3, 300, [1.0, 2.0, 70.0]
-    before = target.metrics.render()
+    before = metrics.render()
     for _ in range(2):
         assert report.status()["namespaces"] == [], "what nobody has is not shown"
-        assert target.metrics.render() == before
+        assert metrics.render() == before
     assert b"gone" in router.registry.known
     assert cache.evicted_ages_s == [1.0, 2.0, 70.0]
-
-
-def test_a_tick_counts_what_was_evicted_once_and_forgets_what_nobody_has(target):
-    router, report = target.router, target.report
-    router.registry.known[b"gone"] = {"model": "gone", "ephemeral": False}
-    cache, value = report.cache, target.metrics.value
-    cache.evicted_chunks, cache.evicted_bytes, cache.evicted_ages_s = 3, 300, [1.0, 2.0, 70.0]
     for _ in range(2):
         report.tick()
-        assert value("lmcache_evicted_chunks_total") == 3
-        assert value("lmcache_evicted_bytes_total") == 300
-        assert b"lmcache_eviction_age_seconds_count 3.0" in target.metrics.render()
+        assert metrics.value("lmcache_evicted_chunks_total") == 3
+        assert metrics.value("lmcache_evicted_bytes_total") == 300
+        assert b"lmcache_eviction_age_seconds_count 3.0" in metrics.render()
     cache.evicted_chunks = 4
     report.tick()
-    assert value("lmcache_evicted_chunks_total") == 4
+    assert metrics.value("lmcache_evicted_chunks_total") == 4
     assert router.registry.known == {}
 
 

@@ -4,12 +4,14 @@ See tests/support/standin/cuda.cpp; order is tested in test_standin_order.py.
 """
 
 import concurrent.futures
+import contextlib
 import ctypes
 import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,7 @@ def test_mapped_memory_outlives_its_exporter_and_counts_until_it_is_closed() -> 
         if end == "free":
             assert exporter.ask("free") == "freed"
         exporter.kill()
+        assert (counted(exporter.process.pid).contexts, counted().contexts) == (1, 1), "the dead are counted"
         assert driver.read(address, 3 * MIB) == bytes([7]) * (3 * MIB), end
         assert driver.memory_info()[0] == free_bytes - 4 * MIB
         driver.close_handle(address)
@@ -109,15 +112,6 @@ def test_a_handle_opens_nothing_that_was_freed_or_whose_process_is_dead_or_that_
     assert driver.has_ipc_handle(own)
     assert counted().mappings == 0
     freed.kill()
-
-
-@on_stand_in()
-def test_counters_of_the_dead_can_be_read() -> None:
-    entered()
-    exporter = Exporter()
-    exporter.kill()
-    assert counted(exporter.process.pid).contexts == 1
-    assert counted().contexts == 1
 
 
 # -- host memory -----------------------------------------------------------------------------------------
@@ -211,21 +205,70 @@ def test_calls_need_a_driver_that_was_started_by_this_process_and_a_context_of_t
     assert counted().contexts == 1
 
 
-# -- what the server does with a driver that fails -------------------------------------------------------
+# -- what the server does with such a driver -------------------------------------------------------------
+
+
+class Loop:
+    """The event loop that a copy worker sees."""
+
+    create_future = staticmethod(concurrent.futures.Future)
+
+    def call_soon_threadsafe(self, function: Callable[..., object], *arguments: object) -> None:
+        function(*arguments)
+
+
+@dataclass
+class Job:
+    load: bool
+    build: Callable[[], Pieces]
+    reads_bytes: bool = False
+
+    def after(self) -> None:
+        """Nothing is left to do."""
+
+
+class Mapped:
+    """Memory of another process, mapped for copies to and from an L1 of this size."""
+
+    def __init__(self, l1_bytes: int, visible: str = "0") -> None:
+        self.exporter, self.gpus, self.l1 = Exporter(visible), Gpus(), host_pages(l1_bytes)
+        pins = Pins(self.gpus, self.l1.ctypes.data, l1_bytes, l1_bytes)
+        handles = self.exporter.uuid, (self.exporter.handle,)
+        self.mapping = CudaMapping(
+            Memory(self.exporter.process.pid, ((0, MIB),), 0, *handles), self.gpus, pins
+        )
+
+    def pieces(self, *offsets: int, num_bytes: int = 4096) -> Pieces:
+        """From these places in L1 to the same ones of the memory, modulo its size, or back."""
+        places = np.array(offsets, np.uint64)
+        local, remote = (
+            places + np.uint64(self.l1.ctypes.data),
+            places % MIB + np.uint64(self.mapping.bases[0]),
+        )
+        return Pieces(local, remote, np.full_like(local, num_bytes))
+
+    def close(self) -> None:
+        self.mapping.close()
+        self.exporter.kill()
+
+    @contextlib.contextmanager
+    def worker(self) -> Iterator[Callable[[bool, Callable[[], Pieces]], Any]]:
+        """Its copy thread: call it to submit a job; the end of the job is a future."""
+        worker = CopyWorker("copy", self.mapping, lambda: True, Loop())  # type: ignore[arg-type]
+        opened: Any = worker.opened
+        assert opened.result(30).error is None
+        yield lambda load, build: worker.submit(Job(load, build))  # type: ignore[arg-type]
+        ended: Any = worker.close()
+        ended.result(30)
+        self.exporter.kill()
 
 
 @on_stand_in()
 def test_a_slice_whose_event_cannot_be_recorded_costs_no_event() -> None:
-    exporter = Exporter()
-    l1 = host_pages(4096)
-    address = l1.ctypes.data
-    gpus = Gpus()
-    pins = Pins(gpus, address, 4096, 4096)
-    memory = Memory(exporter.process.pid, ((0, MIB),), 0, exporter.uuid, (exporter.handle,))
-    mapping = CudaMapping(memory, gpus, pins)
-    mapping.open()
-    slice_ = Pieces(*(np.array([value], dtype=np.uint64) for value in (address, mapping.bases[0], 4096)))
-    record, failing = gpus.driver.record, 3
+    it = Mapped(4096)
+    it.mapping.open()
+    slice_, driver, failing = it.pieces(0), it.gpus.driver, 3
+    record = driver.record
 
     def recording(event: int, stream: int) -> None:
         nonlocal failing
@@ -234,24 +277,27 @@ def test_a_slice_whose_event_cannot_be_recorded_costs_no_event() -> None:
             raise CudaError("cuEventRecord", 1, "invalid argument")
         record(event, stream)
 
-    gpus.driver.record = recording  # type: ignore[method-assign]
+    driver.record = recording  # type: ignore[method-assign]
     for _ in range(3):
         with pytest.raises(CopyError, match="cuEventRecord"):
-            mapping.copy(slice_, load=False)
-        mapping.finish(0, load=False)
+            it.mapping.copy(slice_, load=False)
+        it.mapping.finish(0, load=False)
     for _ in range(4):
-        mapping.copy(slice_, load=False)
-    mapping.finish(4, load=False)
-    assert (l1 == 7).all()
-    lane = mapping._lanes[False]
-    assert len(set(lane.events)) == 2
-    mapping.close()
-    exporter.kill()
+        it.mapping.copy(slice_, load=False)
+    it.mapping.finish(4, load=False)
+    assert (it.l1 == 7).all()
+    assert len(set(it.mapping._lanes[False].events)) == 2
+    it.close()
+
+
+def file_of(name: str) -> Path:
+    """A file by which the stand-in is told what to refuse."""
+    return Path(os.environ["CUDA_STANDIN_DIR"], name)
 
 
 @on_stand_in()
 def test_a_driver_that_cannot_start_yet_starts_later() -> None:
-    late = Path(os.environ["CUDA_STANDIN_DIR"], "no-start")
+    late = file_of("no-start")
     late.touch()
     gpus = Gpus()
     lines: list[logging.LogRecord] = []
@@ -289,29 +335,32 @@ def test_a_gpu_whose_context_takes_long_keeps_nobody_from_another() -> None:
         assert slow.result(20).ordinal == 0
 
 
+def pinning(units: int = 2) -> Pins:
+    """The pins of an L1 of so many units."""
+    l1 = host_pages(4096 * units)
+    pins = Pins(Gpus(), l1.ctypes.data, l1.nbytes, 4096)
+    weakref.finalize(pins, l1.fill, 0)  # which keeps it for as long
+    return pins
+
+
 @on_stand_in(devices=3)
 def test_a_gpu_that_gives_no_context_keeps_nothing_from_being_pinned() -> None:
-    refusing = Path(os.environ["CUDA_STANDIN_DIR"], "no-context-0")
-    refusing.touch()
-    l1 = host_pages(8192)
-    first = Pins(Gpus(), l1.ctypes.data, 8192, 4096)
-    assert first.pin_rest()
-    assert (first.pinned_bytes, first.failure) == (8192, "")
-    refusing.unlink()
+    file_of("no-context-0").touch()
+    pins = pinning()
+    assert pins.pin_rest()
+    assert (pins.pinned_bytes, pins.failure) == (8192, "")
+    file_of("no-context-0").unlink()
 
 
 @on_stand_in()
 def test_pinning_is_tried_again_and_a_context_that_is_missing_is_called_so() -> None:
-    refusing = Path(os.environ["CUDA_STANDIN_DIR"], "no-context-0")
-    refusing.touch()
-    l1 = host_pages(8192)
-    pins = Pins(Gpus(), l1.ctypes.data, 8192, 4096)
+    file_of("no-context-0").touch()
+    pins = pinning()
     assert not pins.pin_rest()
-    assert "cuDevicePrimaryCtxRetain" in pins.failure
-    assert f"CUDA error {DEVICE_UNAVAILABLE}" in pins.failure
-    assert "nvidia-smi -c 0" in pins.failure
+    for words in ("cuDevicePrimaryCtxRetain", f"CUDA error {DEVICE_UNAVAILABLE}", "nvidia-smi -c 0"):
+        assert words in pins.failure
     assert "memlock" not in pins.failure, "that is no cure for it"
-    refusing.unlink()
+    file_of("no-context-0").unlink()
     assert not pins.pin_rest(), "not before RETRY_S have passed"
     pins._retry_s = 0.0
     assert pins.pin_rest()
@@ -320,24 +369,22 @@ def test_pinning_is_tried_again_and_a_context_that_is_missing_is_called_so() -> 
 
 @on_stand_in(devices=2)
 def test_a_gpu_whose_context_has_failed_pins_nothing_and_is_not_tried_again() -> None:
-    failing = Path(os.environ["CUDA_STANDIN_DIR"], f"fail-{os.getpid()}-0")
-    l1 = host_pages(16384)
-    gpus = Gpus()
-    pins = Pins(gpus, l1.ctypes.data, 16384, 4096)
+    pins = pinning(4)
     assert pins.pin_unit(0)
-    tried, register = [], gpus.driver.register_host
+    driver, tried = pins._gpus.driver, []
+    register = driver.register_host
 
     def registering(address: int, num_bytes: int) -> None:
-        tried.append(gpus.driver.current_context())
+        tried.append(driver.current_context())
         register(address, num_bytes)
 
-    gpus.driver.register_host = registering  # type: ignore[method-assign]
-    failing.touch()
+    driver.register_host = registering  # type: ignore[method-assign]
+    file_of(f"fail-{os.getpid()}-0").touch()
     assert pins.pin_unit(1)
     assert pins.pin_unit(2)
     assert (tried, pins.failure) == ([1, 2, 2], ""), "each time a context, of GPU 0 or 1"
-    assert gpus.enter_any().ordinal == 1
-    Path(f"{failing}"[:-1] + "1").touch()
+    assert pins._gpus.enter_any().ordinal == 1
+    file_of(f"fail-{os.getpid()}-1").touch()
     assert not pins.pin_unit(3)
     assert "has failed for this server" in pins.failure
     assert "memlock" not in pins.failure, "that is no cure for it"
@@ -345,28 +392,29 @@ def test_a_gpu_whose_context_has_failed_pins_nothing_and_is_not_tried_again() ->
 
 @on_stand_in(pin_limit=4096)
 def test_what_the_registration_itself_refuses_is_said_to_need_locked_memory() -> None:
-    l1 = host_pages(8192)
-    gpus = Gpus()
-    pins = Pins(gpus, l1.ctypes.data, 8192, 4096)
+    pins = pinning()
     assert not pins.pin_rest()
     assert "memlock=-1" in pins.failure
-    assert not gpus.enter_any().lost
+    assert not pins._gpus.enter_any().lost
+
+
+@contextlib.contextmanager
+def nodes_of_gpus(*nodes: set[int]) -> Iterator[None]:
+    """The processors near each GPU."""
+    near = lambda bus_id: nodes[int(bus_id.split(":")[1], 16)]  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lmcache_server.transfer.gpus.local_processors", near)
+        yield
 
 
 @on_stand_in(devices=8)
 def test_l1_is_spread_over_all_nodes_that_have_a_gpu() -> None:
     """The first four GPUs are on one node, as on most machines with eight."""
-    nodes = [{0, 1}] * 4 + [{2, 3}] * 4
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "lmcache_server.transfer.gpus.local_processors",
-            lambda bus_id: nodes[int(bus_id.split(":")[1], 16)],
-        )
-        gpus = Gpus()
+    with nodes_of_gpus(*[{0, 1}] * 4, *[{2, 3}] * 4):
+        pins = pinning()
+        gpus, here = pins._gpus, sorted(os.sched_getaffinity(0))
         assert [gpus.near(number) for number in range(4)] == [{0, 1}, {2, 3}, {0, 1}, {2, 3}]
-        here = os.sched_getaffinity(0)
-        patch.setattr(gpus, "near", lambda number: {sorted(here)[number % len(here)]})
-        pins = Pins(gpus, 0, 4096, 4096)
+        gpus.near = lambda number: {here[number % len(here)]}  # type: ignore[method-assign]
         for unit in range(4):
             assert pins.prepare(unit)
             assert os.sched_getaffinity(0) == gpus.near(unit), "a thread moves on with each unit"
@@ -374,114 +422,60 @@ def test_l1_is_spread_over_all_nodes_that_have_a_gpu() -> None:
 
 @on_stand_in(devices=2)
 def test_both_copy_threads_stay_near_their_gpu() -> None:
-    exporter = Exporter(visible="1")
-    nodes, here = [set[int](), {0}], os.sched_getaffinity(0)
-    l1 = host_pages(4096)
-    gpus = Gpus()
-    memory = Memory(exporter.process.pid, ((0, MIB),), 0, exporter.uuid, (exporter.handle,))
-    mapping = CudaMapping(memory, gpus, Pins(gpus, l1.ctypes.data, 4096, 4096))
-    found: list[set[int]] = []
+    here, found = os.sched_getaffinity(0), list[set[int]]()
+    it = Mapped(4096, visible="1")
 
     def work() -> None:
-        mapping.open()
+        it.mapping.open()
         later = threading.Thread(target=lambda: found.append(os.sched_getaffinity(0)))
         later.start()
         later.join()
         found.append(os.sched_getaffinity(0))
-        mapping.close()
+        it.mapping.close()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "lmcache_server.transfer.gpus.local_processors",
-            lambda bus_id: nodes[int(bus_id.split(":")[1], 16)],
-        )
+    with nodes_of_gpus(set(), {0}):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    assert found == [nodes[1] & here or here] * 2, "a thread starts where the one that starts it may run"
-    exporter.kill()
-
-
-class Loop:
-    """The event loop that a copy worker sees."""
-
-    create_future = staticmethod(concurrent.futures.Future)
-
-    def call_soon_threadsafe(self, function: Callable[..., object], *arguments: object) -> None:
-        function(*arguments)
-
-
-@dataclass
-class Job:
-    load: bool
-    build: Callable[[], Pieces]
-    reads_bytes: bool = False
-
-    def after(self) -> None:
-        """Nothing is left to do."""
+    assert found == [{0} & here or here] * 2, "a thread starts where the one that starts it may run"
+    it.exporter.kill()
 
 
 @on_stand_in()
 def test_a_store_goes_in_small_slices_and_only_a_load_may_be_read_out_of_order() -> None:
     """A small slice lets the engine's own few bytes through soon."""
-    exporter = Exporter()
-    l1 = host_pages(64 * MIB)
-    gpus = Gpus()
-    memory = Memory(exporter.process.pid, ((0, MIB),), 0, exporter.uuid, (exporter.handle,))
-    mapping = CudaMapping(memory, gpus, Pins(gpus, l1.ctypes.data, 64 * MIB, 64 * MIB))
-    worker = CopyWorker("copy", mapping, lambda: True, Loop())  # type: ignore[arg-type]
-    opened: Any = worker.opened
-    assert opened.result(30).error is None
-    orders, copy_batch = [], gpus.driver.copy_batch
+    it = Mapped(64 * MIB)
+    orders, copy_batch = [], it.gpus.driver.copy_batch
 
     def copying(*arguments: Any, in_order: bool) -> None:
         orders.append(in_order)
         copy_batch(*arguments, in_order=in_order)
 
-    gpus.driver.copy_batch = copying  # type: ignore[method-assign]
-    local = l1.ctypes.data + np.arange(64, dtype=np.uint64) * np.uint64(MIB)
-    pieces = Pieces(local, np.full_like(local, mapping.bases[0]), np.full_like(local, MIB))
-    for load, count in ((False, 8), (True, 2)):
-        before = counted().batches
-        done: Any = worker.submit(Job(load, lambda: pieces))
-        assert done.result(30).error is None
-        assert counted().batches - before == count
-        assert orders == [not load] * count
-        orders.clear()
-    ended: Any = worker.close()
-    ended.result(30)
-    exporter.kill()
+    it.gpus.driver.copy_batch = copying  # type: ignore[method-assign]
+    with it.worker() as submit:
+        pieces = it.pieces(*range(0, 64 * MIB, MIB), num_bytes=MIB)
+        for load, count in ((False, 8), (True, 2)):
+            before = counted().batches
+            assert submit(load, lambda: pieces).result(30).error is None
+            assert counted().batches - before == count
+            assert orders == [not load] * count
+            orders.clear()
 
 
 @on_stand_in()
 def test_a_load_does_not_wait_for_a_store_of_the_same_worker() -> None:
-    exporter = Exporter()
-    l1 = host_pages(8192)
-    gpus = Gpus()
-    memory = Memory(exporter.process.pid, ((0, MIB),), 0, exporter.uuid, (exporter.handle,))
-    mapping = CudaMapping(memory, gpus, Pins(gpus, l1.ctypes.data, 8192, 8192))
-    worker = CopyWorker("copy", mapping, lambda: True, Loop())  # type: ignore[arg-type]
-    opened: Any = worker.opened
-    assert opened.result(30).error is None
-    begun, go_on = threading.Event(), threading.Event()
-
-    def piece(offset: int) -> Pieces:
-        places = (l1.ctypes.data + offset, mapping.bases[0] + offset, 4096)
-        return Pieces(*(np.array([value], dtype=np.uint64) for value in places))
+    it, begun, go_on = Mapped(8192), threading.Event(), threading.Event()
 
     def held() -> Pieces:
         begun.set()
         assert go_on.wait(30)
-        return piece(4096)
+        return it.pieces(4096)
 
-    store: Any = worker.submit(Job(False, held))
-    assert begun.wait(30)
-    load: Any = worker.submit(Job(True, lambda: piece(0)))
-    assert load.result(20).error is None
-    assert not store.done()
-    go_on.set()
-    assert store.result(30).error is None
-    assert set(l1[4096:]) == {7}
-    ended: Any = worker.close()
-    ended.result(30)
-    exporter.kill()
+    with it.worker() as submit:
+        store = submit(False, held)
+        assert begun.wait(30)
+        assert submit(True, lambda: it.pieces(0)).result(20).error is None
+        assert not store.done()
+        go_on.set()
+        assert store.result(30).error is None
+        assert set(it.l1[4096:]) == {7}

@@ -35,11 +35,25 @@ from lmcache_kernels.page_copy import PageCopy, compiled
 STREAM_ORDER, DURING_CALL, ANY_ORDER = 1, 2, 3
 
 
+def at_work(num_bytes: int = MIB, value: int = 9) -> tuple[Driver, int, np.ndarray, int]:
+    """The driver, memory of the device that is filled, as much pinned memory, and a stream."""
+    driver = entered()
+    return driver, filled(driver, num_bytes, value), pinned(driver, num_bytes), driver.create_stream()
+
+
+class Kernel(PageCopy):
+    def __init__(self, driver: Driver) -> None:
+        super().__init__(driver, driver.load_kernel(compiled("90"), "page_copy"))
+
+    def run(self, source: int, target: int, num_bytes: int, stream: int) -> None:
+        """Copies a page."""
+        self.launch(*(np.array([each], np.uint64) for each in (source, target, num_bytes)), stream)
+
+
 @on_stand_in(delay_us=LATE)
 def test_who_does_not_wait_sees_stale_bytes_and_who_waits_the_right_ones() -> None:
-    driver = entered()
-    source, target = filled(driver, MIB, 9), pinned(driver, MIB)
-    stream, event = driver.create_stream(), driver.create_event()
+    driver, source, target, stream = at_work()
+    event = driver.create_event()
     for value in (1, 2):
         keep_busy(driver, stream)
         memset(driver, source, value, MIB, stream)
@@ -56,8 +70,7 @@ def test_who_does_not_wait_sees_stale_bytes_and_who_waits_the_right_ones() -> No
 
 @on_stand_in(delay_us=LATE)
 def test_the_default_stream_is_not_ordered_with_others() -> None:
-    driver = entered()
-    source, target, stream = filled(driver, MIB, 9), pinned(driver, MIB), driver.create_stream()
+    driver, source, target, stream = at_work()
     keep_busy(driver, 0)
     memset(driver, source, 1, MIB, 0)
     driver.copy(target.ctypes.data, source, MIB, stream)
@@ -103,9 +116,8 @@ def test_a_source_that_changes_during_a_copy_gives_a_mix() -> None:
 
 @on_stand_in(delay_us=LATE)
 def test_what_a_destroyed_stream_still_has_is_done_and_so_is_a_destroyed_event() -> None:
-    driver = entered()
-    source, target = filled(driver, MIB, 9), pinned(driver, MIB)
-    stream, event, last = driver.create_stream(), driver.create_event(), driver.create_event()
+    driver, source, target, stream = at_work()
+    event, last = driver.create_event(), driver.create_event()
     keep_busy(driver, stream)
     driver.copy(target.ctypes.data, source, MIB, stream)
     driver.record(event, stream)
@@ -119,8 +131,7 @@ def test_what_a_destroyed_stream_still_has_is_done_and_so_is_a_destroyed_event()
 
 @on_stand_in(delay_us=LATE)
 def test_a_batch_reads_its_arrays_at_once_and_its_sources_in_the_order_it_was_told() -> None:
-    driver = entered()
-    host, device, stream = pinned(driver, 2 * MIB), driver.allocate(2 * MIB), driver.create_stream()
+    driver, device, host, stream = at_work(2 * MIB)
     at = host.ctypes.data
     for order, found in ((STREAM_ORDER, 5), (DURING_CALL, 1), (ANY_ORDER, 1)):
         zeros, fives = filled(driver, 2 * MIB, 0), filled(driver, 2 * MIB, 5)
@@ -137,26 +148,22 @@ def test_a_batch_reads_its_arrays_at_once_and_its_sources_in_the_order_it_was_to
 
 
 @on_stand_in()
-def test_a_wrong_batch_is_refused_and_copies_nothing() -> None:
-    driver = entered()
-    host, device, stream = pinned(driver, MIB), filled(driver, MIB, 5), driver.create_stream()
-    unpinned = host_pages(MIB)
+def test_a_wrong_batch_is_refused_and_copies_nothing_and_says_which_copy_is_wrong() -> None:
+    driver, device, host, stream = at_work(value=5)
     good = (device, host.ctypes.data, 4096)
-    assert batch(driver, [good], 0, STREAM_ORDER) == INVALID_VALUE
-    assert batch(driver, [good], stream, 0) == INVALID_VALUE
-    assert batch(driver, [good], stream, 4) == INVALID_VALUE
-    assert batch(driver, [good], stream, STREAM_ORDER, first=1) == INVALID_VALUE
-    assert batch(driver, [], stream, STREAM_ORDER) == INVALID_VALUE
-    for bad in ((device, host.ctypes.data, 0), (device, unpinned.ctypes.data, 1), (device + 2 * MIB, 0, 1)):
-        assert batch(driver, [good, bad], stream, STREAM_ORDER) == INVALID_VALUE
+    for pieces, where, order, first in (
+        ([good], 0, STREAM_ORDER, 0),
+        ([good], stream, 0, 0),
+        ([good], stream, 4, 0),
+        ([good], stream, STREAM_ORDER, 1),
+        ([], stream, STREAM_ORDER, 0),
+        ([good, (device, host.ctypes.data, 0)], stream, STREAM_ORDER, 0),
+        ([good, (device, host_pages(MIB).ctypes.data, 1)], stream, STREAM_ORDER, 0),
+        ([good, (device + 2 * MIB, 0, 1)], stream, STREAM_ORDER, 0),
+    ):
+        assert batch(driver, pieces, where, order, first) == INVALID_VALUE
     driver.synchronize(stream)
     assert driver.read(device, MIB) == bytes([5]) * MIB
-
-
-@on_stand_in()
-def test_a_batch_that_is_refused_says_which_copy_is_wrong() -> None:
-    driver = entered()
-    host, device, stream = pinned(driver, MIB), filled(driver, MIB, 5), driver.create_stream()
     source, length = np.full(3, host.ctypes.data, np.uint64), np.full(3, 4096, np.uint64)
     nowhere = 4096  # what lies behind the device's memory, the system decides
     target = np.array([device, device + 4096, nowhere], np.uint64)
@@ -175,13 +182,11 @@ def test_an_older_driver_has_no_batches() -> None:
 
 @on_stand_in(delay_us=LATE)
 def test_the_kernel_reads_its_table_and_its_pages_when_it_runs() -> None:
-    driver = entered()
-    kernel = PageCopy(driver, driver.load_kernel(compiled("90"), "page_copy"))
-    host, device, stream = pinned(driver, MIB), filled(driver, MIB, 9), driver.create_stream()
-    source, target, size = (np.array([each], np.uint64) for each in (device, host.ctypes.data + 3, 70_000))
+    driver, device, host, stream = at_work()
+    kernel = Kernel(driver)
     keep_busy(driver, stream)
     memset(driver, device, 4, MIB, stream)
-    kernel.launch(source, target, size, stream)
+    kernel.run(device, host.ctypes.data + 3, 70_000, stream)
     assert not host.any()
     driver.synchronize(stream)
     assert (host[3:70_003] == 4).all()
@@ -209,10 +214,9 @@ def assert_lost(driver: Driver, stream: int) -> None:
 
 @on_stand_in()
 def test_a_kernel_that_reaches_what_is_not_pinned_loses_the_context() -> None:
-    driver = entered()
-    kernel = PageCopy(driver, driver.load_kernel(compiled("90"), "page_copy"))
-    host, device, stream = host_pages(MIB), filled(driver, MIB, 9), driver.create_stream()
-    kernel.launch(*(np.array([each], np.uint64) for each in (device, host.ctypes.data, 4096)), stream)
+    driver, device, _, stream = at_work()
+    host, kernel = host_pages(MIB), Kernel(driver)
+    kernel.run(device, host.ctypes.data, 4096, stream)
     with refused(ILLEGAL_ADDRESS):
         driver.synchronize(stream)
     assert not host.any()
@@ -221,13 +225,12 @@ def test_a_kernel_that_reaches_what_is_not_pinned_loses_the_context() -> None:
 
 @on_stand_in()
 def test_a_kernel_that_reaches_what_is_pinned_for_copies_alone_loses_the_context() -> None:
-    driver = entered()
-    kernel = PageCopy(driver, driver.load_kernel(compiled("90"), "page_copy"))
-    host, device, stream = host_pages(MIB), filled(driver, MIB, 9), driver.create_stream()
+    driver, device, _, stream = at_work()
+    host, kernel = host_pages(MIB), Kernel(driver)
     driver._call("cuMemHostRegister_v2", host.ctypes.data, MIB, 0)
     driver.copy(host.ctypes.data, device, 4096, stream)
     driver.synchronize(stream)
-    kernel.launch(*(np.array([each], np.uint64) for each in (device, host.ctypes.data + 4096, 4096)), stream)
+    kernel.run(device, host.ctypes.data + 4096, 4096, stream)
     with refused(ILLEGAL_ADDRESS):
         driver.synchronize(stream)
     assert not host[4096:].any()
@@ -235,9 +238,8 @@ def test_a_kernel_that_reaches_what_is_pinned_for_copies_alone_loses_the_context
 
 @on_stand_in()
 def test_a_kernel_whose_table_is_not_on_the_device_loses_the_context() -> None:
-    driver = entered()
+    driver, device, _, stream = at_work()
     function = driver.load_kernel(compiled("90"), "page_copy")
-    device, stream = filled(driver, MIB, 9), driver.create_stream()
     table = np.array([device, device + 4096, 4096], np.uint64)
     plain = map(ctypes.c_uint, (1, 1, 4096))
     driver.launch(function, 1, 32, stream, ctypes.c_ulonglong(table.ctypes.data), *plain)
@@ -247,8 +249,7 @@ def test_a_kernel_whose_table_is_not_on_the_device_loses_the_context() -> None:
 
 @on_stand_in(delay_us=LATE)
 def test_memory_that_goes_while_a_copy_waits_loses_the_context() -> None:
-    driver = entered()
-    host, device, stream = pinned(driver, MIB), filled(driver, MIB, 9), driver.create_stream()
+    driver, device, host, stream = at_work()
     keep_busy(driver, stream)
     driver.copy(host.ctypes.data, device, MIB, stream)
     driver.unregister_host(host.ctypes.data)
@@ -262,8 +263,7 @@ def test_memory_that_goes_while_a_copy_waits_loses_the_context() -> None:
 
 @on_stand_in(delay_us=LATE)
 def test_a_file_loses_the_context_and_what_waits_is_not_done() -> None:
-    driver = entered()
-    host, device, stream = pinned(driver, MIB), filled(driver, MIB, 9), driver.create_stream()
+    driver, device, host, stream = at_work()
     keep_busy(driver, stream)
     driver.copy(host.ctypes.data, device, MIB, stream)
     Path(os.environ["CUDA_STANDIN_DIR"], f"fail-{os.getpid()}").touch()
@@ -274,13 +274,12 @@ def test_a_file_loses_the_context_and_what_waits_is_not_done() -> None:
 
 @on_stand_in(delay_us=LATE)
 def test_only_a_batch_out_of_order_may_read_its_sources_before_its_turn() -> None:
-    driver = entered()
-    host, device, stream = pinned(driver, 4096), filled(driver, 4096, 0), driver.create_stream()
-    arrays = [np.array([value], np.uint64) for value in (device, host.ctypes.data, 4096)]
+    driver, device, host, stream = at_work(4096)
+    target, source, length = (np.array([each], np.uint64) for each in (device, host.ctypes.data, 4096))
     for in_order, found in ((True, 9), (False, 5)):
         host[:] = 5
         keep_busy(driver, stream)
-        driver.copy_batch(arrays[0], arrays[1], arrays[2], stream, in_order=in_order)
+        driver.copy_batch(target, source, length, stream, in_order=in_order)
         host[:] = 9
         driver.synchronize(stream)
         assert set(driver.read(device, 4096)) == {found}

@@ -1,88 +1,50 @@
 """Whose session a message belongs to, which engine's layout answers it, and how it is counted and logged."""
 
 import logging
-import re
 import subprocess
 from collections.abc import Callable
 
 import pytest
-from desk import NOBODY, Desk, HeldCopies
-from test_invariants import CHUNK_SIZE, is_refused, key, lookup, store
+from desk import NOBODY, Desk, HeldCopies, is_refused, question
 
 from lmcache_client.contract import messages
-from lmcache_client.contract.messages import (
-    Done,
-    Hello,
-    Join,
-    Joined,
-    Lookup,
-    Memory,
-    NotCached,
-    Prove,
-    Registered,
-    Welcome,
-)
+from lmcache_client.contract.messages import Done, Join, Joined, Memory, Prove
 from lmcache_server.transfer.base import HandleError, Opened
 
 
-def test_a_client_that_connects_again_is_welcomed_when_its_earlier_copies_have_ended(desk: Desk) -> None:
-    """The server may not know that the earlier connection is gone. The client now reuses its memory."""
-    desk.join(0)
-    desk.ask(0, store(1))
-    copier = desk.copies[0]
-    copier.close = lambda: copier.ended  # type: ignore[method-assign]  # its slice goes on
-    again = Hello(NOBODY, (0).to_bytes(16, "big"), "test")
-    assert desk.ask(3, again) is None, "nobody is welcomed while the copy goes on"
-    assert not desk.target.router.registry.sessions, "the earlier session has ended"
-    copier.ended.set_result(None)
-    desk.end_copies()
-    assert any(isinstance(reply, Welcome) for _, reply in desk.replies[-2:])
-    (session,) = desk.target.router.registry.sessions.values()
-    assert session.identity == (3).to_bytes(4, "big")
-
-
-def engine_0(desk: Desk, model: str) -> None:
+def engine_0(desk: Desk, model: str = "model") -> None:
     """Client 0 is the worker of "engine 0"."""
     desk.hello(0)
-    desk.register(0, model)
-    assert isinstance(desk.ask(0, Prove()), Registered)
+    desk.prove(0, model)
 
 
 def test_a_scheduler_is_answered_with_the_layout_that_it_joined_and_no_other(desk: Desk) -> None:
     """Its keys and blocks follow that layout: another engine that takes the name must not answer it."""
-    engine_0(desk, "model")
-    desk.ask(0, store(1))
-    desk.end_copies()
+    engine_0(desk)
+    desk.stored(1)
     desk.hello(4)
     assert isinstance(desk.ask(4, Join("engine 0")), Joined)
-    assert lookup(desk, 4, 1).resume_tokens == CHUNK_SIZE
+    assert desk.has(4, 1)
     desk.leave(0)
     engine_0(desk, "another model")
-    question = Lookup("r", (key(1),), 0, CHUNK_SIZE, CHUNK_SIZE + 1)
-    assert is_refused(desk.ask(4, question), messages.NOT_REGISTERED)
+    assert is_refused(desk.ask(4, question(1)), messages.NOT_REGISTERED)
     assert isinstance(desk.ask(4, Join("engine 0")), Joined)
-    assert lookup(desk, 4, 1).resume_tokens == 0
+    assert not desk.has(4, 1)
 
 
 def test_who_joined_no_engine_looks_up_nothing(desk: Desk) -> None:
-    engine_0(desk, "model")
+    engine_0(desk)
     desk.hello(4)
-    question = Lookup("r", (key(1),), 0, CHUNK_SIZE, CHUNK_SIZE + 1)
     for who in (0, 4):
-        assert is_refused(desk.ask(who, question), messages.NOT_REGISTERED)
+        assert is_refused(desk.ask(who, question(1)), messages.NOT_REGISTERED)
 
 
 def test_an_engine_that_is_not_cached_is_counted_as_such(desk: Desk) -> None:
     desk.hello(0)
-    assert desk.ask(0, NotCached("engine", "model", "0.32.0", "a reason")) == Done()
-    assert counted(desk, "not_cached") == 1
-    assert counted(desk, "other") == 0
-
-
-def counted(desk: Desk, operation: str) -> float:
-    text = desk.target.router._metrics.render().decode()
-    (line,) = re.findall(rf'lmcache_requests_total{{op="{operation}",outcome="ok"}} (.*)', text)
-    return float(line)
+    assert desk.ask(0, messages.NotCached("engine", "model", "0.32.0", "a reason")) == Done()
+    value = desk.target.metrics.value
+    counts = [value("lmcache_requests_total", op=each, outcome="ok") for each in ("not_cached", "other")]
+    assert counts == [1, 0]
 
 
 def test_a_line_of_the_log_has_a_bounded_part_of_a_models_name(
@@ -112,7 +74,7 @@ def test_for_memory_on_a_gpu_the_process_is_watched_that_the_kernel_names(
     with subprocess.Popen(["sleep", "1000"]) as stranger:
         try:
             desk.memory = Memory(stranger.pid, honest.buffers, 0, b"\xee" * 16, (b"\xee" * 64,))
-            engine_0(desk, "model")
+            engine_0(desk)
         finally:
             stranger.kill()
     (session,) = registry.sessions.values()

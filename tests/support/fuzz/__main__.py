@@ -1,9 +1,8 @@
 """`python -m fuzz TARGET SECONDS`, in tests/support: fuzz for so long, guided by coverage (atheris).
 
-Prints how many inputs went through; ends with an error and leaves the input behind when something breaks.
+Ends with an error and leaves the input behind when something breaks.
 """
 
-import contextlib
 import logging
 import resource
 import sys
@@ -21,36 +20,21 @@ GROWTH_MIB = 2048
 """More memory than this means that the target leaks."""
 
 
-class Progress:
-    def __init__(self, what: str) -> None:
-        self.what = what
-        self.started_s = self.told_s = time.monotonic()
-
-    def tell(self, inputs: int, detail: str = "") -> None:
-        now_s = time.monotonic()
-        if now_s - self.told_s >= EVERY_S:
-            self.told_s = now_s
-            rss = Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0]
-            rate = inputs / (now_s - self.started_s)
-            print(
-                f"{self.what}: {inputs} inputs, {rate:.0f}/s, RSS {int(rss) >> 10} MiB {detail}", flush=True
-            )
-
-
 def main() -> None:
     what, seconds = sys.argv[1], sys.argv[2]
     logging.disable(logging.CRITICAL)
-    seeds, make = TARGETS[what]
     corpus = Path(tempfile.mkdtemp(prefix="lmcache-fuzz-"))
-    for number, seed in enumerate(seeds()):
-        (corpus / str(number)).write_bytes(seed)
-    progress = Progress(what)
-    with contextlib.ExitStack() as stack:
-        target = stack.enter_context(make())
+    with TARGETS[what]() as target:
+        for number, seed in enumerate(target.seeds):
+            (corpus / str(number)).write_bytes(seed)
+        told_s = time.monotonic()
 
         def one(data: bytes) -> None:
+            nonlocal told_s
             target.run(data)
-            progress.tell(target.inputs, target.detail())
+            if time.monotonic() - told_s >= EVERY_S:
+                told_s = time.monotonic()
+                print(f"{what}: {target.inputs} inputs: {dict(target.outcomes.most_common())}", flush=True)
 
         # A program that is executed inherits the peak of the process that forked for it.
         peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10

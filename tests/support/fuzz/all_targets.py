@@ -1,24 +1,14 @@
-"""Everything that is fuzzed, by name: the inputs to start from, and what takes them."""
+"""Everything that is fuzzed, by name."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from typing import Protocol
 
-from fuzz.l1_files import FilesTarget, file_seeds
-from fuzz.options import OptionsTarget, option_seeds
-from fuzz.pages import PagesTarget, page_seeds
-from fuzz.replies import RepliesTarget, reply_seeds
-from fuzz.targets import DecoderTarget, RouterTarget, decoder_seeds, owner, router_seeds
-
-
-class Target(Protocol):
-    """`run` raises when something breaks; `inputs` counts what went in."""
-
-    inputs: int
-
-    def run(self, data: bytes) -> None: ...
-    def detail(self) -> str: ...
-    def close(self) -> None: ...
+from fuzz.choices import Target
+from fuzz.l1_files import FilesTarget
+from fuzz.options import OptionsTarget
+from fuzz.pages import PagesTarget
+from fuzz.replies import RepliesTarget
+from fuzz.targets import DecoderTarget, RouterTarget, owner
 
 
 @contextmanager
@@ -27,12 +17,11 @@ def _router() -> Iterator[RouterTarget]:
         yield target
 
 
-Seeds = Callable[[], Sequence[bytes]]
-TARGETS: dict[str, tuple[Seeds, Callable[[], AbstractContextManager[Target]]]] = {
-    "decoder": (decoder_seeds, lambda: closing(DecoderTarget())),
-    "router": (router_seeds, _router),
-    "pages": (page_seeds, lambda: closing(PagesTarget())),
-    "files": (file_seeds, lambda: closing(FilesTarget())),
-    "options": (option_seeds, lambda: closing(OptionsTarget())),
-    "replies": (reply_seeds, lambda: closing(RepliesTarget())),
+TARGETS: dict[str, Callable[[], AbstractContextManager[Target]]] = {
+    "decoder": lambda: closing(DecoderTarget()),
+    "router": _router,
+    "pages": lambda: closing(PagesTarget()),
+    "files": lambda: closing(FilesTarget()),
+    "options": lambda: closing(OptionsTarget()),
+    "replies": lambda: closing(RepliesTarget()),
 }

@@ -1,6 +1,10 @@
-"""Decisions taken from bytes, so that whoever makes the bytes decides; and messages bent by them."""
+"""What takes bytes, and decisions taken from bytes, so that whoever makes the bytes decides."""
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
+
+from lmcache_client.contract import codec
 
 NUMBERS = (
     0, 1, 2, 15, 16, 17, 39, 40, 255, 256, 257, 512, 768, (1 << 16) - 1, 1 << 16, 1 << 22, (1 << 31) - 1,
@@ -9,6 +13,22 @@ NUMBERS = (
 ODD: tuple[Any, ...] = (
     None, True, False, 1.5, "", "full", "e0", "x" * 300, b"", bytes(16), bytes(32), [], [[]],
 )  # fmt: skip
+
+
+class Target:
+    """Takes what anybody may have made. `run` raises when something breaks; `outcomes` counts what came of
+    the inputs, and `seeds` are those to start from."""
+
+    seeds: Sequence[bytes]
+
+    def __init__(self) -> None:
+        self.inputs = 0
+        self.outcomes: Counter[str] = Counter()
+
+    def run(self, data: bytes) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None: ...
 
 
 class Choices:
@@ -38,16 +58,26 @@ class Choices:
         return self.take(max(0, len(self._data) - self._position))
 
 
-def bend(fields: Any, choices: Choices) -> Any:
-    """`fields` (lists, and plain values in them) with one value somewhere replaced, in place."""
-    where = fields
-    while isinstance(where, list) and where:
-        index = choices.below(len(where))
-        if not isinstance(where[index], list) or not choices.below(4):
-            where[index] = _other(where[index], choices)
-            break
-        where = where[index]
-    return fields
+def bend(fields: Any, choices: Choices, times: int = 1) -> None:
+    """In `fields` (lists, and plain values in them), replaces one value somewhere, so many times."""
+    for _ in range(times):
+        where = fields
+        while isinstance(where, list) and where:
+            index = choices.below(len(where))
+            if not isinstance(where[index], list) or not choices.below(4):
+                where[index] = _other(where[index], choices)
+                break
+            where = where[index]
+
+
+def frame_of(fields: Any, choices: Choices, *, flip: bool = False, cut: bool = False) -> bytes:
+    """The fields as they go over the wire, with a byte changed, or cut; nothing if they cannot go."""
+    try:
+        frame = codec.pack(fields)
+    except (OverflowError, ValueError, TypeError):
+        return b""
+    at = choices.below(256) % len(frame) if flip or cut else len(frame)
+    return frame[:at] + (choices.take(1) + frame[at + 1 :] if flip else b"")
 
 
 def _other(value: Any, choices: Choices) -> Any:

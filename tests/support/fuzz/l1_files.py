@@ -1,14 +1,17 @@
-"""L1's file, written by anybody: the next server restores a whole cache, or starts empty, or refuses."""
+"""L1's file, written by anybody: the next server restores a whole cache, or starts empty, or refuses.
 
+Inputs bend the index or the header and put the digests right again, so that what lies behind them is reached.
+That a wrong digest or length is noticed, service/test_l1_file.py shows.
+"""
+
+import hashlib
 import json
-import os
 import tempfile
-from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from fuzz.choices import Choices, bend
+from fuzz.choices import Choices, Target, bend, frame_of
 from lmcache_client.contract import codec
 from lmcache_client.contract.geometry import GroupSpec, Region
 from lmcache_server.core.cache import Cache, Layout, Reservation
@@ -16,69 +19,67 @@ from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.errors import StartError
 from lmcache_server.l1 import file as l1_file
 from lmcache_server.l1 import restart
-from lmcache_server.l1.file import HEADER_BYTES, L1File
 
 FRAMES = 12
-SIZE_BYTES = FRAMES * FRAME_BYTES
-HEAD_BYTES = l1_file._FIELDS.size + 32
 _GROUPS = (GroupSpec("full", 16, 0, "tag", (Region(0, 0, 64, 64),)), GroupSpec("recurrent", 16, 0, "", ()))
 LAYOUTS = tuple(Layout(bytes([name]) * 32, 16, _GROUPS, ((0, 1), (0,))) for name in (1, 2))
+KEYS = tuple(bytes([number]) * 32 for number in range(3))
 
 
 def _filled() -> Cache:
     cache = Cache(FRAME_BYTES, FRAMES)
-    for number in range(3):
-        layout = LAYOUTS[number % 2]
+    for number, key in enumerate(KEYS):
         for group, shard in ((0, 0), (0, 1), (1, 0)):
             size_bytes = FRAME_BYTES * (1 + (number == 2 and not group)) - 5
-            made = cache.reserve(layout, bytes([number]) * 32, group, shard, 1, size_bytes)
+            made = cache.reserve(LAYOUTS[number % 2], key, group, shard, 1, size_bytes)
             assert isinstance(made, Reservation)
             cache.commit(made)
     for name, numbers in (("one", (0,)), ("both", (0, 1))):
         for number in numbers:
-            cache.pin(name, LAYOUTS[number].namespace, [bytes([number]) * 32])
+            cache.pin(name, LAYOUTS[number].namespace, [KEYS[number]])
     return cache
 
 
-class FilesTarget:
-    """Each run bends the header or the index of a good file, or cuts it, and opens it as a server does. Most
-    runs put the digests right again, so that what lies behind them is reached."""
-
+class FilesTarget(Target):
     def __init__(self) -> None:
-        self.inputs = 0
-        self.outcomes: Counter[str] = Counter()
-        self._directory = tempfile.TemporaryDirectory(prefix="lmcache-fuzz-")
-        self.path = Path(self._directory.name, "l1")
+        super().__init__()
+        self._directory = tempfile.TemporaryDirectory(prefix="lmcache-fuzz-", dir="/dev/shm")
+        self._path = Path(self._directory.name, "l1")
         known: restart.Known = {layout.namespace: {"model": "m", "groups": []} for layout in LAYOUTS}
         self._index = restart.encode(_filled().snapshot(1.0), known, 1.0)
-        file = L1File(str(self.path), SIZE_BYTES)
-        file.finish(self._index)
-        file.close()
-        self._head = self.path.read_bytes()[:HEAD_BYTES]
-        self._descriptor = os.open(self.path, os.O_RDWR)
+        # The last one changes the bits of a chunk.
+        bits = bytes.fromhex("03487611fce7ac0e")
+        self.seeds = [b"", *(bytes([how, 1, 2, 3, 1, 2, 0, 5, 7, 1, 9, 200, 4]) for how in range(5)), bits]
 
     def close(self) -> None:
-        os.close(self._descriptor)
         self._directory.cleanup()
 
-    def detail(self) -> str:
-        return str(dict(self.outcomes.most_common()))
+    def _open(self) -> l1_file.L1File:
+        return l1_file.L1File(str(self._path), FRAMES * FRAME_BYTES)
 
     def run(self, data: bytes) -> None:
         self.inputs += 1
-        self._write(Choices(data))
+        choices = Choices(data)
+        how = choices.below(5)
+        index = self._index if how in (0, 4) else self._bent_index(choices, as_bytes=how == 1)
+        self._path.unlink(missing_ok=True)
+        with closing(self._open()) as file:
+            file.finish(index)
+        if how == 4:
+            self._bend_header(choices)
         try:
-            file = L1File(str(self.path), SIZE_BYTES)
+            file = self._open()
         except StartError as error:
-            refusal = str(error)
-        else:
-            with closing(file):
-                self._restore(file)
+            self._note_refusal(str(error))
             return
-        assert "\n" not in refusal, refusal
+        with closing(file):
+            self._restore(file)
+
+    def _note_refusal(self, sentence: str) -> None:
+        assert "\n" not in sentence, sentence
         self.outcomes["refused"] += 1
 
-    def _restore(self, file: L1File) -> None:
+    def _restore(self, file: l1_file.L1File) -> None:
         cache, known = Cache(FRAME_BYTES), restart.Known()
         restart.restore(file, cache, known)
         cache.check_integrity()
@@ -90,10 +91,9 @@ class FilesTarget:
         # The cache works: what was restored can be looked up, evicted and saved again.
         cache.grow(FRAMES - cache.total_frames)
         for layout in LAYOUTS:
-            for number in range(3):
-                hit = cache.lookup(layout, [bytes([number]) * 32], 0, 16, 1, 50.0)
+            for key in KEYS:
+                cache.lookup(layout, [key], 0, 16, 1, 50.0)
                 cache.check_integrity()
-                del hit
         cache.drop_owner(1)
         index = restart.encode(cache.snapshot(60.0), known, 1.0)
         snapshot, _ = restart.decode(index, FRAMES, 60.0)
@@ -103,49 +103,20 @@ class FilesTarget:
         assert again.num_chunks == cache.num_chunks
         assert {*again.named_pins.names} == {*cache.named_pins.names}
 
-    def _write(self, choices: Choices) -> None:
-        how = choices.below(8)
-        index = self._bent_index(choices) if how < 5 else self._index
-        head = self._bent_head(index, choices) if how in (4, 5) else self._made_head(index)
-        if how == 6:
-            head = bytearray(head)
-            head[choices.below(HEAD_BYTES)] ^= 1 + choices.below(255)
-            head = bytes(head)
-        end = HEADER_BYTES + SIZE_BYTES
-        os.ftruncate(self._descriptor, end)
-        os.pwrite(self._descriptor, head, 0)
-        os.pwrite(self._descriptor, index, end)
-        if how == 7:
-            whole = HEAD_BYTES if choices.below(2) else end + len(index)
-            size = choices.below(256) * 4096 + choices.below(256)
-            os.ftruncate(self._descriptor, (whole + choices.below(8) - size) % (whole + 8))
+    def _bent_index(self, choices: Choices, *, as_bytes: bool) -> bytes:
+        index, fields, times = bytearray(self._index), codec.unpack(self._index), 1 + choices.below(4)
+        if not as_bytes:
+            bend(fields, choices, times)
+            return frame_of(fields, choices)
+        for _ in range(times):
+            at = (choices.below(256) << 8 | choices.below(256)) % len(index)
+            index[at : at + choices.below(3)] = choices.take(choices.below(4))
+        return bytes(index)
 
-    def _made_head(self, index: bytes) -> bytes:
-        fields = (*l1_file._VERSION, FRAMES, l1_file.CLEAN, len(index), l1_file._sha256(index))
-        packed = l1_file._FIELDS.pack(*fields)
-        return packed + l1_file._sha256(packed)
-
-    def _bent_head(self, index: bytes, choices: Choices) -> bytes:
-        packed = bytearray(self._made_head(index)[:-32])
-        for _ in range(1 + choices.below(3)):
-            packed[choices.below(len(packed))] = choices.below(256)
-        return bytes(packed) + l1_file._sha256(bytes(packed))
-
-    def _bent_index(self, choices: Choices) -> bytes:
-        if not choices.below(4):
-            index = bytearray(self._index)
-            for _ in range(1 + choices.below(4)):
-                at = (choices.below(256) << 8 | choices.below(256)) % len(index)
-                index[at : at + choices.below(3)] = choices.take(choices.below(4))
-            return bytes(index)
-        fields: Any = codec.unpack(self._index)
-        for _ in range(1 + choices.below(4)):
-            bend(fields, choices)
-        try:
-            return codec.pack(fields)
-        except (OverflowError, ValueError, TypeError):
-            return self._index
-
-
-def file_seeds() -> list[bytes]:
-    return [bytes([how, 1, 2, 3, 1, 2, 0, 5, 7, 1, 9, 200, 4]) for how in range(8)]
+    def _bend_header(self, choices: Choices) -> None:
+        with self._path.open("r+b") as file:
+            fields: Any = bytearray(file.read(l1_file._FIELDS.size))
+            for _ in range(1 + choices.below(3)):
+                fields[choices.below(len(fields))] = choices.below(256)
+            file.seek(0)
+            file.write(fields + hashlib.sha256(fields).digest())

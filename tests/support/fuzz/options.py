@@ -1,34 +1,42 @@
 """The options of the server from a TOML file and the environment: a valid Config, or one sentence."""
 
 import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import click
 from harness.options import load
 
-from fuzz.choices import Choices
-from lmcache_server.config import MAX_FILE_BYTES, OPTIONS, Config, describe, variable_name
+from fuzz.choices import Choices, Target
+from lmcache_server.config import OPTIONS, Config, describe, variable_name
 from lmcache_server.errors import StartError
 
 MAX_SENTENCE = 1000
 
 
-class OptionsTarget:
+def _line(name: str, option: Any) -> bytes:
+    """The default of the option, as TOML has it."""
+    default = option.default
+    if isinstance(default, str | None):
+        return f'{name} = "{default or "auto"}"'.encode()
+    return f"{name} = {default}".lower().encode()
+
+
+class OptionsTarget(Target):
     """The input is a TOML file, and behind a zero byte pairs of a variable and its text."""
 
     def __init__(self) -> None:
-        self.inputs = 0
-        self.outcomes: Counter[str] = Counter()
+        super().__init__()
         self._directory = tempfile.TemporaryDirectory(prefix="lmcache-fuzz-")
         self._path = Path(self._directory.name, "lmcache.toml")
+        lines = [_line(name, option) for name, option in OPTIONS.items() if name != "host"]
+        odd = b'port = 1_0\nlease_s = 1e3\nl1_size_gb = inf\nhttp_host = """\\u0031"""\n[a.b]\nc = [{d = 1}]'
+        variables = b"\0" + bytes([1, 4]) + b"5555" + bytes([4, 4]) + b"auto" + bytes([12, 4]) + b"json"
+        bell = b'http_host = "1\\u0007"'
+        self.seeds = [*lines, b"\n".join(lines) + variables, variables, odd, bell]
 
     def close(self) -> None:
         self._directory.cleanup()
-
-    def detail(self) -> str:
-        return str(dict(self.outcomes.most_common()))
 
     def run(self, data: bytes) -> None:
         self.inputs += 1
@@ -42,10 +50,10 @@ class OptionsTarget:
         try:
             config = load("--config", str(self._path), environment=environment)
         except StartError as error:
-            text = str(error)
-            assert text.isprintable() or not toml.decode(errors="replace").isprintable(), text
-            assert "\n" not in text, text
-            assert 0 < len(text) < MAX_SENTENCE, text
+            sentence = str(error)
+            assert sentence.isprintable() or not toml.decode(errors="replace").isprintable(), sentence
+            assert "\n" not in sentence, sentence
+            assert 0 < len(sentence) < MAX_SENTENCE, sentence
             self.outcomes["refused"] += 1
             return
         self._check(config)
@@ -62,26 +70,3 @@ class OptionsTarget:
         line = describe(config)
         assert "\n" not in line, line
         line.encode()
-
-
-def option_seeds() -> list[bytes]:
-    def value(option: Any) -> str:
-        default = option.default
-        if isinstance(default, bool):
-            return str(default).lower()
-        return f'"{default or "auto"}"' if isinstance(default, str | None) else str(default)
-
-    lines = [f"{name} = {value(option)}" for name, option in OPTIONS.items() if name != "host"]
-    whole = "\n".join(lines).encode()
-    odd = b'port = 1_0\nlease_s = 1e3\nl1_size_gb = inf\nhttp_host = """\\u0031"""\n[a.b]\nc = [{d = 1}]'
-    variables = bytes([1, 4]) + b"5555" + bytes([4, 4]) + b"auto" + bytes([12, 4]) + b"json"
-    bell = b'http_host = "1\\u0007"'
-    assert len(whole) < MAX_FILE_BYTES
-    return [
-        whole,
-        odd,
-        bell,
-        *(line.encode() for line in lines),
-        whole + b"\0" + variables,
-        b"\0" + variables,
-    ]

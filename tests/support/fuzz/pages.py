@@ -3,9 +3,8 @@
 import asyncio
 import re
 import socket
-from collections import Counter
 
-from fuzz.choices import Choices
+from fuzz.choices import Choices, Target
 from lmcache_server.admin import http
 
 ANSWER_S = 20.0
@@ -13,23 +12,31 @@ BODY = b"x" * 3000
 CODES = {200, 400, 403, 404, 405, 431}
 _HEAD = re.compile(rb"HTTP/1\.1 (\d+) [^\r\n]+\r\n((?:[A-Za-z-]+: [^\r\n]*\r\n)*)\r\n")
 
+_REQUESTS = (
+    b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"HEAD /?a=b HTTP/1.0\r\n\r\n",
+    b"GET /start HTTP/1.1\r\nHost: 127.0.0.1:8080\r\nSec-Fetch-Site: same-origin\r\n\r\n",
+    b"GET /start HTTP/1.1\r\nHost: [::1]\r\nSec-Fetch-Site: cross-site\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: evil.example\r\nX: " + b"y" * 300 + b"\r\n continued\r\n\r\n",
+    b"POST / HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"GET http://localhost/none HTTP/1.1\r\nHost: a@localhost:99999\r\nHost: b\r\n\r\n",
+    b"GET / HTTP/1.1\r\nX: " + b"z" * 9000 + b"\r\n\r\n",
+)
 
-class PagesTarget:
+
+class PagesTarget(Target):
     """One connection a run. The first byte says in how many pieces the rest is sent, and how it ends."""
 
     def __init__(self) -> None:
-        self.inputs = 0
-        self.answers: Counter[int] = Counter()
+        super().__init__()
         self._started = 0
         self._loop = asyncio.new_event_loop()
         self._server = http.Server("127.0.0.1", 0)
-        port = self._server.url.rpartition(":")[2]
-        self._address = "127.0.0.1", int(port)
+        self._address = "127.0.0.1", int(self._server.url.rpartition(":")[2])
         routes: http.Routes = {"/": lambda: http.Answer(BODY), "/start": self._start}
-        self._loop.run_until_complete(self._call(routes))
-
-    async def _call(self, routes: http.Routes) -> None:
-        self._server.start(routes)
+        self._loop.call_soon(self._server.start, routes)
+        self.seeds = [bytes([number % 3, 2 + number % 2]) + head for number, head in enumerate(_REQUESTS)]
 
     async def _start(self) -> http.Answer:
         self._started += 1
@@ -39,9 +46,6 @@ class PagesTarget:
         self._loop.run_until_complete(self._server.stop())
         self._server.close()
         self._loop.close()
-
-    def detail(self) -> str:
-        return str(dict(self.answers.most_common()))
 
     def run(self, data: bytes) -> None:
         self.inputs += 1
@@ -73,12 +77,12 @@ class PagesTarget:
     def _check(self, request: bytes, answer: bytes, started: int) -> None:
         if not answer:
             assert b"\r\n\r\n" not in request, "a whole request gets an answer"
-            self.answers[0] += 1
+            self.outcomes["none"] += 1
             return
         head = _HEAD.match(answer)
         assert head is not None, answer[:200]
         code, body = int(head[1]), answer[head.end() :]
-        self.answers[code] += 1
+        self.outcomes[str(code)] += 1
         assert code in CODES, code
         (length,) = re.findall(rb"\r\nContent-Length: (\d+)\r\n", head[0])
         lines = request.split(b"\r\n")
@@ -88,18 +92,3 @@ class PagesTarget:
             assert lines[0].startswith((b"GET ", b"HEAD "))
             assert b"\0" not in head[0]
         assert started == (code == 200 and body != BODY and int(length) != len(BODY))
-
-
-def page_seeds() -> list[bytes]:
-    heads = (
-        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"HEAD /?a=b HTTP/1.0\r\n\r\n",
-        b"GET /start HTTP/1.1\r\nHost: 127.0.0.1:8080\r\nSec-Fetch-Site: same-origin\r\n\r\n",
-        b"GET /start HTTP/1.1\r\nHost: [::1]\r\nSec-Fetch-Site: cross-site\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: evil.example\r\nX: " + b"y" * 300 + b"\r\n continued\r\n\r\n",
-        b"POST / HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"GET http://localhost/none HTTP/1.1\r\nHost: a@localhost:99999\r\nHost: b\r\n\r\n",
-        b"GET / HTTP/1.1\r\nX: " + b"z" * 9000 + b"\r\n\r\n",
-    )
-    return [bytes([number % 3, 2 + number % 2]) + head for number, head in enumerate(heads)]

@@ -1,167 +1,109 @@
 """The thin client against a hostile server: the real channel, worker and scheduler, and replies of any kind.
 
-The transport is the one of this file (as the simulation has its own): time passes only where the client
-waits, and what arrives are the input's bytes.
+Time passes only where the client waits, and what arrives are the input's bytes.
 """
 
-import os
-import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
-from msgspec.structs import replace
-
-from fuzz.choices import Choices, bend
-from fuzz.messages import BLOCKS, PAGE_BYTES, chain, geometry, plain
+from fuzz.choices import Choices, Target, bend, frame_of
+from fuzz.messages import BUFFER_BYTES, chain, geometry, plain
 from lmcache_client.channel import Channel, ChannelError, Pending
-from lmcache_client.contract import codec, messages
+from lmcache_client.contract import messages
 from lmcache_client.contract.codec import ProtocolError
 from lmcache_client.contract.keys import ModelTag
-from lmcache_client.contract.messages import (
-    Challenge,
-    Cleared,
-    Done,
-    Found,
-    Joined,
-    Message,
-    Refused,
-    Registered,
-    StatusReport,
-    Store,
-    Stored,
-    StoreObject,
-    Welcome,
-)
+from lmcache_client.contract.messages import Done, Found, Message, Refused, Store, StoreObject, Welcome
 from lmcache_client.engine import Scheduler, Worker, expect
 from lmcache_client.memory.host import HostExport
 from lmcache_client.transport import System
 
-MAX_FRAMES = 80
 MAX_WAIT_S = 60.0
 SERVER_PID = 4242
 BOOT_ID = bytes(16)
 ANSWERS: dict[type[Message], Message] = {
     messages.Hello: Welcome(BOOT_ID, SERVER_PID, "fuzz", 1),
-    messages.Register: Challenge(bytes(messages.NONCE_BYTES)),
-    messages.Prove: Registered(256, ""),
-    messages.Join: Joined(True, 256),
+    messages.Register: messages.Challenge(bytes(messages.NONCE_BYTES)),
+    messages.Prove: messages.Registered(256, ""),
+    messages.Join: messages.Joined(True, 256),
     messages.Lookup: Found(512, 3, 120, (b"\3",)),
-    messages.Store: Stored(1, 0, 0),
+    messages.Store: messages.Stored(1, 0, 0),
 }
 OTHERS: tuple[Message, ...] = (
     Refused(messages.NOT_REGISTERED, "no"), Refused(messages.OVERLOADED, "full"), Refused("?", "x"),
-    Done(), Cleared(1), StatusReport(("{}",)), Welcome(bytes([1]) * 16, SERVER_PID + 1, "other", 2),
+    Done(), messages.Cleared(1), messages.StatusReport(("{}",)),
+    Welcome(bytes([1]) * 16, SERVER_PID + 1, "other", 2),
 )  # fmt: skip
 
 
-class _Link:
-    """The client's connection: what it sends is asked of the input, which answers or does not."""
+class _Outside(System):
+    """What the client takes for the system. What it sends is asked of the input."""
 
-    def __init__(self, target: "RepliesTarget") -> None:
-        self._target = target
-        self._inbox: deque[bytes] = deque()
-        self._events: deque[bool] = deque([True])
-
-    def send(self, frame: bytes) -> None:
-        self._inbox.extend(self._target.answers_to(frame))
-
-    def receive(self) -> bytes | None:
-        return self._inbox.popleft() if self._inbox else None
-
-    def event(self) -> bool | None:
-        if not self._events and self._target.breaks():
-            self._events.append(False)
-        return self._events.popleft() if self._events else None
-
-    def wait(self, wait_s: float) -> None:
-        self._target.pass_time(max(wait_s, 0.001))
-
-    def peer_pid(self) -> int | None:
-        return SERVER_PID
-
-    def close(self) -> None:
-        self._inbox.clear()
-
-
-class _Process:
-    def ended(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        pass
-
-
-class _System(System):
     def __init__(self, target: "RepliesTarget") -> None:
         self._target = target
         self.now_s = lambda: target.now_s  # type: ignore[method-assign]
-        self.sleep = target.pass_time  # type: ignore[method-assign,assignment]
-
-    def start_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
-        raise AssertionError("the target runs the keeper itself")
+        self.sleep = self._wait  # type: ignore[method-assign,assignment]
 
     def connect(self, address: str) -> Any:
-        return _Link(self._target)
+        inbox, events = deque[bytes](), deque([True])
+
+        def event() -> bool | None:
+            choices = self._target.choices
+            is_lost = not events and choices.left and choices.below(200) == 199
+            return False if is_lost else events.popleft() if events else None
+
+        return SimpleNamespace(
+            send=lambda frame: inbox.extend(self._target.answers_to(frame)),
+            receive=lambda: inbox.popleft() if inbox else None,
+            event=event,
+            wait=self._wait,
+            peer_pid=lambda: SERVER_PID,
+            close=inbox.clear,
+        )
+
+    def _wait(self, wait_s: float) -> None:
+        # The deadlines of the client are seconds, and its naps are milliseconds.
+        self._target.now_s += max(wait_s, 0.05)
 
     def open_process(self, pid: int) -> Any:
         assert pid == SERVER_PID, "only the process that the kernel named is opened"
-        return _Process()
+        return SimpleNamespace(ended=lambda: False, close=lambda: None)
 
     def nobody_listens(self, address: str) -> bool:
         return False
 
 
-class RepliesTarget:
+class RepliesTarget(Target):
     """One life of an engine a run: it registers, joins, stores and looks up; the input says what it hears."""
 
     def __init__(self) -> None:
+        super().__init__()
+        self.seeds = [bytes([1, how, number] * 30) for how in range(8) for number in (0, 1, 3)]
         self.now_s = 0.0
-        self.inputs = 0
-        self.outcomes: Counter[str] = Counter()
-        self._choices = Choices(b"")
+        self.choices = Choices(b"")
         self._answered: set[int] = set()
         self._welcomes = 0
-        self._memory = bytearray(BLOCKS * PAGE_BYTES)
-
-    def close(self) -> None: ...
-
-    def detail(self) -> str:
-        return str(dict(self.outcomes.most_common()))
-
-    def pass_time(self, wait_s: float) -> None:
-        # The deadlines of the client are seconds, and its naps are milliseconds.
-        self.now_s += max(wait_s, 0.05)
-
-    def breaks(self) -> bool:
-        return self._choices.left and self._choices.below(200) == 199
 
     def answers_to(self, frame: bytes) -> list[bytes]:
         """What the server says to a request: as many frames as the input likes, each bent or not."""
         request_id, request = messages.decode_request(frame)
         frames = []
-        for _ in range(self._choices.below(4) or 1):
-            how = self._choices.below(8)
+        for _ in range(self.choices.below(4) or 1):
+            how = self.choices.below(8)
             answer = ANSWERS.get(type(request), Done())
             if how == 1:
-                answer = OTHERS[self._choices.below(len(OTHERS))]
+                answer = OTHERS[self.choices.below(len(OTHERS))]
             elif how == 2:
-                answer = tuple(ANSWERS.values())[self._choices.below(len(ANSWERS))]
+                answer = tuple(ANSWERS.values())[self.choices.below(len(ANSWERS))]
             elif how == 3:
                 continue
             fields: Any = [messages.PROTOCOL_VERSION, request_id, BOOT_ID, plain(answer)]
-            for _ in range(max(0, how - 4)):
-                bend(fields, self._choices)
-            try:
-                reply = codec.pack(fields)
-            except (OverflowError, ValueError, TypeError):
-                continue
-            if how == 4:
-                at = self._choices.below(256) % len(reply)
-                reply = reply[:at] + self._choices.take(2) + reply[at + 1 :]
-            frames.append(reply)
-            self._note(reply)
-        return frames[:MAX_FRAMES]
+            bend(fields, self.choices, how - 4)
+            if reply := frame_of(fields, self.choices, flip=how == 4):
+                frames.append(reply)
+                self._note(reply)
+        return frames
 
     def _note(self, reply: bytes) -> None:
         try:
@@ -175,17 +117,15 @@ class RepliesTarget:
 
     def run(self, data: bytes) -> None:
         self.inputs += 1
-        self._choices = Choices(data)
+        self.choices = Choices(data)
         self._answered.clear()
         self._welcomes = 0
         said: list[str] = []
-        spec = replace(geometry(0), num_blocks=BLOCKS)
-        start = id(self._memory)  # an address that nobody copies from: there is no server
-        export = HostExport(((start, len(self._memory)),))
+        export = HostExport(((1 << 46, BUFFER_BYTES),))  # where nobody copies from: there is no server
         channel = Channel(
-            "tcp://nowhere:1", lambda _: self._register(), lambda *s: said.append(s[1]), _System(self)
+            "tcp://nowhere:1", lambda _: self._register(), lambda *s: said.append(s[1]), _Outside(self)
         )
-        self.worker = Worker(channel, "e", 0, ModelTag("m", (), 1, 1), spec, export)
+        self.worker = Worker(channel, "e", 0, ModelTag("m", (), 1, 1), geometry(0), export)
         self.scheduler = Scheduler(channel, "e")
         self._asked: dict[int, tuple[Pending, int]] = {}
         for step in range(12):
@@ -205,9 +145,7 @@ class RepliesTarget:
         channel.close(0.1)
 
     def _register(self) -> None:
-        registered = self.worker.register()
-        joined = self.scheduler.join()
-        if registered.chunk_size != joined.chunk_size:
+        if self.worker.register().chunk_size != self.scheduler.join().chunk_size:
             raise ChannelError("another chunk size")
 
     def _step(self, step: int) -> Pending:
@@ -228,10 +166,6 @@ class RepliesTarget:
     def _noted(self, ask: Callable[[], Pending]) -> Pending:
         request_id = self.worker.channel._next_id
         pending = ask()
-        if self.worker.channel._next_id > request_id:
+        if self.worker.channel._next_id > request_id:  # it was sent
             self._asked[request_id] = pending, self._welcomes
         return pending
-
-
-def reply_seeds() -> list[bytes]:
-    return [bytes([1, how, number] * 30) for how in range(8) for number in (0, 1, 3)] + [b"", os.urandom(8)]

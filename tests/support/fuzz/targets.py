@@ -1,21 +1,21 @@
 """What is fuzzed, and what must hold whatever comes in."""
 
 import asyncio
-import contextlib
 import ctypes
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import numpy as np
 from harness.processes import ChildProcess
 
-from fuzz.choices import Choices, bend
+from fuzz.choices import Choices, Target, bend, frame_of
 from fuzz.messages import BUFFER_BYTES, KINDS, Speaker, plain
 from lmcache_client.contract import codec, messages
 from lmcache_client.contract.codec import ProtocolError
-from lmcache_client.contract.messages import BadRequestError, Challenge, Found, Lookup, Memory, Prove
+from lmcache_client.contract.messages import Challenge, Found, Lookup, Memory
 from lmcache_server.app import assemble
 from lmcache_server.config import Config
 from lmcache_server.core.cache import Cache
@@ -34,29 +34,34 @@ MAX_STEPS = 64
 ANSWER_S = 10.0
 
 
-def check_decoder(data: bytes) -> None:
+class DecoderTarget(Target):
     """A frame is a message, which is the same after another journey, or ProtocolError; nothing else."""
-    with contextlib.suppress(ProtocolError):
-        request_id, message = messages.decode_request(data)
-        assert messages.decode_request(messages.encode_request(request_id, message)) == (request_id, message)
-    with contextlib.suppress(ProtocolError):
-        boot_id, request_id, message = messages.decode_reply(data)
-        again = messages.decode_reply(messages.encode_reply(boot_id, request_id, message))
-        assert again == (boot_id, request_id, message)
 
-
-class DecoderTarget:
     def __init__(self) -> None:
-        self.inputs = 0
+        super().__init__()
+        speaker, self.seeds = Speaker(1, Memory(1, ((1 << 46, BUFFER_BYTES),), 1 << 46)), []
+        for kind in range(len(KINDS)):
+            message = speaker.message(Choices(bytes([kind, 0, 1, 1, 1, 1])))
+            self.seeds += [
+                messages.encode_request(kind, message),
+                messages.encode_reply(bytes(16), kind, message),
+            ]
 
     def run(self, data: bytes) -> None:
         self.inputs += 1
-        check_decoder(data)
-
-    def detail(self) -> str:
-        return ""
-
-    def close(self) -> None: ...
+        pairs: Any = (
+            ("request", messages.decode_request, messages.encode_request),
+            ("reply", messages.decode_reply, messages.encode_reply),
+        )
+        for name, decode, encode in pairs:
+            try:
+                decoded = decode(data)
+            except ProtocolError:
+                self.outcomes["unreadable"] += 1
+                continue
+            assert isinstance(decoded[-1], codec.Wire)
+            assert decode(encode(*decoded)) == decoded
+            self.outcomes[name] += 1
 
 
 _OWNER = """
@@ -76,18 +81,18 @@ def owner() -> Iterator[tuple[int, int]]:
         yield process.pid, int(process.stdout.readline())
 
 
-class RouterTarget:
+class RouterTarget(Target):
     """A router over a real cache and real copies. `run` plays one sequence of frames of several clients,
     starting from nothing; what is stored stays for the next."""
 
     def __init__(self, pid: int, address: int) -> None:
+        super().__init__()
+        self.seeds = _router_seeds()
         self.loop = asyncio.new_event_loop()
         self.now_s = 0.0
-        self.inputs = 0
-        self.replies: Counter[str] = Counter()
         self._memory = Memory(pid, ((address, BUFFER_BYTES),), address + BUFFER_BYTES)
         self._speakers = {bytes([number]): Speaker(pid, self._memory) for number in range(CLIENTS)}
-        self._questions: dict[tuple[bytes, int], Lookup] = {}
+        self._questions: dict[tuple[bytes, int], messages.Message] = {}
         self._expected: Counter[tuple[bytes, int]] = Counter()
         self._answered: Counter[tuple[bytes, int]] = Counter()
         self.l1, metrics, gpus = L1Memory(L1_FRAMES * FRAME_BYTES), Metrics(), Gpus()
@@ -104,9 +109,6 @@ class RouterTarget:
         self.l1.close()
         self.loop.close()
 
-    def detail(self) -> str:
-        return str(dict(self.replies.most_common()))
-
     def run(self, data: bytes) -> None:
         self.loop.run_until_complete(asyncio.wait_for(self._play(Choices(data)), ANSWER_S))
 
@@ -116,11 +118,11 @@ class RouterTarget:
         for number in range(MAX_STEPS):
             if not choices.left:
                 break
-            proves = self._step(choices, number)
-            if proves and choices.below(4):
+            proves, waits, pauses = self._step(choices, number), choices.below(4), choices.below(8)
+            if proves and waits:
                 # Whoever does not wait for the answer is refused whatever it asks next.
                 await self._all_answered()
-            if not choices.below(8):
+            if not pauses:
                 await asyncio.sleep(0)
         await self._all_answered()
         assert self._answered == self._expected, "every request that can be answered gets one reply"
@@ -155,53 +157,37 @@ class RouterTarget:
         if how == 5 and not choices.below(16):
             self.router.disconnected(identity)
             return False
-        if how == 0:
-            self.now_s += choices.below(256)
+        if how < 2:
+            self.now_s += how * choices.below(256)
             self.router.tick()
             return False
-        if how == 1:
-            self._receive(identity, choices.take(choices.below(256)))
-            return False
         message = self._speakers[identity].message(choices)
-        fields = plain(message)
-        for _ in range(max(0, how - 10)):
-            bend(fields, choices)
-        envelope = [messages.PROTOCOL_VERSION, number, fields]
-        try:
-            frame = codec.pack(bend(envelope, choices) if how == 2 else envelope)
-        except (OverflowError, ValueError):
-            return False
-        if how == 3:
-            at = choices.below(256) % len(frame)
-            frame = frame[:at] + choices.take(1) + frame[at + 1 :]
-        elif how == 4:
-            frame = frame[: choices.below(256)]
-        if isinstance(message, Lookup):
-            self._questions[identity, number] = message
-        self._receive(identity, frame)
-        return isinstance(message, Prove)
+        envelope = [messages.PROTOCOL_VERSION, number, plain(message)]
+        bend(envelope[2], choices, how - 10)
+        bend(envelope, choices, int(how == 2))
+        self._receive(identity, frame_of(envelope, choices, flip=how == 3, cut=how == 4))
+        return isinstance(message, messages.Prove)
 
     def _receive(self, identity: bytes, frame: bytes) -> None:
         self.inputs += 1
-        try:
-            request_id, _ = messages.decode_request(frame)
-        except BadRequestError as error:
-            request_id = error.request_id
-        except ProtocolError:
-            self.router.receive(identity, frame)
-            return
-        self._expected[identity, request_id] += 1
+        with suppress(ProtocolError):
+            try:
+                request_id, message = messages.decode_request(frame)
+                self._questions[identity, request_id] = message
+            except messages.BadRequestError as error:
+                request_id = error.request_id
+            self._expected[identity, request_id] += 1
         self.router.receive(identity, frame)
 
     def _sent(self, identity: bytes, frame: bytes) -> None:
         _, request_id, reply = messages.decode_reply(frame)
         self._answered[identity, request_id] += 1
-        self.replies[reply.code if isinstance(reply, messages.Refused) else type(reply).__name__] += 1
+        self.outcomes[reply.code if isinstance(reply, messages.Refused) else type(reply).__name__] += 1
         assert not (isinstance(reply, messages.Refused) and reply.code == messages.INTERNAL), reply
         if isinstance(reply, Challenge):
             self._write(reply.nonce)
         question = self._questions.get((identity, request_id))
-        if isinstance(reply, Found) and question is not None and reply.lease_id:
+        if isinstance(reply, Found) and isinstance(question, Lookup) and reply.lease_id:
             self._speakers[identity].promised.append((reply, question))
 
     def _write(self, nonce: bytes) -> None:
@@ -211,40 +197,28 @@ class RouterTarget:
         host.copy(self._memory.pid, Pieces(*(np.array([each], np.uint64) for each in place)), load=True)
 
 
-def decoder_seeds() -> list[bytes]:
-    """Frames of real messages, as requests and as replies."""
-    speaker, seeds = Speaker(1, Memory(1, ((1 << 46, BUFFER_BYTES),), 1 << 46)), []
-    for kind in range(KINDS):
-        message = speaker.message(Choices(bytes([0, 1, kind, 1, 1, 1])))
-        seeds.append(messages.encode_request(kind, message))
-        seeds.append(messages.encode_reply(bytes(16), kind, message))
-    return seeds
+def _life(client: int, engine: int, *said: str) -> list[bytes]:
+    """What a client says, as it is: who, "not bent", the choices of its Speaker, "wait", "no pause"."""
+    return [
+        bytes([client, 5, 1, KINDS.index(name), engine, client if name == "hello" else 1, 0, 1, 0, 1, 1])
+        for name in said
+    ]
 
 
-# A life with each message honest: greet, register, prove, join, store, look up, load, end, goodbye. Per
-# message the choices that Speaker makes; before them the client and "as it is", after them "no pause".
-_LIFE = ((6, 0), (7, 1, 0, 1, 1, 0), (4, 1), (8,), (11, 1, 1), (9, 1, 0), (13, 0, 1), (15, 0, 1), (3,))
-_PINNING = (*_LIFE[:4], (16, 1, 0), *_LIFE[4:8], (16, 0, 1, 1), (17, 0, 1, 1), (3,))
+_GREETED = ("hello", "register", "prove", "join")
+_USED = ("store", "lookup", "load", "release")
+_WHOLE = (*_GREETED, *_USED, "goodbye")
 
 
-def _life(client: int, engine: int, said: Sequence[tuple[int, ...]] = _LIFE) -> list[bytes]:
-    greeting = (6, client)
-    return [bytes([client, 5, 1, engine, 0, *kind, 1]) for kind in (greeting, *said[1:])]
-
-
-def router_seeds() -> list[bytes]:
-    first, second, third = _life(0, 0), _life(1, 1), _life(2, 0)
-    together = [piece for pair in zip(first, second, strict=True) for piece in pair]
-    pins = _life(0, 0, _PINNING)
-    looking = _life(0, 0, (*_LIFE[:6], (20,), (20,), (18, 2), (18, 1), (18, 2), (3,)))
+def _router_seeds() -> list[bytes]:
+    first, second, third = _life(0, 0, *_WHOLE), _life(1, 1, *_WHOLE), _life(2, 0, *_WHOLE)
     lives = (
         first,
         first[:-1] + first,
-        together,
+        [piece for pair in zip(first, second, strict=True) for piece in pair],
         first[:6] + second,
         first[:5] + third,
-        pins,
-        looking,
-        looking,
+        _life(0, 0, *_GREETED, "pin", *_USED, "pin", "unpin", "goodbye"),
+        _life(0, 0, *_GREETED, "store", "lookup", "follow", "inspect", "accept", "follow", "goodbye"),
     )
     return [b"".join(life) for life in lives]
