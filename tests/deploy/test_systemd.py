@@ -100,17 +100,7 @@ def test_a_server_confined_as_the_unit_says_serves(without, stack):
     assert re.search(r"CapEff:\t0+\n", status)
     # The bench is an engine that checks what comes back; without capabilities, as vLLM beside it.
     engine = [sys.executable, str(CONFINED), "capabilities", "--", sys.executable, "-m", "lmcache_server"]
-    bench = [
-        "bench",
-        "--requests",
-        "2",
-        "--layers",
-        "2",
-        "--only",
-        "store,load",
-        "--port",
-        str(server.port),
-    ]
+    bench = ["bench", "--requests", "2", "--layers", "2", "--only", "store,load", "--port", str(server.port)]
     done = subprocess.run(
         [*engine, *bench], cwd=ROOT, env=server.environment, capture_output=True, text=True, check=False
     )

@@ -4,14 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_client.contract.geometry import (
-    CHUNKED_LOCAL,
-    FULL,
-    KINDS,
-    RECURRENT,
-    SLIDING_WINDOW,
-    GroupSpec,
-)
+from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, KINDS, RECURRENT, SLIDING_WINDOW, GroupSpec
 from lmcache_client.contract.hits import resume_point
 
 

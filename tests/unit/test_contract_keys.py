@@ -23,10 +23,7 @@ PINNED_EPHEMERAL = "3cd94e4d5ae95dad33bc4f3f2e25dfb3a37a0fd3c3968ac90791bf2fdc8e
 EXTRA_KEYS = (("lora", 7), "salt", b"mm", 1.5, None, True)
 
 MODEL = ModelTag("m", (("revision", "r"),), 2, 1)
-GROUPS = (
-    GroupSpec(FULL, 16, 0, "bf16", (Region(0, 0, 64, 32),)),
-    GroupSpec(SLIDING_WINDOW, 16, 128, "", ()),
-)
+GROUPS = (GroupSpec(FULL, 16, 0, "bf16", (Region(0, 0, 64, 32),)), GroupSpec(SLIDING_WINDOW, 16, 128, "", ()))
 GEOMETRY = Geometry(GROUPS, 100)
 
 values = st.recursive(
