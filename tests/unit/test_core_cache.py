@@ -67,18 +67,20 @@ def stored_chunks(cache, keys, where=PLAIN):
     return "".join(str(held[index // 8] >> index % 8 & 1) for index in range(len(keys)))
 
 
-def test_nothing_is_found_in_an_empty_cache():
-    hit = lookup(Cache(FRAME_BYTES, 10), chain(9))
+def test_held_has_a_bit_for_each_chunk_and_group_of_a_namespace():
+    cache, keys = Cache(FRAME_BYTES, 100), chain(10)
+    hit = lookup(cache, keys)
     assert (hit.resume_tokens, hit.lease_id, hit.held) == (0, 0, (b"\0\0",))
-
-
-def test_held_has_a_bit_per_chunk_and_group():
-    cache = Cache(FRAME_BYTES, 100)
-    keys = chain(10)
     store(cache, [keys[0]])
     store(cache, [keys[9]])
     assert lookup(cache, keys).held == (b"\x01\x02",)
     assert lookup(cache, []).held == (b"",)
+    assert lookup(cache, keys[:1], layout(namespace=b"other")).resume_tokens == 0
+    assert {name: len(chunks) for name, chunks in cache.namespaces().items()} == {b"ns": 2}
+    where = layout(group(CHUNKED_LOCAL, 16, 32), group(FULL), holders=((0,), ()))
+    assert lookup(cache, chain(3, 1), where).held == (b"\x02", b"\x07"), (
+        "nothing of the others is ever needed"
+    )
 
 
 def test_a_chunk_counts_only_when_every_holder_has_stored_it():
@@ -93,50 +95,19 @@ def test_a_chunk_counts_only_when_every_holder_has_stored_it():
     assert lookup(cache, [key], where).resume_tokens == CHUNK_SIZE
 
 
-def test_chunks_of_which_nothing_is_ever_needed_count_as_held():
-    cache = Cache(FRAME_BYTES, 100)
-    where = layout(group(CHUNKED_LOCAL, 16, 32), group(FULL), holders=((0,), ()))
-    assert lookup(cache, chain(3), where).held == (b"\x02", b"\x07")
-
-
-def test_namespaces_share_nothing():
-    cache = Cache(FRAME_BYTES, 100)
-    store(cache, chain(2))
-    assert lookup(cache, chain(2), layout(namespace=b"other")).resume_tokens == 0
-    assert {name: len(chunks) for name, chunks in cache.namespaces().items()} == {b"ns": 2}
-
-
-def test_one_writer_per_object():
-    cache = Cache(FRAME_BYTES, 10)
-    (key,) = chain(1)
-    first = reserve(cache, key)
-    assert reserve(cache, key) is NotReserved.BUSY
-    cache.commit(first)
-    assert reserve(cache, key) is NotReserved.PRESENT
-
-
-def test_an_aborted_object_can_be_stored_again():
-    cache = Cache(FRAME_BYTES, 1)
-    (key,) = chain(1)
+def test_an_object_has_one_writer_who_ends_once():
+    cache, (key, other) = Cache(FRAME_BYTES, 1), chain(2)
     cache.abort(reserve(cache, key))
     assert (cache.free_frames, cache.num_chunks) == (1, 0)
-    store(cache, [key])
-
-
-def test_a_reservation_ends_once():
-    cache = Cache(FRAME_BYTES, 10)
-    reservation = reserve(cache, chain(1)[0])
+    reservation = reserve(cache, key)
+    assert reserve(cache, key) is NotReserved.BUSY
     cache.commit(reservation)
-    with pytest.raises(AssertionError):
-        cache.abort(reservation)
-    with pytest.raises(AssertionError):
-        cache.commit(reservation)
-
-
-def test_senseless_objects_are_refused():
-    cache = Cache(FRAME_BYTES, 10)
+    assert reserve(cache, key) is NotReserved.PRESENT
+    for end in (cache.abort, cache.commit):
+        with pytest.raises(AssertionError):
+            end(reservation)
     with pytest.raises(ValueError, match="cannot be stored"):
-        reserve(cache, chain(1)[0], frames=0)
+        reserve(cache, other, frames=0)
     with pytest.raises(ValueError, match="at least one byte"):
         Cache(0)
 
@@ -150,27 +121,16 @@ def test_suffixes_are_evicted_before_their_prefixes():
     assert stored_chunks(cache, keys) == "11111000"
 
 
-def test_a_lookup_makes_the_chain_recently_used():
+@pytest.mark.parametrize("where", [PLAIN, layout(group(SLIDING_WINDOW, 16, 17))], ids=["full", "window"])
+def test_a_lookup_makes_the_chain_recently_used_even_what_a_window_does_not_need(where):
     cache = Cache(FRAME_BYTES, 8)
     old, new = chain(4), chain(4, name=1)
-    store(cache, old)
-    store(cache, new)
-    hit = lookup(cache, old)
-    cache.release(hit.lease_id, SESSION)
-    store(cache, chain(5, name=2))
-    assert stored_chunks(cache, new) == "0000"
-    assert stored_chunks(cache, old) == "1110"
-
-
-def test_a_lookup_touches_the_prefix_that_a_window_does_not_need():
-    cache = Cache(FRAME_BYTES, 8)
-    where = layout(group(SLIDING_WINDOW, 16, 17))
-    keys = chain(4)
-    store(cache, keys, where)
-    store(cache, chain(4, name=1), where)
-    cache.release(lookup(cache, keys, where).lease_id, SESSION)
+    store(cache, old, where)
+    store(cache, new, where)
+    cache.release(lookup(cache, old, where).lease_id, SESSION)
     store(cache, chain(4, name=2), where)
-    assert stored_chunks(cache, keys, where) == "1111"
+    assert stored_chunks(cache, new, where) == "0000"
+    assert stored_chunks(cache, old, where) == "1111"
 
 
 def test_leased_chunks_are_never_evicted():
@@ -188,16 +148,14 @@ def test_leased_chunks_are_never_evicted():
     assert (cache.evicted_chunks, cache.evicted_bytes) == (5, 5 * FRAME_BYTES)
 
 
-def test_only_the_window_is_leased():
+def test_only_what_a_lookup_needs_is_leased():
+    """Of a window its last chunk, and nothing that the engine has computed."""
     cache = Cache(FRAME_BYTES, 4)
     where = layout(group(SLIDING_WINDOW, 16, 17))
     store(cache, chain(4), where)
     hit = lookup(cache, chain(4), where)
     assert isinstance(reserve(cache, chain(1, name=1)[0], 0, where, frames=3), Reservation)
     assert [part.runs for part in open_read(cache, hit, where).parts] == [((3, 1),)]
-
-
-def test_what_the_engine_has_computed_is_not_leased():
     cache = Cache(FRAME_BYTES, 4)
     store(cache, chain(4))
     hit = lookup(cache, chain(4), computed=2 * CHUNK_SIZE)
@@ -218,9 +176,13 @@ def test_an_extended_chunk_is_not_evicted_to_make_room_for_itself():
     assert (cache.evicted_chunks, lookup(cache, [key], where).resume_tokens) == (0, CHUNK_SIZE)
 
 
-def test_an_object_that_can_never_fit_evicts_nothing():
+def test_neither_writes_in_flight_nor_what_would_not_help_are_evicted():
     cache = Cache(FRAME_BYTES, 4)
-    store(cache, chain(4))
+    reservations = [reserve(cache, key) for key in chain(4)]
+    assert reserve(cache, chain(1, name=1)[0]) is NotReserved.NO_ROOM
+    for reservation in reservations:
+        cache.commit(reservation)
+    assert stored_chunks(cache, chain(4)) == "1111"
     assert reserve(cache, chain(1, name=1)[0], frames=5) is NotReserved.NO_ROOM
     assert (cache.num_chunks, cache.evicted_chunks) == (4, 0)
     cache.grow(1)
@@ -232,15 +194,6 @@ def test_a_burst_larger_than_the_pool_loses_no_store_that_fits():
     for burst in range(50):
         store(cache, chain(7, name=burst), frames=1 + burst % 10)
     assert cache.evicted_chunks == 350 - cache.num_chunks
-
-
-def test_writes_in_flight_are_never_evicted():
-    cache = Cache(FRAME_BYTES, 4)
-    reservations = [reserve(cache, key) for key in chain(4)]
-    assert reserve(cache, chain(1, name=1)[0]) is NotReserved.NO_ROOM
-    for reservation in reservations:
-        cache.commit(reservation)
-    assert stored_chunks(cache, chain(4)) == "1111"
 
 
 def test_a_lease_ends_at_its_deadline():
@@ -255,19 +208,14 @@ def test_a_lease_ends_at_its_deadline():
     assert cache.num_leases == 0
 
 
-def test_a_lease_belongs_to_its_session():
+def test_a_lease_belongs_to_its_session_and_ends_with_it():
     cache = Cache(FRAME_BYTES, 10)
-    store(cache, chain(1))
+    store(cache, chain(2))
     hit = lookup(cache, chain(1))
     assert not cache.release(hit.lease_id, STRANGER)
     assert cache.release(hit.lease_id, SESSION)
     assert not cache.release(hit.lease_id, SESSION)
     assert not cache.release(0, SESSION)
-
-
-def test_the_leases_of_a_dead_session_end():
-    cache = Cache(FRAME_BYTES, 10)
-    store(cache, chain(2))
     lookup(cache, chain(2))
     lookup(cache, chain(1))
     cache.lookup(PLAIN, chain(2), 0, 32, STRANGER, 0.0)
@@ -299,21 +247,20 @@ def test_a_read_is_refused_unless_it_is_what_was_promised():
     cache = Cache(FRAME_BYTES, 100)
     store(cache, chain(3))
     hit = lookup(cache, chain(3))
-    key, resume, elsewhere = chain(3)[-1], hit.resume_tokens, dataclasses.replace(PLAIN, namespace=b"other")
-    assert cache.open_read(hit.lease_id, key, 0, resume, 0, PLAIN) is not None
-    assert cache.open_read(hit.lease_id + 1, key, 0, resume, 0, PLAIN) is None
-    assert cache.open_read(hit.lease_id, chain(3)[0], 0, resume, 0, PLAIN) is None
-    assert cache.open_read(hit.lease_id, key, 0, resume, 0, elsewhere) is None
-    assert cache.open_read(hit.lease_id, key, 0, resume - 16, 0, PLAIN) is None
-    assert cache.open_read(hit.lease_id, key, 0, resume + 16, 0, PLAIN) is None
+    lease, key, resume = hit.lease_id, chain(3)[-1], hit.resume_tokens
+    assert cache.open_read(lease, key, 0, resume, 0, PLAIN) is not None
+    for lie in (
+        (lease + 1, key, 0, resume, 0, PLAIN),
+        (lease, chain(3)[0], 0, resume, 0, PLAIN),
+        (lease, key, 0, resume, 0, dataclasses.replace(PLAIN, namespace=b"other")),
+        (lease, key, 0, resume - 16, 0, PLAIN),
+        (lease, key, 0, resume + 16, 0, PLAIN),
+    ):
+        assert cache.open_read(*lie) is None, lie
     assert cache.num_readers == 1
-
-
-def test_an_object_of_another_size_is_not_read():
-    cache = Cache(FRAME_BYTES, 100)
-    (key,) = chain(1)
-    cache.commit(cache.reserve(PLAIN, key, 0, 0, 2, FRAME_BYTES))
-    assert open_read(cache, lookup(cache, [key])) is None
+    (other,) = chain(1, name=1)
+    cache.commit(cache.reserve(PLAIN, other, 0, 0, 2, FRAME_BYTES))
+    assert open_read(cache, lookup(cache, [other])) is None, "an object of another size"
     cache.check_integrity()
 
 
@@ -344,15 +291,8 @@ def test_a_store_that_ends_after_clear_is_dropped():
     cache.commit(after)
     assert lookup(cache, [key]).resume_tokens == CHUNK_SIZE
     cache.check_integrity()
-
-
-def test_a_store_that_ends_after_clear_frees_its_frames_even_while_the_chunk_is_leased():
-    cache = Cache(FRAME_BYTES, 3)
-    where = layout(group(), group(), holders=((0,), (0,)))
-    (key,) = chain(1)
-    cache.commit(reserve(cache, key, 0, where, of=0))
-    lookup(cache, [key], layout(group(), group(), holders=((0,), ())))
-    late = reserve(cache, key, 0, where, of=1)
+    # Its frames are free then, even while the chunk is leased.
+    late = reserve(cache, key, 0, layout(group(), group()), of=1)
     cache.clear()
     cache.commit(late)
     assert (cache.used_frames, cache.free_frames) == (1, 2)
@@ -369,13 +309,8 @@ def test_a_read_gives_its_chunks_back_tail_first():
     cache.close_read(read)
     store(cache, chain(1, name=1))
     assert stored_chunks(cache, chain(4)) == "1110"
-
-
-def test_clear_frees_what_nobody_holds():
-    cache = Cache(FRAME_BYTES, 10)
-    store(cache, chain(4))
     assert cache.clear() == 4
-    assert (cache.free_frames, cache.largest_free_run(), cache.evicted_chunks) == (10, 10, 0)
+    assert (cache.free_frames, cache.largest_free_run(), cache.evicted_chunks) == (4, 4, 1)
 
 
 def test_ages_at_eviction_are_kept_but_bounded(monkeypatch):
