@@ -64,13 +64,7 @@ def test_below_their_quotas_tenants_share_one_order() -> None:
     assert (cache.evicted_chunks, cache.quota_evicted_chunks, len(cache.evicted_ages_s)) == (4, 0, 4)
 
 
-def test_without_a_salt_there_is_no_quota() -> None:
-    cache = with_quota(100, quota=2)
-    assert store(cache, chain(9, 1)) is None
-    assert len(cache.tenants) == 0
-
-
-def test_one_salt_can_have_another_quota() -> None:
+def test_one_salt_can_have_another_quota_and_without_a_salt_there_is_none() -> None:
     cache = with_quota(100, quota=2, a=4)
     store(cache, chain(2, 1), A)
     store(cache, chain(2, 2), A)
@@ -78,6 +72,8 @@ def test_one_salt_can_have_another_quota() -> None:
     assert held(cache, 1, 2, 3) == ["0000", "1100", "1100"]
     assert store(cache, chain(3, 4), B) is NotReserved.QUOTA
     assert held(cache, 4) == ["1100"], "a chain longer than its quota keeps its head"
+    assert store(cache, chain(9, 5)) is None
+    assert {each.name for each in cache.tenants} == {A, B}
 
 
 def test_a_full_tenant_whose_chunks_are_in_use_stores_nothing_and_waits_for_nobody() -> None:
@@ -103,13 +99,8 @@ def test_what_is_being_written_counts_and_what_was_not_written_does_not() -> Non
         cache.abort(each)
     assert len(cache.tenants) == 0
     assert store(cache, chain(1, 2), A) is None
-
-
-def test_a_chunk_larger_than_its_quota_is_not_stored_and_evicts_nothing() -> None:
-    cache = with_quota(100, quota=4)
-    store(cache, chain(3, 1), A)
-    assert store(cache, chain(1, 2), A, frames=5) is NotReserved.QUOTA
-    assert held(cache, 1) == ["1110"]
+    assert store(cache, chain(1, 3), A, frames=3) is NotReserved.QUOTA, "it can never fit, and evicts nothing"
+    assert held(cache, 2) == ["1000"]
 
 
 def test_prompts_that_will_not_come_back_take_the_place_of_their_own_kind_alone() -> None:
