@@ -25,10 +25,12 @@ def session(**changed: object) -> dict[str, object]:
     return {**same, **changed}
 
 
-def worker(pid: int) -> dict[str, object]:
-    return {"engine_id": "a", "pid": pid}
-
-
+NAMED = {
+    "engine": "one",
+    "namespace": "0123456789abcdef01",
+    "model": "m",
+    "fields": {"detail weights": "f00d", "rank 0 group 0 layout": "layout=LBNHC"},
+}
 CASES = [
     (devices.compute_mode("1", 0), OK, "default", ""),
     (devices.compute_mode("1", 2), WARN, "allows no process", "nvidia-smi -c 0"),
@@ -42,9 +44,9 @@ CASES = [
     (devices.memory("1", (GB - 1, 8 * GB), False), WARN, "needs a context", "--gpu-memory-utilization"),
     (devices.namespaces(0, []), OK, "unknown without a server", ""),
     (devices.namespaces(NOBODY, []), WARN, "not in this process namespace", "beside the server"),
-    (devices.namespaces(os.getpid(), [worker(os.getpid())]), OK, "its 1 worker(s) share one", ""),
+    (devices.namespaces(os.getpid(), [session(pid=os.getpid())]), OK, "its 1 worker(s) share one", ""),
     (
-        devices.namespaces(os.getpid(), [worker(NOBODY)]),
+        devices.namespaces(os.getpid(), [session(pid=NOBODY)]),
         WARN,
         "engine a: in another process namespace",
         "docker: --pid=host",
@@ -126,16 +128,7 @@ CASES = [
     ),
     (checks.names(()), OK, "no engine is known", ""),
     (
-        checks.names(
-            [
-                {
-                    "engine": "one",
-                    "namespace": "0123456789abcdef01",
-                    "model": "m",
-                    "fields": {"detail weights": "f00d", "rank 0 group 0 layout": "layout=LBNHC"},
-                }
-            ]
-        ),
+        checks.names([NAMED]),
         OK,
         "engine one: model m, namespace 0123456789abcdef, weights f00d, layout layout=LBNHC",
         "",
@@ -188,11 +181,8 @@ def test_a_check(check: preflight.Check, verdict: str, finding: str, fix: str) -
     assert "\n" not in check.finding + check.fix
 
 
-def test_with_hardly_any_memory_no_size_is_advised() -> None:
-    assert preflight.memory(GB, 0, 1 << 20, "the limit").fix == "free memory"
-
-
 def test_what_fails_keeps_the_server_from_starting_and_a_warning_does_not() -> None:
+    assert preflight.memory(GB, 0, 1 << 20, "the limit").fix == "free memory", "no size is advised"
     preflight.require(preflight.open_files(1024))
     with pytest.raises(StartError, match=r"needs 6 huge pages .* are free: sudo sysctl vm.nr_hugepages=11"):
         preflight.require(preflight.huge_pages(PAGES, 11 << 20))

@@ -31,33 +31,23 @@ def test_what_urls_mean():
     assert url.parameters == {"cluster": True, "tls": True}
     assert url.options == TierOptions("cold", read_mb_s=100.0)
     url = parse("s3://bucket/some/prefix?endpoint=https%3A%2F%2Fhost:9000&region=eu-1")
-    assert (url.place, url.parameters) == (
-        "bucket/some/prefix",
-        {"endpoint": "https://host:9000", "region": "eu-1"},
-    )
-    assert url == parse("s3://bucket/some/prefix?endpoint=https%3A%2F%2Fhost:9000&region=eu-1")
+    assert url.place == "bucket/some/prefix"
+    assert url.parameters == {"endpoint": "https://host:9000", "region": "eu-1"}
     assert parse("az://container?endpoint=http://127.0.0.1:1/account&allow_http=1").place == "container"
     assert parse("gs://bucket").options == TierOptions("commit")
     url = parse("mooncake://master?protocol=rdma&segment_gb=64&devices=mlx5_0,mlx5_1&host=10.0.0.1")
+    devices = {"devices": "mlx5_0,mlx5_1", "host": "10.0.0.1"}
     assert url.place == "master"
-    assert url.parameters == {
-        "protocol": "rdma",
-        "segment_gb": 64.0,
-        "devices": "mlx5_0,mlx5_1",
-        "host": "10.0.0.1",
-    }
+    assert url.parameters == {"protocol": "rdma", "segment_gb": 64.0, **devices}
     assert (url.shares_l1, parse("valkey://a").shares_l1) == (True, False)
     assert parse("mooncake://[::1]:7000?segment_gb=0&metadata=P2PHANDSHAKE").parameters["segment_gb"] == 0
+    assert parse("dir:///a?size_gb=1").options.write == "cold"
+    # What is shared is written on commit.
+    shared = ("dir:///a?size_gb=1&shared=1", "valkey://a", "s3://a", "az://a", "gs://a", "mooncake://a")
+    assert {parse(url).options.write for url in shared} == {"commit"}
     every = "write=commit&read_mb_s=1&write_mb_s=2.5&write_tb_day=3&key_file=/run/key"
     expected = TierOptions("commit", 1.0, 2.5, 3.0, "/run/key")
     assert parse(f"dir:///a?size_gb=1&{every}").options == expected
-
-
-def test_shared_tiers_are_written_on_commit_and_others_when_cold():
-    assert parse("dir:///a?size_gb=1").options.write == "cold"
-    assert parse("dir:///a?size_gb=1&shared=1").options.write == "commit"
-    for url in ("valkey://a", "s3://a", "az://a", "gs://a", "mooncake://a"):
-        assert parse(url).options.write == "commit"
 
 
 @pytest.mark.parametrize(
@@ -120,10 +110,7 @@ def test_a_password_is_refused_and_not_repeated(url, variables):
     text = sentence(url)
     assert variables in text
     assert "hunter2" not in text
-
-
-def test_the_variables_with_passwords_are_known():
-    assert {urls.USERNAME_VARIABLE, urls.PASSWORD_VARIABLE} <= set(NO_OPTIONS)
+    assert {urls.USERNAME_VARIABLE, urls.PASSWORD_VARIABLE} <= set(NO_OPTIONS), "they are known"
 
 
 @pytest.mark.parametrize(
