@@ -186,17 +186,14 @@ def test_the_service_monitor_finds_the_metrics_under_the_name_of_the_alerts():
     assert f'up{{job="{job}"}}' in (CHART / "files" / "rules.yml").read_text()
 
 
-def test_alerts_and_dashboard_are_the_files_of_the_repository(tmp_path):
+def test_alerts_and_dashboard_are_the_files_of_the_repository():
     """The chart has copies and no links: helm says two lines about them at each call."""
     for copied in ("prometheus/rules.yml", "grafana/dashboard.json"):
         copy = CHART / "files" / Path(copied).name
         assert not copy.is_symlink()
         assert copy.read_bytes() == (ROOT / "deploy" / copied).read_bytes(), f"cp deploy/{copied} {copy}"
     manifests = render(MONITORED)
-    rules = only(manifests, "PrometheusRule")["spec"]
-    assert rules == charts.load(CHART / "files" / "rules.yml")
-    (tmp_path / "rules.yml").write_text(json.dumps(rules))
-    run(tools.find("promtool"), "check", "rules", tmp_path / "rules.yml")
+    assert only(manifests, "PrometheusRule")["spec"] == charts.load(CHART / "files" / "rules.yml")
     board = only(manifests, "ConfigMap")["data"]["lmcache.json"]
     assert json.loads(board) == json.loads((CHART / "files" / "dashboard.json").read_text())
 

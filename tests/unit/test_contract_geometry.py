@@ -36,22 +36,15 @@ def groups(draw):
 
 @settings(deadline=None)
 @given(groups(), st.integers(1, 5), st.integers(1, 12), st.integers(0, 20))
-def test_objects_hold_every_block_that_a_resume_needs(spec, factor, chunks, computed_blocks):
+def test_objects_hold_every_block_that_a_resume_needs_and_no_other(spec, factor, chunks, computed_blocks):
     chunk_size = spec.block_size * factor
+    objects = [spec.stored_blocks(index, chunk_size) for index in range(chunks)]
+    for index, stored in enumerate(objects):
+        inside = range(index * factor, (index + 1) * factor)
+        assert set(stored) == set(inside).intersection(spec.needed_blocks((index + 1) * chunk_size))
     computed_tokens = spec.block_size * computed_blocks
-    resume_tokens = chunks * chunk_size
-    assume(computed_tokens < resume_tokens)
-    stored = {block for index in range(chunks) for block in spec.stored_blocks(index, chunk_size)}
-    assert stored.issuperset(spec.needed_blocks(resume_tokens, computed_tokens))
-
-
-@settings(deadline=None)
-@given(groups(), st.integers(1, 5), st.integers(0, 12))
-def test_an_object_holds_nothing_that_no_resume_needs(spec, factor, index):
-    chunk_size = spec.block_size * factor
-    stored = spec.stored_blocks(index, chunk_size)
-    assert set(stored) <= set(range(index * factor, (index + 1) * factor))
-    assert set(stored) <= set(spec.needed_blocks((index + 1) * chunk_size))
+    assume(computed_tokens < chunks * chunk_size)
+    assert set().union(*objects).issuperset(spec.needed_blocks(chunks * chunk_size, computed_tokens))
 
 
 @settings(deadline=None)
@@ -87,21 +80,6 @@ def test_the_first_needed_token_never_moves_back(spec, tokens, more_tokens):
 )
 def test_needed_blocks(spec, resume_tokens, expected):
     assert spec.needed_blocks(resume_tokens) == expected
-
-
-@pytest.mark.parametrize(
-    ("spec", "expected"),
-    [
-        (group(FULL, 16), range(4, 8)),
-        (group(SLIDING_WINDOW, 16, 18), range(6, 8)),
-        (group(SLIDING_WINDOW, 16, 1000), range(4, 8)),
-        (group(CHUNKED_LOCAL, 16, 96), range(6, 8)),
-        (group(CHUNKED_LOCAL, 16, 64), range(8, 8)),
-        (group(RECURRENT, 64), range(1, 2)),
-    ],
-)
-def test_stored_blocks_of_the_second_chunk_of_64_tokens(spec, expected):
-    assert spec.stored_blocks(1, 64) == expected
 
 
 ATTENTION, ONE_PAGE = group(FULL, 16), (Region(0, 0, 1, 1),)
@@ -167,19 +145,13 @@ def test_pages_may_reach_the_last_byte_of_a_buffer_and_no_further(change, buffer
         geometry.check_buffers(buffer_bytes)
 
 
-def test_auto_chunks_are_at_least_256_tokens_unless_states_end_inside_them():
-    assert resolve_chunk_size(None, [group(FULL, 16)]) == 256
-    assert resolve_chunk_size(None, [group(FULL, 48)]) == 288
-    assert resolve_chunk_size(None, [group(FULL, 16), group(SLIDING_WINDOW, 1024, 9)]) == 1024
-    assert resolve_chunk_size(None, [group(FULL, 16), group(RECURRENT, 48)]) == 48
-
-
 @settings(deadline=None)
 @given(st.lists(groups(), min_size=1, max_size=4))
-def test_auto_is_the_smallest_valid_size(specs):
+def test_auto_is_the_smallest_valid_size_from_256_tokens_on_unless_states_end_inside_it(specs):
     unified = math.lcm(*(spec.block_size for spec in specs))
     size = resolve_chunk_size(None, specs)
     assert size % unified == 0
+    assert contract.AUTO_CHUNK_TOKENS == 256
     recurrent = any(spec.kind == RECURRENT for spec in specs)
     assert size == unified if recurrent else size - unified < contract.AUTO_CHUNK_TOKENS <= size
     assert chunk_size_warning(size, specs) == ""

@@ -1,4 +1,5 @@
-"""Single decisions of the cache, one behaviour a test. test_cache_model.py drives them all in any order."""
+"""What test_cache_model.py does not show of the cache, which drives all its decisions in any order, and some
+examples to read."""
 
 import dataclasses
 import sys
@@ -6,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
+from lmcache_client.contract.geometry import FULL, SLIDING_WINDOW, GroupSpec
 from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_server.core import chunks as chunks_module
 from lmcache_server.core.cache import ONCE_SHARE, Cache, Layout, NotReserved, Reservation
@@ -67,34 +68,6 @@ def stored_chunks(cache, keys, where=PLAIN):
     return "".join(str(held[index // 8] >> index % 8 & 1) for index in range(len(keys)))
 
 
-def test_held_has_a_bit_for_each_chunk_and_group_of_a_namespace():
-    cache, keys = Cache(FRAME_BYTES, 100), chain(10)
-    hit = lookup(cache, keys)
-    assert (hit.resume_tokens, hit.lease_id, hit.held) == (0, 0, (b"\0\0",))
-    store(cache, [keys[0]])
-    store(cache, [keys[9]])
-    assert lookup(cache, keys).held == (b"\x01\x02",)
-    assert lookup(cache, []).held == (b"",)
-    assert lookup(cache, keys[:1], layout(namespace=b"other")).resume_tokens == 0
-    assert {name: len(chunks) for name, chunks in cache.namespaces().items()} == {b"ns": 2}
-    where = layout(group(CHUNKED_LOCAL, 16, 32), group(FULL), holders=((0,), ()))
-    assert lookup(cache, chain(3, 1), where).held == (b"\x02", b"\x07"), (
-        "nothing of the others is ever needed"
-    )
-
-
-def test_a_chunk_counts_only_when_every_holder_has_stored_it():
-    cache = Cache(FRAME_BYTES, 100)
-    where = layout(group(), group(), holders=((0, 1), (1,)))
-    (key,) = chain(1)
-    for of, shard in ((0, 0), (0, 1), (1, 1)):
-        assert lookup(cache, [key], where).resume_tokens == 0
-        reservation = reserve(cache, key, 0, where, of, shard)
-        assert lookup(cache, [key], where).resume_tokens == 0
-        cache.commit(reservation)
-    assert lookup(cache, [key], where).resume_tokens == CHUNK_SIZE
-
-
 def test_an_object_has_one_writer_who_ends_once():
     cache, (key, other) = Cache(FRAME_BYTES, 1), chain(2)
     cache.abort(reserve(cache, key))
@@ -110,15 +83,6 @@ def test_an_object_has_one_writer_who_ends_once():
         reserve(cache, other, frames=0)
     with pytest.raises(ValueError, match="at least one byte"):
         Cache(0)
-
-
-def test_suffixes_are_evicted_before_their_prefixes():
-    cache = Cache(FRAME_BYTES, 8)
-    keys = chain(8)
-    store(cache, keys)
-    cache.touch(b"ns", keys)
-    store(cache, chain(3, name=1))
-    assert stored_chunks(cache, keys) == "11111000"
 
 
 @pytest.mark.parametrize("where", [PLAIN, layout(group(SLIDING_WINDOW, 16, 17))], ids=["full", "window"])
@@ -148,47 +112,6 @@ def test_leased_chunks_are_never_evicted():
     assert (cache.evicted_chunks, cache.evicted_bytes) == (5, 5 * FRAME_BYTES)
 
 
-def test_only_what_a_lookup_needs_is_leased():
-    """Of a window its last chunk, and nothing that the engine has computed."""
-    cache = Cache(FRAME_BYTES, 4)
-    where = layout(group(SLIDING_WINDOW, 16, 17))
-    store(cache, chain(4), where)
-    hit = lookup(cache, chain(4), where)
-    assert isinstance(reserve(cache, chain(1, name=1)[0], 0, where, frames=3), Reservation)
-    assert [part.runs for part in open_read(cache, hit, where).parts] == [((3, 1),)]
-    cache = Cache(FRAME_BYTES, 4)
-    store(cache, chain(4))
-    hit = lookup(cache, chain(4), computed=2 * CHUNK_SIZE)
-    assert hit.resume_tokens == 4 * CHUNK_SIZE
-    assert isinstance(reserve(cache, chain(1, name=1)[0], frames=2), Reservation)
-    assert reserve(cache, chain(1, name=2)[0]) is NotReserved.NO_ROOM
-    assert open_read(cache, hit, computed=0) is None
-    assert len(open_read(cache, hit, computed=2 * CHUNK_SIZE).parts) == 2
-
-
-def test_an_extended_chunk_is_not_evicted_to_make_room_for_itself():
-    cache = Cache(FRAME_BYTES, 2)
-    where = layout(group(), group())
-    (key,) = chain(1)
-    cache.commit(reserve(cache, key, 0, where, of=0))
-    assert reserve(cache, key, 0, where, of=1, frames=2) is NotReserved.NO_ROOM
-    cache.commit(reserve(cache, key, 0, where, of=1))
-    assert (cache.evicted_chunks, lookup(cache, [key], where).resume_tokens) == (0, CHUNK_SIZE)
-
-
-def test_neither_writes_in_flight_nor_what_would_not_help_are_evicted():
-    cache = Cache(FRAME_BYTES, 4)
-    reservations = [reserve(cache, key) for key in chain(4)]
-    assert reserve(cache, chain(1, name=1)[0]) is NotReserved.NO_ROOM
-    for reservation in reservations:
-        cache.commit(reservation)
-    assert stored_chunks(cache, chain(4)) == "1111"
-    assert reserve(cache, chain(1, name=1)[0], frames=5) is NotReserved.NO_ROOM
-    assert (cache.num_chunks, cache.evicted_chunks) == (4, 0)
-    cache.grow(1)
-    assert isinstance(reserve(cache, chain(1, name=1)[0], frames=5), Reservation)
-
-
 def test_a_burst_larger_than_the_pool_loses_no_store_that_fits():
     cache = Cache(FRAME_BYTES, 10)
     for burst in range(50):
@@ -206,41 +129,6 @@ def test_a_lease_ends_at_its_deadline():
     assert open_read(cache, late) is not None
     assert cache.expire(100.0) == 1
     assert cache.num_leases == 0
-
-
-def test_a_lease_belongs_to_its_session_and_ends_with_it():
-    cache = Cache(FRAME_BYTES, 10)
-    store(cache, chain(2))
-    hit = lookup(cache, chain(1))
-    assert not cache.release(hit.lease_id, STRANGER)
-    assert cache.release(hit.lease_id, SESSION)
-    assert not cache.release(hit.lease_id, SESSION)
-    assert not cache.release(0, SESSION)
-    lookup(cache, chain(2))
-    lookup(cache, chain(1))
-    cache.lookup(PLAIN, chain(2), 0, 32, STRANGER, 0.0)
-    assert cache.drop_owner(SESSION) == 2
-    assert cache.drop_owner(SESSION) == 0
-    assert cache.num_leases == 1
-    cache.check_integrity()
-
-
-def test_a_read_covers_exactly_the_needed_blocks():
-    cache = Cache(FRAME_BYTES, 100)
-    groups = (group(block_size=4), group(SLIDING_WINDOW, 4, 20), group(RECURRENT))
-    where = layout(*groups, holders=((0, 1), (1,), (0,)))
-    store(cache, chain(3), where, frames=2)
-    hit = lookup(cache, chain(3), where)
-    parts = open_read(cache, hit, where, shard=1, computed=8).parts
-    assert [(part.group, part.num_blocks, part.first_page, part.pages) for part in parts] == [
-        (0, 4, 2, 2),
-        (0, 4, 0, 4),
-        (0, 4, 0, 4),
-        (1, 4, 3, 1),
-        (1, 4, 0, 4),
-    ]
-    assert [part.group for part in open_read(cache, hit, where, shard=0).parts] == [0, 0, 0, 2]
-    assert open_read(cache, hit, where, shard=2).parts == ()
 
 
 def test_a_read_is_refused_unless_it_is_what_was_promised():
@@ -264,22 +152,6 @@ def test_a_read_is_refused_unless_it_is_what_was_promised():
     cache.check_integrity()
 
 
-def test_a_read_outlives_its_lease_its_session_and_clear():
-    cache = Cache(FRAME_BYTES, 2)
-    store(cache, chain(2))
-    hit = lookup(cache, chain(2))
-    read = open_read(cache, hit)
-    cache.release(hit.lease_id, SESSION)
-    assert cache.drop_owner(SESSION) == 0
-    assert cache.clear() == 2
-    assert (cache.num_chunks, cache.used_frames, cache.free_frames) == (0, 2, 0)
-    assert reserve(cache, chain(1)[0]) is NotReserved.NO_ROOM
-    cache.close_read(read)
-    cache.close_read(read)
-    assert (cache.used_frames, cache.free_frames, cache.stored_bytes) == (0, 2, 0)
-    cache.check_integrity()
-
-
 def test_a_store_that_ends_after_clear_is_dropped():
     cache = Cache(FRAME_BYTES, 3)
     (key,) = chain(1)
@@ -298,19 +170,6 @@ def test_a_store_that_ends_after_clear_is_dropped():
     assert (cache.used_frames, cache.free_frames) == (1, 2)
     cache.drop_owner(SESSION)
     assert cache.free_frames == 3
-
-
-def test_a_read_gives_its_chunks_back_tail_first():
-    cache = Cache(FRAME_BYTES, 4)
-    store(cache, chain(4))
-    hit = lookup(cache, chain(4))
-    read = open_read(cache, hit)
-    cache.release(hit.lease_id, SESSION)
-    cache.close_read(read)
-    store(cache, chain(1, name=1))
-    assert stored_chunks(cache, chain(4)) == "1110"
-    assert cache.clear() == 4
-    assert (cache.free_frames, cache.largest_free_run(), cache.evicted_chunks) == (4, 4, 1)
 
 
 def test_ages_at_eviction_are_kept_but_bounded(monkeypatch):
@@ -378,29 +237,6 @@ def store_once(cache, keys, frames=1):
     return len(keys)
 
 
-def test_what_will_not_come_back_takes_free_room_and_is_evicted_first():
-    cache = Cache(FRAME_BYTES, 10)
-    store(cache, chain(4, name=1))
-    assert store_once(cache, chain(6, name=2)) == 6
-    store(cache, chain(6, name=3))
-    assert stored_chunks(cache, chain(4, name=1)) == "1111"
-    assert stored_chunks(cache, chain(6, name=2)) == "000000"
-
-
-def test_what_will_not_come_back_evicts_others_up_to_its_share_only():
-    cache = Cache(FRAME_BYTES, 100)
-    for name in range(20):
-        store(cache, chain(5, name))
-    most = 100 // ONCE_SHARE
-    assert store_once(cache, chain(9, name=50)) == most
-    assert cache.evicted_chunks == most
-    for name in range(51, 60):
-        assert store_once(cache, chain(9, name)) == most
-    # All that they have taken is the oldest of the others; since then they evict each other.
-    assert stored_chunks(cache, chain(5, name=0)) == "00000"
-    assert all(stored_chunks(cache, chain(5, name)) == "11111" for name in range(1, 20))
-
-
 def test_what_is_written_counts_in_the_share_of_what_will_not_come_back():
     cache = Cache(FRAME_BYTES, 100)
     store(cache, [bytes([1, index]) * 16 for index in range(100)])
@@ -429,23 +265,3 @@ def test_a_prompt_that_comes_back_after_all_is_kept_like_any_other():
     store(cache, chain(16, name=3))
     assert stored_chunks(cache, chain(4, name=1)) == "1111"
     assert cache.evicted_ages_s == [], "the age of what was not to be kept says nothing about the size of L1"
-
-
-def test_a_child_that_may_come_back_keeps_its_parent():
-    cache = Cache(FRAME_BYTES, 20)
-    (parent, child) = chain(2, name=1)
-    store_once(cache, [parent])
-    cache.commit(cache.reserve(PLAIN, child, 0, 0, 1, FRAME_BYTES, parent))
-    store_once(cache, chain(18, name=2))
-    store(cache, chain(18, name=3))
-    assert stored_chunks(cache, [parent, child]) == "11"
-
-
-def test_what_others_brought_does_not_become_theirs():
-    cache = Cache(FRAME_BYTES, 10)
-    where = layout(group(), group())
-    (key,) = chain(1)
-    cache.commit(reserve(cache, key, 0, where, 0))
-    cache.commit(cache.reserve(where, key, 1, 0, 1, FRAME_BYTES, once=True))
-    cache.check_integrity()
-    assert cache._order.once_frames == 0

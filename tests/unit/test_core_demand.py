@@ -154,34 +154,6 @@ def test_what_decoding_completed_is_found_by_the_next_turn_unless_it_has_no_stat
     assert hits(counted)[-1] == chunks
 
 
-FIRST = [key(i) for i in range(10)]
-PARTING = [[*FIRST[:6], *(key(number, i) for i in range(4))] for number in range(3)]
-
-
-def test_windows_and_states_are_found_at_ends_and_forks_only() -> None:
-    counted, found = Demand(), []
-    for keys in (FIRST, FIRST, *PARTING):
-        look_up(counted, keys, SPARSE)
-        found.append(hits(counted)[-1])
-    # The same prompt hits all of itself. The first that parts finds nothing, and leaves its place to others.
-    assert found == [0, 10, 10, 16, 22]
-
-
-def test_a_fork_is_stored_only_where_l1_still_had_what_was_known() -> None:
-    """A smaller L1 computes the beginning anew, and knows of no fork there."""
-    counted = Demand()
-    counted.l1_frames = 3 * 90
-    for keys in (FIRST, [key(8, i) for i in range(100)], *PARTING[:2]):
-        look_up(counted, keys, SPARSE)
-    assert dict(zip(SIZES, hits(counted), strict=True)) == {
-        **dict.fromkeys(("0.25", "0.5", "1"), 0),
-        **dict.fromkeys(("2", "4", "10", "unlimited"), 6),
-    }
-    # The end of a prompt is stored in every L1.
-    look_up(counted, PARTING[1], SPARSE)
-    assert hits(counted)[:3] == [10] * 3
-
-
 def test_it_forgets_what_was_used_longest_ago_and_says_so() -> None:
     counted = Demand(max_keys=20)
     for number in range(30):
