@@ -19,9 +19,8 @@ from harness.stores import Store, mooncake_places
 
 from deploy import charts
 from deploy.charts import Manifest, containers, render
-from deploy.flags import assert_server_options_exist
+from deploy.flags import assert_server_options_exist, vllm_options
 from deploy.programs import run
-from lmcache_client.connector import settings
 from lmcache_client.contract.version import VERSION
 from lmcache_server.tiers import urls
 
@@ -67,10 +66,6 @@ def composed(store: str = "valkey", password: str | None = "secret") -> dict[str
     return services
 
 
-def options(arguments: list[str]) -> dict[str, str]:
-    return {name: value for name, _, value in (each.partition("=") for each in arguments) if name[:2] == "--"}
-
-
 def test_every_manifest_is_valid() -> None:
     charts.assert_valid(manifests())
     for store in STORES:
@@ -103,10 +98,8 @@ def test_the_servers_use_the_mooncake_store_of_the_fleet_and_have_memory_for_the
 @pytest.mark.parametrize("where", ["kubernetes", "compose"])
 def test_mooncakes_master_takes_its_options(where: str, tmp_path: Path) -> None:
     """The real program, with another port, listens where it is told."""
-    if where == "kubernetes":
-        arguments = pod("Deployment", "lmcache-mooncake", "mooncake")["containers"][0]["args"]
-    else:
-        arguments = composed("mooncake")["mooncake"]["command"]
+    (container,) = pod("Deployment", "lmcache-mooncake", "mooncake")["containers"]
+    arguments = container["args"] if where == "kubernetes" else composed("mooncake")["mooncake"]["command"]
     with only_a_loopback(), unittest.mock.patch.dict(os.environ, mooncake_places()):
         port, other = free_port(), free_port()
         given = [each.replace("50051", str(port)) for each in arguments]
@@ -166,8 +159,6 @@ def vllm_and_router(where: str) -> tuple[list[str], list[str], list[str]]:
 
 @pytest.mark.parametrize("where", ["compose", "kubernetes"])
 def test_vllm_and_the_router_take_their_options_and_mean_the_same(where: str) -> None:
-    from vllm.config import KVTransferConfig
-    from vllm.config.kv_events import KVEventsConfig
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -176,13 +167,7 @@ def test_vllm_and_the_router_take_their_options_and_mean_the_same(where: str) ->
     assert len(names) == HOSTS
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments[1:])
     assert parsed.enable_scale_out
-    given = options(arguments)
-    transfer = KVTransferConfig(**json.loads(given["--kv-transfer-config"]))
-    assert (transfer.kv_connector, transfer.kv_role) == ("LMCacheMPConnector", "kv_both")
-    assert settings.parse(transfer.kv_connector_extra_config)[1] == []
-    events = KVEventsConfig(**json.loads(given["--kv-events-config"]))
-    assert (events.enable_kv_cache_events, events.publisher) == (True, "zmq")
-    port = events.endpoint.rpartition(":")[2]
+    given, _, endpoint = vllm_options(arguments)
     script = (
         "import dataclasses, json, sys; from vllm_router.launch_router import parse_router_args;"
         "print(json.dumps(dataclasses.asdict(parse_router_args(sys.argv[1:])), default=str))"
@@ -195,7 +180,7 @@ def test_vllm_and_the_router_take_their_options_and_mean_the_same(where: str) ->
     assert taken["kv_event_block_size"] == int(given["--block-size"])
     assert taken["kv_event_model"] == arguments[0]
     for name, worker in zip(names, workers, strict=True):
-        assert f"{worker}=tcp://{name}:{port}" in taken["kv_event_source"]
+        assert f"{worker}=tcp://{name}:{endpoint.rpartition(':')[2]}" in taken["kv_event_source"]
 
 
 @pytest.mark.parametrize("store", STORES)
