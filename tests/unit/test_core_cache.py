@@ -265,3 +265,13 @@ def test_a_prompt_that_comes_back_after_all_is_kept_like_any_other():
     store(cache, chain(16, name=3))
     assert stored_chunks(cache, chain(4, name=1)) == "1111"
     assert cache.evicted_ages_s == [], "the age of what was not to be kept says nothing about the size of L1"
+
+
+def test_a_child_that_may_come_back_keeps_its_parent():
+    cache = Cache(FRAME_BYTES, 20)
+    (parent, child) = chain(2, name=1)
+    store_once(cache, [parent])
+    cache.commit(cache.reserve(PLAIN, child, 0, 0, 1, FRAME_BYTES, parent))
+    store_once(cache, chain(18, name=2))
+    store(cache, chain(18, name=3))
+    assert stored_chunks(cache, [parent, child]) == "11"

@@ -92,20 +92,25 @@ def test_a_large_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert fingerprint(tmp_path) == names[2]
 
 
+def snapshot(cache: Path, commit: str, value: float) -> Path:
+    """A model as a hub's cache has it: links to files that have their digests as names."""
+    repository = cache / "models--org--model"
+    linked = repository / "snapshots" / commit
+    for directory in (linked, repository / "refs", repository / "blobs"):
+        directory.mkdir(parents=True, exist_ok=True)
+    (repository / "refs" / "main").write_text(commit)
+    for file in model(repository / commit, norm=value).iterdir():
+        blob = repository / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
+        (linked / file.name).symlink_to(file.rename(blob))
+    return linked
+
+
 def test_a_hubs_cache_has_the_digest_as_the_name_of_its_file(tmp_path: Path) -> None:
     """So a copy of the file elsewhere has the same name, and this one is not read."""
-    one = model(tmp_path / "one")
-    content = (one / "model.safetensors").read_bytes()
-    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "c"
-    for directory in (blobs, snapshot):
-        directory.mkdir(parents=True)
-    blob = blobs / hashlib.sha256(content).hexdigest()
-    blob.write_bytes(content)
-    (snapshot / "model.safetensors").symlink_to(blob)
-    (snapshot / "config.json").write_text("{}")
-    assert fingerprint(snapshot) == fingerprint(one)
-    blob.write_bytes(b"")
-    assert fingerprint(snapshot) == fingerprint(one)
+    one, linked = model(tmp_path / "one"), snapshot(tmp_path, "a" * 40, 0.0)
+    assert fingerprint(linked) == fingerprint(one)
+    (linked / "model.safetensors").write_bytes(b"")
+    assert fingerprint(linked) == fingerprint(one)
 
 
 def test_a_file_that_changes_while_it_is_read_has_no_name(
@@ -199,6 +204,7 @@ def later(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("later")
 def test_an_adapter_is_known_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "ADAPTER_WAIT_S", 60.0)  # however busy the machine is
     adapters, first = Adapters(), model(tmp_path / "first")
     key = adapters.key("a", str(first), 1)
     copied = shutil.copytree(first, tmp_path / "copy")
@@ -284,19 +290,6 @@ def test_a_model_in_the_cache_of_its_hub_is_known_by_its_content(tmp_path: Path)
         marks.append(mark(configured("org/model", download_dir=str(tmp_path))))
         assert marks[-1] == fingerprint(path)
     assert marks[0] != marks[1]
-
-
-def snapshot(cache: Path, commit: str, value: float) -> Path:
-    repository = cache / "models--org--model"
-    (repository / "snapshots").mkdir(parents=True, exist_ok=True)
-    (repository / "refs").mkdir(exist_ok=True)
-    (repository / "refs" / "main").write_text(commit)
-    made = model(repository / f"blobs-of-{commit}", norm=value)
-    linked = repository / "snapshots" / commit
-    linked.mkdir()
-    for file in made.iterdir():
-        (linked / file.name).symlink_to(file)
-    return linked
 
 
 def test_what_a_hub_has_just_brought_is_known_while_there_is_no_other_commit(tmp_path: Path) -> None:
