@@ -1,7 +1,9 @@
-"""What a deployment says to `lmcache server` must exist."""
+"""What a deployment says to `lmcache server` must exist, and vLLM must take what it is given."""
 
+import json
 from collections.abc import Iterable, Mapping
 
+from lmcache_client.connector import settings
 from lmcache_server import config
 from lmcache_server.commands.cli import cli
 from lmcache_server.tiers import urls
@@ -16,3 +18,22 @@ def assert_server_options_exist(arguments: Iterable[str], environment: Mapping[s
     assert {each.partition("=")[0] for each in arguments if each.startswith("-")} <= known
     variables = {name for name in environment if name.startswith(config.ENVIRONMENT_PREFIX)}
     assert variables - NO_OPTIONS <= {config.variable_name(name) for name in config.OPTIONS}
+
+
+def vllm_options(arguments: Iterable[str]) -> tuple[dict[str, str], settings.Settings, str]:
+    """The options of an engine that uses our connector, what the connector makes of its part, and where the
+    engine publishes KV events, if it does."""
+    from vllm.config import KVTransferConfig
+    from vllm.config.kv_events import KVEventsConfig
+
+    split = (each.partition("=") for each in arguments)
+    given = {name: value for name, _, value in split if name.startswith("--")}
+    transfer = KVTransferConfig(**json.loads(given["--kv-transfer-config"]))
+    assert (transfer.kv_connector, transfer.kv_role) == ("LMCacheMPConnector", "kv_both")
+    parsed, ignored = settings.parse(transfer.kv_connector_extra_config)
+    assert not ignored
+    if "--kv-events-config" not in given:
+        return given, parsed, ""
+    events = KVEventsConfig(**json.loads(given["--kv-events-config"]))
+    assert (events.enable_kv_cache_events, events.publisher) == (True, "zmq")
+    return given, parsed, events.endpoint

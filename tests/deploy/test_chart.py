@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,16 @@ from harness import tools
 from harness.paths import ROOT
 from harness.server import LMCacheServer
 
+from deploy import charts
+from deploy.charts import CHART, containers, only, pods, render
 from deploy.flags import assert_server_options_exist
+from deploy.programs import run
 from lmcache_client.connector import settings
 from lmcache_client.contract.version import VERSION
 
-CHART = ROOT / "deploy" / "helm" / "lmcache-mp"
-KUBERNETES = ("1.29", "1.34")
 SHAPES = ("default", "gpu", "sidecar", "everything")
+each_shape = pytest.mark.parametrize("shape", SHAPES)
 MONITORED = {name: {"enabled": True} for name in ("serviceMonitor", "prometheusRule", "dashboard")}
-Manifest = dict[str, Any]
 
 
 def values(shape: str) -> dict[str, Any]:
@@ -47,69 +47,28 @@ def values(shape: str) -> dict[str, Any]:
             "extraVolumes": [{"name": "l1", "hostPath": {"path": "/dev/shm"}}],
             "extraVolumeMounts": [{"name": "l1", "mountPath": "/l1"}],
         }
-    path = CHART.parent / "values" / f"{shape}.yaml"
-    loaded: dict[str, Any] = tools.module("yaml").safe_load(path.read_text())
-    return loaded
+    return charts.load(CHART.parent / "values" / f"{shape}.yaml")
 
 
-def render(given: dict[str, Any]) -> list[Manifest]:
-    """The manifests of the chart, in no order."""
-    with tools.module("helm_python.chart").Chart.load(CHART) as chart:
-        files = chart.render(given, name="cache", namespace="ai")
-    texts = [text for name, text in files.items() if name.endswith(".yaml")]
-    return [each for text in texts for each in tools.module("yaml").safe_load_all(text) if each]
-
-
-def pods(manifests: list[Manifest]) -> Iterator[Manifest]:
-    for each in manifests:
-        if each["kind"] in ("DaemonSet", "Deployment"):
-            yield each["spec"]["template"]["spec"]
-
-
-def containers(manifests: list[Manifest]) -> list[Manifest]:
-    return [
-        container
-        for pod in pods(manifests)
-        for container in (*pod["containers"], *pod.get("initContainers", ()))
-    ]
-
-
-def only(manifests: list[Manifest], kind: str) -> Manifest:
-    found = [each for each in manifests if each["kind"] == kind]
-    assert len(found) == 1, kind
-    return found[0]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_chart_is_clean(shape):
+@each_shape
+def test_the_chart_is_clean_and_every_manifest_is_valid(shape):
     report = tools.module("helm_python.chart").lint(CHART, values(shape), strict=True)
     assert not report["errors"]
     assert {each["error"] for each in report["messages"]} <= {"icon is recommended"}
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("version", KUBERNETES)
-def test_every_manifest_is_valid(shape, version):
-    validate = tools.module("kubernetes_validate")
     custom = {"ServiceMonitor", "PrometheusRule"}
-    checked = [each for each in render(values(shape)) if each["kind"] not in custom]
-    for manifest in checked:
-        validate.validate(manifest, version, strict=True)
-    assert "Service" in {each["kind"] for each in checked}
-
-
-@pytest.mark.parametrize("shape", ["default", "gpu", "sidecar"])
-def test_a_plain_cluster_knows_every_kind(shape):
-    """Without the CustomResourceDefinitions of an operator."""
     manifests = render(values(shape))
-    assert {each["apiVersion"] for each in manifests} <= {"v1", "apps/v1"}
-    assert "ConfigMap" not in {each["kind"] for each in manifests}
+    kinds = {each["kind"] for each in manifests}
+    charts.assert_valid(each for each in manifests if each["kind"] not in custom)
+    assert "Service" in kinds
+    if shape != "everything":
+        # A plain cluster knows all of it, without the CustomResourceDefinitions of an operator.
+        assert {each["apiVersion"] for each in manifests} <= {"v1", "apps/v1"}
+        assert "ConfigMap" not in kinds
 
 
 def test_the_values_for_prometheus_add_its_objects():
-    loaded = tools.module("yaml").safe_load((CHART.parent / "values" / "prometheus.yaml").read_text())
-    assert loaded == MONITORED
-    kinds = {each["kind"] for each in render(values("gpu") | loaded)}
+    assert charts.load(CHART.parent / "values" / "prometheus.yaml") == MONITORED
+    kinds = {each["kind"] for each in render(values("gpu") | MONITORED)}
     assert {"ServiceMonitor", "PrometheusRule", "ConfigMap"} <= kinds
 
 
@@ -126,7 +85,7 @@ def test_images_come_from_the_registry_that_the_page_names():
         assert pulled <= set(re.findall(r"docker push (\S+)", page))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@each_shape
 def test_no_container_has_more_rights_than_it_needs(shape):
     manifests = render(values(shape))
     for pod in pods(manifests):
@@ -149,19 +108,16 @@ def test_no_container_has_more_rights_than_it_needs(shape):
         assert confined.get("runAsUser") == (0 if prepares else None)
 
 
-def test_host_ipc_takes_gpus():
-    assert not any(pod.get("hostIPC") for pod in pods(render({"gpu": {"hostIPC": True}})))
-
-
 def test_the_sidecar_needs_nothing_of_the_node():
     """The level "restricted" of Pod Security: beyond the test above, no volume of the host."""
     for pod in pods(render(values("sidecar"))):
         assert pod["shareProcessNamespace"] is True
         assert all("hostPath" not in volume for volume in pod["volumes"])
         assert len(pod["containers"]) == 2
+    assert not any(pod.get("hostIPC") for pod in pods(render({"gpu": {"hostIPC": True}}))), "it takes GPUs"
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@each_shape
 def test_server_and_engines_meet(shape):
     manifests = render(values(shape))
     found = {each["name"]: each for each in containers(manifests)}
@@ -196,20 +152,16 @@ def test_memory_covers_l1():
 
 
 def test_the_patch_for_engines_gives_them_what_the_charts_own_engine_has():
-    with tools.module("helm_python.chart").Chart.load(CHART) as chart:
-        files = chart.render({"socket": {"hostPath": "/run/other"}}, name="cache", namespace="ai")
-    notes = next(text for name, text in files.items() if name.endswith("NOTES.txt"))
-    text = "apiVersion:" + notes.partition("apiVersion:")[2].partition("\n\n")[0]
-    patch = tools.module("yaml").safe_load(text)["spec"]["template"]["spec"]
+    patch = charts.patch_for_engines({"socket": {"hostPath": "/run/other"}})
     (own,) = [each for each in pods(render(values("everything"))) if each["containers"][0]["name"] == "vllm"]
     assert (patch["hostPID"], patch["enableServiceLinks"]) == (own["hostPID"], own["enableServiceLinks"])
     assert set(patch["securityContext"]) <= set(own["securityContext"])
     (container,), (engine, *_) = patch["containers"], own["containers"]
     assert all(each in engine["env"] for each in container["env"])
-    assert container["volumeMounts"][0]["mountPath"] in {each["mountPath"] for each in engine["volumeMounts"]}
-    (volume,) = patch["volumes"]
+    (volume,), (mount,) = patch["volumes"], container["volumeMounts"]
+    assert mount["mountPath"] in {each["mountPath"] for each in engine["volumeMounts"]}
     assert volume["hostPath"] in [each.get("hostPath") for each in own["volumes"]]
-    assert volume["name"] == container["volumeMounts"][0]["name"]
+    assert volume["name"] == mount["name"]
 
 
 def test_services_select_pods_that_have_the_port():
@@ -217,13 +169,9 @@ def test_services_select_pods_that_have_the_port():
         manifests = render(values(shape))
         templates = [each["spec"]["template"] for each in manifests if "template" in each.get("spec", {})]
         for service in (each["spec"] for each in manifests if each["kind"] == "Service"):
-            selected = [
-                each
-                for each in templates
-                if service["selector"].items() <= each["metadata"]["labels"].items()
-            ]
-            assert len(selected) == 1
-            ports = {port["name"] for one in selected[0]["spec"]["containers"] for port in one["ports"]}
+            selector = service["selector"].items()
+            (selected,) = [each for each in templates if selector <= each["metadata"]["labels"].items()]
+            ports = {port["name"] for one in selected["spec"]["containers"] for port in one["ports"]}
             assert {port["targetPort"] for port in service["ports"]} <= ports
 
 
@@ -232,33 +180,22 @@ def test_the_service_monitor_finds_the_metrics_under_the_name_of_the_alerts():
     monitor = only(manifests, "ServiceMonitor")["spec"]
     wanted = monitor["selector"]["matchLabels"].items()
     services = [each for each in manifests if each["kind"] == "Service"]
-    selected = [each for each in services if wanted <= each["metadata"]["labels"].items()]
-    assert len(selected) == 1
+    (selected,) = [each for each in services if wanted <= each["metadata"]["labels"].items()]
     assert {each["port"] for each in monitor["endpoints"]} == {"http"}
-    job = selected[0]["metadata"]["labels"][monitor["jobLabel"]]
+    job = selected["metadata"]["labels"][monitor["jobLabel"]]
     assert f'up{{job="{job}"}}' in (CHART / "files" / "rules.yml").read_text()
 
 
-@pytest.mark.parametrize("copied", ["prometheus/rules.yml", "grafana/dashboard.json"])
-def test_the_charts_copies_are_up_to_date(copied):
-    """No links: helm says two lines about them at each call."""
-    copy = CHART / "files" / Path(copied).name
-    assert not copy.is_symlink()
-    assert copy.read_bytes() == (ROOT / "deploy" / copied).read_bytes(), f"cp deploy/{copied} {copy}"
-
-
-def test_alerts_and_dashboard_are_the_files_of_the_repository(tmp_path):
+def test_alerts_and_dashboard_are_the_files_of_the_repository():
+    """The chart has copies and no links: helm says two lines about them at each call."""
+    for copied in ("prometheus/rules.yml", "grafana/dashboard.json"):
+        copy = CHART / "files" / Path(copied).name
+        assert not copy.is_symlink()
+        assert copy.read_bytes() == (ROOT / "deploy" / copied).read_bytes(), f"cp deploy/{copied} {copy}"
     manifests = render(MONITORED)
-    rules = tools.module("yaml").safe_load((ROOT / "deploy/prometheus/rules.yml").read_text())
-    rendered = only(manifests, "PrometheusRule")["spec"]
-    assert rendered == rules
-    path = tmp_path / "rules.yml"
-    path.write_text(json.dumps(rendered))
-    subprocess.run([tools.find("promtool"), "check", "rules", path], check=True, capture_output=True)
-    boards = only(manifests, "ConfigMap")["data"]
-    assert json.loads(boards["lmcache.json"]) == json.loads(
-        (ROOT / "deploy/grafana/dashboard.json").read_text()
-    )
+    assert only(manifests, "PrometheusRule")["spec"] == charts.load(CHART / "files" / "rules.yml")
+    board = only(manifests, "ConfigMap")["data"]["lmcache.json"]
+    assert json.loads(board) == json.loads((CHART / "files" / "dashboard.json").read_text())
 
 
 @pytest.mark.parametrize(
@@ -285,9 +222,10 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
-def test_every_value_is_in_the_schema_and_used():
-    text = (CHART / "values.yaml").read_text()
-    loaded = tools.module("yaml").safe_load(text)
+def test_every_value_is_in_the_schema_and_used_and_the_chart_is_of_this_version():
+    about = charts.load(CHART / "Chart.yaml")
+    assert about["appVersion"] == about["version"] == VERSION
+    loaded = charts.load(CHART / "values.yaml")
     schema = json.loads((CHART / "values.schema.json").read_text())
     templates = "".join(path.read_text() for path in sorted((CHART / "templates").iterdir()))
     for leaf in leaves(loaded):
@@ -297,11 +235,6 @@ def test_every_value_is_in_the_schema_and_used():
             known = known.get("properties", {}).get(name, {})
         used = [".".join(leaf.split(".")[:depth]) for depth in range(1, leaf.count(".") + 2)]
         assert any(re.search(rf"\.Values\.{re.escape(each)}\b(?!\.)", templates) for each in used), leaf
-
-
-def test_the_chart_is_of_this_version():
-    with tools.module("helm_python.chart").Chart.load(CHART) as chart:
-        assert chart.metadata["appVersion"] == chart.metadata["version"] == VERSION
 
 
 def test_the_init_container_gives_the_directory_to_the_user(tmp_path):
@@ -316,8 +249,7 @@ def test_the_init_container_gives_the_directory_to_the_user(tmp_path):
     setpriv = [tools.find("setpriv"), "--bounding-set=-all,+chown", "--inh-caps=-all"]
     for mode in (0o755, 0o700, 0o777):
         directory.chmod(mode)
-        script_here = script.replace("/run/lmcache", str(directory))
-        subprocess.run([*setpriv, shell, options, script_here], check=True)
+        run(*setpriv, shell, options, script.replace("/run/lmcache", str(directory)))
         info = directory.stat()
         assert (info.st_uid, info.st_gid, info.st_mode & 0o7777) == (10001, 10001, 0o700)
 

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 import unittest.mock
 from pathlib import Path
@@ -18,30 +17,26 @@ from harness.processes import free_port
 from harness.routers import needs
 from harness.stores import Store, mooncake_places
 
-from deploy.flags import assert_server_options_exist
-from deploy.test_chart import CHART, KUBERNETES, Manifest, containers, render
-from deploy.test_images import DEPLOY, run
-from lmcache_client.connector import settings
+from deploy import charts
+from deploy.charts import Manifest, containers, render
+from deploy.flags import assert_server_options_exist, vllm_options
+from deploy.programs import run
 from lmcache_client.contract.version import VERSION
 from lmcache_server.tiers import urls
 
+DEPLOY = ROOT / "deploy"
 HOSTS = 3
-PASSWORD = {**os.environ, "VALKEY_PASSWORD": "secret"}
-
-
 STORES = {"valkey": "servers.yaml", "mooncake": "mooncake-servers.yaml"}
 """The values of the servers that use a store; the store is in a file of its name."""
 
 
 def manifests(store: str = "") -> list[Manifest]:
     """Engines and router, or a store."""
-    text = (DEPLOY / "fleet" / f"{store or 'fleet'}.yaml").read_text()
-    return list(tools.module("yaml").safe_load_all(text))
+    return charts.load_all((DEPLOY / "fleet" / f"{store or 'fleet'}.yaml").read_text())
 
 
 def servers(store: str) -> list[Manifest]:
-    text = (DEPLOY / "fleet" / STORES[store]).read_text()
-    return render(tools.module("yaml").safe_load(text))
+    return render(charts.load(DEPLOY / "fleet" / STORES[store]))
 
 
 def tier(store: str) -> tuple[urls.TierUrl, Manifest]:
@@ -62,27 +57,19 @@ def pod(kind: str, name: str, store: str = "") -> Manifest:
     return spec
 
 
-def composed(store: str = "valkey") -> dict[str, Any]:
+def composed(store: str = "valkey", password: str | None = "secret") -> dict[str, Any]:
     """The services with a store, as compose sees them."""
-    command = [str(tools.find("docker-compose")), "-f", str(DEPLOY / "compose" / "fleet.yaml")]
-    command += ["-f", str(DEPLOY / "compose" / f"fleet.{store}.yaml")]
-    done = subprocess.run(
-        [*command, "config", "--format", "json"], env=PASSWORD, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    services: dict[str, Any] = json.loads(done.stdout)["services"]
+    files = [argument for name in ("fleet", f"fleet.{store}") for argument in ("-f", f"{name}.yaml")]
+    environment = {**os.environ, "VALKEY_PASSWORD": password or ""}
+    command = [tools.find("docker-compose"), *files, "config", "--format", "json"]
+    services: dict[str, Any] = json.loads(run(*command, cwd=DEPLOY / "compose", env=environment))["services"]
     return services
 
 
-def options(arguments: list[str]) -> dict[str, str]:
-    return {name: value for name, _, value in (each.partition("=") for each in arguments) if name[:2] == "--"}
-
-
-@pytest.mark.parametrize("version", KUBERNETES)
-def test_every_manifest_is_valid(version: str) -> None:
-    stores = [each for store in STORES for each in (*manifests(store), *servers(store))]
-    for each in (*manifests(), *stores):
-        tools.module("kubernetes_validate").validate(each, version, strict=True)
+def test_every_manifest_is_valid() -> None:
+    charts.assert_valid(manifests())
+    for store in STORES:
+        charts.assert_valid([*manifests(store), *servers(store)])
 
 
 def test_the_servers_use_the_valkey_of_the_fleet() -> None:
@@ -92,10 +79,8 @@ def test_the_servers_use_the_valkey_of_the_fleet() -> None:
     assert password["valueFrom"] == store["env"][0]["valueFrom"]
     service = named("Service", "lmcache-valkey", "valkey")["spec"]
     assert url.place == f"lmcache-valkey:{service['ports'][0]['port']}"
-    assert (
-        "kubectl create secret generic lmcache-valkey --from-literal=password"
-        in (DEPLOY / "fleet" / "valkey.yaml").read_text()
-    )
+    told = "kubectl create secret generic lmcache-valkey --from-literal=password"
+    assert told in (DEPLOY / "fleet" / "valkey.yaml").read_text()
 
 
 def test_the_servers_use_the_mooncake_store_of_the_fleet_and_have_memory_for_their_segment() -> None:
@@ -106,17 +91,15 @@ def test_the_servers_use_the_mooncake_store_of_the_fleet_and_have_memory_for_the
     assert master["image"] == server["image"]
     assert master["command"] == ["mooncake_master"]
     assert f"-rpc_port={service['ports'][0]['port']}" in master["args"]
-    values = tools.module("yaml").safe_load((DEPLOY / "fleet" / STORES["mooncake"]).read_text())
+    values = charts.load(DEPLOY / "fleet" / STORES["mooncake"])
     assert values["memoryOverheadGb"] > url.parameters["segment_gb"]
 
 
 @pytest.mark.parametrize("where", ["kubernetes", "compose"])
 def test_mooncakes_master_takes_its_options(where: str, tmp_path: Path) -> None:
     """The real program, with another port, listens where it is told."""
-    if where == "kubernetes":
-        arguments = pod("Deployment", "lmcache-mooncake", "mooncake")["containers"][0]["args"]
-    else:
-        arguments = composed("mooncake")["mooncake"]["command"]
+    (container,) = pod("Deployment", "lmcache-mooncake", "mooncake")["containers"]
+    arguments = container["args"] if where == "kubernetes" else composed("mooncake")["mooncake"]["command"]
     with only_a_loopback(), unittest.mock.patch.dict(os.environ, mooncake_places()):
         port, other = free_port(), free_port()
         given = [each.replace("50051", str(port)) for each in arguments]
@@ -156,18 +139,8 @@ def test_only_servers_reach_the_memory_that_servers_give_to_mooncake() -> None:
 
 
 def test_engines_meet_the_servers_of_the_chart() -> None:
-    with tools.module("helm_python.chart").Chart.load(CHART) as chart:
-        given = tools.module("yaml").safe_load((DEPLOY / "fleet" / "servers.yaml").read_text())
-        files = chart.render(given, name="cache", namespace="ai")
-    notes = next(text for file, text in files.items() if file.endswith("NOTES.txt"))
-    text = "apiVersion:" + notes.partition("apiVersion:")[2].partition("\n\n")[0]
-    patch = tools.module("yaml").safe_load(text)["spec"]["template"]["spec"]
-    engine = pod("StatefulSet", "vllm")
-    (wanted,), container = patch.pop("containers"), engine["containers"][0]
-    assert all(each in engine["volumes"] for each in patch.pop("volumes"))
-    assert all(each in container["volumeMounts"] for each in wanted["volumeMounts"])
-    assert all(each in container["env"] for each in wanted["env"])
-    assert patch.items() <= engine.items()
+    patch = charts.patch_for_engines(charts.load(DEPLOY / "fleet" / "servers.yaml"))
+    charts.assert_patched(pod("StatefulSet", "vllm"), patch)
 
 
 def vllm_and_router(where: str) -> tuple[list[str], list[str], list[str]]:
@@ -186,8 +159,6 @@ def vllm_and_router(where: str) -> tuple[list[str], list[str], list[str]]:
 
 @pytest.mark.parametrize("where", ["compose", "kubernetes"])
 def test_vllm_and_the_router_take_their_options_and_mean_the_same(where: str) -> None:
-    from vllm.config import KVTransferConfig
-    from vllm.config.kv_events import KVEventsConfig
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -196,30 +167,20 @@ def test_vllm_and_the_router_take_their_options_and_mean_the_same(where: str) ->
     assert len(names) == HOSTS
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments[1:])
     assert parsed.enable_scale_out
-    given = options(arguments)
-    transfer = KVTransferConfig(**json.loads(given["--kv-transfer-config"]))
-    assert (transfer.kv_connector, transfer.kv_role) == ("LMCacheMPConnector", "kv_both")
-    assert settings.parse(transfer.kv_connector_extra_config)[1] == []
-    events = KVEventsConfig(**json.loads(given["--kv-events-config"]))
-    assert (events.enable_kv_cache_events, events.publisher) == (True, "zmq")
-    port = events.endpoint.rpartition(":")[2]
+    given, _, endpoint = vllm_options(arguments)
     script = (
         "import dataclasses, json, sys; from vllm_router.launch_router import parse_router_args;"
         "print(json.dumps(dataclasses.asdict(parse_router_args(sys.argv[1:])), default=str))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROUTERS)}
-    done = subprocess.run(
-        [sys.executable, "-c", script, *router], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    taken = json.loads(done.stdout.splitlines()[-1])
+    taken = json.loads(run(sys.executable, "-c", script, *router, env=environment).splitlines()[-1])
     workers = [f"http://{name}:{given['--port']}" for name in names]
     assert taken["worker_urls"] == workers
     assert taken["policy"] == "kv_aware"
     assert taken["kv_event_block_size"] == int(given["--block-size"])
     assert taken["kv_event_model"] == arguments[0]
     for name, worker in zip(names, workers, strict=True):
-        assert f"{worker}=tcp://{name}:{port}" in taken["kv_event_source"]
+        assert f"{worker}=tcp://{name}:{endpoint.rpartition(':')[2]}" in taken["kv_event_source"]
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -248,12 +209,8 @@ def test_hosts_of_compose_share_nothing_but_the_store(store: str) -> None:
 
 
 def test_a_store_without_a_password_is_an_error_that_names_it() -> None:
-    files = [str(DEPLOY / "compose" / name) for name in ("fleet.yaml", "fleet.valkey.yaml")]
-    command = [str(tools.find("docker-compose")), "-f", files[0], "-f", files[1], "config"]
-    environment = {name: value for name, value in os.environ.items() if name != "VALKEY_PASSWORD"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode
-    assert re.search(r"VALKEY_PASSWORD is.* missing.*the password of the store", done.stderr), done.stderr
+    with pytest.raises(AssertionError, match=r"VALKEY_PASSWORD is.* missing.*the password of the store"):
+        composed(password=None)
 
 
 def test_the_image_of_the_router_has_the_version_that_is_tested() -> None:

@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import re
-import subprocess
 import threading
 import time
 import urllib.error
@@ -26,7 +25,8 @@ from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
 
-from deploy import dashboard
+from deploy import charts, dashboard
+from deploy.programs import run
 from lmcache_server.telemetry import metrics
 
 SHIPPED = ROOT / "deploy" / "prometheus"
@@ -41,28 +41,19 @@ KNOWN = {metric.name for metric in metrics.TABLE}
 
 def test_promtool_finds_nothing_wrong():
     promtool = tools.find("promtool")
-    for arguments in (
-        ("check", "config", SHIPPED / "prometheus.yml"),
-        ("check", "rules", "--lint=all", "--lint-fatal", SHIPPED / "rules.yml"),
-        ("test", "rules", SHIPPED / "rules_test.yml"),
-    ):
-        done = subprocess.run([promtool, *arguments], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+    run(promtool, "check", "config", SHIPPED / "prometheus.yml")
+    run(promtool, "check", "rules", "--lint=all", "--lint-fatal", SHIPPED / "rules.yml")
+    run(promtool, "test", "rules", SHIPPED / "rules_test.yml")
 
 
 def rules() -> list[dict[str, Any]]:
-    loaded = tools.module("yaml").safe_load((SHIPPED / "rules.yml").read_text())
-    return [rule for each in loaded["groups"] for rule in each["rules"]]
+    return [rule for each in charts.load(SHIPPED / "rules.yml")["groups"] for rule in each["rules"]]
 
 
 def test_every_alert_is_tested_and_says_what_to_do():
-    tested = tools.module("yaml").safe_load((SHIPPED / "rules_test.yml").read_text())["tests"]
-    fired = {
-        case["alertname"]
-        for test in tested
-        for case in test.get("alert_rule_test", ())
-        if case.get("exp_alerts")
-    }
+    tests = charts.load(SHIPPED / "rules_test.yml")["tests"]
+    cases = [case for test in tests for case in test.get("alert_rule_test", ())]
+    fired = {case["alertname"] for case in cases if case.get("exp_alerts")}
     alerts = [rule for rule in rules() if "alert" in rule]
     assert fired == {rule["alert"] for rule in alerts}
     for rule in alerts:
@@ -76,24 +67,16 @@ def test_every_alert_is_tested_and_says_what_to_do():
 
 
 def test_every_metric_that_is_named_exists_and_every_metric_is_shown():
-    shown = set().union(*(dashboard.metrics_in(expression) for _, expression in dashboard.queries()))
-    alerted = set().union(*(dashboard.metrics_in(rule["expr"]) for rule in rules()))
-    assert shown | alerted <= KNOWN
+    """Those of vLLM are in this vLLM or in the connector."""
+    queries, alerts = [each for _, each in dashboard.queries()], [rule["expr"] for rule in rules()]
+    shown = set().union(*map(dashboard.metrics_in, queries))
     assert shown == KNOWN
-
-
-def test_every_metric_of_vllm_that_is_named_exists():
-    """In this vLLM or in the connector."""
+    assert set().union(*map(dashboard.metrics_in, alerts)) <= KNOWN
     declared = importlib.util.find_spec("vllm")
     assert declared is not None
-    assert declared.origin is not None
-    sources = [
-        Path(declared.origin).parent / "v1/metrics/loggers.py",
-        ROOT / "lmcache_client/connector/stats.py",
-    ]
-    texts = "".join(path.read_text() for path in sources)
-    expressions = [*(each for _, each in dashboard.queries()), *(rule["expr"] for rule in rules())]
-    named = set().union(*map(dashboard.vllm_metrics_in, expressions))
+    loggers = Path(declared.origin or "").parent / "v1/metrics/loggers.py"
+    texts = loggers.read_text() + (ROOT / "lmcache_client/connector/stats.py").read_text()
+    named = set().union(*map(dashboard.vllm_metrics_in, [*queries, *alerts]))
     assert len(named) >= 4
     for name in named:
         assert f'"{name}"' in texts or f'"{name.removeprefix("vllm:lmcache_mp_")}"' in texts, name
@@ -196,13 +179,8 @@ def start_prometheus(stack: ExitStack, directory: Path, instance: str) -> Promet
     (directory / "prometheus.yml").write_text(text)
     (directory / "rules.yml").write_text((SHIPPED / "rules.yml").read_text())
     port = free_port()
-    command = [
-        str(tools.find("prometheus")),
-        f"--config.file={directory / 'prometheus.yml'}",
-        f"--storage.tsdb.path={directory / 'data'}",
-        f"--web.listen-address=127.0.0.1:{port}",
-        "--log.level=warn",
-    ]
+    command = [str(tools.find("prometheus")), "--log.level=warn", f"--web.listen-address=127.0.0.1:{port}"]
+    command += [f"--config.file={directory / 'prometheus.yml'}", f"--storage.tsdb.path={directory / 'data'}"]
     process = stack.enter_context(ChildProcess("prometheus", command))
     prometheus = Prometheus(f"http://127.0.0.1:{port}", instance, process.log)
     process.wait_until_ready(prometheus.is_ready, START_TIMEOUT_S, interval_s=0.05)
@@ -265,26 +243,22 @@ def test_a_server_that_nobody_uses_shows_no_error_and_nothing_that_is_no_number(
         assert sum(map(bool, shown.values())) > 10, "most of them are 0"
 
 
-@pytest.mark.parametrize("instance", ["one", "all"])
-def test_every_query_of_the_dashboard_shows_something(prometheus, instance):
-    """With one server chosen, and with Grafana's All."""
-    chosen = {"instance": prometheus.instance} if instance == "one" else {}
+def test_every_query_of_the_dashboard_shows_something_and_nothing_of_another_server_or_model(prometheus):
+    """With one server chosen, and with Grafana's All: the variables are in every query."""
+    by_model = [metric.name for metric in metrics.TABLE if metric.by_model]
     asked = 0
     for title, expression in dashboard.queries():
-        found = prometheus.samples(dashboard.filled_in(expression, WINDOW, **chosen))
-        assert [each for each in found if each == each], f"{title}: {expression}"
+
+        def samples(expression: str = expression, **chosen: str) -> list[float]:
+            return prometheus.samples(dashboard.filled_in(expression, WINDOW, **chosen))
+
+        for chosen in ({}, {"instance": prometheus.instance}):
+            assert [each for each in samples(**chosen) if each == each], f"{title}: {expression}"
+        others = {"served": "none"} if "vllm:" in expression else {"instance": "127.0.0.1:1"}
+        assert not samples(**others), title
+        assert not any(name in expression for name in by_model) or not samples(model="none"), title
         asked += 1
     assert asked > 30
-
-
-def test_another_server_or_model_is_not_shown(prometheus):
-    """So the variables are in every query."""
-    by_model = [metric.name for metric in metrics.TABLE if metric.by_model]
-    for title, expression in dashboard.queries():
-        others = {"served": "none"} if "vllm:" in expression else {"instance": "127.0.0.1:1"}
-        assert not prometheus.samples(dashboard.filled_in(expression, WINDOW, **others)), title
-        if any(name in expression for name in by_model):
-            assert not prometheus.samples(dashboard.filled_in(expression, WINDOW, model="none")), title
 
 
 def totals(expression: str) -> str:

@@ -13,6 +13,7 @@ from harness.options import load
 from harness.paths import ROOT
 from harness.server import LMCacheServer
 
+from deploy.programs import run
 from lmcache_server import config
 
 UNIT = ROOT / "deploy" / "systemd" / "lmcache.service"
@@ -29,12 +30,6 @@ def service() -> dict[str, str]:
     return dict(parser["Service"])
 
 
-def run(*command: str | Path) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
 def analyze() -> Path:
     """systemd-analyze, of a version that can judge a file."""
     found = tools.find("systemd-analyze")
@@ -44,20 +39,17 @@ def analyze() -> Path:
     return found
 
 
-def test_the_unit_is_valid(tmp_path):
+def test_the_unit_is_valid_and_tight(tmp_path):
     # systemd asks whether the program is there, which it is once it has been installed as the unit says.
     unit = tmp_path / UNIT.name
     text = UNIT.read_text()
     assert "ExecStart=/opt/lmcache/bin/lmcache server\n" in text
     unit.write_text(text.replace("/opt/lmcache/bin/lmcache", sys.executable))
-    assert not run(analyze(), "verify", "--man=no", unit)
-
-
-def test_the_unit_is_tight():
+    assert not run(analyze(), "verify", "--man=no", unit, stderr=subprocess.STDOUT)
     run(analyze(), "security", "--offline=true", f"--threshold={MAX_EXPOSURE}", UNIT)
 
 
-def test_it_has_what_the_server_needs():
+def test_it_has_what_the_server_needs_and_its_configuration_file_is_accepted():
     found = service()
     assert found["LimitMEMLOCK"] == "infinity"
     assert int(found["LimitNOFILE"]) >= 4096
@@ -66,9 +58,6 @@ def test_it_has_what_the_server_needs():
         assert name not in found
     # The exit code of a configuration that cannot work: starting again would not help.
     assert found["RestartPreventExitStatus"] == "2"
-
-
-def test_its_configuration_file_is_accepted():
     loaded = load("--config", str(UNIT.parent / "lmcache.toml"))
     assert loaded.l1_size_gb == 64
     commented = re.findall(r"^# (\w+) = ", (UNIT.parent / "lmcache.toml").read_text(), re.MULTILINE)
@@ -100,17 +89,7 @@ def test_a_server_confined_as_the_unit_says_serves(without, stack):
     assert re.search(r"CapEff:\t0+\n", status)
     # The bench is an engine that checks what comes back; without capabilities, as vLLM beside it.
     engine = [sys.executable, str(CONFINED), "capabilities", "--", sys.executable, "-m", "lmcache_server"]
-    bench = [
-        "bench",
-        "--requests",
-        "2",
-        "--layers",
-        "2",
-        "--only",
-        "store,load",
-        "--port",
-        str(server.port),
-    ]
+    bench = ["bench", "--requests", "2", "--layers", "2", "--only", "store,load", "--port", str(server.port)]
     done = subprocess.run(
         [*engine, *bench], cwd=ROOT, env=server.environment, capture_output=True, text=True, check=False
     )

@@ -12,15 +12,18 @@ import sys
 import tarfile
 import venv
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 from harness.paths import ROOT
 from harness.waiting import wait_until
 
+from deploy import programs
 from lmcache_client.contract.version import VERSION
 
 ENVIRONMENT = {name: os.environ[name] for name in ("PATH", "LANG", "HOME") if name in os.environ}
+run = partial(programs.run, env=ENVIRONMENT)
 PACKAGES = {"lmcache_client", "lmcache_kernels", "lmcache_server"}
 ROOMS = {"lmcache_client", "kernels", "lmcache_server"}
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -41,13 +44,6 @@ import lmcache_client.connector.plugin
 print(json.dumps([entry.value for entry in entry_points(group="vllm.general_plugins")]))
 print(json.dumps(sorted(name for name in ("torch", "vllm", "cupy") if name in sys.modules)))
 """
-
-
-def run(*command: object, **options: object) -> str:
-    options = {"env": ENVIRONMENT, **options}
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, **options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -199,15 +195,9 @@ def test_the_release_workflow_runs_what_exists() -> None:
 def test_nobody_is_told_to_install_from_an_index_what_no_index_has() -> None:
     """A name that is not registered is a stranger's on the day that somebody takes it."""
     told = re.compile(r"(pip|uv) install[^\n`]*(?<![/\w.-])lmcache-mp(?![-\w/])")
-    places = [
-        ROOT / each for each in ("lmcache_client", "lmcache_server", "kernels", "docs", "deploy", "scripts")
-    ]
-    files = [
-        path
-        for place in places
-        for path in place.rglob("*")
-        if path.suffix in {".py", ".md", ".json", ".html"}
-    ]
+    places = ("lmcache_client", "lmcache_server", "kernels", "docs", "deploy", "scripts")
+    paths = [path for place in places for path in (ROOT / place).rglob("*")]
+    files = [path for path in paths if path.suffix in {".py", ".md", ".json", ".html"}]
     files += [*ROOT.glob("*.md"), ROOT / "Makefile", *(ROOT / "deploy").rglob("Dockerfile*")]
     assert len(files) > 100
     assert not [(str(path), found[0]) for path in files if (found := told.search(path.read_text()))]

@@ -4,7 +4,9 @@ The model knows nothing of frames' positions; the bytes are modelled apart: a ta
 a store ends, and read by every open read after every step.
 """
 
+import itertools
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 from hypothesis import settings
@@ -101,6 +103,10 @@ class ModelChunk:
     def tenant(self) -> bytes:
         return TENANTS.get(self.name[0], b"")
 
+    @property
+    def taken(self) -> int:
+        return sum(each.frames for each in self.objects.values())
+
     def frames(self, ready: bool = True) -> int:
         return sum(each.frames for each in self.objects.values() if each.ready == ready)
 
@@ -160,7 +166,7 @@ class Model:
         return len(gone)
 
     def pinned_frames(self) -> int:
-        return sum(chunk.frames(True) + chunk.frames(False) for chunk in self.pinned)
+        return sum(chunk.taken for chunk in self.pinned)
 
     @property
     def order(self) -> list[ModelChunk]:
@@ -183,12 +189,10 @@ class Model:
         return [*self.index.values(), *self.forgotten]
 
     def free_frames(self) -> int:
-        taken = sum(chunk.frames(True) + chunk.frames(False) for chunk in self.chunks())
-        return self.total_frames - taken
+        return self.total_frames - sum(chunk.taken for chunk in self.chunks())
 
     def tenant_frames(self, tenant: bytes) -> int:
-        own = [chunk for chunk in self.chunks() if chunk.tenant == tenant]
-        return sum(chunk.frames(True) + chunk.frames(False) for chunk in own)
+        return sum(chunk.taken for chunk in self.chunks() if chunk.tenant == tenant)
 
     def is_held(self, layout: Layout, key: bytes, index: int, of: int) -> bool:
         if not layout.groups[of].stored_blocks(index, CHUNK_SIZE):
@@ -250,19 +254,12 @@ class Model:
             self.unpin(lease.chunks[index])
 
     def reserve(
-        self,
-        name: tuple[bytes, bytes],
-        place: tuple[int, int],
-        num_bytes: int,
-        tag: tuple,
-        parent: bytes,
-        once: bool,
+        self, name: tuple[bytes, bytes], place: tuple[int, int], new: ModelObject, parent: bytes, once: bool
     ):
         """A NotReserved, or the chunk that now has a reserved object."""
         chunk = self.index.get(name)
         if chunk is not None and place in chunk.objects:
             return NotReserved.PRESENT if chunk.objects[place].ready else NotReserved.BUSY
-        new = ModelObject(num_bytes, tag)
         if chunk in self.pinned and self.pinned_frames() + new.frames > self.total_frames // 2:
             return NotReserved.NO_ROOM
         known = self.index.get((name[0], parent)) or self.ancestor(name[0], parent)
@@ -347,6 +344,12 @@ places = st.integers(0, 1 << 10)
 eighths = st.integers(0, 40).map(lambda number: number / 8)
 """Seconds that floats add and subtract exactly."""
 names = st.sampled_from(("one", "two"))
+flags = st.booleans()
+indexes, counts = st.integers(0, CHAIN_CHUNKS - 1), st.just(CHAIN_CHUNKS) | st.integers(0, CHAIN_CHUNKS)
+sizes = st.integers(1, 60)
+computed = st.just(0) | st.integers(0, 12)
+"""In unified blocks."""
+limits = st.just(1 << 20) | st.integers(0, CHAIN_CHUNKS * CHUNK_SIZE + 5)
 quotas = st.just(math.inf) | st.integers(0, 40)
 """In frames."""
 
@@ -382,17 +385,8 @@ class CacheMachine(RuleBasedStateMachine):
             self.model.total_frames += frames
             self.cache.grow(frames)
 
-    @rule(
-        layout=layouts,
-        branch=branches,
-        index=st.integers(0, CHAIN_CHUNKS - 1),
-        place=places,
-        num_bytes=st.integers(1, 60),
-        session=sessions,
-        chained=st.booleans(),
-        once=st.booleans(),
-    )
-    def reserve(self, layout, branch, index, place, num_bytes, session, chained, once):
+    @rule(layout=layouts, branch=branches, index=indexes, place=places, size=sizes, chained=flags, once=flags)
+    def reserve(self, layout, branch, index, place, size, chained, once):
         objects = [
             (of, shard)
             for of in range(len(layout.groups))
@@ -401,15 +395,16 @@ class CacheMachine(RuleBasedStateMachine):
         ]
         if objects:
             own = objects[place % len(objects)]
-            self._reserve(layout, branch, index, *own, num_bytes, session, chained, once)
+            self._reserve(layout, branch, index, *own, size, chained, once)
 
-    def _reserve(self, layout, branch, index, of, shard, num_bytes, session, chained=True, once=False):
+    def _reserve(self, layout, branch, index, of, shard, num_bytes, chained=True, once=False):
         key = chain_keys(branch)[index]
         self.serial += 1
         parent = PARENTS[key] if chained else b""
         place = (of, owner(layout, of, shard))
         tag = (layout.namespace, key, *place, self.serial)
-        expected = self.model.reserve((layout.namespace, key), place, num_bytes, tag, parent, once)
+        new = ModelObject(num_bytes, tag)
+        expected = self.model.reserve((layout.namespace, key), place, new, parent, once)
         blocks = len(layout.groups[of].stored_blocks(index, CHUNK_SIZE))
         tenant = TENANTS.get(layout.namespace, b"")
         got = self.cache.reserve(layout, key, of, shard, blocks, num_bytes, parent, once, tenant)
@@ -424,23 +419,12 @@ class CacheMachine(RuleBasedStateMachine):
         self.reservations.append((got, expected, place))
         return got
 
-    @rule(
-        layout=layouts,
-        branch=branches,
-        count=st.integers(1, CHAIN_CHUNKS),
-        num_bytes=st.integers(1, 15),
-        computed=st.just(0) | st.integers(0, 4),
-        session=sessions,
-        once=st.booleans(),
-    )
-    def store_a_chain_and_look_it_up(self, layout, branch, count, num_bytes, computed, session, once):
-        for index in range(count):
-            for of in range(len(layout.groups)):
-                for shard in writers(layout, of):
-                    if layout.groups[of].stored_blocks(index, CHUNK_SIZE) and self._reserve(
-                        layout, branch, index, of, shard, num_bytes, session, once=once
-                    ):
-                        self.commit(-1)
+    @rule(layout=layouts, branch=branches, count=counts, computed=computed, session=sessions, once=flags)
+    def store_a_chain_and_look_it_up(self, layout, branch, count, computed, session, once):
+        for index, (of, spec) in itertools.product(range(count), enumerate(layout.groups)):
+            for shard in writers(layout, of) if spec.stored_blocks(index, CHUNK_SIZE) else ():
+                if self._reserve(layout, branch, index, of, shard, FRAME_BYTES + of, once=once):
+                    self.commit(-1)
         self.lookup(layout, branch, count, computed, 1 << 20, session)
 
     @precondition(lambda self: self.reservations)
@@ -466,14 +450,7 @@ class CacheMachine(RuleBasedStateMachine):
         del chunk.objects[own]
         self.model.unpin(chunk)
 
-    @rule(
-        layout=layouts,
-        branch=branches,
-        chunks=st.just(CHAIN_CHUNKS) | st.integers(0, CHAIN_CHUNKS),
-        computed=st.just(0) | st.integers(0, 8),
-        limit=st.just(1 << 20) | st.integers(0, CHAIN_CHUNKS * CHUNK_SIZE + 5),
-        session=sessions,
-    )
+    @rule(layout=layouts, branch=branches, chunks=counts, computed=computed, limit=limits, session=sessions)
     def lookup(self, layout, branch, chunks, computed, limit, session):
         keys, computed, model = chain_keys(branch)[:chunks], computed * UNIFIED, self.model
         hit = self.cache.lookup(layout, keys, computed, limit, session, self.now_s)
@@ -527,14 +504,14 @@ class CacheMachine(RuleBasedStateMachine):
         for lease_id in lost:
             self.model.end_lease(lease_id)
 
-    @rule(layout=layouts, branch=branches, start=st.integers(0, CHAIN_CHUNKS - 1))
+    @rule(layout=layouts, branch=branches, start=indexes)
     def touch(self, layout, branch, start):
         keys = [*chain_keys(branch)[start:], b"unknown"]
         self.cache.touch(layout.namespace, keys)
         self.model.use([(layout.namespace, key) for key in keys], keep=True)
 
     @precondition(lambda self: self.model.leases)
-    @rule(place=places, shard=st.sampled_from(SHARDS), computed=st.just(0) | st.integers(0, 12))
+    @rule(place=places, shard=st.sampled_from(SHARDS), computed=computed)
     def open_read(self, place, shard, computed):
         lease_id = sorted(self.model.leases)[place % len(self.model.leases)]
         lease, computed = self.model.leases[lease_id], computed * UNIFIED
@@ -614,7 +591,7 @@ class CacheMachine(RuleBasedStateMachine):
                 left -= each.frames()
         assert found == expected
 
-    @rule(layout=layouts, branch=branches, count=st.integers(0, CHAIN_CHUNKS), name=names)
+    @rule(layout=layouts, branch=branches, count=counts, name=names)
     def pin(self, layout, branch, count, name):
         keys = chain_keys(branch)[:count]
         expected = self.model.pin_named(name, [(layout.namespace, key) for key in keys])
@@ -677,9 +654,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.check_integrity()
         cache, model = self.cache, self.model
         chunks = model.chunks()
-        counts: dict[bytes, int] = {}
-        for namespace, _ in model.index:
-            counts[namespace] = counts.get(namespace, 0) + 1
+        counts = Counter(namespace for namespace, _ in model.index)
         assert {name: len(chunks) for name, chunks in cache.namespaces().items()} == counts
         assert cache.num_chunks == len(model.index)
         assert cache.num_leases == len(model.leases)

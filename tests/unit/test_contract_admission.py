@@ -44,9 +44,7 @@ def test_checkpoints_come_at_the_same_places_for_all_groups() -> None:
     prompt = Prompt(end=1000, fork=0)
     assert admitted(WINDOW, prompt, 500) == [198, 199, 398, 399]
     assert admitted(STATE, prompt, 500) == [199, 399]
-
-
-def test_a_prompt_shorter_than_a_chunk_stores_what_decoding_completes() -> None:
+    # A prompt shorter than a chunk stores what decoding completes.
     assert admitted(WINDOW, Prompt(end=0, fork=0), 3) == [0, 1, 2]
 
 
@@ -73,15 +71,14 @@ def test_states_that_are_offered_only_where_they_help_are_all_stored() -> None:
 
 def test_checkpoints_take_a_twentieth_of_the_bytes_of_full_attention() -> None:
     # A block of 16 tokens: 1 byte of attention, 5 of windows; a state of 96 bytes.
+    state_bytes = 3 * 32
     assert checkpoint_interval((ATTENTION, WINDOW), (1, 5), CHUNK) == 200
-    assert checkpoint_interval((ATTENTION, STATE), (1, 3 * 32), CHUNK) == 60
+    assert checkpoint_interval((ATTENTION, STATE), (1, state_bytes), CHUNK) == 60
     # A checkpoint has the objects of all groups.
-    assert checkpoint_interval((ATTENTION, WINDOW, STATE), (1, 5, 3 * 32), CHUNK) == 260
+    assert checkpoint_interval((ATTENTION, WINDOW, STATE), (1, 5, state_bytes), CHUNK) == 260
     assert checkpoint_interval((ATTENTION, STATE), (1, 1), CHUNK) == 2
-
-
-def test_the_price_of_storing_everything() -> None:
-    assert stored_factor((ATTENTION, STATE), (1, 3 * 32), CHUNK) == 4.0
+    # The price of storing everything.
+    assert stored_factor((ATTENTION, STATE), (1, state_bytes), CHUNK) == 4.0
     assert stored_factor((ATTENTION, WINDOW), (1, 5), CHUNK) == 6.0
     assert stored_factor((STATE,), (1,), CHUNK) == 0.0
 

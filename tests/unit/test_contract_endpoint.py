@@ -24,16 +24,20 @@ def test_a_host_means_tcp(host, expected):
 
 
 def test_no_host_means_a_socket_in_the_runtime_directory(monkeypatch):
+    monkeypatch.delenv("LMCACHE_RUNTIME_DIR", raising=False)
+    assert address("", 5556) == f"ipc:///tmp/lmcache-mp-{os.getuid()}/5556.sock"
     monkeypatch.setenv("LMCACHE_RUNTIME_DIR", "/run/cache")
     assert address("", 5556) == "ipc:///run/cache/5556.sock"
-    monkeypatch.delenv("LMCACHE_RUNTIME_DIR")
-    assert address("", 5556) == f"ipc:///tmp/lmcache-mp-{os.getuid()}/5556.sock"
-
-
-def test_a_socket_path_that_the_kernel_refuses_is_refused_with_the_fix(monkeypatch):
-    monkeypatch.setenv("LMCACHE_RUNTIME_DIR", "/run/" + "x" * 100)
-    with pytest.raises(EndpointError, match="set LMCACHE_RUNTIME_DIR to a shorter directory"):
-        address("", 5555)
+    # Its length counts in bytes.
+    for name, fix in {
+        "/run/" + "x" * 100: "to a shorter directory",
+        "/run/" + "é" * 60: "to a shorter directory",
+        "/run/\udcff": "to a directory with a plain name",
+        "/run/a\nb": "to a directory with a plain name",
+    }.items():
+        monkeypatch.setenv("LMCACHE_RUNTIME_DIR", name)
+        with pytest.raises(EndpointError, match=f"set LMCACHE_RUNTIME_DIR {fix}"):
+            address("", 5555)
 
 
 @pytest.mark.parametrize(
@@ -45,30 +49,19 @@ def test_loopback_hosts_are_told_apart(host, expected):
     assert endpoint.is_loopback(host) is expected
 
 
-def test_a_directory_of_ones_own_is_accepted(tmp_path):
-    tmp_path.chmod(0o700)
-    check_runtime_directory(tmp_path)
-
-
-def test_a_directory_that_others_may_enter_is_refused(tmp_path):
+def test_the_runtime_directory_is_a_directory_of_ones_own_that_nobody_else_may_enter(tmp_path, monkeypatch):
     for mode in (0o750, 0o701, 0o777):
         tmp_path.chmod(mode)
         with pytest.raises(EndpointError, match="chmod 700"):
             check_runtime_directory(tmp_path)
-
-
-def test_a_file_or_a_link_is_no_runtime_directory(tmp_path):
     tmp_path.chmod(0o700)
+    check_runtime_directory(tmp_path)
     link, file = tmp_path / "link", tmp_path / "file"
     link.symlink_to(tmp_path)
     file.touch(mode=0o600)
     for path in (link, file):
         with pytest.raises(EndpointError, match="must be a directory of user id"):
             check_runtime_directory(path)
-
-
-def test_a_directory_of_another_user_is_refused(tmp_path, monkeypatch):
-    tmp_path.chmod(0o700)
     monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(EndpointError, match="LMCACHE_RUNTIME_DIR"):
         check_runtime_directory(tmp_path)
@@ -92,16 +85,3 @@ def test_a_peer_that_cannot_be_asked_is_nobody_not_unknown():
     with open(os.devnull) as file:
         for descriptor in (-1, file.fileno()):
             assert peer_pid(descriptor) == 0
-
-
-def test_a_socket_path_that_is_no_text_is_refused_with_the_fix(monkeypatch):
-    for name in ("/run/\udcff", "/run/a\nb"):
-        monkeypatch.setenv("LMCACHE_RUNTIME_DIR", name)
-        with pytest.raises(EndpointError, match="set LMCACHE_RUNTIME_DIR to a directory with a plain name"):
-            address("", 5555)
-
-
-def test_the_length_of_a_socket_path_counts_in_bytes(monkeypatch):
-    monkeypatch.setenv("LMCACHE_RUNTIME_DIR", "/run/" + "é" * 60)
-    with pytest.raises(EndpointError, match="set LMCACHE_RUNTIME_DIR to a shorter directory"):
-        address("", 5555)

@@ -7,13 +7,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from lmcache_client.contract import geometry as contract
 from lmcache_client.contract.geometry import (
-    AUTO_CHUNK_TOKENS,
     CHUNKED_LOCAL,
     FULL,
     KINDS,
-    MAX_GROUPS,
-    MAX_REGIONS,
     RECURRENT,
     SLIDING_WINDOW,
     Geometry,
@@ -22,7 +20,6 @@ from lmcache_client.contract.geometry import (
     Region,
     chunk_size_warning,
     resolve_chunk_size,
-    unified_block_size,
 )
 
 
@@ -39,22 +36,15 @@ def groups(draw):
 
 @settings(deadline=None)
 @given(groups(), st.integers(1, 5), st.integers(1, 12), st.integers(0, 20))
-def test_objects_hold_every_block_that_a_resume_needs(spec, factor, chunks, computed_blocks):
+def test_objects_hold_every_block_that_a_resume_needs_and_no_other(spec, factor, chunks, computed_blocks):
     chunk_size = spec.block_size * factor
+    objects = [spec.stored_blocks(index, chunk_size) for index in range(chunks)]
+    for index, stored in enumerate(objects):
+        inside = range(index * factor, (index + 1) * factor)
+        assert set(stored) == set(inside).intersection(spec.needed_blocks((index + 1) * chunk_size))
     computed_tokens = spec.block_size * computed_blocks
-    resume_tokens = chunks * chunk_size
-    assume(computed_tokens < resume_tokens)
-    stored = {block for index in range(chunks) for block in spec.stored_blocks(index, chunk_size)}
-    assert stored.issuperset(spec.needed_blocks(resume_tokens, computed_tokens))
-
-
-@settings(deadline=None)
-@given(groups(), st.integers(1, 5), st.integers(0, 12))
-def test_an_object_holds_nothing_that_no_resume_needs(spec, factor, index):
-    chunk_size = spec.block_size * factor
-    stored = spec.stored_blocks(index, chunk_size)
-    assert set(stored) <= set(range(index * factor, (index + 1) * factor))
-    assert set(stored) <= set(spec.needed_blocks((index + 1) * chunk_size))
+    assume(computed_tokens < chunks * chunk_size)
+    assert set().union(*objects).issuperset(spec.needed_blocks(chunks * chunk_size, computed_tokens))
 
 
 @settings(deadline=None)
@@ -92,74 +82,48 @@ def test_needed_blocks(spec, resume_tokens, expected):
     assert spec.needed_blocks(resume_tokens) == expected
 
 
+ATTENTION, ONE_PAGE = group(FULL, 16), (Region(0, 0, 1, 1),)
+PRIMES = [group(FULL, size) for size in (4099, 4111)]
+
+
 @pytest.mark.parametrize(
-    ("spec", "expected"),
+    ("impossible", "message"),
     [
-        (group(FULL, 16), range(4, 8)),
-        (group(SLIDING_WINDOW, 16, 18), range(6, 8)),
-        (group(SLIDING_WINDOW, 16, 1000), range(4, 8)),
-        (group(CHUNKED_LOCAL, 16, 96), range(6, 8)),
-        (group(CHUNKED_LOCAL, 16, 64), range(8, 8)),
-        (group(RECURRENT, 64), range(1, 2)),
+        (lambda: group("linear", 16, 0), "a group's kind is one of full, "),
+        (lambda: group(FULL, 0, 0), "a block holds 1 to "),
+        (lambda: group(FULL, 1 << 30, 0), "a block holds 1 to "),
+        (lambda: group(FULL, 16, 8), "window 8 does not fit a group of kind full"),
+        (lambda: group(RECURRENT, 16, 8), "window 8 does not fit"),
+        (lambda: group(SLIDING_WINDOW, 16, 0), "window 0 does not fit"),
+        (lambda: group(CHUNKED_LOCAL, 16, -1), "window -1 does not fit"),
+        (lambda: Geometry((), 8), "1 to 64 KV cache groups"),
+        (lambda: Geometry((ATTENTION,) * (contract.MAX_GROUPS + 1), 8), "1 to 64"),
+        (lambda: Geometry((ATTENTION,), 1), "2 to .* blocks, not 1"),
+        (lambda: resolve_chunk_size(None, PRIMES), r"no common multiple up to .*--block-size"),
+        (lambda: resolve_chunk_size(1 << 20, PRIMES), r"no common multiple up to .*--block-size"),
     ],
 )
-def test_stored_blocks_of_the_second_chunk_of_64_tokens(spec, expected):
-    assert spec.stored_blocks(1, 64) == expected
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("linear", 16, 0), "a group's kind is one of full, "),
-        ((FULL, 0, 0), "a block holds 1 to "),
-        ((FULL, 1 << 30, 0), "a block holds 1 to "),
-        ((FULL, 16, 8), "window 8 does not fit a group of kind full"),
-        ((RECURRENT, 16, 8), "window 8 does not fit"),
-        ((SLIDING_WINDOW, 16, 0), "window 0 does not fit"),
-        ((CHUNKED_LOCAL, 16, -1), "window -1 does not fit"),
-    ],
-)
-def test_impossible_groups_are_refused(arguments, message):
+def test_what_is_impossible_is_refused(impossible, message):
     with pytest.raises(GeometryError, match=message):
-        group(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("count", "blocks", "message"),
-    [(0, 8, "1 to 64 KV cache groups"), (MAX_GROUPS + 1, 8, "1 to 64"), (1, 1, "2 to .* blocks, not 1")],
-)
-def test_impossible_geometries_are_refused(count, blocks, message):
-    with pytest.raises(GeometryError, match=message):
-        Geometry((group(FULL, 16),) * count, blocks)
+        impossible()
 
 
 def test_regions_are_counted_over_all_groups():
-    half = group(FULL, 16, regions=(Region(0, 0, 1, 1),) * (MAX_REGIONS // 2))
+    half = group(FULL, 16, regions=ONE_PAGE * (contract.MAX_REGIONS // 2))
     Geometry((half, half), 8)
-    with pytest.raises(GeometryError, match=f"at most {MAX_REGIONS} regions"):
-        Geometry((half, half, group(FULL, 16, regions=(Region(0, 0, 1, 1),))), 8)
-
-
-def test_block_sizes_without_a_common_multiple_of_use_are_refused():
-    primes = [group(FULL, size) for size in (4099, 4111)]
-    for asked in (None, 1 << 20):
-        with pytest.raises(GeometryError, match=r"no common multiple up to .*--block-size"):
-            resolve_chunk_size(asked, primes)
+    with pytest.raises(GeometryError, match=f"at most {contract.MAX_REGIONS} regions"):
+        Geometry((half, half, group(FULL, 16, regions=ONE_PAGE)), 8)
 
 
 def test_sizes_of_a_hybrid_model():
     regions = (Region(0, 0, 400, 100), Region(1, 50, 400, 30))
     geometry = Geometry((group(FULL, 16, regions=regions), group(RECURRENT, 48)), 10)
-    assert unified_block_size(geometry.groups) == 48
+    assert contract.unified_block_size(geometry.groups) == 48
     assert geometry.groups[0].block_bytes == 130
     assert geometry.groups[1].block_bytes == 0
 
 
 PAGES = Region(buffer=0, offset=10, stride_bytes=100, page_bytes=50)
-
-
-def test_pages_may_reach_the_last_byte_of_a_buffer():
-    Geometry((group(FULL, 16, regions=[PAGES]),), 10).check_buffers((960,))
 
 
 @pytest.mark.parametrize(
@@ -174,40 +138,33 @@ def test_pages_may_reach_the_last_byte_of_a_buffer():
         ({"page_bytes": 1 << 40, "stride_bytes": 1 << 41}, (1 << 60,), "a page has 1 to"),
     ],
 )
-def test_pages_outside_the_exported_buffers_are_refused(change, buffer_bytes, message):
+def test_pages_may_reach_the_last_byte_of_a_buffer_and_no_further(change, buffer_bytes, message):
+    Geometry((group(FULL, 16, regions=[PAGES]),), 10).check_buffers((960,))
     geometry = Geometry((group(FULL, 16, regions=[structs.replace(PAGES, **change)]),), 10)
     with pytest.raises(GeometryError, match=message):
         geometry.check_buffers(buffer_bytes)
 
 
-def test_auto_chunks_are_at_least_256_tokens_unless_states_end_inside_them():
-    assert resolve_chunk_size(None, [group(FULL, 16)]) == 256
-    assert resolve_chunk_size(None, [group(FULL, 48)]) == 288
-    assert resolve_chunk_size(None, [group(FULL, 16), group(SLIDING_WINDOW, 1024, 9)]) == 1024
-    assert resolve_chunk_size(None, [group(FULL, 16), group(RECURRENT, 48)]) == 48
-
-
 @settings(deadline=None)
 @given(st.lists(groups(), min_size=1, max_size=4))
-def test_auto_is_the_smallest_valid_size(specs):
+def test_auto_is_the_smallest_valid_size_from_256_tokens_on_unless_states_end_inside_it(specs):
     unified = math.lcm(*(spec.block_size for spec in specs))
     size = resolve_chunk_size(None, specs)
     assert size % unified == 0
+    assert contract.AUTO_CHUNK_TOKENS == 256
     recurrent = any(spec.kind == RECURRENT for spec in specs)
-    assert size == unified if recurrent else size - unified < AUTO_CHUNK_TOKENS <= size
+    assert size == unified if recurrent else size - unified < contract.AUTO_CHUNK_TOKENS <= size
     assert chunk_size_warning(size, specs) == ""
 
 
-@pytest.mark.parametrize(
-    ("chunk_size", "message"),
-    [
-        (100, r"chunk size 100 is not .* size 48: start the server with --chunk-size 144 \(or 96\), or with"),
-        (20, "unified block size 48: start the server with --chunk-size 48, or with --chunk-size auto"),
-    ],
-)
-def test_a_chunk_size_that_does_not_fit_is_refused_with_the_fix(chunk_size, message):
-    with pytest.raises(GeometryError, match=message):
-        resolve_chunk_size(chunk_size, [group(FULL, 16), group(FULL, 48)])
+def test_a_chunk_size_that_does_not_fit_is_refused_with_the_fix():
+    specs = [group(FULL, 16), group(FULL, 48)]
+    asked = r"chunk size 100 is not .* size 48: start the server with --chunk-size 144 \(or 96\), or with"
+    with pytest.raises(GeometryError, match=asked):
+        resolve_chunk_size(100, specs)
+    asked = "unified block size 48: start the server with --chunk-size 48, or with --chunk-size auto"
+    with pytest.raises(GeometryError, match=asked):
+        resolve_chunk_size(20, specs)
 
 
 def test_a_chunk_size_that_loses_resume_points_gets_a_warning():

@@ -20,13 +20,14 @@ PINNED_FIRST = "0fe2e7cc46750826fbaca3b5f53855d11283b8168857f1c9647f595599c070d6
 PINNED_SECOND = "4340dba787f954ec803efd0beb08a2ccc623760378cb78aa329ec2f344b3abf8"
 PINNED_NAMESPACE = "6911b95dbc4d977aa5657e26410062a6a02446b8c6bd6141878c4da41427dc69"
 PINNED_EPHEMERAL = "3cd94e4d5ae95dad33bc4f3f2e25dfb3a37a0fd3c3968ac90791bf2fdc8e3502"
+PINNED_ENCODING = (
+    "4c3f000000000000004e54464902000000000000002d3144000000000000e03f530200000000000000c3a9"
+    "420100000000000000004c0a0000000000000049010000000000000031"
+)
 EXTRA_KEYS = (("lora", 7), "salt", b"mm", 1.5, None, True)
 
 MODEL = ModelTag("m", (("revision", "r"),), 2, 1)
-GROUPS = (
-    GroupSpec(FULL, 16, 0, "bf16", (Region(0, 0, 64, 32),)),
-    GroupSpec(SLIDING_WINDOW, 16, 128, "", ()),
-)
+GROUPS = (GroupSpec(FULL, 16, 0, "bf16", (Region(0, 0, 64, 32),)), GroupSpec(SLIDING_WINDOW, 16, 128, "", ()))
 GEOMETRY = Geometry(GROUPS, 100)
 
 values = st.recursive(
@@ -43,21 +44,15 @@ def typed(value):
     return type(value).__name__, struct.pack("<d", value) if isinstance(value, float) else value
 
 
-def test_pinned_keys():
+def test_pinned_keys_namespaces_and_encoding():
     first = chunk_key(ROOT_KEY, range(16), None)
     assert ROOT_KEY.hex() == PINNED_ROOT
     assert first.hex() == PINNED_FIRST
     assert chunk_key(first, [0, 1, 2**32 - 1], EXTRA_KEYS).hex() == PINNED_SECOND
-
-
-def test_pinned_namespace():
     assert namespace_id(MODEL, [GEOMETRY, GEOMETRY]).hex() == PINNED_NAMESPACE
-
-
-def test_a_namespace_is_never_shared_with_an_ephemeral_one():
     ephemeral = namespace_id(MODEL, [GEOMETRY, GEOMETRY], ephemeral=True)
-    assert ephemeral.hex() == PINNED_EPHEMERAL
-    assert ephemeral.hex() != PINNED_NAMESPACE
+    assert ephemeral.hex() == PINNED_EPHEMERAL != PINNED_NAMESPACE
+    assert encode((None, True, False, -1, 0.5, "é", b"\0", [1])).hex() == PINNED_ENCODING
 
 
 def test_a_key_by_hand():
@@ -80,37 +75,22 @@ def test_keys_do_not_depend_on_the_process():
         assert result.stdout.strip() == PINNED_SECOND
 
 
-def test_pinned_encoding():
-    assert encode((None, True, False, -1, 0.5, "é", b"\0", [1])).hex() == (
-        "4c3f000000000000004e54464902000000000000002d3144000000000000e03f530200000000000000c3a9"
-        "420100000000000000004c0a0000000000000049010000000000000031"
-    )
-
-
 @settings(deadline=None)
 @given(values, values)
-def test_different_values_have_different_encodings(first, second):
+def test_different_values_have_different_encodings_of_which_none_begins_another(first, second):
+    """So that concatenation is unambiguous."""
     assert (encode(first) == encode(second)) == (typed(first) == typed(second))
-
-
-@settings(deadline=None)
-@given(values, values)
-def test_values_cannot_run_into_each_other(first, second):
-    """No encoding is the beginning of another, so that concatenation is unambiguous."""
     if typed(first) != typed(second):
         assert not encode(first).startswith(encode(second))
 
 
-@pytest.mark.parametrize("value", [{}, {1}, object(), bytearray(b"x"), 1j, ({},)])
-def test_what_has_no_encoding_gets_no_key(value):
-    with pytest.raises(TypeError, match="cannot be part of a key"):
-        chunk_key(ROOT_KEY, [1], value)
-
-
-@pytest.mark.parametrize("tokens", [[-1], [1 << 32], ["1"], [1.5]])
-def test_what_is_no_token_gets_no_key(tokens):
-    with pytest.raises((OverflowError, TypeError)):
-        chunk_key(ROOT_KEY, tokens, None)
+def test_what_has_no_encoding_and_what_is_no_token_get_no_key():
+    for value in ({}, {1}, object(), bytearray(b"x"), 1j, ({},)):
+        with pytest.raises(TypeError, match="cannot be part of a key"):
+            chunk_key(ROOT_KEY, [1], value)
+    for tokens in ([-1], [1 << 32], ["1"], [1.5]):
+        with pytest.raises((OverflowError, TypeError)):
+            chunk_key(ROOT_KEY, tokens, None)
 
 
 def test_every_part_of_a_key_counts():
@@ -147,19 +127,11 @@ def test_whatever_changes_the_bytes_changes_the_namespace(model, shards):
     assert namespace_id(model, shards) != namespace_id(MODEL, [GEOMETRY] * 2)
 
 
-def test_where_pages_are_does_not_change_the_namespace():
+def test_where_pages_are_and_the_name_of_a_model_do_not_change_the_namespace():
     elsewhere = structs.replace(
         replace_group(regions=(Region(buffer=3, offset=8, stride_bytes=999, page_bytes=32),)), num_blocks=7
     )
-    assert namespace_id(MODEL, [elsewhere] * 2) == namespace_id(MODEL, [GEOMETRY] * 2)
-
-
-def test_the_name_of_a_model_does_not_change_the_namespace():
-    assert namespace_id(structs.replace(MODEL, model="/elsewhere"), [GEOMETRY] * 2).hex() == PINNED_NAMESPACE
-
-
-def test_the_world_is_tensor_times_pipeline_parallel():
-    assert structs.replace(MODEL, pipeline_parallel_size=3).world_size == 6
+    assert namespace_id(structs.replace(MODEL, model="/x"), [elsewhere] * 2).hex() == PINNED_NAMESPACE
 
 
 @pytest.mark.parametrize(
@@ -177,3 +149,4 @@ def test_the_world_is_tensor_times_pipeline_parallel():
 def test_a_server_may_have_some_of_the_ranks(text: str, expected: range) -> None:
     model = structs.replace(MODEL, tensor_parallel_size=4, details=(("ranks", text),))
     assert model.ranks == expected
+    assert structs.replace(model, pipeline_parallel_size=3).world_size == 12

@@ -1,4 +1,5 @@
-"""Single decisions of the cache, one behaviour a test. test_cache_model.py drives them all in any order."""
+"""What test_cache_model.py does not show of the cache, which drives all its decisions in any order, and some
+examples to read."""
 
 import dataclasses
 import sys
@@ -6,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
+from lmcache_client.contract.geometry import FULL, SLIDING_WINDOW, GroupSpec
 from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_server.core import chunks as chunks_module
 from lmcache_server.core.cache import ONCE_SHARE, Cache, Layout, NotReserved, Reservation
@@ -67,110 +68,33 @@ def stored_chunks(cache, keys, where=PLAIN):
     return "".join(str(held[index // 8] >> index % 8 & 1) for index in range(len(keys)))
 
 
-def test_nothing_is_found_in_an_empty_cache():
-    hit = lookup(Cache(FRAME_BYTES, 10), chain(9))
-    assert (hit.resume_tokens, hit.lease_id, hit.held) == (0, 0, (b"\0\0",))
-
-
-def test_held_has_a_bit_per_chunk_and_group():
-    cache = Cache(FRAME_BYTES, 100)
-    keys = chain(10)
-    store(cache, [keys[0]])
-    store(cache, [keys[9]])
-    assert lookup(cache, keys).held == (b"\x01\x02",)
-    assert lookup(cache, []).held == (b"",)
-
-
-def test_a_chunk_counts_only_when_every_holder_has_stored_it():
-    cache = Cache(FRAME_BYTES, 100)
-    where = layout(group(), group(), holders=((0, 1), (1,)))
-    (key,) = chain(1)
-    for of, shard in ((0, 0), (0, 1), (1, 1)):
-        assert lookup(cache, [key], where).resume_tokens == 0
-        reservation = reserve(cache, key, 0, where, of, shard)
-        assert lookup(cache, [key], where).resume_tokens == 0
-        cache.commit(reservation)
-    assert lookup(cache, [key], where).resume_tokens == CHUNK_SIZE
-
-
-def test_chunks_of_which_nothing_is_ever_needed_count_as_held():
-    cache = Cache(FRAME_BYTES, 100)
-    where = layout(group(CHUNKED_LOCAL, 16, 32), group(FULL), holders=((0,), ()))
-    assert lookup(cache, chain(3), where).held == (b"\x02", b"\x07")
-
-
-def test_namespaces_share_nothing():
-    cache = Cache(FRAME_BYTES, 100)
-    store(cache, chain(2))
-    assert lookup(cache, chain(2), layout(namespace=b"other")).resume_tokens == 0
-    assert {name: len(chunks) for name, chunks in cache.namespaces().items()} == {b"ns": 2}
-
-
-def test_one_writer_per_object():
-    cache = Cache(FRAME_BYTES, 10)
-    (key,) = chain(1)
-    first = reserve(cache, key)
-    assert reserve(cache, key) is NotReserved.BUSY
-    cache.commit(first)
-    assert reserve(cache, key) is NotReserved.PRESENT
-
-
-def test_an_aborted_object_can_be_stored_again():
-    cache = Cache(FRAME_BYTES, 1)
-    (key,) = chain(1)
+def test_an_object_has_one_writer_who_ends_once():
+    cache, (key, other) = Cache(FRAME_BYTES, 1), chain(2)
     cache.abort(reserve(cache, key))
     assert (cache.free_frames, cache.num_chunks) == (1, 0)
-    store(cache, [key])
-
-
-def test_a_reservation_ends_once():
-    cache = Cache(FRAME_BYTES, 10)
-    reservation = reserve(cache, chain(1)[0])
+    reservation = reserve(cache, key)
+    assert reserve(cache, key) is NotReserved.BUSY
     cache.commit(reservation)
-    with pytest.raises(AssertionError):
-        cache.abort(reservation)
-    with pytest.raises(AssertionError):
-        cache.commit(reservation)
-
-
-def test_senseless_objects_are_refused():
-    cache = Cache(FRAME_BYTES, 10)
+    assert reserve(cache, key) is NotReserved.PRESENT
+    for end in (cache.abort, cache.commit):
+        with pytest.raises(AssertionError):
+            end(reservation)
     with pytest.raises(ValueError, match="cannot be stored"):
-        reserve(cache, chain(1)[0], frames=0)
+        reserve(cache, other, frames=0)
     with pytest.raises(ValueError, match="at least one byte"):
         Cache(0)
 
 
-def test_suffixes_are_evicted_before_their_prefixes():
-    cache = Cache(FRAME_BYTES, 8)
-    keys = chain(8)
-    store(cache, keys)
-    cache.touch(b"ns", keys)
-    store(cache, chain(3, name=1))
-    assert stored_chunks(cache, keys) == "11111000"
-
-
-def test_a_lookup_makes_the_chain_recently_used():
+@pytest.mark.parametrize("where", [PLAIN, layout(group(SLIDING_WINDOW, 16, 17))], ids=["full", "window"])
+def test_a_lookup_makes_the_chain_recently_used_even_what_a_window_does_not_need(where):
     cache = Cache(FRAME_BYTES, 8)
     old, new = chain(4), chain(4, name=1)
-    store(cache, old)
-    store(cache, new)
-    hit = lookup(cache, old)
-    cache.release(hit.lease_id, SESSION)
-    store(cache, chain(5, name=2))
-    assert stored_chunks(cache, new) == "0000"
-    assert stored_chunks(cache, old) == "1110"
-
-
-def test_a_lookup_touches_the_prefix_that_a_window_does_not_need():
-    cache = Cache(FRAME_BYTES, 8)
-    where = layout(group(SLIDING_WINDOW, 16, 17))
-    keys = chain(4)
-    store(cache, keys, where)
-    store(cache, chain(4, name=1), where)
-    cache.release(lookup(cache, keys, where).lease_id, SESSION)
+    store(cache, old, where)
+    store(cache, new, where)
+    cache.release(lookup(cache, old, where).lease_id, SESSION)
     store(cache, chain(4, name=2), where)
-    assert stored_chunks(cache, keys, where) == "1111"
+    assert stored_chunks(cache, new, where) == "0000"
+    assert stored_chunks(cache, old, where) == "1111"
 
 
 def test_leased_chunks_are_never_evicted():
@@ -188,59 +112,11 @@ def test_leased_chunks_are_never_evicted():
     assert (cache.evicted_chunks, cache.evicted_bytes) == (5, 5 * FRAME_BYTES)
 
 
-def test_only_the_window_is_leased():
-    cache = Cache(FRAME_BYTES, 4)
-    where = layout(group(SLIDING_WINDOW, 16, 17))
-    store(cache, chain(4), where)
-    hit = lookup(cache, chain(4), where)
-    assert isinstance(reserve(cache, chain(1, name=1)[0], 0, where, frames=3), Reservation)
-    assert [part.runs for part in open_read(cache, hit, where).parts] == [((3, 1),)]
-
-
-def test_what_the_engine_has_computed_is_not_leased():
-    cache = Cache(FRAME_BYTES, 4)
-    store(cache, chain(4))
-    hit = lookup(cache, chain(4), computed=2 * CHUNK_SIZE)
-    assert hit.resume_tokens == 4 * CHUNK_SIZE
-    assert isinstance(reserve(cache, chain(1, name=1)[0], frames=2), Reservation)
-    assert reserve(cache, chain(1, name=2)[0]) is NotReserved.NO_ROOM
-    assert open_read(cache, hit, computed=0) is None
-    assert len(open_read(cache, hit, computed=2 * CHUNK_SIZE).parts) == 2
-
-
-def test_an_extended_chunk_is_not_evicted_to_make_room_for_itself():
-    cache = Cache(FRAME_BYTES, 2)
-    where = layout(group(), group())
-    (key,) = chain(1)
-    cache.commit(reserve(cache, key, 0, where, of=0))
-    assert reserve(cache, key, 0, where, of=1, frames=2) is NotReserved.NO_ROOM
-    cache.commit(reserve(cache, key, 0, where, of=1))
-    assert (cache.evicted_chunks, lookup(cache, [key], where).resume_tokens) == (0, CHUNK_SIZE)
-
-
-def test_an_object_that_can_never_fit_evicts_nothing():
-    cache = Cache(FRAME_BYTES, 4)
-    store(cache, chain(4))
-    assert reserve(cache, chain(1, name=1)[0], frames=5) is NotReserved.NO_ROOM
-    assert (cache.num_chunks, cache.evicted_chunks) == (4, 0)
-    cache.grow(1)
-    assert isinstance(reserve(cache, chain(1, name=1)[0], frames=5), Reservation)
-
-
 def test_a_burst_larger_than_the_pool_loses_no_store_that_fits():
     cache = Cache(FRAME_BYTES, 10)
     for burst in range(50):
         store(cache, chain(7, name=burst), frames=1 + burst % 10)
     assert cache.evicted_chunks == 350 - cache.num_chunks
-
-
-def test_writes_in_flight_are_never_evicted():
-    cache = Cache(FRAME_BYTES, 4)
-    reservations = [reserve(cache, key) for key in chain(4)]
-    assert reserve(cache, chain(1, name=1)[0]) is NotReserved.NO_ROOM
-    for reservation in reservations:
-        cache.commit(reservation)
-    assert stored_chunks(cache, chain(4)) == "1111"
 
 
 def test_a_lease_ends_at_its_deadline():
@@ -255,81 +131,24 @@ def test_a_lease_ends_at_its_deadline():
     assert cache.num_leases == 0
 
 
-def test_a_lease_belongs_to_its_session():
-    cache = Cache(FRAME_BYTES, 10)
-    store(cache, chain(1))
-    hit = lookup(cache, chain(1))
-    assert not cache.release(hit.lease_id, STRANGER)
-    assert cache.release(hit.lease_id, SESSION)
-    assert not cache.release(hit.lease_id, SESSION)
-    assert not cache.release(0, SESSION)
-
-
-def test_the_leases_of_a_dead_session_end():
-    cache = Cache(FRAME_BYTES, 10)
-    store(cache, chain(2))
-    lookup(cache, chain(2))
-    lookup(cache, chain(1))
-    cache.lookup(PLAIN, chain(2), 0, 32, STRANGER, 0.0)
-    assert cache.drop_owner(SESSION) == 2
-    assert cache.drop_owner(SESSION) == 0
-    assert cache.num_leases == 1
-    cache.check_integrity()
-
-
-def test_a_read_covers_exactly_the_needed_blocks():
-    cache = Cache(FRAME_BYTES, 100)
-    groups = (group(block_size=4), group(SLIDING_WINDOW, 4, 20), group(RECURRENT))
-    where = layout(*groups, holders=((0, 1), (1,), (0,)))
-    store(cache, chain(3), where, frames=2)
-    hit = lookup(cache, chain(3), where)
-    parts = open_read(cache, hit, where, shard=1, computed=8).parts
-    assert [(part.group, part.num_blocks, part.first_page, part.pages) for part in parts] == [
-        (0, 4, 2, 2),
-        (0, 4, 0, 4),
-        (0, 4, 0, 4),
-        (1, 4, 3, 1),
-        (1, 4, 0, 4),
-    ]
-    assert [part.group for part in open_read(cache, hit, where, shard=0).parts] == [0, 0, 0, 2]
-    assert open_read(cache, hit, where, shard=2).parts == ()
-
-
 def test_a_read_is_refused_unless_it_is_what_was_promised():
     cache = Cache(FRAME_BYTES, 100)
     store(cache, chain(3))
     hit = lookup(cache, chain(3))
-    key, resume, elsewhere = chain(3)[-1], hit.resume_tokens, dataclasses.replace(PLAIN, namespace=b"other")
-    assert cache.open_read(hit.lease_id, key, 0, resume, 0, PLAIN) is not None
-    assert cache.open_read(hit.lease_id + 1, key, 0, resume, 0, PLAIN) is None
-    assert cache.open_read(hit.lease_id, chain(3)[0], 0, resume, 0, PLAIN) is None
-    assert cache.open_read(hit.lease_id, key, 0, resume, 0, elsewhere) is None
-    assert cache.open_read(hit.lease_id, key, 0, resume - 16, 0, PLAIN) is None
-    assert cache.open_read(hit.lease_id, key, 0, resume + 16, 0, PLAIN) is None
+    lease, key, resume = hit.lease_id, chain(3)[-1], hit.resume_tokens
+    assert cache.open_read(lease, key, 0, resume, 0, PLAIN) is not None
+    for lie in (
+        (lease + 1, key, 0, resume, 0, PLAIN),
+        (lease, chain(3)[0], 0, resume, 0, PLAIN),
+        (lease, key, 0, resume, 0, dataclasses.replace(PLAIN, namespace=b"other")),
+        (lease, key, 0, resume - 16, 0, PLAIN),
+        (lease, key, 0, resume + 16, 0, PLAIN),
+    ):
+        assert cache.open_read(*lie) is None, lie
     assert cache.num_readers == 1
-
-
-def test_an_object_of_another_size_is_not_read():
-    cache = Cache(FRAME_BYTES, 100)
-    (key,) = chain(1)
-    cache.commit(cache.reserve(PLAIN, key, 0, 0, 2, FRAME_BYTES))
-    assert open_read(cache, lookup(cache, [key])) is None
-    cache.check_integrity()
-
-
-def test_a_read_outlives_its_lease_its_session_and_clear():
-    cache = Cache(FRAME_BYTES, 2)
-    store(cache, chain(2))
-    hit = lookup(cache, chain(2))
-    read = open_read(cache, hit)
-    cache.release(hit.lease_id, SESSION)
-    assert cache.drop_owner(SESSION) == 0
-    assert cache.clear() == 2
-    assert (cache.num_chunks, cache.used_frames, cache.free_frames) == (0, 2, 0)
-    assert reserve(cache, chain(1)[0]) is NotReserved.NO_ROOM
-    cache.close_read(read)
-    cache.close_read(read)
-    assert (cache.used_frames, cache.free_frames, cache.stored_bytes) == (0, 2, 0)
+    (other,) = chain(1, name=1)
+    cache.commit(cache.reserve(PLAIN, other, 0, 0, 2, FRAME_BYTES))
+    assert open_read(cache, lookup(cache, [other])) is None, "an object of another size"
     cache.check_integrity()
 
 
@@ -344,38 +163,13 @@ def test_a_store_that_ends_after_clear_is_dropped():
     cache.commit(after)
     assert lookup(cache, [key]).resume_tokens == CHUNK_SIZE
     cache.check_integrity()
-
-
-def test_a_store_that_ends_after_clear_frees_its_frames_even_while_the_chunk_is_leased():
-    cache = Cache(FRAME_BYTES, 3)
-    where = layout(group(), group(), holders=((0,), (0,)))
-    (key,) = chain(1)
-    cache.commit(reserve(cache, key, 0, where, of=0))
-    lookup(cache, [key], layout(group(), group(), holders=((0,), ())))
-    late = reserve(cache, key, 0, where, of=1)
+    # Its frames are free then, even while the chunk is leased.
+    late = reserve(cache, key, 0, layout(group(), group()), of=1)
     cache.clear()
     cache.commit(late)
     assert (cache.used_frames, cache.free_frames) == (1, 2)
     cache.drop_owner(SESSION)
     assert cache.free_frames == 3
-
-
-def test_a_read_gives_its_chunks_back_tail_first():
-    cache = Cache(FRAME_BYTES, 4)
-    store(cache, chain(4))
-    hit = lookup(cache, chain(4))
-    read = open_read(cache, hit)
-    cache.release(hit.lease_id, SESSION)
-    cache.close_read(read)
-    store(cache, chain(1, name=1))
-    assert stored_chunks(cache, chain(4)) == "1110"
-
-
-def test_clear_frees_what_nobody_holds():
-    cache = Cache(FRAME_BYTES, 10)
-    store(cache, chain(4))
-    assert cache.clear() == 4
-    assert (cache.free_frames, cache.largest_free_run(), cache.evicted_chunks) == (10, 10, 0)
 
 
 def test_ages_at_eviction_are_kept_but_bounded(monkeypatch):
@@ -443,29 +237,6 @@ def store_once(cache, keys, frames=1):
     return len(keys)
 
 
-def test_what_will_not_come_back_takes_free_room_and_is_evicted_first():
-    cache = Cache(FRAME_BYTES, 10)
-    store(cache, chain(4, name=1))
-    assert store_once(cache, chain(6, name=2)) == 6
-    store(cache, chain(6, name=3))
-    assert stored_chunks(cache, chain(4, name=1)) == "1111"
-    assert stored_chunks(cache, chain(6, name=2)) == "000000"
-
-
-def test_what_will_not_come_back_evicts_others_up_to_its_share_only():
-    cache = Cache(FRAME_BYTES, 100)
-    for name in range(20):
-        store(cache, chain(5, name))
-    most = 100 // ONCE_SHARE
-    assert store_once(cache, chain(9, name=50)) == most
-    assert cache.evicted_chunks == most
-    for name in range(51, 60):
-        assert store_once(cache, chain(9, name)) == most
-    # All that they have taken is the oldest of the others; since then they evict each other.
-    assert stored_chunks(cache, chain(5, name=0)) == "00000"
-    assert all(stored_chunks(cache, chain(5, name)) == "11111" for name in range(1, 20))
-
-
 def test_what_is_written_counts_in_the_share_of_what_will_not_come_back():
     cache = Cache(FRAME_BYTES, 100)
     store(cache, [bytes([1, index]) * 16 for index in range(100)])
@@ -504,13 +275,3 @@ def test_a_child_that_may_come_back_keeps_its_parent():
     store_once(cache, chain(18, name=2))
     store(cache, chain(18, name=3))
     assert stored_chunks(cache, [parent, child]) == "11"
-
-
-def test_what_others_brought_does_not_become_theirs():
-    cache = Cache(FRAME_BYTES, 10)
-    where = layout(group(), group())
-    (key,) = chain(1)
-    cache.commit(reserve(cache, key, 0, where, 0))
-    cache.commit(cache.reserve(where, key, 1, 0, 1, FRAME_BYTES, once=True))
-    cache.check_integrity()
-    assert cache._order.once_frames == 0

@@ -47,22 +47,17 @@ def so_far(counted: Demand) -> Curve:
 
 
 def hits(counted: Demand) -> list[int]:
-    """By size, the chunks that were found."""
+    """By size, the chunks that were found; the last is without any limit."""
     return [tokens // CHUNK for tokens in so_far(counted).hits]
-
-
-def all_hits(counted: Demand) -> int:
-    return hits(counted)[-1]
 
 
 class Plain:
     """One ghost as it would be written without a thought of its speed."""
 
     def __init__(self, frames: float) -> None:
-        self.frames = frames
+        self.frames, self.hits = frames, 0
         self.chunks = OrderedDict[bytes, bool]()
         """Whether windows and states are stored at its end; the least recently used first."""
-        self.hits = 0
 
     def look_up(self, keys: Sequence[bytes], sizes: Sizes) -> None:
         held = [key in self.chunks for key in keys] + [False]
@@ -146,54 +141,20 @@ def test_tokens_that_the_engine_holds_are_not_counted() -> None:
     counted, keys = Demand(), [key(i) for i in range(10)]
     look_up(counted, keys)
     counted.looked_up(NAMESPACE, PLAIN, keys, 4 * CHUNK, 10 * CHUNK, 0.0)
-    assert (so_far(counted).tokens, all_hits(counted)) == (16 * CHUNK, 6)
+    assert (so_far(counted).tokens, hits(counted)[-1]) == (16 * CHUNK, 6)
 
 
-def test_chunks_that_decoding_completed_are_found_by_the_next_turn() -> None:
-    counted, keys = Demand(), [key(i) for i in range(6)]
-    look_up(counted, keys[:2])
-    counted.completed(NAMESPACE, PLAIN, keys[:5])
-    look_up(counted, keys)
-    assert all_hits(counted) == 5
-
-
-def test_answers_leave_windows_but_no_states() -> None:
-    keys = [key(i) for i in range(8)]
-    for states, chunks in ((False, 5), (True, 2)):
-        counted, sizes = Demand(), Sizes(CHUNK, 3, sparse=True, states=states)
-        look_up(counted, keys[:2], sizes)
-        counted.completed(NAMESPACE, sizes, keys[:5])
-        look_up(counted, keys, sizes)
-        assert all_hits(counted) == chunks
-
-
-def test_windows_and_states_are_found_at_ends_and_forks_only() -> None:
-    counted = Demand()
-    first = [key(i) for i in range(10)]
-    parting = [[*first[:6], *(key(number, i) for i in range(4))] for number in range(3)]
-    found = []
-    for keys in (first, first, *parting):
-        look_up(counted, keys, SPARSE)
-        found.append(all_hits(counted))
-    # The same prompt hits all of itself. The first that parts finds nothing, and leaves its place to others.
-    assert found == [0, 10, 10, 16, 22]
-
-
-def test_a_fork_is_stored_only_where_l1_still_had_what_was_known() -> None:
-    """A smaller L1 computes the beginning anew, and knows of no fork there."""
-    counted = Demand()
-    counted.l1_frames = 3 * 90
-    first = [key(i) for i in range(10)]
-    parting = [[*first[:6], *(key(number, i) for i in range(4))] for number in range(3)]
-    for keys in (first, [key(8, i) for i in range(100)], *parting[:2]):
-        look_up(counted, keys, SPARSE)
-    assert dict(zip(SIZES, hits(counted), strict=True)) == {
-        **dict.fromkeys(("0.25", "0.5", "1"), 0),
-        **dict.fromkeys(("2", "4", "10", "unlimited"), 6),
-    }
-    # The end of a prompt is stored in every L1.
-    look_up(counted, parting[1], SPARSE)
-    assert hits(counted)[:3] == [10] * 3
+@pytest.mark.parametrize(
+    ("sizes", "chunks"), [(PLAIN, 5), (SPARSE, 5), (Sizes(CHUNK, 3, sparse=True, states=True), 2)]
+)
+def test_what_decoding_completed_is_found_by_the_next_turn_unless_it_has_no_states(
+    sizes: Sizes, chunks: int
+) -> None:
+    counted, keys = Demand(), [key(i) for i in range(8)]
+    look_up(counted, keys[:2], sizes)
+    counted.completed(NAMESPACE, sizes, keys[:5])
+    look_up(counted, keys, sizes)
+    assert hits(counted)[-1] == chunks
 
 
 def test_it_forgets_what_was_used_longest_ago_and_says_so() -> None:
@@ -205,7 +166,7 @@ def test_it_forgets_what_was_used_longest_ago_and_says_so() -> None:
     assert counted.exact_frames() == 20 * PLAIN.chunk_frames
     for number in (0, 29):
         look_up(counted, [key(number, i) for i in range(2)])
-    assert all_hits(counted) == 2
+    assert hits(counted)[-1] == 2
 
 
 def test_what_is_remembered_is_a_multiple_of_l1_at_most() -> None:
@@ -276,20 +237,16 @@ def test_many_namespaces_are_counted_together() -> None:
 
 
 def test_a_very_long_lookup_is_counted_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demand, "MAX_CHUNKS", 4)
-    counted, keys = Demand(), [key(i) for i in range(10)]
-    look_up(counted, keys)
-    counted.completed(NAMESPACE, PLAIN, keys)
-    assert len(counted._uses) == 4
-    look_up(counted, keys)
-    assert (so_far(counted).tokens, all_hits(counted)) == (8 * CHUNK, 4)
-
-
-def test_a_lookup_of_many_short_runs_is_counted_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each run takes time, and the server answers nobody else meanwhile."""
+    """As is one of many short runs: each takes time, and the server answers nobody else meanwhile."""
     counted, keys = Demand(), [key(i) for i in range(2000)]
-    look_up(counted, keys[::2])
-    look_up(counted, keys[1::2])
-    look_up(counted, keys)
-    assert all_hits(counted) == demand.MAX_RUNS
+    for each in (keys[::2], keys[1::2], keys):
+        look_up(counted, each)
+    assert hits(counted)[-1] == demand.MAX_RUNS
     assert len(counted._uses) == 2000
+    monkeypatch.setattr(demand, "MAX_CHUNKS", 4)
+    counted = Demand()
+    look_up(counted, keys[:10])
+    counted.completed(NAMESPACE, PLAIN, keys[:10])
+    assert len(counted._uses) == 4
+    look_up(counted, keys[:10])
+    assert (so_far(counted).tokens, hits(counted)[-1]) == (8 * CHUNK, 4)

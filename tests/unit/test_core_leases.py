@@ -31,7 +31,7 @@ def lives(cache: Cache, lease_id: int) -> bool:
     return cache._leases.get(lease_id) is not None
 
 
-def test_short_leases_are_bounded_by_their_number() -> None:
+def test_the_leases_of_a_session_are_bounded_by_their_number_and_by_their_chunks() -> None:
     cache, keys = filled(1)
     modest = lookup(cache, keys, MODEST)
     granted = [lookup(cache, keys, GREEDY) for _ in range(10_000)]
@@ -44,9 +44,6 @@ def test_short_leases_are_bounded_by_their_number() -> None:
     cache.drop_owner(MODEST)
     assert cache.num_leases == 0
     cache.check_integrity()
-
-
-def test_long_leases_are_bounded_by_their_chunks() -> None:
     cache, keys = filled(1 << 14)
     for _ in range(200):
         lookup(cache, keys, GREEDY)
@@ -54,9 +51,7 @@ def test_long_leases_are_bounded_by_their_chunks() -> None:
     cache.check_integrity()
 
 
-def test_many_sessions_are_bounded_together_and_the_largest_gives_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_many_sessions_are_bounded_together_and_the_largest_gives_way(monkeypatch) -> None:
     monkeypatch.setattr(leases, "MAX_COST", 4 * (LEASE_COST + 8))
     cache, keys = filled(8)
     modest = lookup(cache, keys, MODEST)

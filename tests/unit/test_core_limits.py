@@ -3,10 +3,10 @@
 import math
 
 import pytest
-from test_core_cache import FRAME_BYTES, PLAIN, SESSION, chain, lookup, open_read, reserve, store
+from test_core_cache import FRAME_BYTES, PLAIN, chain, store
 
 from lmcache_server.core import limits
-from lmcache_server.core.cache import Cache, Reservation
+from lmcache_server.core.cache import Cache
 
 NAMESPACE = bytes.fromhex("0b5d5f2cbd9c") + bytes(26)
 DAY_S = 86400.0
@@ -87,30 +87,7 @@ def test_use_makes_no_chunk_younger_and_the_oldest_goes_first() -> None:
     assert cache.forget_old(PLAIN.namespace, 25.0, 9) == 2
     assert left(cache, keys) == "0001"
     assert (cache.expired_chunks, cache.evicted_chunks, cache.free_frames) == (3, 0, 9)
-
-
-def test_a_chunk_that_is_stored_again_is_as_young_as_that() -> None:
-    cache, keys = filled()
-    assert cache.forget_old(PLAIN.namespace, 5.0, 9) == 1
+    # One that is stored again is as young as that.
     store(cache, keys[:1])
-    assert cache.forget_old(PLAIN.namespace, 35.0, 9) == 3
+    assert cache.forget_old(PLAIN.namespace, 35.0, 9) == 1
     assert left(cache, keys) == "1000"
-
-
-def test_pins_leases_reads_and_stores_do_not_keep_an_old_chunk() -> None:
-    """Who reads goes on; nobody else finds it."""
-    cache, keys = filled()
-    cache.pin("mine", PLAIN.namespace, keys)
-    read = open_read(cache, lookup(cache, keys), PLAIN)
-    late = reserve(cache, b"l" * 32)
-    assert isinstance(late, Reservation)
-    assert cache.forget_old(PLAIN.namespace, 99.0, 9) == 5
-    assert left(cache, keys) == "0000"
-    assert not len(cache.named_pins)
-    assert lookup(cache, keys).resume_tokens == 0
-    assert cache.free_frames == 5, "what is read or written keeps its frames"
-    cache.close_read(read)
-    cache.drop_owner(SESSION)
-    cache.commit(late)
-    assert cache.free_frames == 10
-    assert cache.num_chunks == 0

@@ -19,15 +19,11 @@ from lmcache_server.core.misses import (
 
 CHUNK = 16
 SESSION = 1
-PLAIN = Layout(b"n" * 32, CHUNK, (GroupSpec(FULL, CHUNK, 0, "", ()),), ((0,),))
-HYBRID = Layout(
-    b"h" * 32,
-    CHUNK,
-    (GroupSpec(FULL, CHUNK, 0, "", ()), GroupSpec(RECURRENT, CHUNK, 0, "", ())),
-    ((0,), (0,)),
-)
-STATES = Layout(b"s" * 32, CHUNK, (GroupSpec(RECURRENT, CHUNK, 0, "", ()),), ((0,),))
-TWO_RANKS = Layout(b"t" * 32, CHUNK, (GroupSpec(FULL, CHUNK, 0, "", ()),), ((0, 1),))
+ATTENTION, STATE = (GroupSpec(kind, CHUNK, 0, "", ()) for kind in (FULL, RECURRENT))
+PLAIN = Layout(b"n" * 32, CHUNK, (ATTENTION,), ((0,),))
+HYBRID = Layout(b"h" * 32, CHUNK, (ATTENTION, STATE), ((0,), (0,)))
+STATES = Layout(b"s" * 32, CHUNK, (STATE,), ((0,),))
+TWO_RANKS = Layout(b"t" * 32, CHUNK, (ATTENTION,), ((0, 1),))
 
 
 def chain(count, seed=0):
@@ -57,12 +53,15 @@ def missed(cache, layout, keys, computed=0):
     return found
 
 
-def test_what_nobody_stored():
+@pytest.mark.parametrize("layout", [PLAIN, STATES], ids=["attention", "states alone"])
+def test_what_nobody_stored(layout):
     cache, keys = Cache(1, 100), chain(8)
-    assert missed(cache, PLAIN, keys) == {NOT_STORED: 8 * CHUNK}
-    store(cache, PLAIN, keys[:5])
-    assert missed(cache, PLAIN, keys) == {NOT_STORED: 3 * CHUNK}
-    assert missed(cache, PLAIN, keys[:5]) == {}
+    assert missed(cache, layout, keys) == {NOT_STORED: 8 * CHUNK}
+    for computed in (8, 24, 40):
+        assert missed(cache, layout, keys, computed) == {NOT_STORED: 8 * CHUNK - computed}, "the engine's own"
+    store(cache, layout, keys[:5])
+    assert missed(cache, layout, keys) == {NOT_STORED: 3 * CHUNK}
+    assert missed(cache, layout, keys[:5]) == {}
 
 
 def test_what_was_evicted_is_told_from_what_never_was_there():
@@ -98,13 +97,6 @@ def test_what_tiers_have_and_did_not_bring():
         assert found == {reason: tokens for reason, tokens in expected.items() if tokens}
 
 
-def test_a_model_of_states_alone():
-    cache, keys = Cache(1, 100), chain(4)
-    assert missed(cache, STATES, keys) == {NOT_STORED: 4 * CHUNK}
-    store(cache, STATES, keys[:2])
-    assert missed(cache, STATES, keys) == {NOT_STORED: 2 * CHUNK}
-
-
 def test_ranks_that_disagree():
     cache, keys = Cache(1, 100), chain(6)
     store(cache, TWO_RANKS, keys)
@@ -114,12 +106,6 @@ def test_ranks_that_disagree():
     assert missed(cache, TWO_RANKS, keys) == {NOT_STORED: 4 * CHUNK}, "the other rank is storing it now"
     assert isinstance(reservation, Reservation)
     cache.abort(reservation)
-
-
-@pytest.mark.parametrize("computed", [0, 8, 24, 40])
-def test_the_engine_may_hold_a_part_of_a_chunk(computed):
-    cache, keys = Cache(1, 100), chain(4)
-    assert missed(cache, PLAIN, keys, computed) == {NOT_STORED: 4 * CHUNK - computed}
 
 
 def test_the_memory_of_evicted_chunks_is_bounded_and_takes_none_for_another():

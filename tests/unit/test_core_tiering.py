@@ -6,34 +6,19 @@ import pytest
 
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
 from lmcache_client.contract.hits import fetch_patience_s
+from lmcache_server.core import tiering
 from lmcache_server.core.cache import Cache, Layout
-from lmcache_server.core.tiering import (
-    FAILURES,
-    MAX_RETRY_S,
-    PRESENT,
-    READ,
-    RETRY_S,
-    SLOW_OLD_S,
-    WITHIN_S,
-    WRITE,
-    Breaker,
-    Speed,
-    wanted,
-)
+from lmcache_server.core.tiering import FAILURES, PRESENT, READ, RETRY_S, WRITE, Breaker, Speed, wanted
 
 CHUNK_SIZE = 16
 KEYS = [number.to_bytes(32, "big") for number in range(6)]
-LAYOUT = Layout(
-    b"ns",
-    CHUNK_SIZE,
-    (
-        GroupSpec(FULL, 4, 0, "", ()),
-        GroupSpec(SLIDING_WINDOW, 2, 24, "", ()),
-        GroupSpec(CHUNKED_LOCAL, 4, 24, "", ()),
-        GroupSpec(RECURRENT, 8, 0, "", ()),
-    ),
-    ((0, 1), (0,), (1,), (0, 1)),
+GROUPS = (
+    GroupSpec(FULL, 4, 0, "", ()),
+    GroupSpec(SLIDING_WINDOW, 2, 24, "", ()),
+    GroupSpec(CHUNKED_LOCAL, 4, 24, "", ()),
+    GroupSpec(RECURRENT, 8, 0, "", ()),
 )
+LAYOUT = Layout(b"ns", CHUNK_SIZE, GROUPS, ((0, 1), (0,), (1,), (0, 1)))
 
 
 def put(cache: Cache, chunk: int, group: int, rank: int) -> None:
@@ -99,7 +84,7 @@ def test_a_breaker_opens_after_failures_in_a_row_and_tries_later(call: str) -> N
         assert breaker.tries(now_s)
         assert not breaker.tries(now_s + 0.1), "one call tries it"
         breaker.failed(now_s, PRESENT)
-        delay_s = min(2 * delay_s, MAX_RETRY_S)
+        delay_s = min(2 * delay_s, tiering.MAX_RETRY_S)
         assert not breaker.tries(now_s + delay_s - 0.1)
     breaker.answers()
     assert not breaker.is_open
@@ -117,7 +102,7 @@ def test_a_tier_that_only_answers_is_on_trial(call: str) -> None:
         breaker.succeeded(PRESENT)
         breaker.failed(now_s, call)
         assert breaker.is_open, "one failure is enough"
-        delay_s = min(2 * delay_s, MAX_RETRY_S)
+        delay_s = min(2 * delay_s, tiering.MAX_RETRY_S)
         assert not breaker.tries(now_s + delay_s - 0.1)
     breaker.answers()
     breaker.succeeded(call)
@@ -125,20 +110,17 @@ def test_a_tier_that_only_answers_is_on_trial(call: str) -> None:
     assert not breaker.is_open, "it has proved itself"
 
 
-def test_failures_far_apart_open_no_breaker() -> None:
+def test_only_failures_of_one_kind_in_a_row_and_near_each_other_open_a_breaker() -> None:
     breaker = Breaker()
     for number in range(10):
-        breaker.failed(number * (WITHIN_S / 2 + 0.1), READ)
-    assert not breaker.is_open
-
-
-def test_a_success_forgets_the_failures_of_its_kind_before_it() -> None:
+        breaker.failed(number * (tiering.WITHIN_S / 2 + 0.1), READ)
+    assert not breaker.is_open, "they are far apart"
     breaker = Breaker()
     for _ in range(5):
         breaker.failed(1.0, READ)
         breaker.failed(1.0, READ)
         breaker.succeeded(READ)
-    assert not breaker.is_open
+    assert not breaker.is_open, "a success forgets those before it"
     for _ in range(FAILURES):
         breaker.succeeded(PRESENT)
         breaker.failed(1.0, READ)
@@ -161,7 +143,7 @@ def test_speed_follows_what_was_measured_and_grows_old() -> None:
     for _ in range(3):
         speed.add(10**9, 0.1, 202.0)
     assert speed.seconds(10**9) < 1, "one fetch beside other work is soon forgotten"
-    assert speed.is_old(208.0, SLOW_OLD_S)
+    assert speed.is_old(208.0, tiering.SLOW_OLD_S)
     assert not speed.is_old(208.0)
 
 

@@ -69,48 +69,34 @@ HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 @pytest.fixture
 def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleType]:
+    """It starts stand-ins, kept in `started`, with faults by their names; "" is the server."""
     monkeypatch.syspath_prepend(SCRIPTS)
     module = importlib.import_module("demo")
     monkeypatch.setattr(module, "LOGS", tmp_path)
     monkeypatch.setattr(module, "prepared_models", lambda: {})
+    monkeypatch.setattr(module, "started", [], raising=False)
+    monkeypatch.setattr(module, "faults", {}, raising=False)
+
+    def start(what: str, name: str, cached: int = 0) -> object:
+        port = free_port()
+        arguments = ["-c", STAND_IN, str(port), module.faults.get(name, ""), str(cached)]
+        module.started.append(module.Service(what, arguments, {}, tmp_path / f"{name}.log", port, "/health"))
+        return module.started[-1]
+
+    monkeypatch.setattr(module.Demo, "start_server", lambda _: start("lmcache server", ""))
+    monkeypatch.setattr(
+        module.Demo, "start_vllm", lambda _, name, model, connected: start(name, name, 64 * connected)
+    )
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield module
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
-def stand_in(demo: ModuleType, what: str, log: Path, fault: str = "", cached: int = 0):
-    port = free_port()
-    arguments = ["-c", STAND_IN, str(port), fault, str(cached)]
-    return demo.Service(what, arguments, {}, log, port, "/health")
-
-
-@pytest.fixture
-def with_faults(demo: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
-    """Let the demo start stand-ins, with these faults by their names; "" is the server."""
-    faults: dict[str, str] = {}
-    started = []
-
-    def start_vllm(_: object, name: str, model: str, connected: bool) -> object:
-        fault = faults.get(name, "")
-        started.append(stand_in(demo, name, tmp_path / name, fault, cached=64 * connected))
-        return started[-1]
-
-    def start_server(_: object) -> object:
-        started.append(stand_in(demo, "lmcache server", tmp_path / "server", faults.get("", "")))
-        return started[-1]
-
-    monkeypatch.setattr(demo.Demo, "start_vllm", start_vllm)
-    monkeypatch.setattr(demo.Demo, "start_server", start_server)
-    monkeypatch.setattr(demo, "started", started, raising=False)
-    return faults
-
-
 def left(demo: ModuleType) -> list[int]:
     return [pid for service in demo.started for pid in group_members(service._process.pid)]
 
 
-@pytest.mark.usefixtures("with_faults")
 def test_it_says_what_will_happen_numbers_its_steps_and_ends_with_what_to_do_next(
     demo: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,28 +104,41 @@ def test_it_says_what_will_happen_numbers_its_steps_and_ends_with_what_to_do_nex
     said = capsys.readouterr().out
     assert code == 0, said
     assert said.startswith("In 7 steps, a real model answers questions")
-    assert "5 minutes" in said.partition("\n[1/7]")[0]
-    assert "often wrong" in said.partition("\n[1/7]")[0], "before the answers and the table"
-    numbers = [line[1] for line in said.splitlines() if line.startswith("[")]
-    assert numbers == list("1234567")
-    last = said.partition("[7/7]")[2]
+    first, last = said.partition("\n[1/7]")[0], said.partition("[7/7]")[2]
+    assert "5 minutes" in first
+    assert "often wrong" in first, "before the answers and the table"
+    assert [line[1] for line in said.splitlines() if line.startswith("[")] == list("1234567")
+    for part in (
+        "s without a cache), 64 of 200 tokens from the server",
+        "tiny random weights",
+        "64 of 200 tokens from the server; the answer, with its log probabilities, equals the computed",
+        f"its status page, while the demo runs: http://127.0.0.1:{demo.started[1].port}",
+        " s, without the installation; logs in ",
+        "http://127.0.0.1:8080",
+    ):
+        assert part in said, part
     assert "  turn 3, the server was killed: first token after 0." in last
     assert "0 of 200 tokens from the server" in last
-    assert "s without a cache), 64 of 200 tokens from the server" in said
-    assert "tiny random weights" in said
-    assert (
-        "64 of 200 tokens from the server; the answer, with its log probabilities, equals the computed"
-        in said
-    )
-    assert f"its status page, while the demo runs: http://127.0.0.1:{demo.started[1].port}" in said
-    assert "PASS: every answer has the same text as without a cache." in said
-    assert " s, without the installation; logs in " in said
-    assert "as it may with vLLM's own prefix cache" in said.partition("PASS:")[2], "no more than holds"
-    assert "\nNext: docs/laptop.md " in said
-    assert "http://127.0.0.1:8080" in said
-    assert said.strip().endswith("SmolLM2-135M-Instruct.")
+    verdict = last.partition("PASS: every answer has the same text as without a cache.")[2]
+    assert "as it may with vLLM's own prefix cache" in verdict, "no more than holds"
+    assert "\nNext: docs/laptop.md " in verdict
+    assert verdict.strip().endswith("SmolLM2-135M-Instruct.")
     assert len(demo.started) == 6
     assert not left(demo)
+    # Pages show all of it but the figures, which are of another machine.
+    printed = shape(demo, said)
+    assert sum(line.endswith(" yes") for line in printed) == 7
+    assert printed[-1].startswith("0 times sooner ")
+    for page in ("README.md", "docs/laptop.md"):
+        assert shape(demo, (SCRIPTS.parent / page).read_text()) == printed, page
+
+
+def shape(demo: ModuleType, text: str) -> list[str]:
+    """Without its figures: each row, its mark and verdict, the end."""
+    lines = [re.sub(r"(?<!\S)(-+|\d+\.?\d*)(?!\S)", "0", line).split() for line in text.splitlines()]
+    start = lines.index(demo.table([]).splitlines()[0].split())
+    end = next(i for i in range(len(lines)) if lines[i][:1] == ["PASS:"])
+    return [" ".join(line) for line in lines[start : end + 4]]
 
 
 FAULTS = {
@@ -155,9 +154,9 @@ FAULTS = {
 @pytest.mark.parametrize("name", ["vLLM without connector", "second vLLM"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_vllm_that_fails_ends_the_demo_with_a_sentence(
-    demo: ModuleType, with_faults: dict[str, str], name: str, fault: str, capsys: pytest.CaptureFixture[str]
+    demo: ModuleType, name: str, fault: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with_faults[name] = fault
+    demo.faults[name] = fault
     assert demo.main() == 1
     said = capsys.readouterr().err
     assert said.startswith(f"demo: {name} {FAULTS[fault]}"), said
@@ -169,9 +168,8 @@ def test_a_vllm_that_fails_ends_the_demo_with_a_sentence(
 
 
 def test_a_server_that_is_killed_by_somebody_else_ends_the_demo_with_a_sentence(
-    demo: ModuleType, with_faults: dict[str, str], monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     ask = demo.ask
 
     def ask_and_kill(vllm: object, messages: object) -> object:
@@ -202,24 +200,6 @@ def test_the_table_and_what_it_proves(demo: ModuleType) -> None:
     assert lines[4].split() == [">", "turn", "1,", "reset", *served]
     said = demo.conclusion(rows, hybrid)
     assert said == "PASS: every answer has the same text as without a cache.\n 5.6 times sooner after a reset"
-
-
-@pytest.mark.usefixtures("with_faults")
-def test_pages_show_what_the_demo_prints(demo: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    """All of it but the figures, which are of another machine: each row, its mark and verdict, the end."""
-
-    def shape(text: str) -> list[str]:
-        lines = [re.sub(r"(?<!\S)(-+|\d+\.?\d*)(?!\S)", "0", line).split() for line in text.splitlines()]
-        start = lines.index(demo.table([]).splitlines()[0].split())
-        end = next(i for i in range(len(lines)) if lines[i][:1] == ["PASS:"])
-        return [" ".join(line) for line in lines[start : end + 4]]
-
-    assert demo.main() == 0
-    printed = shape(capsys.readouterr().out)
-    assert sum(line.endswith(" yes") for line in printed) == 7
-    assert printed[-1].startswith("0 times sooner ")
-    for page in ("README.md", "docs/laptop.md"):
-        assert shape((SCRIPTS.parent / page).read_text()) == printed, page
 
 
 def test_what_failed_is_named(demo: ModuleType) -> None:

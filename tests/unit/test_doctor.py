@@ -25,10 +25,12 @@ def session(**changed: object) -> dict[str, object]:
     return {**same, **changed}
 
 
-def worker(pid: int) -> dict[str, object]:
-    return {"engine_id": "a", "pid": pid}
-
-
+NAMED = {
+    "engine": "one",
+    "namespace": "0123456789abcdef01",
+    "model": "m",
+    "fields": {"detail weights": "f00d", "rank 0 group 0 layout": "layout=LBNHC"},
+}
 CASES = [
     (devices.compute_mode("1", 0), OK, "default", ""),
     (devices.compute_mode("1", 2), WARN, "allows no process", "nvidia-smi -c 0"),
@@ -42,9 +44,9 @@ CASES = [
     (devices.memory("1", (GB - 1, 8 * GB), False), WARN, "needs a context", "--gpu-memory-utilization"),
     (devices.namespaces(0, []), OK, "unknown without a server", ""),
     (devices.namespaces(NOBODY, []), WARN, "not in this process namespace", "beside the server"),
-    (devices.namespaces(os.getpid(), [worker(os.getpid())]), OK, "its 1 worker(s) share one", ""),
+    (devices.namespaces(os.getpid(), [session(pid=os.getpid())]), OK, "its 1 worker(s) share one", ""),
     (
-        devices.namespaces(os.getpid(), [worker(NOBODY)]),
+        devices.namespaces(os.getpid(), [session(pid=NOBODY)]),
         WARN,
         "engine a: in another process namespace",
         "docker: --pid=host",
@@ -112,18 +114,8 @@ CASES = [
     (preflight.open_files(UNLIMITED), OK, "unlimited", ""),
     (preflight.open_files(4095), WARN, "the limit of open files is 4095, so clients", "ulimit -n 65536"),
     (preflight.open_files(255), FAIL, "the limit of open files is 255, so clients", "ulimit -n 65536"),
-    (
-        checks.driver([], 0, "no libcuda.so.1", False),
-        OK,
-        "no GPU: engines on the CPU are served",
-        "",
-    ),
-    (
-        checks.driver([], 0, "no libcuda.so.1", True),
-        FAIL,
-        "no libcuda.so.1",
-        "nvidia-modprobe -u -c 0",
-    ),
+    (checks.driver([], 0, "no libcuda.so.1", False), OK, "no GPU: engines on the CPU are served", ""),
+    (checks.driver([], 0, "no libcuda.so.1", True), FAIL, "no libcuda.so.1", "nvidia-modprobe -u -c 0"),
     (checks.driver(["0000:01:00.0"], 12080, "", True), OK, "CUDA 12.8, 1 GPU(s): 0000:01:00.0", ""),
     (checks.vllm(""), OK, "not in this Python environment; the connector is for 0.31 to 0.33", ""),
     (checks.vllm("0.32.1"), OK, "0.32.1", ""),
@@ -136,16 +128,7 @@ CASES = [
     ),
     (checks.names(()), OK, "no engine is known", ""),
     (
-        checks.names(
-            [
-                {
-                    "engine": "one",
-                    "namespace": "0123456789abcdef01",
-                    "model": "m",
-                    "fields": {"detail weights": "f00d", "rank 0 group 0 layout": "layout=LBNHC"},
-                }
-            ]
-        ),
+        checks.names([NAMED]),
         OK,
         "engine one: model m, namespace 0123456789abcdef, weights f00d, layout layout=LBNHC",
         "",
@@ -157,12 +140,7 @@ CASES = [
     (checks.plugin("0.32.0", "", "a,b"), FAIL, "leaves lmcache_mp out", "VLLM_PLUGINS=a,b,lmcache_mp"),
     (checks.plugin("0.32.0", "", ""), FAIL, "leaves lmcache_mp out", "VLLM_PLUGINS=lmcache_mp"),
     (checks.server(VERSION, "port 1"), OK, f"{VERSION} at port 1", ""),
-    (
-        checks.server("9.9", "port 1"),
-        FAIL,
-        f"9.9 at port 1, but {VERSION}",
-        "install 9.9 here",
-    ),
+    (checks.server("9.9", "port 1"), FAIL, f"9.9 at port 1, but {VERSION}", "install 9.9 here"),
     (checks.command(False), OK, "not in this", ""),
     (checks.command(True), WARN, "overwrite the command", "pip uninstall lmcache; pip install --force-"),
     (checks.connectors("", []), OK, "unknown without", ""),
@@ -203,11 +181,8 @@ def test_a_check(check: preflight.Check, verdict: str, finding: str, fix: str) -
     assert "\n" not in check.finding + check.fix
 
 
-def test_with_hardly_any_memory_no_size_is_advised() -> None:
-    assert preflight.memory(GB, 0, 1 << 20, "the limit").fix == "free memory"
-
-
 def test_what_fails_keeps_the_server_from_starting_and_a_warning_does_not() -> None:
+    assert preflight.memory(GB, 0, 1 << 20, "the limit").fix == "free memory", "no size is advised"
     preflight.require(preflight.open_files(1024))
     with pytest.raises(StartError, match=r"needs 6 huge pages .* are free: sudo sysctl vm.nr_hugepages=11"):
         preflight.require(preflight.huge_pages(PAGES, 11 << 20))

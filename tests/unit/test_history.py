@@ -17,35 +17,20 @@ def test_growth_belongs_to_the_interval_in_which_it_happened():
     }
 
 
-def test_before_the_first_interval_has_ended_there_is_nothing():
+def grown(*updates: tuple[float, int]) -> list[int]:
+    """The growth of a counter that was updated at these times."""
     history = History()
-    assert history.report()["growth"] == {}
-    history.update(5.0, {"bytes": 3})
-    history.update(5.0 + INTERVAL_S - 0.1, {"bytes": 9})
-    assert history.report()["growth"] == {"bytes": []}
+    for now_s, value in updates:
+        history.update(now_s, {"bytes": value})
+    return history.report()["growth"].get("bytes")
 
 
-def test_it_starts_from_what_the_counters_are():
-    history = History()
-    history.update(0.0, {"bytes": 1000})
-    history.update(INTERVAL_S, {"bytes": 1001})
-    assert history.report()["growth"] == {"bytes": [1]}
-
-
-def test_intervals_that_nobody_saw_end_have_no_growth():
-    history = History()
-    history.update(0.0, {"bytes": 0})
-    history.update(3.5 * INTERVAL_S, {"bytes": 6})
-    assert history.report()["growth"] == {"bytes": [0, 0, 6]}
-
-
-def test_an_hour_is_kept_even_after_days_without_a_call():
-    history = History()
-    history.update(0.0, {"bytes": 0})
-    history.update(1e6, {"bytes": 4})
-    growth = history.report()["growth"]["bytes"]
-    assert len(growth) == INTERVALS
-    assert (growth[-1], sum(growth)) == (4, 4)
+def test_growth_is_counted_from_the_first_value_in_each_interval_that_has_ended():
+    assert grown() is None
+    assert grown((5.0, 3), (5.0 + INTERVAL_S - 0.1, 9)) == []
+    assert grown((0.0, 1000), (INTERVAL_S, 1001)) == [1]
+    assert grown((0.0, 0), (3.5 * INTERVAL_S, 6)) == [0, 0, 6], "nobody saw two of them end"
+    assert grown((0.0, 0), (1e6, 4)) == [0] * (INTERVALS - 1) + [4], "an hour is kept"
 
 
 @given(st.lists(st.tuples(st.floats(0, 40), st.integers(0, 1000)), max_size=60))

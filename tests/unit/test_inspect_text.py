@@ -34,33 +34,28 @@ def look(
     return inspect.look(ask, "line 1", tokens, "", {**NAMESPACE, **changed}), asked
 
 
-def test_it_asks_for_the_chunks_that_vllm_would_ask_for() -> None:
-    """The last token is computed always, so a chunk that ends with it is never asked for."""
-    keys = inspect.keys_of(TOKENS, 4, "")
-    for length, chunks in ((17, 4), (16, 3), (13, 3), (12, 2), (5, 1), (4, 0), (1, 0)):
-        _, (asked,) = look(Inspected(0, (b"", b""), ()), TOKENS[:length])
-        assert asked == Inspect("engine-1", keys[:chunks], 4 * chunks)
-
-
-def test_for_a_drafter_it_asks_for_chunks_with_the_tokens_behind_them() -> None:
-    for lookahead, length, chunks in ((1, 17, 4), (1, 16, 3), (2, 17, 3), (2, 18, 4)):
+@pytest.mark.parametrize(
+    ("lookahead", "chunks_of"),
+    [(0, {17: 4, 16: 3, 13: 3, 12: 2, 5: 1, 4: 0, 1: 0}), (1, {17: 4, 16: 3}), (2, {17: 3, 18: 4})],
+)
+def test_it_asks_for_the_chunks_that_vllm_would_ask_for(lookahead: int, chunks_of: dict[int, int]) -> None:
+    """The last token is computed always, so a chunk that ends with it is never asked for. For a drafter,
+    chunks have the tokens behind them, too."""
+    for length, chunks in chunks_of.items():
         tokens = list(range(length))
         _, (asked,) = look(Inspected(0, (b"", b""), ()), tokens, lookahead_tokens=lookahead)
-        assert asked.limit_tokens == 4 * chunks
-        assert asked.keys == inspect.keys_of(tokens, 4, "", lookahead)
-        assert asked.keys[0] == chunk_key(ROOT_KEY, tokens[: 4 + lookahead], None)
+        keys = inspect.keys_of(tokens, 4, "", lookahead)
+        assert asked == Inspect("engine-1", keys[:chunks], 4 * chunks)
+        assert not keys or keys[0] == chunk_key(ROOT_KEY, tokens[: 4 + lookahead], None)
 
 
-def test_the_salt_is_in_the_first_key_alone_as_vllm_has_it() -> None:
+def test_a_key_is_of_token_ids_and_the_first_one_of_the_salt_as_vllm_has_it() -> None:
+    for number in (-1, 1 << 32):
+        with pytest.raises(ControlError, match=r"^a token id is a number from 0 to 4294967295$"):
+            inspect.keys_of([number] * 8, 4, "")
     first = chunk_key(ROOT_KEY, TOKENS[:4], (("cache_salt", "secret"),))
     assert inspect.keys_of(TOKENS, 4, "secret")[:2] == (first, chunk_key(first, TOKENS[4:8], None))
     assert inspect.keys_of(TOKENS, 4, "")[0] == chunk_key(ROOT_KEY, TOKENS[:4], None)
-
-
-@pytest.mark.parametrize("tokens", [[-1] * 8, [1 << 32] * 8])
-def test_a_number_that_is_no_token_id_is_one_sentence(tokens: list[int]) -> None:
-    with pytest.raises(ControlError, match=r"^a token id is a number from 0 to 4294967295$"):
-        inspect.keys_of(tokens, 4, "")
 
 
 def test_what_is_held_of_each_group_and_why_no_more() -> None:
@@ -71,12 +66,8 @@ def test_what_is_held_of_each_group_and_why_no_more() -> None:
     assert row["missed"] == {"no_state": 4, "evicted": 8}
     full, window = row["groups"]
     assert full == {
-        "kind": "full",
-        "where": "l1",
-        "chunks": 4,
-        "held_chunks": 2,
-        "leading_tokens": 8,
-        "missing_tokens": [[8, 16]],
+        **{"kind": "full", "where": "l1", "chunks": 4, "held_chunks": 2},
+        **{"leading_tokens": 8, "missing_tokens": [[8, 16]]},
     }
     assert (window["kind"], window["leading_tokens"]) == ("sliding window of 512 tokens", 0)
     assert window["missing_tokens"] == [[0, 4], [8, 12]]
@@ -106,12 +97,10 @@ def test_many_gaps_are_counted_in_text_and_listed_in_json() -> None:
     assert "missing: 0 to 4, 8 to 12, 16 to 20, 24 to 28 and 4 more" in inspect.text(row)
 
 
-@pytest.mark.parametrize(
-    "reply", [Inspected(0, (b"",), ()), Inspected(0, (b"",) * 3, ()), Inspected(20, (b"", b""), ())]
-)
-def test_an_answer_that_does_not_fit_is_one_sentence(reply: Inspected) -> None:
-    with pytest.raises(ControlError, match="does not fit the question"):
-        look(reply)
+def test_an_answer_that_does_not_fit_is_one_sentence() -> None:
+    for resume_tokens, held in ((0, (b"",)), (0, (b"",) * 3), (20, (b"", b""))):
+        with pytest.raises(ControlError, match="does not fit the question"):
+            look(Inspected(resume_tokens, held, ()))
 
 
 def test_only_namespaces_with_engines_that_match_are_looked_at() -> None:

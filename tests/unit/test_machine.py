@@ -37,27 +37,26 @@ def test_cgroup_v2_counts_at_every_level_and_page_cache_is_free(tmp_path, where)
     assert reason == f"the memory limit of its cgroup, {tmp_path / 'sys/fs/cgroup' / where}"
 
 
-def test_cgroup_v1_in_a_container(tmp_path):
-    """There the path in /proc/self/cgroup is that of the host, and the mount is the container's own."""
-    write(tmp_path / "proc/self", cgroup="5:memory:/docker/abc\n3:cpu:/docker/abc\n")
+@pytest.mark.parametrize(
+    ("path", "limit", "available"),
+    [
+        # There the path in /proc/self/cgroup is that of the host, and the mount is the container's own.
+        ("/docker/abc", 8 * MIB, 0),
+        # No limit is no limit.
+        ("/", 9223372036854771712, None),
+    ],
+)
+def test_cgroup_v1_in_a_container(tmp_path, path, limit, available):
+    write(tmp_path / "proc/self", cgroup=f"5:memory:{path}\n3:cpu:/docker/abc\n")
     write(
         tmp_path / "sys/fs/cgroup/memory",
-        memory__limit_in_bytes=f"{8 * MIB}",
+        memory__limit_in_bytes=f"{limit}",
         memory__usage_in_bytes=f"{9 * MIB}",
         memory__stat="total_inactive_file 0\n",
     )
-    assert available_bytes(tmp_path)[0] == 0
-
-
-def test_no_limit_is_no_limit(tmp_path):
-    write(tmp_path / "proc/self", cgroup="5:memory:/\n")
-    write(
-        tmp_path / "sys/fs/cgroup/memory",
-        memory__limit_in_bytes="9223372036854771712",
-        memory__usage_in_bytes="1",
-        memory__stat="",
-    )
-    assert available_bytes(tmp_path)[1] == "MemAvailable of this machine"
+    found, reason = available_bytes(tmp_path)
+    assert (reason == "MemAvailable of this machine") == (available is None)
+    assert available in (None, found)
 
 
 @pytest.mark.parametrize(

@@ -9,34 +9,25 @@ from harness.paths import ROOT
 
 from lmcache_client.connector.settings import PREFIX, WITHOUT_EFFECT, Settings, parse
 from lmcache_client.contract.migration import MISSING, NO_EFFECT, NOT_NEEDED, SAME, advice, table
+from lmcache_server import config
 from lmcache_server.commands.cli import cli
-from lmcache_server.config import (
-    CONFIG_VARIABLE,
-    NO_OPTIONS,
-    OPTIONS,
-    flag_name,
-    unknown_variables,
-    variable_name,
-)
+from lmcache_server.config import NO_OPTIONS, OPTIONS, flag_name, unknown_variables, variable_name
 
 LMCACHE = json.loads(Path(__file__).with_name("lmcache-0.5.6.json").read_text())
 KINDS = {"Flags of the server": "flags", "Keys": "keys", "Environment": "variables", "Commands": "commands"}
 OURS = {
     "flags": [*map(flag_name, OPTIONS)],
     "keys": [PREFIX + name for name in Settings.__struct_fields__],
-    "variables": [*map(variable_name, OPTIONS), CONFIG_VARIABLE],
+    "variables": [*map(variable_name, OPTIONS), config.CONFIG_VARIABLE],
     "commands": ["vllm bench serve", *(f"lmcache {name}" for name in cli.commands)],
 }
 
 
-@pytest.mark.parametrize("kind", ["flags", "keys"])
-def test_every_name_of_lmcache_has_one_row_and_no_other_name_has(kind: str) -> None:
-    assert sorted(name for names, _, _ in table(kind) for name in names) == LMCACHE[kind]
-
-
-def test_every_command_of_lmcache_has_a_row() -> None:
-    names = [name for names, _, _ in table("commands") for name in names]
-    assert not [each for each in LMCACHE["commands"] if not {each, each.split()[0]} & set(names)]
+def test_every_name_of_lmcache_has_one_row_and_no_other_name_has() -> None:
+    for kind in ("flags", "keys"):
+        assert sorted(name for names, _, _ in table(kind) for name in names) == LMCACHE[kind]
+    commands = {name for names, _, _ in table("commands") for name in names}
+    assert not [each for each in LMCACHE["commands"] if not {each, each.split()[0]} & commands]
 
 
 @pytest.mark.parametrize("kind", KINDS.values())

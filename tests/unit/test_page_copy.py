@@ -110,13 +110,10 @@ def test_pages_are_copied_by_16_bytes_where_both_ends_lie_alike(run):
     assert copy(run, *buffers(1 << 16), [(3, 20, 1000)]) == 0
 
 
-def test_more_work_than_one_launch_takes_is_refused():
+def test_what_cannot_be_copied_or_compiled_is_one_sentence(monkeypatch):
     many = np.full(1 << 16, 1 << 28, dtype=np.uint64)
     with pytest.raises(ValueError, match="65536 pieces of up to 268435456 bytes are too many for one launch"):
         arguments(many, many, many)
-
-
-def test_without_cupy_a_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(KernelError, match="for a faster kernel, run pip install 'cupy-cuda13x"):
         compiled("90")

@@ -79,35 +79,20 @@ def test_no_piece_lies_over_a_border(whole, places):
     assert sorted(found) == sorted(expected)
 
 
-def copies_of(regions, block_ids):
+def copies_of(region_bytes, block_ids, regions=1):
+    """(whether the kernel copies them, their lengths) of blocks, each of which has so many bytes in each of
+    some regions."""
+    planes = tuple(Region(0, plane << 20, region_bytes, region_bytes) for plane in range(regions))
     page = ObjectCopy(((0, 64),), len(block_ids), 0, block_ids)
-    return list(batches(pieces(page, regions, (ENGINE_ADDRESS,), L1_ADDRESS, 64 << 10)))
+    (batch,) = batches(pieces(page, planes, (ENGINE_ADDRESS,), L1_ADDRESS, 64 << 10))
+    return batch.by_kernel, batch.pieces.length.tolist()
 
 
-def test_blocks_in_a_row_of_a_cache_with_the_block_outermost_are_one_piece_for_the_copy_engine():
-    whole_block = (Region(0, 0, 16 << 10, 16 << 10),)
-    (batch,) = copies_of(whole_block, tuple(range(5, 37)))
-    assert not batch.by_kernel
-    assert batch.pieces.length.tolist() == [32 * (16 << 10)]
-
-
-def test_scattered_small_pages_are_one_launch_of_the_kernel():
-    planes = tuple(Region(0, plane << 20, 16 << 10, 16 << 10) for plane in range(2))
-    (batch,) = copies_of(planes, tuple(range(1, 64, 2)))
-    assert batch.by_kernel
-    assert batch.pieces.length.tolist() == [16 << 10] * 64
-
-
-def test_the_limits_of_a_small_piece_and_of_a_launch():
-    def by_kernel(page_bytes, num_pages):
-        scattered = tuple(range(1, 2 * num_pages, 2))
-        (batch,) = copies_of((Region(0, 0, page_bytes, page_bytes),), scattered)
-        return batch.by_kernel
-
-    assert by_kernel(SMALL_BYTES - 1, MIN_KERNEL_PIECES)
-    assert not by_kernel(SMALL_BYTES, MIN_KERNEL_PIECES)
-    assert not by_kernel(SMALL_BYTES - 1, MIN_KERNEL_PIECES - 1)
-
-
-def test_nothing_to_copy_is_no_batch():
+def test_large_pieces_go_by_the_copy_engine_and_many_small_ones_by_one_launch_of_the_kernel():
+    assert copies_of(16 << 10, tuple(range(5, 37))) == (False, [32 * (16 << 10)]), "blocks in a row are one"
+    assert copies_of(16 << 10, tuple(range(1, 64, 2)), regions=2) == (True, [16 << 10] * 64)
+    scattered = tuple(range(1, 2 * MIN_KERNEL_PIECES, 2))
+    assert copies_of(SMALL_BYTES - 1, scattered)[0]
+    assert not copies_of(SMALL_BYTES, scattered)[0]
+    assert not copies_of(SMALL_BYTES - 1, scattered[1:])[0]
     assert not list(batches(as_pieces([])))

@@ -112,15 +112,11 @@ def test_merging_a_side_keeps_its_bytes_and_leaves_no_neighbours(steps):
 
 def test_pages_beyond_the_object_are_an_error_not_a_write_into_the_next_one():
     region = (Region(0, 0, 16, 16),)
-    with pytest.raises(AssertionError):
-        pieces(ObjectCopy(((0, 4),), 2, 1, (5, 6)), region, (0,), L1_ADDRESS, FRAME_BYTES)
-    with pytest.raises(AssertionError):
-        pieces(ObjectCopy(((0, 1),), 2, 0, (5, 6)), region, (0,), L1_ADDRESS, FRAME_BYTES)
     right, short = ObjectCopy(((0, 2),), 2, 0, (5, 6)), ObjectCopy(((2, 1),), 2, 0, (5, 6))
+    for page in (ObjectCopy(((0, 4),), 2, 1, (5, 6)), short):
+        with pytest.raises(AssertionError):
+            pieces(page, region, (0,), L1_ADDRESS, FRAME_BYTES)
     with pytest.raises(AssertionError):
         pieces_of_all([right, short], region, (0,), L1_ADDRESS, FRAME_BYTES)
-
-
-def test_a_shard_without_layers_of_a_group_moves_nothing():
-    found = pieces(ObjectCopy(((0, 1),), 2, 0, (5, 6)), (), (0,), L1_ADDRESS, FRAME_BYTES)
-    assert found.num_bytes == 0
+    # A shard without layers of a group moves nothing.
+    assert pieces(short, (), (0,), L1_ADDRESS, FRAME_BYTES).num_bytes == 0

@@ -8,27 +8,22 @@ def step(speed: PrefillSpeed, tokens: int, began_s: float, ended_s: float) -> No
     speed.ended(ended_s)
 
 
-def test_nothing_is_known_before_a_step_has_ended() -> None:
+def test_the_first_step_counts_whole_later_ones_half_and_some_tell_nothing() -> None:
     speed = PrefillSpeed()
     speed.ended(1.0)
     speed.began(1000, 2.0)
-    assert speed.tokens_per_s == 0
-
-
-def test_the_first_step_counts_whole_and_later_ones_half() -> None:
+    assert speed.tokens_per_s == 0, "no step has ended"
+    speed = PrefillSpeed()
+    step(speed, MIN_PREFILL_TOKENS - 1, 10.0, 11.0)
+    step(speed, 1000, 12.0, 12.0)
+    assert speed.tokens_per_s == 0, "few tokens, or no time"
+    step(speed, MIN_PREFILL_TOKENS, 20.0, 21.0)
+    assert speed.tokens_per_s == MIN_PREFILL_TOKENS
     speed = PrefillSpeed()
     step(speed, 1000, 10.0, 11.0)
     assert speed.tokens_per_s == 1000
     step(speed, 1000, 20.0, 20.5)
     assert speed.tokens_per_s == 1500
-
-
-def test_steps_of_few_tokens_tell_nothing() -> None:
-    speed = PrefillSpeed()
-    step(speed, MIN_PREFILL_TOKENS - 1, 10.0, 11.0)
-    assert speed.tokens_per_s == 0
-    step(speed, MIN_PREFILL_TOKENS, 20.0, 21.0)
-    assert speed.tokens_per_s == MIN_PREFILL_TOKENS
 
 
 def test_a_step_that_began_before_another_ended_took_only_the_time_since() -> None:
@@ -38,12 +33,6 @@ def test_a_step_that_began_before_another_ended_took_only_the_time_since() -> No
     speed.ended(11.0)
     speed.ended(12.0)
     assert speed.tokens_per_s == 1000
-
-
-def test_a_step_without_a_measurable_time_tells_nothing() -> None:
-    speed = PrefillSpeed()
-    step(speed, 1000, 10.0, 10.0)
-    assert speed.tokens_per_s == 0
 
 
 def test_steps_whose_ends_nobody_tells_are_forgotten() -> None:

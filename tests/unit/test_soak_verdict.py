@@ -27,10 +27,8 @@ def test_a_run_in_which_nothing_stays_is_good() -> None:
 def test_what_is_there_at_rest_and_was_not_at_the_start_is_a_fault(name: str) -> None:
     (fault,) = faults(run(**{name: getattr(REST, name) + 1}))
     assert name in fault
-
-
-def test_a_frame_that_is_nowhere_is_a_fault() -> None:
-    assert "10 bytes of L1" in faults(run(free_bytes=90))[0]
+    assert "10 bytes of L1" in faults(run(free_bytes=90))[0], "a frame that is nowhere"
+    assert "too short" in faults(run()[:5])[0]
 
 
 def test_memory_that_grows_is_a_fault_and_one_noisy_rest_is_none() -> None:
@@ -41,10 +39,6 @@ def test_memory_that_grows_is_a_fault_and_one_noisy_rest_is_none() -> None:
     ]
     assert "memory at rest grew by 2" in faults(samples)[0]
     assert "under load" in faults(run(rss_bytes=REST.rss_bytes + MAX_PEAK_BYTES + 1))[0]
-
-
-def test_a_run_that_was_too_short_proves_nothing() -> None:
-    assert "too short" in faults(run()[:5])[0]
 
 
 def test_samples_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -42,9 +42,6 @@ def test_each_key_of_a_chain_stands_for_all_chunks_before_it() -> None:
         parent = chunk_key(parent, [chunk], None)
         assert key == parent
     assert list(chunk_keys([([2], None)], parent=KEYS[1])) == [KEYS[2]]
-
-
-def test_an_object_names_the_chunk_before_it() -> None:
     assert [chunk_object(KEYS, chunk, 0, (1,)).parent for chunk in range(3)] == [ROOT_KEY, *KEYS[:2]]
 
 
@@ -53,12 +50,8 @@ def test_a_load_names_the_blocks_beyond_what_is_computed() -> None:
     tables = [[7, 8, 9, 10], {1: 5}]
     message = load_message("request", Found(64, 3, 30, ()), KEYS[1], 32, groups, tables)
     assert message.block_ids == ((9, 10), (5,))
-    assert (message.lease_id, message.key, message.resume_tokens, message.computed_tokens) == (
-        3,
-        KEYS[1],
-        64,
-        32,
-    )
+    assert (message.lease_id, message.key) == (3, KEYS[1])
+    assert (message.resume_tokens, message.computed_tokens) == (64, 32)
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["answered and unused", "not answered yet"])
@@ -75,11 +68,8 @@ def test_a_lookup_that_nobody_waits_for_gives_its_lease_back(waits: bool) -> Non
     assert channel.sent[1:] == [Release((9,), ())]
 
 
-def test_an_engine_that_is_not_there_yet_is_not_joined() -> None:
+def test_an_engine_that_is_not_there_yet_and_an_answer_of_another_kind_are_errors() -> None:
     with pytest.raises(ChannelError, match="not all registered"):
         scheduler(Recorder(Joined(False, 0))).join()
-
-
-def test_an_answer_of_another_kind_is_an_error() -> None:
     with pytest.raises(ChannelError, match="answered Done, not Found"):
         expect(Done(), Found)

@@ -5,7 +5,6 @@ import ctypes
 import mmap
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -152,16 +151,35 @@ def test_a_key_file_of_others_is_refused(mode: int, tmp_path: Path) -> None:
     assert read_key(path).key_id
 
 
-@pytest.mark.parametrize("content", [b"k" * 32, b"6b" * 32, b"6B" * 32 + b"\n"])
-def test_a_key_file_has_a_key(content: bytes, tmp_path: Path) -> None:
-    cipher = read_key(private(tmp_path / "key", content))
-    assert AESGCM(b"k" * 32).decrypt(b"n" * 12, cipher.aead.encrypt(b"n" * 12, b"text", b""), b"") == b"text"
+def test_a_key_file_has_a_key_of_32_bytes_as_such_or_in_hex(tmp_path: Path) -> None:
+    for content in (b"k" * 32, b"6b" * 32, b"6B" * 32 + b"\n"):
+        cipher = read_key(private(tmp_path / "key", content))
+        text = cipher.aead.encrypt(b"n" * 12, b"text", b"")
+        assert AESGCM(b"k" * 32).decrypt(b"n" * 12, text, b"") == b"text"
+    for content in (b"", b"short", b"zz" * 32, b"6b" * 31):
+        with pytest.raises(ValueError, match="must have 32 bytes"):
+            read_key(private(tmp_path / "key", content))
 
 
-@pytest.mark.parametrize("content", [b"", b"short", b"zz" * 32, b"6b" * 31])
-def test_a_key_file_without_a_key_is_refused(content: bytes, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="must have 32 bytes"):
-        read_key(private(tmp_path / "key", content))
+class Clock:
+    """Time that passes when somebody sleeps, and then calls `slept`."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.slept: Callable[[], object] = lambda: None
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.slept()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(worker_module, "time", made := Clock())
+    return made
 
 
 @pytest.fixture
@@ -172,26 +190,24 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def test_what_is_written_is_read_and_what_is_damaged_is_removed(loop: asyncio.AbstractEventLoop) -> None:
-    tier = Dictionary()
+    tier, done = Dictionary(), loop.run_until_complete
     worker = TierWorker("tier", lambda: tier, loop, Rates())
     memory, other = Memory(5000), Memory(5000)
     memory.fill(b"abcde" * 1000)
-
-    async def run() -> None:
-        assert await worker.write(label(5000), memory.runs) == "written"
-        assert await worker.write(label(5000), memory.runs) == "present"
-        assert await worker.read(label(5000), other.runs, lambda: b"sums") == b"sums"
-        assert other.content == memory.content
-        assert await worker.read(label(5000, bit=4), other.runs, lambda: b"") is None
-        name = label(5000).name
-        tier.records[name] = tier.records[name][:-1] + b"?"
-        with pytest.raises(DamagedRecordError):
-            await worker.read(label(5000), other.runs, lambda: b"")
-        assert not tier.records
-
-    loop.run_until_complete(run())
+    assert done(worker.write(label(5000), memory.runs)) == "written"
+    assert done(worker.write(label(5000), memory.runs)) == "present"
+    assert done(worker.read(label(5000), other.runs, lambda: b"sums")) == b"sums"
+    assert other.content == memory.content
+    assert done(worker.read(label(5000, bit=4), other.runs, lambda: b"")) is None
+    name = label(5000).name
+    tier.records[name] = tier.records[name][:-1] + b"?"
+    with pytest.raises(DamagedRecordError):
+        done(worker.read(label(5000), other.runs, lambda: b""))
+    assert not tier.records
     worker.close(5.0)
     assert tier.closed
+    with pytest.raises(TierError):
+        done(worker.present(["a"]))
 
 
 def test_a_tier_that_cannot_be_opened_is_opened_later(loop: asyncio.AbstractEventLoop) -> None:
@@ -202,133 +218,81 @@ def test_a_tier_that_cannot_be_opened_is_opened_later(loop: asyncio.AbstractEven
             raise TierError("not yet")
         return works[0]
 
-    worker = TierWorker("tier", open_tier, loop, Rates())
-
-    async def run() -> None:
-        with pytest.raises(TierError):
-            await worker.present(["a"])
-        works.append(Dictionary())
-        assert await worker.present(["a"]) == [False]
-
-    loop.run_until_complete(run())
+    worker, done = TierWorker("tier", open_tier, loop, Rates()), loop.run_until_complete
+    with pytest.raises(TierError):
+        done(worker.present(["a"]))
+    works.append(Dictionary())
+    assert done(worker.present(["a"])) == [False]
     worker.close(5.0)
 
 
-def test_calls_that_hang_hold_only_their_threads(
-    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_module, "STUCK_S", 0.05)
-    tier, released = Dictionary(), threading.Event()
-    tier.before = released.wait
+def test_calls_that_hang_hold_only_their_threads(loop: asyncio.AbstractEventLoop, clock: Clock) -> None:
+    tier, released, begun = Dictionary(), threading.Event(), []
+    tier.before = lambda: (begun.append(True), released.wait())
     worker, memory = TierWorker("tier", lambda: tier, loop, Rates()), Memory(100)
-
-    async def run() -> None:
-        writes = [worker.write(label(100, bit=bit), memory.runs) for bit in range(worker_module.WRITERS)]
-        assert await asyncio.wait_for(worker.present(["a"]), 20) == [False], "reads have threads of their own"
-        while not worker.is_stuck():
-            await asyncio.sleep(0.01)
-        stuck = worker.write(label(100, bit=8), memory.runs)
-        worker.fail_stuck()
-        with pytest.raises(TierError):
-            await stuck
-        assert await worker.present(["a"]) == [False], "only what waits for the threads that hang has failed"
-        waiting = worker.write(label(100, bit=9), memory.runs)
-        began_s = time.monotonic()
-        worker.close(0.2)
-        assert time.monotonic() - began_s < 10, "nobody waits for a call that hangs"
-        with pytest.raises(TierError):
-            await waiting
-        assert not tier.closed, "a call still uses it"
-        released.set()
-        assert await asyncio.gather(*writes) == ["written"] * len(writes)
-
-    loop.run_until_complete(run())
-
-
-def test_a_limit_spreads_the_bytes_over_time(loop: asyncio.AbstractEventLoop) -> None:
-    tier, memory = Dictionary(), Memory(100_000)
-    worker = TierWorker("tier", lambda: tier, loop, Rates(write_mb_s=0.2))
-
-    async def run() -> float:
-        began_s = time.monotonic()
-        await asyncio.gather(*(worker.write(label(100_000, bit=bit), memory.runs) for bit in range(4)))
-        return time.monotonic() - began_s
-
-    # The first second's share goes at once.
-    assert loop.run_until_complete(run()) > 0.9
-    worker.close(5.0)
-    wait_until(lambda: tier.closed)
+    done = loop.run_until_complete
+    writes = [worker.write(label(100, bit=bit), memory.runs) for bit in range(worker_module.WRITERS)]
+    assert done(worker.present(["a"])) == [False], "reads have threads of their own"
+    wait_until(lambda: len(begun) == worker_module.WRITERS)
+    assert not worker.is_stuck()
+    clock.now_s += worker_module.STUCK_S + 1
+    assert worker.is_stuck()
+    stuck = worker.write(label(100, bit=8), memory.runs)
+    worker.fail_stuck()
+    with pytest.raises(TierError):
+        done(stuck)
+    assert done(worker.present(["a"])) == [False], "only what waits for the threads that hang has failed"
+    waiting = worker.write(label(100, bit=9), memory.runs)
+    began_s = clock.now_s
+    worker.close(0.2)
+    assert clock.now_s - began_s < 1, "nobody waits for a call that hangs"
+    with pytest.raises(TierError):
+        done(waiting)
+    assert not tier.closed, "a call still uses it"
+    released.set()
+    assert done(asyncio.gather(*writes)) == ["written"] * len(writes)
 
 
 def test_a_call_that_waits_for_its_limit_does_not_count_as_hanging(
-    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    monkeypatch.setattr(worker_module, "STUCK_S", 0.3)
-    monkeypatch.setattr(worker_module, "PAUSE_S", 0.01)
-    tier, memory = Dictionary(), Memory(100_000)
-    worker = TierWorker("tier", lambda: tier, loop, Rates(write_mb_s=0.1))
+    monkeypatch.setattr(worker_module, "WRITERS", 1)
+    worker = TierWorker("tier", Dictionary, loop, Rates(write_mb_s=0.05))
+    stuck: list[bool] = []
 
-    async def run() -> None:
-        writes = [worker.write(label(100_000, bit=bit), memory.runs) for bit in range(4)]
-        until_s = time.monotonic() + 1.5
-        while time.monotonic() < until_s:
-            assert not worker.is_stuck()
-            await asyncio.sleep(0.01)
-        worker.close(5.0)
-        with pytest.raises(TierError):
-            await asyncio.gather(*writes)
+    def slept() -> None:
+        stuck.append(worker.is_stuck())
+        if len(stuck) == 80:
+            worker.close(0.0)
 
-    loop.run_until_complete(run())
-
-
-def test_a_call_after_the_end_fails_at_once(loop: asyncio.AbstractEventLoop) -> None:
-    worker = TierWorker("tier", Dictionary, loop, Rates())
-    worker.close(5.0)
-
-    async def run() -> None:
-        with pytest.raises(TierError):
-            await asyncio.wait_for(worker.present(["a"]), 20)
-
-    loop.run_until_complete(run())
+    # It would take 9 s, in steps of 0.1 s; the server ends after 8 s.
+    clock.slept = slept
+    with pytest.raises(TierError):
+        loop.run_until_complete(worker.write(label(500_000), Memory(500_000).runs))
+    assert 80 * worker_module.PAUSE_S > worker_module.STUCK_S
+    assert len(stuck) >= 80
+    assert not any(stuck)
 
 
 def test_servers_with_other_keys_leave_each_other_s_records_alone(loop: asyncio.AbstractEventLoop) -> None:
-    tier, memory = Dictionary(), Memory(100)
+    tier, memory, done = Dictionary(), Memory(100), loop.run_until_complete
     workers = [TierWorker("tier", lambda: tier, loop, Rates(), cipher) for cipher in CIPHERS]
-
-    async def run() -> None:
-        assert await workers[0].write(label(100), memory.runs) == "written"
-        assert await workers[1].present([label(100).name]) == [False]
-        assert await workers[1].read(label(100), memory.runs, lambda: b"") is None
-        assert await workers[1].write(label(100), memory.runs) == "written"
-        assert await workers[0].read(label(100), memory.runs, lambda: b"") == b""
-
-    loop.run_until_complete(run())
+    assert done(workers[0].write(label(100), memory.runs)) == "written"
+    assert done(workers[1].present([label(100).name])) == [False]
+    assert done(workers[1].read(label(100), memory.runs, lambda: b"")) is None
+    assert done(workers[1].write(label(100), memory.runs)) == "written"
+    assert done(workers[0].read(label(100), memory.runs, lambda: b"")) == b""
     assert len(tier.records) == 2
 
 
-class Clock:
-    """Time that passes when somebody sleeps."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-    def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
-
-
-def test_what_may_be_written_in_a_day_is_spread_over_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_be_written_in_a_day_is_spread_over_it(clock: Clock) -> None:
     """A quarter of an hour's share goes at once, and no more than that is ever saved up."""
-    clock, lane = Clock(), SimpleNamespace(closing=False, touch=lambda: None)
-    monkeypatch.setattr(worker_module, "time", clock)
+    lane: Any = SimpleNamespace(closing=False, touch=lambda: None)
     daily = Rates(write_tb_day=0.0864).daily  # 1 MB each second
     quarter = 900 * 10**6
-    daily.take(quarter, lane)  # type: ignore[arg-type]
+    daily.take(quarter, lane)
     assert clock.now_s == 1000
-    daily.take(60 * 10**6, lane)  # type: ignore[arg-type]
+    daily.take(60 * 10**6, lane)
     assert clock.now_s == pytest.approx(1060)
     clock.now_s += 86400
     assert daily.delay_s(quarter) == 0
@@ -336,55 +300,47 @@ def test_what_may_be_written_in_a_day_is_spread_over_it(monkeypatch: pytest.Monk
 
 
 def test_reads_have_a_limit_of_their_own_and_writes_have_two(
-    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    clock, memory = Clock(), Memory(100_000)
-    monkeypatch.setattr(worker_module, "time", clock)
+    memory, done = Memory(100_000), loop.run_until_complete
     rates = Rates(read_mb_s=0.1, write_mb_s=0.05, write_tb_day=0.0864 / 1000)
-    for lane, threads in (("READERS", 1), ("WRITERS", 1)):
-        monkeypatch.setattr(worker_module, lane, threads)
-    tier = Dictionary()
-    worker = TierWorker("tier", lambda: tier, loop, rates)
-
-    async def run() -> None:
-        # 50 kB/s, of which the first second's goes at once; a day's share is 1 kB/s, with 900 kB at once.
-        assert await worker.write(label(100_000), memory.runs) == "written"
-        assert clock.now_s == pytest.approx(1001)
-        for turn in range(5):
-            began_s = clock.now_s
-            assert await worker.read(label(100_000), memory.runs, lambda: b"") == b""
-            assert clock.now_s - began_s == pytest.approx(1 if turn else 0)
-        assert worker.read_delay_s(200_000) == pytest.approx(2)
-        for bit in range(4, 12):
-            assert await worker.write(label(100_000, bit=bit), memory.runs) == "written"
+    for lane in ("READERS", "WRITERS"):
+        monkeypatch.setattr(worker_module, lane, 1)
+    worker = TierWorker("tier", Dictionary, loop, rates)
+    # 50 kB/s, of which the first second's goes at once; a day's share is 1 kB/s, with 900 kB at once.
+    assert done(worker.write(label(100_000), memory.runs)) == "written"
+    assert clock.now_s == pytest.approx(1001)
+    for turn in range(5):
         began_s = clock.now_s
-        assert await worker.write(label(100_000, bit=12), memory.runs) == "written"
-        assert clock.now_s - began_s > 50, "the day's share of a quarter of an hour is used up"
-
-    loop.run_until_complete(run())
+        assert done(worker.read(label(100_000), memory.runs, lambda: b"")) == b""
+        assert clock.now_s - began_s == pytest.approx(1 if turn else 0)
+    assert worker.read_delay_s(200_000) == pytest.approx(2)
+    for bit in range(4, 12):
+        assert done(worker.write(label(100_000, bit=bit), memory.runs)) == "written"
+    began_s = clock.now_s
+    assert done(worker.write(label(100_000, bit=12), memory.runs)) == "written"
+    assert clock.now_s - began_s > 50, "the day's share of a quarter of an hour is used up"
     worker.close(5.0)
 
 
-def test_a_clear_of_many_namespaces_leaves_threads_for_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clear_of_many_namespaces_leaves_threads_for_reads(
+    loop: asyncio.AbstractEventLoop, clock: Clock
+) -> None:
     """With a thread for each, a store whose listing takes long would seem to hang."""
-    monkeypatch.setattr(worker_module, "STUCK_S", 0.05)
     tier: Any = Dictionary()
     goes_on, cleared = threading.Event(), []
     tier.clear = lambda prefix: (cleared.append(prefix), goes_on.wait(60))
     prefixes = [f"{number}/" for number in range(2 * worker_module.READERS)]
-
-    async def run() -> None:
-        worker = TierWorker("tier", lambda: tier, asyncio.get_running_loop(), Rates())
-        clearing = worker.clear(prefixes)
-        await asyncio.sleep(0.2)
-        assert not worker.is_stuck()
-        assert await worker.read(label(100), Memory(100).runs, lambda: b"") is None
-        goes_on.set()
-        await clearing
-        assert cleared == prefixes
-        worker.close(5.0)
-
+    worker, done = TierWorker("tier", lambda: tier, loop, Rates()), loop.run_until_complete
     try:
-        asyncio.run(run())
+        clearing = worker.clear(prefixes)
+        wait_until(lambda: cleared)
+        clock.now_s += worker_module.STUCK_S + 1
+        assert not worker.is_stuck()
+        read = worker.read(label(100), Memory(100).runs, lambda: b"")
+        assert done(asyncio.wait_for(read, 20)) is None
     finally:
         goes_on.set()
+    done(clearing)
+    assert cleared == prefixes
+    worker.close(5.0)

@@ -4,12 +4,9 @@ import pytest
 from harness.waiting import wait_until
 
 
-def test_it_returns_the_first_value_that_is_true() -> None:
+def test_it_returns_the_first_value_that_is_true_and_asks_once_even_when_there_is_no_time() -> None:
     values = iter((0, "", None, "there", "too late"))
     assert wait_until(lambda: next(values), interval_s=0.0) == "there"
-
-
-def test_it_asks_once_even_when_there_is_no_time() -> None:
     assert wait_until(lambda: True, timeout_s=-1.0)
 
 

@@ -41,21 +41,8 @@ def restored(index, now_s=7.0, unix_s=0.0, cache=None):
     return cache
 
 
-def test_pins_come_back_with_what_they_pin():
-    cache = filled()
-    keys = [bytes([nth]) * 32 for nth in range(9)]
-    cache.pin("one", LAYOUTS[0].namespace, keys[:3])
-    cache.pin("other", LAYOUTS[0].namespace, keys[2:8])
-    cache.pin("other", LAYOUTS[1].namespace, keys[2:4])
-    again = restored(restart.encode(cache.snapshot(50.0), KNOWN, 0.0))
-    names = {name: [chunk.key for chunk in chunks] for name, chunks in again.named_pins.names.items()}
-    assert names == {"one": [keys[0], keys[2]], "other": [keys[2], keys[4], keys[6], keys[3]]}
-    assert again.named_pins.frames == cache.named_pins.frames
-    for name in ("total_frames", "free_frames", "used_frames", "stored_bytes", "num_chunks"):
-        assert getattr(again, name) == getattr(cache, name)
-    assert again.unpin("one") == 1
-    assert again.unpin("other") == 4
-    again.check_integrity()
+def sizes(cache):
+    return cache.total_frames, cache.free_frames, cache.used_frames, cache.stored_bytes, cache.num_chunks
 
 
 def content(cache, now_s):
@@ -71,15 +58,11 @@ def test_everything_comes_back_ages_included():
     again = restored(index)
     assert content(again, 7.0) == content(cache, 50.0)
     assert len(content(again, 7.0)) == 9
-    for name in ("total_frames", "free_frames", "used_frames", "stored_bytes", "num_chunks"):
-        assert getattr(again, name) == getattr(cache, name)
+    assert sizes(again) == sizes(cache)
     assert restart.decode(index, TOTAL_FRAMES, 0.0)[1] == KNOWN
     assert restart.encode(again.snapshot(7.0), KNOWN, 0.0) == index
-
-
-def test_an_empty_cache_comes_back_empty():
-    again = restored(restart.encode(Cache(FRAME_BYTES, 3).snapshot(0.0), {}, 0.0))
-    assert (again.num_chunks, again.total_frames, again.free_frames) == (0, 3, 3)
+    empty = Cache(FRAME_BYTES, 3)
+    assert sizes(restored(restart.encode(empty.snapshot(0.0), {}, 0.0))) == sizes(empty)
 
 
 def test_what_is_in_use_is_not_taken():
@@ -118,121 +101,70 @@ def index_of(total_frames=10, namespaces=(b"n" * 32,), described=("null",), rows
     return codec.pack([0.0, total_frames, namespaces, described, rows, pins])
 
 
-def test_the_row_of_the_tests_below_is_good():
+ROWS = [row(), row(key=b"l" * 32, **one((5, 2)))]
+DAMAGED = [
+    # Chunks of one key, and objects of the same frames.
+    *(index_of(rows=[row(), row(**other)]) for other in ({}, {"key": b"l" * 32})),
+    # Frames that are not there, too few, too many, none, taken twice, and no frames at all.
+    *(
+        index_of(rows=[row(**other)])
+        for other in (
+            one((9, 2)),
+            *(one((0, 2), num_bytes=num_bytes) for num_bytes in (201, 100, 0)),
+            one(num_bytes=0),
+            one((0, 1), (0, 1)),
+            one((0.0, 2)),
+            one((0, True), num_bytes=50),
+            one((-1, 2)),
+            one((0, 1, 1)),
+            one(0, 2),
+        )
+    ),
+    # Numbers and ages that nothing has, and texts for bytes.
+    *(index_of(rows=[row(ready=ready)]) for ready in (b"\x07", b"\x01", b"", 3)),
+    *(index_of(rows=[row(number=number)]) for number in (1, -1, "0")),
+    *(index_of(rows=[row(age_s=age_s)]) for age_s in (-1.0, math.nan, math.inf)),
+    *(index_of(rows=[row(stored_age_s=age_s)]) for age_s in (-1.0, math.nan, math.inf)),
+    *(index_of(rows=[row(**{name: "k" * 32})]) for name in ("key", "tenant")),
+    # Objects that are none.
+    *(
+        index_of(rows=[row(ready=b"\x01", objects=packed(stored))])
+        for stored in (StoredObject(1, 150, ((0, 2),), "sums"), (1, 150, ((0, 2),)))
+    ),
+    *(
+        index_of(rows=[row(objects=objects)])
+        for objects in (codec.pack(["text", "text"]), row()[-1] + b"\0", b"\xc1", [], 7)
+    ),
+    index_of(rows=[row(ready=b"", objects=packed())]),
+    *(index_of(rows=rows) for rows in ([row()[:-1]], [7], [None], 7)),
+    # Pins of chunks that are not there, of no name, of too many names, or of another shape.
+    *(index_of(rows=ROWS, pins=[["a", of]]) for of in ([0, 2], [2], [-1], ["0"], [1.0], 1)),
+    *(index_of(rows=ROWS, pins=[[name, [1]]]) for name in ("", "a" * 65, b"a", 7)),
+    *(index_of(rows=ROWS, pins=pins) for pins in ([["a"]], [7], 7)),
+    index_of(rows=ROWS, pins=[[str(number), [1]] for number in range(65)]),
+    # An index of another shape.
+    *(index_of(total_frames=frames) for frames in (TOTAL_FRAMES + 1, -1, 1.0)),
+    *(index_of(namespaces=7), index_of(namespaces=([],), described=('{"model": "some/model"}',))),
+    *(index_of(described=described) for described in ((), ("no JSON",), (7,))),
+    *(codec.pack(content) for content in (7, [1, 2, 3], {}, [0.0, 10, (), (), ()])),
+    *(b"", b"\xc1", index_of() + b"\0"),
+]
+
+
+def test_the_rows_that_are_damaged_below_are_good():
     cache = restored(index_of(rows=[row()]))
     assert (cache.used_frames, cache.stored_bytes) == (5, 400)
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [row(), row()],
-        [row(), row(key=b"l" * 32)],
-        [row(**one((9, 2)))],
-        [row(**one((0, 2), num_bytes=201))],
-        [row(**one((0, 2), num_bytes=100))],
-        [row(**one((0, 2), num_bytes=0))],
-        [row(**one(num_bytes=0))],
-        [row(**one((0, 1), (0, 1)))],
-        [row(ready=b"\x07")],
-        [row(ready=b"\x01")],
-        [row(ready=b"")],
-        [row(ready=b"", objects=packed())],
-        [row(ready=3)],
-        [row(number=1)],
-        [row(number=-1)],
-        [row(number="0")],
-        [row(key="k" * 32)],
-        [row(stored_age_s=-1.0)],
-        [row(stored_age_s=math.nan)],
-        [row(stored_age_s=math.inf)],
-        [row(age_s=-1.0)],
-        [row(age_s=math.nan)],
-        [row(age_s=math.inf)],
-        [row(**one((0.0, 2)))],
-        [row(**one((0, True), num_bytes=50))],
-        [row(**one((-1, 2)))],
-        [row(**one((0, 1, 1)))],
-        [row(**one(0, 2))],
-        [row(ready=b"\x01", objects=packed(StoredObject(1, 150, ((0, 2),), "sums")))],
-        [row(ready=b"\x01", objects=packed((1, 150, ((0, 2),))))],
-        [row(objects=codec.pack(["text", "text"]))],
-        [row(tenant="t" * 16)],
-        [row(objects=row()[-1] + b"\0")],
-        [row(objects=b"\xc1")],
-        [row(objects=[])],
-        [row(objects=7)],
-        [row()[:-1]],
-        [7],
-        [None],
-    ],
-)
-def test_rows_that_do_not_fit_together_restore_nothing(rows):
-    cache = Cache(FRAME_BYTES)
-    with pytest.raises(SnapshotError):
-        restored(index_of(rows=rows), cache=cache)
-    cache.check_integrity()
-    assert (cache.num_chunks, cache.total_frames) == (0, 0)
-
-
-ROWS = [row(), row(key=b"l" * 32, **one((5, 2)))]
-
-
-@pytest.mark.parametrize(
-    "pins",
-    [
-        [["a", [0, 1]]],
-        [["a", [2]]],
-        [["a", [-1]]],
-        [["a", ["0"]]],
-        [["a", [1.0]]],
-        [["a", 1]],
-        [["a"]],
-        [["", [1]]],
-        [["a" * 65, [1]]],
-        [[b"a", [1]]],
-        [[7, [1]]],
-        [[str(number), [1]] for number in range(65)],
-        [7],
-        7,
-    ],
-)
-def test_pins_that_do_not_fit_restore_nothing(pins):
-    cache = Cache(FRAME_BYTES)
-    with pytest.raises(SnapshotError):
-        restored(index_of(rows=ROWS, pins=pins), cache=cache)
-    cache.check_integrity()
-    assert (cache.num_chunks, cache.total_frames, len(cache.named_pins)) == (0, 0, 0)
-    restored(index_of(rows=ROWS, pins=[["a", [1, 1]], ["b", [1]], ["c", []]]), cache=cache)
+    cache = restored(index_of(rows=ROWS, pins=[["a", [1, 1]], ["b", [1]], ["c", []]]))
     assert [*cache.named_pins.names] == ["a", "b"]
 
 
-@pytest.mark.parametrize(
-    "index",
-    [
-        b"",
-        b"\xc1",
-        codec.pack(7),
-        codec.pack([1, 2, 3]),
-        codec.pack({}),
-        index_of(total_frames=TOTAL_FRAMES + 1),
-        index_of(total_frames=-1),
-        index_of(total_frames=1.0),
-        index_of(namespaces=7),
-        index_of(namespaces=([],), described=('{"model": "some/model"}',)),
-        index_of(described=()),
-        index_of(described=("no JSON",)),
-        index_of(described=(7,)),
-        index_of(rows=7),
-        index_of(pins=7),
-        codec.pack([0.0, 10, (), (), ()]),
-        index_of() + b"\0",
-    ],
-)
-def test_an_index_of_another_shape_restores_nothing(index):
+@pytest.mark.parametrize("index", DAMAGED, ids=range(len(DAMAGED)))
+def test_what_does_not_fit_together_restores_nothing(index):
+    cache = Cache(FRAME_BYTES)
     with pytest.raises(SnapshotError):
-        restored(index)
-    assert restored(index_of()).total_frames == 10
+        restored(index, cache=cache)
+    cache.check_integrity()
+    assert (cache.num_chunks, cache.total_frames, len(cache.named_pins)) == (0, 0, 0)
 
 
 @settings(max_examples=500, deadline=None)

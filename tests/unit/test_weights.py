@@ -38,20 +38,20 @@ def model(directory: Path, **changed: float) -> Path:
     return directory
 
 
-def test_a_copy_at_another_path_and_of_another_time_has_the_same_name(tmp_path: Path) -> None:
+def test_a_name_is_of_the_content_alone(tmp_path: Path) -> None:
     one = model(tmp_path / "one")
     other = shutil.copytree(one, tmp_path / "other")
     os.utime(other / "model.safetensors", (1, 1))
     assert fingerprint(one) == fingerprint(other) != ""
     assert fingerprint(one / "model.safetensors") == fingerprint(other / "model.safetensors")
-
-
-@pytest.mark.parametrize("tensor", [name.replace(".", "_") for name in SHAPES])
-def test_each_tensor_that_changes_gives_another_name(tmp_path: Path, tensor: str) -> None:
-    one, other = model(tmp_path / "one"), model(tmp_path / "other", **{tensor: 0.5})
-    sizes = [(path / "model.safetensors").stat().st_size for path in (one, other)]
-    assert sizes[0] == sizes[1]
-    assert fingerprint(one) != fingerprint(other)
+    for number, tensor in enumerate(name.replace(".", "_") for name in SHAPES):
+        other = model(tmp_path / f"{number}", **{tensor: 0.5})
+        sizes = [(path / "model.safetensors").stat().st_size for path in (one, other)]
+        assert sizes[0] == sizes[1]
+        assert fingerprint(one) != fingerprint(other), tensor
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert fingerprint(empty) == fingerprint(tmp_path / "nothing") == ""
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".safetensors"])
@@ -92,20 +92,25 @@ def test_a_large_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert fingerprint(tmp_path) == names[2]
 
 
+def snapshot(cache: Path, commit: str, value: float) -> Path:
+    """A model as a hub's cache has it: links to files that have their digests as names."""
+    repository = cache / "models--org--model"
+    linked = repository / "snapshots" / commit
+    for directory in (linked, repository / "refs", repository / "blobs"):
+        directory.mkdir(parents=True, exist_ok=True)
+    (repository / "refs" / "main").write_text(commit)
+    for file in model(repository / commit, norm=value).iterdir():
+        blob = repository / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
+        (linked / file.name).symlink_to(file.rename(blob))
+    return linked
+
+
 def test_a_hubs_cache_has_the_digest_as_the_name_of_its_file(tmp_path: Path) -> None:
     """So a copy of the file elsewhere has the same name, and this one is not read."""
-    one = model(tmp_path / "one")
-    content = (one / "model.safetensors").read_bytes()
-    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "c"
-    for directory in (blobs, snapshot):
-        directory.mkdir(parents=True)
-    blob = blobs / hashlib.sha256(content).hexdigest()
-    blob.write_bytes(content)
-    (snapshot / "model.safetensors").symlink_to(blob)
-    (snapshot / "config.json").write_text("{}")
-    assert fingerprint(snapshot) == fingerprint(one)
-    blob.write_bytes(b"")
-    assert fingerprint(snapshot) == fingerprint(one)
+    one, linked = model(tmp_path / "one"), snapshot(tmp_path, "a" * 40, 0.0)
+    assert fingerprint(linked) == fingerprint(one)
+    (linked / "model.safetensors").write_bytes(b"")
+    assert fingerprint(linked) == fingerprint(one)
 
 
 def test_a_file_that_changes_while_it_is_read_has_no_name(
@@ -127,14 +132,14 @@ def test_a_file_that_changes_while_it_is_read_has_no_name(
     assert fingerprint(tmp_path) == ""
 
 
-@pytest.mark.parametrize("name", ["modeling_x.py", "model.tensors", "preprocessor_config.json"])
-def test_every_file_of_the_directory_counts_except_hidden_ones(tmp_path: Path, name: str) -> None:
+def test_every_file_of_the_directory_counts_except_hidden_ones(tmp_path: Path) -> None:
     path = model(tmp_path / "one")
-    (path / name).write_text("a")
+    for name in ("modeling_x.py", "model.tensors", "preprocessor_config.json"):
+        (path / name).write_text("a")
+        before = fingerprint(path)
+        (path / name).write_text("b")
+        assert fingerprint(path) != before, name
     before = fingerprint(path)
-    (path / name).write_text("b")
-    assert fingerprint(path) != before
-    (path / name).write_text("a")
     (path / ".cache").mkdir()
     (path / ".gitattributes").write_text("b")
     assert fingerprint(path) == before
@@ -150,21 +155,19 @@ def test_a_damaged_file_still_has_a_name(tmp_path: Path, content: bytes) -> None
     assert len(fingerprint(tmp_path)) == 64
 
 
-def test_without_files_there_is_no_name(tmp_path: Path) -> None:
-    assert fingerprint(tmp_path) == fingerprint(tmp_path / "nothing") == ""
-
-
-def settle() -> None:
-    """The clock of file times goes on in steps of some milliseconds."""
+def now_ns() -> int:
+    """A time after that of all files until now and before that of the next one: the clock of file times goes
+    on in steps of some milliseconds."""
     time.sleep(0.05)
+    now_ns = time.time_ns()
+    time.sleep(0.05)
+    return now_ns
 
 
 def test_a_directory_that_took_the_place_of_another_is_not_older(tmp_path: Path) -> None:
     """Its files are, but vLLM may have loaded those of the other."""
     here, there = model(tmp_path / "here"), model(tmp_path / "there")
-    settle()
-    started_ns = time.time_ns()
-    settle()
+    started_ns = now_ns()
     assert weights.is_older(here, started_ns)
     assert weights.fingerprint(here, started_ns) == weights.fingerprint(here) != ""
     here.rename(tmp_path / "aside")
@@ -175,9 +178,7 @@ def test_a_directory_that_took_the_place_of_another_is_not_older(tmp_path: Path)
 
 def test_what_changes_while_it_is_read_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = model(tmp_path / "here")
-    settle()
-    started_ns = time.time_ns()
-    settle()
+    started_ns = now_ns()
     hashed = weights._digest
 
     def exchanged(file: Path) -> str:
@@ -194,29 +195,34 @@ def test_what_changes_while_it_is_read_has_no_name(tmp_path: Path, monkeypatch: 
 
 
 @pytest.fixture
-def adapters(monkeypatch: pytest.MonkeyPatch) -> Adapters:
-    """Of a process that begins a year from now, so that all files of the test are older."""
-    started_ns = weights.process_started_ns()
-    monkeypatch.setattr(weights, "process_started_ns", lambda: started_ns + 365 * 86_400 * 10**9)
-    return Adapters()
+def later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this process began a year from now, so that all files of the test are older."""
+    started_ns = weights.process_started_ns() + 365 * 86_400 * 10**9
+    for module in (weights, translate):
+        monkeypatch.setattr(module, "process_started_ns", lambda: started_ns)
 
 
-def test_an_adapter_is_known_by_its_content(tmp_path: Path, adapters: Adapters) -> None:
-    first = model(tmp_path / "first")
+@pytest.mark.usefixtures("later")
+def test_an_adapter_is_known_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "ADAPTER_WAIT_S", 60.0)  # however busy the machine is
+    adapters, first = Adapters(), model(tmp_path / "first")
     key = adapters.key("a", str(first), 1)
     copied = shutil.copytree(first, tmp_path / "copy")
     assert key == adapters.key("b", str(copied), 2) == adapters.key("a", str(first), 3)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert adapters.key("a", "~/first", 1) == key
     (first / "config.json").write_text("other")
     assert adapters.key("a", str(first), 1) != key
 
 
+@pytest.mark.usefixtures("later")
 def test_an_adapter_that_is_read_for_long_is_its_own_until_then(
-    tmp_path: Path, adapters: Adapters, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scheduler, which asks, does not wait for it."""
     monkeypatch.setattr(weights, "ADAPTER_WAIT_S", 0.0)
     monkeypatch.setattr(weights, "SLOTS", slots := threading.Semaphore(0))
-    first = model(tmp_path / "first")
+    adapters, first = Adapters(), model(tmp_path / "first")
     assert adapters.key("a", str(first), 1)[:2] == ("lora", "own")
     slots.release(100)
     wait_until(lambda: adapters.key("a", str(first), 1)[:2] == ("lora", "content"))
@@ -236,23 +242,12 @@ def test_an_adapter_whose_files_changed_while_this_process_ran_is_its_own(tmp_pa
     assert one.key("a", str(first), 1) not in keys
 
 
-def test_a_home_directory_is_found(
-    tmp_path: Path, adapters: Adapters, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    path = model(tmp_path / "first")
-    assert adapters.key("a", "~/first", 1) == adapters.key("a", str(path), 1)
-
-
-def configured(model: str, **changed: object) -> Any:
+def configured(model: str, load_format: str = "auto", **changed: object) -> Any:
     """What `translate.weights` reads of vLLM's configuration."""
-    load = {"load_format": "auto", "download_dir": None} | {
-        name: value for name, value in changed.items() if name in ("load_format", "download_dir")
-    }
+    load = {"load_format": load_format, "download_dir": changed.get("download_dir")}
+    known = {"model": model, "revision": None, "model_weights": changed.get("model_weights", ""), "seed": 7}
     return SimpleNamespace(
-        model_config=SimpleNamespace(
-            model=model, revision=None, model_weights=changed.get("model_weights", ""), seed=7
-        ),
+        model_config=SimpleNamespace(**known),
         load_config=SimpleNamespace(**load),
         speculative_config=None,
         kv_transfer_config=SimpleNamespace(engine_id="e"),
@@ -264,33 +259,25 @@ def mark(config: Any, name: str = "") -> str:
     return dict(translate.weights(config, name))["weights"]
 
 
-@pytest.fixture
-def later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if this process began a year from now."""
-    started_ns = weights.process_started_ns()
-    monkeypatch.setattr(translate, "process_started_ns", lambda: started_ns + 365 * 86_400 * 10**9)
+OWN = "of engine e life"
 
 
 @pytest.mark.usefixtures("later")
 def test_weights_that_nobody_can_see_are_the_engines_own(tmp_path: Path) -> None:
     path = str(model(tmp_path / "one"))
     assert mark(configured(path)) == fingerprint(Path(path))
-    own = [
-        configured("org/nowhere"),
-        configured(path, load_format="tensorizer"),
-        configured(path, model_weights="s3://bucket/model"),
-    ]
-    assert [mark(each) for each in own] == ["of engine e life"] * 3
+    assert mark(configured("org/nowhere")) == OWN
+    assert mark(configured(path, load_format="tensorizer")) == OWN
+    assert mark(configured(path, model_weights="s3://bucket/model")) == OWN
     assert mark(configured(path, load_format="dummy")) == "dummy 7"
 
 
-def test_weights_that_changed_after_the_process_began_are_the_engines_own(tmp_path: Path) -> None:
+def test_weights_that_changed_after_the_process_began_are_the_engines_own_unless_named(
+    tmp_path: Path,
+) -> None:
     """vLLM may have loaded them before."""
-    assert mark(configured(str(model(tmp_path / "one")))) == "of engine e life"
-
-
-def test_a_name_stands_for_the_weights(tmp_path: Path) -> None:
     path = str(model(tmp_path / "one"))
+    assert mark(configured(path)) == OWN
     assert mark(configured(path), "v17") == mark(configured("org/nowhere"), "v17") == "named v17"
 
 
@@ -305,27 +292,14 @@ def test_a_model_in_the_cache_of_its_hub_is_known_by_its_content(tmp_path: Path)
     assert marks[0] != marks[1]
 
 
-def snapshot(cache: Path, commit: str, value: float) -> Path:
-    repository = cache / "models--org--model"
-    (repository / "snapshots").mkdir(parents=True, exist_ok=True)
-    (repository / "refs").mkdir(exist_ok=True)
-    (repository / "refs" / "main").write_text(commit)
-    made = model(repository / f"blobs-of-{commit}", norm=value)
-    linked = repository / "snapshots" / commit
-    linked.mkdir()
-    for file in made.iterdir():
-        (linked / file.name).symlink_to(file)
-    return linked
-
-
 def test_what_a_hub_has_just_brought_is_known_while_there_is_no_other_commit(tmp_path: Path) -> None:
     """Of two, vLLM may have loaded the older one."""
     path = snapshot(tmp_path, "a" * 40, 0.0)
     assert mark(configured("org/model", download_dir=str(tmp_path))) == fingerprint(path)
     other = snapshot(tmp_path, "b" * 40, 0.5)
-    assert mark(configured("org/model", download_dir=str(tmp_path))) == "of engine e life"
+    assert mark(configured("org/model", download_dir=str(tmp_path))) == OWN
     # Where the hub has no links, somebody may have changed the file.
     shutil.rmtree(path)
     (other / "config.json").unlink()
     (other / "config.json").write_text("{}")
-    assert mark(configured("org/model", download_dir=str(tmp_path))) == "of engine e life"
+    assert mark(configured("org/model", download_dir=str(tmp_path))) == OWN
