@@ -30,6 +30,7 @@ class Gate:
         self.names: set[str] = set()
         self.waiting = threading.Semaphore(0)
         self.opened = threading.Event()
+        self.has_room = True
 
     def present(self, names: Sequence[str]) -> Sequence[bool]:
         return [name in self.names for name in names]
@@ -37,8 +38,9 @@ class Gate:
     def write(self, name: str, pieces: Sequence[memoryview]) -> bool:
         self.waiting.release()
         assert self.opened.wait(60)
-        self.names.add(name)
-        return True
+        if self.has_room:
+            self.names.add(name)
+        return self.has_room
 
     def remove(self, names: Sequence[str]) -> None:
         self.names -= set(names)
@@ -150,6 +152,24 @@ def test_a_write_in_flight_during_a_clear_leaves_no_record(namespace: bytes | No
         rig.keep(7)
         await rig.rest()
         assert len(rig.store.names) == 1, "what is stored after the clear stays"
+
+    run(test)
+
+
+def test_what_a_tier_had_no_room_for_is_offered_to_it_again() -> None:
+    async def test(rig: Rig) -> None:
+        rig.tier.cold, rig.store.has_room = True, False
+        rig.store.opened.set()
+        rig.keep(1)
+        assert await rig.system.all_ended(60)
+        assert (rig.written("full"), rig.store.names) == (1, set())
+        rig.store.has_room = True
+        rig.spills.tick()
+        assert await rig.system.all_ended(60)
+        assert (rig.written("written"), len(rig.store.names)) == (1, 1)
+        rig.spills.tick()
+        assert await rig.system.all_ended(60)
+        assert rig.written("written") == 1, "what is there is not written again"
 
     run(test)
 
