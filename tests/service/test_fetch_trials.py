@@ -19,6 +19,7 @@ from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.core.tiering import SLOW_OLD_S
 from lmcache_server.host.units import GB_BYTES
 from lmcache_server.l1.memory import L1Memory
+from lmcache_server.service import fetches as fetches_module
 from lmcache_server.service import tiers as tiers_module
 from lmcache_server.service.fetches import Fetches
 from lmcache_server.service.spills import Spills
@@ -155,6 +156,31 @@ def test_one_read_that_hangs_does_not_end_all_fetches(monkeypatch: pytest.Monkey
         store.released.set()
         assert await it.system.all_ended(30)
         assert it.cache.reserved_frames == 0
+        it.close()
+
+    try:
+        uvloop.run(run())
+    finally:
+        store.released.set()
+
+
+def test_a_lookup_waits_no_longer_than_its_patience_and_what_comes_later_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if the engine does not say how fast it computes, so that nobody knows what waiting saves."""
+    monkeypatch.setattr(fetches_module, "fetch_patience_s", lambda _num_tokens: 0.1)
+    store: Any = AllReadsWait()
+
+    async def run() -> None:
+        it = Setting(store, asyncio.get_running_loop())
+        await it.write([GOOD])
+        it.known.add(LAYOUT.namespace)
+        fetch = it.fetches.fetch(LAYOUT, SHARDS, Lookup("", (GOOD,), 0, 16, 17), 0, [it.tier])
+        await asyncio.wait_for(fetch, 30)
+        assert not it.has(GOOD)
+        store.released.set()
+        assert await it.system.all_ended(30)
+        assert it.has(GOOD), "for the next request"
         it.close()
 
     try:
