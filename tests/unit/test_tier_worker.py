@@ -230,7 +230,7 @@ def test_calls_that_hang_hold_only_their_threads(
         stuck = worker.write(label(100, bit=8), memory.runs)
         worker.fail_stuck()
         with pytest.raises(TierError):
-            await stuck
+            await asyncio.wait_for(stuck, 20)
         assert await worker.present(["a"]) == [False], "only what waits for the threads that hang has failed"
         waiting = worker.write(label(100, bit=9), memory.runs)
         began_s = time.monotonic()
