@@ -24,7 +24,8 @@ from vllm.v1.request import Request
 
 from lmcache_client import channel
 from lmcache_client.connector import worker as worker_side
-from lmcache_client.connector.metadata import WorkerReport
+from lmcache_client.connector.held import HeldBlocks
+from lmcache_client.connector.metadata import StoreJob, WorkerReport
 from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.worker import WorkerSide
@@ -42,6 +43,7 @@ from lmcache_client.contract.messages import (
     Register,
     Release,
     Store,
+    StoreObject,
 )
 from lmcache_client.memory.host import HostExport
 
@@ -239,6 +241,35 @@ def test_no_reply_to_an_engine_that_connects_harms_it(
         steps.request()
         recovers(hostile, steps, name)
     wait_until(steps.is_whole, PATIENCE_S, "no block is held any more")
+
+
+def test_a_server_that_settles_no_store_has_at_most_half_of_the_blocks() -> None:
+    """Each store holds its blocks until all workers have settled it. Beyond the half, stores are dropped."""
+    pool, held = (
+        BlockPool(10, enable_caching=False, hash_block_size=CHUNK_SIZE),
+        HeldBlocks(2, time.monotonic),
+    )
+    held.bind(pool)
+
+    def stored(count: int) -> StoreJob | None:
+        """The job of a store, of a request that ends at once."""
+        blocks = pool.get_new_blocks(count)
+        ids = tuple(block.block_id for block in blocks)
+        job = held.store_job(Store((StoreObject(bytes(32), bytes(32), 0, 0, ids),)))
+        pool.free_blocks(blocks)
+        return job
+
+    first, all_blocks = stored(3), pool.get_num_free_blocks() + 3
+    assert stored(3) is None
+    assert stored(2) is not None
+    assert stored(1) is None
+    assert pool.get_num_free_blocks() == all_blocks - 5
+    assert first is not None
+    assert held.settled(first.job_id, 1) is None
+    assert pool.get_num_free_blocks() == all_blocks - 5, "the other worker has not settled it"
+    assert held.settled(first.job_id, 1) is not None
+    assert pool.get_num_free_blocks() == all_blocks - 2
+    assert stored(3) is not None
 
 
 REPLIES = st.one_of(st.none(), st.sampled_from(sorted(LIES)), st.binary(max_size=40), st.integers(0, 1 << 16))

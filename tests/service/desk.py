@@ -2,8 +2,9 @@
 
 import asyncio
 
-from fuzz.messages import BUFFER_BYTES, CHUNK_SIZE, geometry
+from fuzz.messages import CHUNK_SIZE, geometry
 from fuzz.targets import RouterTarget
+from msgspec.structs import replace
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.keys import ROOT_KEY, ModelTag
@@ -77,7 +78,7 @@ class Desk:
     def __init__(self, pid: int, address: int) -> None:
         self.copies: list[HeldCopies] = []
         self.target = RouterTarget(pid, address)
-        self.memory = Memory(pid, ((address, BUFFER_BYTES),), address + BUFFER_BYTES)
+        self.memory = self.target.memory_of(0)
         self.target.system.copier = self._copier  # type: ignore[method-assign,assignment]
         self.replies: dict[int, Message] = {}
         record = self.target.router._send
@@ -131,9 +132,16 @@ class Desk:
     def hello(self, who: int) -> Message | None:
         return self.ask(who, self.greeting(who))
 
+    def memory_of(self, who: int) -> Memory:
+        """Has a place of its own for the proof, unless `memory` has none."""
+        own = self.target.memory_of(who).proof_address
+        return replace(self.memory, proof_address=own) if self.memory.proof_address else self.memory
+
     def register(self, who: int, model: str = "model") -> Message | None:
         tag = ModelTag(model, (("weights", model),), 1, 1)
-        return self.ask(who, messages.Register(f"engine {who}", 0, tag, geometry(0), self.memory))
+        return self.ask(
+            who, messages.Register(f"engine {who}", 0, tag, geometry(0), self.target.memory_of(who))
+        )
 
     def prove(self, who: int, model: str = "model") -> None:
         """Makes client `who` the worker of an engine of its own."""

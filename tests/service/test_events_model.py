@@ -111,7 +111,7 @@ class World:
         tag = ModelTag("model", (("a", "b"),), ranks, 1)
         for rank in range(ranks):
             assert isinstance(desk.hello(rank), messages.Welcome)
-            desk.ask(rank, messages.Register("engine", rank, tag, geometry(kind), desk.memory))
+            desk.ask(rank, messages.Register("engine", rank, tag, geometry(kind), desk.memory_of(rank)))
             assert isinstance(desk.ask(rank, messages.Prove()), messages.Registered)
         self.join()
         kinds = [each.kind for each in self.groups]

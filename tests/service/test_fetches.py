@@ -15,6 +15,7 @@ from lmcache_client.contract.messages import Lookup
 from lmcache_server.core.cache import Layout
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.core.tiering import SLOW_OLD_S
+from lmcache_server.service import fetches as fetches_module
 from lmcache_server.service import tiers as tiers_module
 from lmcache_server.tiers.record import Label
 
@@ -83,6 +84,20 @@ async def test_one_read_that_hangs_does_not_end_all_fetches(
     rig.store.opened.set()
     await rig.all_ended()
     assert rig.cache.reserved_frames == 0
+
+
+@with_rig(FRAMES, waits="read")
+async def test_a_lookup_waits_no_longer_than_its_patience_and_what_comes_later_stays(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the engine does not say how fast it computes, so that nobody knows what waiting saves."""
+    monkeypatch.setattr(fetches_module, "fetch_patience_s", lambda _num_tokens: 0.1)
+    await known(rig, key(2))
+    await rig.fetches.fetch(LAYOUT, SHARDS, Lookup("", (key(2),), 0, 16, 17), 0, [rig.tier])
+    assert not has(rig, key(2))
+    rig.store.opened.set()
+    await rig.all_ended()
+    assert has(rig, key(2)), "for the next request"
 
 
 @with_rig(FRAMES)

@@ -86,6 +86,19 @@ async def test_a_write_in_flight_of_a_damaged_chunk_leaves_no_record(rig: Rig) -
     assert name.endswith("2.0"), "the other chunk's record stays"
 
 
+@with_rig(FRAMES, cold=True)
+async def test_what_a_tier_had_no_room_for_is_offered_to_it_again(rig: Rig) -> None:
+    rig.store.has_room = False
+    rig.keep(1)
+    await rig.all_ended()
+    assert (written(rig, "full"), len(rig.store.records)) == (1, 0)
+    rig.store.has_room = True
+    for _ in range(2):
+        rig.spills.tick()
+        await rig.all_ended()
+        assert (written(rig), len(rig.store.records)) == (1, 1), "and once only"
+
+
 @with_rig(FRAMES // 5)
 async def test_a_clean_stop_writes_what_waits_behind_many_evicted_objects(
     rig: Rig, monkeypatch: pytest.MonkeyPatch

@@ -5,11 +5,38 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
-from desk import NOBODY, Desk, HeldCopies, is_refused, question
+from desk import NOBODY, Desk, HeldCopies, is_refused, question, store
 
 from lmcache_client.contract import messages
-from lmcache_client.contract.messages import Done, Join, Joined, Memory, Prove
+from lmcache_client.contract.messages import Challenge, Done, Hello, Join, Joined, Memory, Prove, Welcome
+from lmcache_server.service import registry as registry_module
 from lmcache_server.transfer.base import HandleError, Opened
+
+
+def test_a_worker_that_registers_again_is_answered_when_its_earlier_copies_have_ended(desk: Desk) -> None:
+    """It may have freed the memory that it registered before."""
+    desk.join(0)
+    desk.ask(0, store(1))
+    copier = desk.copies[0]
+    copier.close = lambda: copier.ended  # type: ignore[method-assign]  # its slice goes on
+    assert desk.register(0) is None, "nobody registers while the copy goes on"
+    copier.ended.set_result(None)
+    desk.end_copies()
+    assert any(isinstance(reply, Challenge) for reply in [*desk.replies.values()][-2:])
+
+
+def test_a_session_that_is_silent_for_too_long_ends_and_others_stay(desk: Desk) -> None:
+    """Of a process that the server sees, it knows more: that one may be silent for longer."""
+    registry = desk.target.router.registry
+    watched = Hello(desk.memory.pid, b"w" * 16, "test")
+    for who, limit_s in ((0, registry_module.SILENT_SESSION_S), (1, registry_module.SILENT_PROCESS_S)):
+        for silent_s in (limit_s - 5, limit_s + 5):
+            assert isinstance(desk.ask(who, watched) if who else desk.hello(0), Welcome)
+            (session,) = registry.sessions.values()
+            assert (session.process is not None) == bool(who)
+            session.heard_s -= silent_s
+            registry.tick()
+            assert (session in registry.sessions.values()) == (silent_s < limit_s)
 
 
 def engine_0(desk: Desk, model: str = "model") -> None:

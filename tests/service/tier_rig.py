@@ -42,6 +42,7 @@ class Store:
         self.writing = threading.Semaphore(0)
         self.records: dict[str, bytes] = {}
         self.asked = 0
+        self.has_room = True
 
     def present(self, names: Sequence[str]) -> Sequence[bool]:
         found = [name in self.records for name in names]
@@ -63,8 +64,9 @@ class Store:
     def write(self, name: str, pieces: Sequence[memoryview]) -> bool:
         self.writing.release()
         assert self.waits != "write" or self.opened.wait(60)
-        self.records[name] = b"".join(pieces)
-        return True
+        if self.has_room:
+            self.records[name] = b"".join(pieces)
+        return self.has_room
 
     def remove(self, names: Sequence[str]) -> None:
         for name in names:

@@ -240,7 +240,7 @@ def test_calls_that_hang_hold_only_their_threads(loop: asyncio.AbstractEventLoop
     stuck = worker.write(label(100, bit=8), memory.runs)
     worker.fail_stuck()
     with pytest.raises(TierError):
-        done(stuck)
+        done(asyncio.wait_for(stuck, 60))
     assert done(worker.present(["a"])) == [False], "only what waits for the threads that hang has failed"
     waiting = worker.write(label(100, bit=9), memory.runs)
     began_s = clock.now_s

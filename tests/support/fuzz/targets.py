@@ -30,6 +30,8 @@ from lmcache_server.transfer.plan import Pieces
 
 L1_FRAMES = 24
 CLIENTS = 4
+PROOFS = 16
+"""Places for nonces in the memory of the owner. Each client has its own, or shares it with every 16th."""
 MAX_STEPS = 64
 ANSWER_S = 10.0
 
@@ -74,9 +76,9 @@ sys.stdin.read()
 
 @contextmanager
 def owner() -> Iterator[tuple[int, int]]:
-    """(pid, address) of a process that owns BUFFER_BYTES and then 32 bytes, and does nothing: what a lie
+    """(pid, address) of a process that owns BUFFER_BYTES and PROOFS places, and does nothing: what a lie
     makes the server write somewhere is written into it, and not into the fuzzer."""
-    command = [sys.executable, "-c", _OWNER, str(BUFFER_BYTES + messages.NONCE_BYTES)]
+    command = [sys.executable, "-c", _OWNER, str(BUFFER_BYTES + PROOFS * messages.NONCE_BYTES)]
     with ChildProcess("owner", command, pipes=True) as process:
         yield process.pid, int(process.stdout.readline())
 
@@ -90,8 +92,8 @@ class RouterTarget(Target):
         self.seeds = _router_seeds()
         self.loop = asyncio.new_event_loop()
         self.now_s = 0.0
-        self._memory = Memory(pid, ((address, BUFFER_BYTES),), address + BUFFER_BYTES)
-        self._speakers = {bytes([number]): Speaker(pid, self._memory) for number in range(CLIENTS)}
+        self._pid, self._address = pid, address
+        self._speakers = {bytes([number]): Speaker(pid, self.memory_of(number)) for number in range(CLIENTS)}
         self._questions: dict[tuple[bytes, int], messages.Message] = {}
         self._expected: Counter[tuple[bytes, int]] = Counter()
         self._answered: Counter[tuple[bytes, int]] = Counter()
@@ -185,16 +187,21 @@ class RouterTarget(Target):
         self.outcomes[reply.code if isinstance(reply, messages.Refused) else type(reply).__name__] += 1
         assert not (isinstance(reply, messages.Refused) and reply.code == messages.INTERNAL), reply
         if isinstance(reply, Challenge):
-            self._write(reply.nonce)
+            self._write(int.from_bytes(identity, "big"), reply.nonce)
         question = self._questions.get((identity, request_id))
         if isinstance(reply, Found) and isinstance(question, Lookup) and reply.lease_id:
             self._speakers[identity].promised.append((reply, question))
 
-    def _write(self, nonce: bytes) -> None:
+    def memory_of(self, client: int) -> Memory:
+        end = self._address + BUFFER_BYTES
+        proof = end + client % PROOFS * messages.NONCE_BYTES
+        return Memory(self._pid, ((self._address, BUFFER_BYTES),), proof)
+
+    def _write(self, client: int, nonce: bytes) -> None:
         """As the client does: into its memory, where it said that it would."""
         buffer = ctypes.create_string_buffer(nonce, len(nonce))
-        place = (ctypes.addressof(buffer), self._memory.proof_address, len(nonce))
-        host.copy(self._memory.pid, Pieces(*(np.array([each], np.uint64) for each in place)), load=True)
+        place = (ctypes.addressof(buffer), self.memory_of(client).proof_address, len(nonce))
+        host.copy(self._pid, Pieces(*(np.array([each], np.uint64) for each in place)), load=True)
 
 
 def _life(client: int, engine: int, *said: str) -> list[bytes]:
