@@ -139,9 +139,8 @@ class Desk:
 
     def register(self, who: int, model: str = "model") -> Message | None:
         tag = ModelTag(model, (("weights", model),), 1, 1)
-        return self.ask(
-            who, messages.Register(f"engine {who}", 0, tag, geometry(0), self.target.memory_of(who))
-        )
+        message = messages.Register(f"engine {who}", 0, tag, geometry(0), self.memory_of(who))
+        return self.ask(who, message)
 
     def prove(self, who: int, model: str = "model") -> None:
         """Makes client `who` the worker of an engine of its own."""
