@@ -1,22 +1,21 @@
 """Pins at a real server, over its socket: they outlive storms, engines and, with a file, the server."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from harness.peer import Peer
 from harness.rawclient import RawEngine
 from harness.server import LMCacheServer
-from test_warm_restart import CHUNK_FRAMES, CHUNKS, Prompt, connect, path, reconnect
+from test_warm_restart import CHUNK_FRAMES, CHUNKS, Prompt, new_engine, path, reconnect
 
 from lmcache_client.channel import ChannelError
 from lmcache_client.contract.messages import BAD_REQUEST, NOT_REGISTERED, Message, Pin, Pinned, Refused, Unpin
 from lmcache_server.core.named_pins import MAX_NAMES
 from lmcache_server.core.pool import FRAME_BYTES
 
-__all__ = ["connect", "path"]
-Connect = Callable[[LMCacheServer], RawEngine]
+__all__ = ["path"]
 ROOM = 3 * CHUNKS * CHUNK_FRAMES
 """L1 in frames: room for three prompts."""
 
@@ -54,10 +53,8 @@ def names(server: LMCacheServer) -> dict[str, int]:
     return {pin["name"]: pin["chunks"] for pin in server.status()["pins"]}
 
 
-def test_a_pinned_prompt_is_served_after_storms_its_engines_end_and_a_restart(
-    running: LMCacheServer, connect: Connect
-) -> None:
-    prompt = Prompt(connect(running))
+def test_a_pinned_prompt_is_served_after_storms_its_engines_end_and_a_restart(running: LMCacheServer) -> None:
+    prompt = Prompt(new_engine(running))
     size = prompt.engine.chunk_size
     assert pin(prompt, "mine") == Pinned(CHUNKS, CHUNKS, CHUNKS * size, size)
     storm(prompt.engine)
@@ -65,7 +62,7 @@ def test_a_pinned_prompt_is_served_after_storms_its_engines_end_and_a_restart(
     prompt.load()
     prompt.engine.close()
     running.wait_at_rest()
-    prompt.engine = connect(running)
+    prompt.engine = new_engine(running)
     for _ in range(2):
         storm(prompt.engine)
         prompt.load()
@@ -87,8 +84,8 @@ def test_a_pinned_prompt_is_served_after_storms_its_engines_end_and_a_restart(
     assert prompt.held_chunks() == 0
 
 
-def test_what_is_refused_and_what_is_cleared(running: LMCacheServer, connect: Connect) -> None:
-    prompt = Prompt(connect(running))
+def test_what_is_refused_and_what_is_cleared(running: LMCacheServer) -> None:
+    prompt = Prompt(new_engine(running))
     other = Prompt(prompt.engine, 1)
     with Peer(running.address) as peer:
         assert is_refused(peer.ask(Unpin("mine")), NOT_REGISTERED, "greet the server first")

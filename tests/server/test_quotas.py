@@ -11,12 +11,12 @@ from harness.rawclient import RawEngine
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
 from test_tiers import engines, tier_of, wait_until_written
-from test_warm_restart import CHUNK_FRAMES, CHUNKS, Connect, Prompt, connect, path, restart_warm
+from test_warm_restart import CHUNK_FRAMES, CHUNKS, Prompt, new_engine, path, restart_warm
 
 from lmcache_client.contract.keys import tenant_id
 from lmcache_server.core.pool import FRAME_BYTES
 
-__all__ = ["connect", "engines", "path"]
+__all__ = ["engines", "path"]
 A, B = tenant_id("tenant a"), tenant_id("tenant b")
 PROMPT_BYTES = CHUNKS * CHUNK_FRAMES * FRAME_BYTES
 
@@ -52,10 +52,8 @@ def storm(engine: RawEngine, tenant: bytes, first: int) -> Salted:
     return last
 
 
-def test_a_full_tenant_loses_its_own_chunks_alone_also_after_a_restart(
-    running: LMCacheServer, connect: Connect
-) -> None:
-    engine = connect(running)
+def test_a_full_tenant_loses_its_own_chunks_alone_also_after_a_restart(running: LMCacheServer) -> None:
+    engine = new_engine(running)
     kept = [Salted(engine, B, 0), Salted(engine, b"", 1)]
     for each in kept:
         each.store()
@@ -95,10 +93,8 @@ def test_a_full_tenant_loses_its_own_chunks_alone_also_after_a_restart(
     assert tenants(running) == {B.hex(): PROMPT_BYTES}
 
 
-def test_a_store_of_a_full_tenant_in_use_is_dropped_and_said(
-    running: LMCacheServer, connect: Connect
-) -> None:
-    engine = connect(running)
+def test_a_store_of_a_full_tenant_in_use_is_dropped_and_said(running: LMCacheServer) -> None:
+    engine = new_engine(running)
     prompts = [Salted(engine, A, number) for number in range(2)]
     for each in prompts:
         each.store()
