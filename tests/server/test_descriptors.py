@@ -187,4 +187,4 @@ def test_a_client_that_is_closed_has_no_descriptor_left(server: LMCacheServer) -
         new_engine(server.address, f"engine {number}").close()
         if number == 0:
             before = descriptors()
-    wait_until(lambda: descriptors() <= before, 10.0, "the descriptors of clients are closed")
+    wait_until(lambda: descriptors() <= before, what="the descriptors of clients are closed")

@@ -64,6 +64,7 @@ def test_a_peer_cannot_take_the_name_that_the_server_gives_next(server: LMCacheS
 
 MALFORMED = {
     "noise": os.urandom(64),
+    "HTTP": b"GET / HTTP/1.1\r\n\r\n",
     "old version": b"\xff" + bytes(8) + b"\x7f\x01\x05",
     "other mechanism": GREETING[:12] + b"CURVE".ljust(20, b"\0") + bytes(32),
     "long command": GREETING + b"\x04\xff" + bytes(255),
