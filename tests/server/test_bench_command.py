@@ -15,7 +15,7 @@ from harness.paths import ROOT
 from harness.processes import group_members
 from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
-from harness.waiting import wait_until
+from harness.waiting import PATIENCE_S, wait_until
 
 from lmcache_client.contract.messages import Done, Load
 from lmcache_server.commands.bench import run
@@ -56,8 +56,16 @@ def refusal(server, *arguments):
     return done.stderr.splitlines()[-1]
 
 
-def test_every_figure_is_there_and_makes_sense(server):
+def test_every_figure_is_there_and_makes_sense_and_nothing_is_kept(server):
+    def answered():
+        names = ("lookup", "release", "goodbye")
+        metrics = server.metrics()
+        return [metrics[f'lmcache_requests_total{{op="{name}",outcome="ok"}}'] for name in names]
+
+    before = answered()
     report, said = bench(server, *SMALL)
+    made = [now - then for now, then in zip(answered(), before, strict=True)]
+    assert made == [4 * 50 + 2, 4 * 50 + 1, 4], "each lease is given back, and each client says goodbye"
     assert said.startswith("storing 32 MiB in L1, where 512 MiB are free ")
     assert said.count("\n") == 1
     assert report["settings"] == {
@@ -74,16 +82,6 @@ def test_every_figure_is_there_and_makes_sense(server):
         assert figures["max_s"] <= figures["wall_s"]
         assert (figures["gb_per_s"] > 0) == copy
         assert figures["per_s"] == pytest.approx(figures["count"] / figures["wall_s"], rel=0.1)
-
-
-def test_it_gives_back_each_lease_and_says_goodbye(server):
-    def requests(operation):
-        return server.metrics()[f'lmcache_requests_total{{op="{operation}",outcome="ok"}}']
-
-    before = {operation: requests(operation) for operation in ("lookup", "release", "goodbye")}
-    bench(server, *SMALL)
-    made = {operation: requests(operation) - count for operation, count in before.items()}
-    assert made == {"lookup": 4 * 50 + 2, "release": 4 * 50 + 1, "goodbye": 4}
 
 
 @pytest.mark.parametrize(("groups", "stored", "restored"), [("full", 4, 4), ("hybrid", 7, 4 + 0.5 + 0.25)])
@@ -123,7 +121,7 @@ def test_what_it_announces_is_what_it_stores_until_it_ends(server):
 
 @pytest.mark.parametrize("chunk_size", [1, 544])
 def test_a_server_with_a_chunk_size_of_its_own(chunk_size):
-    with LMCacheServer(chunk_size=chunk_size) as server:
+    with LMCacheServer(l1_size_gb=0.2, chunk_size=chunk_size) as server:
         report, _ = bench(server, *COPIES, *SMALL, "--groups", "hybrid")
     assert report["settings"]["chunk_size"] == chunk_size
     assert all(figures["lost"] == 0 for figures in report["results"].values())
@@ -138,13 +136,17 @@ def test_text_for_people(server):
     assert line.endswith("GB/s")
 
 
-def test_more_than_a_quarter_of_l1_is_refused(server):
+def test_errors_are_one_sentence(server):
     before = copied(server, "store")
     said = refusal(server, "--requests", "100")
     assert said.startswith(
         "lmcache: this would store 1,632 MiB, more than a quarter of the server's L1 of 512"
     )
     assert "--requests" in said
+    assert "not both" in refusal(server, "--requests", "1", "--seconds", "1")
+    assert refusal(server, "--only", "everything").startswith("lmcache: --only takes some of lookup,store")
+    gone = refusal(server, "--host", "127.0.0.1", "--timeout-s", "0.2")
+    assert gone.startswith("lmcache: no lmcache server answers at tcp://127.0.0.1")
     assert copied(server, "store") == before
 
 
@@ -199,11 +201,9 @@ def test_a_sustained_load_replaces_its_own_chunks_and_not_those_of_engines():
             assert figures["wall_s"] > 1.9
             assert figures["lost"] == 0
         stored = report["results"]["store"]["bytes"]
-        assert stored > 100 << 20, "the free part was filled, and its chunks replaced"
+        assert stored > 64 << 20, "the free part was filled, and its chunks replaced"
         assert server.metrics()["lmcache_evicted_bytes_total"] >= stored - (64 << 20)
         assert engine.lookup(keys).resume_tokens == 64 * 256
-        engine.close()
-        server.wait_at_rest()
 
 
 def test_a_run_of_any_length_takes_the_same_memory():
@@ -222,14 +222,6 @@ def test_a_run_of_any_length_takes_the_same_memory():
     assert Tally().quantile_s(0.5) == 0
 
 
-def test_errors_are_one_sentence(server):
-    assert "not both" in refusal(server, "--requests", "1", "--seconds", "1")
-    assert refusal(server, "--only", "everything").startswith("lmcache: --only takes some of lookup,store")
-    gone = server.cli("bench", "--host", "127.0.0.1", "--timeout-s", "0.2")
-    assert (gone.returncode, gone.stdout) == (1, "")
-    assert gone.stderr.startswith("lmcache: no lmcache server answers at tcp://127.0.0.1")
-
-
 def test_what_the_server_has_no_room_for_is_said_not_counted():
     with LMCacheServer(l1_size_gb=0.0625) as server:
         engine, keys = holding_64_mib(server)
@@ -240,8 +232,6 @@ def test_what_the_server_has_no_room_for_is_said_not_counted():
         assert [report["results"][name]["count"] for name in ("store", "load")] == [0, 0]
         text = server.cli("bench", *COPIES, *SMALL).stdout
         assert "2 of 2 requests to store are not in these figures" in text
-        engine.close()
-        server.wait_at_rest()
 
 
 @pytest.mark.parametrize("honest", [1, 0, 3])
@@ -272,9 +262,8 @@ def test_copies_that_did_not_happen_are_noticed(server, honest):
 
 def started(server, *arguments):
     """A bench in a process group of its own, when its first client has greeted."""
-    command = [sys.executable, "-m", "lmcache_server", "bench", "--port", str(server.port), *SMALL]
     process = subprocess.Popen(
-        [*command, *arguments],
+        [sys.executable, "-m", "lmcache_server", "bench", "--port", str(server.port), *SMALL, *arguments],
         cwd=ROOT,
         env=server.environment,
         stdout=subprocess.PIPE,
@@ -287,8 +276,12 @@ def started(server, *arguments):
     return process
 
 
-def wait_until_gone(process):
-    wait_until(lambda: not group_members(process.pid), 5.0, "all processes of the bench have ended")
+def last_words(process):
+    """What a bench says when it has ended, with all of its processes."""
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert "Traceback" not in errors
+    wait_until(lambda: not group_members(process.pid), what="all processes of the bench have ended")
+    return errors.splitlines()[-1] if errors else ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -300,35 +293,22 @@ def test_a_bench_that_is_interrupted_leaves_nothing(server, number):
         masks = [int(mask, 16) for mask in re.findall(r"^Sig(?:Ign|Blk):\s*(\w+)$", status, re.MULTILINE)]
         assert any(mask & 1 << signal.SIGINT - 1 for mask in masks)
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
-    _, errors = process.communicate(timeout=20)
-    assert process.returncode == (1 if number == signal.SIGINT else -number), errors
-    assert "Traceback" not in errors
-    wait_until_gone(process)
+    said = last_words(process)
+    assert process.returncode == (1 if number == signal.SIGINT else -number), said
     server.wait_at_rest()
 
 
-def test_a_server_that_dies_ends_the_bench_with_a_sentence():
+def test_a_client_or_a_server_that_dies_ends_the_bench_with_a_sentence():
     with LMCacheServer() as server:
-        process = started(server, "--requests", "100")
-        wait_until(lambda: copied(server, "store"), what="the bench has stored something")
+        process = started(server, "--requests", "100", "--workers", "2")
+        is_client = lambda pid: b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()  # noqa: E731
+        os.kill(next(filter(is_client, group_members(process.pid))), signal.SIGKILL)
+        assert last_words(process) == "lmcache: a bench process was killed: is there enough memory for it?"
+        assert process.returncode == 1
+        server.wait_at_rest()
+
+        before, process = copied(server, "store"), started(server, "--requests", "100")
+        wait_until(lambda: copied(server, "store") > before, what="the bench has stored something")
         server.kill()
-        _, errors = process.communicate(timeout=20)
-    assert process.returncode == 1
-    assert "Traceback" not in errors
-    assert errors.splitlines()[-1].startswith("lmcache: the connection to the lmcache server broke")
-
-
-def test_a_client_that_is_killed_ends_the_bench_with_a_sentence(server):
-    process = started(server, "--requests", "100", "--workers", "2")
-    client = next(
-        pid
-        for pid in group_members(process.pid)
-        if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    )
-    os.kill(client, signal.SIGKILL)
-    _, errors = process.communicate(timeout=20)
-    assert process.returncode == 1
-    assert "Traceback" not in errors
-    assert errors.splitlines()[-1] == ("lmcache: a bench process was killed: is there enough memory for it?")
-    wait_until_gone(process)
-    server.wait_at_rest()
+        assert last_words(process).startswith("lmcache: the connection to the lmcache server broke")
+        assert process.returncode == 1

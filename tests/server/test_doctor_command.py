@@ -43,15 +43,13 @@ def doctor(environment: dict[str, str], *arguments: str) -> tuple[int, dict[str,
 
 def test_with_a_running_server() -> None:
     with LMCacheServer(l1_size_gb=0.05) as server:
-        engine = RawEngine(f"ipc://{server.runtime_dir}/{server.port}.sock", [group()]).start()
+        engine = RawEngine(server.address, [group()]).start()
         code, found = doctor(server.environment, "--port", str(server.port))
         # What the machine that runs this has of GPUs is no property of the code.
         failed = {name for name, check in found.items() if check["verdict"] == "fail"}
         assert failed <= {"driver"}
         assert code == bool(failed)
-        assert found["server"]["finding"] == (
-            f"{VERSION} at ipc://{server.runtime_dir}/{server.port}.sock, the same version as here"
-        )
+        assert found["server"]["finding"] == (f"{VERSION} at {server.address}, the same version as here")
         assert found["connectors"]["finding"].startswith(f"{engine.engine_id}, all of the server's version; ")
         assert "beside L1, which has its memory (" in found["memory"]["finding"]
         assert found["open files"]["verdict"] == "ok"
@@ -59,7 +57,7 @@ def test_with_a_running_server() -> None:
         assert found["vLLM"]["verdict"] == found["plugin"]["verdict"] == "ok"
         engine.close()
 
-        with Peer(f"ipc://{server.runtime_dir}/{server.port}.sock", "one\nok    server: forged") as other:
+        with Peer(server.address, "one\nok    server: forged") as other:
             other.model = ModelTag("model", (("vllm", "0.31.0"),), 1, 1)
             other.ask(other.hello())
             other.ask(other.register())
@@ -92,16 +90,7 @@ def test_without_a_server_and_with_a_file_for_which_there_is_no_room(tmp_path: P
     assert (code, found["shared memory"]["fix"]) == (1, f'mkdir -p "$(dirname {tmp_path}/missing/l1)"')
 
 
-@on_stand_in
-def test_with_gpus(tmp_path: Path) -> None:
-    environment = {**standin.environment(tmp_path, devices=2), "LMCACHE_RUNTIME_DIR": str(tmp_path)}
-    _, found = doctor(environment, "--l1-size-gb", "0.01")
-    assert found["driver"]["finding"].startswith("CUDA 1")
-    assert ", 2 GPU(s): " in found["driver"]["finding"]
-    assert "of L1" in found["memlock"]["finding"] or found["memlock"]["verdict"] == "warn"
-
-
-STEPS = [
+STEPS = (
     "context",
     "memory of an engine",
     "open it",
@@ -109,7 +98,7 @@ STEPS = [
     "copy",
     "copy in batches",
     "copy by kernel",
-]
+)
 
 
 def tried(environment: dict[str, str]) -> dict[str, dict[str, str]]:
@@ -146,6 +135,9 @@ def test_what_a_gpu_is_set_to_is_looked_at_without_a_context_on_it(tmp_path: Pat
     _, found = doctor({**standin.environment(tmp_path, devices=2), **variables})
     assert [found[name]["verdict"] for name in names] == ["ok"] * 6
     assert found[names[2]]["finding"] == "8192 of 8192 MiB are free"
+    assert found["driver"]["finding"].startswith("CUDA 1")
+    assert ", 2 GPU(s): " in found["driver"]["finding"]
+    assert "of L1" in found["memlock"]["finding"] or found["memlock"]["verdict"] == "warn"
     changed = {"devices": 2, "compute_mode": 3, "mig": 1, "free_mb": 100}
     _, found = doctor({**standin.environment(tmp_path, **changed), **variables})
     assert [found[name]["verdict"] for name in names] == ["warn"] * 6
@@ -162,7 +154,7 @@ def test_each_gpu_is_tried_through_the_running_server(
     for name, value in standin.environment(tmp_path, devices=2).items():
         monkeypatch.setenv(name, value)
     with LMCacheServer(l1_size_gb=0.05) as server:
-        engine = RawEngine(f"ipc://{server.runtime_dir}/{server.port}.sock", [group()]).start()
+        engine = RawEngine(server.address, [group()]).start()
         server.wait_until_populated()
         names = [f"GPU 00FF:0{n}:00.0, through the server" for n in range(2)]
         _, found = doctor(server.environment, "--port", str(server.port), "--gpu")
@@ -187,15 +179,10 @@ def test_memory_that_may_not_be_read_is_found_by_trying() -> None:
 
 def tiers(tmp_path: Path, *urls: str, **variables: str) -> tuple[int, dict[str, dict[str, str]]]:
     """The exit code, and the checks of tiers."""
-    environment = {
-        **os.environ,
-        "LMCACHE_RUNTIME_DIR": str(tmp_path),
-        "LMCACHE_L1_SIZE_GB": "0.01",
-        **variables,
-    }
+    variables |= {"LMCACHE_RUNTIME_DIR": str(tmp_path), "LMCACHE_L1_SIZE_GB": "0.01"}
     tmp_path.chmod(0o700)
     arguments = [word for url in urls for word in ("--tier", url)]
-    code, found = doctor(environment, *arguments)
+    code, found = doctor({**os.environ, **variables}, *arguments)
     return code, {name: check for name, check in found.items() if name.startswith("tier")}
 
 
@@ -228,21 +215,17 @@ def test_the_directory_of_a_running_server_is_left_to_it(tmp_path: Path) -> None
 
 
 def test_settings_under_which_valkey_evicts_nothing_are_a_warning(tmp_path: Path) -> None:
-    with stores.valkey(tmp_path, **{"maxmemory-policy": "noeviction"}) as store:
+    with stores.valkey(tmp_path, requirepass="right", **{"maxmemory-policy": "noeviction"}) as store:
         url = f"valkey://127.0.0.1:{store.port}"
-        _, found = tiers(tmp_path, url)
-        assert (found["tier 1"]["verdict"], found["tier 1"]["fix"]) == (
-            "warn",
-            "set maxmemory-policy there to allkeys-lru",
-        )
-        assert stores.ask(store.port, "DBSIZE").strip() == ":0"
-    with stores.valkey(tmp_path, requirepass="right") as store:
-        url = f"valkey://127.0.0.1:{store.port}"
-        _, found = tiers(tmp_path, url, LMCACHE_VALKEY_PASSWORD="wrong-secret")
-        assert (found["tier 1"]["verdict"], found["tier 1"]["fix"][:27]) == (
-            "fail",
-            "set LMCACHE_VALKEY_PASSWORD",
-        )
-        assert "wrong-secret" not in str(found)
-        _, found = tiers(tmp_path, url, LMCACHE_VALKEY_PASSWORD="right")
+        for password, verdict, fix in (
+            ("wrong-secret", "fail", "set LMCACHE_VALKEY_PASSWORD"),
+            ("right", "warn", "set maxmemory-policy there to allkeys-lru"),
+        ):
+            _, found = tiers(tmp_path, url, LMCACHE_VALKEY_PASSWORD=password)
+            assert found["tier 1"]["verdict"] == verdict
+            assert found["tier 1"]["fix"].startswith(fix)
+            assert "wrong-secret" not in str(found)
+    with stores.valkey(tmp_path) as store:
+        _, found = tiers(tmp_path, f"valkey://127.0.0.1:{store.port}")
         assert found["tier 1"]["verdict"] == "ok"
+        assert stores.ask(store.port, "DBSIZE").strip() == ":0"

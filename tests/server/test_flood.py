@@ -1,25 +1,31 @@
 """One client that floods the server: the others are answered, and the server's memory stays bounded."""
 
-import os
-import statistics
 import time
+from collections.abc import Iterator
 
 import pytest
 from harness.clients import client
-from harness.exercise import exercise, new_engine
+from harness.exercise import exercise, keys_of, new_engine
 from harness.peer import Peer
-from harness.rawclient import RawEngine, chain
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
 
 from lmcache_client.contract.messages import Lookup
 
-FLOOD_S = 3.0
+FLOOD_S = 1.0
+"""At least. So long a client floods the server while another one asks."""
 MOST_RSS_BYTES = 200 << 20
-MOST_DELAY_S = {"long lookup": 0.3, "large garbage": 0.5}
-"""Half of the lookups are answered within this, 0.05 s where nothing is said, whatever another client does:
-the server takes in one frame of each client in turn, and one of 4 MiB takes it 50 ms. The client that floods,
-the one that waits and the server share two cores."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LMCacheServer]:
+    """One for all tests of this file."""
+    with LMCacheServer(l1_size_gb=0.1) as running:
+        running.wait_until_populated()
+        yield running
+        running.wait_at_rest()
+        assert running.terminate() == 0, "the invariants are checked at the end"
+
 
 # Sends as fast as the socket takes it, and reads whatever comes.
 FLOODER = """
@@ -100,20 +106,10 @@ while True:
 """
 
 
-def delays_s(engine: RawEngine, keys: tuple[bytes, ...], seconds: float) -> list[float]:
-    """How long lookups take, one every few milliseconds."""
-    delays = []
-    end_s = time.monotonic() + seconds
-    while time.monotonic() < end_s:
-        started_s = time.monotonic()
-        pending = engine.scheduler.submit(engine.lookup_message(keys), 10)
-        while not pending.done:
-            engine.scheduler.poll(pending, 0.5)
-        delays.append(time.monotonic() - started_s)
-        assert pending.error is None
-        engine.end(pending.reply)  # type: ignore[arg-type]
-        time.sleep(0.002)
-    return delays
+def requests(server: LMCacheServer) -> float:
+    """How many the server has answered so far."""
+    metrics = server.metrics()
+    return sum(metrics[name] for name in metrics if name.startswith("lmcache_requests_total"))
 
 
 def test_a_process_gets_no_more_turns_through_more_connections(server: LMCacheServer) -> None:
@@ -136,38 +132,21 @@ def test_a_process_gets_no_more_turns_through_more_connections(server: LMCacheSe
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_client_that_floods_delays_the_others_little_and_takes_little_memory(kind: str) -> None:
-    with LMCacheServer(l1_size_gb=0.2) as server:
-        server.wait_until_populated()
-        bystander = new_engine(server.address, "bystander")
-        try:
-            exercise(bystander, 1)
-            keys = chain(range(100_000, 100_000 + 3 * bystander.chunk_size), bystander.chunk_size)
-            quiet = delays_s(bystander, keys, 0.5)
-            before, handled = server.rss_bytes(), server.metrics()
-            with client(FLOODER, server.address, kind):
-                time.sleep(0.2)
-                flooded = delays_s(bystander, keys, FLOOD_S)
-                peak = server.rss_bytes()
-            handled = {name: value - handled[name] for name, value in server.metrics().items()}
-            requests = sum(value for name, value in handled.items() if name.startswith("lmcache_requests"))
-            requests /= FLOOD_S
-            usual = statistics.median(quiet)
-            middle, worst = statistics.median(flooded), max(flooded)
-            print(
-                f"{kind}: {requests:.0f} requests/s; lookups {1e3 * usual:.2f} ms "
-                f"undisturbed, {1e3 * middle:.2f} ms flooded, at most {1e3 * worst:.1f} ms; "
-                f"RSS {(peak - before) / 2**20:+.0f} MiB"
-            )
-            assert requests > 5, "it was a flood"
-            # The flood itself makes three processes run; what else runs here slows all of them.
-            others = max(os.getloadavg()[0] / 3, 1.0)
-            assert middle < others * MOST_DELAY_S.get(kind, 0.05)
-            assert worst < others * 1.0, "the connector gives up after a second"
-            assert peak - before < MOST_RSS_BYTES
-            server.wait_at_rest(sessions=2)
-            exercise(bystander, 2)
-            assert exercise(bystander, 2) == 3 * bystander.chunk_size
-        finally:
-            bystander.close()
-        assert server.terminate() == 0, "the invariants are checked at the end"
+def test_beside_a_client_that_floods_others_are_answered_and_memory_is_bounded(
+    server: LMCacheServer, kind: str
+) -> None:
+    bystander = new_engine(server.address, f"beside {kind}")
+    exercise(bystander, 1)
+    before, handled = server.rss_bytes(), requests(server)
+    with client(FLOODER, server.address, kind):
+        until_s, answered = time.monotonic() + FLOOD_S, 0
+        while answered < 30 or time.monotonic() < until_s:
+            bystander.end(bystander.lookup(keys_of(bystander, 2)))
+            answered += 1
+        wait_until(lambda: requests(server) > handled + 20, what="it is a flood")
+        peak = server.rss_bytes()
+    assert peak - before < MOST_RSS_BYTES
+    server.wait_at_rest(sessions=2)
+    exercise(bystander, 2)
+    assert exercise(bystander, 2) == 3 * bystander.chunk_size
+    bystander.close()

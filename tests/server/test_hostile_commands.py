@@ -3,14 +3,17 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from harness.hostile import LIES, HostileServer
+from harness.hostile import LIES, HostileServer, Lie, says
 from test_cli import REPORT, clean_environment, in_process, lmcache
 
 from lmcache_client import channel
@@ -25,9 +28,11 @@ from lmcache_client.contract.messages import (
     Message,
     Ping,
     Prove,
+    Refused,
     Register,
     Release,
     Status,
+    StatusReport,
     Store,
     Unpin,
 )
@@ -60,9 +65,23 @@ def hostile() -> Iterator[HostileServer]:
         yield server
 
 
+@pytest.fixture
+def error_of(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The one line on stderr with which a command in this process fails."""
+
+    def fails(*command: str, timeout_s: str = "0.3") -> str:
+        code, output, errors = in_process(capsys, *command, "--port", PORT, "--timeout-s", timeout_s)
+        assert (code, output, errors.count("\n")) == (1, "", 1), (command, output, errors)
+        assert errors.startswith("lmcache: ")
+        assert errors[:-1].isprintable()
+        return str(errors[:-1])
+
+    return fails
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_says_one_sentence_about_a_server_that_lies(
-    capsys: pytest.CaptureFixture[str],
+    error_of: Callable[..., str],
     hostile: HostileServer,
     name: str,
     tmp_path: Path,
@@ -73,22 +92,97 @@ def test_a_command_says_one_sentence_about_a_server_that_lies(
     monkeypatch.chdir(tmp_path)
     for what in LIES.keys() - TRUE_ENOUGH - right:
         hostile.lies = {kind: LIES[what]}
-        code, output, errors = in_process(capsys, *command, "--port", PORT, "--timeout-s", "0.3")
-        assert (code, output, errors.count("\n")) == (1, "", 1), (what, output, errors)
-        assert errors.startswith("lmcache: "), what
-        assert errors[:-1].isprintable(), what
+        said = error_of(*command)
+        if what in ("Registered", "garbage", "another version"):
+            assert "is not a compatible lmcache server" in said, what
 
 
-@pytest.mark.parametrize("what", ["Stored", "StatusReport", "garbage", "nested", "silence", "refused as ''"])
-def test_doctor_counts_a_server_that_lies_as_a_failure(
-    capsys: pytest.CaptureFixture[str], hostile: HostileServer, what: str
+def test_ping_measures_one_request_on_an_open_connection(
+    capsys: pytest.CaptureFixture[str], hostile: HostileServer
 ) -> None:
-    hostile.lies = {Status: LIES[what]}
+    """Connecting takes two seconds here, because the first reply does."""
+
+    def slow_at_first(number: int, message: Message) -> None:
+        time.sleep(2.0 if sum(hostile.asked.values()) == 1 else 0.0)
+
+    hostile.script = slow_at_first
+    code, output, _ = in_process(capsys, "ping", "--port", PORT, "--timeout-s", "30")
+    assert code == 0
+    assert float(output.partition("after ")[2].partition(" ms")[0]) < 1500
+
+
+def without(path: str) -> Any:
+    """The report without one of its fields."""
+    report: Any = json.loads(json.dumps(REPORT))
+    *way, last = path.split(".")
+    part = report
+    for step in way:
+        part = part[int(step) if isinstance(part, list) else step]
+    del part[last]
+    return report
+
+
+FIELDS = (
+    "version", "l1.total_bytes", "config.chunk_size", "explained", "pins", "demand.windows.hour",
+    "demand.windows.day.hit_rates.1", "namespaces.0.groups.0.kind", "namespaces.0.missed.evicted",
+    "sessions.0.not_cached", "tiers.0.written_objects.dropped",
+)  # fmt: skip
+BAD_VALUES: tuple[dict[str, Any], ...] = (
+    {"uptime_s": "x"}, {"uptime_s": float("inf")}, {"uptime_s": 10**400}, {"pid": 1.5}, {"sessions": {}},
+    {"hit_rate": float("nan")}, {"hit_rate": 10.0**18}, {"l1": {**REPORT["l1"], "total_bytes": -1}},
+)  # fmt: skip
+READING = (["status"], ["status", "--json"], ["plan"], ["bench", "--requests", "1"])
+UNREADABLE = "sent a status that this version cannot read: install the same version of lmcache-mp"
+NAME = "m\x1b[2J\x1b]0;owned\x07\nlmcache server 9.9.9"
+
+
+def report_of(report: Any) -> Lie:
+    text = report if isinstance(report, str) else json.dumps(report)
+    return says(StatusReport(tuple(text[i : i + 4096] for i in range(0, len(text), 4096))))
+
+
+def test_a_status_that_cannot_be_read_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], error_of: Callable[..., str], hostile: HostileServer
+) -> None:
+    texts = ("", "{", "[]", "{}", "null", "[" * 60_000, "9" * 5000)
+    for report in (*texts, *map(without, FIELDS), *({**REPORT, **each} for each in BAD_VALUES)):
+        hostile.lies = {Status: report_of(report)}
+        for command in READING:
+            assert UNREADABLE in error_of(*command, timeout_s="2"), report
     code, output, errors = in_process(capsys, "doctor", "--port", PORT)
-    assert not errors
-    said = next(line for line in output.splitlines() if "server: " in line)
-    assert said.startswith("warn" if what == "silence" else "fail"), output
-    assert code == 1 or what == "silence"
+    assert (code, errors) == (1, "")
+    assert re.search(f"^fail  server: .* {UNREADABLE}", output, re.MULTILINE)
+
+
+def test_names_that_clients_chose_move_no_cursor_and_begin_no_line(
+    capsys: pytest.CaptureFixture[str], error_of: Callable[..., str], hostile: HostileServer
+) -> None:
+    report: Any = json.loads(json.dumps(REPORT))
+    report["namespaces"][0]["model"] = report["sessions"][0]["engine_id"] = NAME
+    report["explained"][0] |= {"engine": NAME, "fields": {NAME: NAME}}
+    report["pins"][0]["name"] = report["version"] = report["sessions"][0]["not_cached"] = NAME
+    hostile.lies = {Status: report_of(report)}
+    for command in (["status"], ["status", "--json"], ["status", "--explain"], ["doctor"]):
+        _, output, errors = in_process(capsys, *command, "--port", PORT)
+        assert output.count("owned") >= 2
+        assert all(line.isprintable() for line in output.split("\n")), output
+        assert not any(line.startswith("lmcache server 9.9.9") for line in output.split("\n"))
+        assert not errors
+    hostile.script = says(Refused("x", NAME))
+    for command in (["ping"], ["clear"], ["unpin", "mine"], *READING):
+        assert error_of(*command) == "lmcache: m\\x1b[2J\\x1b]0;owned\\x07\\nlmcache server 9.9.9"
+
+
+def test_doctor_counts_a_server_that_lies_as_a_failure(
+    capsys: pytest.CaptureFixture[str], hostile: HostileServer
+) -> None:
+    for what in ("Stored", "StatusReport", "garbage", "nested", "silence", "refused as ''"):
+        hostile.lies = {Status: LIES[what]}
+        code, output, errors = in_process(capsys, "doctor", "--port", PORT)
+        assert not errors
+        said = next(line for line in output.splitlines() if "server: " in line)
+        assert said.startswith("warn" if what == "silence" else "fail"), output
+        assert code == 1 or what == "silence"
 
 
 KINDS = (Hello, Register, Prove, Join, Store, Lookup, Load, Release, Goodbye)
@@ -119,13 +213,12 @@ def test_a_client_of_the_bench_ends_with_a_sentence(
                 crew._client(hostile.address, each, 0)
 
 
-@pytest.mark.parametrize("what", ["Done", "garbage", "refused as 'internal'"])
-def test_the_bench_ends_with_a_sentence(hostile: HostileServer, what: str) -> None:
-    hostile.lies = {Store: LIES[what]}
+def test_the_bench_ends_with_a_sentence(hostile: HostileServer) -> None:
+    hostile.lies = {Store: LIES["garbage"]}
     settings = ("--requests", "1", "--page-kb", "1", "--only", "store")
     code, output, errors = lmcache("bench", "--port", PORT, *settings)
     said = [line for line in errors.splitlines() if not line.startswith("storing ")]
-    assert (code, output, len(said)) == (1, "", 1), (what, output, errors)
+    assert (code, output, len(said)) == (1, "", 1), (output, errors)
     assert said[0].startswith("lmcache: ")
 
 

@@ -1,15 +1,14 @@
 """Frames that are no messages, and messages that lie: refused or dropped, and nothing is harmed by them."""
 
+import ctypes
 import itertools
 import os
-import random
-import socket
 import subprocess
 from collections.abc import Iterator
 
 import pytest
 import zmq
-from harness.exercise import exercise, new_engine
+from harness.exercise import served
 from harness.peer import CHUNK_BLOCKS, CHUNK_SIZE, Peer
 from harness.server import LMCacheServer
 from msgspec import structs
@@ -66,37 +65,15 @@ def refused(reply: Message, *codes: str) -> str:
     return reply.message
 
 
-def drained(peer: Peer) -> int:
-    """How many replies come until an honest Ping is answered."""
-    request_id, count = peer.send(Ping()), 0
-    while peer.receive()[0] != request_id:
-        count += 1
-    return count
-
-
 # -- frames -------------------------------------------------------------------------------------------
-
-
-def test_a_message_cut_off_anywhere_is_no_message(peer: Peer) -> None:
-    for name in Peer.LIFE:
-        frame = messages.encode_request(1 << 40, peer.message(name))
-        for length in range(len(frame)):
-            peer.socket.send(frame[:length])
-        assert drained(peer) == 0, "what has no whole request id gets no answer"
-
-
-def test_garbage_of_every_length(peer: Peer, server: LMCacheServer) -> None:
-    draw = random.Random(1)
-    for length in range(2000):
-        peer.socket.send(draw.randbytes(length))
-    drained(peer)
 
 
 def test_empty_frames_and_multipart_messages_are_dropped(peer: Peer) -> None:
     honest = messages.encode_request(77, Ping())
     for parts in ([b""], [b"", b""], [b"", honest], [honest, honest], [honest] * 50, [honest, b""]):
         peer.socket.send_multipart(parts)
-    assert drained(peer) == 0
+    request_id = peer.send(Ping())
+    assert peer.receive()[0] == request_id, "no reply came before"
 
 
 def test_invariant_4_the_largest_frame_is_read_and_a_larger_one_ends_a_connection(
@@ -110,52 +87,12 @@ def test_invariant_4_the_largest_frame_is_read_and_a_larger_one_ends_a_connectio
         refused(peer.wait_for(5), messages.BAD_REQUEST)
         events = peer.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         peer.socket.send(bytes(MAX_MESSAGE_BYTES + 1))
-        assert events.poll(5000), "the connection is closed, before the frame is read"
+        assert events.poll(60_000), "the connection is closed, before the frame is read"
         peer.socket.disable_monitor()
         events.close(0)
         # It connects again by itself, is nobody, and can greet.
         refused(peer.ask(Join("peer")), messages.NOT_REGISTERED)
         peer.live("goodbye")
-
-
-def test_bytes_that_are_no_zeromq_close_their_connection(server: LMCacheServer) -> None:
-    draw = random.Random(2)
-    for number in range(30):
-        with socket.socket(socket.AF_UNIX) as raw:
-            raw.connect(server.address.removeprefix("ipc://"))
-            raw.sendall(b"GET / HTTP/1.1\r\n\r\n" if not number else draw.randbytes(number * 10))
-    with Peer(server.address) as peer:
-        assert isinstance(peer.ask(Ping()), Done)
-
-
-@pytest.mark.parametrize("code", range(24))
-def test_each_message_before_a_greeting_and_with_fields_of_other_types(peer: Peer, code: int) -> None:
-    """Every request with a whole id gets exactly one answer."""
-    draw = random.Random(code)
-    values = [
-        0,
-        BIG,
-        -1,
-        (1 << 64) - 1,
-        "",
-        "text",
-        b"",
-        bytes(32),
-        True,
-        None,
-        1.5,
-        [],
-        [[]],
-        [[0]],
-        [b"x" * 32] * 3,
-    ]
-    sent = 0
-    for count in range(8):
-        for _ in range(20):
-            fields = [draw.choice(values) for _ in range(count)]
-            peer.socket.send(pack([messages.PROTOCOL_VERSION, 1 << 40, code, fields]))
-            sent += 1
-    assert drained(peer) == sent
 
 
 # -- lies ---------------------------------------------------------------------------------------------
@@ -183,50 +120,44 @@ def test_lies_about_the_shape_of_an_engine(peer: Peer) -> None:
         {"geometry": Geometry(tuple(GroupSpec("full", 4194301 - 2 * n, 0, "", ()) for n in range(64)), 2)},
     ]
     for lie in lies:
-        refused(
-            peer.ask(structs.replace(honest, **lie)),  # type: ignore[arg-type]
-            messages.BAD_REQUEST,
-            messages.CONFIGURATION,
-        )
+        reply = peer.ask(structs.replace(honest, **lie))  # type: ignore[arg-type]
+        refused(reply, messages.BAD_REQUEST, messages.CONFIGURATION)
     refused(peer.ask(Prove()), messages.BAD_REQUEST)
 
 
-@pytest.mark.parametrize(
-    ("pid", "start", "size", "proof"),
-    [
-        (1, None, None, None),
-        (0, None, None, None),
-        (BIG, None, None, None),
-        (1 << 31, None, None, None),
-        ((1 << 32) + 1, None, None, None),
-        (None, 0, BIG, None),
-        (None, BIG, BIG, None),
-        (None, 1 << 46, None, None),
-        (None, None, None, 0),
-        (None, None, None, BIG),
-        (None, None, BIG, None),
-    ],
-)
-def test_lies_about_memory(
-    peer: Peer, pid: int | None, start: int | None, size: int | None, proof: int | None
-) -> None:
-    peer.live("hello")
-    own = peer.host_memory()
-    memory = Memory(
-        own.pid if pid is None else pid,
-        ((own.buffers[0][0] if start is None else start, own.buffers[0][1] if size is None else size),),
-        own.proof_address if proof is None else proof,
-    )
-    reply = peer.ask(structs.replace(peer.register(), memory=memory))
-    refused(reply if isinstance(reply, Refused) else peer.ask(Prove()), messages.NO_ACCESS)
-    refused(peer.ask(peer.store()), messages.NOT_REGISTERED)
+def closed_pages(size: int) -> int:
+    """The address of memory without any right to read or write, so that nothing else comes to lie there."""
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    return int(libc.mmap(None, size, 0, 0x22, -1, 0))
 
 
-@pytest.mark.parametrize("pid", [0, 1, 1 << 22, 1 << 31, BIG])
-def test_lies_about_the_process_of_a_session(peer: Peer, pid: int) -> None:
-    assert isinstance(peer.ask(Hello(pid, peer.client_id, "peer")), messages.Welcome)
-    for name in Peer.LIFE[1:]:
-        assert not isinstance(peer.ask(peer.message(name)), Refused)
+def test_lies_about_memory(server: LMCacheServer) -> None:
+    with Peer(server.address) as honest:
+        own, size = honest.host_memory(), honest.memory.nbytes
+    start = own.buffers[0][0]
+    lies = [
+        *(structs.replace(own, pid=pid) for pid in (1, 0, BIG, 1 << 31, (1 << 32) + 1)),
+        *(structs.replace(own, buffers=((at, BIG),)) for at in (0, BIG, start)),
+        *(structs.replace(own, buffers=((at, size),)) for at in (1 << 46, closed_pages(size))),
+        # Nothing wrote the nonce to the last of these, which can be read.
+        *(structs.replace(own, proof_address=at) for at in (0, BIG, start)),
+    ]
+    for lie in lies:
+        with Peer(server.address) as peer:
+            peer.live("hello")
+            reply = peer.ask(structs.replace(peer.register(), memory=lie))
+            refused(reply if isinstance(reply, Refused) else peer.ask(Prove()), messages.NO_ACCESS)
+            refused(peer.ask(peer.store()), messages.NOT_REGISTERED)
+            peer.ask(messages.Goodbye())
+
+
+def test_lies_about_the_process_of_a_session(server: LMCacheServer) -> None:
+    for pid in (0, 1, 1 << 22, 1 << 31, BIG):
+        with Peer(server.address) as peer:
+            assert isinstance(peer.ask(Hello(pid, peer.client_id, "peer")), messages.Welcome)
+            peer.live("goodbye", since="register")
 
 
 def test_lies_about_stores_change_nothing(peer: Peer, server: LMCacheServer) -> None:
@@ -269,12 +200,10 @@ def test_lies_about_chains_store_what_nobody_finds(peer: Peer, server: LMCacheSe
 def test_lies_about_lookups(peer: Peer) -> None:
     peer.live("store")
     honest = peer.lookup()
-    for computed, limit, num in itertools.product(
-        (0, 16, 512, BIG), (0, 16, 512, 768, BIG), (0, 1, 513, BIG)
-    ):
-        reply = peer.ask(
-            structs.replace(honest, computed_tokens=computed, limit_tokens=limit, num_tokens=num)
-        )
+    sizes = (0, 16, 512, BIG), (0, 16, 512, 768, BIG), (0, 1, 513, BIG)
+    for computed, limit, num in itertools.product(*sizes):
+        asked = structs.replace(honest, computed_tokens=computed, limit_tokens=limit, num_tokens=num)
+        reply = peer.ask(asked)
         if computed <= limit < num and limit <= 512:
             assert isinstance(reply, messages.Found)
         else:
@@ -364,26 +293,6 @@ def test_of_two_live_engines_of_one_name_the_later_is_told(peer: Peer, server: L
         heir.ask(messages.Goodbye())
 
 
-def test_a_scheduler_asks_only_in_the_namespace_that_it_joined(server: LMCacheServer) -> None:
-    """Another engine may get the name when the workers of the first have gone and its scheduler has not."""
-    with Peer(server.address, "prod") as scheduler, Peer(server.address, "prod") as worker:
-        worker.live("prove")
-        scheduler.live("hello")
-        assert scheduler.ask(scheduler.message("join")) == messages.Joined(True, CHUNK_SIZE)
-        assert isinstance(scheduler.ask(scheduler.lookup()), messages.Found)
-        worker.ask(messages.Goodbye())
-        with Peer(server.address, "prod") as other:
-            other.model = ModelTag("another model", (("weights", "other"),), 1, 1)
-            other.live("prove")
-            refused(scheduler.ask(scheduler.lookup()), messages.NOT_REGISTERED)
-            refused(scheduler.ask(scheduler.release()), messages.NOT_REGISTERED)
-            other.ask(messages.Goodbye())
-
-
 def test_after_all_that_the_cache_serves(server: LMCacheServer) -> None:
-    engine = new_engine(server.address, "honest")
-    try:
-        exercise(engine, 1)
-        assert exercise(engine, 1) == 3 * engine.chunk_size
-    finally:
-        engine.close()
+    assert served(server, "honest", 1) == 0
+    assert served(server, "another", 1) == 3 * CHUNK_SIZE

@@ -4,10 +4,10 @@ import signal
 
 from harness.clients import client
 from harness.exercise import exercise, new_engine
-from harness.peer import CHUNK_BLOCKS, CHUNKS, Peer
+from harness.peer import Peer
 from harness.server import LMCacheServer
 
-ROUNDS = 4
+ROUNDS = 2
 
 # Forks once per line of stdin: the child lives up to a message and dies before or after its answer.
 MORTALS = """
@@ -33,41 +33,22 @@ for line in sys.stdin:
 
 
 def test_a_client_that_dies_at_any_message_leaves_nothing_behind() -> None:
-    with LMCacheServer(l1_size_gb=0.2) as server, client(MORTALS, server.address) as mortals:
+    with LMCacheServer(l1_size_gb=0.1) as server, client(MORTALS, server.address) as mortals:
         assert mortals.stdin is not None
         assert mortals.stdout is not None
         bystander = new_engine(server.address, "bystander")
-        try:
-            deaths = 0
-            for _ in range(ROUNDS):
-                for name in Peer.LIFE:
-                    for moment in ("sent", "answered"):
-                        deaths += 1
-                        mortals.stdin.write(f"{name} {moment} {deaths}\n".encode())
-                        mortals.stdin.flush()
-                        assert int(mortals.stdout.readline()) == -signal.SIGKILL, f"{name} {moment}"
-                        server.wait_at_rest(sessions=2)
-                        exercise(bystander, deaths % 4)
+        exercise(bystander, 0)
+        deaths = 0
+        for _ in range(ROUNDS):
+            for name in Peer.LIFE:
+                for moment in ("sent", "answered"):
+                    deaths += 1
+                    mortals.stdin.write(f"{name} {moment} {deaths}\n".encode())
+                    mortals.stdin.flush()
+                    assert int(mortals.stdout.readline()) == -signal.SIGKILL, f"{name} {moment}"
+                    server.wait_at_rest(sessions=2)
             assert exercise(bystander, 0) == 3 * bystander.chunk_size
-        finally:
-            bystander.close()
+        bystander.close()
         server.wait_at_rest()
+        assert server.status()["l1"]["chunks"] > 3, "what they stored outlives them"
         assert server.terminate() == 0, "the invariants are checked at the end"
-
-
-def test_the_life_that_is_cut_short_is_a_whole_one() -> None:
-    """What the test above kills does store and load."""
-    with LMCacheServer(l1_size_gb=0.05) as server, Peer(server.address) as peer:
-        peer.live("store")
-        peer.memory[:] = 7
-        metrics = server.metrics()
-        assert metrics['lmcache_objects_total{outcome="stored"}'] == CHUNKS
-        for name in ("lookup", "load"):
-            peer.ask(peer.message(name))
-        loaded = peer.memory.reshape(len(peer.memory) // 4096, -1)[1 : 1 + CHUNKS * CHUNK_BLOCKS]
-        assert not loaded.any(), "pages of zeros were stored and came back"
-        assert server.status()["l1"]["leases"] == 1
-        peer.ask(peer.message("release"))
-        assert server.status()["l1"]["leases"] == 0
-        peer.ask(peer.message("goodbye"))
-        server.wait_at_rest()

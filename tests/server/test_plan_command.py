@@ -1,32 +1,25 @@
 """`lmcache plan`, of a running server and of a record."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
+from test_cli import clean_environment, in_process, sentence
 
-LMCACHE = [sys.executable, "-m", "lmcache_server"]
-
-
-def plan(*arguments: str) -> tuple[int, str, str]:
-    command = [*LMCACHE, "plan", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    return done.returncode, done.stdout, done.stderr
+__all__ = ["clean_environment"]
 
 
-def figures(*arguments: str) -> dict[str, Any]:
-    code, output, errors = plan("--json", *arguments)
+def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    code, output, errors = in_process(capsys, "plan", "--json", *arguments)
     assert code == 0, errors
     return json.loads(output)["windows"]["start"]
 
 
 def test_a_cache_that_is_too_small_is_told_what_more_memory_would_hit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts of 4 MiB in turn: none of them is still there when it comes back, and twice the memory holds
     them all. The record of the lookups gives the same figures."""
@@ -41,35 +34,30 @@ def test_a_cache_that_is_too_small_is_told_what_more_memory_would_hit(
             engine.store_prompt(keys, [list(range(1, 1 + tokens // 16))])
             engine.end(found, keys)
         port = str(server.port)
-        live = figures("--port", port)
+        live = figures(capsys, "--port", port)
         assert live["tokens"] == 18 * tokens
         assert live["hit_rates"]["1"] == 0
         assert live["hit_rates"]["2"] == live["hit_rates"]["unlimited"] == round(12 / 18, 4)
         assert server.tokens("hit") == 0
         assert server.metrics()['lmcache_demand_hit_ratio{l1="2"}'] == live["hit_rates"]["2"]
-        code, text, _ = plan("--port", port)
+        code, text, _ = in_process(capsys, "plan", "--port", port)
         assert code == 0
         assert (
             "2 times the memory (32.0 MiB) would raise the hits of the last day from 0.0% to 66.7%." in text
         )
         engine.close()
-        server.wait_at_rest()
-
-        def recorded() -> bool:
-            return len(record.read_bytes().splitlines()) == 2 * 18
-
-        server.wait_until(lambda _: recorded())
+        server.wait_until(lambda _: len(record.read_bytes().splitlines()) == 2 * 18)
         assert record.stat().st_mode & 0o777 == 0o600
-        again = figures("--from", str(record), "--l1-size-gb", str(16 / 1024))
+        again = figures(capsys, "--from", str(record), "--l1-size-gb", str(16 / 1024))
         assert again["hit_rates"] == live["hit_rates"]
 
 
-@pytest.mark.parametrize("line", [b"[]", b"no", b'[0,"lookup","n",0,1,false,false,0,0,""]', b"[" * 100_000])
-def test_a_file_that_is_no_record_is_one_clear_error(tmp_path: Path, line: bytes) -> None:
+def test_a_file_that_is_no_record_is_one_clear_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path = tmp_path / "record"
-    path.write_bytes(b'[0.0,"end","n",16,1,false,false,0,0,"0011223344556677"]\n' + line + b"\n")
-    code, _, errors = plan("--from", str(path))
-    assert code == 1
-    assert errors.startswith(f"lmcache: line 2 of {path} is no event of a record")
-    assert len(errors.splitlines()) == 1
-    assert plan("--from", str(tmp_path / "none"))[2].startswith("lmcache: cannot read")
+    for line in (b"[]", b"no", b'[0,"lookup","n",0,1,false,false,0,0,""]', b"[" * 100_000):
+        path.write_bytes(b'[0.0,"end","n",16,1,false,false,0,0,"0011223344556677"]\n' + line + b"\n")
+        said = sentence(capsys, 1, "plan", "--from", str(path))
+        assert said.startswith(f"lmcache: line 2 of {path} is no event of a record")
+    assert sentence(capsys, 1, "plan", "--from", str(tmp_path / "none")).startswith("lmcache: cannot read")

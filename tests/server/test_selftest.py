@@ -51,20 +51,18 @@ def leaves_nothing(server):
     ids=["verify", "tcp", "small", "one token"],
 )
 def test_a_page_is_stored_and_restored_and_forgotten(flags):
-    with LMCacheServer(**flags) as server:
+    with LMCacheServer(**{"l1_size_gb": 0.06, **flags}) as server:
         server.wait_until_populated()
         code, report = run(server)
         assert (code, report["ok"]) == (200, True), report
         assert [name for name in report if name != "ok"] == STEPS
-        assert all(0 < report[name] < 10 for name in STEPS)
+        assert all(report[name] > 0 for name in STEPS)
         metrics = server.metrics()
         assert metrics['lmcache_selftests_total{outcome="ok"}'] == 1
         assert metrics['lmcache_requests_total{op="goodbye",outcome="ok"}'] == 2
-        for direction in ("store", "load"):
-            assert (
-                metrics[f'lmcache_test_transfer_bytes_total{{direction="{direction}",test="selftest"}}'] > 0
-            )
-            assert metrics[f'lmcache_transfer_bytes_total{{direction="{direction}"}}'] == 0
+        for direction in ('direction="store"', 'direction="load"'):
+            assert metrics[f'lmcache_test_transfer_bytes_total{{{direction},test="selftest"}}'] > 0
+            assert metrics[f"lmcache_transfer_bytes_total{{{direction}}}"] == 0
         assert metrics['lmcache_test_objects_total{outcome="stored",test="selftest"}'] > 0
         assert metrics['lmcache_objects_total{outcome="stored"}'] == 0
         assert metrics["lmcache_tokens_requested_total"] == 0, "nor is it part of the hit rate"
@@ -75,7 +73,7 @@ def test_a_page_is_stored_and_restored_and_forgotten(flags):
 
 
 def test_who_asks_at_the_same_time_or_soon_after_gets_the_same_answer(monkeypatch):
-    monkeypatch.setattr("lmcache_server.admin.selftest.KEEP_S", 1.0)
+    monkeypatch.setattr("lmcache_server.admin.selftest.KEEP_S", 0.1)
     ended = []
 
     async def ask(server):
@@ -83,7 +81,7 @@ def test_who_asks_at_the_same_time_or_soon_after_gets_the_same_answer(monkeypatc
         answers = await asyncio.gather(*(selftest.result() for _ in range(8)))
         assert len(set(answers)) == 1
         assert ended == [""]
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.1)
         assert await selftest.result() != answers[0]
         assert ended == ["", ""]
 
@@ -91,21 +89,19 @@ def test_who_asks_at_the_same_time_or_soon_after_gets_the_same_answer(monkeypatc
         uvloop.run(ask(server))
 
 
-@pytest.mark.parametrize(
-    ("program", "why"),
-    [
+def test_a_client_that_cannot_run_is_said(monkeypatch):
+    for program, why in (
         ("/bin/false", "ended with code 1"),
         ("/nowhere", "could not run: [Errno 2]"),
         ("/bin/true", "not print JSON"),
-    ],
-)
-def test_a_client_that_cannot_run_is_said(monkeypatch, program, why):
-    monkeypatch.setattr("sys.executable", program)
-    ended = []
-    answer = uvloop.run(SelfTest("ipc:///nowhere", None, ended.append).result())
-    assert (answer.code, json.loads(answer.body)["failed"]) == (503, "client")
-    assert why in json.loads(answer.body)["error"]
-    assert ended == [f"client: {json.loads(answer.body)['error']}"]
+    ):
+        monkeypatch.setattr("sys.executable", program)
+        ended = []
+        answer = uvloop.run(SelfTest("ipc:///nowhere", None, ended.append).result())
+        report = json.loads(answer.body)
+        assert (answer.code, report["failed"]) == (503, "client")
+        assert why in report["error"]
+        assert ended == [f"client: {report['error']}"]
 
 
 def test_a_client_that_does_not_end_is_ended(monkeypatch, tmp_path):
@@ -196,9 +192,9 @@ def test_what_an_ephemeral_engine_stores_goes_with_the_last_engine_of_its_namesp
 
 
 def test_an_ephemeral_engine_that_is_killed_in_mid_store_leaves_nothing():
-    with LMCacheServer(l1_size_gb=0.3) as server:
+    with LMCacheServer(l1_size_gb=0.1) as server:
         context = multiprocessing.get_context("spawn")
-        for _ in range(3):
+        for _ in range(2):
             process = context.Process(target=_stores, args=(server.address,))
             process.start()
             server.wait_until(lambda l1: l1["chunks"] > 3)

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 from harness.browser import chromium
-from harness.rawclient import RawEngine, chain, group
+from harness.rawclient import TIMEOUT_S, RawEngine, chain, group
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
 
@@ -49,12 +49,10 @@ def server():
             engine.end(found)
             with pytest.raises(ChannelError):
                 engine.load(found, keys, TABLE * len(engine.groups))
-        engines[0].scheduler.call(Pin("", "a request to pin"), 5)
+        engines[0].scheduler.call(Pin("", "a request to pin"), TIMEOUT_S)
         engines[0]._scheduler.release((), keys, "a request to pin")
-        engines[0].scheduler.call(Pin(HOSTILE[:64], "a request to pin"), 5)
+        engines[0].scheduler.call(Pin(HOSTILE[:64], "a request to pin"), TIMEOUT_S)
         yield running
-        for engine in engines:
-            engine.close()
 
 
 class Visit:
@@ -88,7 +86,7 @@ class Visit:
         return [row.inner_text() for row in self.page.query_selector_all(f"#{name} tr")]
 
 
-def test_figures_are_those_of_the_status(browser, server):
+def test_figures_are_those_of_the_status_and_names_of_clients_are_text(browser, server):
     with Visit(browser, server) as visit:
         status = server.status()
         assert status["tokens"]["hit"] == 2 * (1 + 3) * 256
@@ -126,9 +124,6 @@ def test_figures_are_those_of_the_status(browser, server):
         assert "load refused" in failures[0]
         assert status["failures"][0]["sentence"] in failures[0]
 
-
-def test_names_of_clients_are_text(browser, server):
-    with Visit(browser, server) as visit:
         assert any(HOSTILE in row for row in visit.rows("namespaces"))
         assert any("<b>hybrid</b>" in row for row in visit.rows("session_rows"))
         assert visit.page.evaluate("window.pwned") is None
@@ -140,13 +135,8 @@ def test_tiers_and_what_they_lost(browser, server):
         ("read", "gone", "damaged", "failed"),
         ("written", "present", "full", "evicted", "dropped", "failed"),
     )
-    tier = {
-        "url": HOSTILE,
-        "failing": "",
-        "waiting_objects": 1,
-        "read_bytes": 3 << 20,
-        "written_bytes": 1 << 30,
-    }
+    sizes = {"waiting_objects": 1, "read_bytes": 3 << 20, "written_bytes": 1 << 30}
+    tier = {"url": HOSTILE, "failing": "", **sizes}
     well = tier | {"read_objects": dict.fromkeys(read, 0), "written_objects": dict.fromkeys(written, 0)}
     ill = tier | {
         "failing": "it is on fire",
@@ -183,10 +173,7 @@ def test_it_asks_nobody_else_and_complains_of_nothing(browser, server):
         assert all(request.startswith(visit.url) or request.startswith("data:") for request in visit.requests)
         assert {path for path in paths if not path.startswith("data:")} == {"", "status", "history"}
         assert paths.count("status") >= 3
-
-
-def test_its_policy_stops_what_a_hole_would_let_in(browser, server):
-    with Visit(browser, server) as visit:
+        # And its policy stops what a hole would let in.
         visit.page.evaluate("""() => {
             const script = document.createElement("script");
             script.textContent = "window.pwned = 1";
@@ -217,18 +204,6 @@ CONTRAST = (
         name => [name, Math.min(ratio(of(name), of("card")), ratio(of(name), of("page")))]));
 }"""
 )
-
-
-def test_dark_and_light_can_be_read(browser, server):
-    backgrounds = {}
-    for scheme in ("light", "dark"):
-        with Visit(browser, server, color_scheme=scheme) as visit:
-            backgrounds[scheme] = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
-            for name, ratio in visit.page.evaluate(CONTRAST).items():
-                assert ratio >= 4.5, f"{name} on {scheme}: {ratio:.2f}"
-    assert backgrounds["light"] != backgrounds["dark"]
-
-
 DOT = (
     """() => {"""
     + LIGHT
@@ -241,12 +216,17 @@ DOT = (
 )
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_free_memory_is_seen(browser, server, scheme):
-    with Visit(browser, server, color_scheme=scheme) as visit:
-        contrast, is_same = visit.page.evaluate(DOT)
-        assert contrast >= 2.9
-        assert is_same, "the dot has the colour of the free part of the bar"
+def test_dark_and_light_can_be_read_and_free_memory_is_seen(browser, server):
+    backgrounds = {}
+    for scheme in ("light", "dark"):
+        with Visit(browser, server, color_scheme=scheme) as visit:
+            backgrounds[scheme] = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
+            for name, ratio in visit.page.evaluate(CONTRAST).items():
+                assert ratio >= 4.5, f"{name} on {scheme}: {ratio:.2f}"
+            contrast, is_same = visit.page.evaluate(DOT)
+            assert contrast >= 2.9
+            assert is_same, "the dot has the colour of the free part of the bar"
+    assert backgrounds["light"] != backgrounds["dark"]
 
 
 # In one go, because the page draws its own history every few seconds.

@@ -1,15 +1,17 @@
-"""Servers with a tier in a real Valkey (alone, or a cluster) or object store, which dies, hangs, returns."""
+"""Servers with a tier in a real Valkey (alone, or a cluster) or object store, which dies, hangs, returns, or
+is behind a bad network: it costs time and never a byte."""
 
 import json
 import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from harness import stores
 from harness.exercise import exercise, is_served, new_engine, served
+from harness.proxy import Proxy
+from harness.rawclient import RawEngine
 from harness.server import LMCacheServer
 from harness.stores import Store
 from harness.waiting import wait_until
@@ -20,6 +22,14 @@ MARGIN_S = 10.0
 """For the rest of an exercise, on a busy machine."""
 
 
+def exercise_in_limited_time(engine: RawEngine, number: int) -> int:
+    """`exercise`, whose lookup waits no longer than it may, whatever becomes of a tier."""
+    began_s = time.monotonic()
+    tokens = exercise(engine, number)
+    assert time.monotonic() - began_s < fetch_patience_s(3 * engine.chunk_size) + MARGIN_S
+    return tokens
+
+
 @pytest.fixture
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, list[Store]]]:
     """A URL, and the processes behind it."""
@@ -28,24 +38,18 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str,
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], LMCacheServer]]:
+def start(
+    monkeypatch: pytest.MonkeyPatch, start_server: Callable[..., LMCacheServer]
+) -> Callable[..., LMCacheServer]:
+    """Called with the URLs of tiers, starts a server that knows the secrets of all stores."""
     for name, value in stores.SECRETS.items():
         monkeypatch.setenv(name, value)
-    running = []
-
-    def started(url: str | tuple[str, ...]) -> LMCacheServer:
-        running.append(LMCacheServer(l1_size_gb=0.2, tier=url))
-        running[-1].start()
-        return running[-1]
-
-    yield started
-    for server in running:
-        server.kill()
+    return lambda *urls: start_server(l1_size_gb=0.1, tier=urls)
 
 
 @pytest.mark.parametrize("store", stores.KINDS, indirect=True)
 def test_what_one_server_stored_another_serves_and_a_clear_reaches_the_store(
-    store: tuple[str, list[Store]], start: Callable[[str], LMCacheServer]
+    store: tuple[str, list[Store]], start: Callable[..., LMCacheServer]
 ) -> None:
     url, _ = store
     one, two = start(url), start(url)
@@ -68,7 +72,7 @@ def test_what_one_server_stored_another_serves_and_a_clear_reaches_the_store(
     indirect=["store"],
 )
 def test_a_store_that_fails_costs_a_bounded_time_and_is_used_again(
-    store: tuple[str, list[Store]], start: Callable[[str], LMCacheServer], way: str
+    store: tuple[str, list[Store]], start: Callable[..., LMCacheServer], way: str
 ) -> None:
     url, processes = store
     server = start(url)
@@ -81,9 +85,7 @@ def test_a_store_that_fails_costs_a_bounded_time_and_is_used_again(
     try:
         # Until the breaker opens, requests wait, but not beyond their limit; all bytes are right.
         for number in range(2, 8):
-            began_s = time.monotonic()
-            exercise(engine, number)
-            assert time.monotonic() - began_s < fetch_patience_s(3 * 256) + MARGIN_S
+            exercise_in_limited_time(engine, number)
             if server.tier()["failing"]:
                 break
         wait_until(lambda: server.tier()["failing"])
@@ -109,7 +111,7 @@ def test_a_store_that_fails_costs_a_bounded_time_and_is_used_again(
 
 @pytest.mark.parametrize("store", ["valkey", "s3"], indirect=True)
 def test_a_clean_stop_does_not_wait_for_a_store_that_hangs(
-    store: tuple[str, list[Store]], start: Callable[[str], LMCacheServer]
+    store: tuple[str, list[Store]], start: Callable[..., LMCacheServer]
 ) -> None:
     url, (process,) = store
     server = start(url)
@@ -119,22 +121,19 @@ def test_a_clean_stop_does_not_wait_for_a_store_that_hangs(
     try:
         assert served(server, "during", 2) == 0
         assert server.tier()["waiting_objects"]
-        ending, server.process = server.process, None
-        assert ending is not None
-        # Half a minute for the writes, and some seconds for the rest.
-        assert ending.stop(45) == 0
+        assert server.terminate() == 0
         assert "were not written to their tier" in server.log.read_text()
     finally:
         process.signal(signal.SIGCONT)
 
 
 def test_a_clear_names_the_tiers_that_it_could_not_reach_and_clears_the_others(
-    tmp_path: Path, start: Callable[[Any], LMCacheServer]
+    tmp_path: Path, start: Callable[..., LMCacheServer]
 ) -> None:
     directory = tmp_path / "tier"
     with stores.valkey(tmp_path) as store:
         remote = f"valkey://127.0.0.1:{store.port}"
-        server = start((f"dir://{directory}?size_gb=1&write=commit", remote))
+        server = start(f"dir://{directory}?size_gb=1&write=commit", remote)
         assert served(server, "first", 1) == 0
         wait_until(lambda: not any(each["waiting_objects"] for each in server.status()["tiers"]), 60)
         assert list(directory.glob("*/*.kv"))
@@ -154,7 +153,7 @@ def test_a_clear_names_the_tiers_that_it_could_not_reach_and_clears_the_others(
 
 
 def test_a_store_that_is_not_there_at_the_start_is_a_warning(
-    tmp_path: Path, start: Callable[[str], LMCacheServer]
+    tmp_path: Path, start: Callable[..., LMCacheServer]
 ) -> None:
     with stores.valkey(tmp_path) as store:
         store.kill()
@@ -168,12 +167,12 @@ def test_a_store_that_is_not_there_at_the_start_is_a_warning(
 
 
 def test_of_two_tiers_the_second_has_what_the_first_has_lost(
-    tmp_path: Path, start: Callable[[Any], LMCacheServer]
+    tmp_path: Path, start: Callable[..., LMCacheServer]
 ) -> None:
     directory = tmp_path / "tier"
     with stores.valkey(tmp_path) as store:
         url = f"dir://{directory}?size_gb=1&write=commit"
-        server = start((url, f"valkey://127.0.0.1:{store.port}"))
+        server = start(url, f"valkey://127.0.0.1:{store.port}")
         for number in range(2):
             assert served(server, f"store {number}", number) == 0
         wait_until(lambda: not any(each["waiting_objects"] for each in server.status()["tiers"]), 60)
@@ -189,3 +188,55 @@ def test_of_two_tiers_the_second_has_what_the_first_has_lost(
         # Of a window only the last chunks are fetched.
         assert 0 < second <= len(half)
         assert first > 0
+
+
+# -- a network that cuts connections in the middle of a record, or delays them ---------------------------
+
+
+@pytest.fixture(params=["valkey", "s3"])
+def through(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[LMCacheServer, Proxy]]:
+    """A server that has written a prompt to a store behind the proxy, and was started again."""
+    for name, value in stores.SECRETS.items():
+        monkeypatch.setenv(name, value)
+    store = stores.valkey(tmp_path) if request.param == "valkey" else stores.seaweedfs(tmp_path)
+    with store, Proxy(store.port) as proxy:
+        address = f"127.0.0.1:{proxy.port}"
+        objects = f"s3://records?allow_http=1&endpoint=http://{address}"
+        url = f"valkey://{address}" if request.param == "valkey" else objects
+        with LMCacheServer(l1_size_gb=0.1, tier=url) as server:
+            assert served(server, "first", 1) == 0
+            server.wait_until_written()
+            server.restart()
+            yield server, proxy
+
+
+def test_a_record_that_is_cut_is_not_served(through: tuple[LMCacheServer, Proxy]) -> None:
+    server, proxy = through
+    proxy.cut_bytes = 1 << 17
+    engine = new_engine(server.address, "second")
+    assert exercise_in_limited_time(engine, 1) == 0, "each record is larger than what comes through"
+    assert proxy.cuts
+    wait_until(lambda: not server.status()["l1"]["reserved_bytes"], 60)
+    read = server.tier()["read_objects"]
+    assert not read["read"]
+    assert read["failed"] + read["damaged"] + read["gone"]
+    proxy.cut_bytes = None
+    wait_until(lambda: not server.tier()["failing"] and not server.tier()["waiting_objects"], 90)
+    server.restart()
+    assert is_served(server, "third", 1), "what the store has was whole"
+
+
+def test_a_slow_network_costs_no_more_than_the_limit_and_its_bytes_are_right(
+    through: tuple[LMCacheServer, Proxy],
+) -> None:
+    server, proxy = through
+    engine = new_engine(server.address, "second")
+    # With the longest delay no record arrives in time: it has many pieces.
+    for number, proxy.delay_s in ((2, 0.01), (1, 0.5), (3, 0.5)):
+        exercise_in_limited_time(engine, number)
+    proxy.delay_s = 0.0
+    wait_until(lambda: not server.status()["l1"]["reserved_bytes"], 90)
+    wait_until(lambda: not server.tier()["failing"], 90)
+    assert not server.tier()["read_objects"]["damaged"]

@@ -42,23 +42,19 @@ def test_whoever_is_in_a_namespace_can_probe_it_and_store_anything_under_a_key_t
 ) -> None:
     """No fault: a namespace is one circle of trust. This says where the circle ends."""
     writer, reader, outsider = start(server, "writer"), start(server, "reader"), start(server, "o", "other")
-    try:
-        prompt = list(range(256))
-        keys = chain(prompt, writer.chunk_size)
-        assert reader.lookup(keys).resume_tokens == 0, "nobody has sent this prompt yet"
-        lie = [writer.fill(0, block, 1000 + block) for block in BLOCKS]
-        writer.store_prompt(keys, [BLOCKS])
-        found = reader.lookup(keys)
-        assert found.resume_tokens == 256, "somebody has sent this prompt"
-        reader.load(found, keys, [BLOCKS])
-        assert all((reader.pages(0, block) == page).all() for block, page in zip(BLOCKS, lie, strict=True))
-        # A salt that he does not know is part of every key: he can neither ask for them nor store under them.
-        salted = tuple(chunk_keys([(prompt, ("a secret salt",))]))
-        assert reader.lookup(salted).resume_tokens == 0
-        assert outsider.lookup(keys).resume_tokens == 0, "another model is another namespace"
-    finally:
-        for engine in (writer, reader, outsider):
-            engine.close()
+    prompt = list(range(256))
+    keys = chain(prompt, writer.chunk_size)
+    assert reader.lookup(keys).resume_tokens == 0, "nobody has sent this prompt yet"
+    lie = [writer.fill(0, block, 1000 + block) for block in BLOCKS]
+    writer.store_prompt(keys, [BLOCKS])
+    found = reader.lookup(keys)
+    assert found.resume_tokens == 256, "somebody has sent this prompt"
+    reader.load(found, keys, [BLOCKS])
+    assert all((reader.pages(0, block) == page).all() for block, page in zip(BLOCKS, lie, strict=True))
+    # A salt that he does not know is part of every key: he can neither ask for them nor store under them.
+    salted = tuple(chunk_keys([(prompt, ("a secret salt",))]))
+    assert reader.lookup(salted).resume_tokens == 0
+    assert outsider.lookup(keys).resume_tokens == 0, "another model is another namespace"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -70,18 +66,9 @@ def test_another_user_of_the_machine_reaches_nothing_but_http() -> None:
         server.start()
         # The directory of the test is as private as the one that the server makes for itself.
         arguments = [server.address.removeprefix("ipc://"), path, str(server.http_port), str(NOBODY)]
-        done = subprocess.run(
-            [sys.executable, "-c", _STRANGER, *arguments],
-            env=environment({}),
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert done.stdout.splitlines() == [
-            "socket PermissionError",
-            "file PermissionError",
-            "http reached",
-        ], done.stderr
+        command = [sys.executable, "-c", _STRANGER, *arguments]
+        done = subprocess.run(command, env=environment({}), capture_output=True, text=True, check=False)
+        reached = ["socket PermissionError", "file PermissionError", "http reached"]
+        assert done.stdout.splitlines() == reached, done.stderr
         os.chmod(server.runtime_dir, 0o755)
         assert os.stat(path).st_mode & 0o777 == 0o600, "the file is closed even where its directory is not"

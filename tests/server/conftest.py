@@ -1,0 +1,12 @@
+"""Fixtures of the tests against a real server process."""
+
+from collections.abc import Callable
+
+import pytest
+from harness.server import LMCacheServer
+
+
+@pytest.fixture
+def server(start_server: Callable[..., LMCacheServer]) -> LMCacheServer:
+    """A small one with its defaults, for one test."""
+    return start_server(l1_size_gb=0.06)
