@@ -60,18 +60,17 @@ def with_defaults(cls: type) -> Any:
 FIELDS = [(cls, field.name) for cls in (*CONFIGS, *SPECS) for field in dataclasses.fields(cls)]
 
 
-def test_there_are_classes_and_fields() -> None:
+def test_every_field_of_this_vllm_is_accounted_for_once() -> None:
+    """One that is missing is new. If it can change a byte of a page, write it under "named", otherwise below
+    the sentence that says why it cannot."""
     assert {VllmConfig, specs.MambaSpec} <= {cls for cls, _ in FIELDS}
     assert len(FIELDS) > 300
     assert len(envs.environment_variables) > 200
-
-
-def test_every_field_of_this_vllm_is_accounted_for() -> None:
-    """One that is missing is new. If it can change a byte of a page, write it under "named", otherwise below
-    the sentence that says why it cannot."""
     missing = [f"{cls.__name__}.{name}" for cls, name in FIELDS if name not in entries(kind_of(cls))]
     missing += sorted(set(envs.environment_variables) - set(entries(VARIABLES)))
     assert not missing
+    twice = {(kind, name): how for kind in account() for name, how in entries(kind).items() if len(how) > 1}
+    assert not twice
 
 
 FOUND = {
@@ -86,24 +85,14 @@ FOUND = {
 """Where engines were seen, or are known, to have other bytes."""
 
 
-@pytest.mark.parametrize("kind", FOUND)
-def test_what_was_seen_to_change_bytes_stays_in_the_name(kind: str) -> None:
-    for name in FOUND[kind]:
-        assert set(entries(kind)[name]) <= {"named", OF_FILE}, name
-
-
-def test_no_field_is_accounted_for_twice() -> None:
-    twice = {(kind, name): how for kind in account() for name, how in entries(kind).items() if len(how) > 1}
-    assert not twice
-
-
-def test_every_reason_is_a_sentence() -> None:
+def test_the_table_is_well_formed_and_names_what_was_seen_to_change_bytes() -> None:
+    for kind, names in FOUND.items():
+        for name in names:
+            assert set(entries(kind)[name]) <= {"named", OF_FILE}, f"{kind}.{name}"
     for reason in {reason for each in account().values() for reason in each.get(REASONS, {})}:
-        assert reason.endswith(".")
+        assert reason.endswith("."), reason
         assert len(reason.split()) > 4, reason
-
-
-def test_every_part_is_a_configuration_of_which_the_table_has_the_fields() -> None:
+    # Every part is a configuration of which the table has the fields.
     for cls in CONFIGS:
         for part in account()[cls.__name__].get("parts", ()):
             kind = "".join(word.title() for word in part.split("_")).replace("Lora", "LoRA")
@@ -125,15 +114,13 @@ def test_a_field_changes_the_name_if_and_only_if_it_is_named() -> None:
             assert has_changed == is_named, f"{cls.__name__}.{name}"
 
 
-def test_a_field_of_a_part_changes_the_name() -> None:
+def test_a_field_of_a_part_and_one_that_the_table_does_not_know_are_named() -> None:
     config = with_defaults(VllmConfig)
     config.model_config = with_defaults(vllm.config.ModelConfig)
     config.model_config.multimodal_config = with_defaults(vllm.config.MultiModalConfig)
     config.model_config.multimodal_config.video_pruning_rate = 0.5
     assert dict(named(config, OWN))["model_config.multimodal_config.video_pruning_rate"] == "0.5"
 
-
-def test_a_field_that_the_table_does_not_know_is_named() -> None:
     @dataclasses.dataclass
     class CacheConfig:
         block_size: int = 1
@@ -200,14 +187,7 @@ def test_the_order_of_a_set_or_of_entries_does_not_count() -> None:
         assert text(set(order), OWN) == text(frozenset("abc"), OWN)
 
 
-def test_a_value_that_nobody_can_compare_belongs_to_its_engine() -> None:
-    config = with_defaults(vllm.config.ModelConfig)
-    config.quantization_config = object()
-    assert dict(named(config, OWN)) == {"quantization_config": OWN}
-    assert OWN in text({"a": [object()]}, OWN)
-
-
-def test_of_a_long_value_the_digest_is_named() -> None:
+def test_of_a_long_value_the_digest_is_named_and_one_that_nobody_can_compare_is_the_engines_own() -> None:
     config = with_defaults(VllmConfig)
     names = set()
     for long in ("a" * 5000, "a" * 5001):
@@ -216,6 +196,10 @@ def test_of_a_long_value_the_digest_is_named() -> None:
         assert len(said) < 100
         names.add(said)
     assert len(names) == 2
+    config = with_defaults(vllm.config.ModelConfig)
+    config.quantization_config = object()
+    assert dict(named(config, OWN)) == {"quantization_config": OWN}
+    assert OWN in text({"a": [object()]}, OWN)
 
 
 def configured() -> Any:
@@ -255,13 +239,14 @@ def adapters(**changed: Any) -> Any:
     return config
 
 
-@pytest.mark.parametrize("detail", SURROUNDINGS)
-def test_what_no_configuration_says_changes_the_name(detail: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_configuration_says_changes_the_name() -> None:
     before = dict(translate.model_tag(configured()).details)
-    config = configured()
-    SURROUNDINGS[detail](monkeypatch, config)
-    after = dict(translate.model_tag(config).details)
-    assert before.get(detail.strip()) != after[detail.strip()]
+    for detail, change in SURROUNDINGS.items():
+        config = configured()
+        with pytest.MonkeyPatch.context() as patch:
+            change(patch, config)
+            after = dict(translate.model_tag(config).details)
+        assert before.get(detail.strip()) != after[detail.strip()], detail
 
 
 def test_the_length_of_the_context_counts_where_a_rotary_embedding_depends_on_it() -> None:

@@ -3,15 +3,13 @@
 No vLLM runs here. The requests and the block pool are vLLM's own.
 """
 
-import os
-import signal
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from harness.rawclient import RawEngine, group
+from harness.served import step_output, stopped
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
 from vllm import SamplingParams
@@ -19,8 +17,8 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
 from lmcache_client.channel import RefusedError
-from lmcache_client.connector import early, scheduler
-from lmcache_client.connector.early import EARLY_LOOKUPS
+from lmcache_client.connector import scheduler
+from lmcache_client.connector.early import EARLY_LOOKUPS, FRESH_S
 from lmcache_client.connector.request import Asking
 from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.connector.settings import Settings
@@ -54,6 +52,9 @@ class Engine:
         self.side.bind(self.pool)
         self.side.start()
         assert self.side.channel.ready
+        self.now_s = 1000.0
+        """Of a clock that only the tests set forward."""
+        self.side._now_s = self.side._handover._now_s = lambda: self.now_s
         self._requests = 0
 
     def close(self) -> None:
@@ -92,20 +93,14 @@ class Engine:
         return offers[0]
 
     def admit(self, request: Request, external: int) -> None:
+        """The request has blocks, and a step follows."""
         tables = ([block.block_id for block in self.pool.get_new_blocks(CHUNKS)],)
         blocks: Any = SimpleNamespace(get_block_ids=lambda: tables)
         self.side.allocated(request, blocks, external)
+        self.step()
 
     def step(self) -> None:
-        cached = SimpleNamespace(req_ids=[], num_computed_tokens=[])
-        state = SimpleNamespace(get_block_ids={}.get, boundary_state_offloads={})
-        output: Any = SimpleNamespace(
-            num_scheduled_tokens={"another": 1},
-            scheduled_new_reqs=[SimpleNamespace(req_id="another", num_computed_tokens=0)],
-            scheduled_cached_reqs=cached,
-            kv_connector_block_state=state,
-        )
-        self.side.step(output)
+        self.side.step(step_output({"another": 1}, new=[("another", 0)]))
 
     def end(self, *requests: Request) -> None:
         for request in requests:
@@ -122,6 +117,10 @@ class Engine:
         """What the server has counted: tokens that the engine held, hits and misses."""
         return (self.server.tokens("computed"), self.server.tokens("hit"), self.server.tokens("miss"))
 
+    def wait_until_counted(self, before: tuple[int, ...], *more: int) -> None:
+        """Until the server has counted so many tokens more."""
+        wait_until(lambda: [a - b for a, b in zip(self.tokens(), before, strict=True)] == [*more], PATIENCE_S)
+
     def lookups(self) -> int:
         """How many lookups the server has answered."""
         return int(self.server.metrics()['lmcache_requests_total{op="lookup",outcome="ok"}'])
@@ -136,8 +135,6 @@ def server() -> Iterator[LMCacheServer]:
 @pytest.fixture
 def engine(server: LMCacheServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     monkeypatch.setenv("LMCACHE_RUNTIME_DIR", server.runtime_dir)
-    # A busy machine may take longer for a test's steps.
-    monkeypatch.setattr(early, "FRESH_S", 600.0)
     server.clear()
     engine = Engine(server)
     yield engine
@@ -145,33 +142,13 @@ def engine(server: LMCacheServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[E
     server.wait_at_rest(timeout_s=PATIENCE_S)
 
 
-def watch_waits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long the scheduler side is ready to wait at its channel, from now on, call by call."""
-    waits: list[float] = []
-    poll = engine.side.channel.poll
-
-    def watched(pending: Any = None, wait_s: float = 0.0) -> None:
-        waits.append(wait_s)
-        poll(pending, wait_s)
-
-    monkeypatch.setattr(engine.side.channel, "poll", watched)
-    return waits
-
-
-def grown(after: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(a - b for a, b in zip(after, before, strict=True))
-
-
 def test_requests_that_arrive_together_have_their_answers_when_vllm_asks(engine: Engine) -> None:
     for seed in range(4):
         engine.store(seed)
     requests = [engine.arrives(seed) for seed in range(8)]
     engine.wait_for_answers()
-    os.kill(engine.server.pid, signal.SIGSTOP)
-    try:
+    with stopped(engine.server.pid):
         answers = [engine.side.matched_tokens(request, 0) for request in requests]
-    finally:
-        os.kill(engine.server.pid, signal.SIGCONT)
     assert answers == [(CHUNKS * CHUNK, True)] * 4 + [(0, False)] * 4
     engine.end(*requests)
 
@@ -185,24 +162,21 @@ def test_the_server_counts_what_is_loaded_beyond_the_engines_own_tokens(engine: 
     assert engine.offered(miss, CHUNK) == 0
     assert engine.tokens() == before, "counted before anybody knew whether the answer is used"
     engine.admit(hit, 2 * CHUNK)
-    engine.step()
-    expected = (3 * CHUNK, 2 * CHUNK, 3 * CHUNK)
-    wait_until(lambda: grown(engine.tokens(), before) == expected, PATIENCE_S)
+    engine.wait_until_counted(before, 3 * CHUNK, 2 * CHUNK, 3 * CHUNK)
     engine.end(hit, miss, gone)
     engine.step()
-    engine.server.wait_until(lambda leases: not leases["leases"])
-    assert grown(engine.tokens(), before) == expected, "a request that vLLM never asked about is counted"
+    engine.server.wait_until(lambda counts: not counts["leases"])
+    # A request that vLLM never asked about is not counted.
+    engine.wait_until_counted(before, 3 * CHUNK, 2 * CHUNK, 3 * CHUNK)
 
-
-def test_chunks_that_only_the_engine_has_do_not_hide_what_the_server_has_behind_them(engine: Engine) -> None:
-    engine.store(1, first=1)
+    # Chunks that only the engine has do not hide what the server has behind them.
+    engine.store(3, first=1)
     before = engine.tokens()
-    request = engine.arrives(1)
+    request = engine.arrives(3)
     engine.wait_for_answers()
     assert engine.offered(request, CHUNK) == 3 * CHUNK
     engine.admit(request, 3 * CHUNK)
-    engine.step()
-    wait_until(lambda: grown(engine.tokens(), before) == (CHUNK, 3 * CHUNK, 0), PATIENCE_S)
+    engine.wait_until_counted(before, CHUNK, 3 * CHUNK, 0)
     engine.end(request)
 
 
@@ -223,89 +197,68 @@ def test_an_engine_that_has_a_prompt_itself_holds_no_lease_for_it(engine: Engine
     assert engine.tokens() == before
 
 
-def test_an_old_answer_is_not_used(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = engine.arrives(1)
+def test_an_early_answer_is_not_used_when_it_is_old_or_of_before_a_reset(engine: Engine) -> None:
+    old = engine.arrives(1)
     engine.wait_for_answers()
     engine.store(1)
-    monkeypatch.setattr(early, "FRESH_S", 0.0)
-    assert engine.offered(request) == CHUNKS * CHUNK
-    engine.end(request)
-
-
-def test_a_reset_voids_early_answers(engine: Engine) -> None:
-    engine.store(1)
-    request = engine.arrives(1)
+    engine.now_s += FRESH_S + 0.1
+    assert engine.offered(old) == CHUNKS * CHUNK
+    reset = engine.arrives(1)
     engine.wait_for_answers()
     engine.side.reset()
-    assert engine.offered(request) == 0
-    engine.end(request)
+    assert engine.offered(reset) == 0
+    engine.end(old, reset)
 
 
 def test_requests_that_queue_are_looked_up_when_it_is_their_turn(engine: Engine) -> None:
     before = engine.lookups()
-    first = [engine.arrives(seed) for seed in range(2)]
+    first = [engine.arrives(seed) for seed in range(EARLY_LOOKUPS + 5)]
+    engine.wait_for_answers()
+    assert engine.lookups() == before + EARLY_LOOKUPS, "so many early and no more"
     engine.step()
     # vLLM has asked about none of them, so a further one would queue, too.
-    second = engine.arrives(2)
+    second = engine.arrives(100)
     engine.wait_for_answers()
-    assert engine.lookups() == before + 2
-    assert [engine.offered(request) for request in (*first, second)] == [0] * 3
+    assert engine.lookups() == before + EARLY_LOOKUPS
+    assert {engine.offered(request) for request in (*first, second)} == {0}
+    assert engine.lookups() == before + len(first) + 1
     engine.step()
-    third = engine.arrives(3)
+    third = engine.arrives(101)
     engine.wait_for_answers()
-    assert engine.lookups() == before + 4
+    assert engine.lookups() == before + len(first) + 2
     engine.end(*first, second, third)
 
 
-def test_so_many_requests_are_looked_up_early_and_no_more(engine: Engine) -> None:
-    before = engine.lookups()
-    requests = [engine.arrives(seed) for seed in range(EARLY_LOOKUPS + 5)]
-    engine.wait_for_answers()
-    assert engine.lookups() == before + EARLY_LOOKUPS
-    assert [engine.offered(request) for request in requests] == [0] * len(requests)
-    assert engine.lookups() == before + len(requests)
-    engine.end(*requests)
-
-
-def test_a_step_waits_once_for_a_server_that_does_not_answer(
+def test_no_step_waits_twice_for_a_server_or_at_all_for_a_tier(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    os.kill(engine.server.pid, signal.SIGSTOP)
-    try:
-        requests = [engine.arrives(seed) for seed in range(8)]
-        waits = watch_waits(engine, monkeypatch)
-        for _ in range(2):
-            assert {engine.side.matched_tokens(request, 0) for request in requests} == {(None, False)}
-            assert [wait_s for wait_s in waits if wait_s] == [scheduler.LOOKUP_WAIT_S]
-            engine.step()
-            waits.clear()
-    finally:
-        os.kill(engine.server.pid, signal.SIGCONT)
-    assert [engine.offered(request) for request in requests] == [0] * 8
-    engine.end(*requests)
+    waits: list[float] = []
+    poll = engine.side.channel.poll
 
+    def watched(pending: Any = None, wait_s: float = 0.0) -> None:
+        waits.append(wait_s)
+        poll(pending, wait_s)
 
-def test_a_lookup_that_waits_for_a_tier_holds_up_no_step_and_no_other(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine.side, "_fetches", True)
-    monkeypatch.setattr(scheduler, "FRESH_LOOKUP_S", 0.001)
-    os.kill(engine.server.pid, signal.SIGSTOP)
-    try:
-        slow = [engine.arrives(seed) for seed in range(3)]
-        for request in slow:
-            assert engine.side.matched_tokens(request, 0) == (None, False)
+    def asked(*requests: Request) -> list[float]:
+        """How long the scheduler side is ready to wait at its channel, request by request, in one step."""
+        waits.clear()
+        assert {engine.side.matched_tokens(request, 0) for request in requests} == {(None, False)}
+        answer = [*waits]
         engine.step()
-        time.sleep(0.01)
-        waits = watch_waits(engine, monkeypatch)
-        new = engine.arrives(3)
-        for request in (*slow, new):
-            assert engine.side.matched_tokens(request, 0) == (None, False)
-        assert waits == [0.0, 0.0, 0.0, scheduler.LOOKUP_WAIT_S]
-    finally:
-        os.kill(engine.server.pid, signal.SIGCONT)
-    assert [engine.offered(request) for request in (*slow, new)] == [0] * 4
-    engine.end(*slow, new)
+        return answer
+
+    with stopped(engine.server.pid):
+        requests = [engine.arrives(seed) for seed in range(8)]
+        monkeypatch.setattr(engine.side.channel, "poll", watched)
+        for _ in range(2):
+            assert [wait_s for wait_s in asked(*requests) if wait_s] == [scheduler.LOOKUP_WAIT_S]
+        # These lookups seem to wait for a tier now, and hold up neither the step nor the next lookup.
+        monkeypatch.setattr(engine.side, "_fetches", True)
+        engine.now_s += scheduler.FRESH_LOOKUP_S + 0.001
+        requests.append(engine.arrives(8))
+        assert asked(*requests) == [0.0] * 8 + [scheduler.LOOKUP_WAIT_S]
+    assert [engine.offered(request) for request in requests] == [0] * 9
+    engine.end(*requests)
 
 
 def test_an_early_lookup_has_few_keys(engine: Engine) -> None:
@@ -317,9 +270,7 @@ def test_an_early_lookup_has_few_keys(engine: Engine) -> None:
     assert refused.value.code == BAD_REQUEST
 
 
-def test_a_request_that_waits_is_counted_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = [1000.0]
-    monkeypatch.setattr(engine.side._handover, "_now_s", lambda: now_s[0])
+def test_a_request_that_waits_is_counted_once(engine: Engine) -> None:
     before, looked_up = engine.tokens(), engine.lookups()
     request = engine.arrives(1, **{"lmcache.wait_tokens": 10**6})
     for _ in range(4):
@@ -328,42 +279,39 @@ def test_a_request_that_waits_is_counted_once(engine: Engine, monkeypatch: pytes
         answered = engine.lookups()
         assert engine.side.matched_tokens(request, 0) == (None, False)
         assert engine.lookups() == answered, "it asks again too soon"
-        now_s[0] += 2.0
+        engine.now_s += 2.0
         assert engine.side.matched_tokens(request, 0) == (None, False)
     assert engine.lookups() > looked_up + 3
     # The last answer may have come too late for that call. Its pause begins when the request hears of it.
     engine.wait_for_answers()
     assert engine.side.matched_tokens(request, 0) == (None, False)
     engine.store(1)
-    now_s[0] += 2.0
+    engine.now_s += 2.0
     assert engine.offered(request) == CHUNKS * CHUNK
     assert engine.tokens() == before
     engine.admit(request, CHUNKS * CHUNK)
-    engine.step()
-    wait_until(lambda: grown(engine.tokens(), before) == (0, CHUNKS * CHUNK, 0), PATIENCE_S)
+    engine.wait_until_counted(before, 0, CHUNKS * CHUNK, 0)
     engine.end(request)
 
 
-def test_a_wait_in_vain_shortens_the_next_ones(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = [1000.0]
-    monkeypatch.setattr(engine.side._handover, "_now_s", lambda: now_s[0])
+def test_a_wait_in_vain_shortens_the_next_ones(engine: Engine) -> None:
     engine.store(9)
 
     def waited_s(seed: int) -> float:
         """How long a request waits that is told of more than its prompt has."""
         request = engine.arrives(seed, **{"lmcache.wait_tokens": 10**6})
-        began_s = now_s[0]
+        began_s = engine.now_s
         while engine.side.matched_tokens(request, 0)[0] is None:
             engine.wait_for_answers()
-            now_s[0] += 0.05
+            engine.now_s += 0.05
         engine.end(request)
-        return now_s[0] - began_s
+        return engine.now_s - began_s
 
     assert waited_s(1) == pytest.approx(10.0, abs=0.3)
     assert waited_s(2) == pytest.approx(1.0, abs=0.3)
     assert waited_s(9) < 0.3, "the server has all of it"
     assert waited_s(3) == pytest.approx(10.0, abs=0.3)
-    now_s[0] += 31.0
+    engine.now_s += 31.0
     assert waited_s(4) == pytest.approx(10.0, abs=0.3)
 
 

@@ -41,27 +41,18 @@ NUM_BLOCKS = 5
 
 
 def full(heads: int = 8, block_size: int = 16, **more) -> FullAttentionSpec:
-    return FullAttentionSpec(
-        block_size=block_size, num_kv_heads=heads, head_size=32, dtype=torch.bfloat16, **more
-    )
+    sizes = {"block_size": block_size, "num_kv_heads": heads, "head_size": 32}
+    return FullAttentionSpec(**sizes, dtype=torch.bfloat16, **more)
 
 
 def mla(head_size: int, block_size: int = 64, **more) -> MLAAttentionSpec:
-    return MLAAttentionSpec(
-        block_size=block_size, num_kv_heads=1, head_size=head_size, dtype=torch.uint8, **more
-    )
+    sizes = {"block_size": block_size, "num_kv_heads": 1, "head_size": head_size}
+    return MLAAttentionSpec(**sizes, dtype=torch.uint8, **more)
 
 
 def mla_window(head_size: int, block_size: int, window: int, dtype: torch.dtype, **more):
-    return SlidingWindowMLASpec(
-        block_size=block_size,
-        num_kv_heads=1,
-        head_size=head_size,
-        dtype=dtype,
-        sliding_window=window,
-        alignment=576,
-        **more,
-    )
+    sizes = {"block_size": block_size, "num_kv_heads": 1, "head_size": head_size, "alignment": 576}
+    return SlidingWindowMLASpec(**sizes, dtype=dtype, sliding_window=window, **more)
 
 
 def group(spec: KVCacheSpec, name: str = "layer") -> KVCacheGroupSpec:
@@ -210,9 +201,8 @@ def test_what_is_copied_is_the_block_that_vllm_sees_and_no_other(layout: KVCache
 
 
 def ring(block_size: int) -> CircularBufferSpec:
-    return CircularBufferSpec(
-        block_size=block_size, num_kv_heads=1, head_size=32, head_size_v=0, dtype=torch.bfloat16
-    )
+    sizes = {"num_kv_heads": 1, "head_size": 32, "head_size_v": 0}
+    return CircularBufferSpec(block_size=block_size, dtype=torch.bfloat16, **sizes)
 
 
 REPLAYED = mla_window(512, 64, 128, torch.uint8, bounded_replay=True, **PACKED)
@@ -249,36 +239,32 @@ def test_a_group_that_is_no_part_of_a_transfer_is_refused() -> None:
         shared_groups(config)
 
 
-WANT_MORE = {
-    "RSWASpec": RSWASpec(**{**WINDOW, "block_size": 16, "rswa_window": 64}),
-    "HiddenStateCacheSpec": HiddenStateCacheSpec(
-        block_size=16, num_kv_heads=1, head_size=32, dtype=torch.bfloat16
-    ),
-}
-
-
-@pytest.mark.parametrize("more", WANT_MORE)
-def test_one_layer_that_needs_more_is_noticed_beside_others(more: str) -> None:
-    """vLLM takes such layers for one group, and shows the scheduler the first layer only."""
-    mixed = uniform(plain=full(), special=WANT_MORE[more])
-    assert UniformTypeKVCacheSpecs.is_uniform_type(mixed.kv_cache_spec.kv_cache_specs)
-    ours = Cache(KVCacheLayout.LBNHC, Case([mixed]))
-    assert group_specs(ours.config)[0].kind == "full"
-    with pytest.raises(UnsupportedError, match=f"KV cache groups of type {more}"):
-        ours.geometry()
-
-
-def test_layers_that_keep_windows_of_different_lengths_in_one_group_are_noticed() -> None:
-    windows = {
+MIXED = {
+    "RSWASpec": {"plain": full(), "special": RSWASpec(**{**WINDOW, "block_size": 16, "rswa_window": 64})},
+    "HiddenStateCacheSpec": {
+        "plain": full(),
+        "special": HiddenStateCacheSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.bfloat16),
+    },
+    "layers that differ": {
         f"keeps{tokens}": SlidingWindowSpec(
             block_size=16, sliding_window=64, extra_retained_tokens=tokens, **WINDOW
         )
         for tokens in (0, 3)
-    }
-    mixed = uniform(**windows)
+    },
+}
+
+
+@pytest.mark.parametrize("what", MIXED)
+def test_one_layer_that_needs_more_is_noticed_beside_others(what: str) -> None:
+    """vLLM takes such layers for one group, and shows the scheduler the first layer only."""
+    mixed = uniform(**MIXED[what])
     assert UniformTypeKVCacheSpecs.is_uniform_type(mixed.kv_cache_spec.kv_cache_specs)
-    with pytest.raises(UnsupportedError, match="layers that differ in one KV cache group"):
-        Cache(KVCacheLayout.LBNHC, Case([mixed])).geometry()
+    ours = Cache(KVCacheLayout.LBNHC, Case([mixed]))
+    assert group_specs(ours.config)[0].kind == ("full" if "plain" in MIXED[what] else "sliding_window")
+    with pytest.raises(
+        UnsupportedError, match=f"{what} in one KV cache group|KV cache groups of type {what}"
+    ):
+        ours.geometry()
 
 
 def test_a_view_that_is_not_where_the_configuration_says_is_noticed() -> None:
@@ -306,46 +292,45 @@ def vllm_config_of(server: LMCacheServer, cache: Cache) -> SimpleNamespace:
     )
 
 
-@pytest.mark.parametrize("role", KVConnectorRole)
-def test_an_engine_beyond_the_limits_runs_uncached_and_says_so(
-    server: LMCacheServer, monkeypatch: pytest.MonkeyPatch, role: KVConnectorRole
+WORKER, SCHEDULER = KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER
+WINDOWS = [SlidingWindowSpec(block_size=16, sliding_window=64 + index, **WINDOW) for index in range(65)]
+MANY_GROUPS = Case([KVCacheGroupSpec([f"layer{index}"], window) for index, window in enumerate(WINDOWS)])
+
+
+@pytest.mark.parametrize(
+    ("role", "layout", "case", "reason"),
+    [
+        (WORKER, "LBNHC", MANY_GROUPS, "a KV cache beyond the limits: "),
+        # Blocks that are too long, which both sides see.
+        (SCHEDULER, "LBNHC", CASES["many heads"], "a KV cache beyond the limits: "),
+        (WORKER, "LHBNC", CASES["many heads"], "VLLM_KV_CACHE_LAYOUT=LBNHC"),
+    ],
+)
+def test_an_engine_that_cannot_be_served_runs_uncached_and_says_so(
+    server: LMCacheServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    role: KVConnectorRole,
+    layout: str,
+    case: Case,
+    reason: str,
 ) -> None:
-    """More groups than a worker may register; or blocks that are too long, which both sides see."""
+    """vLLM's log and the server's status say why; nothing is raised, and no step finds a worker."""
     monkeypatch.setenv("LMCACHE_RUNTIME_DIR", server.runtime_dir)
-    windows = [SlidingWindowSpec(block_size=16, sliding_window=64 + index, **WINDOW) for index in range(65)]
-    cache = Cache(
-        KVCacheLayout.LBNHC,
-        Case([KVCacheGroupSpec([f"layer{index}"], window) for index, window in enumerate(windows)]),
-    )
-    if role == KVConnectorRole.SCHEDULER:
+    monkeypatch.setattr("vllm.logger.logger.propagate", True)
+    cache = Cache(KVCacheLayout[layout], Case([*case.groups]))
+    if role == SCHEDULER:
         cache.config.kv_cache_groups[0] = group(full(block_size=1 << 23))
     connector = LMCacheMPConnector(vllm_config_of(server, cache), role, cache.config)
     try:
-        if role == KVConnectorRole.WORKER:
+        if role == WORKER:
             connector.register_kv_caches(cache.views)
+            connector.wait_for_save()
+            assert connector.get_transfer_results(set()).finished_recving == set()
+            assert connector.build_connector_worker_meta() is None
         server.wait_for_status(lambda status: [each["role"] for each in status["sessions"]] == ["not cached"])
         (session,) = server.status()["sessions"]
-        assert session["not_cached"].startswith("a KV cache beyond the limits: ")
-    finally:
-        connector.shutdown()
-
-
-def test_a_worker_whose_pages_do_not_lie_together_runs_uncached_and_says_so(
-    server: LMCacheServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """vLLM's log and the server's status name the setting; nothing is raised, and no step finds a worker."""
-    monkeypatch.setenv("LMCACHE_RUNTIME_DIR", server.runtime_dir)
-    monkeypatch.setattr("vllm.logger.logger.propagate", True)
-    cache = Cache(KVCacheLayout.LHBNC, CASES["many heads"])
-    connector = LMCacheMPConnector(vllm_config_of(server, cache), KVConnectorRole.WORKER, cache.config)
-    try:
-        connector.register_kv_caches(cache.views)
-        connector.wait_for_save()
-        assert connector.get_transfer_results(set()).finished_recving == set()
-        assert connector.build_connector_worker_meta() is None
-        server.wait_for_status(lambda status: [each["role"] for each in status["sessions"]] == ["not cached"])
-        (session,) = server.status()["sessions"]
-        assert "VLLM_KV_CACHE_LAYOUT=LBNHC" in session["not_cached"]
+        assert reason in session["not_cached"]
         (line,) = [each for each in caplog.messages if "this engine is not cached" in each]
         assert session["not_cached"] in line
     finally:

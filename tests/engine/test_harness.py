@@ -34,35 +34,33 @@ def test_engine_in_three_processes_and_its_end() -> None:
     assert group_members(group) == []
 
 
-def test_an_engine_that_was_forked_computes_what_a_cold_one_does() -> None:
-    tokens = prompt(300)
-    with Engine("gemma3", cold=True) as cold, Engine("gemma3") as forked:
-        assert forked.run(tokens).output == cold.run(tokens).output
-        assert group_members(forked.pid) != group_members(cold.pid)
-
-
 def test_engine_that_cannot_start_says_why() -> None:
     with pytest.raises(EngineError, match="block_size"), Engine("llama", block_size=-1):
         pass
 
 
-def test_engine_dies_with_the_tests() -> None:
+def test_engine_dies_with_the_tests_and_a_cold_one_computes_what_a_forked_one_does() -> None:
     script = """
         import time
         from harness.engine import Engine
-        with Engine("llama", multiprocessing=True) as engine:
-            print(engine.pid, flush=True)
+        from harness.prompts import prompt
+        with Engine("gemma3", cold=True) as engine:
+            print(engine.pid, engine.run(prompt(300)).output, flush=True)
             time.sleep(600)
     """
     parent = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)],
         env={**os.environ, "PYTHONPATH": str(SUPPORT), "PYTHONSAFEPATH": "1"},
         stdout=subprocess.PIPE,
+        text=True,
     )
     assert parent.stdout is not None
     with parent.stdout:
-        group = int(parent.stdout.readline())
-    assert group_members(group)
+        cold, output = parent.stdout.readline().strip().split(" ", 1)
+    group = int(cold)
+    with Engine("gemma3") as forked:
+        assert str(forked.run(prompt(300)).output) == output
+        assert group_members(forked.pid) != group_members(group) != []
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     wait_until(lambda: not group_members(group), what="the engine has ended with the tests that started it")

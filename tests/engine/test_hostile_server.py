@@ -1,4 +1,6 @@
-"""The connector's own code against a server that lies, with vLLM's own requests and block pool.
+"""The connector's own code against a server that lies, and against a GPU that fails.
+
+The requests and the block pool are vLLM's own.
 
 Whatever is answered, and whether anything is: no call of vLLM's into the connector raises or waits, every
 request is served, and once the server is honest again the engine uses it and holds no block.
@@ -15,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 from harness.hostile import BENT, CHUNK_SIZE, EXAMPLES, LIES, REFUSALS, WRONG, HostileServer, honest
+from harness.served import step_output
 from harness.waiting import wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,7 +48,9 @@ from lmcache_client.contract.messages import (
     Store,
     StoreObject,
 )
+from lmcache_client.memory.cuda import CudaExport, _Fence, _Shared
 from lmcache_client.memory.host import HostExport
+from lmcache_kernels.driver import CudaError
 
 BLOCKS = 2048
 PROMPT_TOKENS = 2 * CHUNK_SIZE + 8
@@ -57,19 +62,12 @@ Value = TypeVar("Value")
 
 @pytest.fixture(autouse=True)
 def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (
-        ("KEEPER_INTERVAL_S", 0.01),
-        ("GREET_TIMEOUT_S", 0.2),
-        ("PING_AFTER_S", 0.02),
-        ("PING_TIMEOUT_S", 0.1),
-        ("RETRY_REFUSED_S", 0.05),
-        ("OVERDUE_S", 0.1),
-    ):
-        monkeypatch.setattr(channel, name, value)
+    of_the_channel = {"KEEPER_INTERVAL": 0.01, "GREET_TIMEOUT": 0.2, "PING_AFTER": 0.02, "PING_TIMEOUT": 0.1}
+    for name, value in {**of_the_channel, "RETRY_REFUSED": 0.05, "OVERDUE": 0.1}.items():
+        monkeypatch.setattr(channel, f"{name}_S", value)
     monkeypatch.setattr(worker_side, "STORE_TIMEOUT_S", 0.1)
-    monkeypatch.setattr("lmcache_client.engine.REGISTER_S", 0.2)
-    monkeypatch.setattr("lmcache_client.engine.JOIN_S", 0.2)
-    monkeypatch.setattr("lmcache_client.engine.RELEASE_S", 0.1)
+    for name, value in {"REGISTER": 0.2, "JOIN": 0.2, "RELEASE": 0.1}.items():
+        monkeypatch.setattr(f"lmcache_client.engine.{name}_S", value)
 
 
 def prompt_call(function: Callable[..., Value], *arguments: Any) -> Value:
@@ -150,12 +148,7 @@ class Steps:
     def step(
         self, scheduled: dict[str, int], computed: Any, states: Any, tables: Any = {}.get
     ) -> tuple[set[str], set[str]]:
-        output: Any = SimpleNamespace(
-            num_scheduled_tokens=scheduled,
-            scheduled_new_reqs=[SimpleNamespace(req_id=n, num_computed_tokens=t) for n, t in computed],
-            scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-            kv_connector_block_state=SimpleNamespace(get_block_ids=tables, boundary_state_offloads=states),
-        )
+        output = step_output(scheduled, new=computed, states=states, tables=tables)
         metadata = prompt_call(self.scheduler.step, output)
         prompt_call(self.worker.submit, metadata.loads)
         prompt_call(self.worker.submit, metadata.stores)
@@ -191,11 +184,6 @@ def steps(hostile: HostileServer) -> Iterator[Steps]:
         yield connector
 
 
-def recovers(hostile: HostileServer, steps: Steps, after: str) -> None:
-    hostile.lies.clear()
-    wait_until(steps.is_served, PATIENCE_S, f"the engine is served again after: {after}")
-
-
 TRUE_ENOUGH = ("Found", "Done", "twice", "two parts")
 """With these, the question is answered."""
 RIGHT = {kind: type(honest(each)) for each in EXAMPLES if (kind := type(each))}
@@ -209,13 +197,17 @@ def lies_about(kind: type[Any]) -> dict[str, Any]:
     return {name: LIES[name] for name in names}
 
 
-@pytest.mark.parametrize("kind", [Lookup, Load, Store, Release, Ping, Clear], ids=lambda kind: kind.__name__)
-def test_no_reply_to_a_request_of_a_running_engine_harms_it(
-    hostile: HostileServer, steps: Steps, kind: type[Any]
-) -> None:
+WHEN_IT_CONNECTS = (Hello, Register, Prove, Join)
+WHILE_IT_RUNS = (Lookup, Load, Store, Release, Ping, Clear)
+
+
+@pytest.mark.parametrize("kind", [*WHILE_IT_RUNS, *WHEN_IT_CONNECTS], ids=lambda kind: kind.__name__)
+def test_no_reply_harms_an_engine(hostile: HostileServer, steps: Steps, kind: type[Any]) -> None:
     for name, lie in lies_about(kind).items():
         asked = hostile.asked.get(kind, 0)
         hostile.lies = {kind: lie}
+        if kind in WHEN_IT_CONNECTS:
+            steps.reconnect()
         if kind is Clear:
             steps.scheduler.reset()
         if kind is not Ping:
@@ -224,22 +216,10 @@ def test_no_reply_to_a_request_of_a_running_engine_harms_it(
                 assert kind is not Lookup or not tokens or name.startswith(("found", "held")), name
                 assert kind is not Load or not loaded, name
         wait_until(lambda: hostile.asked.get(kind, 0) > asked, PATIENCE_S, f"the lie is told: {name}")  # noqa: B023
-        recovers(hostile, steps, name)
-    wait_until(steps.is_whole, PATIENCE_S, "no block is held any more")
-
-
-@pytest.mark.parametrize("kind", [Hello, Register, Prove, Join], ids=lambda kind: kind.__name__)
-def test_no_reply_to_an_engine_that_connects_harms_it(
-    hostile: HostileServer, steps: Steps, kind: type[Any]
-) -> None:
-    for name, lie in lies_about(kind).items():
-        asked = hostile.asked.get(kind, 0)
-        hostile.lies = {kind: lie}
-        steps.reconnect()
-        steps.request()
-        wait_until(lambda: hostile.asked.get(kind, 0) > asked, PATIENCE_S, f"the lie is told: {name}")  # noqa: B023
-        steps.request()
-        recovers(hostile, steps, name)
+        if kind in WHEN_IT_CONNECTS:
+            steps.request()
+        hostile.lies.clear()
+        wait_until(steps.is_served, PATIENCE_S, f"the engine is served again after: {name}")
     wait_until(steps.is_whole, PATIENCE_S, "no block is held any more")
 
 
@@ -302,3 +282,73 @@ def test_no_sequence_of_replies_harms_an_engine(script: list[Any]) -> None:
             hostile.script = lambda _number, _message: None
             wait_until(steps.is_served, PATIENCE_S, "the engine is served again")
             wait_until(steps.is_whole, PATIENCE_S, "no block is held any more")
+
+
+# The thread that waits for the GPU dies. It, the connector and the channel are real here. CUDA is not,
+# for this machine may have no GPU. What a real driver does when an event fails was not run.
+
+
+class Events:
+    """Events of a driver that have passed at once, except that `record` or `wait_for` fail on demand."""
+
+    def __init__(self) -> None:
+        self.broken = ""
+
+    def enter(self, context: int) -> None:
+        pass
+
+    def create_event(self) -> int:
+        return 1
+
+    def create_stream(self) -> int:
+        return 2
+
+    def destroy_stream(self, stream: int) -> None:
+        assert stream == 2
+
+    def record(self, event: int, stream: int) -> None:
+        self._fail("record")
+
+    def wait_for(self, event: int) -> None:
+        self._fail("wait_for")
+
+    def _fail(self, name: str) -> None:
+        if self.broken == name:
+            raise CudaError(name, 700, "an illegal memory access")
+
+
+class FencedExport(HostExport):
+    """Host memory, behind the fence of a GPU's memory."""
+
+    def __init__(self, inner: HostExport, events: Events) -> None:
+        super().__init__(inner._buffers)
+        self._fence = _Fence(events, 0, lambda: 0)  # type: ignore[arg-type]
+        self._shared = _Shared(events, (), False)  # type: ignore[arg-type]
+        self._stream, self._driver = events.create_stream(), events
+
+    failure = CudaExport.failure  # type: ignore[assignment]
+    after_compute = CudaExport.after_compute  # type: ignore[assignment]
+    close = CudaExport.close  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("where", ["record", "wait_for"])
+def test_a_fence_that_dies_fails_loads_and_drops_stores(
+    hostile: HostileServer, steps: Steps, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    events = Events()
+    inner = steps.worker.client.export
+    assert isinstance(inner, HostExport)
+    steps.worker.client.export = FencedExport(inner, events)
+    assert steps.is_served(), "as long as the fence works"
+    wait_until(steps.is_whole, PATIENCE_S, "its stores have ended, too")
+    events.broken = where
+    asked = hostile.asked[Load], hostile.asked.get(Store, 0)
+    for _ in range(3):
+        offered, loaded = steps.request()
+        assert offered
+        assert not loaded
+    assert (hostile.asked[Load], hostile.asked.get(Store, 0)) == asked, "nothing was sent"
+    wait_until(steps.is_whole, PATIENCE_S, "no block is held any more")
+    said = f"waiting for the GPU failed: {where}: an illegal memory access (CUDA error 700): this worker"
+    assert caplog.text.count(said) == 1
+    steps.worker.close()

@@ -4,9 +4,12 @@ The judge of keys is vLLM itself: two requests may share a chunk exactly where t
 are computed from real `Request` objects, are equal at its end.
 """
 
+import itertools
+
 import torch
 from harness.engine import Engine
 from harness.prompts import prompt
+from harness.served import served
 from harness.server import LMCacheServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,14 +37,9 @@ def request(
 ) -> Request:
     """`images` are (hash, offset, length); `embeds` is a seed, of which a change at token 40 is made when it
     is odd."""
-    features = [
-        MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset, length))
-        for name, offset, length in images or []
-    ]
-    ids = [
-        IMAGE_TOKEN if any(start <= i < start + size for _, start, size in images or []) else 100 + i
-        for i in range(LENGTH)
-    ]
+    ids = [100 + i for i in range(LENGTH)]
+    for _, offset, length in images or []:
+        ids[offset : offset + length] = [IMAGE_TOKEN] * length
     tensor = None
     if embeds is not None:
         tensor = torch.randn(LENGTH, 4, generator=torch.Generator().manual_seed(embeds // 2))
@@ -53,7 +51,10 @@ def request(
         SamplingParams(max_tokens=8),
         None,
         prompt_embeds=tensor,
-        mm_features=features,
+        mm_features=[
+            MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset, length))
+            for name, offset, length in images or []
+        ],
         cache_salt=salt,
         lora_request=LoRARequest(lora, 1, f"/adapters/{lora}") if lora else None,
         block_hasher=get_request_block_hasher(BLOCK, sha256),
@@ -110,17 +111,20 @@ def test_chunks_share_a_key_exactly_where_vllms_blocks_share_a_hash(first: Reque
 
 def test_images_are_told_apart_by_what_they_are_and_where() -> None:
     one = request([("a", 20, 8)])
-    assert shared(one, request([("a", 20, 8)])) == [True] * 5
-    assert shared(one, request([("b", 20, 8)])) == [True, False, False, False, False]
-    assert shared(one, request([("a", 21, 8)])) == [True, False, False, False, False]
-    assert shared(one, request([("a", 20, 8), ("c", 50, 4)])) == [True, True, True, False, False]
+    for images, same in (
+        ([("a", 20, 8)], 5),
+        ([("b", 20, 8)], 1),
+        ([("a", 21, 8)], 1),
+        ([("a", 20, 8), ("c", 50, 4)], 3),
+    ):
+        assert shared(one, request(images)) == [True] * same + [False] * (5 - same), images
     # Two images side by side of which the border moves, at the same tokens.
     first, second = request([("a", 4, 8), ("b", 12, 8)]), request([("a", 4, 4), ("b", 8, 12)])
     assert first.all_token_ids[:LENGTH] == second.all_token_ids[:LENGTH]
     assert shared(first, second) == [False] * 5
 
 
-def test_embeddings_are_told_apart_and_from_tokens() -> None:
+def test_embeddings_salts_and_adapters_are_told_apart() -> None:
     only = request(embeds=0, tokens=False)
     assert only.prompt_token_ids is None
     assert shared(only, request(embeds=0, tokens=False)) == [True] * 5
@@ -131,14 +135,9 @@ def test_embeddings_are_told_apart_and_from_tokens() -> None:
     zeros = Request("r", [0] * LENGTH, SamplingParams(max_tokens=8), None)
     assert not set(keys(zeros, CHUNKS)) & set(keys(only, CHUNKS))
     assert shared(only, request(embeds=0, tokens=False, output=1)) == [True] * 4 + [False]
-
-
-def test_salts_and_adapters_change_every_key() -> None:
-    plain = request()
-    for other in (request(salt="x"), request(lora="m")):
-        assert shared(plain, other) == [False] * 5
-    assert shared(request(salt="x"), request(salt="y")) == [False] * 5
-    assert shared(request(lora="m"), request(lora="n")) == [False] * 5
+    named = [request(**of) for of in ({}, {"salt": "x"}, {"salt": "y"}, {"lora": "m"}, {"lora": "n"})]
+    for one, other in itertools.combinations(named, 2):
+        assert shared(one, other) == [False] * 5
 
 
 def test_an_engine_that_is_given_embeddings(server: LMCacheServer) -> None:
@@ -146,14 +145,7 @@ def test_an_engine_that_is_given_embeddings(server: LMCacheServer) -> None:
     tokens = prompt(700, 1)
     with Engine("gemma3", server=server, enable_prompt_embeds=True) as engine:
         cold = engine.run(tokens, embeds=1)
-        assert engine.reset_prefix_cache()
-        restored = engine.run(tokens, embeds=1)
-        assert restored.external_tokens == 512
-        assert restored.output == cold.output
+        assert served(engine, tokens, 512, embeds=1).output == cold.output
         for other in ({"embeds": 2}, {}):
-            assert engine.reset_prefix_cache()
-            different = engine.run(tokens, **other)
-            assert different.external_tokens == 0
-            assert different.output != cold.output
-        assert engine.reset_prefix_cache()
-        assert engine.run([0] * 700).external_tokens == 0
+            assert served(engine, tokens, 0, **other).output != cold.output
+        served(engine, [0] * 700, 0)

@@ -1,18 +1,20 @@
-"""What routers hear of the cache through vLLM's own publisher, decoded with vLLM's own schema."""
+"""What routers hear of the cache through vLLM's own publisher: one that is written here and decodes it with
+vLLM's own schema, and the indexer of Dynamo, where it is installed."""
 
 import itertools
-import os
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
 from harness.engine import Engine
+from harness.paths import ROUTERS
 from harness.processes import free_port
 from harness.prompts import prompt
+from harness.routers import DynamoIndexer, needs
+from harness.served import stopped
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
 from vllm.distributed.kv_events import (
@@ -23,9 +25,11 @@ from vllm.distributed.kv_events import (
     KVEventBatch,
 )
 
-CHUNK, BLOCK = 256, 32
-PROMPTS = 40
+CHUNK, BLOCK = 64, 32
+PROMPTS = [prompt((1 + seed % 3) * CHUNK + 10, 10 + seed) for seed in range(24)]
 """More than L1 holds, and far more than the engine does."""
+NUMBERS = itertools.count(1000)
+"""Of prompts that nobody has seen."""
 
 
 class Router:
@@ -86,76 +90,82 @@ class Router:
         self._socket.close(linger=0)
 
 
-@contextmanager
-def routed(server: LMCacheServer, start: Callable[..., Engine], port: int) -> Iterator[tuple[Engine, Router]]:
-    """An engine whose own cache holds some 1,000 tokens, and a router that hears all it publishes."""
-    config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}"}
-    small = {"num_gpu_blocks_override": 34, "max_model_len": 1000, "block_size": BLOCK}
-    engine, router = start("llama", server=server, kv_events_config=config, **small), Router(port)
-    try:
-        # A subscriber hears nothing until its connection is up.
-        wait_until(lambda: (say(engine), router.listen(), router.heard)[-1] > 0, what="events arrive")
-        yield engine, router
-    finally:
-        router.close()
-
-
-def say(engine: Engine) -> None:
-    """The engine takes some steps: it asks what the server has forgotten, and publishes that. The prompts
-    have no whole chunk, so nothing else changes."""
-    for _ in range(2):
-        engine.run(prompt(40, next(NUMBERS)), 2)
-
-
-NUMBERS = itertools.count(1000)
-
-
 @pytest.mark.timeout(600)
-def test_a_router_knows_what_the_server_would_restore(
-    start_server: Callable[..., LMCacheServer], start_engine: Callable[..., Engine]
+def test_routers_know_what_the_server_would_restore(
+    stack: ExitStack, start_server: Callable[..., LMCacheServer], start_engine: Callable[..., Engine]
 ) -> None:
-    server = start_server(l1_size_gb=0.01, chunk_size=CHUNK)
-    with routed(server, start_engine, free_port()) as (engine, router):
-        first = prompt(3 * CHUNK + 10, 1)
-        os.kill(server.pid, signal.SIGSTOP)
-        try:
-            engine.run(first, settle=False)
-            router.listen()
-            assert router.blocks("GPU")
-            assert not router.blocks(), "announced before the server has acknowledged the store"
-        finally:
-            os.kill(server.pid, signal.SIGCONT)
-        wait_until(lambda: (engine.settle(), router.listen(), router.blocks())[-1], what="it is announced")
-        assert router.prefix(first) == 3 * CHUNK
-        own = router.blocks("GPU")
-        assert all(own[block] == what for block, what in router.blocks().items()), "not as vLLM says it"
+    server = start_server(l1_size_gb=2 / 1024, chunk_size=CHUNK)
+    port, replay_port = free_port(), free_port()
+    config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}"}
+    config["replay_endpoint"] = f"tcp://*:{replay_port}"
+    # Its own cache holds some 300 tokens.
+    small = {"num_gpu_blocks_override": 11, "max_model_len": 300, "block_size": BLOCK}
+    engine = start_engine("llama", server=server, kv_events_config=config, **small)
+    router = Router(port)
+    stack.callback(router.close)
+    has_dynamo = (ROUTERS / "dynamo").is_dir()
+    indexers = [stack.enter_context(DynamoIndexer(port, BLOCK))] if has_dynamo else []
 
-        # Removed, when the server has evicted it; every lookup finds what the router expects.
-        prompts = [prompt((1 + seed % 3) * CHUNK + 10, 10 + seed) for seed in range(PROMPTS)]
-        computed = [engine.run(each, 2).output for each in [first, *prompts]]
-        say(engine)
+    def say() -> None:
+        """The engine takes some steps: it asks what the server has forgotten, and publishes that. Then the
+        indexers know all that it has said, for events come in order. The prompts have no whole chunk, so
+        nothing else changes."""
+
+        def knows_the_last() -> bool:
+            last = prompt(BLOCK, next(NUMBERS))
+            engine.run(last, 2)
+            return all(indexer.tokens(last)[0] > 0 for indexer in indexers)
+
+        for _ in range(2):
+            wait_until(knows_the_last, what="the indexers hear the engine")
         router.listen()
-        assert router.prefix(first) == 0, "the first prompt is evicted"
-        expected = []
-        for each, output in list(zip([first, *prompts], computed, strict=True))[::-2]:
-            say(engine)
-            router.listen()
-            expected.append(router.prefix(each))
-            result = engine.run(each, 2)
-            found = result.local_tokens + result.external_tokens
-            assert max(result.local_tokens, expected[-1]) == found, "the router expects something else"
-            assert result.output == output
-        assert 0 in expected
-        assert {CHUNK, 2 * CHUNK, 3 * CHUNK} <= set(expected)
 
-        # Nothing is left after a clear, and after a restart.
-        for forget in (server.clear, server.restart):
-            engine.run(first)
-            router.listen()
-            assert router.blocks()
-            forget()
-            wait_until(
-                lambda: (say(engine), router.listen(), not router.blocks())[-1], 30.0, "the router has heard"
-            )
-        renewed = lambda: (engine.run(prompt(300, next(NUMBERS))), router.listen(), router.blocks())[-1]  # noqa: E731
-        wait_until(renewed, what="the new server is used")
+    # A subscriber hears nothing until its connection is up.
+    wait_until(lambda: (say(), router.heard)[-1] > 0, what="events arrive")
+    first = prompt(3 * CHUNK + 10, 1)
+    with stopped(server.pid):
+        engine.run(first, settle=False)
+        router.listen()
+        assert router.blocks("GPU")
+        assert not router.blocks(), "announced before the server has acknowledged the store"
+    wait_until(lambda: (engine.settle(), router.listen(), router.blocks())[-1], what="it is announced")
+    assert router.prefix(first) == 3 * CHUNK
+    own = router.blocks("GPU")
+    assert all(own[block] == what for block, what in router.blocks().items()), "not as vLLM says it"
+
+    # Removed, when the server has evicted it; every lookup finds what the routers expect.
+    computed = [engine.run(each, 2).output for each in PROMPTS]
+    say()
+    assert router.prefix(first) == 0, "the first prompt is evicted"
+    expected = []
+    for each, output in list(zip(PROMPTS, computed, strict=True))[::-2]:
+        say()
+        expected.append(router.prefix(each))
+        known = [indexer.tokens(each) for indexer in indexers]
+        result = engine.run(each, 2)
+        found = result.local_tokens + result.external_tokens
+        assert max(result.local_tokens, expected[-1]) == found, "the router expects something else"
+        assert all(of == (result.local_tokens, found) for of in known), "the indexer expects something else"
+        assert result.output == output
+    assert {0, CHUNK, 2 * CHUNK, 3 * CHUNK} <= set(expected)
+
+    if has_dynamo:
+        # One that comes late gets all of it from vLLM's replay.
+        indexers.append(stack.enter_context(DynamoIndexer(port, BLOCK, replay_port)))
+        say()
+        early, late = ([indexer.tokens(each) for each in PROMPTS] for indexer in indexers)
+        assert early == late
+
+    # The engine forgets, and the server does not. Then nothing is left after a clear, and after a restart.
+    for forget in (server.clear, server.restart):
+        wait_until(lambda: (engine.run(first), router.listen(), router.prefix(first))[-1], what="it is used")
+        for _ in range(2):
+            engine.run(prompt(280, next(NUMBERS)), 2)
+        say()
+        assert all(indexer.tokens(first) == (0, 3 * CHUNK) for indexer in indexers)
+        forget()
+        wait_until(lambda: (say(), not router.blocks())[-1], what="the router has heard")
+        wait_until(lambda: (say(), {each.tokens(first) for each in indexers} <= {(0, 0)})[-1])
+    renewed = lambda: (engine.run(prompt(CHUNK + 10, next(NUMBERS))), router.listen(), router.blocks())[-1]  # noqa: E731
+    wait_until(renewed, what="the new server is used")
+    needs("dynamo")

@@ -101,13 +101,12 @@ def test_on_a_gpu_the_connector_wishes_for_the_block_outermost(wish, capability,
     assert KVCacheLayout[name] in get_supported_kv_cache_layouts(backends)
 
 
-@pytest.mark.parametrize(
-    "core",
-    [Core((9, 0), is_cuda=False), Core(None), Core(RuntimeError("no NVML"))],
-    ids=["a CPU or ROCm", "no answer", "an error"],
-)
-def test_where_no_gpu_of_cuda_is_seen_it_has_no_wish(wish, core):
-    assert wish(core) is None
+def test_where_no_gpu_of_cuda_is_seen_or_the_engine_is_not_cached_it_has_no_wish(wish, monkeypatch):
+    for core in (Core((9, 0), is_cuda=False), Core(None), Core(RuntimeError("no NVML"))):
+        assert wish(core) is None
+    monkeypatch.setattr("lmcache_client.connector.support.VLLM_VERSION", "0.34.0")
+    assert wish() is None
+    assert wish(**{"lmcache.mp.untested_vllm": True}) == "BLNHC"
 
 
 class FixedKernels(TritonAttentionBackend):
@@ -137,14 +136,11 @@ def test_vllm_starts_with_what_the_connector_wishes_for(wish, block_size, is_hyb
 def test_beside_a_connector_that_wishes_for_another_layout_it_has_no_wish(wish):
     """MultiConnector raises if the wishes of its connectors differ."""
     assert wish() == "BLNHC"
-    connectors = [
-        {
-            "kv_connector": "LMCacheMPConnector",
-            "kv_connector_module_path": "lmcache_client.connector",
-            "kv_role": "kv_both",
-        },
-        {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
-    ]
+    own = {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_connector_module_path": "lmcache_client.connector",
+        "kv_role": "kv_both",
+    }
     config = SimpleNamespace(
         attention_config=SimpleNamespace(hisparse_config=None),
         model_config=SimpleNamespace(is_hybrid=False),
@@ -152,16 +148,12 @@ def test_beside_a_connector_that_wishes_for_another_layout_it_has_no_wish(wish):
         kv_transfer_config=KVTransferConfig(
             kv_connector="MultiConnector",
             kv_role="kv_both",
-            kv_connector_extra_config={"connectors": connectors},
+            kv_connector_extra_config={
+                "connectors": [own, {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}]
+            },
         ),
     )
     assert MultiConnector.get_required_kvcache_layout(config) == "LBHNC"
-
-
-def test_an_engine_that_is_not_cached_has_no_wish(wish, monkeypatch):
-    monkeypatch.setattr("lmcache_client.connector.support.VLLM_VERSION", "0.34.0")
-    assert wish() is None
-    assert wish(**{"lmcache.mp.untested_vllm": True}) == "BLNHC"
 
 
 def block_sizes(layout, *specs):
@@ -181,19 +173,15 @@ NARROW = SlidingWindowSpec(head_size=64, sliding_window=1024, **HEADS)
 DRAFTER = SlidingWindowSpec(head_size=128, sliding_window=512, **HEADS)
 
 
-@pytest.mark.parametrize("specs", [(WIDE, NARROW), (WIDE, NARROW, DRAFTER), (WIDE, DRAFTER)])
-def test_layers_whose_pages_differ_keep_their_blocks_in_the_layout_that_is_wished_for(wish, specs):
+def test_layers_whose_pages_differ_keep_their_blocks_in_the_layout_that_is_wished_for(wish):
     """In another layout, vLLM makes all pages equally long, by longer blocks. Those it can split."""
-    assert block_sizes("LBNHC", *specs) > {16}
-    assert block_sizes(wish(method="eagle3"), *specs) == {16}
-    assert block_sizes(wish(Core((10, 0))), *specs) == {16}
-
-
-def test_where_vllm_enlarges_blocks_for_hidden_states_there_is_no_wish(wish):
-    full = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
-    window = SlidingWindowSpec(
-        block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16, sliding_window=128
-    )
-    hidden = HiddenStateCacheSpec(block_size=16, num_kv_heads=4, head_size=8192, dtype=torch.bfloat16)
-    assert max(block_sizes("BLNHC", full, window, hidden)) > 64
+    for specs in ((WIDE, NARROW), (WIDE, NARROW, DRAFTER), (WIDE, DRAFTER)):
+        assert block_sizes("LBNHC", *specs) > {16}
+        assert block_sizes(wish(method="eagle3"), *specs) == {16}
+        assert block_sizes(wish(Core((10, 0))), *specs) == {16}
+    # For hidden states, vLLM makes blocks longer in that layout, too.
+    small = {**HEADS, "num_kv_heads": 1, "head_size": 64}
+    hidden = HiddenStateCacheSpec(**{**HEADS, "num_kv_heads": 4}, head_size=8192)
+    window = SlidingWindowSpec(**small, sliding_window=128)
+    assert max(block_sizes("BLNHC", FullAttentionSpec(**small), window, hidden)) > 64
     assert wish(method="extract_hidden_states") is None

@@ -1,4 +1,4 @@
-"""Pairs of real engines at one server: those with the same bytes share pages, and no others."""
+"""Real engines at one server: those with the same bytes share pages, and no others."""
 
 import fcntl
 import shutil
@@ -11,103 +11,107 @@ import pytest
 from harness.engine import Engine, Result
 from harness.models import model_path
 from harness.prompts import prompt
+from harness.served import served
 from harness.server import LMCacheServer
 from safetensors.torch import load_file, save_file
 
+TOKENS = prompt(700, 3)
+Llm = dict[str, Any]
 FP8 = {"quantization": "fp8_per_channel"}
+SD, DS = ({"env": {"VLLM_SSM_CONV_STATE_LAYOUT": order}} for order in ("SD", "DS"))
 
 
-class Pair(NamedTuple):
-    first: dict[str, Any]
-    second: dict[str, Any]
-    shares: bool = False
-    model: str = "llama"
+class Family(NamedTuple):
+    """An engine, those that share its pages, and those of which each has pages of its own."""
+
+    model: str
+    first: Llm
+    same: dict[str, Llm]
+    different: dict[str, Llm]
 
 
-PAIRS = {
-    "layers that are not quantized": Pair(FP8, {**FP8, "quantization_config": {"ignore": ["re:.*"]}}),
-    "the code of the model": Pair({}, {"model_impl": "transformers"}),
-    "the order of numbers in a state": Pair(
-        {"env": {"VLLM_SSM_CONV_STATE_LAYOUT": "SD"}},
-        {"env": {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}},
-        model="qwen3next",
-    ),
-    "the type of a state": Pair({}, {"mamba_ssm_cache_dtype": "bfloat16"}, model="qwen3next"),
-    "a rotary embedding": Pair(
-        {}, {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}}
-    ),
-    "a number of the model that is in no weight": Pair({}, {"hf_overrides": {"rms_norm_eps": 1e-3}}),
-    "the precision": Pair({}, {"dtype": "float32"}),
-    "the length of a block": Pair({}, {"block_size": 32}),
-    "nothing": Pair({}, {}, shares=True),
-    "the same conv layout, named": Pair(
-        {"env": {"VLLM_SSM_CONV_STATE_LAYOUT": "SD"}},
-        {"env": {"VLLM_SSM_CONV_STATE_LAYOUT": "SD"}},
-        shares=True,
-        model="qwen3next",
-    ),
-    "room and names": Pair(
+FAMILIES = {
+    "llama": Family(
+        "llama",
         {},
         {
-            "max_model_len": 2048,
-            "max_num_seqs": 3,
-            "kv_cache_memory_bytes": 32 << 20,
-            "served_model_name": "other",
-            "seed": 5,
+            "nothing": {},
+            "room and names": {
+                "max_model_len": 2048,
+                "max_num_seqs": 3,
+                "kv_cache_memory_bytes": 32 << 20,
+                "served_model_name": "other",
+                "seed": 5,
+            },
+            "steps": {"max_num_batched_tokens": 256},
+            "when steps are planned": {"async_scheduling": False},
+            "drafts from the prompt": {
+                "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+            },
+            "adapters": {"enable_lora": True, "max_lora_rank": 8},
         },
-        shares=True,
+        {
+            "the code of the model": {"model_impl": "transformers"},
+            "a rotary embedding": {
+                "hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+            },
+            "a number of the model that is in no weight": {"hf_overrides": {"rms_norm_eps": 1e-3}},
+            "the precision": {"dtype": "float32"},
+            "the length of a block": {"block_size": 64},
+        },
     ),
-    "steps": Pair({}, {"max_num_batched_tokens": 256}, shares=True),
-    "when steps are planned": Pair({}, {"async_scheduling": False}, shares=True),
-    "drafts from the prompt": Pair(
+    "quantized": Family(
+        "llama",
+        FP8,
         {},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}},
-        shares=True,
+        {"layers that are not quantized": {**FP8, "quantization_config": {"ignore": ["re:.*"]}}},
     ),
-    "adapters": Pair({}, {"enable_lora": True, "max_lora_rank": 8}, shares=True),
+    "recurrent": Family(
+        "qwen3next",
+        SD,
+        {"the same order, named": SD},
+        {
+            "the order of numbers in a state": DS,
+            "the type of a state": {**SD, "mamba_ssm_cache_dtype": "bfloat16"},
+        },
+    ),
 }
+if "avx512f" in Path("/proc/cpuinfo").read_text():
+    # On a CPU, vLLM has a KV cache of fp8 with AVX-512 or AMX only.
+    FAMILIES["llama"].different["the precision of the KV cache"] = {"kv_cache_dtype": "fp8"}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LMCacheServer]:
-    with LMCacheServer(l1_size_gb=0.2) as running:
+    with LMCacheServer(l1_size_gb=0.1) as running:
         yield running
 
 
-@pytest.mark.parametrize("difference", PAIRS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_engines_share_pages_if_and_only_if_their_bytes_are_the_same(
-    server: LMCacheServer, difference: str
+    server: LMCacheServer, name: str
 ) -> None:
-    pair = PAIRS[difference]
-    assert_sharing(server, (pair.model, pair.first), (pair.model, pair.second), pair.shares)
-
-
-def assert_sharing(
-    server: LMCacheServer, one: tuple[str, dict[str, Any]], other: tuple[str, dict[str, Any]], shares: bool
-) -> None:
+    family = FAMILIES[name]
     server.clear()
-    tokens = prompt(700, 3)
-    with Engine(one[0], server=server, **one[1]) as engine:
-        computed = restored_as_computed(engine, tokens)
-    with Engine(other[0], server=server, **other[1]) as engine:
-        first = engine.run(tokens)
-        assert (first.external_tokens > 0) == shares
-        if shares:
+    with Engine(family.model, server=server, **family.first) as engine:
+        computed = restored_as_computed(engine)
+    for difference, settings in family.same.items():
+        with Engine(family.model, server=server, **settings) as engine:
+            first = engine.run(TOKENS)
+            assert first.external_tokens > 0, difference
             # Its steps may be others, which rounds otherwise.
-            assert first.tokens == computed.tokens
-        else:
-            # It has pages of its own.
-            assert engine.reset_prefix_cache()
-            again = engine.run(tokens)
-            assert again.external_tokens > 0
-            assert again.output == first.output
+            assert first.tokens == computed.tokens, difference
+    for difference, settings in family.different.items():
+        with Engine(family.model, server=server, **settings) as engine:
+            restored_as_computed(engine, difference)
 
 
-def restored_as_computed(engine: Engine, tokens: list[int]) -> Result:
-    computed = engine.run(tokens)
-    assert computed.external_tokens == 0
+def restored_as_computed(engine: Engine, what: str = "") -> Result:
+    """What an engine answers that shares nothing with those before it, and has pages of its own."""
+    computed = engine.run(TOKENS)
+    assert computed.external_tokens == 0, what
     assert engine.reset_prefix_cache()
-    restored = engine.run(tokens)
+    restored = engine.run(TOKENS)
     assert restored.external_tokens > 0
     assert restored.output == computed.output
     return computed
@@ -123,53 +127,54 @@ def settle() -> None:
     time.sleep(0.05)
 
 
-def test_a_copy_of_a_model_has_its_pages(server: LMCacheServer, copied: Path) -> None:
-    settle()
-    assert_sharing(server, ("llama", {}), (str(copied), {}), True)
-
-
-def test_a_row_of_a_tensor_is_enough_to_share_nothing(server: LMCacheServer, copied: Path) -> None:
-    weights = load_file(copied / "model.safetensors")
-    weights["model.embed_tokens.weight"][77] *= 1.5
-    save_file(weights, copied / "model.safetensors", {"format": "pt"})
-    settle()
-    assert_sharing(server, ("llama", {}), (str(copied), {}), False)
-
-
-def test_a_name_of_the_users_own_is_the_name_of_the_weights(server: LMCacheServer, copied: Path) -> None:
-    settle()
-    named = {"extra_config": {"lmcache.mp.weights_name": "v17"}}
-    assert_sharing(server, ("llama", named), (str(copied), named), True)
-    assert_sharing(server, ("llama", {}), (str(copied), named), False)
-
-
-def test_weights_that_were_replaced_while_the_engine_loaded_are_its_own(
+def test_a_copy_of_a_model_has_its_pages_unless_a_weight_or_its_name_differs(
     server: LMCacheServer, copied: Path
 ) -> None:
-    """They are replaced when vLLM has loaded them: nobody else may take the new ones for what it has."""
     server.clear()
     settle()
-    tokens = prompt(700, 4)
-    with Engine(str(copied), server=server, replaced=str(copied)) as engine:
-        restored_as_computed(engine, tokens)
+    named = {"lmcache.mp.weights_name": "v17"}
+    with Engine("llama", server=server) as engine:
+        explained = server.cli("status", "--explain").stdout.splitlines()
+        before = restored_as_computed(engine)
+    with Engine(str(copied), server=server) as engine:
+        of_the_copy = server.cli("status", "--explain").stdout.splitlines()
+        assert of_the_copy[1:] == explained[1:], "the first line has the engine's id"
+        assert str(copied.parent) not in "".join(explained)
+        (weights,) = (line for line in explained if line.startswith("  detail weights: "))
+        said = next(line for line in server.cli("doctor").stdout.splitlines() if "names of pages" in line)
+        assert f"model {copied}, namespace " in said
+        assert f"weights {weights.removeprefix('  detail weights: ')}, layout layout=" in said
+        assert served(engine, TOKENS, 512).output == before.output
+    # A name of the user's own is the name of the weights.
+    with Engine(str(copied), server=server, extra_config=named) as engine:
+        restored_as_computed(engine)
+    with Engine("llama", server=server, extra_config=named) as engine:
+        assert served(engine, TOKENS, 512).output == before.output
+    # A row of a tensor is enough to share nothing.
+    tensors = load_file(copied / "model.safetensors")
+    tensors["model.embed_tokens.weight"][TOKENS[0]] *= 1.5
+    save_file(tensors, copied / "model.safetensors", {"format": "pt"})
     settle()
     with Engine(str(copied), server=server) as engine:
-        assert engine.run(tokens).external_tokens == 0
+        assert restored_as_computed(engine).output != before.output
 
 
 def test_weights_that_nobody_can_name_are_of_one_life_of_an_engine_id(
     server: LMCacheServer, copied: Path
 ) -> None:
-    """A user may give an engine a fixed id. Its next life has other weights."""
+    """They are replaced when vLLM has loaded them: nobody else may take the new ones for what it has. A user
+    may give an engine a fixed id. Its next life has other weights."""
     server.clear()
-    tokens = prompt(700, 6)
     for _ in range(2):
         settle()
         fixed = {"engine_id": "fixed"}
         with Engine(str(copied), server=server, replaced=str(copied), connector=fixed) as engine:
             (engine_of,) = [each for each in server.status()["namespaces"] if each["engines"]]
             assert engine_of["engines"] == ["fixed"]
-            restored_as_computed(engine, tokens)
+            restored_as_computed(engine)
+    settle()
+    with Engine(str(copied), server=server) as engine:
+        assert engine.run(TOKENS).external_tokens == 0
 
 
 def test_an_engine_starts_before_its_weights_are_named_and_joins_later(
@@ -177,16 +182,14 @@ def test_an_engine_starts_before_its_weights_are_named_and_joins_later(
 ) -> None:
     server.clear()
     settle()
-    tokens = prompt(700, 5)
     with (copied / "model.safetensors").open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # as if another rank read it, and took its time
         with Engine(str(copied), server=server) as engine:
             assert engine.log.read_text().count("as soon as its weights have been read") == 1
             assert not any(each["engines"] for each in server.status()["namespaces"])
-            early = engine.run(tokens)
-            assert engine.reset_prefix_cache()
-            assert engine.run(tokens).external_tokens == 0
+            early = engine.run(TOKENS)
+            served(engine, TOKENS, 0)
             fcntl.flock(file, fcntl.LOCK_UN)
             server.wait_for_engine()
             assert engine.reset_prefix_cache()
-            assert restored_as_computed(engine, tokens).tokens == early.tokens
+            assert restored_as_computed(engine).tokens == early.tokens

@@ -14,6 +14,7 @@ from harness.engine import Engine, Result
 from harness.paths import NIXL
 from harness.processes import free_port
 from harness.prompts import prompt
+from harness.served import held_blocks, served
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
 
@@ -24,15 +25,16 @@ PREFILL = {
 }
 """What a router says to the prefill engine."""
 CHUNK = 256
-TOKENS = 4 * CHUNK + 76
-ANSWER = 16
+STORED = 2 * CHUNK
+TOKENS = STORED + 76
+ANSWER = 8
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def servers() -> Iterator[tuple[LMCacheServer, LMCacheServer]]:
     if not (NIXL / "nixl").is_dir():
         tools.missing(f"needs the package of NIXL in {NIXL}: make .venv/stamps/nixl")
-    with LMCacheServer(l1_size_gb=0.3) as prefill, LMCacheServer(l1_size_gb=0.3) as decode:
+    with LMCacheServer(l1_size_gb=0.1) as prefill, LMCacheServer(l1_size_gb=0.1) as decode:
         yield prefill, decode
 
 
@@ -63,7 +65,7 @@ def prefilled(engine: Engine, tokens: list[int]) -> dict[str, Any]:
     (first,) = engine.generate([tokens], 1, transfer=PREFILL, settle=False)
     assert first.transfer is not None
     assert first.transfer["do_remote_prefill"] is True
-    assert first.transfer["lmcache.wait_tokens"] == 4 * CHUNK
+    assert first.transfer["lmcache.wait_tokens"] == STORED
     return first.transfer
 
 
@@ -75,51 +77,36 @@ def settle(*engines: Engine) -> None:
     """Until neither connector holds a block."""
     for engine in engines:
         engine.settle()
-        wait_until(lambda: (info := engine.info())["free_blocks"] == info["num_blocks"] - 1, 60)  # noqa: B023
+        wait_until(lambda: held_blocks(engine) == 0)  # noqa: B023
 
 
 def test_nixl_brings_the_pages_and_the_server_keeps_them(
     servers: tuple[LMCacheServer, LMCacheServer],
 ) -> None:
-    tokens = prompt(TOKENS, 1)
-    with both("gemma3", servers[0]) as prefill, both("gemma3", servers[1]) as decode:
-        brought = decoded(decode, tokens, prefilled(prefill, tokens))
-        assert (brought.external_tokens, brought.local_tokens) == (TOKENS, 0)
-        load = 'lmcache_transfer_bytes_total{direction="load"}'
-        assert servers[1].metrics().get(load, 0) == 0, "NIXL brought them, not the server"
-        settle(prefill, decode)
-        alone = prefill.run(tokens, ANSWER)
-        assert (alone.local_tokens, alone.external_tokens) == (4 * CHUNK, 0)
-        assert brought.tokens == alone.tokens
+    tokens, others = prompt(TOKENS, 1), prompt(TOKENS, 2)
+    with both("gemma3", servers[0]) as prefill:
+        with both("gemma3", servers[1]) as decode:
+            brought = decoded(decode, tokens, prefilled(prefill, tokens))
+            assert (brought.external_tokens, brought.local_tokens) == (TOKENS, 0)
+            load = 'lmcache_transfer_bytes_total{direction="load"}'
+            assert servers[1].metrics().get(load, 0) == 0, "NIXL brought them, not the server"
+            settle(prefill, decode)
+            alone = prefill.run(tokens, ANSWER)
+            assert (alone.local_tokens, alone.external_tokens) == (STORED, 0)
+            assert brought.tokens == alone.tokens
 
-        # The decode engine's own server has the prompt now.
-        assert decode.reset_prefix_cache()
-        kept = decode.run(tokens, ANSWER)
-        assert kept.external_tokens == 4 * CHUNK
-        assert kept.output == alone.output
-        decode.corrupt_kv()
-        assert decode.run(tokens, ANSWER).output != alone.output
-    # The engines have ended, and another one goes on.
-    with both("gemma3", servers[1]) as later:
-        again = later.run(tokens, ANSWER)
-        assert again.external_tokens == 4 * CHUNK
-        assert again.output == alone.output
-
-
-def test_what_the_server_has_need_not_be_brought_if_it_is_asked_first(
-    servers: tuple[LMCacheServer, LMCacheServer],
-) -> None:
-    """The prefill engine then frees the blocks that nobody has read."""
-    tokens = prompt(TOKENS, 2)
-    with both("llama", servers[0]) as prefill, both("llama", servers[1], nixl_first=False) as decode:
-        brought = decoded(decode, tokens, prefilled(prefill, tokens))
-        assert brought.external_tokens == TOKENS, "the server has nothing"
-        settle(prefill, decode)
-        assert decode.reset_prefix_cache()
-        kept = decoded(decode, tokens, prefilled(prefill, tokens))
-        assert (kept.external_tokens, kept.local_tokens) == (4 * CHUNK, 0)
-        settle(prefill, decode)
-        alone = prefill.run(tokens, ANSWER)
-        assert alone.local_tokens == 4 * CHUNK
-        assert kept.output == alone.output
-        assert brought.tokens == alone.tokens
+            # The decode engine's own server has the prompt now.
+            assert served(decode, tokens, STORED, ANSWER).output == alone.output
+            decode.corrupt_kv()
+            assert decode.run(tokens, ANSWER).output != alone.output
+        # The engine has ended, and another one goes on. If the server is asked first, what it has need not be
+        # brought. The prefill engine then frees the blocks that nobody has read.
+        with both("gemma3", servers[1], nixl_first=False) as later:
+            kept = decoded(later, tokens, prefilled(prefill, tokens))
+            assert (kept.external_tokens, kept.local_tokens) == (STORED, 0)
+            settle(prefill, later)
+            assert kept.output == alone.output
+            brought = decoded(later, others, prefilled(prefill, others))
+            assert brought.external_tokens == TOKENS, "the server does not have it"
+            settle(prefill, later)
+            assert brought.tokens == prefill.run(others, ANSWER).tokens

@@ -1,6 +1,7 @@
 """A request may say that its prompt will not come back: then it pushes nothing out that others use."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from harness.api_server import ApiServer
@@ -9,7 +10,7 @@ from harness.prompts import prompt
 from harness.server import LMCacheServer
 
 ONCE = {"lmcache.once": True}
-CHUNK = 128
+CHUNK = 32
 LEFT_OUT = 'lmcache_objects_total{outcome="once"}'
 CHATS = [prompt(4 * CHUNK + 20, number) for number in range(15)]
 
@@ -17,40 +18,33 @@ CHATS = [prompt(4 * CHUNK + 20, number) for number in range(15)]
 @pytest.fixture(scope="module")
 def server() -> Iterator[LMCacheServer]:
     """Room for 64 chunks of the tiny model; a twentieth of it may go to prompts that will not come back."""
-    with LMCacheServer(l1_size_gb=8 / 1024, chunk_size=CHUNK) as running:
+    with LMCacheServer(l1_size_gb=4 / 1024, chunk_size=CHUNK) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def engine(server: LMCacheServer) -> Iterator[Engine]:
-    with Engine("llama", server=server) as running:
+    with Engine("llama", server=server, block_size=CHUNK) as running:
         yield running
 
 
-def fill_with_chats(server: LMCacheServer, engine: Engine) -> list[Result]:
-    """L1 is full: of old prompts, which may go, and of chats."""
-    server.clear()
+def served(engine: Engine, prompts: list[list[int]], **options: Any) -> list[Result]:
     assert engine.reset_prefix_cache()
-    for number in range(100, 102):
-        engine.run(prompt(4 * CHUNK + 20, number), 1)
-    chats = [engine.run(each) for each in CHATS]
-    assert server.status()["l1"]["free_bytes"] == 0
-    return chats
-
-
-def served(engine: Engine, prompts: list[list[int]]) -> list[Result]:
-    assert engine.reset_prefix_cache()
-    return [engine.run(each) for each in prompts]
+    return [engine.run(each, **options) for each in prompts]
 
 
 def test_a_batch_that_will_not_come_back_leaves_the_chats_where_they_are(
     server: LMCacheServer, engine: Engine
 ) -> None:
-    batch = [prompt(6 * CHUNK + 20, 200 + number) for number in range(12)]
-    chats = fill_with_chats(server, engine)
+    # L1 is full: of old prompts, which may go, and of chats.
+    for number in range(100, 102):
+        engine.run(prompt(4 * CHUNK + 20, number), 1)
+    chats = [engine.run(each) for each in CHATS]
+    assert server.status()["l1"]["free_bytes"] == 0
     left_out = server.metrics()[LEFT_OUT]
-    engine.generate(batch[:6], transfer=ONCE)
-    for each in batch[6:]:
+    batch = [prompt(6 * CHUNK + 20, 200 + number) for number in range(8)]
+    engine.generate(batch[:4], transfer=ONCE)
+    for each in batch[4:]:
         engine.run(each, transfer=ONCE)
     assert server.metrics()[LEFT_OUT] > left_out
     assert server.status()["failures"] == [], "nothing failed, so nobody needs more memory"
@@ -58,47 +52,25 @@ def test_a_batch_that_will_not_come_back_leaves_the_chats_where_they_are(
     assert [each.external_tokens for each in again] == [4 * CHUNK] * len(CHATS)
     assert [each.output for each in again] == [each.output for each in chats]
 
-    fill_with_chats(server, engine)
+    # Prompts that will not come back share their beginning, when the engine keeps nothing itself.
+    beginning = prompt(2 * CHUNK, 300)
+    sharing = [[*beginning, *prompt(CHUNK // 2, 301 + number)] for number in range(3)]
+    results = [served(engine, [each], transfer=ONCE)[0] for each in sharing]
+    assert [each.external_tokens for each in results] == [0, 2 * CHUNK, 2 * CHUNK]
+    assert [each.external_tokens for each in served(engine, CHATS)] == [4 * CHUNK] * len(CHATS)
+
     for each in batch:
         engine.run(each)
-    assert sum(each.external_tokens for each in served(engine, CHATS)) == 0, "the hint made the difference"
+    assert served(engine, CHATS[:1])[0].external_tokens == 0, "the hint made the difference"
 
-
-def test_prompts_that_will_not_come_back_share_their_beginning(server: LMCacheServer, engine: Engine) -> None:
-    """L1 is full of chats, and the engine keeps nothing itself."""
-    beginning = prompt(2 * CHUNK, 300)
-    batch = [[*beginning, *prompt(CHUNK // 2, 301 + number)] for number in range(4)]
-    fill_with_chats(server, engine)
-    results = []
-    for each in batch:
-        assert engine.reset_prefix_cache()
-        results.append(engine.run(each, transfer=ONCE))
-    assert [each.external_tokens for each in results] == [0, *[2 * CHUNK] * 3]
-    assert [each.external_tokens for each in served(engine, CHATS)] == [4 * CHUNK] * len(CHATS)
-    server.clear()
-    for each, result in zip(batch, results, strict=True):
-        assert engine.reset_prefix_cache()
-        engine.run(beginning + [5], 1)
+    for each, result in zip(sharing, results, strict=True):
+        server.clear()
+        served(engine, [beginning + [5]])
         server.clear()
         # From its own prefix cache the engine resumes at the same token, and rounds the same way.
         local = engine.run(each)
-        assert local.external_tokens == 0
-        if result.external_tokens:
-            assert local.local_tokens == result.external_tokens
-            assert local.output == result.output
-
-
-def test_a_prompt_that_comes_back_after_all_is_kept(server: LMCacheServer, engine: Engine) -> None:
-    server.clear()
-    first = prompt(4 * CHUNK + 20, 400)
-    once = engine.run(first, transfer=ONCE)
-    (again,) = served(engine, [first])
-    assert again.external_tokens == 4 * CHUNK
-    assert again.output == once.output
-    for number in range(8):
-        engine.run(prompt(8 * CHUNK + 20, 401 + number), 1, transfer=ONCE)
-    assert server.status()["l1"]["free_bytes"] == 0
-    assert served(engine, [first])[0].external_tokens == 4 * CHUNK
+        assert (local.external_tokens, local.local_tokens) == (0, 2 * CHUNK)
+        assert not result.external_tokens or local.output == result.output
 
 
 def test_a_hint_that_is_not_understood_is_ignored_with_one_warning(
@@ -108,18 +80,19 @@ def test_a_hint_that_is_not_understood_is_ignored_with_one_warning(
     first = prompt(2 * CHUNK + 20, 500)
     plain = engine.run(first)
     for hints in ({"lmcache.once": "yes"}, {"lmcache.once": 1, "lmcache.twice": True}, {"others": 1}, {}):
-        assert engine.reset_prefix_cache()
-        result = engine.run(first, transfer=hints)
+        (result,) = served(engine, [first], transfer=hints)
         assert (result.external_tokens, result.output) == (2 * CHUNK, plain.output)
-    assert engine.reset_prefix_cache()
-    result = engine.run(first, transfer={"lmcache.load": False})
+    (result,) = served(engine, [first], transfer={"lmcache.load": False})
     assert (result.external_tokens, result.local_tokens, result.output) == (0, 0, plain.output)
     assert engine.log.read_text().count("kv_transfer_params") == 1
     assert "ignored 'lmcache.once': 'yes'" in engine.log.read_text()
 
 
 def test_the_hint_comes_through_the_openai_api() -> None:
-    with LMCacheServer(l1_size_gb=4 / 1024, chunk_size=CHUNK) as small, ApiServer("llama", small) as vllm:
+    with (
+        LMCacheServer(l1_size_gb=2 / 1024, chunk_size=CHUNK) as small,
+        ApiServer("llama", small, "--block-size", str(CHUNK)) as vllm,
+    ):
         for number in range(9):
             vllm.complete(prompt(4 * CHUNK + 20, number), max_tokens=1)
         small.wait_until(lambda l1: l1["free_bytes"] == 0)

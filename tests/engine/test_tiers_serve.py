@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from harness import stores
 from harness.engine import MODEL_DEFAULTS, Engine
+from harness.lanes import all_but
 from harness.models import model_path
 from harness.prompts import prompt
+from harness.served import served
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
 
@@ -38,18 +40,19 @@ def tier(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[s
             yield url
 
 
-@pytest.mark.parametrize("model", CASES)
+# A model with windows and one with states: the server does not know what is in a record.
+@pytest.mark.parametrize("model", all_but(CASES, *(set(CASES) - {"gemma3", "qwen3next"})))
 def test_each_kind_of_model_comes_back_after_l1_is_lost(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, settings = CASES[model]
     with (
         tier(kind, tmp_path, monkeypatch) as url,
-        LMCacheServer(tier=url) as server,
+        LMCacheServer(tier=url, l1_size_gb=0.1) as server,
         Engine(model, server=server, **settings) as engine,
     ):
         chunk = server.wait_for_engine()
-        cached, other = prompt(4 * chunk + 10, 1), prompt(4 * chunk + 10, 2)
+        cached, other = prompt(3 * chunk + 10, 1), prompt(3 * chunk + 10, 2)
         cold = engine.run(cached)
         assert cold.external_tokens == 0
         engine.run(other)
@@ -62,10 +65,7 @@ def test_each_kind_of_model_comes_back_after_l1_is_lost(
         engine.call("seem_slow")
         engine.run(other)  # tells how fast the tier is, and hardly waits for that
         wait_until(lambda: server.status()["tiers"][0]["read_bytes_per_s"])
-        restored = engine.run(cached)
-        assert restored.external_tokens == 4 * chunk
-        assert restored.local_tokens == 0
-        assert restored.output == cold.output
+        assert served(engine, cached, 3 * chunk).output == cold.output
         read = server.status()["tiers"][0]["read_objects"]
         assert read["read"] > 0
         assert read["damaged"] == read["failed"] == 0
@@ -79,15 +79,16 @@ def test_another_machine_serves_what_the_first_computed(tmp_path: Path) -> None:
     copy = tmp_path / "elsewhere" / "model"
     shutil.copytree(model_path("qwen3next"), copy)
     url = f"dir://{tmp_path}/tier?size_gb=1&shared=1"
-    with LMCacheServer(tier=url) as one, Engine("qwen3next", server=one, block_size=32) as engine:
+    with (
+        LMCacheServer(tier=url, l1_size_gb=0.1) as one,
+        Engine("qwen3next", server=one, block_size=32) as engine,
+    ):
         chunk = one.wait_for_engine()
         cached = prompt(3 * chunk + 10, 1)
         cold = engine.run(cached)
         one.wait_until_written()
     settings = {**MODEL_DEFAULTS["qwen3next"], "block_size": 32}
-    with LMCacheServer(tier=url) as two, Engine(str(copy), server=two, **settings) as engine:
+    with LMCacheServer(tier=url, l1_size_gb=0.1) as two, Engine(str(copy), server=two, **settings) as engine:
         two.wait_for_engine()
         engine.call("seem_slow")
-        served = engine.run(cached)
-        assert served.external_tokens == 3 * chunk
-        assert served.output == cold.output
+        assert served(engine, cached, 3 * chunk).output == cold.output

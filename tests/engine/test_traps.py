@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 from harness.engine import Engine
 from harness.prompts import prompt
+from harness.served import held_blocks, served
 from harness.server import LMCacheServer
 
 LOOKUPS = 'lmcache_requests_total{op="lookup",outcome="ok"}'
@@ -19,8 +20,8 @@ def server() -> Iterator[LMCacheServer]:
 def test_recurrent_prompts_that_share_prefixes_of_many_lengths(server: LMCacheServer) -> None:
     """States exist at ends of steps only, and steps are longer than a block: every other boundary must
     not be resumed at."""
-    first = prompt(1500, 1)
-    lengths = (200, 645, 770, 900, 1284, 1499)
+    first = prompt(1300, 1)
+    lengths = (200, 770, 1284)
     with Engine(
         "qwen3next",
         server=server,
@@ -35,7 +36,7 @@ def test_recurrent_prompts_that_share_prefixes_of_many_lengths(server: LMCacheSe
         for length in lengths:
             assert engine.reset_prefix_cache()
             shared[length] = engine.run([*first[:length], *prompt(40, length)])
-        assert sum(each.external_tokens > 0 for each in shared.values()) >= 4
+        assert sum(each.external_tokens > 0 for each in shared.values()) == 2
         # From its own prefix cache the engine resumes at the same tokens, and rounds the same way.
         assert engine.reset_prefix_cache()
         server.clear()
@@ -50,7 +51,7 @@ def test_recurrent_prompts_that_share_prefixes_of_many_lengths(server: LMCacheSe
 
 def test_the_advised_settings_give_a_resume_point_at_every_chunk(server: LMCacheServer) -> None:
     """What the connector logs for recurrent models is true: with these three settings, every boundary."""
-    first = prompt(1500, 6)
+    first = prompt(1300, 6)
     with Engine(
         "qwen3next",
         server=server,
@@ -61,10 +62,8 @@ def test_the_advised_settings_give_a_resume_point_at_every_chunk(server: LMCache
     ) as engine:
         server.clear()
         engine.run(first)
-        for length in (200, 645, 900, 1284):
-            assert engine.reset_prefix_cache()
-            shared = engine.run([*first[:length], *prompt(40, length)])
-            assert shared.external_tokens == length // 160 * 160
+        for length in (200, 645, 1284):
+            served(engine, [*first[:length], *prompt(40, length)], length // 160 * 160)
 
 
 def test_null_blocks_inside_a_chunk_are_never_stored(server: LMCacheServer) -> None:
@@ -94,17 +93,16 @@ def test_null_blocks_inside_a_chunk_are_never_stored(server: LMCacheServer) -> N
             assert result.output == engine.run([*first[:length], *prompt(6, length)]).output
 
 
-def test_a_burst_beyond_l1_still_serves_the_latest(server: LMCacheServer) -> None:
-    with LMCacheServer(l1_size_gb=8 / 1024) as small, Engine("llama", server=small) as engine:
-        prompts = [prompt(1030, 100 + i) for i in range(24)]
-        cold = [engine.run(each) for each in prompts]
+def test_a_burst_beyond_l1_still_serves_the_latest() -> None:
+    with (
+        LMCacheServer(l1_size_gb=2 / 1024, chunk_size=32) as small,
+        Engine("llama", server=small, block_size=32) as engine,
+    ):
+        cold = [engine.run(prompt(520, 100 + i)) for i in range(8)]
         metrics = small.metrics()
         assert metrics["lmcache_evicted_chunks_total"] > 0
         assert metrics['lmcache_objects_total{outcome="no_room"}'] == 0
-        assert engine.reset_prefix_cache()
-        served = engine.run(prompts[-1])
-        assert served.external_tokens == 1024
-        assert served.output == cold[-1].output
+        assert served(engine, prompt(520, 107), 512).output == cold[-1].output
 
 
 def test_lookups_that_are_never_consumed_leave_no_lease(server: LMCacheServer) -> None:
@@ -119,19 +117,18 @@ def test_lookups_that_are_never_consumed_leave_no_lease(server: LMCacheServer) -
             engine.abort(names)
             engine.settle()
         server.wait_until(lambda l1: l1["leases"] == 0)
-        info = engine.info()
-        assert info["free_blocks"] == info["num_blocks"] - 1, "all but the null block"
+        assert held_blocks(engine) == 0
         assert server.metrics()[LOOKUPS] >= asked + 5, "they were looked up"
-        assert engine.reset_prefix_cache()
-        assert engine.run(cached).external_tokens == 1024
+        served(engine, cached, 1024)
 
 
 def test_preemption_under_load_finishes_and_leaks_no_block(server: LMCacheServer) -> None:
+    """Their answers grow into another block, of which there are not enough."""
     with Engine("gemma3", server=server, num_gpu_blocks_override=60, max_model_len=2048) as engine:
-        prompts = [prompt(900, 50 + i % 4) for i in range(8)]
+        prompts = [prompt(1010, 50 + i) for i in range(6)]
         for _ in range(2):
-            results = engine.generate(prompts, 60)
-            assert all(each.finish_reason == "length" and len(each.tokens) == 60 for each in results)
-        info = engine.info()
-        assert info["free_blocks"] == info["num_blocks"] - 1
+            results = engine.generate(prompts, 30)
+            assert all(each.finish_reason == "length" and len(each.tokens) == 30 for each in results)
+        assert engine.metrics()["vllm:num_preemptions"] > 0
+        assert held_blocks(engine) == 0
         assert server.status()["l1"]["leases"] == 0

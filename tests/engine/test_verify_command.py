@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from harness import drafters
 from harness.api_server import ApiServer
 from harness.server import LMCacheServer
@@ -19,12 +18,28 @@ from lmcache_server.l1.file import HEADER_BYTES
 
 L1_BYTES = 32 << 20
 SHARE = "([0-9]+) %"
-COMMAND = [sys.executable, "-m", "lmcache_server", "verify"]
+
+
+def lmcache(*arguments: str, server: LMCacheServer | None = None) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", "lmcache_server", *arguments]
+    environment = server.environment if server else None
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    return done.returncode, done.stdout, done.stderr
 
 
 def verify(url: str, *flags: str) -> tuple[int, str, str]:
-    done = subprocess.run([*COMMAND, url, *flags], capture_output=True, text=True, timeout=300, check=False)
-    return done.returncode, done.stdout, done.stderr
+    return lmcache("verify", url, *flags)
+
+
+@contextlib.contextmanager
+def serving(directory: Path, model: str, *flags: str) -> Iterator[tuple[LMCacheServer, str, Path]]:
+    """A server whose L1 is a file, and the URL of vLLM with this model."""
+    file = directory / "l1"
+    with (
+        LMCacheServer(l1_path=str(file), l1_size_gb=L1_BYTES / (1 << 30), checksums=False) as server,
+        ApiServer(model, server, *flags, text=True) as api,
+    ):
+        yield server, f"http://127.0.0.1:{api.port}", file
 
 
 @contextlib.contextmanager
@@ -47,12 +62,7 @@ def damaged(file: Path) -> Iterator[None]:
 
 
 def test_a_right_cache_is_found_right_a_wrong_one_wrong(tmp_path: Path) -> None:
-    file = tmp_path / "l1"
-    with (
-        LMCacheServer(l1_path=str(file), l1_size_gb=L1_BYTES / (1 << 30), checksums=False) as server,
-        ApiServer("falconh1", server, text=True) as api,
-    ):
-        url = f"http://127.0.0.1:{api.port}"
+    with serving(tmp_path, "falconh1") as (server, url, file):
         prompts = tmp_path / "prompts.txt"
         prompts.write_text(
             "x" * 600 + "\n" + json.dumps("Two\nlines. " * 80) + "\n" + str([*range(1, 255)] * 3)
@@ -81,16 +91,15 @@ def test_a_right_cache_is_found_right_a_wrong_one_wrong(tmp_path: Path) -> None:
         assert counts["lmcache_tokens_requested_total"] == 0, "nothing of it is in the hit rate"
         assert counts['lmcache_objects_total{outcome="stored"}'] == 0
 
-        inspect = [*COMMAND[:-1], "inspect", str(prompts), "--url", url, "--json", "--port", str(server.port)]
-        done = subprocess.run(inspect, capture_output=True, text=True, check=False, env=server.environment)
-        assert (done.returncode, done.stderr) == (1, "")
-        assert [row["resume_tokens"] for row in json.loads(done.stdout)] == [0] * 3, "each had its own salt"
-        warm = [*COMMAND[:-1], "warm", url, str(prompts), "--port", str(server.port)]
-        subprocess.run(warm, capture_output=True, text=True, check=False, env=server.environment)
-        done = subprocess.run(inspect, capture_output=True, text=True, check=False, env=server.environment)
-        rows = json.loads(done.stdout)
+        at = ("--port", str(server.port))
+        code, out, err = lmcache("inspect", str(prompts), "--url", url, "--json", *at, server=server)
+        assert (code, err) == (1, "")
+        assert [row["resume_tokens"] for row in json.loads(out)] == [0] * 3, "each had its own salt"
+        lmcache("warm", url, str(prompts), *at, server=server)
+        code, out, err = lmcache("inspect", str(prompts), "--url", url, "--json", *at, server=server)
+        rows = json.loads(out)
         assert all(row["resume_tokens"] == row["limit_tokens"] > 0 for row in rows), "text, as vLLM has it"
-        assert done.returncode == 0
+        assert code == 0
         assert {group["kind"] for group in rows[0]["groups"]} == {"full", "recurrent"}
 
         with damaged(file):
@@ -109,18 +118,9 @@ def test_a_right_cache_is_found_right_a_wrong_one_wrong(tmp_path: Path) -> None:
 
 def test_with_a_drafter_that_looks_ahead(tmp_path: Path) -> None:
     """vLLM's own cache then ends a block before the server's."""
-    file = tmp_path / "l1"
     drafter = {"method": "eagle", "model": str(drafters.eagle_path()), "num_speculative_tokens": 3}
-    with (
-        LMCacheServer(l1_path=str(file), l1_size_gb=L1_BYTES / (1 << 30), checksums=False) as server,
-        ApiServer(
-            str(drafters.target_path("llama")),
-            server,
-            *("--speculative-config", json.dumps(drafter)),
-            text=True,
-        ) as api,
-    ):
-        url = f"http://127.0.0.1:{api.port}"
+    flags = ("--speculative-config", json.dumps(drafter))
+    with serving(tmp_path, str(drafters.target_path("llama")), *flags) as (_, url, file):
         code, out, err = verify(url, "--tokens", "400", "--tokens", "1300")
         assert code == 0, out + err
         shares = re.search(
@@ -142,15 +142,12 @@ def test_with_a_drafter_that_looks_ahead(tmp_path: Path) -> None:
         assert "\nWRONG: " in out, out
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["ftp://127.0.0.1"], "is not a URL"),
-        (["http://127.0.0.1:9"], "does not answer /v1/models"),
-    ],
-)
-def test_what_is_no_engine_is_one_sentence(flags: list[str], sentence: str) -> None:
-    code, out, err = verify(*flags)
-    assert (code, out) == (1, "")
-    assert sentence in err
-    assert len(err.splitlines()) == 1
+def test_what_is_no_engine_is_one_sentence() -> None:
+    for url, sentence in (
+        ("ftp://127.0.0.1", "is not a URL"),
+        ("http://127.0.0.1:9", "does not answer /v1/models"),
+    ):
+        code, out, err = verify(url)
+        assert (code, out) == (1, "")
+        assert sentence in err
+        assert len(err.splitlines()) == 1

@@ -1,7 +1,6 @@
 """`lmcache warm`, `pin` and `inspect` with a real vLLM: what is sent, is there, and what is pinned, stays."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,21 +12,18 @@ import pytest
 from harness.api_server import ApiServer
 from harness.engine import Engine
 from harness.prompts import prompt
+from harness.served import served
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
 
-CHUNK = 128
+CHUNK = 32
 
 
 @pytest.fixture
-def server() -> Iterator[LMCacheServer]:
+def server(tmp_path: Path) -> Iterator[LMCacheServer]:
     """Room for 32 chunks of the tiny model."""
-    path = Path(f"/dev/shm/lmcache-test-{os.getpid()}-warm.l1")
-    try:
-        with LMCacheServer(l1_size_gb=4 / 1024, chunk_size=CHUNK, l1_path=path) as running:
-            yield running
-    finally:
-        path.unlink(missing_ok=True)
+    with LMCacheServer(l1_size_gb=2 / 1024, chunk_size=CHUNK, l1_path=tmp_path / "l1") as running:
+        yield running
 
 
 def lmcache(server: LMCacheServer, *arguments: str) -> tuple[int, list[str], str]:
@@ -92,7 +88,7 @@ def test_what_was_sent_ahead_is_served_to_another_engine_and_what_is_pinned_stay
 ) -> None:
     first, second, large = prompt(4 * CHUNK + 20, 1), prompt(3 * CHUNK, 2), prompt(11 * CHUNK, 3)
     file = written(tmp_path / "prompts.jsonl", first, second, first)
-    with ApiServer("llama", server) as vllm:
+    with ApiServer("llama", server, "--block-size", str(CHUNK)) as vllm:
         assert server.status()["l1"]["chunks"] == 0
         code, rows = inspected(server, file, "--model", vllm.model)
         assert (code, [row["resume_tokens"] for row in rows]) == (1, [0, 0, 0])
@@ -125,15 +121,14 @@ def test_what_was_sent_ahead_is_served_to_another_engine_and_what_is_pinned_stay
     assert server.terminate() == 0
     server.start()
     assert server.status()["pins"] == [pin], "it outlives its engine and the server"
-    with Engine("llama", server=server) as engine:
+    with Engine("llama", server=server, block_size=CHUNK) as engine:
         for number in range(8):
             engine.run(prompt(8 * CHUNK + 20, 10 + number), 1)
         assert server.status()["l1"]["chunks"] == 32
-        served = [engine.run(each) for each in (first, second)]
-        assert [each.external_tokens for each in served] == [4 * CHUNK, 2 * CHUNK]
-        assert engine.run(large, 1).external_tokens == 0, "what is not pinned was evicted"
+        pinned = [served(engine, first, 4 * CHUNK), served(engine, second, 2 * CHUNK)]
+        served(engine, large, 0, 1)  # what is not pinned was evicted
         assert lmcache(server, "unpin", "--all") == (0, ["unpinned 7 chunks"], "")
         assert server.status()["pins"] == []
         server.clear()
         assert engine.reset_prefix_cache()
-        assert [engine.run(each).output for each in (first, second)] == [each.output for each in served]
+        assert [engine.run(each).output for each in (first, second)] == [each.output for each in pinned]

@@ -7,6 +7,8 @@ goes to standard error. When the parent goes away, the whole process group is ki
 
 import faulthandler
 import json
+import logging
+import multiprocessing.context
 import os
 import queue
 import signal
@@ -40,7 +42,17 @@ class EngineProcess:
             scratch_layers.supply(scratch)
         if replaced := arguments.pop("replaced", None):
             _replace_when_loaded(Path(replaced))
+        if arguments.pop("spawns", False):
+            # The process that it was forked from has put forks in the place of what vLLM does on a CPU.
+            multiprocessing.get_context = multiprocessing.context._default_context.get_context
+        says_more = arguments.pop("says_more", False)
         self.llm = LLM(**arguments)
+        if says_more:
+            # What VLLM_LOGGING_LEVEL does, for a process that was forked when vLLM had read it.
+            logger = logging.getLogger("vllm")
+            for each in (logger, *logger.handlers):
+                each.setLevel(logging.DEBUG)
+            os.environ["VLLM_LOG_STATS_INTERVAL"] = "0.1"
         self.engine = self.llm.llm_engine
         self.numbers = iter(range(1 << 62))
         self.results: dict[str, dict[str, Any]] = {}
@@ -85,9 +97,12 @@ class EngineProcess:
         return core
 
     def _step(self) -> None:
-        for output in self.engine.step():
+        outputs = self.engine.step()
+        for output in outputs:
             if output.finished:
                 self.results[output.request_id] = self._result(output)
+        if not outputs:
+            time.sleep(IDLE_PAUSE_S)  # all requests may wait for a server or a tier
 
     def _result(self, output: Any) -> dict[str, Any]:
         completion = output.outputs[0]

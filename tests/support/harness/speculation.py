@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from harness.engine import Engine, Result
+from harness.served import held_blocks
 from harness.server import LMCacheServer
 
 NGRAM: dict[str, Any] = {"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 1}
@@ -39,6 +40,32 @@ def ask(engine: Engine, tokens: Sequence[int], length: int) -> Answer:
     return Answer(result, engine.drafts(), engine.metrics().get(name, 0.0) - before)
 
 
+def again(engine: Engine, tokens: Sequence[int], length: int, external_tokens: int) -> Answer:
+    """The answer when the engine has forgotten everything; so many tokens come from the server."""
+    assert engine.reset_prefix_cache()
+    answer = ask(engine, tokens, length)
+    assert answer.came_from == (external_tokens, 0)
+    return answer
+
+
+def own(
+    engine: Engine,
+    server: LMCacheServer,
+    tokens: Sequence[int],
+    length: int,
+    resume: int,
+    first: Sequence[int],
+    answer_tokens: int = 1,
+) -> Answer:
+    """vLLM's answer from its own prefix cache, which ends at `resume` after `first` and an answer to it."""
+    forget(engine, server)
+    ask(engine, first, answer_tokens)
+    server.clear()
+    answer = ask(engine, tokens, length)
+    assert answer.came_from == (0, resume)
+    return answer
+
+
 def forget(engine: Engine, server: LMCacheServer) -> None:
     server.clear()
     assert engine.reset_prefix_cache()
@@ -48,10 +75,7 @@ def ask_while_the_server_dies(
     engine: Engine, server: LMCacheServer, tokens: Sequence[int], length: int
 ) -> Answer:
     """The server dies between the lookup and the load. Afterwards the engine holds no block."""
-    assert engine.reset_prefix_cache()
     engine.call("kill_server_at_load", pid=server.pid)
-    failed = ask(engine, tokens, length)
-    assert failed.result.external_tokens == 0
-    info = engine.info()
-    assert info["free_blocks"] == info["num_blocks"] - 1
+    failed = again(engine, tokens, length, 0)
+    assert held_blocks(engine) == 0
     return failed
