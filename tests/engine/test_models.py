@@ -10,6 +10,7 @@ import pytest
 from harness.engine import Engine
 from harness.lanes import all_but
 from harness.prompts import prompt
+from harness.served import chunk_size, served
 from harness.server import LMCacheServer
 
 CASES = {
@@ -37,14 +38,10 @@ CASES = {
 }
 
 
-def chunk_size(server: LMCacheServer) -> int:
-    return int(next(each for each in server.status()["namespaces"] if each["engines"])["chunk_size"])
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[LMCacheServer]:
     # As users run it: the pieces of all objects are computed at once, which --checksums does not do.
-    with LMCacheServer(l1_size_gb=0.5, checksums=False) as running:
+    with LMCacheServer(l1_size_gb=0.2, checksums=False) as running:
         yield running
 
 
@@ -58,13 +55,15 @@ SCRATCH = {
 Exp."""
 
 
-# Of blocks of another size, one model of each kind is enough every time.
-@pytest.mark.parametrize("case", all_but(CASES, "gemma4-32", "gptoss-32", "llama4-32", "qwen35-32"))
+# Of blocks of another size, a model with windows and a recurrent one are enough every time.
+@pytest.mark.parametrize(
+    "case", all_but(CASES, *(f"{each}-32" for each in ("gemma4", "gptoss", "llama4", "qwen35", "falconh1")))
+)
 def test_model_is_restored_exactly(server: LMCacheServer, case: str) -> None:
     check_model(server, case.removesuffix("-32"), CASES[case])
 
 
-@pytest.mark.parametrize("case", SCRATCH)
+@pytest.mark.parametrize("case", all_but(SCRATCH, "gemma3-ring", "qwen3next-ring"))
 def test_groups_that_no_other_request_may_use_are_left_out(server: LMCacheServer, case: str) -> None:
     model, kinds = SCRATCH[case]
     with Engine(model, server=server, scratch=kinds) as engine:
@@ -83,22 +82,18 @@ def check_model(server: LMCacheServer, model: str, options: dict[str, Any]) -> N
         chunk = chunk_size(server)
         assert chunk % unified == 0
         assert engine.compare_stored(prompt(2 * chunk + 40, 3), 2 * chunk) > 10_000
-        cached = prompt(4 * chunk + min(20, unified // 2), 1)
+        stored = 3 * chunk
+        cached = prompt(stored + min(20, unified // 2), 1)
         cold = engine.run(cached)
         assert cold.external_tokens == cold.local_tokens == 0
 
         # Where a resume starts changes the rounding, with or without a server. So an output must equal what
         # the engine computes from its own prefix cache, resumed at the same token.
         own = engine.run(cached)
-        assert own.external_tokens == 0
-        assert own.local_tokens == 4 * chunk
+        assert (own.external_tokens, own.local_tokens) == (0, stored)
 
         # All of it from the server.
-        assert engine.reset_prefix_cache()
-        restored = engine.run(cached)
-        assert restored.external_tokens == 4 * chunk
-        assert restored.local_tokens == 0
-        assert restored.output == own.output
+        assert served(engine, cached, stored).output == own.output
 
         # The restored pages are what the output comes from: with them overwritten it changes.
         engine.corrupt_kv()
@@ -115,17 +110,14 @@ def check_model(server: LMCacheServer, model: str, options: dict[str, Any]) -> N
 
         # A growing conversation: the answer and a new question on top of what is stored.
         longer = [*cached, *cold.tokens, *prompt(300, 2)]
-        assert engine.reset_prefix_cache()
-        grown = engine.run(longer)
-        assert grown.external_tokens == 4 * chunk
+        grown = served(engine, longer, stored)
         server.clear()
         assert engine.reset_prefix_cache()
         engine.run(cached)
         engine.run(cached)
         server.clear()
         local = engine.run(longer)
-        assert local.external_tokens == 0
-        assert local.local_tokens == grown.external_tokens
+        assert (local.external_tokens, local.local_tokens) == (0, stored)
         assert grown.output == local.output
 
 
@@ -135,13 +127,12 @@ def test_mla_is_stored_as_it_was_computed(server: LMCacheServer) -> None:
     with Engine("dsv2", server=server) as engine:
         chunk = chunk_size(server)
         assert engine.compare_stored(prompt(2 * chunk + 40, 3), 2 * chunk) > 10_000
-        assert engine.reset_prefix_cache()
-        assert engine.run(prompt(2 * chunk + 40, 3)).external_tokens == 0
+        served(engine, prompt(2 * chunk + 40, 3), 0)
 
 
 def test_a_window_larger_than_the_chunk() -> None:
     with (
-        LMCacheServer(l1_size_gb=0.2, chunk_size=64) as server,
+        LMCacheServer(l1_size_gb=0.1, chunk_size=64) as server,
         Engine("gemma3", server=server, block_size=32) as engine,
     ):
         assert chunk_size(server) == 64
@@ -151,11 +142,87 @@ def test_a_window_larger_than_the_chunk() -> None:
         assert own.local_tokens == 64 * 11
         for length in (64 * 3, 64 * 7, 64 * 11):
             # The first prompt to part there leaves its window to the second.
-            for number in range(2):
-                assert engine.reset_prefix_cache()
-                part = engine.run([*cached[:length], *prompt(40, length + number)])
-            assert part.external_tokens == length
+            assert engine.reset_prefix_cache()
+            engine.run([*cached[:length], *prompt(40, length)])
+            served(engine, [*cached[:length], *prompt(40, length + 1)], length)
+        assert served(engine, cached, 64 * 11).output == own.output
+
+
+# Windows and states are stored where requests resume: at ends of prompts and where prompts part.
+FORKS = ("gemma3", "gptoss", "llama4", "qwen3next", "falconh1")
+
+
+@pytest.mark.parametrize("model", all_but(FORKS, "gptoss", "llama4", "falconh1"))
+def test_a_conversation_a_new_answer_and_a_second_fork_are_served(server: LMCacheServer, model: str) -> None:
+    server.clear()
+    with Engine(model, server=server, **CASES[f"{model}-32"]) as engine:
+        chunk = chunk_size(server)
+        first = prompt(3 * chunk + 20, 1)
+        asked = engine.run(first, 4)
+
+        # The same prompt again, as for another answer, and the next turn of the conversation. Where a resume
+        # starts changes the rounding; the same prompt was computed from its beginning.
+        assert served(engine, first, 3 * chunk, 4).output == asked.output
+        turn = [*first, *asked.tokens, *prompt(2 * chunk, 2)]
+        for resumed in (3 * chunk, len(turn) // chunk * chunk):
+            served(engine, turn, resumed, 4)
+
+        # Two chunks are shared by all of these. The first to part finds nobody's window or state there, and
+        # leaves its own to the others.
+        shared = 2 * chunk
+        parting = [[*first[: shared + 5], *prompt(chunk, 10 + i)] for i in range(3)]
         assert engine.reset_prefix_cache()
-        restored = engine.run(cached)
-        assert restored.external_tokens == 64 * 11
-        assert restored.output == own.output
+        engine.run(parting[0])
+        served(engine, parting[1], shared)
+        third = served(engine, parting[2], shared)
+
+        server.clear()
+        assert engine.reset_prefix_cache()
+        engine.run(parting[0])
+        engine.run(parting[1])
+        server.clear()
+        local = engine.run(parting[2])
+        assert (local.external_tokens, local.local_tokens) == (0, shared)
+        assert third.output == local.output
+
+
+def test_a_prompt_that_left_the_engines_own_cache_leaves_a_fork(server: LMCacheServer) -> None:
+    """The server has lost what the engine still has: the next to share it resumes there, from the server."""
+    server.clear()
+    with Engine("gemma3", server=server, block_size=32) as engine:
+        chunk = chunk_size(server)
+        first = prompt(4 * chunk + 5, 3)
+        engine.run(first, 1)
+        server.clear()
+        parting = [[*first[:-5], *prompt(3 * chunk + 5, 20 + i)] for i in range(2)]
+        assert engine.run(parting[0]).local_tokens == 4 * chunk
+        restored = served(engine, parting[1], 4 * chunk)
+        server.clear()
+        served(engine, first, 0, 1)
+        server.clear()
+        local = engine.run(parting[1])
+        assert (local.external_tokens, local.local_tokens) == (0, 4 * chunk)
+        assert restored.output == local.output
+
+
+def test_everything_is_stored_when_the_user_says_so(server: LMCacheServer) -> None:
+    stored, parted = {}, {}
+    for everything in (False, True):
+        server.clear()
+        settings = {"lmcache.mp.store_everything": everything}
+        with Engine("gemma3", server=server, block_size=32, extra_config=settings) as engine:
+            chunk = chunk_size(server)
+            first = prompt(5 * chunk + 5, 4)
+            engine.run(first, 1)
+            stored[everything] = server.status()["l1"]["ready_bytes"]
+            parting = [*first[: 2 * chunk], *prompt(chunk, 5)]
+            parted[everything] = served(engine, parting, 2 * chunk if everything else 0)
+    # With a snapshot at every boundary, vLLM resumes there by itself.
+    with Engine("gemma3", block_size=32, prefix_cache_retention_interval=None) as alone:
+        assert alone.run(parting).output == parted[False].output
+        assert alone.reset_prefix_cache()
+        alone.run(first, 1)
+        local = alone.run(parting)
+        assert local.local_tokens == 2 * chunk
+    assert parted[True].output == local.output, "what was restored is what was computed"
+    assert stored[True] > 1.5 * stored[False]

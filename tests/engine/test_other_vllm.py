@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import pytest
 from harness.engine import Engine
 from harness.other_vllm import other_vllm, run_python
 from harness.prompts import prompt
+from harness.served import served
 from harness.server import LMCacheServer
 from vllm import __version__ as VLLM_VERSION
 
@@ -15,9 +17,8 @@ CACHED = prompt(700, 1)
 
 def not_cached(server: LMCacheServer, engine: Engine) -> str:
     """Why this engine is not cached, as the server's status says, once everybody says the same."""
-    assert engine.run(CACHED).external_tokens == 0
-    assert engine.reset_prefix_cache()
-    assert engine.run(CACHED).external_tokens == 0
+    for _ in range(2):
+        served(engine, CACHED, 0)
     server.wait_for_status(lambda status: [each["role"] for each in status["sessions"]] == ["not cached"])
     (session,) = server.status()["sessions"]
     reason = str(session["not_cached"])
@@ -35,19 +36,16 @@ def test_an_engine_of_a_newer_vllm_starts_uncached_and_is_served_where_its_user_
     server: LMCacheServer, tmp_path: Path
 ) -> None:
     newer = {"PYTHONPATH": str(other_vllm(tmp_path, "0.34.0"))}
-    with Engine("llama", server=server, env=newer) as engine:
+    with Engine("llama", server=server, env=newer, cold=False) as engine:
         assert not_cached(server, engine) == untested("0.34.0")
     anyway = {"lmcache.mp.untested_vllm": True}
-    with Engine("llama", server=server, env=newer, extra_config=anyway) as engine:
-        cold = engine.run(CACHED)
-        assert cold.external_tokens == 0
-        assert engine.reset_prefix_cache()
-        restored = engine.run(CACHED)
-        assert restored.external_tokens == 512
-        assert restored.output == cold.output
+    with Engine("llama", server=server, env=newer, cold=False, extra_config=anyway) as engine:
+        cold = served(engine, CACHED, 0)
+        assert served(engine, CACHED, 512).output == cold.output
         assert {each["vllm_version"] for each in server.status()["sessions"]} >= {"0.34.0"}
 
 
+@pytest.mark.long  # that it is missed: test_versions.py
 def test_an_engine_whose_vllm_lost_a_method_starts_uncached(server: LMCacheServer, tmp_path: Path) -> None:
     base = "distributed/kv_transfer/kv_connector/v1/base.py"
     gone = {base: ("def bind_gpu_block_pool(self, gpu_block_pool:", "def gone(self, gpu_block_pool:")}

@@ -9,7 +9,6 @@ changes no token, because the target verifies each draft.
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -19,8 +18,9 @@ from harness.drafters import target_path
 from harness.engine import MODEL_DEFAULTS, Engine, Result
 from harness.lanes import all_but
 from harness.prompts import prompt
+from harness.served import served, step_output
 from harness.server import LMCacheServer
-from harness.speculation import NGRAM, Answer, ask, ask_while_the_server_dies, forget
+from harness.speculation import NGRAM, again, ask, ask_while_the_server_dies, forget, own
 from vllm import EngineArgs, SamplingParams
 from vllm import __version__ as VERSION
 from vllm.v1.request import Request
@@ -101,23 +101,6 @@ KINDS = (
 )
 
 
-def own(
-    engine: Engine,
-    server: LMCacheServer,
-    tokens: Sequence[int],
-    resume: int,
-    first: Sequence[int],
-    answer_tokens: int = 1,
-) -> Answer:
-    """vLLM's answer from its own prefix cache, which ends at `resume` after `first` and an answer to it."""
-    forget(engine, server)
-    engine.run(first, answer_tokens)
-    server.clear()
-    answer = ask(engine, tokens, ANSWER)
-    assert answer.came_from == (0, resume)
-    return answer
-
-
 def preempted(engine: Engine, stranger: Sequence[int], tokens: Sequence[int]) -> list[Result]:
     """The answers to a prompt that is computed and one that is restored; vLLM preempts one of them."""
     for _ in range(5):  # if the load takes long, the other answer is complete before
@@ -135,12 +118,12 @@ def server() -> Iterator[LMCacheServer]:
         yield running
 
 
-# The server sees nothing in them that it does not see in the others: EAGLE's KV cache, several modules, or no
-# KV cache of a drafter at all, beside full attention or windows.
-LONG = ("llama, EAGLE-3", "llama, DFlash", "llama, Medusa", "llama, suffix", "MiMo, MTP", "gptoss, n-gram")
+# The server sees nothing in the others that it does not see in these: the KV cache of a drafter, several
+# modules, or no KV cache of a drafter at all, beside full attention or windows.
+SHORT = ("llama, EAGLE", "MiMo, three MTP modules", "gemma3, n-gram")
 
 
-@pytest.mark.parametrize("name", all_but(KINDS, *LONG))
+@pytest.mark.parametrize("name", all_but(KINDS, *(set(KINDS) - set(SHORT))))
 def test_target_and_drafter_are_restored_exactly(server: LMCacheServer, name: str) -> None:
     if name == "llama, Medusa" and not HAS_MEDUSA:
         pytest.skip("vLLM 0.33 has no Medusa heads")
@@ -168,9 +151,7 @@ def test_target_and_drafter_are_restored_exactly(server: LMCacheServer, name: st
         for other in others:  # the first prompt to part there leaves its window to the second
             engine.run([*other[:-100], *prompt(100, 9)], 1)
         aside = ask(engine, others[1], ANSWER)
-        assert engine.reset_prefix_cache()
-        restored = ask(engine, tokens, ANSWER)
-        assert restored.came_from == (4 * CHUNK, 0)
+        restored = again(engine, tokens, ANSWER, 4 * CHUNK)
         # What was restored is what target and drafter read.
         engine.corrupt_kv()
         corrupted = [ask(engine, each, ANSWER) for each in (tokens, others[1])]
@@ -188,38 +169,31 @@ def test_target_and_drafter_are_restored_exactly(server: LMCacheServer, name: st
         # A conversation that went on.
         assert engine.reset_prefix_cache()
         longer = [*tokens, *engine.run(tokens, LONG_ANSWER).tokens, *prompt(CHUNK - LONG_ANSWER, 2)]
-        assert engine.reset_prefix_cache()
-        grown = ask(engine, longer, ANSWER)
-        assert grown.result.external_tokens == 5 * CHUNK
+        grown = again(engine, longer, ANSWER, 5 * CHUNK)
 
         # A prompt that shares only the beginning, and parts from the stored one where a chunk ends, or later.
         # A drafter's last slots can depend on tokens behind the page.
-        shared = []
-        for number, other in enumerate(others):
-            assert engine.reset_prefix_cache()
-            answer = ask(engine, other, ANSWER)
-            shared.append(answer)
-            assert answer.result.external_tokens == CHUNK * (1 if kind.lookahead and not number else 2)
+        resumed = [CHUNK if kind.lookahead else 2 * CHUNK, 2 * CHUNK]
+        shared = [again(engine, other, ANSWER, at) for other, at in zip(others, resumed, strict=True)]
 
         several = [tokens, longer, *others]
         assert engine.reset_prefix_cache()
         together = engine.generate(several, ANSWER)
         assert all(each.external_tokens > 0 for each in together)
 
-        alone = own(engine, server, tokens, 4 * CHUNK, tokens)
+        alone = own(engine, server, tokens, ANSWER, 4 * CHUNK, tokens)
         drafted = sum(map(len, cold.drafts))
         print(f"{name}: of {drafted} drafts, accepted cold, from vLLM's cache and restored:", end=" ")
         print(*(f"{each.accepted:g}" for each in (cold, alone, restored)))
         assert restored.all == mixed.all == alone.all
         # Pages of an answer are rounded as steps of its tokens are, which a prompt's are not.
-        assert grown.all == own(engine, server, longer, 5 * CHUNK, tokens, LONG_ANSWER).all
-        for other, answer in zip(others, shared, strict=True):
-            resume = answer.result.external_tokens
+        assert grown.all == own(engine, server, longer, ANSWER, 5 * CHUNK, tokens, LONG_ANSWER).all
+        for other, answer, resume in zip(others, shared, resumed, strict=True):
             # A model with windows keeps one only at the end of the prompt that came first.
             first = tokens if is_one_group and not kind.lookahead else other[: resume + 1]
             if kind.ends_early:
                 first = other[: resume + BLOCK + kind.lookahead]
-            assert answer.all == own(engine, server, other, resume, first).all
+            assert answer.all == own(engine, server, other, ANSWER, resume, first).all
         right = [each.result for each in (alone, grown, *shared)]
         assert [each.tokens for each in together] == [each.tokens for each in right]
         # Prompts that share short steps are cut elsewhere, and may round otherwise.
@@ -247,6 +221,7 @@ def test_target_and_drafter_are_restored_exactly(server: LMCacheServer, name: st
     server.restart()
 
 
+@pytest.mark.long
 def test_the_pages_of_a_head_are_stored_with_those_of_mla() -> None:
     """By their bytes alone: the CPU backend of vLLM cannot resume MLA, so the connector does not load it."""
     target, drafter = str(drafters.deepseek_path()), {"method": "mtp", "num_speculative_tokens": 1}
@@ -262,6 +237,7 @@ def test_the_pages_of_a_head_are_stored_with_those_of_mla() -> None:
         assert namespace["lookahead_tokens"] == 1
 
 
+@pytest.mark.long  # that it is refused: test_speculation_recurrent.py
 def test_an_engine_whose_draft_model_overwrites_pages_is_not_cached() -> None:
     """vLLM gives it the blocks of the model's first group. Its answers are wrong without a connector, too."""
     target, draft = str(target_path("gptoss")), str(drafters.draft_model_path("gptoss"))
@@ -275,8 +251,7 @@ def test_an_engine_whose_draft_model_overwrites_pages_is_not_cached() -> None:
             answers["draft model"] = engine.run(prompt(CHUNK, 1), ANSWER).tokens
             reason = "a draft model beside a model with several KV cache groups"
             assert f"this engine is not cached, because it has {reason}" in engine.log.read_text()
-            assert engine.reset_prefix_cache()
-            assert engine.run(prompt(CHUNK, 1)).external_tokens == 0
+            served(engine, prompt(CHUNK, 1), 0)
     assert answers["none"] == answers["ngram"]
     # As soon as this fails, vLLM has mended it, and the cache can serve such engines.
     assert answers["none"] != answers["draft model"]
@@ -305,14 +280,8 @@ def test_a_chunk_is_stored_once_the_tokens_that_its_key_covers_are_known() -> No
     offers = Offers((GroupSpec(FULL, 16, 0, "", ()),), (), None)
 
     def step(computed: int, scheduled: int) -> int:
-        output: Any = SimpleNamespace(
-            num_scheduled_tokens={"r": scheduled},
-            scheduled_new_reqs=[],
-            scheduled_cached_reqs=SimpleNamespace(req_ids=["r"], num_computed_tokens=[computed]),
-            kv_connector_block_state=SimpleNamespace(
-                get_block_ids={"r": ([1, 2, 3],)}.get, boundary_state_offloads={}
-            ),
-        )
+        tables = {"r": ([1, 2, 3],)}.get
+        output = step_output({"r": scheduled}, cached=[("r", computed)], tables=tables)
         return len(offers.of_step(output, {"r": tracked}.get))
 
     assert step(0, 32) == 1, "the token behind the second chunk is not sampled yet"

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 from harness.drafters import recurrent_path
 from harness.engine import MODEL_DEFAULTS, Engine, Result
+from harness.lanes import all_but
 from harness.prompts import prompt
+from harness.served import held_blocks, step_output
 from harness.server import LMCacheServer
-from harness.speculation import NGRAM, Answer, ask, ask_while_the_server_dies, forget
+from harness.speculation import NGRAM, Answer, again, ask, ask_while_the_server_dies, forget, own
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
@@ -54,12 +56,11 @@ def speculating(model: str, kind: str, server: LMCacheServer | None = None, **ll
 
 
 def assert_nothing_is_held(engine: Engine, server: LMCacheServer) -> None:
-    info = engine.info()
-    assert info["free_blocks"] == info["num_blocks"] - 1
+    assert held_blocks(engine) == 0
     assert server.status()["l1"]["leases"] == 0
 
 
-@pytest.mark.parametrize("model", ["qwen3next", "falconh1"])
+@pytest.mark.parametrize("model", all_but(["qwen3next", "falconh1"], "falconh1"))
 def test_what_the_harness_supplies_to_vllm_alone_is_right(model: str) -> None:
     """An answer in which drafts are accepted across the end of a block, where the kernels move states, equals
     the same answer inside one larger block, where they have nothing to do."""
@@ -90,17 +91,15 @@ def test_target_and_drafter_resume_as_from_vllms_own_cache(model: str, kind: str
             longer, grown = conversation(engine, server, tokens, end)
             # They share a beginning: the first leaves it, the second its state, the third resumes there.
             shared = [[*prompt(2 * chunk + 10, 1), *prompt(chunk + 190 + i, 10 + i)] for i in range(4)]
-            own = fork(engine, server, shared, 2 * chunk, 1 if model == "falconh1" else ANSWER)
+            right = fork(engine, server, shared, 2 * chunk, 1 if model == "falconh1" else ANSWER)
             ask(engine, tokens, ANSWER)
             assert_nothing_is_held(engine, server)
         # Another engine has few blocks, and its vLLM also offers states that drafts have made.
         with speculating(model, kind, server, num_gpu_blocks_override=40, **EVERY_STATE) as engine:
-            fresh = ask(engine, tokens, ANSWER)
-            assert fresh.came_from == (end, 0)
-            assert fresh.said == cold.said
+            assert again(engine, tokens, ANSWER, end).said == cold.said
             # With drafts, answers of Falcon-H1 depend on what else runs: see docs/speculative.md.
             if model != "falconh1":
-                crowded(engine, server, shared, own)
+                crowded(engine, server, shared, right)
             states_within_prompts(engine, server, tokens, longer, grown)
             assert_nothing_is_held(engine, server)
             failed = ask_while_the_server_dies(engine, server, tokens, ANSWER)
@@ -121,19 +120,14 @@ def test_the_head_of_qwen3next_resumes_here_and_in_another_engine() -> None:
             ask(engine, tokens, ANSWER)
             assert_nothing_is_held(engine, server)
         with speculating("qwen3next", "mtp", server) as engine:
-            fresh = ask(engine, tokens, ANSWER)
-            assert fresh.came_from == (3 * chunk, 0)
-            assert fresh.said == cold.said
+            assert again(engine, tokens, ANSWER, 3 * chunk).said == cold.said
 
 
 def resumed(engine: Engine, server: LMCacheServer, tokens: list[int], end: int) -> Answer:
-    forget(engine, server)
-    cold = ask(engine, tokens, ANSWER)
-    assert cold.came_from == (0, 0)
+    server.clear()
+    cold = again(engine, tokens, ANSWER, 0)
     assert cold.accepted > 0
-    assert engine.reset_prefix_cache()
-    restored = ask(engine, tokens, ANSWER)
-    assert restored.came_from == (end, 0)
+    restored = again(engine, tokens, ANSWER, end)
     # vLLM's own prefix cache alone.
     server.clear()
     local = ask(engine, tokens, ANSWER)
@@ -143,8 +137,7 @@ def resumed(engine: Engine, server: LMCacheServer, tokens: list[int], end: int) 
     server.clear()
     assert engine.reset_prefix_cache()
     ask(engine, tokens, ANSWER)
-    assert engine.reset_prefix_cache()
-    assert ask(engine, tokens, 1).came_from == (end, 0)
+    again(engine, tokens, 1, end)
     server.clear()
     engine.corrupt_kv()
     corrupted = ask(engine, tokens, ANSWER)
@@ -171,15 +164,8 @@ def conversation(
     forget(engine, server)
     told = ask(engine, tokens, LONG_ANSWER)
     longer = [*tokens, *told.result.tokens, *prompt(engine.info()["unified_block_size"] // 2, 2)]
-    assert engine.reset_prefix_cache()
-    grown = ask(engine, longer, ANSWER)
-    assert grown.came_from == (end, 0)
-    forget(engine, server)
-    ask(engine, tokens, LONG_ANSWER)
-    server.clear()
-    alone = ask(engine, longer, ANSWER)
-    assert alone.came_from == (0, end)
-    assert grown.said == alone.said
+    grown = again(engine, longer, ANSWER, end)
+    assert grown.said == own(engine, server, longer, ANSWER, end, tokens, LONG_ANSWER).said
     return longer, grown
 
 
@@ -191,28 +177,25 @@ def fork(
     for tokens in shared[:2]:
         ask(engine, tokens, ANSWER)
         assert engine.reset_prefix_cache()
-    third = ask(engine, shared[2], ANSWER)
-    assert third.came_from == (at, 0)
-    forget(engine, server)
-    alone = [ask(engine, shared[2], ANSWER)]
-    assert alone[0].came_from == (0, 0)
-    assert third.said == alone[0].said
+    third = again(engine, shared[2], ANSWER, at)
+    server.clear()
+    assert third.said == again(engine, shared[2], ANSWER, 0).said
     # Several at once.
     forget(engine, server)
     results = [ask(engine, tokens, ANSWER).result for tokens in shared]
     # With drafts, some answers of Falcon-H1 at once differ from those one by one, without any connector, too.
-    own = engine.generate(shared, LONG_ANSWER)
-    assert all(each.local_tokens >= at for each in own)
+    local = engine.generate(shared, LONG_ANSWER)
+    assert all(each.local_tokens >= at for each in local)
     assert engine.reset_prefix_cache()
     together = engine.generate(shared, ANSWER)
     assert all(each.external_tokens >= at for each in together)
-    for each, *right in zip(together, results, own, strict=True):
+    for each, *right in zip(together, results, local, strict=True):
         assert each.tokens[:compared] in [one.tokens[:compared] for one in right]
-    return list(zip(results, own, strict=True))
+    return list(zip(results, local, strict=True))
 
 
 def crowded(
-    engine: Engine, server: LMCacheServer, shared: list[list[int]], own: Sequence[tuple[Result, Result]]
+    engine: Engine, server: LMCacheServer, shared: list[list[int]], answers: Sequence[tuple[Result, Result]]
 ) -> None:
     """With stores and loads under way, in few blocks: vLLM preempts some, or lets them wait."""
     forget(engine, server)
@@ -220,7 +203,7 @@ def crowded(
         results = engine.generate(shared, LONG_ANSWER)
         # What a preempted request has said already, vLLM computes again as a prompt. Then it may go on with
         # another token, also without a connector. What it says first shows what it has read.
-        for each, right in zip(results, own, strict=True):
+        for each, right in zip(results, answers, strict=True):
             assert each.tokens[0] in [one.tokens[0] for one in right]
         assert engine.reset_prefix_cache()
     assert sum(each.external_tokens for each in results) > 0
@@ -234,10 +217,10 @@ def states_within_prompts(
     told = ask(engine, tokens, LONG_ANSWER)
     assert longer[len(tokens) :][:LONG_ANSWER] == list(told.result.tokens)
     assert engine.reset_prefix_cache()
-    again = ask(engine, longer, ANSWER)
-    assert again.result.local_tokens == 0
-    assert 0 < again.result.external_tokens <= len(tokens)
-    assert again.said == grown.said
+    within = ask(engine, longer, ANSWER)
+    assert within.result.local_tokens == 0
+    assert 0 < within.result.external_tokens <= len(tokens)
+    assert within.said == grown.said
 
 
 @pytest.mark.parametrize("group_id", [0, 2])
@@ -255,14 +238,7 @@ def test_a_state_is_stored_only_if_no_draft_can_have_moved_it(group_id: int) -> 
     offers.pool = pool
 
     def stored(tokens: int, group_id: int = group_id) -> int:
-        output: Any = SimpleNamespace(
-            num_scheduled_tokens={},
-            scheduled_new_reqs=[],
-            scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-            kv_connector_block_state=SimpleNamespace(
-                boundary_state_offloads={"r": [(group_id, block.block_id, tokens)]}
-            ),
-        )
+        output = step_output({}, states={"r": [(group_id, block.block_id, tokens)]})
         return len(offers.of_step(output, {"r": tracked}.get))
 
     def hashed(chunk: int) -> None:
@@ -279,51 +255,49 @@ def test_a_state_is_stored_only_if_no_draft_can_have_moved_it(group_id: int) -> 
     assert stored(32) == 0, "it is somebody else's block"
 
 
+ONE, RECURRENT_TOO = (
+    (GroupSpec(FULL, 16, 0, "", ()),),
+    (
+        GroupSpec(RECURRENT, 16, 0, "", ()),
+        GroupSpec(FULL, 16, 0, "", ()),
+    ),
+)
+SEVERAL_GROUPS = "a draft model beside a model with several KV cache groups"
+
+
 @pytest.mark.parametrize(
-    ("lookahead", "method", "reason"),
+    ("groups", "model", "method", "lookahead", "reason", "reason_before_032"),
     [
-        (1, "mtp", ""),
-        (0, "draft_model", "a draft model beside a model with several KV cache groups"),
-        (2, "mtp", "several MTP modules"),
+        (RECURRENT_TOO, "", "mtp", 1, "", "before vLLM 0.32"),
+        (RECURRENT_TOO, "", "mtp", 2, "several MTP modules", "several MTP modules"),
+        (RECURRENT_TOO, "", "draft_model", 0, SEVERAL_GROUPS, SEVERAL_GROUPS),
+        # vLLM may give it the blocks of the second group, which is of one request.
+        (ONE, "step5", "draft_model", 0, SEVERAL_GROUPS, SEVERAL_GROUPS),
+        # It keeps hashes outside of its groups.
+        (ONE, "deepseek_v41", None, 0, *["set VLLM_USE_V2_MODEL_RUNNER=1"] * 2),
     ],
 )
 def test_what_is_not_proven_is_refused(
-    lookahead: int, method: str, reason: str, monkeypatch: pytest.MonkeyPatch
+    groups: tuple[GroupSpec, ...],
+    model: str,
+    method: str | None,
+    lookahead: int,
+    reason: str,
+    reason_before_032: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    draft = SimpleNamespace(method=method)
     parallel = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
     config: Any = SimpleNamespace(
         device_config=SimpleNamespace(device_type="cpu"),
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type=model)),
         cache_config=SimpleNamespace(mamba_cache_mode="align"),
         num_prefill_lookahead_tokens=lookahead,
-        speculative_config=draft,
+        speculative_config=SimpleNamespace(method=method) if method else None,
         parallel_config=SimpleNamespace(**dict.fromkeys(parallel, 1)),
-    )
-    recurrent = (GroupSpec(RECURRENT, 16, 0, "", ()), GroupSpec(FULL, 16, 0, "", ()))
-    with pytest.raises(UnsupportedError, match=reason) if reason else contextlib.nullcontext():
-        check_supported(config, recurrent, 2)
-    monkeypatch.setattr(support, "VLLM_VERSION", "0.31.0")
-    with pytest.raises(UnsupportedError, match=reason or "before vLLM 0.32"):
-        check_supported(config, recurrent, 2)
-
-
-def test_a_draft_model_beside_a_group_of_one_request_is_refused() -> None:
-    """vLLM may give it the blocks of that group."""
-    config: Any = SimpleNamespace(
-        device_config=SimpleNamespace(device_type="cpu"),
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="step5")),
-        speculative_config=SimpleNamespace(method="draft_model"),
-    )
-    with pytest.raises(UnsupportedError, match="a draft model beside a model with several KV cache groups"):
-        check_supported(config, (GroupSpec(FULL, 16, 0, "", ()),), 2)
-
-
-def test_deepseek_v41_is_refused_where_it_keeps_hashes_outside_of_its_groups() -> None:
-    config: Any = SimpleNamespace(
-        device_config=SimpleNamespace(device_type="cpu"),
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="deepseek_v41")),
-        speculative_config=None,
         use_v2_model_runner=False,
     )
-    with pytest.raises(UnsupportedError, match="set VLLM_USE_V2_MODEL_RUNNER=1"):
-        check_supported(config, (GroupSpec(FULL, 16, 0, "", ()),), 2)
+    with pytest.raises(UnsupportedError, match=reason) if reason else contextlib.nullcontext():
+        check_supported(config, groups, 2)
+    monkeypatch.setattr(support, "VLLM_VERSION", "0.31.0")
+    with pytest.raises(UnsupportedError, match=reason_before_032):
+        check_supported(config, groups, 2)

@@ -109,7 +109,7 @@ def test_loads_and_stores_are_in_vllms_log_and_metrics(start_server: Callable[..
             engine.run(prompt(20, 2))
             return engine.metrics()[PREFIX + CONNECTED] == 0
 
-        wait_until(is_known_to_be_alone, what="the engine says that it has no server")
+        wait_until(is_known_to_be_alone, what="the engine says that it has no server", interval_s=0.3)
 
 
 def test_all_workers_and_both_sides_add_up_in_vllms_multi_connector(server: LMCacheServer) -> None:
