@@ -290,6 +290,16 @@ def test_a_chunk_is_stored_once_the_tokens_that_its_key_covers_are_known() -> No
     assert tracked.keys == keys([*range(32), 5], 1)
 
 
+def test_a_chunk_without_all_of_its_blocks_is_not_stored() -> None:
+    """vLLM puts block 0 where a request has no block."""
+    tracked = Tracked(Request("r", list(range(32)), SamplingParams(max_tokens=4), None))
+    tracked.reset(1, 16)
+    offers = Offers((GroupSpec(FULL, 16, 0, "", ()),), (), None)
+    output = step_output({"r": 32}, cached=[("r", 0)], tables={"r": ([0, 2],)}.get)
+    ((_, stored),) = offers.of_step(output, {"r": tracked}.get)
+    assert stored.block_ids == (2,)
+
+
 @mock.patch.dict(os.environ)
 # This process may have made the weights; engines start later.
 @mock.patch.object(translate, "process_started_ns", return_value=2**63)
