@@ -98,8 +98,8 @@ $(STAMPS)/nixl: Makefile | $(STAMPS)/package
 	@touch $@
 
 LANE := not long
-# Workers take one file after the other. One more than there are cores, because tests also wait.
-WORKERS := $(shell expr $$(nproc) + 1)
+# Workers take one file after the other. Two more than there are cores, because tests also wait.
+WORKERS := $(shell expr $$(nproc) + 2)
 PYTEST := -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder --durations=25
 
 test: install lint $(STAMPS)/deploy $(STAMPS)/stores $(STAMPS)/routers $(STAMPS)/mooncake $(STAMPS)/suffix $(STAMPS)/nixl

@@ -46,6 +46,7 @@ def test_the_gpu_suite_passes(tmp_path):
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith(("counters-", "memory-"))]
 
 
+@pytest.mark.long
 def test_without_batches_and_kernel_the_same_bytes_come_back(tmp_path):
     """An older driver, and no cupy."""
     environment = standin.environment(tmp_path, version=12070)
@@ -53,11 +54,13 @@ def test_without_batches_and_kernel_the_same_bytes_come_back(tmp_path):
     run(environment, "tests/gpu/test_round_trips.py", "-k", "1024 or 8192 or pins")
 
 
+@pytest.mark.long
 def test_what_is_not_pinned_yet_is_pinned_when_a_copy_needs_it(tmp_path):
     """The background is far behind."""
     run(standin.environment(tmp_path, pin_us=1_500_000), "tests/gpu/test_round_trips.py", "-k", "pins")
 
 
+@pytest.mark.long
 def test_devices_are_found_by_uuid_whatever_their_numbers_are(tmp_path):
     environment = {**standin.environment(tmp_path, devices=3), "CUDA_VISIBLE_DEVICES": "2,0,1"}
     environment["SERVER_VISIBLE_DEVICES"] = "1,2"
@@ -79,11 +82,11 @@ def test_without_a_gpu_nothing_is_pinned_and_nothing_can_be_tested(tmp_path, mon
     with started(tmp_path, monkeypatch, {"l1_size_gb": 0.05}) as server:
         server.wait_until_populated()
         assert server.status()["l1"]["pinned_bytes"] == 0
-        code, report = tested(server)
+        code, report = tried(server)
         assert (code, report["error"]) == (503, "this process sees no GPU")
 
 
-def tested(server: LMCacheServer) -> tuple[int, dict]:
+def tried(server: LMCacheServer) -> tuple[int, dict]:
     """The HTTP status and the report of a self-test of GPUs."""
     try:
         return 200, json.loads(server.get("/selftest/gpu"))
@@ -95,7 +98,7 @@ def tested(server: LMCacheServer) -> tuple[int, dict]:
 def test_the_self_test_of_gpus_takes_each_gpu_and_says_which_fails(tmp_path, monkeypatch):
     with started(tmp_path, monkeypatch, {"l1_size_gb": 0.05}, devices=2) as server:
         server.wait_until_populated()
-        code, report = tested(server)
+        code, report = tried(server)
         assert (code, report["ok"]) == (200, True), report
         assert list(report["gpus"]) == ["00FF:00:00.0", "00FF:01:00.0"]
         server.wait_at_rest()
@@ -106,7 +109,7 @@ def test_the_self_test_of_gpus_takes_each_gpu_and_says_which_fails(tmp_path, mon
         (tmp_path / "no-context-1").touch()
         server.start()
         server.wait_until_populated()
-        code, report = tested(server)
+        code, report = tried(server)
         assert (code, report["ok"], report["failed"]) == (503, False, "register")
         assert report["error"].startswith("GPU 00FF:01:00.0: the client cannot use the GPU: ")
         assert report["gpus"]["00FF:00:00.0"]["ok"]

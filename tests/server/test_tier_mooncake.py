@@ -227,19 +227,18 @@ def test_a_helper_that_is_killed_again_and_again_costs_no_frame(tmp_path: Path) 
         LMCacheServer(l1_size_gb=0.1, tier=url(master)) as server,
     ):
         pid, ended = server.pid, threading.Event()
+        loaded: list[int] = []
 
-        def work(name: int) -> int:
-            """The tokens that it loaded."""
-            engine, tokens = new_engine(server.address, f"{name}"), 0
+        def work(name: int) -> None:
+            engine = new_engine(server.address, f"{name}")
             for number in itertools.cycle(range(name * 100, name * 100 + 6)):
                 try:
-                    tokens += exercise(engine, number)
+                    loaded.append(exercise(engine, number))
                 except SystemExit as wrong_byte:
                     raise AssertionError(f"prompt {number}") from wrong_byte
                 if ended.is_set():
                     break
             engine.close()
-            return tokens
 
         pool = ThreadPoolExecutor(2)
         workers = [pool.submit(work, number) for number in (1, 2)]
@@ -247,7 +246,7 @@ def test_a_helper_that_is_killed_again_and_again_costs_no_frame(tmp_path: Path) 
         chance = random.Random(0)
         try:
             for number in itertools.count():
-                if number >= KILLS and server.tier()["read_objects"]["read"]:
+                if number >= KILLS and any(loaded) and server.tier()["read_objects"]["read"]:
                     break
                 assert not any(worker.done() for worker in workers), "a client has ended by itself"
                 last = wait_until(lambda: found if (found := helper(server)) != last else 0, 60)  # noqa: B023
@@ -257,9 +256,8 @@ def test_a_helper_that_is_killed_again_and_again_costs_no_frame(tmp_path: Path) 
                     os.kill(last, signal.SIGKILL)
         finally:
             ended.set()
-            loaded = sum(worker.result() for worker in workers)
-        assert loaded, "something was served"
+            for worker in workers:
+                worker.result()
         assert server.pid == pid
         server.wait_at_rest(timeout_s=60)
-        assert server.tier()["read_objects"]["read"], "and from the tier"
         assert restarts(server) >= KILLS // 2

@@ -84,9 +84,9 @@ def test_no_seed_gives_a_wrong_byte_a_leak_or_a_hang() -> None:
 
 
 def test_a_seed_reproduces() -> None:
-    arguments = ("--seeds", "4", "--first", "7", "--trace", "--jobs", "1")
+    arguments = ("--seeds", "2", "--first", "7", "--trace", "--jobs", "1")
     first, second = (simulate(*arguments, hash_seed=hash_seed).stdout for hash_seed in "12")
-    assert first.count(" loaded request ") > 20
+    assert first.count(" loaded request ") > 10
     timing = re.compile(r" in \d+ s")
     assert timing.sub("", first) == timing.sub("", second)
 

@@ -40,7 +40,13 @@ def test_the_plan_of_one_server_is_what_servers_of_other_sizes_hit():
 
 
 @pytest.mark.parametrize(
-    "arm", [arm for arm in admission.ARMS if arm.name in admission.BARS], ids=lambda arm: arm.name
+    "arm",
+    [
+        pytest.param(arm, marks=() if arm.name == "windows, the rule" else pytest.mark.long)
+        for arm in admission.ARMS
+        if arm.name in admission.BARS
+    ],
+    ids=lambda arm: arm.name,
 )
 def test_the_rule_gives_the_hits_of_several_times_the_memory(arm: admission.Arm) -> None:
     """Without it, .214 for windows and 554,000 frames written, and .290 for states at every chunk."""
