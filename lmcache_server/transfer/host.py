@@ -108,8 +108,16 @@ class HostMapping:
     def copy(self, pieces: Pieces, *, load: bool) -> None:
         """Copies in two threads if there is enough for both, because an engine waits for its loads and cannot
         reuse the blocks of its stores until they have ended."""
-        self._check_address_space()
-        self._copy(pieces, load=load)
+        half, parts = int(np.searchsorted(np.cumsum(pieces.length), pieces.num_bytes // 2)), [pieces]
+        if half and pieces.num_bytes >= 2 * MIN_SHARE_BYTES:
+            parts = [Pieces(*(array[at] for array in pieces)) for at in (slice(half), slice(half, None))]
+        others = [self._second.submit(self._copy_part, part, load) for part in parts[1:]]
+        try:
+            self._copy_part(parts[0], load)
+        finally:
+            wait(others)
+        for other in others:
+            other.result()
         # If the process executed another program meanwhile, these bytes may not be the client's.
         self._check_address_space()
 
@@ -121,19 +129,9 @@ class HostMapping:
                     return
             raise CopyError(f"process {self._memory.pid} no longer has the memory that it registered")
 
-    def _copy(self, pieces: Pieces, *, load: bool) -> None:
-        half = int(np.searchsorted(np.cumsum(pieces.length), pieces.num_bytes // 2))
-        if pieces.num_bytes < 2 * MIN_SHARE_BYTES or not half:
-            copy(self._memory.pid, pieces, load=load)
-            return
-        first = Pieces(*(array[:half] for array in pieces))
-        second = Pieces(*(array[half:] for array in pieces))
-        other = self._second.submit(copy, self._memory.pid, second, load=load)
-        try:
-            copy(self._memory.pid, first, load=load)
-        finally:
-            wait([other])
-        other.result()
+    def _copy_part(self, part: Pieces, load: bool) -> None:
+        self._check_address_space()
+        copy(self._memory.pid, part, load=load)
 
     def num_begun(self, *, load: bool) -> int:
         return 0

@@ -56,7 +56,7 @@ BLOCKS = 2048
 PROMPT_TOKENS = 2 * CHUNK_SIZE + 8
 LONGEST_CALL_S = 4.0
 """Every deadline below is shorter, and a call that waited for one of the server's 5 to 60 s would show."""
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 Value = TypeVar("Value")
 
 

@@ -56,8 +56,7 @@ def test_pages_come_back_and_everything_is_given_back(start_server, make_engine,
         assert (counted.mappings, counted.reservations, counted.handles) == (1, 1, 0)
     engine.worker.close()
     server.wait_at_rest(1)
-    if (counted := counters(server)) is not None:
-        assert (counted.mappings, counted.reservations, counted.handles) == (0, 0, 0)
+    wait_until(lambda: is_unmapped(counters(server)))
     before = device_bytes()
     engine.export.close()
     engine._keeper.sleep()
@@ -86,11 +85,11 @@ def test_a_worker_that_is_killed_is_unmapped(server_of_workers, stack, counters,
     what = "all but 1 GiB, for a context, is free again"
     wait_until(lambda: device_bytes() >= free_bytes - (1 << 30), 10.0, what)
 
-    def is_given_back() -> bool:
-        counted = counters(server)
-        return counted is None or (counted.mappings, counted.reservations, counted.handles) == (0, 0, 0)
+    wait_until(lambda: is_unmapped(counters(server)), what="the server has let go of the memory")
 
-    wait_until(is_given_back, 10.0, "the server has let go of the memory")
+
+def is_unmapped(counted: Any) -> bool:
+    return counted is None or (counted.mappings, counted.reservations, counted.handles) == (0, 0, 0)
 
 
 def refusal(engine: GpuEngine, change: Callable[[Memory], Memory] = lambda honest: honest) -> str:
@@ -132,8 +131,7 @@ def test_what_fails_half_way_leaves_nothing(start_server, make_engine, counters,
     forbidden(call)
     assert f"cannot use the worker's GPU ({call}: " in refusal(engine)
     server.wait_at_rest(1)
-    counted: Any = counters(server)
-    assert (counted.mappings, counted.reservations, counted.handles) == (0, 0, 0)
+    wait_until(lambda: is_unmapped(counters(server)))
     wait_until(lambda: descriptors(server.pid) <= before, 10.0, "the descriptors are closed")
 
 
@@ -181,8 +179,7 @@ def test_a_client_may_name_any_descriptor_and_any_size(start_server, make_engine
     assert file.read() == bytes(4 << 20), "nothing is written to what is no memory of a GPU"
     file.close()
     server.wait_at_rest(1)
-    if (counted := counters(server)) is not None:
-        assert (counted.mappings, counted.reservations, counted.handles) == (0, 0, 0)
+    wait_until(lambda: is_unmapped(counters(server)))
     wait_until(lambda: descriptors(server.pid) <= before, 10.0, "the descriptors are closed")
     engine = make_engine(server).start()
     keys, pages = stored_prompt(engine, 3, list(range(1, 16)), 1)
