@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST, NEWEST = "0.31.0", "0.33.0"
-HISTORIES = 100
+HISTORIES = 40
 MODELS = ("llama", "gemma3", "gemma4-32", "gptoss", "llama4", "qwen3next", "qwen35", "falconh1")
 TESTS = (
     "test_versions.py",
