@@ -70,7 +70,6 @@ def test_no_seed_gives_a_wrong_byte_a_leak_or_a_hang() -> None:
         "loads from another engine",
         # Engines that are alike share pages, though others of their model's name are not.
         "loads from another engine among unlike ones",
-        "loads from another engine by a tier among unlike ones",
     ):
         assert counts[what] > SEEDS / 50, result.stdout
     for what in (
@@ -84,9 +83,12 @@ def test_no_seed_gives_a_wrong_byte_a_leak_or_a_hang() -> None:
 
 
 def test_a_seed_reproduces() -> None:
-    arguments = ("--seeds", "2", "--first", "7", "--trace", "--jobs", "1")
+    """In this one, engines among unlike ones load what others have stored from a tier, which is rare. If a
+    change of the simulation loses that, take another."""
+    arguments = ("--seeds", "1", "--first", "777051", "--trace", "--jobs", "1")
     first, second = (simulate(*arguments, hash_seed=hash_seed).stdout for hash_seed in "12")
     assert first.count(" loaded request ") > 10
+    assert re.search("[1-9][0-9]* loads from another engine by a tier among unlike ones", first)
     timing = re.compile(r" in \d+ s")
     assert timing.sub("", first) == timing.sub("", second)
 
