@@ -10,7 +10,7 @@ help:
 	@echo "make install   create .venv and install vLLM (CPU build unless there is one) and this package"
 	@echo "make demo      a real model through vLLM and the server, with a table of what was saved"
 	@echo "make lint      ruff and mypy"
-	@echo "make check     lint, tests/unit, tests/service and 100 simulated histories: for whoever edits"
+	@echo "make check     lint, tests/unit, tests/service and 40 simulated histories: for whoever edits"
 	@echo "make test      install, lint and the tests, as continuous integration runs them"
 	@echo "make test-all  that, and what takes long: more models, drafters and seeds, fuzzing, other versions of vLLM"
 	@echo "make stress    FILE=tests/… 20 times beside a load of eight"

@@ -57,6 +57,13 @@ def run_seeds(arguments: argparse.Namespace, seeds: range, bug: str = "") -> tup
     return sorted(failed), counts
 
 
+def print_history(seed: int) -> None:
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        print(f"history of seed {seed}:", flush=True)
+        _, wrong, counts = pool.apply(run_seed, (seed, True))
+        print(f"end of it: {sorted(counts.items())} {wrong}", flush=True)
+
+
 def of(arguments: argparse.Namespace) -> range:
     return range(arguments.first, arguments.first + arguments.seeds)
 
@@ -81,8 +88,12 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     parser.add_argument("--trace", action="store_true", help="print the history of each seed")
+    parser.add_argument("--history", type=int, help="also print the history of this seed, before the others")
     parser.add_argument("--bugs", nargs="*", help="put in these bugs, or all, and say which seed finds each")
     arguments = parser.parse_args()
+    if arguments.history is not None:
+        origins.prepare()
+        print_history(arguments.history)
     if arguments.bugs is not None:
         return find_bugs(arguments)
     started_s = time.monotonic()
