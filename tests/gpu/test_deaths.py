@@ -17,6 +17,8 @@ from worker_process import CHUNK_SIZE as WORKER_CHUNK_SIZE
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 30.0
+KILLS = int(os.environ.get("KILLS", "3"))
+READ_ROUNDS = int(os.environ.get("READ_ROUNDS", "10"))
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def start_worker(stack):
     return start
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(KILLS))
 def test_a_worker_killed_in_mid_store_is_unmapped_within_a_second(
     server_of_workers, start_worker, start_engine, device_bytes, number
 ):
@@ -95,7 +97,7 @@ def test_workers_of_three_processes_at_once(server_of_workers, start_worker, sta
     """Two that store all the time, and one whose pages must be right meanwhile."""
     workers = [start_worker(server_of_workers, f"worker-{number}") for number in range(2)]
     engine = start_engine(server_of_workers, fused(PAGE_BYTES, BLOCKS), BLOCKS, "reader")
-    for round_ in range(10):
+    for round_ in range(READ_ROUNDS):
         expected = [engine.fill(0, block, 100 * round_ + block) for block in range(1, 5)]
         own = chain(range(10_000 + round_, 10_000 + round_ + 4 * WORKER_CHUNK_SIZE), WORKER_CHUNK_SIZE)
         assert engine.store_prompt(own, [[1, 2, 3, 4]]).stored == 4

@@ -26,14 +26,15 @@ pytestmark = pytest.mark.skipif(
     standin.COMPILER is None or standin.header() is None, reason="no C++ compiler, or no cuda.h"
 )
 SUITE = "-m pytest -q -c tests/gpu/pytest.ini --rootdir=. --confcutdir=tests/gpu"
-SMALL = {"ORDER_ROUNDS": "60", "BUSY_BYTES": str(4 << 20), "BUSY_COUNT": "8"}
+SLOW = {"ORDER_ROUNDS": "60", "BUSY_BYTES": str(4 << 20), "BUSY_COUNT": "8"}
+SMALL = {"KILLS": "1", "READ_ROUNDS": "3", "LARGEST_PAGE": str(1 << 20)}
 
 
 def run(environment: dict[str, str], *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, *SUITE.split(), *(arguments or ("tests/gpu",))],
         cwd=ROOT,
-        env={**environment, **SMALL},
+        env={**SLOW, **environment},
         capture_output=True,
         text=True,
     )
@@ -41,8 +42,9 @@ def run(environment: dict[str, str], *arguments: str) -> str:
     return done.stdout
 
 
-def test_the_gpu_suite_passes(tmp_path):
-    assert "passed" in run(standin.environment(tmp_path, devices=2))
+@pytest.mark.parametrize("size", [SMALL, pytest.param({}, marks=pytest.mark.long)], ids=["small", "whole"])
+def test_the_gpu_suite_passes(tmp_path, size):
+    assert "passed" in run(standin.environment(tmp_path, devices=2) | size)
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith(("counters-", "memory-"))]
 
 

@@ -25,8 +25,8 @@ change of the simulation loses that, take another."""
 
 
 def simulated(hash_seed: int, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Prints the history of one seed, and then does what `arguments` say: most of another process's time would
-    go into the import of vLLM."""
+    """Prints the history of one seed, and then does what `arguments` say: another process would spend most of
+    its time on the import of vLLM."""
     return subprocess.run(
         [sys.executable, "-m", "simulation", "--history", str(IN_A_TIER), *arguments],
         cwd=ROOT,
