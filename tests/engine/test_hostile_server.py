@@ -8,11 +8,12 @@ request is served, and once the server is honest again the engine uses it and ho
 
 import os
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
 from lmcache_client import channel
+from lmcache_client.channel import Channel
 from lmcache_client.connector import worker as worker_side
 from lmcache_client.connector.held import HeldBlocks
 from lmcache_client.connector.metadata import StoreJob, WorkerReport
@@ -54,10 +56,9 @@ from lmcache_kernels.driver import CudaError
 
 BLOCKS = 2048
 PROMPT_TOKENS = 2 * CHUNK_SIZE + 8
-LONGEST_CALL_S = 4.0
-"""Every deadline below is shorter, and a call that waited for one of the server's 5 to 60 s would show."""
+LONGEST_WAIT_S = 0.05
+"""So long a step may wait for a reply: a server that is well answers sooner."""
 PATIENCE_S = 120.0
-Value = TypeVar("Value")
 
 
 @pytest.fixture(autouse=True)
@@ -70,15 +71,31 @@ def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"lmcache_client.engine.{name}_S", value)
 
 
-def prompt_call(function: Callable[..., Value], *arguments: Any) -> Value:
-    started_s = time.monotonic()
-    value = function(*arguments)
-    assert time.monotonic() - started_s < LONGEST_CALL_S, f"{function.__name__} waited for the server"
-    return value
+@pytest.fixture(autouse=True)
+def waits_s(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """How long the engine's thread was willing to wait for replies: in no step for long."""
+    waits, poll, wait, engine = list[float](), Channel.poll, Channel.wait, threading.current_thread()
+
+    def briefly(self: Channel, pending: Any = None, wait_s: float = 0.0) -> None:
+        if threading.current_thread() is engine:
+            waits.append(wait_s)
+        poll(self, pending, wait_s)
+
+    def until_it_comes(self: Channel, pending: Any) -> Any:
+        assert not Steps.running or threading.current_thread() is not engine
+        return wait(self, pending)
+
+    monkeypatch.setattr(Channel, "poll", briefly)
+    monkeypatch.setattr(Channel, "wait", until_it_comes)
+    yield waits
+    assert max(waits, default=0.0) <= LONGEST_WAIT_S
 
 
 class Steps:
     """Both sides of a connector, called as vLLM calls them. One group is attention, one is recurrent."""
+
+    running = False
+    """Whether the engine is in a step."""
 
     def __init__(self) -> None:
         regions = [(Region(0, start, 64, 64),) for start in (0, 64 * BLOCKS)]
@@ -121,44 +138,53 @@ class Steps:
         params = SamplingParams(max_tokens=1)
         request = Request(name, list(range(self.requests, self.requests + PROMPT_TOKENS)), params, None)
         self.scheduler.new_request(request)
-        deadline_s = time.monotonic() + PATIENCE_S
-        while (offer := prompt_call(self.scheduler.matched_tokens, request, 0))[0] is None:
-            assert time.monotonic() < deadline_s, "the engine asks for ever"
-            self.step({}, (), {})
-        tokens = offer[0]
+
+        def offered() -> tuple[int, bool] | None:
+            tokens, later = self.scheduler.matched_tokens(request, 0)
+            if tokens is None:
+                self.step({}, (), {})
+            return None if tokens is None else (tokens, later)
+
+        tokens, _ = wait_until(offered, PATIENCE_S, "the engine stops asking", 0)
         assert tokens in (0, CHUNK_SIZE, 2 * CHUNK_SIZE)
         tables = tuple([block.block_id for block in self.pool.get_new_blocks(3)] for _ in range(2))
         blocks = SimpleNamespace(get_block_ids=lambda: tables)
-        prompt_call(self.scheduler.allocated, request, blocks, tokens)
-        loaded = bool(tokens) and self._load(name, deadline_s)
+        self.scheduler.allocated(request, blocks, tokens)
+        loaded = bool(tokens) and self._load(name)
         computed = tokens if loaded else 0
         states = {} if computed == 2 * CHUNK_SIZE else {name: [(1, tables[1][1], 2 * CHUNK_SIZE)]}
         self.step({name: PROMPT_TOKENS - computed}, ((name, computed),), states, {name: tables}.get)
-        prompt_call(self.scheduler.finished, request)
+        self.scheduler.finished(request)
         self.pool.free_blocks(self.pool.blocks[i] for table in tables for i in table)
         return tokens, loaded
 
-    def _load(self, name: str, deadline_s: float) -> bool:
-        while True:
-            assert time.monotonic() < deadline_s, "the request waits for its load for ever"
-            loaded, failed = self.step({}, (), {})
-            if name in loaded:
-                return name not in failed
+    def _load(self, name: str) -> bool:
+        failed: set[str] = set()
+
+        def has_ended() -> bool:
+            loaded, lost = self.step({}, (), {})
+            failed.update(lost)
+            return name in loaded
+
+        wait_until(has_ended, PATIENCE_S, "the load has ended", 0)
+        return name not in failed
 
     def step(
         self, scheduled: dict[str, int], computed: Any, states: Any, tables: Any = {}.get
     ) -> tuple[set[str], set[str]]:
         output = step_output(scheduled, new=computed, states=states, tables=tables)
-        metadata = prompt_call(self.scheduler.step, output)
-        prompt_call(self.worker.submit, metadata.loads)
-        prompt_call(self.worker.submit, metadata.stores)
-        results = prompt_call(self.worker.collect, metadata.idle)
+        Steps.running = True
+        metadata = self.scheduler.step(output)
+        self.worker.submit(metadata.loads)
+        self.worker.submit(metadata.stores)
+        results = self.worker.collect(metadata.idle)
         report: Any = SimpleNamespace(
             finished_recving=results.loaded,
             failed_recving=results.failed,
             kv_connector_worker_meta=WorkerReport(results.settled),
         )
-        prompt_call(self.scheduler.worker_output, report)
+        self.scheduler.worker_output(report)
+        Steps.running = False
         return results.loaded, results.failed
 
     def is_served(self) -> bool:

@@ -1,6 +1,5 @@
 """The connector's worker side on a GPU: when a step's loads start, seen from the engine's stream."""
 
-import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -74,12 +73,13 @@ class Steps:
         self.zero(block)
         message = Load(name, found.lease_id, key, CHUNK_SIZE, 0, ((block,),))
         self.connector.bind_connector_metadata(StepMetadata([LoadJob(number, name, message)]))
-        deadline_s = time.monotonic() + TIMEOUT_S
-        while name not in self.loaded:
-            assert time.monotonic() < deadline_s, "the load waits for the forward pass of its step"
+
+        def is_loaded() -> bool:
             self.memset(SCRATCH, 2)
             self.collect()
-            time.sleep(0.001)
+            return name in self.loaded
+
+        wait_until(is_loaded, TIMEOUT_S, "the load has ended, during the forward pass of its step", 0.001)
         self.end()
         self.engine.end(found)
 

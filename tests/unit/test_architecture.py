@@ -103,3 +103,11 @@ def test_a_function_is_read_at_one_glance() -> None:
 def test_the_budgets_of_lines_are_kept() -> None:
     for budget, (most, _) in house.BUDGETS.items():
         assert house.lines(budget) <= most, budget
+
+
+def test_time_of_the_wall_is_read_in_one_place_of_the_tests() -> None:
+    """How long something takes depends on the machine: tests wait for events, in harness/waiting.py."""
+    reads = re.compile(r"\btime\.(monotonic|perf_counter)\(")
+    for folder in ("unit", "service", "engine", "deploy", "gpu"):
+        for path in sorted((ROOT / "tests" / folder).glob("*.py")):
+            assert not reads.search(path.read_text()), f"{path.name}: use wait_until or timed"

@@ -30,6 +30,14 @@ def wait_until(
     return value
 
 
+def timed(work: Callable[[], Value]) -> tuple[Value, float]:
+    """What `work` returns, and how many seconds it took. For what must not end too soon: how late it may end
+    depends on the machine."""
+    started_s = time.monotonic()
+    value = work()
+    return value, time.monotonic() - started_s
+
+
 def get(url: str) -> str:
     """The body at a URL; raises OSError unless the answer is a success."""
     with urllib.request.urlopen(url, timeout=10) as response:
