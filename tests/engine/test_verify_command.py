@@ -2,9 +2,8 @@
 
 import contextlib
 import json
+import os
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,18 +11,19 @@ from typing import Any
 
 from harness import drafters
 from harness.api_server import ApiServer
+from harness.processes import run_forked
 from harness.server import LMCacheServer
 
 from lmcache_server.l1.file import HEADER_BYTES
 
+COMMAND_TIMEOUT_S = 300.0
 L1_BYTES = 32 << 20
 SHARE = "([0-9]+) %"
 
 
 def lmcache(*arguments: str, server: LMCacheServer | None = None) -> tuple[int, str, str]:
-    command = [sys.executable, "-m", "lmcache_server", *arguments]
-    environment = server.environment if server else None
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    environment = server.environment if server else os.environ
+    done = run_forked("lmcache", arguments, environment, COMMAND_TIMEOUT_S)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -46,12 +46,13 @@ def serving(directory: Path, model: str, *flags: str) -> Iterator[tuple[LMCacheS
 def damaged(file: Path) -> Iterator[None]:
     """Meanwhile every byte of L1 but those of the file's header is written over, again and again."""
     stop = threading.Event()
+    wrong = bytes([60, 7]) * (L1_BYTES // 2)
 
     def write() -> None:
         with file.open("r+b") as pages:
-            while not stop.wait(0.1):
+            while not stop.wait(0.05):
                 pages.seek(HEADER_BYTES)
-                pages.write(bytes([60, 7]) * (L1_BYTES // 2))
+                pages.write(wrong)
                 pages.flush()
 
     thread = threading.Thread(target=write)
@@ -103,7 +104,7 @@ def test_a_right_cache_is_found_right_a_wrong_one_wrong(tmp_path: Path) -> None:
         assert {group["kind"] for group in rows[0]["groups"]} == {"full", "recurrent"}
 
         with damaged(file):
-            code, out, err = verify(url, "--tokens", "1300")
+            code, out, err = verify(url, "--tokens", "600")
         assert code == 1, out + err
         # Not each: what is stored anew and loaded at once may be damaged too late.
         assert "\nWRONG: " in out, out
@@ -119,7 +120,8 @@ def test_a_right_cache_is_found_right_a_wrong_one_wrong(tmp_path: Path) -> None:
 def test_with_a_drafter_that_looks_ahead(tmp_path: Path) -> None:
     """vLLM's own cache then ends a block before the server's."""
     drafter = {"method": "eagle", "model": str(drafters.eagle_path()), "num_speculative_tokens": 3}
-    flags = ("--speculative-config", json.dumps(drafter))
+    # The default lengths are parts of what the model takes, and the shortest must be more than a chunk.
+    flags = ("--speculative-config", json.dumps(drafter), "--max-model-len", "3072")
     with serving(tmp_path, str(drafters.target_path("llama")), *flags) as (_, url, file):
         code, out, err = verify(url, "--tokens", "400", "--tokens", "1300")
         assert code == 0, out + err
@@ -137,7 +139,7 @@ def test_with_a_drafter_that_looks_ahead(tmp_path: Path) -> None:
         accepted, made = report["prompts"][0]["drafts_accepted"]["served"]
         assert 0 < accepted < made
         with damaged(file):
-            code, out, err = verify(url, "--tokens", "1300")
+            code, out, err = verify(url, "--tokens", "600")
         assert code == 1, out + err
         assert "\nWRONG: " in out, out
 

@@ -1,11 +1,10 @@
 """Which vLLM is served, and whether this one has all that the connector uses."""
 
 import re
-from pathlib import Path
 
 import pytest
 from harness.api_server import ApiServer
-from harness.other_vllm import other_vllm, run_python
+from harness.changed_vllm import run_python, version, without
 from harness.server import LMCacheServer
 
 from lmcache_client.connector import surface
@@ -13,8 +12,6 @@ from lmcache_client.contract.version import VERSION, too_old, untested
 
 _TOO_OLD = """
 import sys
-import vllm
-vllm.__version__ = "0.30.1"
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.plugins import load_general_plugins
@@ -37,7 +34,7 @@ print("goes on")
 
 
 def test_a_vllm_that_is_too_old_is_refused_and_goes_on_without_the_connector() -> None:
-    done = run_python(_TOO_OLD)
+    done = run_python(_TOO_OLD, version("0.30.1"))
     assert done.returncode == 0, done.stderr
     refusal = too_old("0.30.1")
     assert done.stdout.splitlines() == [
@@ -92,19 +89,23 @@ def test_the_table_has_names_and_their_arguments() -> None:
         assert all(re.fullmatch(r"\w+|\w*\([^)]*\)", name) for name in names), names
 
 
-def test_a_name_or_an_argument_that_is_gone_is_found(tmp_path: Path) -> None:
-    replaced = {
-        "distributed/kv_transfer/kv_connector/v1/base.py": (
-            "def bind_gpu_block_pool(self, gpu_block_pool:",
-            "def bind_block_pool(self, gpu_block_pool:",
-        ),
-        "v1/core/kv_cache_manager.py": ("def get_block_ids(", "def get_ids("),
-        "v1/core/block_pool.py": ("def touch(self, blocks:", "def touch(self, pinned:"),
-        "v1/request.py": ("self.skip_reading_prefix_cache =", "self.skip_reading ="),
-        "config/kv_transfer.py": ("kv_load_failure_policy:", "load_failure_policy:"),
-    }
+_CHANGED = f"""
+{without("vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1", "bind_gpu_block_pool")}
+{without("vllm.v1.core.kv_cache_manager:KVCacheBlocks", "get_block_ids")}
+from vllm.v1.core.block_pool import BlockPool
+BlockPool.touch = lambda self, pinned: None
+from vllm.v1.request import Request
+code = Request.__init__.__code__
+names = [name.replace("skip_reading_prefix_cache", "skip_reading") for name in code.co_names]
+Request.__init__.__code__ = code.replace(co_names=tuple(names))
+from vllm.config import KVTransferConfig
+del KVTransferConfig.kv_load_failure_policy, KVTransferConfig.__annotations__["kv_load_failure_policy"]
+"""
+
+
+def test_a_name_or_an_argument_that_is_gone_is_found() -> None:
     program = "from lmcache_client.connector.surface import missing\nprint(missing())"
-    done = run_python(program, other_vllm(tmp_path, replaced=replaced))
+    done = run_python(program, _CHANGED)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(
         [

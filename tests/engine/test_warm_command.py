@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +9,14 @@ from typing import Any
 import pytest
 from harness.api_server import ApiServer
 from harness.engine import Engine
+from harness.processes import run_forked
 from harness.prompts import prompt
 from harness.served import served
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
 
 CHUNK = 32
+COMMAND_TIMEOUT_S = 300.0
 
 
 @pytest.fixture
@@ -27,9 +27,8 @@ def server(tmp_path: Path) -> Iterator[LMCacheServer]:
 
 
 def lmcache(server: LMCacheServer, *arguments: str) -> tuple[int, list[str], str]:
-    command = [sys.executable, "-m", "lmcache_server", *arguments]
-    environment = {"LMCACHE_RUNTIME_DIR": str(server.runtime_dir), "LMCACHE_PORT": str(server.port)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    environment = {**server.environment, "LMCACHE_PORT": str(server.port)}
+    done = run_forked("lmcache", arguments, environment, COMMAND_TIMEOUT_S)
     return done.returncode, done.stdout.splitlines(), done.stderr
 
 

@@ -10,6 +10,7 @@ import pytest
 import standin
 from harness import stores
 from harness.peer import Peer
+from harness.processes import run_forked
 from harness.rawclient import RawEngine, group
 from harness.server import LMCacheServer
 
@@ -35,8 +36,7 @@ on_stand_in = pytest.mark.skipif(
 
 def doctor(environment: dict[str, str], *arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
     """(exit code, checks by name)."""
-    command = [sys.executable, "-m", "lmcache_server", "doctor", "--json", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    done = run_forked("lmcache", ["doctor", "--json", *arguments], environment, 60.0)
     assert not done.stderr
     return done.returncode, {check["name"]: check for check in json.loads(done.stdout)}
 

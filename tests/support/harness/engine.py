@@ -89,8 +89,9 @@ class Engine:
 
     With `server`, LMCacheMPConnector is configured to use it; `extra_config` adds to or replaces
     kv_connector_extra_config and `connector` other fields of kv_transfer_config. `scratch` are kinds of
-    scratch_layers.py; the weights in the directory `replaced` change as soon as they are loaded. Further
-    keyword arguments go to `vllm.LLM`; None leaves vLLM's default.
+    scratch_layers.py; the weights in the directory `replaced` change as soon as they are loaded; `changed` is
+    a change to vLLM, of changed_vllm.py. Further keyword arguments go to `vllm.LLM`; None leaves vLLM's
+    default.
 
     It is forked from a process that has imported vLLM already. `cold` says whether it is started afresh
     instead; by default one is that has further variables in `env`.

@@ -42,6 +42,10 @@ class EngineProcess:
             scratch_layers.supply(scratch)
         if replaced := arguments.pop("replaced", None):
             _replace_when_loaded(Path(replaced))
+        if changed := arguments.pop("changed", None):
+            from harness import changed_vllm
+
+            changed_vllm.change(changed)
         if arguments.pop("spawns", False):
             # The process that it was forked from has put forks in the place of what vLLM does on a CPU.
             multiprocessing.get_context = multiprocessing.context._default_context.get_context

@@ -54,7 +54,7 @@ def import_for_engines() -> Callable[[Sequence[str]], int]:
     from vllm import LLM, SamplingParams  # noqa: F401
 
     import lmcache_client.connector.connector  # noqa: F401
-    from harness import engine_process, models
+    from harness import changed_vllm, engine_process, models
 
     for name in OF_AN_ENGINE:
         with contextlib.suppress(ImportError):
@@ -78,8 +78,11 @@ def import_for_engines() -> Callable[[Sequence[str]], int]:
     assert len(threads) == 1, f"{len(threads)} threads before a fork"
 
     def run(arguments: Sequence[str]) -> int:
-        """Of a model to make, its name and directory; of an engine, its settings; of another program of
-        vLLM, its module and flags."""
+        """Of a model to make, its name and directory; of an engine, its settings; of a program for a changed
+        vLLM, `-c`, the change and its text; of another program of vLLM, its module and flags."""
+        if arguments[0] == "-c":
+            changed_vllm.change("\n".join(arguments[1:]))
+            return 0
         if len(arguments) == 2:
             models.make(arguments[0], Path(arguments[1]))
             return 0

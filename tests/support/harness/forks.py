@@ -5,6 +5,7 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import select
 import shutil
 import socket
@@ -34,7 +35,15 @@ OF_ONE = (
     "VLLM_SERVER_DEV_MODE",
     "VLLM_SSM_CONV_STATE_LAYOUT",
     "PYTEST_CURRENT_TEST",
+    # What torch and vLLM set in the process that imports them, and a test may be the first to do that.
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "TILELANG_CLEANUP_TEMP_FILES",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCHINDUCTOR_COMPILE_THREADS",
+    "TRITON_CACHE_AUTOTUNING",
 )
+# cv2 puts a directory of its own before those of LD_LIBRARY_PATH when it is imported.
+_OF_CV2 = re.compile(r"[^:]*/cv2/\.\./\.\./lib64:?")
 ended_cpu_s = 0.0
 """Seconds of CPU time of all forked processes that have ended."""
 _servers: dict[tuple[str, str, tuple[tuple[str, str], ...]], str] = {}
@@ -45,9 +54,11 @@ def fork_server(kind: str, environment: Mapping[str, str]) -> str:
     environment; started when it is first asked for, ended with this process."""
     # Only of an engine, more than the interpreter itself reads variables before it is forked.
     read = {
-        name: value
+        name: without_cv2
         for name, value in environment.items()
-        if name not in OF_ONE and (kind == "engine" or name.startswith(("PYTHON", "LD_")))
+        if (without_cv2 := _OF_CV2.sub("", value) if name == "LD_LIBRARY_PATH" else value)
+        and name not in OF_ONE
+        and (kind == "engine" or name.startswith(("PYTHON", "LD_")))
     }
     # A test may have moved this process into a network of its own.
     key = kind, os.readlink("/proc/thread-self/ns/net"), tuple(sorted(read.items()))

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -93,6 +94,23 @@ def environment(changes: Mapping[str, str | None]) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("LMCACHE_")}
     merged: dict[str, str | None] = {**inherited, **ONE_THREAD, **changes}
     return {name: value for name, value in merged.items() if value is not None}
+
+
+def run_forked(
+    kind: str, arguments: Sequence[str], environment: Mapping[str, str], timeout_s: float
+) -> "subprocess.CompletedProcess[str]":
+    """What `subprocess.run` does, of a process that is forked; see forks.py."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = Forked(kind, arguments, environment, ROOT, output.fileno(), errors=errors.fileno())
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            kill_group(process)
+        said = []
+        for file in (output, errors):
+            file.seek(0)
+            said.append(file.read().decode())
+    return subprocess.CompletedProcess(arguments, code, *said)
 
 
 class ChildProcess:

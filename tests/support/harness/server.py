@@ -13,9 +13,7 @@ from typing import Any, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from harness.forks import Forked
-from harness.paths import ROOT
-from harness.processes import ChildProcess, environment, free_port, kill_group, new_log, tail
+from harness.processes import ChildProcess, environment, free_port, new_log, run_forked, tail
 from harness.waiting import PATIENCE_S, answers, get, wait_until
 
 START_TIMEOUT_S = STOP_TIMEOUT_S = PATIENCE_S
@@ -212,19 +210,7 @@ class LMCacheServer:
     def cli(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
         """Run `lmcache` with this server's port and runtime directory."""
         command = [*arguments, "--port", str(self.port)]
-        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-            process = Forked(
-                "lmcache", command, self.environment, ROOT, output.fileno(), errors=errors.fileno()
-            )
-            try:
-                code = process.wait(PATIENCE_S)
-            finally:
-                kill_group(process)
-            said = []
-            for file in (output, errors):
-                file.seek(0)
-                said.append(file.read().decode())
-        return subprocess.CompletedProcess(command, code, *said)
+        return run_forked("lmcache", command, self.environment, PATIENCE_S)
 
     def clear(self) -> None:
         """Forget everything that is cached."""
