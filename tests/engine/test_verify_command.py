@@ -104,7 +104,7 @@ def test_a_right_cache_is_found_right_a_wrong_one_wrong(tmp_path: Path) -> None:
         assert {group["kind"] for group in rows[0]["groups"]} == {"full", "recurrent"}
 
         with damaged(file):
-            code, out, err = verify(url, "--tokens", "600")
+            code, out, err = verify(url, "--tokens", "1300")
         assert code == 1, out + err
         # Not each: what is stored anew and loaded at once may be damaged too late.
         assert "\nWRONG: " in out, out
@@ -139,7 +139,7 @@ def test_with_a_drafter_that_looks_ahead(tmp_path: Path) -> None:
         accepted, made = report["prompts"][0]["drafts_accepted"]["served"]
         assert 0 < accepted < made
         with damaged(file):
-            code, out, err = verify(url, "--tokens", "600")
+            code, out, err = verify(url, "--tokens", "1300")
         assert code == 1, out + err
         assert "\nWRONG: " in out, out
 
