@@ -3,7 +3,6 @@
 import fcntl
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,6 @@ from harness.server import LMCacheServer
 from harness.waiting import wait_until
 
 from lmcache_server.net.claim import Claim
-
-
-@pytest.fixture
-def server() -> Iterator[LMCacheServer]:
-    with LMCacheServer(l1_size_gb=0.02) as running:
-        yield running
 
 
 def file(server: LMCacheServer, kind: str) -> Path:

@@ -146,21 +146,6 @@ def _link(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
-def test_a_killed_server_leaves_no_half_record(tmp_path: Path) -> None:
-    url = f"dir://{tmp_path}/tier?size_gb=1&write=commit"
-    with LMCacheServer(l1_size_gb=0.1, tier=url) as server:
-        for number in range(4):
-            engine = new_engine(server.address, f"engine {number}")
-            for prompt in range(2):
-                exercise(engine, prompt)
-            server.restart()
-        engine = new_engine(server.address, "last")
-        for prompt in range(2):
-            exercise(engine, prompt)
-        assert server.tier()["read_objects"]["damaged"] == 0
-        wait_until_frames_are_given_back(server)
-
-
 def test_a_tier_that_cannot_be_opened_ends_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "key").touch(0o600)
