@@ -12,6 +12,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from harness.processes import rss_bytes
 from harness.waiting import PATIENCE_S
 
 from lmcache_server import app
@@ -251,8 +252,7 @@ def test_the_commands_ask_a_running_server(capsys, monkeypatch, tmp_path, host, 
         assert sum("configuration: " in line for line in lines) == 1
         (warning,) = [line for line in lines if " WARNING " in line]
         assert "LMCACHE_L1_SIZE_G sets nothing: did you mean LMCACHE_L1_SIZE_GB?" in warning
-        resident = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())[1]
-        assert int(resident) * 1024 < (17 + 60) * (1 << 20), "the server is small"
+        assert rss_bytes(process.pid) < (17 + 60) * (1 << 20), "the server is small"
 
         monkeypatch.setenv("LMCACHE_PORT", PORT)  # by which the commands find it
         code, output, _ = in_process(capsys, "ping", *host)

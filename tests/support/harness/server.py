@@ -7,7 +7,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from harness.forks import Forked
 from harness.paths import ROOT
-from harness.processes import ChildProcess, environment, free_port, kill_group, new_log, tail
+from harness.processes import ChildProcess, environment, free_port, kill_group, new_log, rss_bytes, tail
 from harness.waiting import PATIENCE_S, answers, get, wait_until
 
 START_TIMEOUT_S = STOP_TIMEOUT_S = PATIENCE_S
@@ -150,8 +149,7 @@ class LMCacheServer:
 
     def rss_bytes(self) -> int:
         """Resident memory, what is populated of L1 included."""
-        text = Path(f"/proc/{self.pid}/status").read_text()
-        return int(text.split("VmRSS:")[1].split()[0]) << 10
+        return rss_bytes(self.pid)
 
     def wait_for_status(
         self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = PATIENCE_S
