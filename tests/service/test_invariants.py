@@ -1,8 +1,8 @@
 """The invariants that docs/design.md lists, by the numbers that they have there: the real router, in this
 process, with copies that end when the test says so.
 
-The second and the fourth are also in server/test_malformed.py. What can be seen of the last two in the sources is in
-unit/test_architecture.py.
+The second and the fourth are also in server/test_malformed.py. What can be seen of the last two in the
+sources is in unit/test_architecture.py.
 """
 
 import msgpack
