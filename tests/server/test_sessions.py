@@ -1,6 +1,5 @@
 """Sessions: memory must be proven, deaths and restarts are noticed, nothing is leaked."""
 
-import shutil
 import time
 from pathlib import Path
 
@@ -79,17 +78,6 @@ def test_a_client_without_a_descriptor_does_not_take_a_broken_connection_for_the
         channel.close()
 
 
-def beside(server: LMCacheServer) -> LMCacheServer:
-    """Another server at the address of one that lives: its files were removed, with its lock."""
-    other = LMCacheServer(l1_size_gb=0.05, port=server.port)
-    shutil.rmtree(other.runtime_dir)
-    other.runtime_dir, other.environment = server.runtime_dir, server.environment
-    for file in Path(server.runtime_dir).iterdir():
-        file.unlink()
-    other.start()
-    return other
-
-
 @pytest.mark.parametrize("system", [SYSTEM, Blind()], ids=["seen", "not seen"])
 def test_what_went_to_a_server_that_lives_is_not_settled_by_another_one(
     server: LMCacheServer, monkeypatch: pytest.MonkeyPatch, system: System
@@ -100,7 +88,10 @@ def test_what_went_to_a_server_that_lives_is_not_settled_by_another_one(
     first = channel.boot_id
     stop(server.pid)
     pending = channel.submit(messages.Ping(), PATIENCE_S)
-    other = beside(server)
+    other = server.beside()
+    for file in Path(server.runtime_dir).iterdir():
+        file.unlink()
+    other.start()
     try:
         with channel._lock:
             channel._break("as if it had not answered everything")

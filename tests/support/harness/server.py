@@ -247,6 +247,25 @@ class LMCacheServer:
         self.kill()
         self.start()
 
+    def beside(self) -> "LMCacheServer":
+        """Another server for the same address, not started."""
+        other = LMCacheServer(l1_size_gb=0.02, port=self.port)
+        shutil.rmtree(other.runtime_dir)
+        other.runtime_dir, other.environment = self.runtime_dir, self.environment
+        return other
+
     def _remove(self) -> None:
         self.kill()
         shutil.rmtree(self.runtime_dir, ignore_errors=True)
+
+
+def refusal(**flags: Any) -> str:
+    """The one line with which a server does not start."""
+    try:
+        with LMCacheServer(**flags):
+            raise AssertionError("it has started")
+    except RuntimeError as error:
+        said = str(error)
+    assert "did not start (exit code 2)" in said
+    assert "Traceback" not in said
+    return said.splitlines()[-1]
