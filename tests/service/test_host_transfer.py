@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import errno
+import mmap
 import os
 import random
 import subprocess
@@ -10,7 +11,6 @@ import sys
 
 import numpy as np
 import pytest
-from child_memory import ChildMemory
 from harness.processes import ChildProcess
 from harness.waiting import wait_until
 
@@ -26,9 +26,41 @@ from lmcache_server.transfer.plan import ObjectCopy, Pieces, pieces
 MIB = 1 << 20
 
 
+_CHILD = """
+import ctypes, mmap, sys
+from lmcache_client.memory.host import allow_tracer
+allow_tracer(int(sys.argv[2]))
+with open(sys.argv[1], "r+b") as file:
+    memory = mmap.mmap(file.fileno(), 0)
+print(ctypes.addressof(ctypes.c_char.from_buffer(memory)), flush=True)
+sys.stdin.read()
+"""
+
+
+class ChildMemory:
+    """`num_bytes` of the memory of a real process `pid`, at `address` there. `view` shows them here through a
+    shared file, a way that does not use the copies under test."""
+
+    def __init__(self, path, num_bytes):
+        path.write_bytes(bytes(num_bytes))
+        with path.open("r+b") as file:
+            self.view = mmap.mmap(file.fileno(), 0)
+        command = [sys.executable, "-c", _CHILD, str(path), str(os.getpid())]
+        self._process = ChildProcess("memory", command, pipes=True)
+        self.pid = self._process.pid
+        self.address = int(self._process.stdout.readline())
+
+    def end(self):
+        self._process.kill()
+
+    def close(self):
+        self.end()
+        self.view.close()
+
+
 @pytest.fixture(scope="module")
 def child(tmp_path_factory):
-    memory = ChildMemory(tmp_path_factory.mktemp("child") / "memory", 24 * MIB, os.getpid())
+    memory = ChildMemory(tmp_path_factory.mktemp("child") / "memory", 24 * MIB)
     yield memory
     memory.close()
 
@@ -140,7 +172,7 @@ def test_a_copy_that_runs_off_the_mapping_is_an_error_not_a_short_copy(child, l1
 
 
 def test_a_dead_process_has_no_access(tmp_path, l1):
-    with contextlib.closing(ChildMemory(tmp_path / "memory", MIB, os.getpid())) as child:
+    with contextlib.closing(ChildMemory(tmp_path / "memory", MIB)) as child:
         child.end()
         with pytest.raises(host.NoAccessError, match="has ended, or it is in another process namespace"):
             host.copy(child.pid, one_piece(l1.base_address, child.address, 100), load=False)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -114,6 +115,14 @@ class LMCacheServer:
     def get(self, path: str) -> str:
         """The body at an HTTP path; raises OSError unless the answer is a success."""
         return get(f"http://127.0.0.1:{self.http_port}{path}")
+
+    def selftest(self, path: str = "/selftest") -> tuple[int, Any]:
+        """The HTTP status and the report of a self-test."""
+        try:
+            return 200, json.loads(self.get(path))
+        except urllib.error.HTTPError as failure:
+            with failure:
+                return failure.code, json.loads(failure.read())
 
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics, by `name` or `name{label="value",…}` with labels in order of name, and
