@@ -276,12 +276,7 @@ def test_the_commands_ask_a_running_server(capsys, monkeypatch, tmp_path, host, 
         inspect = ("inspect", str(prompts))
         http = url.rpartition(":")[2]
         for code, said, *command in (
-            (
-                1,
-                "lmcache: nothing is pinned as 'mine': 'lmcache status' lists the names that",
-                "unpin",
-                "mine",
-            ),
+            (1, "lmcache: nothing is pinned as 'mine': 'lmcache status' lists", "unpin", "mine"),
             (1, no_engine, *inspect),
             (1, no_engine, *inspect, "--salt-file", str(prompts)),
             (1, "lmcache: /dev/null is empty: write the cache_salt", *inspect, "--salt-file", "/dev/null"),

@@ -53,8 +53,7 @@ def test_invariant_1_free_reserved_and_ready_frames_are_all_frames(desk: Desk) -
 def test_invariant_1_no_lease_is_left_when_nobody_is_connected(desk: Desk) -> None:
     for who in range(4):
         desk.join(who)
-    desk.ask(0, store(1))
-    desk.end_copies()
+    desk.stored(1)
     founds = [desk.lookup(who, 1) for who in range(4)]
     assert desk.target.cache.num_leases == 4
     assert desk.ask(0, load(founds[0], 1)) is None
