@@ -81,7 +81,7 @@ def test_a_store_that_fails_costs_a_bounded_time_and_is_used_again(
     server.restart()
     engine = new_engine(server.address, "during")
     with contextlib.ExitStack() as failing:
-        for process in processes:
+        for process in reversed(processes):  # the first is the first to come back
             failing.enter_context(process.failing(way))
         # Until the breaker opens, requests wait, but not beyond their limit; all bytes are right.
         for number in range(2, 8):
