@@ -42,12 +42,8 @@ chain = tuple(number.to_bytes(32, "big") for number in range(1 << 16))
 
 
 def message(number):
-    if kind == "lookup":
-        return peer.lookup()
     if kind == "long lookup":
         return Lookup("r", peer.keys + chain[2:], 0, 256 * len(chain), 256 * len(chain) + 1)
-    if kind == "store":
-        return peer.store()
     if kind == "new store":
         key = number.to_bytes(32, "little")
         return Store((messages.StoreObject(key, ROOT_KEY, 0, 0, peer.chunk_blocks(0)),))
@@ -56,7 +52,8 @@ def message(number):
     if kind == "register":
         tag = messages.ModelTag("m", (("weights", f"{number}"),), 1, 1)
         return Register("flooder", 0, tag, peer.geometry, peer.host_memory())
-    return {"status": Status(), "ping": Ping(), "clear": Clear(everything=True)}[kind]
+    plain = {"status": Status(), "ping": Ping(), "clear": Clear(everything=True)}
+    return plain[kind] if kind in plain else peer.message(kind)
 
 
 def drain():

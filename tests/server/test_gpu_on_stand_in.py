@@ -4,12 +4,10 @@ It shows that calls, handles, order, deaths and refusals are right as far as the
 nothing about a GPU: see tests/support/standin/cuda.cpp.
 """
 
-import json
 import os
 import subprocess
 import sys
 import tempfile
-import urllib.error
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +15,7 @@ from pathlib import Path
 import pytest
 import standin
 from harness.paths import ROOT, SUPPORT
-from harness.server import LMCacheServer
+from harness.server import LMCacheServer, refusal
 from harness.waiting import wait_until
 
 from lmcache_server.host import machine, preflight
@@ -84,23 +82,14 @@ def test_without_a_gpu_nothing_is_pinned_and_nothing_can_be_tested(tmp_path, mon
     with started(tmp_path, monkeypatch, {"l1_size_gb": 0.05}) as server:
         server.wait_until_populated()
         assert server.status()["l1"]["pinned_bytes"] == 0
-        code, report = tried(server)
+        code, report = server.selftest("/selftest/gpu")
         assert (code, report["error"]) == (503, "this process sees no GPU")
-
-
-def tried(server: LMCacheServer) -> tuple[int, dict]:
-    """The HTTP status and the report of a self-test of GPUs."""
-    try:
-        return 200, json.loads(server.get("/selftest/gpu"))
-    except urllib.error.HTTPError as failure:
-        with failure:
-            return failure.code, json.loads(failure.read())
 
 
 def test_the_self_test_of_gpus_takes_each_gpu_and_says_which_fails(tmp_path, monkeypatch):
     with started(tmp_path, monkeypatch, {"l1_size_gb": 0.05}, devices=2) as server:
         server.wait_until_populated()
-        code, report = tried(server)
+        code, report = server.selftest("/selftest/gpu")
         assert (code, report["ok"]) == (200, True), report
         assert list(report["gpus"]) == ["00FF:00:00.0", "00FF:01:00.0"]
         server.wait_at_rest()
@@ -111,7 +100,7 @@ def test_the_self_test_of_gpus_takes_each_gpu_and_says_which_fails(tmp_path, mon
         (tmp_path / "no-context-1").touch()
         server.start()
         server.wait_until_populated()
-        code, report = tried(server)
+        code, report = server.selftest("/selftest/gpu")
         assert (code, report["ok"], report["failed"]) == (503, False, "register")
         assert report["error"].startswith("GPU 00FF:01:00.0: the client cannot use the GPU: ")
         assert report["gpus"]["00FF:00:00.0"]["ok"]
@@ -195,9 +184,7 @@ def test_a_file_on_a_disk_is_refused_where_there_are_gpus(tmp_path, monkeypatch)
         pytest.skip("this kernel lets a GPU copy from and to files on disks")
     for name, value in standin.environment(tmp_path).items():
         monkeypatch.setenv(name, value)
-    server = LMCacheServer(l1_size_gb=0.1, l1_path=str(tmp_path / "l1"))
-    with pytest.raises(RuntimeError, match="put it in /dev/shm"), server:
-        pass
+    assert "put it in /dev/shm" in refusal(l1_size_gb=0.1, l1_path=tmp_path / "l1")
 
 
 def run_code(code: str, environment: dict[str, str]) -> None:

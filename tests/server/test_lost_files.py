@@ -3,7 +3,6 @@
 import fcntl
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,27 +12,14 @@ from harness.waiting import wait_until
 from lmcache_server.net.claim import Claim
 
 
-@pytest.fixture
-def server() -> Iterator[LMCacheServer]:
-    with LMCacheServer(l1_size_gb=0.02) as running:
-        yield running
-
-
 def file(server: LMCacheServer, kind: str) -> Path:
     return Path(server.runtime_dir) / f"{server.port}.{kind}"
-
-
-def second(server: LMCacheServer) -> LMCacheServer:
-    """Another server for the same port, not started."""
-    other = LMCacheServer(l1_size_gb=0.02, port=server.port)
-    other.environment["LMCACHE_RUNTIME_DIR"] = server.runtime_dir
-    return other
 
 
 def test_a_second_server_takes_nothing_over_when_the_lock_file_is_gone(server: LMCacheServer) -> None:
     file(server, "lock").unlink()
     with pytest.raises(RuntimeError) as caught:
-        second(server).start()
+        server.beside().start()
     assert f"port {server.port} is in use: another lmcache server of this user has" in str(caught.value)
     assert server.cli("ping").returncode == 0
 
@@ -41,7 +27,7 @@ def test_a_second_server_takes_nothing_over_when_the_lock_file_is_gone(server: L
 def test_the_first_server_leaves_the_socket_of_the_second_alone(server: LMCacheServer) -> None:
     file(server, "lock").unlink()
     file(server, "sock").unlink()
-    with second(server) as other:
+    with server.beside() as other:
         said = f"{file(server, 'sock')} was removed, so no further engine can connect: restart this server"
         wait_until(lambda: server.log.read_text().count(said) == 1, what="it says so")
         assert server.terminate() == 0

@@ -236,6 +236,8 @@ def test_lies_about_leases_load_nothing(peer: Peer, server: LMCacheServer) -> No
         {"block_ids": ()},
         {"block_ids": ((),)},
         {"block_ids": (ids, ids)},
+        {"block_ids": (ids[1:],)},
+        {"block_ids": ((*ids, 33),)},
         {"block_ids": ((0, *ids[1:]),)},
         {"block_ids": ((*ids[1:], 40),)},
         {"block_ids": ((*ids[1:], BIG),)},

@@ -1,9 +1,8 @@
 """More namespaces than a report can describe: one frame of L1 is enough to keep a namespace."""
 
-from harness.peer import BLOCKS, Peer
+from harness.peer import Peer, widest_geometry
 from harness.server import LMCacheServer
 
-from lmcache_client.contract.geometry import MAX_GROUPS, Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ModelTag
 from lmcache_server.admin.status import SHOWN_BYTES
 from lmcache_server.service.registry import MAX_KNOWN
@@ -14,12 +13,10 @@ NAMESPACE_BYTES = 12 << 10
 
 
 def test_the_report_of_very_many_counts_most_and_the_commands_work():
-    region = Region(0, 0, 16, 16)
-    groups = tuple(GroupSpec("full", 16, 0, str(number), (region,)) for number in range(MAX_GROUPS))
     with LMCacheServer(l1_size_gb=0.2) as server, Peer(server.address) as peer:
         server.wait_until_populated()
         before = server.rss_bytes()
-        peer.geometry = Geometry(groups, BLOCKS)
+        peer.geometry = widest_geometry()
         peer.ask(peer.hello())
         for number in range(NAMESPACES):
             peer.model = ModelTag("\U0001f4a3" * 4000, (("weights", str(number)),), 1, 1)

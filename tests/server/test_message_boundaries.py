@@ -34,8 +34,6 @@ for line in sys.stdin:
 
 def test_a_client_that_dies_at_any_message_leaves_nothing_behind() -> None:
     with LMCacheServer(l1_size_gb=0.1) as server, client(MORTALS, server.address) as mortals:
-        assert mortals.stdin is not None
-        assert mortals.stdout is not None
         bystander = new_engine(server.address, "bystander")
         exercise(bystander, 0)
         deaths = 0
@@ -43,8 +41,7 @@ def test_a_client_that_dies_at_any_message_leaves_nothing_behind() -> None:
             for name in Peer.LIFE:
                 for moment in ("sent", "answered"):
                     deaths += 1
-                    mortals.stdin.write(f"{name} {moment} {deaths}\n".encode())
-                    mortals.stdin.flush()
+                    mortals.say(f"{name} {moment} {deaths}")
                     assert int(mortals.stdout.readline()) == -signal.SIGKILL, f"{name} {moment}"
                     server.wait_at_rest(sessions=2)
             assert exercise(bystander, 0) == 3 * bystander.chunk_size

@@ -77,18 +77,21 @@ def test_requests_of_lmcache_verify_are_no_traffic() -> None:
         assert set(series(server, "lmcache_tokens_total", "model").values()) == {0}
         engine.request_id = "cmpl-lmcache-verify-0123456789abcdef-0"
         keys = chain(range(512), 16)
+        engine.end(engine.lookup(keys), keys)
         engine.store_prompt(keys, TABLE)
         found = engine.lookup(keys)
         engine.load(found, keys, TABLE)
         engine.end(found, keys)
         metrics = server.metrics()
-        assert metrics['lmcache_test_tokens_total{outcome="hit",test="verify"}'] == 512
+        for outcome in ("hit", "miss"):
+            assert metrics[f'lmcache_test_tokens_total{{outcome="{outcome}",test="verify"}}'] == 512
         assert metrics['lmcache_test_objects_total{outcome="stored",test="verify"}'] == 32
         for direction in ("store", "load"):
             bytes_ = metrics[f'lmcache_test_transfer_bytes_total{{direction="{direction}",test="verify"}}']
             assert bytes_ > 0
             assert metrics[f'lmcache_transfer_bytes_total{{direction="{direction}"}}'] == 0
         assert metrics["lmcache_tokens_requested_total"] == 0
+        assert set(series(server, "lmcache_tokens_total", "model").values()) == {0}
         assert metrics['lmcache_objects_total{outcome="stored"}'] == 0
         status = server.status()
         assert status["hit_rate"] == 0.0

@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness.peer import Peer
 from harness.rawclient import TIMEOUT_S, RawEngine
 from harness.server import LMCacheServer
 from test_warm_restart import CHUNK_FRAMES, CHUNKS, Prompt, new_engine, path, reconnect
 
-from lmcache_client.contract.messages import BAD_REQUEST, Message, Pin, Pinned, Refused, Unpin
+from lmcache_client.contract.messages import Message, Pin, Pinned
 from lmcache_server.core.pool import FRAME_BYTES
 
 __all__ = ["path"]
@@ -80,18 +79,3 @@ def test_a_pinned_prompt_is_served_after_storms_its_engines_end_and_a_restart(ru
     assert json.loads(running.cli("status", "--json").stdout)["pins"] == []
     storm(prompt.engine)
     assert prompt.held_chunks() == 0
-
-
-def test_what_a_client_may_not_say_is_refused(running: LMCacheServer) -> None:
-    with Peer(running.address) as peer:
-        peer.ask(peer.hello())
-        for message, said in (
-            *((Unpin(name), f"nothing is pinned as {name!r}: ") for name in ("yours", "\x1b[2J\n", "\u202e")),
-            *((Pin("name", request), "") for request in ("", "r" * 65)),
-            *((Pin(name, "r" * 16), "") for name in ("n" * 65, b"name")),  # type: ignore[arg-type]
-            *((Unpin(name), "") for name in ("n" * 65, 7)),  # type: ignore[arg-type]
-        ):
-            reply = peer.ask(message)
-            assert isinstance(reply, Refused)
-            assert reply.code == BAD_REQUEST
-            assert reply.message.startswith(said)

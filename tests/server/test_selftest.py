@@ -5,8 +5,6 @@ import json
 import multiprocessing
 import os
 import signal
-import urllib.error
-import urllib.request
 
 import pytest
 import uvloop
@@ -21,15 +19,6 @@ from lmcache_server.commands.bench.selftest import selftest
 from lmcache_server.commands.bench.workload import Workload
 
 STEPS = ["register_s", "store_s", "lookup_s", "load_s", "compare_s", "goodbye_s"]
-
-
-def run(server):
-    """(the HTTP status, the JSON) of /selftest."""
-    try:
-        return 200, json.loads(server.get("/selftest"))
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.loads(error.read())
 
 
 def leaves_nothing(server):
@@ -53,7 +42,7 @@ def leaves_nothing(server):
 def test_a_page_is_stored_and_restored_and_forgotten(flags):
     with LMCacheServer(**{"l1_size_gb": 0.06, **flags}) as server:
         server.wait_until_populated()
-        code, report = run(server)
+        code, report = server.selftest()
         assert (code, report["ok"]) == (200, True), report
         assert [name for name in report if name != "ok"] == STEPS
         assert all(report[name] > 0 for name in STEPS)
@@ -128,7 +117,7 @@ def test_without_room_it_fails_and_says_at_which_step():
         keys = chain(range(256), 256)
         engine.store_prompt(keys, [list(range(1, 17))])
         assert engine.lookup(keys).lease_id, "all of L1 is leased"
-        code, report = run(server)
+        code, report = server.selftest()
         assert (code, report["ok"], report["failed"]) == (503, False, "store")
         assert report["error"].startswith("the server dropped the store")
         assert server.metrics()['lmcache_selftests_total{outcome="failed"}'] == 1
@@ -147,7 +136,7 @@ def test_where_the_kernel_forbids_copies_it_fails(tmp_path):
         server.kill()
         server.environment["PYTHONPATH"] = f"{tmp_path}:{server.environment.get('PYTHONPATH', '')}"
         server.start()
-        code, report = run(server)
+        code, report = server.selftest()
         assert (code, report["ok"], report["failed"]) == (503, False, "register")
         assert "kernel.yama.ptrace_scope" in report["error"]
         refused = {each["what"]: each for each in server.status()["failures"]}["register refused"]

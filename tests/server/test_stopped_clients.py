@@ -11,13 +11,12 @@ import pytest
 import zmq
 from harness.clients import client, go_on, stop
 from harness.exercise import exercise, new_engine, served
-from harness.peer import BLOCKS, Peer
+from harness.peer import Peer, widest_geometry
 from harness.processes import tail
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
 
 from lmcache_client.contract import messages
-from lmcache_client.contract.geometry import MAX_GROUPS, Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.messages import Done, Ping, Refused, Status, Stored
 from lmcache_server.admin.status import SHOWN_BYTES
@@ -131,11 +130,9 @@ def test_a_copy_that_hangs_keeps_no_server_from_ending() -> None:
 
 def test_reports_that_nobody_reads_take_bounded_memory() -> None:
     """Tens of bytes ask for a report of more than a hundred KiB."""
-    region = Region(0, 0, 16, 16)
-    groups = tuple(GroupSpec("full", 16, 0, str(number), (region,)) for number in range(MAX_GROUPS))
     with LMCacheServer(l1_size_gb=0.05) as server, Peer(server.address) as asker, zmq.Context() as context:
         server.wait_until_populated()
-        asker.geometry = Geometry(groups, BLOCKS)
+        asker.geometry = widest_geometry()
         asker.ask(asker.hello())
         for number in range(20):
             asker.model = ModelTag("m", (("weights", f"{number}"),), 1, 1)

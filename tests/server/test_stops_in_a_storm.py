@@ -1,9 +1,6 @@
 """A server that is told to end while clients connect without pause ends all the same."""
 
 import contextlib
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +8,7 @@ from typing import Any
 
 import pytest
 import zmq
+from harness.clients import client
 from harness.processes import free_port
 from harness.server import LMCacheServer
 from harness.waiting import PATIENCE_S
@@ -34,18 +32,8 @@ while True:
 
 @contextlib.contextmanager
 def storm(path: str) -> Iterator[None]:
-    clients = [
-        subprocess.Popen([sys.executable, "-c", STORM, path], stdout=subprocess.PIPE) for _ in range(2)
-    ]
-    try:
-        for client in clients:
-            assert client.stdout is not None
-            assert client.stdout.readline() == b"up\n"
+    with client(STORM, path), client(STORM, path):
         yield
-    finally:
-        for client in clients:
-            client.kill()
-            client.communicate()
 
 
 # The socket of a server whose loop has stopped: nobody reads what ZeroMQ reports of connections.
@@ -60,18 +48,11 @@ with bound_listener(Config(port=int(sys.argv[1]))):
 """
 
 
-def test_a_socket_closes_though_its_monitor_is_full(tmp_path: Path) -> None:
+def test_a_socket_closes_though_its_monitor_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
-    command = [sys.executable, "-c", CLOSES_LATE, str(port)]
-    environment = {**os.environ, "LMCACHE_RUNTIME_DIR": str(tmp_path / "run")}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as closing:
-        assert closing.stdout is not None
-        assert closing.stdout.readline() == b"up\n"
-        try:
-            with storm(str(tmp_path / "run" / f"{port}.sock")):
-                assert closing.wait(PATIENCE_S) == 0
-        finally:
-            closing.kill()
+    monkeypatch.setenv("LMCACHE_RUNTIME_DIR", str(tmp_path / "run"))
+    with client(CLOSES_LATE, str(port)) as closing, storm(str(tmp_path / "run" / f"{port}.sock")):
+        assert closing.popen.wait(PATIENCE_S) == 0
 
 
 def test_clients_that_connect_without_pause_do_not_hold_the_loop(

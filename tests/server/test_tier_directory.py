@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from harness.disks import largest_file, mounted
 from harness.processes import ChildProcess
 from harness.tiers import TierContract, all_kept, fails, fill, in_threads, kept, memory, same
 from harness.waiting import wait_until
@@ -67,14 +67,9 @@ def failing(real: Callable[..., int], code: int, when: Callable[[object, int], b
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 16 MiB, if we may mount one."""
-    place = tmp_path / "small"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=16m,mode=700", "tmpfs", str(place)]
-    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("mounting a file system needs root")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    """A file system of 16 MiB."""
+    with mounted(tmp_path / "small", "size=16m,mode=700") as place:
+        yield place
 
 
 def files(root: Path) -> list[Path]:
@@ -190,12 +185,8 @@ def test_a_full_disk_has_no_room_and_leaves_nothing_behind(open_at, small_disk, 
 
 def test_a_limit_of_file_sizes_is_one_clear_error(open_at, tmp_path):
     tier = open_at()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, hard))
-    try:
+    with largest_file(65536):
         assert "cannot write to the directory" in fails(lambda: tier.write("a", memory(256)))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not any(tier.present(["a"]))
     assert files(tmp_path / "tier") == []
 

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 import re
-import signal
 import socket
 import threading
 import time
@@ -16,7 +15,7 @@ from harness import stores, tools
 from harness.processes import free_port
 from harness.proxy import Proxy
 from harness.stores import Store, ask
-from harness.tiers import TierContract, all_fail_in_time, fails, fill, kept, memory, working
+from harness.tiers import TierContract, all_fail_in_time, fails, fails_meanwhile, fill, kept, memory, working
 from harness.waiting import wait_until
 
 from lmcache_server.tiers.base import Tier, TierError
@@ -99,21 +98,19 @@ def test_bytes_that_change_after_a_call_in_vain_never_arrive(open_at, tmp_path):
     with stores.valkey(tmp_path) as store:
         tier = open_at(store.port)
         written = memory(1024, seed=1)
-        store.signal(signal.SIGSTOP)
-        fails_in_time(lambda: tier.write("a", written))
-        written[0][:] = bytes(written[0].nbytes)
-        store.signal(signal.SIGCONT)
+        with store.failing("hangs"):
+            fails_in_time(lambda: tier.write("a", written))
+            written[0][:] = bytes(written[0].nbytes)
         time.sleep(0.5)
         into = memory(1024)
         wait_until(lambda: working(lambda: tier.present(["a"])) is not None)
         if tier.read("a", into):
             assert bytes(into[0]) == bytes(memory(1024, seed=1)[0])
 
-        store.signal(signal.SIGSTOP)
         into = memory(1024)
-        fails_in_time(lambda: tier.read("a", into))
-        into[0][:] = bytes([7]) * into[0].nbytes
-        store.signal(signal.SIGCONT)
+        with store.failing("hangs"):
+            fails_in_time(lambda: tier.read("a", into))
+            into[0][:] = bytes([7]) * into[0].nbytes
         wait_until(lambda: working(lambda: tier.present(["a"])) is not None)
         time.sleep(0.5)
         assert set(into[0]) == {7}, "nothing is written into memory after the call"
@@ -129,31 +126,12 @@ def test_opening_a_store_that_is_not_there_leaves_nothing_in_memory(open_at, mon
     assert not registered
 
 
-@pytest.mark.parametrize("how", ["stopped", "killed"])
+@pytest.mark.parametrize("how", ["hangs", "killed"])
 def test_a_store_that_hangs_or_dies_fails_each_call_at_its_deadline(open_at, tmp_path, how):
     with stores.valkey(tmp_path) as store:
-        tier = open_at(store.port)
-        assert tier.write("a", memory(2, seed=1))
-        if how == "stopped":
-            store.signal(signal.SIGSTOP)
-        else:
-            store.kill()
-        calls = [
-            lambda: tier.read("a", memory(2)),
-            lambda: tier.read("a", memory(1, 1)),
-            lambda: tier.write("b", memory(256)),
-            lambda: tier.present([f"{number}" for number in range(512)]),
-            lambda: tier.remove(["a"]),
-            lambda: tier.clear("a"),
-        ]
-        assert all("gave no answer in time" in text for text in all_fail_in_time(calls, DEADLINE_S))
-        assert "Valkey at 127.0.0.1" in fails_in_time(lambda: open_at(store.port), 3)
-        if how == "stopped":
-            store.signal(signal.SIGCONT)
-        else:
-            store.restart()
-        wait_until(lambda: working(lambda: tier.write("c", memory(3, seed=3))))
-        assert kept(tier, "c", memory(3, seed=3))
+        fails_meanwhile(open_at(store.port), store, how, "gave no answer in time", DEADLINE_S)
+        with store.failing(how):
+            assert "Valkey at 127.0.0.1" in fails_in_time(lambda: open_at(store.port), 3)
 
 
 def test_a_connection_that_went_silent_is_replaced(open_at, one):

@@ -1,8 +1,8 @@
 """Servers with a tier in a real Valkey (alone, or a cluster) or object store, which dies, hangs, returns, or
 is behind a bad network: it costs time and never a byte."""
 
+import contextlib
 import json
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -79,10 +79,10 @@ def test_a_store_that_fails_costs_a_bounded_time_and_is_used_again(
     assert served(server, "first", 1) == 0
     server.wait_until_written()
     server.restart()
-    for process in processes:
-        process.signal(signal.SIGKILL if way == "killed" else signal.SIGSTOP)
     engine = new_engine(server.address, "during")
-    try:
+    with contextlib.ExitStack() as failing:
+        for process in reversed(processes):  # the first is the first to come back
+            failing.enter_context(process.failing(way))
         # Until the breaker opens, requests wait, but not beyond their limit; all bytes are right.
         for number in range(2, 8):
             exercise_in_limited_time(engine, number)
@@ -95,14 +95,8 @@ def test_a_store_that_fails_costs_a_bounded_time_and_is_used_again(
             exercise(engine, number)
         assert server.metrics()["lmcache_tier_wait_seconds_count"] == waited
         wait_until(lambda: not server.status()["l1"]["reserved_bytes"], 60)
-        for process in processes:
-            process.restart() if way == "killed" else process.signal(signal.SIGCONT)
-        wait_until(lambda: not server.tier()["failing"], 90)
-    finally:
-        engine.close()
-        if way == "hangs":
-            for process in processes:
-                process.signal(signal.SIGCONT)
+    wait_until(lambda: not server.tier()["failing"], 90)
+    engine.close()
     server.kill()
     server.start()
     if way == "hangs":  # what was killed has lost its memory
@@ -117,14 +111,11 @@ def test_a_clean_stop_does_not_wait_for_a_store_that_hangs(
     server = start(url)
     assert served(server, "before", 1) == 0
     server.wait_until_written()
-    process.signal(signal.SIGSTOP)
-    try:
+    with process.failing("hangs"):
         assert served(server, "during", 2) == 0
         assert server.tier()["waiting_objects"]
         assert server.terminate() == 0
         assert "were not written to their tier" in server.log.read_text()
-    finally:
-        process.signal(signal.SIGCONT)
 
 
 def test_a_clear_names_the_tiers_that_it_could_not_reach_and_clears_the_others(
@@ -137,16 +128,13 @@ def test_a_clear_names_the_tiers_that_it_could_not_reach_and_clears_the_others(
         assert served(server, "first", 1) == 0
         wait_until(lambda: not any(each["waiting_objects"] for each in server.status()["tiers"]), 60)
         assert list(directory.glob("*/*.kv"))
-        store.signal(signal.SIGSTOP)
-        try:
+        with store.failing("hangs"):
             cleared = server.cli("clear", "--json", "--timeout-s", "60")
             assert cleared.returncode == 1
             (failed,) = json.loads(cleared.stdout)["tiers_failed"]
             assert failed.startswith(f"{remote}: ")
             assert "these tiers were not cleared: valkey" in cleared.stderr
             assert not list(directory.glob("*/*.kv")), "the other tier is cleared"
-        finally:
-            store.signal(signal.SIGCONT)
         wait_until(lambda: server.cli("clear").returncode == 0, 60)
         server.restart()
         assert served(server, "second", 1) == 0

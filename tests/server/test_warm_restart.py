@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from harness.rawclient import RawEngine, chain, group
-from harness.server import STOP_TIMEOUT_S, LMCacheServer
+from harness.server import STOP_TIMEOUT_S, LMCacheServer, refusal
 from harness.waiting import wait_until
 from numpy.typing import NDArray
 
@@ -253,17 +253,6 @@ def test_chunks_grow_older_while_no_server_runs(running: LMCacheServer, path: Pa
     said = running.log.read_text()
     assert said.count(f"restored {CHUNKS} chunks") == 2
     assert said.count(f"forgot {CHUNKS} of these chunks, because of --max-age") == 1
-
-
-def refusal(**flags: object) -> str:
-    """The one line with which a server does not start."""
-    with (
-        pytest.raises(RuntimeError, match=r"did not start \(exit code 2\)") as refused,
-        LMCacheServer(**flags),
-    ):
-        """Not reached."""
-    assert "Traceback" not in str(refused.value)
-    return str(refused.value).splitlines()[-1]
 
 
 def test_a_file_outlives_servers_that_are_refused(running: LMCacheServer, path: Path) -> None:

@@ -7,13 +7,13 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 from fuzz.all_targets import TARGETS
 from fuzz.choices import Target
 from harness.paths import SUPPORT
+from harness.processes import rss_bytes
 
 from lmcache_client import channel
 from lmcache_client.contract import codec
@@ -57,10 +57,6 @@ def mutated(seed: bytes, draw: random.Random, most: int) -> bytes:
         else:
             data[at : at + 1] = draw.choice((b"\x00", b"\x7f", b"\x80", b"\x90", b"\xc0", b"\xdd", b"\xff"))
     return bytes(data)
-
-
-def rss_bytes() -> int:
-    return int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0]) << 10
 
 
 def play(target: Target, inputs: int, most: int) -> None:

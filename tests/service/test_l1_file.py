@@ -1,15 +1,15 @@
 """The file behind L1: a whole index or none, one server, no file of others, no more space than there is."""
 
 import contextlib
+import itertools
 import os
 import re
-import resource
 import struct
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
+from harness import disks
 from harness.waiting import wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,24 +58,10 @@ def sentence(path, size_bytes=SIZE_BYTES):
 
 
 @pytest.fixture
-def mounted(tmp_path):
+def mounted(tmp_path, stack):
     """Call it with options of mount to get a directory with a file system of its own."""
-    directories = []
-
-    def mount(options, kind="tmpfs"):
-        directory = tmp_path / f"mount{len(directories)}"
-        directory.mkdir()
-        done = subprocess.run(
-            ["mount", "-t", kind, "-o", options, "none", str(directory)], capture_output=True, check=False
-        )
-        if done.returncode:
-            pytest.skip("only root can mount a file system to test with")
-        directories.append(directory)
-        return directory
-
-    yield mount
-    for directory in directories:
-        subprocess.run(["umount", "-l", str(directory)], check=True)
+    names = map("mount{}".format, itertools.count())
+    return lambda *options: stack.enter_context(disks.mounted(tmp_path / next(names), *options))
 
 
 def test_a_new_file_is_closed_to_others_and_has_no_index(tmp_path):
@@ -118,15 +104,6 @@ def test_a_file_that_was_cut_short_stays_so_when_it_grows_again(tmp_path):
         file.close()
 
 
-def test_another_server_of_the_same_file_is_refused(tmp_path):
-    with opened(tmp_path / "l1") as file:
-        mapping = file.map()
-        assert "is in use by another lmcache server: stop it" in sentence(tmp_path / "l1")
-        mapping.close()
-    with opened(tmp_path / "l1"):
-        pass
-
-
 @pytest.mark.parametrize("content", [b"x", b"#!/bin/sh\n", MAGIC[:-1], b"\0" * END])
 def test_a_file_of_something_else_is_left_as_it_is(tmp_path, content):
     path = tmp_path / "l1"
@@ -150,14 +127,12 @@ def test_what_is_no_file_or_not_ours_is_refused(tmp_path):
     (tmp_path / "l1").chmod(0o640)
     assert "run 'chmod 600" in sentence(tmp_path / "l1")
     (tmp_path / "l1").chmod(0o600)
+    if os.geteuid() == 0:  # only root can give a file away
+        os.chown(tmp_path / "l1", 12345, -1)
+        assert "must belong to user id 0 and be closed to all others" in sentence(tmp_path / "l1")
+        os.chown(tmp_path / "l1", 0, -1)
     with opened(tmp_path / "l1") as file:
         assert file.index == INDEX, "refusals change nothing"
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_a_file_of_another_user_is_refused(tmp_path):
-    os.chown(finished(tmp_path / "l1"), 12345, -1)
-    assert "must belong to user id 0 and be closed to all others" in sentence(tmp_path / "l1")
 
 
 def test_a_read_only_file_system_is_refused(mounted):
@@ -297,15 +272,11 @@ def test_what_the_file_system_cannot_hold_is_refused_with_both_figures(mounted):
 
 
 def test_a_limit_of_file_sizes_is_named(tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
-    try:
+    with disks.largest_file(1 << 20):
         assert sentence(tmp_path / "l1", 4 << 20) == (
             f"cannot use --l1-path {tmp_path}/l1: it would exceed the limit of file sizes; raise that "
             "(ulimit -f), or lower --l1-size-gb"
         )
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_ramfs_has_no_size_of_its_own(mounted):

@@ -103,8 +103,9 @@ def test_more_than_half_of_l1_is_refused_in_one_sentence(serving: Desk) -> None:
 def test_who_may_pin_and_unpin_and_what(serving: Desk) -> None:
     for message in (Pin("mine", TOKEN), Unpin("")):
         refusal(serving.ask(9, message), messages.NOT_REGISTERED)
-    unknown = refusal(serving.ask(USER, Unpin("yours")), messages.BAD_REQUEST)
-    assert unknown == "nothing is pinned as 'yours': 'lmcache status' lists the names that are"
+    for name in ("yours", "\x1b[2J\n", "\u202e"):
+        unknown = refusal(serving.ask(USER, Unpin(name)), messages.BAD_REQUEST)
+        assert unknown == f"nothing is pinned as {name!r}: 'lmcache status' lists the names that are"
     assert serving.ask(USER, Unpin("")) == Unpinned(0)
 
 

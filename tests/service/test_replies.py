@@ -38,6 +38,10 @@ class Clients:
         identity, _ = self.router.recv_multipart()
         return identity, client
 
+    def swamp(self, identity: bytes) -> None:
+        for _ in range(ENOUGH):
+            self.replies.send(identity, LARGE)
+
     def read(self, client: Socket) -> list[bytes]:
         """Everything that is kept for the client."""
         frames = []
@@ -59,8 +63,7 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
 
 def test_the_bytes_that_wait_for_one_client_are_bounded(clients: Clients) -> None:
     identity, client = clients.connect()
-    for _ in range(ENOUGH):
-        clients.replies.send(identity, LARGE)
+    clients.swamp(identity)
     assert MAX_BYTES - len(LARGE) < clients.replies.num_bytes <= MAX_BYTES
     for number in range(MAX_REPLIES):
         clients.replies.send(identity, b"%d" % number)
@@ -73,8 +76,7 @@ def test_the_bytes_that_wait_for_one_client_are_bounded(clients: Clients) -> Non
 
 def test_small_replies_are_bounded_by_their_number(clients: Clients) -> None:
     identity, client = clients.connect()
-    for _ in range(ENOUGH):
-        clients.replies.send(identity, LARGE)
+    clients.swamp(identity)
     for _ in range(3 * MAX_REPLIES):
         clients.replies.send(identity, bytes(SMALL_BYTES))
     assert clients.replies.num_bytes <= MAX_BYTES + MAX_REPLIES * SMALL_BYTES
@@ -83,9 +85,8 @@ def test_small_replies_are_bounded_by_their_number(clients: Clients) -> None:
 
 def test_the_bytes_that_wait_for_all_clients_are_bounded(clients: Clients) -> None:
     deaf = [clients.connect() for _ in range(MAX_TOTAL_BYTES // MAX_BYTES + 4)]
-    for _ in range(ENOUGH):
-        for identity, _ in deaf:
-            clients.replies.send(identity, LARGE)
+    for identity, _ in deaf:
+        clients.swamp(identity)
     assert MAX_TOTAL_BYTES - len(LARGE) < clients.replies.num_bytes <= MAX_TOTAL_BYTES
     identity, client = clients.connect()
     for number in range(MAX_REPLIES):
@@ -95,9 +96,8 @@ def test_the_bytes_that_wait_for_all_clients_are_bounded(clients: Clients) -> No
 
 def test_a_client_that_goes_leaves_nothing(clients: Clients) -> None:
     (first, gone), (second, forgotten) = clients.connect(), clients.connect()
-    for identity in (first, second):
-        for _ in range(ENOUGH):
-            clients.replies.send(identity, LARGE)
+    clients.swamp(first)
+    clients.swamp(second)
     clients.replies.forget(second)
     assert 0 < clients.replies.num_bytes <= MAX_BYTES
     gone.close()

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import uvloop
+from harness.tiers import InMemory
 
 from lmcache_client.contract.geometry import FULL, GroupSpec, Region
 from lmcache_server.core.cache import Cache, Layout, Reservation
@@ -32,20 +33,20 @@ def key(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-class Store:
-    """A tier in memory. What is to wait by `waits` ("read", "write") does not return before `opened` is set;
-    neither does a read of HANGS, ever."""
+class Store(InMemory):
+    """What is to wait by `waits` ("read", "write") does not return before `opened` is set. Neither does a
+    read of HANGS, ever."""
 
     def __init__(self, waits: str = "") -> None:
+        super().__init__()
         self.waits = waits
         self.opened, self.hangs = threading.Event(), threading.Event()
         self.writing = threading.Semaphore(0)
-        self.records: dict[str, bytes] = {}
         self.asked = 0
         self.has_room = True
 
     def present(self, names: Sequence[str]) -> Sequence[bool]:
-        found = [name in self.records for name in names]
+        found = super().present(names)
         self.asked += 1
         return found
 
@@ -55,28 +56,12 @@ class Store:
             self.opened.wait()
             return False
         assert self.waits != "read" or self.opened.wait(60)
-        record = memoryview(self.records[name])
-        for piece in pieces:
-            piece[:] = record[: piece.nbytes]
-            record = record[piece.nbytes :]
-        return True
+        return super().read(name, pieces)
 
     def write(self, name: str, pieces: Sequence[memoryview]) -> bool:
         self.writing.release()
         assert self.waits != "write" or self.opened.wait(60)
-        if self.has_room:
-            self.records[name] = b"".join(pieces)
-        return self.has_room
-
-    def remove(self, names: Sequence[str]) -> None:
-        for name in names:
-            self.records.pop(name, None)
-
-    def clear(self, prefix: str) -> None:
-        self.remove([name for name in self.records if name.startswith(prefix)])
-
-    def close(self) -> None:
-        pass
+        return self.has_room and super().write(name, pieces)
 
 
 class Rig:

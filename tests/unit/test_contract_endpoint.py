@@ -10,17 +10,22 @@ from lmcache_client.contract.endpoint import EndpointError, address, check_runti
 
 
 @pytest.mark.parametrize(
-    ("host", "expected"),
+    ("host", "expected", "is_loopback"),
     [
-        ("localhost", "tcp://localhost:5555"),
-        ("tcp://localhost", "tcp://localhost:5555"),
-        ("tcp://10.0.0.1/", "tcp://10.0.0.1:5555"),
-        ("::1", "tcp://[::1]:5555"),
-        ("[::1]", "tcp://[::1]:5555"),
+        ("localhost", "tcp://localhost:5555", True),
+        ("tcp://127.0.0.1", "tcp://127.0.0.1:5555", True),
+        ("127.1.2.3", "tcp://127.1.2.3:5555", True),
+        ("::1", "tcp://[::1]:5555", True),
+        ("[::1]", "tcp://[::1]:5555", True),
+        ("tcp://10.0.0.1/", "tcp://10.0.0.1:5555", False),
+        ("0.0.0.0", "tcp://0.0.0.0:5555", False),
+        ("::", "tcp://[::]:5555", False),
+        ("example.org", "tcp://example.org:5555", False),
     ],
 )
-def test_a_host_means_tcp(host, expected):
+def test_a_host_means_tcp_and_loopback_hosts_are_told_apart(host, expected, is_loopback):
     assert address(host, 5555) == expected
+    assert endpoint.is_loopback(host) is is_loopback
 
 
 def test_no_host_means_a_socket_in_the_runtime_directory(monkeypatch):
@@ -38,15 +43,6 @@ def test_no_host_means_a_socket_in_the_runtime_directory(monkeypatch):
         monkeypatch.setenv("LMCACHE_RUNTIME_DIR", name)
         with pytest.raises(EndpointError, match=f"set LMCACHE_RUNTIME_DIR {fix}"):
             address("", 5555)
-
-
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [("localhost", True), ("tcp://127.0.0.1", True), ("127.1.2.3", True), ("[::1]", True),
-     ("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("example.org", False)],
-)  # fmt: skip
-def test_loopback_hosts_are_told_apart(host, expected):
-    assert endpoint.is_loopback(host) is expected
 
 
 def test_the_runtime_directory_is_a_directory_of_ones_own_that_nobody_else_may_enter(tmp_path, monkeypatch):

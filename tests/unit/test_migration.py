@@ -95,10 +95,6 @@ def test_the_advice() -> None:
         "(there is one thread for each registered worker)"
     )
     assert advice("flags", "--l1-use-hugepages") == "LMCache's --l1-use-hugepages is '--l1-hugetlb' here"
-    assert advice("flags", "--kv-event-log-size") == (
-        "LMCache's --kv-event-log-size is not needed here: remove it (vLLM's --kv-events-config turns KV "
-        "events on, and the connector adds its own, see docs/routing.md)"
-    )
     assert advice("flags", "--enable") == (
         "lmcache-mp has nothing like LMCache's --enable (no experimental modules (transfer_query)): see "
         "docs/coming-from-lmcache.md"

@@ -5,13 +5,14 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from harness.tiers import InMemory
 from harness.waiting import wait_until
 
 from lmcache_server.tiers import worker as worker_module
@@ -46,44 +47,6 @@ class Memory:
         for address, size in self.runs:
             ctypes.memmove(address, content[:size], size)
             content = content[size:]
-
-
-class Dictionary:
-    """A tier in a dict. `before` is called first in each read and write."""
-
-    def __init__(self) -> None:
-        self.records: dict[str, bytes] = {}
-        self.before: Callable[[], object] = lambda: None
-        self.closed = False
-
-    def present(self, names: Sequence[str]) -> Sequence[bool]:
-        return [name in self.records for name in names]
-
-    def read(self, name: str, pieces: Sequence[memoryview]) -> bool:
-        self.before()
-        record = self.records.get(name, b"")
-        if len(record) != sum(map(len, pieces)):
-            return False
-        for piece in pieces:
-            piece[:] = record[: len(piece)]
-            record = record[len(piece) :]
-        return True
-
-    def write(self, name: str, pieces: Sequence[memoryview]) -> bool:
-        self.before()
-        assert all(len(piece) % 4096 == 0 for piece in pieces)
-        self.records[name] = b"".join(pieces)
-        return True
-
-    def remove(self, names: Sequence[str]) -> None:
-        for name in names:
-            self.records.pop(name, None)
-
-    def clear(self, prefix: str) -> None:
-        self.records = {name: each for name, each in self.records.items() if not name.startswith(prefix)}
-
-    def close(self) -> None:
-        self.closed = True
 
 
 def label(size: int, **changes: Any) -> Label:
@@ -190,7 +153,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def test_what_is_written_is_read_and_what_is_damaged_is_removed(loop: asyncio.AbstractEventLoop) -> None:
-    tier, done = Dictionary(), loop.run_until_complete
+    tier, done = InMemory(), loop.run_until_complete
     worker = TierWorker("tier", lambda: tier, loop, Rates())
     memory, other = Memory(5000), Memory(5000)
     memory.fill(b"abcde" * 1000)
@@ -211,9 +174,9 @@ def test_what_is_written_is_read_and_what_is_damaged_is_removed(loop: asyncio.Ab
 
 
 def test_a_tier_that_cannot_be_opened_is_opened_later(loop: asyncio.AbstractEventLoop) -> None:
-    works: list[Dictionary] = []
+    works: list[InMemory] = []
 
-    def open_tier() -> Dictionary:
+    def open_tier() -> InMemory:
         if not works:
             raise TierError("not yet")
         return works[0]
@@ -221,13 +184,13 @@ def test_a_tier_that_cannot_be_opened_is_opened_later(loop: asyncio.AbstractEven
     worker, done = TierWorker("tier", open_tier, loop, Rates()), loop.run_until_complete
     with pytest.raises(TierError):
         done(worker.present(["a"]))
-    works.append(Dictionary())
+    works.append(InMemory())
     assert done(worker.present(["a"])) == [False]
     worker.close(5.0)
 
 
 def test_calls_that_hang_hold_only_their_threads(loop: asyncio.AbstractEventLoop, clock: Clock) -> None:
-    tier, released, begun = Dictionary(), threading.Event(), []
+    tier, released, begun = InMemory(), threading.Event(), []
     tier.before = lambda: (begun.append(True), released.wait())
     worker, memory = TierWorker("tier", lambda: tier, loop, Rates()), Memory(100)
     done = loop.run_until_complete
@@ -257,7 +220,7 @@ def test_a_call_that_waits_for_its_limit_does_not_count_as_hanging(
     loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     monkeypatch.setattr(worker_module, "WRITERS", 1)
-    worker = TierWorker("tier", Dictionary, loop, Rates(write_mb_s=0.05))
+    worker = TierWorker("tier", InMemory, loop, Rates(write_mb_s=0.05))
     stuck: list[bool] = []
 
     def slept() -> None:
@@ -275,7 +238,7 @@ def test_a_call_that_waits_for_its_limit_does_not_count_as_hanging(
 
 
 def test_servers_with_other_keys_leave_each_other_s_records_alone(loop: asyncio.AbstractEventLoop) -> None:
-    tier, memory, done = Dictionary(), Memory(100), loop.run_until_complete
+    tier, memory, done = InMemory(), Memory(100), loop.run_until_complete
     workers = [TierWorker("tier", lambda: tier, loop, Rates(), cipher) for cipher in CIPHERS]
     assert done(workers[0].write(label(100), memory.runs)) == "written"
     assert done(workers[1].present([label(100).name])) == [False]
@@ -306,7 +269,7 @@ def test_reads_have_a_limit_of_their_own_and_writes_have_two(
     rates = Rates(read_mb_s=0.1, write_mb_s=0.05, write_tb_day=0.0864 / 1000)
     for lane in ("READERS", "WRITERS"):
         monkeypatch.setattr(worker_module, lane, 1)
-    worker = TierWorker("tier", Dictionary, loop, rates)
+    worker = TierWorker("tier", InMemory, loop, rates)
     # 50 kB/s, of which the first second's goes at once; a day's share is 1 kB/s, with 900 kB at once.
     assert done(worker.write(label(100_000), memory.runs)) == "written"
     assert clock.now_s == pytest.approx(1001)
@@ -327,7 +290,7 @@ def test_a_clear_of_many_namespaces_leaves_threads_for_reads(
     loop: asyncio.AbstractEventLoop, clock: Clock
 ) -> None:
     """With a thread for each, a store whose listing takes long would seem to hang."""
-    tier: Any = Dictionary()
+    tier: Any = InMemory()
     goes_on, cleared = threading.Event(), []
     tier.clear = lambda prefix: (cleared.append(prefix), goes_on.wait(60))
     prefixes = [f"{number}/" for number in range(2 * worker_module.READERS)]

@@ -1,22 +1,17 @@
 """Whose request is next, counted in turns."""
 
 import itertools
-import resource
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import zmq
+from harness.processes import rss_bytes
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.codec import ProtocolError
 from lmcache_client.contract.messages import Ping
 from lmcache_server.net import turns
 from lmcache_server.net.turns import MAX_BYTES, TURN_S, Turns
-
-
-def rss_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def taken(waiting: Turns, cost_s: dict[bytes, float], count: int) -> list[bytes]:

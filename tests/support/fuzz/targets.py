@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
+from harness.hostile import EXAMPLES
 from harness.processes import ChildProcess
 
 from fuzz.choices import Choices, Target, bend, frame_of
@@ -41,13 +42,8 @@ class DecoderTarget(Target):
 
     def __init__(self) -> None:
         super().__init__()
-        speaker, self.seeds = Speaker(1, Memory(1, ((1 << 46, BUFFER_BYTES),), 1 << 46)), []
-        for kind in range(len(KINDS)):
-            message = speaker.message(Choices(bytes([kind, 0, 1, 1, 1, 1])))
-            self.seeds += [
-                messages.encode_request(kind, message),
-                messages.encode_reply(bytes(16), kind, message),
-            ]
+        self.seeds = [messages.encode_request(7, message) for message in EXAMPLES]
+        self.seeds += [messages.encode_reply(bytes(16), 7, message) for message in EXAMPLES]
 
     def run(self, data: bytes) -> None:
         self.inputs += 1

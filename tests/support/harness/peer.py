@@ -8,7 +8,7 @@ import numpy as np
 import zmq
 
 from lmcache_client.contract import messages
-from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
+from lmcache_client.contract.geometry import MAX_GROUPS, Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ModelTag, chunk_keys
 from lmcache_client.contract.messages import (
     Challenge,
@@ -35,6 +35,13 @@ CHUNK_SIZE = 256
 CHUNKS = 2
 PAGE_BYTES = 4096
 CHUNK_BLOCKS = CHUNK_SIZE // 16
+
+
+def widest_geometry() -> Geometry:
+    """Of as many groups as there may be."""
+    region = Region(0, 0, 16, 16)
+    groups = (GroupSpec("full", 16, 0, str(number), (region,)) for number in range(MAX_GROUPS))
+    return Geometry(tuple(groups), BLOCKS)
 
 
 class Peer:

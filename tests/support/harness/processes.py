@@ -64,6 +64,12 @@ def tethered(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", _TETHER, str(os.getpid()), *command]
 
 
+def rss_bytes(pid: int | str = "self") -> int:
+    """Resident memory of a process."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    return int(text.split("VmRSS:")[1].split()[0]) << 10
+
+
 def group_members(group: int) -> list[int]:
     """The living processes of a process group, zombies not counted."""
     members = []

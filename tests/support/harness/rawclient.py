@@ -139,6 +139,10 @@ class RawEngine:
             self._page(region, block)[:] = generator.integers(0, 256, region.page_bytes, dtype=np.uint8)
         return self.pages(group_index, block)
 
+    def erase(self, group_index: int, block: int) -> None:
+        for region in self.groups[group_index].regions:
+            self._page(region, block)[:] = 0
+
     def _page(self, region: Region, block: int) -> NDArray[np.uint8]:
         start = region.offset + block * region.stride_bytes
         return self.memory[start : start + region.page_bytes]

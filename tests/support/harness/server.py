@@ -6,14 +6,22 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from harness.processes import ChildProcess, environment, free_port, new_log, run_forked, tail
+from harness.processes import (
+    ChildProcess,
+    environment,
+    free_port,
+    new_log,
+    rss_bytes,
+    run_forked,
+    tail,
+)
 from harness.waiting import PATIENCE_S, answers, get, wait_until
 
 START_TIMEOUT_S = STOP_TIMEOUT_S = PATIENCE_S
@@ -114,6 +122,14 @@ class LMCacheServer:
         """The body at an HTTP path; raises OSError unless the answer is a success."""
         return get(f"http://127.0.0.1:{self.http_port}{path}")
 
+    def selftest(self, path: str = "/selftest") -> tuple[int, Any]:
+        """The HTTP status and the report of a self-test."""
+        try:
+            return 200, json.loads(self.get(path))
+        except urllib.error.HTTPError as failure:
+            with failure:
+                return failure.code, json.loads(failure.read())
+
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics, by `name` or `name{label="value",…}` with labels in order of name, and
         summed over models and namespaces."""
@@ -148,8 +164,7 @@ class LMCacheServer:
 
     def rss_bytes(self) -> int:
         """Resident memory, what is populated of L1 included."""
-        text = Path(f"/proc/{self.pid}/status").read_text()
-        return int(text.split("VmRSS:")[1].split()[0]) << 10
+        return rss_bytes(self.pid)
 
     def wait_for_status(
         self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = PATIENCE_S
@@ -235,6 +250,25 @@ class LMCacheServer:
         self.kill()
         self.start()
 
+    def beside(self) -> "LMCacheServer":
+        """Another server for the same address, not started."""
+        other = LMCacheServer(l1_size_gb=0.02, port=self.port)
+        shutil.rmtree(other.runtime_dir)
+        other.runtime_dir, other.environment = self.runtime_dir, self.environment
+        return other
+
     def _remove(self) -> None:
         self.kill()
         shutil.rmtree(self.runtime_dir, ignore_errors=True)
+
+
+def refusal(**flags: Any) -> str:
+    """The one line with which a server does not start."""
+    try:
+        with LMCacheServer(**flags):
+            raise AssertionError("it has started")
+    except RuntimeError as error:
+        said = str(error)
+    assert "did not start (exit code 2)" in said
+    assert "Traceback" not in said
+    return said.splitlines()[-1]

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import json
 import os
+import signal
 import socket
 import sys
 import unittest.mock
@@ -54,6 +55,15 @@ class Store:
     def restart(self) -> None:
         self.kill()
         self.process = self._start()
+
+    @contextlib.contextmanager
+    def failing(self, how: str) -> Iterator[None]:
+        """Meanwhile it "hangs" or is "killed"; afterwards it works again."""
+        self.signal(signal.SIGSTOP) if how == "hangs" else self.kill()
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGCONT) if how == "hangs" else self.restart()
 
     def __enter__(self) -> "Store":
         return self

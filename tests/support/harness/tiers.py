@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from harness.stores import Store
+from harness.waiting import wait_until
 from lmcache_server.tiers.base import Tier, TierError
 
 PAGE_BYTES = 4096
@@ -94,11 +96,67 @@ def all_fail_in_time(calls: Sequence[Callable[[], object]], deadline_s: float) -
     return [texts[number] for number in range(len(calls))]
 
 
+def fails_meanwhile(tier: Tier, store: Store, how: str, sentence: str, deadline_s: float) -> None:
+    """A store that hangs or is killed fails each call at its deadline, with this sentence. When it is back,
+    it is used again."""
+    wait_until(lambda: working(lambda: tier.write("a", memory(2, seed=1))), 60)
+    with store.failing(how):
+        calls = [
+            lambda: tier.read("a", memory(2)),
+            lambda: tier.read("a", memory(1, 1)),
+            lambda: tier.write("b", memory(256)),
+            lambda: tier.present([f"{number}" for number in range(512)]),
+            lambda: tier.remove(["a"]),
+            lambda: tier.clear("a"),
+        ]
+        assert all(sentence in text for text in all_fail_in_time(calls, deadline_s))
+    wait_until(lambda: working(lambda: tier.write("c", memory(3, seed=3))), 60)
+    assert kept(tier, "c", memory(3, seed=3))
+
+
 def in_threads(count: int, work: Callable[[int], None]) -> None:
     """Run this for each number at the same time; raises what one of them raises."""
     with ThreadPoolExecutor(count) as pool:
         for ended in [pool.submit(work, number) for number in range(count)]:
             ended.result()
+
+
+class InMemory:
+    """A tier in a dict. `before` is called first in each read and write."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, bytes] = {}
+        self.before: Callable[[], object] = lambda: None
+        self.closed = False
+
+    def present(self, names: Sequence[str]) -> Sequence[bool]:
+        return [name in self.records for name in names]
+
+    def read(self, name: str, pieces: Sequence[memoryview]) -> bool:
+        self.before()
+        record = self.records.get(name, b"")
+        if len(record) != sum(map(len, pieces)):
+            return False
+        for piece in pieces:
+            piece[:] = record[: len(piece)]
+            record = record[len(piece) :]
+        return True
+
+    def write(self, name: str, pieces: Sequence[memoryview]) -> bool:
+        self.before()
+        assert all(len(piece) % PAGE_BYTES == 0 for piece in pieces)
+        self.records[name] = b"".join(pieces)
+        return True
+
+    def remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.records.pop(name, None)
+
+    def clear(self, prefix: str) -> None:
+        self.remove([name for name in self.records if name.startswith(prefix)])
+
+    def close(self) -> None:
+        self.closed = True
 
 
 class TierContract:
