@@ -94,7 +94,7 @@ $(STAMPS)/suffix: Makefile | $(STAMPS)/package
 # For vLLM's NixlConnector. It runs without a GPU, too.
 $(STAMPS)/nixl: Makefile | $(STAMPS)/package
 	@$(BIN)/python scripts/pip_quietly.py "NIXL" --no-deps --upgrade --target .cache/nixl \
-		"nixl==1.5.1; platform_machine == 'x86_64'" "nixl-cu12==1.5.1; platform_machine == 'x86_64'"
+		"nixl==1.5.1; platform_machine == 'x86_64'" "nixl-cu13==1.5.1; platform_machine == 'x86_64'"
 	@touch $@
 
 LANE := not long

@@ -17,6 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST, NEWEST = "0.31.0", "0.33.0"
 HISTORIES = 40
+# Of each version, two at a time: tests also wait.
+WORKERS = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 MODELS = ("llama", "gemma3", "gemma4-32", "gptoss", "llama4", "qwen3next", "qwen35", "falconh1")
 TESTS = (
     "test_versions.py",
@@ -72,7 +74,7 @@ def run(version: str) -> tuple[int, str]:
     histories = ["--seeds", str(HISTORIES), "--jobs", "1"]
     code, said = 0, f"== vLLM {version}\n"
     for directory, module in (
-        (ROOT, ["pytest", "--durations=10", *tests]),
+        (ROOT, ["pytest", "-q", *WORKERS, "--durations=10", *tests]),
         (ROOT / "tests", ["simulation", *histories]),
     ):
         done = subprocess.run(

@@ -103,12 +103,6 @@ while True:
 """
 
 
-def requests(server: LMCacheServer) -> float:
-    """How many the server has answered so far."""
-    metrics = server.metrics()
-    return sum(metrics[name] for name in metrics if name.startswith("lmcache_requests_total"))
-
-
 def test_a_process_gets_no_more_turns_through_more_connections(server: LMCacheServer) -> None:
     lookup, refused = (
         f'lmcache_requests_total{{op="{name}"}}'
@@ -134,13 +128,13 @@ def test_beside_a_client_that_floods_others_are_answered_and_memory_is_bounded(
 ) -> None:
     bystander = new_engine(server.address, f"beside {kind}")
     exercise(bystander, 1)
-    before, handled = server.rss_bytes(), requests(server)
+    before, handled = server.rss_bytes(), server.answered()
     with client(FLOODER, server.address, kind):
         until_s, answered = time.monotonic() + FLOOD_S, 0
         while answered < 30 or time.monotonic() < until_s:
             bystander.end(bystander.lookup(keys_of(bystander, 2)))
             answered += 1
-        wait_until(lambda: requests(server) > handled + 20, what="it is a flood")
+        wait_until(lambda: server.answered() > handled + 20, what="it is a flood")
         peak = server.rss_bytes()
     assert peak - before < MOST_RSS_BYTES
     server.wait_at_rest(sessions=2)

@@ -168,9 +168,11 @@ def test_a_client_that_never_reads_its_replies_costs_little() -> None:
             with Peer(server.address) as deaf:
                 deaf.live("store")
                 message = {"ping": Ping(), "status": Status()}.get(kind) or deaf.message(kind)
+                answered = server.answered()
                 for _ in range(COUNT):
                     deaf.send(message)
                 assert exercise(bystander, 0) == 3 * bystander.chunk_size
+                wait_until(lambda: server.answered() >= answered + COUNT, what="all are answered")  # noqa: B023
                 assert server.rss_bytes() - before < 64 << 20
                 # It hears what was kept for it, then what it asks now.
                 replies = 0

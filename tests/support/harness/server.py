@@ -182,6 +182,11 @@ class LMCacheServer:
         what = lambda: f"{name} is {value:g}; it is {self.metrics()[name]:g}"  # noqa: E731
         wait_until(lambda: self.metrics()[name] == value, timeout_s, what)
 
+    def answered(self) -> float:
+        """How many requests the server has answered so far."""
+        metrics = self.metrics()
+        return sum(metrics[name] for name in metrics if name.startswith("lmcache_requests_total"))
+
     def wait_for_engine(self) -> int:
         """Wait until one engine uses the server, on both sides of its connector; returns its chunk size."""
         both = ["scheduler", "worker"]
