@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST, NEWEST = "0.31.0", "0.33.0"
 HISTORIES = 40
-# Of each version, two at a time: tests also wait.
+# Two tests of each version at a time, because tests also wait.
 WORKERS = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 MODELS = ("llama", "gemma3", "gemma4-32", "gptoss", "llama4", "qwen3next", "qwen35", "falconh1")
 TESTS = (

@@ -10,10 +10,10 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -57,8 +57,9 @@ from lmcache_kernels.driver import CudaError
 BLOCKS = 2048
 PROMPT_TOKENS = 2 * CHUNK_SIZE + 8
 LONGEST_WAIT_S = 0.05
-"""So long a step may wait for a reply: a server that is well answers sooner."""
+"""In seconds, what a call of vLLM's may wait for a reply: a server that is well answers sooner."""
 PATIENCE_S = 120.0
+Value = TypeVar("Value")
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +74,7 @@ def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def waits_s(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """How long the engine's thread was willing to wait for replies: in no step for long."""
+    """How long the engine's thread offered to wait for replies: no call of vLLM's waits for long."""
     waits, poll, wait, engine = list[float](), Channel.poll, Channel.wait, threading.current_thread()
 
     def briefly(self: Channel, pending: Any = None, wait_s: float = 0.0) -> None:
@@ -82,7 +83,7 @@ def waits_s(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
         poll(self, pending, wait_s)
 
     def until_it_comes(self: Channel, pending: Any) -> Any:
-        assert not Steps.running or threading.current_thread() is not engine
+        assert not Steps.calling or threading.current_thread() is not engine
         return wait(self, pending)
 
     monkeypatch.setattr(Channel, "poll", briefly)
@@ -91,11 +92,19 @@ def waits_s(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     assert max(waits, default=0.0) <= LONGEST_WAIT_S
 
 
+def call(function: Callable[..., Value], *arguments: Any) -> Value:
+    Steps.calling += 1
+    try:
+        return function(*arguments)
+    finally:
+        Steps.calling -= 1
+
+
 class Steps:
     """Both sides of a connector, called as vLLM calls them. One group is attention, one is recurrent."""
 
-    running = False
-    """Whether the engine is in a step."""
+    calling = 0
+    """Of vLLM's calls into the connector, how many have not returned."""
 
     def __init__(self) -> None:
         regions = [(Region(0, start, 64, 64),) for start in (0, 64 * BLOCKS)]
@@ -140,7 +149,7 @@ class Steps:
         self.scheduler.new_request(request)
 
         def offered() -> tuple[int, bool] | None:
-            tokens, later = self.scheduler.matched_tokens(request, 0)
+            tokens, later = call(self.scheduler.matched_tokens, request, 0)
             if tokens is None:
                 self.step({}, (), {})
             return None if tokens is None else (tokens, later)
@@ -149,12 +158,12 @@ class Steps:
         assert tokens in (0, CHUNK_SIZE, 2 * CHUNK_SIZE)
         tables = tuple([block.block_id for block in self.pool.get_new_blocks(3)] for _ in range(2))
         blocks = SimpleNamespace(get_block_ids=lambda: tables)
-        self.scheduler.allocated(request, blocks, tokens)
+        call(self.scheduler.allocated, request, blocks, tokens)
         loaded = bool(tokens) and self._load(name)
         computed = tokens if loaded else 0
         states = {} if computed == 2 * CHUNK_SIZE else {name: [(1, tables[1][1], 2 * CHUNK_SIZE)]}
         self.step({name: PROMPT_TOKENS - computed}, ((name, computed),), states, {name: tables}.get)
-        self.scheduler.finished(request)
+        call(self.scheduler.finished, request)
         self.pool.free_blocks(self.pool.blocks[i] for table in tables for i in table)
         return tokens, loaded
 
@@ -173,18 +182,16 @@ class Steps:
         self, scheduled: dict[str, int], computed: Any, states: Any, tables: Any = {}.get
     ) -> tuple[set[str], set[str]]:
         output = step_output(scheduled, new=computed, states=states, tables=tables)
-        Steps.running = True
-        metadata = self.scheduler.step(output)
-        self.worker.submit(metadata.loads)
-        self.worker.submit(metadata.stores)
-        results = self.worker.collect(metadata.idle)
+        metadata = call(self.scheduler.step, output)
+        call(self.worker.submit, metadata.loads)
+        call(self.worker.submit, metadata.stores)
+        results = call(self.worker.collect, metadata.idle)
         report: Any = SimpleNamespace(
             finished_recving=results.loaded,
             failed_recving=results.failed,
             kv_connector_worker_meta=WorkerReport(results.settled),
         )
-        self.scheduler.worker_output(report)
-        Steps.running = False
+        call(self.scheduler.worker_output, report)
         return results.loaded, results.failed
 
     def is_served(self) -> bool:

@@ -8,6 +8,7 @@ import logging
 import re
 import socket
 import threading
+import time
 
 import pytest
 import uvloop
@@ -307,6 +308,26 @@ def test_a_request_has_5_seconds_whatever_comes_in_meanwhile(server, monkeypatch
                 wait_until(is_ended, what="the server ends the connection")
 
         assert timed(wait)[1] > 0.4
+
+
+def test_a_request_that_came_while_the_server_stood_still_is_answered(monkeypatch):
+    monkeypatch.setattr(pages, "TIMEOUT_S", 0.2)
+    stands_still, goes_on = threading.Event(), threading.Event()
+
+    def stand_still():
+        stands_still.set()
+        assert goes_on.wait(PATIENCE_S)
+        return pages.text("ok")
+
+    with serving({**ROUTES, "/still": stand_still}) as server, connected(server) as client:
+        wait_until(lambda: server._connections)
+        with connected(server) as other:
+            other.sendall(b"GET /still HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert stands_still.wait(PATIENCE_S)
+            client.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            time.sleep(2 * pages.TIMEOUT_S)
+            goes_on.set()
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 OK")
 
 
 def test_who_does_not_read_is_ended(monkeypatch):

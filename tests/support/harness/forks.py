@@ -54,12 +54,12 @@ def fork_server(kind: str, environment: Mapping[str, str]) -> str:
     environment; started when it is first asked for, ended with this process."""
     # Only of an engine, more than the interpreter itself reads variables before it is forked.
     read = {
-        name: without_cv2
+        name: value
         for name, value in environment.items()
-        if (without_cv2 := _OF_CV2.sub("", value) if name == "LD_LIBRARY_PATH" else value)
-        and name not in OF_ONE
-        and (kind == "engine" or name.startswith(("PYTHON", "LD_")))
+        if name not in OF_ONE and (kind == "engine" or name.startswith(("PYTHON", "LD_")))
     }
+    if libraries := _OF_CV2.sub("", read.pop("LD_LIBRARY_PATH", "")):
+        read["LD_LIBRARY_PATH"] = libraries
     # A test may have moved this process into a network of its own.
     key = kind, os.readlink("/proc/thread-self/ns/net"), tuple(sorted(read.items()))
     if key not in _servers:

@@ -40,14 +40,6 @@ def timed(work: Callable[[], Value]) -> tuple[Value, float]:
 
 def get(url: str) -> str:
     """The body at a URL; raises OSError unless the answer is a success."""
-    try:
-        return _body(url)
-    except ConnectionResetError:
-        # The server gives a client 5 s to ask, which this process may lose between two of its lines.
-        return _body(url)
-
-
-def _body(url: str) -> str:
     with urllib.request.urlopen(url, timeout=10) as response:
         body: bytes = response.read()
     return body.decode()
