@@ -9,6 +9,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Iterable
 
 from simulation import origins
 from simulation.bugs import BUGS, FOUND_BY
@@ -34,7 +35,9 @@ def run_seed(seed: int, trace: bool = False) -> tuple[int, str, dict[str, int]]:
     return seed, wrong, scenario.world.counts
 
 
-def run_seeds(arguments: argparse.Namespace, seeds: range, bug: str = "") -> tuple[list[int], Counter[str]]:
+def run_seeds(
+    arguments: argparse.Namespace, seeds: Iterable[int], bug: str = ""
+) -> tuple[list[int], Counter[str]]:
     """The seeds that failed, each of which has printed itself, and what was counted over all. With a
     `bug` put in, it ends with the first that fails."""
     counts: Counter[str] = Counter()
@@ -64,10 +67,6 @@ def print_history(seed: int) -> None:
         print(f"end of it: {sorted(counts.items())} {wrong}", flush=True)
 
 
-def of(arguments: argparse.Namespace) -> range:
-    return range(arguments.first, arguments.first + arguments.seeds)
-
-
 def find_bugs(arguments: argparse.Namespace) -> int:
     """Put in one bug after the other; 1 if some is not found. The seed that found it last comes first."""
     missed = 0
@@ -76,7 +75,7 @@ def find_bugs(arguments: argparse.Namespace) -> int:
         failed, _ = run_seeds(arguments, range(last, last + 1), bug)
         if not failed:
             print(f"{bug}: seed {last} does not find it any more", flush=True)
-            failed, _ = run_seeds(arguments, of(arguments), bug)
+            failed, _ = run_seeds(arguments, range(arguments.seeds), bug)
         missed += not failed
         print(f"{bug}: found by seed {failed[0]}" if failed else f"{bug}: NOT FOUND", flush=True)
     return int(bool(missed))
@@ -84,8 +83,8 @@ def find_bugs(arguments: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="simulation", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=1000, help="how many")
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seeds", type=int, default=1000, help="how many, from each first one on")
+    parser.add_argument("--first", type=int, nargs="+", default=[0], help="the first seeds")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     parser.add_argument("--trace", action="store_true", help="print the history of each seed")
     parser.add_argument("--history", type=int, help="also print the history of this seed, before the others")
@@ -96,11 +95,15 @@ def main() -> int:
         print_history(arguments.history)
     if arguments.bugs is not None:
         return find_bugs(arguments)
+    return max(run_from(arguments, first) for first in arguments.first)
+
+
+def run_from(arguments: argparse.Namespace, first: int) -> int:
     started_s = time.monotonic()
-    failed, counts = run_seeds(arguments, of(arguments))
+    failed, counts = run_seeds(arguments, range(first, first + arguments.seeds))
     took_s = time.monotonic() - started_s
     said = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
-    print(f"{arguments.seeds} seeds in {took_s:.0f} s: {said}")
+    print(f"{arguments.seeds} seeds from {first} on in {took_s:.0f} s: {said}")
     if failed:
         print(f"{len(failed)} failed: {failed[:50]}")
     if arguments.seeds >= ENOUGH_SEEDS and not counts["loads"]:

@@ -13,12 +13,10 @@ from simulation import bugs
 from simulation.bugs import BUGS
 
 pytestmark = pytest.mark.timeout(1800)
-SEEDS = int(os.environ.get("SIMULATION_SEEDS", "60"))
-FIRST = int(os.environ.get("SIMULATION_FIRST", "0"))
-"""Continuous integration begins elsewhere each time."""
+SEEDS = 40
+FIRST = int(os.environ.get("SIMULATION_FIRST", str(SEEDS)))
+"""So many seeds from 0 on, and as many from here on: continuous integration begins elsewhere each time."""
 BUG_SEEDS = 4000
-
-
 IN_A_TIER = 777051
 """A seed in which engines among unlike ones load what others have stored from a tier, which is rare. If a
 change of the simulation loses that, take another."""
@@ -44,7 +42,7 @@ def simulated(hash_seed: int, *arguments: str) -> "subprocess.CompletedProcess[s
 
 @pytest.fixture(scope="module")
 def histories() -> "subprocess.CompletedProcess[str]":
-    return simulated(1, "--seeds", str(SEEDS), "--first", str(FIRST))
+    return simulated(1, "--seeds", str(SEEDS), "--first", "0", str(FIRST))
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +53,10 @@ def with_bugs() -> "subprocess.CompletedProcess[str]":
 def test_no_seed_gives_a_wrong_byte_a_leak_or_a_hang(histories: "subprocess.CompletedProcess[str]") -> None:
     said = histories.stdout
     assert histories.returncode == 0, said + histories.stderr
-    counts = {
-        what: int(count) for count, what in re.findall(r"(\d+) ([a-z ]+)", said[said.index(" seeds in ") :])
-    }
-    # Otherwise the histories would be of a cache that serves nothing, or in which nothing goes wrong.
+    (fixed,) = re.findall("^[0-9]+ seeds from 0 on in .*", said, re.MULTILINE)
+    counts = {what: int(count) for count, what in re.findall(r"(\d+) ([a-z ]+)", fixed)}
+    # Otherwise the histories would be of a cache that serves nothing, or in which nothing goes wrong. What is
+    # rare is not among each few seeds, so it is counted in those that are always the same.
     for what in (
         "tokens loaded",
         "hits of early lookups",
