@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMPS := .venv/stamps
 
-.PHONY: help install lint check test test-all test-versions stress watch-vllm test-gpu bench bench-gpu scaling simulate simulate-bugs fuzz soak demo fleet verified-models docs docs-serve release clean
+.PHONY: help install lint check test test-all test-versions stress watch-vllm test-gpu test-gpu-vllm bench bench-gpu bench-gpu-vllm scaling simulate simulate-bugs fuzz soak demo fleet verified-models docs docs-serve release clean
 
 help:
 	@echo "make install   create .venv and install vLLM (CPU build unless there is one) and this package"
@@ -19,6 +19,7 @@ help:
 	@echo "make bench     side by side with vLLM alone and LMCache: writes docs/benchmarks.md (NAMES=\"lookup start\" only prints)"
 	@echo "make test-gpu  the tests of the GPU half, on a machine that has a GPU (GPU_PYTHON=python3)"
 	@echo "make bench-gpu its figures, as Markdown"
+	@echo "make test-gpu-vllm, make bench-gpu-vllm  a real vLLM on a GPU: the same answers, and how soon"
 	@echo "make scaling   fleets of up to 1,000 hosts, simulated, and what network ports restore: the tables of docs/scaling.md"
 	@echo "make simulate  SEEDS=1000 histories of the real core in a simulated world, from seed FIRST=0 on"
 	@echo "make simulate-bugs  does the simulation find each bug that is put in? with which seed?"
@@ -132,17 +133,25 @@ watch-vllm: install
 	@# 1 says that something changed, and is no failure.
 	@$(BIN)/python scripts/watch_vllm.py $(VLLM) || [ $$? = 1 ]
 
-# Neither vLLM nor the virtual environment is needed: an interpreter that has torch, cupy, pyzmq, pytest and
-# what the server needs (click, uvloop, msgpack, msgspec, prometheus-client).
+# Neither vLLM nor the virtual environment is needed: an interpreter that has torch, cupy, pyzmq, pytest and what
+# the server needs (click, uvloop, msgpack, msgspec, prometheus-client, xxhash).
 GPU_PYTHON ?= python3
 GPU_TESTS := -m pytest -c tests/gpu/pytest.ini --rootdir=. --confcutdir=tests/gpu
+WITH_GPU := PYTHONPATH=.:kernels:tests/support:tests/gpu$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON)
 
 test-gpu:
-	PYTHONPATH=.:kernels:tests/support $(GPU_PYTHON) $(GPU_TESTS) tests/gpu
+	$(WITH_GPU) $(GPU_TESTS) tests/gpu
 	@command -v compute-sanitizer >/dev/null || echo "no compute-sanitizer here: memory accesses were not checked"
-	@! command -v compute-sanitizer >/dev/null || PYTHONPATH=.:kernels:tests/support compute-sanitizer --error-exitcode 9 \
-		--target-processes all $(GPU_PYTHON) $(GPU_TESTS) tests/gpu/test_kernel.py tests/gpu/test_round_trips.py \
-		-k "kernel or launches or 1024 or 65536"
+	@! command -v compute-sanitizer >/dev/null || $(subst $(GPU_PYTHON),compute-sanitizer --error-exitcode 9 \
+		--target-processes all $(GPU_PYTHON),$(WITH_GPU)) $(GPU_TESTS) tests/gpu/test_kernel.py \
+		tests/gpu/test_round_trips.py -k "kernel or launches or 1024 or 65536"
+
+# These also need vLLM, this package, and pytest with its plugins timeout and xdist.
+test-gpu-vllm:
+	LMCACHE_TEST_DEVICE=cuda $(WITH_GPU) -m pytest -q -n 4 -p no:cacheprovider tests/engine/test_models.py
+
+bench-gpu-vllm:
+	@LMCACHE_TEST_DEVICE=cuda $(WITH_GPU) benchmarks/gpu_vllm.py --graphs
 
 NAMES ?=
 bench: install
@@ -150,7 +159,7 @@ bench: install
 	@$(BIN)/python benchmarks/run.py $(NAMES)
 
 bench-gpu:
-	PYTHONPATH=.:kernels:tests/support:tests/gpu $(GPU_PYTHON) benchmarks/gpu.py
+	@$(WITH_GPU) benchmarks/gpu.py
 
 scaling: install
 	@$(BIN)/python benchmarks/scaling.py

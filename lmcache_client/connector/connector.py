@@ -241,7 +241,8 @@ class LMCacheMPConnector(Uncached):
         # An earlier vLLM that sleeps does not say so, and frees memory that the server still has.
         tells = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
         export = CudaExport(buffers, lambda: int(torch.cuda.current_stream().cuda_stream), tells)
-        logger.warning("lmcache: the cache is untested on GPUs: compare outputs (docs/gpu.md)")
+        if any(group.kind == "recurrent" for group in geometry.groups):
+            logger.warning("lmcache: recurrent layers are untested on GPUs: compare outputs (docs/gpu.md)")
         return geometry, export
 
     def unregister_kv_caches(self) -> None:

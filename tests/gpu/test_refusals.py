@@ -116,7 +116,7 @@ def test_what_a_worker_says_of_its_memory_is_checked(start_server, start_engine,
         "user and process namespace are the same": lambda honest: structs.replace(
             honest, handles=(b"\xee" * 64,)
         ),
-        "beyond the allocation": lambda honest: structs.replace(honest, buffers=((64 << 20, size),)),
+        "beyond the allocation": lambda honest: structs.replace(honest, buffers=((1 << 40, size),)),
         "the nonce is not in the memory": lambda honest: structs.replace(
             honest, buffers=(*honest.buffers, (0, PAGE_BYTES)), handles=honest.handles * 2
         ),

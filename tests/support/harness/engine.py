@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from harness.device import ON_GPU, engine_defaults
 from harness.forks import OF_ONE
 from harness.models import NEEDS_TORCHVISION, model_path
 from harness.paths import CACHE, STUBS, SUFFIX
@@ -129,6 +130,7 @@ class Engine:
             "kv_cache_memory_bytes": 64 << 20,
             "seed": 0,
             "disable_log_stats": False,
+            **engine_defaults(model),
             **MODEL_DEFAULTS.get(model, {}),
             **{name: value for name, value in llm.items() if value is not None},
         }
@@ -144,7 +146,7 @@ class Engine:
                 **(connector or {}),
             }
         self.environment = self._make_environment(model, multiprocessing, env or {})
-        self._cold = bool(set(env or ()) - set(OF_ONE)) if cold is None else cold
+        self._cold = ON_GPU or (bool(set(env or ()) - set(OF_ONE)) if cold is None else cold)
 
     def _make_environment(
         self, model: str, multiprocessing: bool, env: Mapping[str, str | None]

@@ -288,15 +288,15 @@ class EngineProcess:
         `resume_tokens` needs; returns the number of bytes compared, raises where one differs."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        from harness.stored_bytes import Twin, of_process
+        from harness.stored_bytes import Twin, of_engine
 
         worker = get_kv_transfer_group()._worker
-        geometry, buffers = worker.client.geometry, worker.client.export._buffers
         manager = self._core().scheduler.kv_cache_manager
         tables = self._core().scheduler.connector._scheduler._offers.tables
         (name,) = self.do_submit([prompt], 4, None, None)
         pages: dict[tuple[int, int], bytes] = {}
-        live = of_process(geometry, buffers)
+        live, sizes = of_engine(worker.client.geometry, worker.client.export)
+        geometry = live.geometry
         while name not in self.results:
             self._step()
             for request in self._core().scheduler.running:
@@ -312,7 +312,7 @@ class EngineProcess:
                             pages.setdefault((index, position), live.block(index, table[position]))
         del self.results[name]
         self.do_settle()
-        twin = Twin(worker._settings.address, worker.client, [size for _, size in buffers])
+        twin = Twin(worker._settings.address, worker.client, sizes)
         try:
             compared = 0
             for index, table in enumerate(twin.load(prompt, resume_tokens)):
@@ -374,7 +374,7 @@ def _corrupt_kv(worker: Any, seed: int, rank: int | None) -> int:
         each = pending.pop()
         if isinstance(each, torch.Tensor):
             storage = each.untyped_storage()
-            buffers[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage)
+            buffers[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8, device=each.device).set_(storage)
         else:
             pending.extend(each)
     torch.manual_seed(seed)

@@ -4,6 +4,8 @@ Runs inside the engine's process. A twin of the engine (the same model, the same
 own) registers, is in the same namespace therefore, and loads the prompt's pages through the server.
 """
 
+import ctypes
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,6 +15,7 @@ from lmcache_client.channel import Channel
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.messages import Found, Lookup
 from lmcache_client.engine import Scheduler, Worker, expect, load_message
+from lmcache_client.memory.cuda import CudaExport
 from lmcache_client.memory.host import HostExport
 
 TIMEOUT_S = 20.0
@@ -34,12 +37,35 @@ class Pages:
         )
 
 
-def of_process(geometry: Geometry, buffers: tuple[tuple[int, int], ...]) -> Pages:
-    """The pages of this very process at (address, bytes)."""
-    import ctypes
+class GpuPages(Pages):
+    """Pages of this very process on its GPU, at one address for each buffer."""
 
-    views = [np.frombuffer((ctypes.c_uint8 * size).from_address(start), np.uint8) for start, size in buffers]
-    return Pages(geometry, views)
+    def __init__(self, geometry: Geometry, export: CudaExport) -> None:
+        super().__init__(geometry, [])
+        self._export = export
+
+    def block(self, group: int, block: int) -> bytes:
+        import torch
+
+        torch.cuda.synchronize()
+        driver, addresses = self._export._driver, self._export._addresses
+        return b"".join(
+            driver.read(
+                addresses[region.buffer] + region.offset + block * region.stride_bytes, region.page_bytes
+            )
+            for region in self.geometry.groups[group].regions
+        )
+
+
+def of_engine(geometry: Geometry, export: HostExport | CudaExport) -> tuple[Pages, list[int]]:
+    """The pages of this very process, and how many bytes each of its buffers has."""
+    if isinstance(export, CudaExport):
+        return GpuPages(geometry, export), [size for _, size in export._shared.ranges]
+    views = [
+        np.frombuffer((ctypes.c_uint8 * size).from_address(start), np.uint8)
+        for start, size in export._buffers
+    ]
+    return Pages(geometry, views), [each.nbytes for each in views]
 
 
 class Twin:
