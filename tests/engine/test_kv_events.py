@@ -94,7 +94,7 @@ class Router:
 def test_routers_know_what_the_server_would_restore(
     stack: ExitStack, start_server: Callable[..., LMCacheServer], start_engine: Callable[..., Engine]
 ) -> None:
-    server = start_server(l1_size_gb=2 / 1024, chunk_size=CHUNK)
+    server = start_server(l1_size_gb=4 / 1024, chunk_size=CHUNK)
     port, replay_port = free_port(), free_port()
     config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}"}
     config["replay_endpoint"] = f"tcp://*:{replay_port}"

@@ -78,7 +78,7 @@ def test_groups_that_no_other_request_may_use_are_left_out(server: LMCacheServer
 
 def check_model(server: LMCacheServer, model: str, options: dict[str, Any]) -> None:
     server.clear()
-    with Engine(model, server=server, **options) as engine:
+    with Engine(model, server=server, **{"dtype": "bfloat16", **options}) as engine:
         unified = engine.info()["unified_block_size"]
         chunk = chunk_size(server)
         assert chunk % unified == 0

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 TOKENS = prompt(700, 3)
 Llm = dict[str, Any]
+BF16 = {"dtype": "bfloat16"}
 FP8 = {"quantization": "fp8_per_channel"}
 SD, DS = ({"env": {"VLLM_SSM_CONV_STATE_LAYOUT": order}} for order in ("SD", "DS"))
 
@@ -93,16 +94,16 @@ def test_engines_share_pages_if_and_only_if_their_bytes_are_the_same(
 ) -> None:
     family = FAMILIES[name]
     server.clear()
-    with Engine(family.model, server=server, **family.first) as engine:
+    with Engine(family.model, server=server, **BF16 | family.first) as engine:
         computed = restored_as_computed(engine)
     for difference, settings in family.same.items():
-        with Engine(family.model, server=server, **settings) as engine:
+        with Engine(family.model, server=server, **BF16 | settings) as engine:
             first = engine.run(TOKENS)
             assert first.external_tokens > 0, difference
             # Its steps may be others, which rounds otherwise.
             assert first.tokens == computed.tokens, difference
     for difference, settings in family.different.items():
-        with Engine(family.model, server=server, **settings) as engine:
+        with Engine(family.model, server=server, **BF16 | settings) as engine:
             restored_as_computed(engine, difference)
 
 
@@ -133,7 +134,7 @@ def test_a_copy_of_a_model_has_its_pages_unless_a_weight_or_its_name_differs(
     server.clear()
     settle()
     named = {"lmcache.mp.weights_name": "v17"}
-    with Engine("llama", server=server) as engine:
+    with Engine("llama", server=server, **BF16) as engine:
         explained = server.cli("status", "--explain").stdout.splitlines()
         before = restored_as_computed(engine)
     with Engine(str(copied), server=server) as engine:
@@ -148,7 +149,7 @@ def test_a_copy_of_a_model_has_its_pages_unless_a_weight_or_its_name_differs(
     # A name of the user's own is the name of the weights.
     with Engine(str(copied), server=server, extra_config=named) as engine:
         restored_as_computed(engine)
-    with Engine("llama", server=server, extra_config=named) as engine:
+    with Engine("llama", server=server, extra_config=named, **BF16) as engine:
         assert served(engine, TOKENS, 512).output == before.output
     # A row of a tensor is enough to share nothing.
     tensors = load_file(copied / "model.safetensors")

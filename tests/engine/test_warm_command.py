@@ -120,7 +120,7 @@ def test_what_was_sent_ahead_is_served_to_another_engine_and_what_is_pinned_stay
     assert server.terminate() == 0
     server.start()
     assert server.status()["pins"] == [pin], "it outlives its engine and the server"
-    with Engine("llama", server=server, block_size=CHUNK) as engine:
+    with Engine("llama", server=server, block_size=CHUNK, dtype="bfloat16") as engine:
         for number in range(8):
             engine.run(prompt(8 * CHUNK + 20, 10 + number), 1)
         assert server.status()["l1"]["chunks"] == 32

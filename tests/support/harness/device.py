@@ -14,7 +14,7 @@ def engine_defaults(model: str) -> dict[str, Any]:
     if not ON_GPU:
         return {}
     # Several engines share the GPU. How much of it each takes is said by its kv_cache_memory_bytes.
-    options: dict[str, Any] = {"gpu_memory_utilization": 0.05}
+    options: dict[str, Any] = {"gpu_memory_utilization": 0.05, "dtype": "bfloat16"}
     # Where the packages of vLLM's first choice are missing.
     if model.startswith("qwen3") and find_spec("flashinfer") is None:
         options["additional_config"] = {"gdn_prefill_backend": "triton"}

@@ -26,9 +26,12 @@ COMMAND_TIMEOUT_S = 540.0
 """Less than a test may take. On a busy machine, an engine is twenty times slower."""
 CLOSE_TIMEOUT_S = 30.0
 MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
+    # Many processors multiply matrices of bfloat16 ten times as slowly as those of float32.
+    # What is not about a kind of model needs no bfloat16; test_models.py has it for all.
+    "llama": {"dtype": "float32"},
     # The lengths of its steps change how a prompt is rounded. With steps of one chunk, a prompt that resumes
     # at a chunk goes on with the steps of one that does not, and their answers are equal to the last bit.
-    "gemma3": {"max_num_batched_tokens": 256},
+    "gemma3": {"max_num_batched_tokens": 256, "dtype": "float32"},
     "gptoss": {"max_num_batched_tokens": 256},
     # The CPU kernel of Mamba-2 cannot prefill more than one block in a step. With states of float32, a block
     # has 256 tokens.
@@ -130,8 +133,8 @@ class Engine:
             "kv_cache_memory_bytes": 64 << 20,
             "seed": 0,
             "disable_log_stats": False,
-            **engine_defaults(model),
             **MODEL_DEFAULTS.get(model, {}),
+            **engine_defaults(model),
             **{name: value for name, value in llm.items() if value is not None},
         }
         if llm.get("prefix_cache_retention_interval", 0) is None:
