@@ -137,21 +137,21 @@ watch-vllm: install
 # the server needs (click, uvloop, msgpack, msgspec, prometheus-client, xxhash).
 GPU_PYTHON ?= python3
 GPU_TESTS := -m pytest -c tests/gpu/pytest.ini --rootdir=. --confcutdir=tests/gpu
-WITH_GPU := PYTHONPATH=.:kernels:tests/support:tests/gpu$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON)
+GPU_PATHS := PYTHONPATH=.:kernels:tests/support:tests/gpu$${PYTHONPATH:+:$$PYTHONPATH}
 
 test-gpu:
-	$(WITH_GPU) $(GPU_TESTS) tests/gpu
+	$(GPU_PATHS) $(GPU_PYTHON) $(GPU_TESTS) tests/gpu
 	@command -v compute-sanitizer >/dev/null || echo "no compute-sanitizer here: memory accesses were not checked"
-	@! command -v compute-sanitizer >/dev/null || $(subst $(GPU_PYTHON),compute-sanitizer --error-exitcode 9 \
-		--target-processes all $(GPU_PYTHON),$(WITH_GPU)) $(GPU_TESTS) tests/gpu/test_kernel.py \
-		tests/gpu/test_round_trips.py -k "kernel or launches or 1024 or 65536"
+	@! command -v compute-sanitizer >/dev/null || $(GPU_PATHS) compute-sanitizer --error-exitcode 9 \
+		--target-processes all $(GPU_PYTHON) $(GPU_TESTS) tests/gpu/test_kernel.py tests/gpu/test_round_trips.py \
+		-k "kernel or launches or 1024 or 65536"
 
 # These also need vLLM, this package, and pytest with its plugins timeout and xdist.
 test-gpu-vllm:
-	LMCACHE_TEST_DEVICE=cuda $(WITH_GPU) -m pytest -q -n 4 -p no:cacheprovider tests/engine/test_models.py
+	LMCACHE_TEST_DEVICE=cuda $(GPU_PATHS) $(GPU_PYTHON) -m pytest -q -n 4 -p no:cacheprovider tests/engine/test_models.py
 
 bench-gpu-vllm:
-	@LMCACHE_TEST_DEVICE=cuda $(WITH_GPU) benchmarks/gpu_vllm.py --graphs
+	@LMCACHE_TEST_DEVICE=cuda $(GPU_PATHS) $(GPU_PYTHON) benchmarks/gpu_vllm.py --graphs
 
 NAMES ?=
 bench: install
@@ -159,7 +159,7 @@ bench: install
 	@$(BIN)/python benchmarks/run.py $(NAMES)
 
 bench-gpu:
-	@$(WITH_GPU) benchmarks/gpu.py
+	@$(GPU_PATHS) $(GPU_PYTHON) benchmarks/gpu.py
 
 scaling: install
 	@$(BIN)/python benchmarks/scaling.py

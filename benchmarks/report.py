@@ -123,7 +123,7 @@ def write(sections: Sequence[Section], failed: Sequence[str], minutes: float) ->
         "Written by `make bench`, which installs what it compares with (LMCache 0.5.6 in multiprocess mode) into",
         "environments of its own. Figures of one run are comparable with each other, not with those of another",
         "machine: read ratios. Where there is a GPU, the engines have vLLM's own offloading beside them, and",
-        "`make bench-gpu` measures the copies. [What ran on a GPU](gpu-results.md) has its figures.",
+        "`make bench-gpu` measures the copies. [What ran on a GPU](gpu-results.md) lists what has been run.",
         "",
         "## What was asked for, and what was measured",
         "",

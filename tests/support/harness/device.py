@@ -5,8 +5,8 @@ from importlib.util import find_spec
 from typing import Any
 
 ON_GPU = os.environ.get("LMCACHE_TEST_DEVICE") == "cuda"
-"""`make test-gpu-vllm` says so. A process that has imported vLLM for a GPU cannot be forked, so that every
-engine is started afresh there."""
+"""`make test-gpu-vllm` says so. Every engine is started afresh there: nobody has tried to fork a process that
+has imported vLLM for a GPU."""
 
 
 def engine_defaults(model: str) -> dict[str, Any]:

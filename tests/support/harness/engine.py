@@ -26,8 +26,8 @@ COMMAND_TIMEOUT_S = 540.0
 """Less than a test may take. On a busy machine, an engine is twenty times slower."""
 CLOSE_TIMEOUT_S = 30.0
 MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
-    # Many processors multiply matrices of bfloat16 ten times as slowly as those of float32.
-    # What is not about a kind of model needs no bfloat16; test_models.py has it for all.
+    # Some processors multiply matrices of bfloat16 ten times as slowly as those of float32. What is not about
+    # a kind of model needs no bfloat16; test_models.py has it for all.
     "llama": {"dtype": "float32"},
     # The lengths of its steps change how a prompt is rounded. With steps of one chunk, a prompt that resumes
     # at a chunk goes on with the steps of one that does not, and their answers are equal to the last bit.
