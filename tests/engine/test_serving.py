@@ -72,10 +72,10 @@ def test_of_two_engines_with_one_id_the_earlier_is_served_and_the_later_is_told(
 def test_salts_and_equal_prompts_share_only_with_themselves(server: LMCacheServer) -> None:
     cached = prompt(700, 4)
     with Engine("llama", server=server) as engine:
-        engine.run(cached, cache_salt="tenant a")
+        computed = engine.run(cached, cache_salt="tenant a")
         served(engine, cached, 0, cache_salt="tenant b")
         served(engine, cached, 0)
-        served(engine, cached, 512, cache_salt="tenant a")
+        assert served(engine, cached, 512, cache_salt="tenant a").tokens == computed.tokens
         known = lambda: {each["tenant"] for each in server.status()["tenants"]}  # noqa: E731
         wait_until(lambda: known() == {tenant_id(f"tenant {name}").hex() for name in "ab"})
         assert engine.reset_prefix_cache(reset_connector=True)
