@@ -185,7 +185,7 @@ def test_an_engine_starts_before_its_weights_are_named_and_joins_later(
     settle()
     with (copied / "model.safetensors").open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # as if another rank read it, and took its time
-        with Engine(str(copied), server=server) as engine:
+        with Engine(str(copied), server=server, joins=False) as engine:
             assert engine.log.read_text().count("as soon as its weights have been read") == 1
             assert not any(each["engines"] for each in server.status()["namespaces"])
             early = engine.run(TOKENS)

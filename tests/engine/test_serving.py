@@ -59,7 +59,6 @@ def test_of_two_engines_with_one_id_the_earlier_is_served_and_the_later_is_told(
     shared = {"connector": {"engine_id": "prod"}, "kv_cache_memory_bytes": MEMORY}
     with LMCacheServer(l1_size_gb=0.1) as server:
         with Engine("gemma3", server=server, **shared) as earlier:
-            server.wait_for_engine()  # what is computed before is not stored
             cold = earlier.run(prompt(700, 1))
             with Engine("llama", server=server, **shared) as later:
                 for _ in range(2):

@@ -21,7 +21,6 @@ from harness.processes import free_port
 from harness.server import LMCacheServer
 from harness.stores import Store
 from harness.waiting import get, wait_until
-from test_tiers_on_stores import exercise_in_limited_time
 
 from lmcache_server.tiers import urls
 from lmcache_server.tiers.area import Area, shared_memory
@@ -203,7 +202,7 @@ def test_a_holder_that_hangs_costs_a_bounded_time_and_no_frame(mooncake: tuple[S
         engine = new_engine(server.address, "during")
         with holder.failing("hangs"):
             for number in (1, 2, 3):  # the master says that it has the first
-                exercise_in_limited_time(engine, number)
+                exercise(engine, number)
             wait_until(lambda: restarts(server) > 0, 60)
         engine.close()
         server.wait_at_rest(timeout_s=60)

@@ -3,7 +3,6 @@ is behind a bad network: it costs time and never a byte."""
 
 import contextlib
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,23 +10,9 @@ import pytest
 from harness import stores
 from harness.exercise import exercise, is_served, new_engine, served
 from harness.proxy import Proxy
-from harness.rawclient import RawEngine
 from harness.server import LMCacheServer
 from harness.stores import Store
 from harness.waiting import wait_until
-
-from lmcache_client.contract.hits import fetch_patience_s
-
-MARGIN_S = 10.0
-"""For the rest of an exercise, on a busy machine."""
-
-
-def exercise_in_limited_time(engine: RawEngine, number: int) -> int:
-    """`exercise`, whose lookup waits no longer than it may, whatever becomes of a tier."""
-    began_s = time.monotonic()
-    tokens = exercise(engine, number)
-    assert time.monotonic() - began_s < fetch_patience_s(3 * engine.chunk_size) + MARGIN_S
-    return tokens
 
 
 @pytest.fixture
@@ -71,7 +56,7 @@ def test_what_one_server_stored_another_serves_and_a_clear_reaches_the_store(
     + [("mooncake", "killed"), ("mooncake", "hangs")],
     indirect=["store"],
 )
-def test_a_store_that_fails_costs_a_bounded_time_and_is_used_again(
+def test_a_store_that_fails_costs_time_until_it_is_left_alone_and_is_used_again(
     store: tuple[str, list[Store]], start: Callable[..., LMCacheServer], way: str
 ) -> None:
     url, processes = store
@@ -83,9 +68,10 @@ def test_a_store_that_fails_costs_a_bounded_time_and_is_used_again(
     with contextlib.ExitStack() as failing:
         for process in reversed(processes):  # the first is the first to come back
             failing.enter_context(process.failing(way))
-        # Until the breaker opens, requests wait, but not beyond their limit; all bytes are right.
+        # Until the breaker opens, requests wait, and all bytes are right. The simulation shows how long they
+        # may wait, by its own clock.
         for number in range(2, 8):
-            exercise_in_limited_time(engine, number)
+            exercise(engine, number)
             if server.tier()["failing"]:
                 break
         wait_until(lambda: server.tier()["failing"])
@@ -204,7 +190,7 @@ def test_a_record_that_is_cut_is_not_served(through: tuple[LMCacheServer, Proxy]
     server, proxy = through
     proxy.cut_bytes = 1 << 17
     engine = new_engine(server.address, "second")
-    assert exercise_in_limited_time(engine, 1) == 0, "each record is larger than what comes through"
+    assert exercise(engine, 1) == 0, "each record is larger than what comes through"
     assert proxy.cuts
     wait_until(lambda: not server.status()["l1"]["reserved_bytes"], 60)
     read = server.tier()["read_objects"]
@@ -223,7 +209,7 @@ def test_a_slow_network_costs_no_more_than_the_limit_and_its_bytes_are_right(
     engine = new_engine(server.address, "second")
     # With the longest delay no record arrives in time: it has many pieces.
     for number, proxy.delay_s in ((2, 0.01), (1, 0.5), (3, 0.5)):
-        exercise_in_limited_time(engine, number)
+        exercise(engine, number)
     proxy.delay_s = 0.0
     wait_until(lambda: not server.status()["l1"]["reserved_bytes"], 90)
     wait_until(lambda: not server.tier()["failing"], 90)

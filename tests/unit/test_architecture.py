@@ -108,6 +108,6 @@ def test_the_budgets_of_lines_are_kept() -> None:
 def test_time_of_the_wall_is_read_in_one_place_of_the_tests() -> None:
     """How long something takes depends on the machine: tests wait for events, in harness/waiting.py."""
     reads = re.compile(r"\btime\.(monotonic|perf_counter)\(")
-    for folder in ("unit", "service", "engine", "deploy", "gpu"):
+    for folder in ("unit", "service", "server", "engine", "deploy", "gpu"):
         for path in sorted((ROOT / "tests" / folder).glob("*.py")):
             assert not reads.search(path.read_text()), f"{path.name}: use wait_until or timed"

@@ -97,8 +97,9 @@ class Engine:
     a change to vLLM, of changed_vllm.py. Further keyword arguments go to `vllm.LLM`; None leaves vLLM's
     default.
 
-    It is forked from a process that has imported vLLM already. `cold` says whether it is started afresh
-    instead; by default one is that has further variables in `env`.
+    Unless `joins` is False, it waits until the engine has joined a server that runs, or is refused, because
+    what is computed before is not stored. It is forked from a process that has imported vLLM already. `cold`
+    says whether it is started afresh instead; by default one is that has further variables in `env`.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Engine:
         env: Mapping[str, str | None] | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
         cold: bool | None = None,
+        joins: bool = True,
         **llm: Any,
     ) -> None:
         self.model = model
@@ -121,6 +123,7 @@ class Engine:
         self._server = server
         self._start_timeout_s = start_timeout_s
         self._multiprocessing = multiprocessing
+        self._joins = joins
         self._process: ChildProcess | None = None
         self._unread = b""
         self._arguments: dict[str, Any] = {
@@ -198,13 +201,19 @@ class Engine:
             self.kill()
             raise
         self.startup_s = time.monotonic() - start
-        if self._multiprocessing and self._server is not None and self._server.process is not None:
-            self._wait_until_joined(self._server)
+        if self._joins and self._server is not None and self._server.process is not None:
+            try:
+                self._wait_until_joined(self._server)
+            except BaseException:
+                self.kill()
+                raise
         return self
 
     def _wait_until_joined(self, server: LMCacheServer) -> None:
-        """A process of its own may ask for work before its scheduler has joined the server. An engine that
-        does not use the cache never joins."""
+        """Or until it is clear that it does not use the cache."""
+        if not self._multiprocessing:
+            self.call("wait_until_joined")
+            return
 
         def is_known() -> bool:
             own = group_members(self.pid)

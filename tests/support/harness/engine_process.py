@@ -199,6 +199,17 @@ class EngineProcess:
             time.sleep(IDLE_PAUSE_S)
         return time.monotonic() - start
 
+    def do_wait_until_joined(self) -> None:
+        """Until each server has let this engine's scheduler join, or refused it."""
+        outer = self._core().scheduler.connector
+        sides = [getattr(each, "_scheduler", None) for each in getattr(outer, "_connectors", [outer])]
+        channels = [client.channel for side in sides if side is not None for client in side._clients]
+        start = time.monotonic()
+        while not all(channel.ready or channel.refusal for channel in channels):
+            if time.monotonic() - start > SETTLE_TIMEOUT_S:
+                raise TimeoutError("this engine's scheduler has not joined its server")
+            time.sleep(IDLE_PAUSE_S)
+
     def do_generate(self, settle: bool, **request: Any) -> list[dict[str, Any]]:
         results = self.do_collect(self.do_submit(**request))
         if settle:

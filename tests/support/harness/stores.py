@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
+from harness.clients import stop
 from harness.namespaces import only_a_loopback
 from harness.paths import CACHE, MOONCAKE
-from harness.processes import ChildProcess, free_port
+from harness.processes import ChildProcess, free_port, group_members
 from harness.tools import find, missing, module
 from harness.waiting import wait_until
 
@@ -46,9 +47,6 @@ class Store:
         process.wait_until_ready(lambda: self._is_ready(self.port), 60)
         return process
 
-    def signal(self, number: int) -> None:
-        os.killpg(self.process.pid, number)
-
     def kill(self) -> None:
         self.process.kill()
 
@@ -59,11 +57,15 @@ class Store:
     @contextlib.contextmanager
     def failing(self, how: str) -> Iterator[None]:
         """Meanwhile it "hangs" or is "killed"; afterwards it works again."""
-        self.signal(signal.SIGSTOP) if how == "hangs" else self.kill()
+        if how == "hangs":
+            for pid in group_members(self.process.pid):
+                stop(pid)
+        else:
+            self.kill()
         try:
             yield
         finally:
-            self.signal(signal.SIGCONT) if how == "hangs" else self.restart()
+            os.killpg(self.process.pid, signal.SIGCONT) if how == "hangs" else self.restart()
 
     def __enter__(self) -> "Store":
         return self
