@@ -29,11 +29,12 @@ from lmcache_server.l1.file import L1File
 from lmcache_server.l1.memory import L1Memory
 from lmcache_server.l1.populate import UNIT_BYTES
 from lmcache_server.net.listener import Listener, bound_listener
+from lmcache_server.options import parts
 from lmcache_server.service.copies import Copies
 from lmcache_server.service.fetches import Fetches
 from lmcache_server.service.lookups import Lookups
+from lmcache_server.service.option import Base
 from lmcache_server.service.pinning import Pinning
-from lmcache_server.service.planner import Planner
 from lmcache_server.service.registry import PeerPid, Registry
 from lmcache_server.service.router import Router, Send
 from lmcache_server.service.spills import Spills
@@ -41,7 +42,6 @@ from lmcache_server.service.system import System
 from lmcache_server.service.tiers import Tiers, TierState
 from lmcache_server.telemetry.failures import Failures
 from lmcache_server.telemetry.metrics import CONTENT_TYPE, Metrics
-from lmcache_server.telemetry.record import Recorder
 from lmcache_server.tiers import urls
 from lmcache_server.tiers.base import TierError
 from lmcache_server.tiers.record import read_key
@@ -113,9 +113,9 @@ def assemble(
     """The objects that answer clients, and the report about them, over one cache."""
     failures = Failures()
     registry = Registry(config, cache, system, peer_pid)
-    recorder = Recorder(config.record) if config.record else None
-    planner = Planner(cache, recorder)
-    report = Report(config, cache, l1, registry, planner, failures, metrics, system, tiers)
+    base = Base(config, cache, metrics)
+    options = [option(base) for option in parts("server", "Server")]
+    report = Report(config, cache, l1, registry, options, failures, metrics, system, tiers)
     behind = Tiers(tiers, l1, metrics, failures, system)
     spills = Spills(
         behind, cache, system, lambda namespace: bool(registry.known.get(namespace, {}).get("ephemeral"))
@@ -124,7 +124,7 @@ def assemble(
     fetches = Fetches(behind, cache, l1, metrics, system, checksums, is_known, spills.made_room)
     copies = Copies(cache, registry, l1, metrics, failures, system, spills, config.checksums)
     pinning = Pinning(cache)
-    lookups = Lookups(cache, registry, planner, pinning, fetches, metrics, system, config.lease_s)
+    lookups = Lookups(cache, registry, options, pinning, fetches, metrics, system, config.lease_s)
     router = Router(
         cache, registry, lookups, copies, pinning, spills, metrics, failures, system, send, report.status
     )
@@ -165,7 +165,7 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
         logger.info("stopping with %(sessions)d sessions open", {"sessions": len(router.registry.sessions)})
     finally:
         await web.stop()
-        report.planner.tick()
+        report.tick()
         await asyncio.to_thread(l1.stop)
         router.registry.close()
         router.lookups.close()

@@ -23,6 +23,7 @@ from lmcache_server.core import limits
 from lmcache_server.errors import StartError
 from lmcache_server.host.logs import FORMATS, TEXT
 from lmcache_server.host.units import GB_BYTES
+from lmcache_server.options import parts
 from lmcache_server.tiers import urls
 
 ENVIRONMENT_PREFIX = "LMCACHE_"
@@ -143,22 +144,29 @@ class Config:
         "lists all settings. Give the flag twice for two tiers, in the order in which they are asked; in the "
         "environment, separate them by a space.",
         metavar="URL", show_default="none", multiple=True)
-    record: str = _option(
-        "", _TEXT, "File to which the server appends all lookups, for `lmcache plan --from`: times, numbers "
-        "of tokens and shortened digests of prompts, but no text. At 256 MiB it is renamed to FILE.1, and a "
-        "new file begins.", metavar="FILE", show_default="none")
     log_level: str = _option(
         "info", _one_of("debug", "info", "warning", "error"), "How much to log on stderr.")
     log_format: str = _option(
         TEXT, _one_of(*FORMATS), "json: one object per line, with the event's values as fields.")
     # fmt: on
+    of_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The values of the flags that parts of the server add (see lmcache_server/options)."""
 
     @property
     def l1_size_bytes(self) -> int:
         return int(self.l1_size_gb * GB_BYTES)
 
 
-OPTIONS = {field.name: field for field in dataclasses.fields(Config)}
+_OWN = [field for field in dataclasses.fields(Config) if field.metadata]
+OPTIONS: dict[str, Any] = {field.name: field for field in _OWN}
+for _flags in parts("flags", "FLAGS"):
+    OPTIONS |= {name: _option(kind=_TEXT, **flag) for name, flag in _flags.items()}
+
+
+def values(config: Config) -> dict[str, Any]:
+    """The value of every flag, by its name."""
+    others = {name: OPTIONS[name].default for name in OPTIONS} | dict(config.of_options)
+    return others | {field.name: getattr(config, field.name) for field in _OWN}
 
 
 def flag_name(name: str) -> str:
@@ -193,9 +201,11 @@ def options(*names: str, **helps: str) -> Callable[[Command], Command]:
     return decorate
 
 
-def checked(values: Mapping[str, Any]) -> Config:
+def checked(given: Mapping[str, Any]) -> Config:
     """The configuration with these values. Raises StartError if they contradict each other."""
-    config = Config(**values)
+    own = {field.name for field in _OWN}
+    others = {name: given[name] for name in given.keys() - own if given[name] != OPTIONS[name].default}
+    config = Config(**{name: given[name] for name in given.keys() & own}, of_options=others)
     for name in ("host", "http_host"):
         host = getattr(config, name)
         if not host_name(host) and (host or name == "http_host"):
@@ -220,7 +230,8 @@ def checked(values: Mapping[str, Any]) -> Config:
 
 def describe(config: Config) -> str:
     """The effective configuration in one line."""
-    return "configuration: " + " ".join(f"{name}={_shown(name, getattr(config, name))}" for name in OPTIONS)
+    shown = (f"{name}={_shown(name, value)}" for name, value in values(config).items())
+    return "configuration: " + " ".join(shown)
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:

@@ -3,13 +3,16 @@
 python scripts/metrics_page.py > docs/metrics.md
 """
 
+from itertools import chain
+
+from lmcache_server.options import parts
 from lmcache_server.telemetry.metrics import MAX_MODEL_CHARS, MAX_NAMESPACES, TABLE, Metric
 
 HEAD = f"""# Metrics
 
 The server offers these metrics at `/metrics` on `--http-host` and `--http-port`.
-`python scripts/metrics_page.py` generates this page from the table in `lmcache_server/telemetry/metrics.py`,
-and a test keeps it up to date.
+`python scripts/metrics_page.py` generates this page from the table in `lmcache_server/telemetry/metrics.py`
+and from the options, and a test keeps it up to date.
 
 Two labels can take any value. `model` is the model's name, cut after {MAX_MODEL_CHARS} characters.
 `namespace` has the first 16 digits of the model's [namespace](design.md#keys-and-the-namespace). A series
@@ -38,7 +41,8 @@ def row(metric: Metric) -> str:
 
 def page() -> str:
     """The whole page, as Markdown."""
-    return HEAD + "".join(map(row, TABLE))
+    of_options = chain.from_iterable(server.METRICS for server in parts("server", "Server"))
+    return HEAD + "".join(map(row, [*TABLE, *of_options]))
 
 
 if __name__ == "__main__":

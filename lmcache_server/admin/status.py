@@ -1,6 +1,5 @@
 """The server's reports about itself: the status (JSON), its history, and the gauges of /metrics."""
 
-import dataclasses
 import functools
 import heapq
 import itertools
@@ -13,12 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmcache_client.contract.version import VERSION
-from lmcache_server.config import Config
+from lmcache_server.config import Config, values
 from lmcache_server.core.cache import Cache
-from lmcache_server.core.demand import SIZES
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.l1.memory import L1Memory
-from lmcache_server.service.planner import Planner
+from lmcache_server.service.option import Option
 from lmcache_server.service.registry import Registry
 from lmcache_server.service.sessions import Session
 from lmcache_server.service.system import System
@@ -45,7 +43,7 @@ class Report:
     cache: Cache
     l1: L1Memory
     registry: Registry
-    planner: Planner
+    options: Sequence[Option]
     failures: Failures
     metrics: Metrics
     system: System
@@ -59,7 +57,8 @@ class Report:
     def tick(self) -> None:
         """Once a second: forget unused namespaces, count evictions, record the history and the lookups."""
         self.registry.forget_namespaces()
-        self.planner.tick()
+        for option in self.options:
+            option.tick(self.system.now_s())
         cache, metrics = self.cache, self.metrics
         # Prometheus misses the first counts of a series that it has not seen at zero.
         for engine in self.registry.engines:
@@ -117,7 +116,7 @@ class Report:
             "boot_id": self.registry.boot_id.hex(),
             "pid": self.system.pid,
             "uptime_s": round(now_s - self._started_s, 3),
-            "config": dataclasses.asdict(self.config),
+            "config": values(self.config),
             "l1": {name: read() for name, read in self._l1_figures().items()},
             "pins": self._pins(),
             "tenants": (tenants := self._tenants()),
@@ -130,9 +129,9 @@ class Report:
             "tokens": tokens,
             "objects": objects,
             "hit_rate": round(tokens["hit"] / asked, 4) if asked else 0.0,
-            "demand": self.planner.report(now_s),
             "failures": self.failures.report(now_s),
             "explained": _shown(self.registry.engines.explained()) if explain else [],
+            **{name: value for option in self.options for name, value in option.report(now_s).items()},
         }
 
     @staticmethod
@@ -239,8 +238,6 @@ class Report:
                 "lmcache_tier_failing", functools.partial(getattr, tier.breaker, "is_open"), tier=tier.label
             )
             gauge("lmcache_tier_waiting_objects", tier.backlog.__len__, tier=tier.label)
-        for size in SIZES:
-            gauge("lmcache_demand_hit_ratio", functools.partial(self.planner.hit_ratio, size), l1=size)
         for kind in ("host", "cuda"):
             gauge("lmcache_worker_memories", functools.partial(self._memories, kind == "cuda"), kind=kind)
 

@@ -16,7 +16,7 @@ from lmcache_server.commands import contents, ends, options
 from lmcache_server.config import OPTIONS
 from lmcache_server.errors import CommandError, StartError
 from lmcache_server.host.logs import printable
-from lmcache_server.host.units import GB_BYTES
+from lmcache_server.options import parts
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -71,38 +71,6 @@ def status(host: str, port: int, timeout_s: float, as_json: bool, explain: bool,
     names = tuple(filter(None, namespace.lower().split(",")))
     text = explanation(report, names) if explain or names else summary(report)
     click.echo(json.dumps(report, indent=2) if as_json else text)
-
-
-@cli.command()
-@options.asking("l1_size_gb", l1_size_gb="With --from: the size of L1, in GB, that the table calls 1x.")
-@click.option(
-    "--from",
-    "record",
-    metavar="FILE",
-    help="Read a file that `lmcache server --record` wrote, instead of asking a server.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
-def plan(
-    host: str, port: int, timeout_s: float, l1_size_gb: float, record: str | None, as_json: bool
-) -> None:
-    """Print the hit rates that other sizes of L1 would have had.
-
-    For each size, the server simulates every lookup. For models with full attention alone, the rates are
-    correct up to the size in the last line, or for all sizes if there is no such line. For other models they
-    are estimates.
-    """
-    import json
-
-    from lmcache_server.commands import control
-    from lmcache_server.commands.plan import replayed, table
-
-    if record is not None:
-        l1_bytes = int(l1_size_gb * GB_BYTES)
-        demand = replayed(record, l1_bytes)
-    else:
-        report = control.report(host, port, timeout_s)
-        demand, l1_bytes = report["demand"], report["l1"]["total_bytes"]
-    click.echo(json.dumps(demand, indent=2) if as_json else table(demand, l1_bytes, record is not None))
 
 
 @cli.command()
@@ -292,7 +260,7 @@ def verify(
     return 0 if right else ends.EXIT_FAILED
 
 
-for each in (contents.warm, contents.pin, contents.unpin, contents.inspect):
+for each in (contents.warm, contents.pin, contents.unpin, contents.inspect, *parts("command", "COMMAND")):
     cli.add_command(each)
 
 

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, TypedDict, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import zmq
@@ -33,50 +33,46 @@ from lmcache_client.contract.messages import (
     Welcome,
 )
 from lmcache_client.contract.version import VERSION
-from lmcache_server.core.demand import SIZES, WINDOWS
 from lmcache_server.errors import CommandError
 from lmcache_server.telemetry.metrics import OBJECTS, REASONS
 
 REQUEST_ID = 1
-_Real = Annotated[float, msgspec.Meta(ge=0, lt=1 << 63)]
+Real = Annotated[float, msgspec.Meta(ge=0, lt=1 << 63)]
 Reply = TypeVar("Reply", bound=Message)
 
 
-def _object(strings: str, numbers: str, **others: Any) -> Any:
+def json_object(strings: str, numbers: str, **others: Any) -> Any:
     """The type of a JSON object, from the names of its strings and whole numbers and the types of others."""
     kinds = dict.fromkeys(strings.split(), str) | dict.fromkeys(numbers.split(), Natural) | others
     return msgspec.defstruct("Object", kinds.items())
 
 
-_GROUP = _object("kind", "block_size window layers block_bytes")
+_GROUP = json_object("kind", "block_size window layers block_bytes")
 _NUMBERS = "chunk_size lookahead_tokens chunks world_size"
-_TOKENS = _object("", "computed hit miss tail")
-_MISSED = _object("", " ".join(REASONS))
-_NAMESPACE = _object(
+_TOKENS = json_object("", "computed hit miss tail")
+_MISSED = json_object("", " ".join(REASONS))
+_NAMESPACE = json_object(
     "namespace model", _NUMBERS, ephemeral=bool, engines=list[str], groups=list[_GROUP],  # type: ignore[valid-type]
     tokens=_TOKENS | None, missed=_MISSED | None,
 )  # fmt: skip
-_EXPLAINED = _object("engine namespace model", "", fields=dict[str, str])
-_SESSION = _object(
-    "role engine_id client_version vllm_version not_cached", "session_id pid rank", age_s=_Real
+_EXPLAINED = json_object("engine namespace model", "", fields=dict[str, str])
+_SESSION = json_object(
+    "role engine_id client_version vllm_version not_cached", "session_id pid rank", age_s=Real
 )
-_L1 = _object("", "total_bytes free_bytes ready_bytes reserved_bytes populated_bytes chunks leases")
-_PIN = _object("name", "chunks bytes")
-_TIER = _object(
+_L1 = json_object("", "total_bytes free_bytes ready_bytes reserved_bytes populated_bytes chunks leases")
+_PIN = json_object("name", "chunks bytes")
+_TIER = json_object(
     "url failing", "read_bytes written_bytes waiting_objects",
-    read_objects=_object("", "read gone damaged failed"),
-    written_objects=_object("", "written full evicted dropped failed"),
+    read_objects=json_object("", "read gone damaged failed"),
+    written_objects=json_object("", "written full evicted dropped failed"),
 )  # fmt: skip
-_TENANT = _object("tenant", "bytes", quota_bytes=Natural | None)
-_CONFIG = _object("l1_path", "", chunk_size=Natural | None, l1_size_gb=_Real, l1_hugetlb=bool)
-_SHARE = Annotated[float, msgspec.Meta(ge=0, le=1)]
-_HIT_RATES = TypedDict("_HIT_RATES", dict.fromkeys(SIZES, _SHARE))  # type: ignore[misc]
-_WINDOWS = _object("", "", **dict.fromkeys(WINDOWS, _object("", "tokens", hit_rates=_HIT_RATES)))
-_REPORT = _object(
-    "version", "pid namespaces_left_out sessions_left_out tenants_left_out", uptime_s=_Real,
-    hit_rate=_SHARE, l1=_L1, tokens=_object("", "hit miss computed"), config=_CONFIG,
-    objects=_object("", " ".join(OBJECTS)),
-    demand=_object("", "", exact_bytes=Natural | None, windows=_WINDOWS),
+_TENANT = json_object("tenant", "bytes", quota_bytes=Natural | None)
+_CONFIG = json_object("l1_path", "", chunk_size=Natural | None, l1_size_gb=Real, l1_hugetlb=bool)
+SHARE = Annotated[float, msgspec.Meta(ge=0, le=1)]
+_REPORT = json_object(
+    "version", "pid namespaces_left_out sessions_left_out tenants_left_out", uptime_s=Real,
+    hit_rate=SHARE, l1=_L1, tokens=json_object("", "hit miss computed"), config=_CONFIG,
+    objects=json_object("", " ".join(OBJECTS)),
     explained=list[_EXPLAINED], tiers=list[_TIER],  # type: ignore[valid-type]
     pins=list[_PIN], tenants=list[_TENANT], namespaces=list[_NAMESPACE], sessions=list[_SESSION],  # type: ignore[valid-type]
 )  # fmt: skip
@@ -98,12 +94,14 @@ class UnreachableError(ControlError):
         self.endpoint = endpoint
 
 
-def report(host: str, port: int, timeout_s: float, explain: bool = False) -> dict[str, Any]:
-    """The status of a server, which has everything that the commands read. Raises ControlError."""
+def report(host: str, port: int, timeout_s: float, explain: bool = False, **more: Any) -> dict[str, Any]:
+    """The status of a server, which has everything that the commands read, and fields of the types `more`.
+    Raises ControlError."""
     reply = ask(host, port, Status(explain), StatusReport, timeout_s)
     try:
         status: dict[str, Any] = json.loads("".join(reply.pieces))
         msgspec.convert(status, _REPORT)
+        msgspec.convert(status, json_object("", "", **more))
     except (ValueError, RecursionError, msgspec.ValidationError):
         raise ControlError(
             f"the lmcache server at {address(host, port)} sent a status that this version cannot read: "

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -13,8 +13,8 @@ from lmcache_client.contract.messages import Accept, Done, Found, Lookup, Messag
 from lmcache_server.core.cache import Cache, Hit, Layout
 from lmcache_server.core.misses import missed_tokens
 from lmcache_server.service.fetches import Fetches
+from lmcache_server.service.option import Option
 from lmcache_server.service.pinning import Pinning
-from lmcache_server.service.planner import Planner
 from lmcache_server.service.registry import Registry
 from lmcache_server.service.requests import Refusal, log_request, traffic
 from lmcache_server.service.sessions import Session, Shard
@@ -34,7 +34,7 @@ class Lookups:
         self,
         cache: Cache,
         registry: Registry,
-        planner: Planner,
+        options: Sequence[Option],
         pinning: Pinning,
         fetches: Fetches,
         metrics: Metrics,
@@ -42,7 +42,7 @@ class Lookups:
         lease_s: float,
     ) -> None:
         self._cache = cache
-        self._planner = planner
+        self._options = options
         self._pinning = pinning
         self._fetches = fetches
         self._registry = registry
@@ -142,7 +142,8 @@ class Lookups:
         requested = min(message.num_tokens, limit + layout.chunk_size)
         whose = traffic(self._metrics, layout, message.request_id)
         self._metrics.count_tokens(whose, requested, computed, hit_tokens, limit, missed)
-        self._planner.looked_up(session.session_id, layout, message, started_s)
+        for option in self._options:
+            option.looked_up(session.session_id, layout, message, started_s)
         values = {
             "hit_tokens": hit_tokens,
             "computed_tokens": computed,
@@ -188,7 +189,8 @@ class Lookups:
             self._cache.release(lease_id, session.session_id)
         layout = self._registry.joined_layout(session)
         self._cache.touch(layout.namespace, message.keys)
-        self._planner.released(session.session_id, layout, message)
+        for option in self._options:
+            option.released(session.session_id, layout, message)
         self._pinning.released(layout, message)
         text = "request %(request_id)s: ended" if message.request_id else "leases given up: %(leases)s"
         log_request(logging.DEBUG, text, session, message, {"leases": list(message.lease_ids)})

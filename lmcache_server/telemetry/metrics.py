@@ -99,9 +99,6 @@ TABLE = (
     Metric(Gauge, "lmcache_l1_populated_bytes", "L1 that the system has backed with memory or file space."),
     Metric(Gauge, "lmcache_l1_pinned_bytes", "L1 pinned for copies to and from GPUs; 0 without GPUs."),
     Metric(Gauge, "lmcache_l1_largest_free_bytes", "The largest contiguous free piece of L1."),
-    Metric(Gauge, "lmcache_demand_hit_ratio",
-           "Hit rate that an L1 of so many times the size would have had in the last hour.",
-           {"l1": ("0.25", "0.5", "1", "2", "4", "10", "unlimited")}),
     Metric(Gauge, "lmcache_chunks", "Chunks in the index."),
     Metric(Gauge, "lmcache_pinned_chunks", "Chunks that `lmcache pin` keeps from eviction."),
     Metric(Gauge, "lmcache_pinned_chunk_bytes", "L1 taken by these chunks; at most half of it."),
@@ -154,18 +151,22 @@ class Metrics:
         self._by_model: dict[str, tuple[Metric, Any]] = {}
         self._namespaces: dict[bytes, Traffic] = {}
         for metric in TABLE:
-            own = ("model", "namespace") if metric.by_model else ()
-            family: Any = metric.kind(
-                metric.name, metric.help, (*metric.labels, *own), registry=self._registry, **metric.options
-            )
-            if metric.by_model:
-                self._by_model[metric.name] = (metric, family)
-            else:
-                self._add(metric, family, {})
+            self.add(metric)
         self.other = self._add_traffic(OTHER, OTHER)
         started_s = time.time()
         self.gauge("lmcache_build_info", lambda: 1, version=VERSION)
         self.gauge("lmcache_start_time_seconds", lambda: started_s)
+
+    def add(self, metric: Metric) -> None:
+        """Adds a row to the table."""
+        own = ("model", "namespace") if metric.by_model else ()
+        family: Any = metric.kind(
+            metric.name, metric.help, (*metric.labels, *own), registry=self._registry, **metric.options
+        )
+        if metric.by_model:
+            self._by_model[metric.name] = (metric, family)
+        else:
+            self._add(metric, family, {})
 
     def _add(self, metric: Metric, family: Any, own: Mapping[str, str]) -> None:
         for values in product(*metric.labels.values()):

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 from harness.rawclient import RawEngine, group
 from harness.server import LMCacheServer
-from harness.waiting import wait_until
+from harness.waiting import PATIENCE_S, wait_until
 from msgspec import structs
 
 from lmcache_client import channel
@@ -35,6 +35,7 @@ def test_an_engine_whose_gpu_the_server_cannot_use_starts_uncached_and_is_served
     """A GPU that failed, a server without one, process namespaces that differ: an engine that restarts must
     not wait for the server's operator."""
     monkeypatch.setattr(channel, "RETRY_REFUSED_S", 0.1)
+    monkeypatch.setattr("lmcache_client.connector.worker.CONNECT_S", PATIENCE_S)
     monkeypatch.setattr("vllm.logger.logger.propagate", True)
     monkeypatch.setenv("LMCACHE_RUNTIME_DIR", server.runtime_dir)
     raw = RawEngine(server.address, [group()])
@@ -43,7 +44,7 @@ def test_an_engine_whose_gpu_the_server_cannot_use_starts_uncached_and_is_served
     try:
         worker.start()
         assert not worker.channel.ready
-        assert "the server sees no GPU" in str(worker.channel.refusal)
+        wait_until(lambda: "the server sees no GPU" in str(worker.channel.refusal))
         wait_until(lambda: worker.channel._retry_s > 0, what="it asks again")
         lines = [each for each in caplog.records if each.levelno >= logging.WARNING]
         assert [(each.levelname, each.getMessage()) for each in lines] == [

@@ -45,6 +45,11 @@ class Setting:
         tier: dict[str, dict[str, int]] = self.server.status()["tiers"][0]
         return tier
 
+    def is_restored(self) -> bool:
+        """Whether the tier brings all of a prompt that L1 lost: on a busy machine it may come too late."""
+        self.lose()
+        return self.check().external_tokens == len(self.cached) - 10
+
     def check(self) -> Result:
         """The answer is right, and nothing is left reserved or pinned."""
         found = self.engine.run(self.cached)
@@ -84,15 +89,15 @@ def test_records_that_were_changed_are_computed(lost: Setting) -> None:
         lost.engine.run(tokens)
 
 
-def test_a_store_that_hangs_or_is_killed_costs_a_limited_time(lost: Setting) -> None:
-    assert lost.check().external_tokens == len(lost.cached) - 10, "as long as the store answers"
-    lost.lose()
-    with lost.store.failing("hangs"):
-        lost.check()
-    lost.lose()
-    lost.store.kill()
-    lost.check()
-    lost.store.restart()
+def test_a_store_that_hangs_or_is_killed_costs_a_limited_time(setting: Setting) -> None:
+    wait_until(setting.is_restored, what="as long as the store answers, it serves")
+    setting.lose()
+    with setting.store.failing("hangs"):
+        setting.check()
+    setting.lose()
+    setting.store.kill()
+    setting.check()
+    setting.store.restart()
 
 
 def test_a_full_store_takes_nothing_and_harms_nothing(setting: Setting) -> None:

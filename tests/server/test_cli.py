@@ -7,50 +7,24 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import urllib.request
 from pathlib import Path
 
 import pytest
+from harness.cli import LMCACHE, clean_environment, in_process, lmcache, sentence
 from harness.processes import rss_bytes
 from harness.waiting import PATIENCE_S
 
 from lmcache_server import app
-from lmcache_server.commands import cli, ends
+from lmcache_server.commands import ends
 from lmcache_server.commands.status import explanation, summary
 from lmcache_server.config import OPTIONS, Config, flag_name, variable_name
-from lmcache_server.core.demand import SIZES
 from lmcache_server.errors import StartError
 
-LMCACHE = [sys.executable, "-m", "lmcache_server"]
 SERVER = ["server", "--l1-size-gb", "0.016"]
 PORT = "5901"
 
-
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch):
-    for name in [name for name in os.environ if name.startswith("LMCACHE_")]:
-        monkeypatch.delenv(name)
-    with tempfile.TemporaryDirectory(prefix="lmc-") as directory:
-        monkeypatch.setenv("LMCACHE_RUNTIME_DIR", directory)
-        yield
-
-
-def lmcache(*arguments):
-    """(exit code, stdout, stderr) of the real command."""
-    done = subprocess.run(
-        [*LMCACHE, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
-def sentence(capsys, code, *arguments):
-    """The one line of stderr with which a command, run here, ends with exit code `code`."""
-    returned, output, errors = in_process(capsys, *arguments)
-    lines = [line for line in errors.splitlines() if " INFO " not in line]
-    assert (returned, output, len(lines)) == (code, "", 1), errors
-    assert lines[0].isprintable()
-    return lines[0]
+__all__ = ["clean_environment"]
 
 
 def refused_start(*arguments):
@@ -76,14 +50,6 @@ def running(*arguments):
     finally:
         process.kill()
         process.communicate()
-
-
-def in_process(capsys, *arguments):
-    """(exit code, stdout, stderr) of the command, run here."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main(arguments)
-    output = capsys.readouterr()
-    return ended.value.code or 0, output.out, output.err
 
 
 # -- help -----------------------------------------------------------------------------------------------
@@ -313,6 +279,7 @@ def test_a_signal_while_memory_is_populated_ends_the_server():
 # -- what the status says --------------------------------------------------------------------------------
 
 GROUP = {"kind": "sliding_window", "block_size": 16, "window": 512, "layers": 3, "block_bytes": 1536}
+SIZES = ("0.25", "0.5", "1", "2", "4", "10", "unlimited")
 WINDOW = {"tokens": 40, "hit_rates": dict.fromkeys(SIZES, 0.75), "namespaces": {}}
 REPORT = {
     "version": "1.2.3", "boot_id": "ab", "pid": 42, "uptime_s": 3725.0,

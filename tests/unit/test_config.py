@@ -6,7 +6,7 @@ import pytest
 from harness.options import load
 
 from lmcache_server.commands.cli import cli
-from lmcache_server.config import OPTIONS, Config, describe, flag_name, variable_name
+from lmcache_server.config import OPTIONS, Config, checked, describe, flag_name, variable_name
 from lmcache_server.errors import StartError
 from lmcache_server.host.units import GB_BYTES
 
@@ -52,13 +52,14 @@ def test_every_option_can_be_set_in_each_way(tmp_path, left_out):
         "chunk_size": 544, "l1_size_gb": 0.5, "eviction_policy": "lru", "l1_hugetlb": False,
         "l1_path": "/dev/shm/l1", "checksums": True, "max_age": "7d", "quota_gb": "1.5,0b5d5f2c=3",
         "gpu_kernel": True,
-        "lease_s": 7.5, "tier": ("dir:///a?size_gb=1", "s3://b"), "record": "/tmp/record",
+        "lease_s": 7.5, "tier": ("dir:///a?size_gb=1", "s3://b"),
         "log_level": "DEBUG", "log_format": "json",
     }  # fmt: skip
     # These two cannot be combined.
     values[left_out] = {"max_age": "", "tier": ()}[left_out]
-    assert list(values) == list(OPTIONS) == [field.name for field in dataclasses.fields(Config)]
-    expected = Config(**(values | {"eviction_policy": "LRU", "log_level": "debug"}))
+    assert [*values, "of_options"] == [field.name for field in dataclasses.fields(Config)]
+    values |= {name: f"/tmp/{name}" for name in OPTIONS if name not in values}
+    expected = checked(values | {"eviction_policy": "LRU", "log_level": "debug"})
     tiers = values["tier"]
     texts = {name: str(value) for name, value in values.items()} | {"tier": " ".join(tiers)}
     booleans = {name: value for name, value in values.items() if isinstance(value, bool)}
@@ -227,6 +228,5 @@ def test_the_defaults_and_one_line_with_every_option():
     assert line == (
         "configuration: host='a Unix socket' port=7 allow_remote=no http_host=127.0.0.1 http_port=8080 "
         "chunk_size=544 l1_size_gb=4 eviction_policy=LRU l1_hugetlb=yes l1_path=none checksums=no "
-        "max_age=none quota_gb=none gpu_kernel=no lease_s=120 tier=none record=none log_level=info "
-        "log_format=text"
-    )
+        "max_age=none quota_gb=none gpu_kernel=no lease_s=120 tier=none log_level=info log_format=text"
+    ) + "".join(f" {name}=none" for name in list(OPTIONS)[len(dataclasses.fields(Config)) - 1 :])

@@ -15,7 +15,7 @@ from lmcache_client.memory.host import HostExport
 from lmcache_server.commands.bench.device import DeviceMemory
 from lmcache_server.commands.bench.workload import BenchError, Workload
 
-CONNECT_S = 2.0
+CONNECT_S = 10.0
 ANSWER_S = 60.0
 LOOKUP_WAIT_S = 0.001
 """The connector waits for lookups in the same portions."""

@@ -228,9 +228,10 @@ class LMCacheServer:
         self.wait_for_status(rests, timeout_s)
 
     def cli(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        """Run `lmcache` with this server's port and runtime directory."""
-        command = [*arguments, "--port", str(self.port)]
-        return run_forked("lmcache", command, self.environment, PATIENCE_S)
+        """Run `lmcache` with this server's port and runtime directory; the server may take its time."""
+        patience = () if arguments[0] == "doctor" else ("--timeout-s", str(PATIENCE_S))
+        command = [*arguments, *patience, "--port", str(self.port)]
+        return run_forked("lmcache", command, self.environment, 2 * PATIENCE_S)
 
     def clear(self) -> None:
         """Forget everything that is cached."""

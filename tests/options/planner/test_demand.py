@@ -5,16 +5,16 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import pytest
+from making import new_planner
 
 from lmcache_client.contract.geometry import FULL, RECURRENT, GroupSpec, Region
 from lmcache_client.contract.messages import Lookup
-from lmcache_server.core import demand
 from lmcache_server.core.cache import Cache
-from lmcache_server.core.demand import MOST, MULTIPLES, SIZES, Curve, Demand, Sizes, together
 from lmcache_server.core.placement import Layout
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.core.reservation import Reservation
-from lmcache_server.service.planner import Planner
+from lmcache_server.options.planner import demand
+from lmcache_server.options.planner.demand import MOST, MULTIPLES, SIZES, Curve, Demand, Sizes, together
 
 CHUNK = 16
 PLAIN, SPARSE = Sizes(CHUNK, 3), Sizes(CHUNK, 3, sparse=True)
@@ -100,13 +100,13 @@ def served(
 ) -> tuple[float, dict[str, float]]:
     """The hit rate of a real cache of so many frames, and what the planner beside it says of other sizes."""
     cache = Cache(FRAME_BYTES, frames)
-    planner = Planner(cache)
+    planner = new_planner(cache)
     hit = asked = 0
     for number, keys in enumerate(requests):
         tokens = len(keys) * CHUNK
         lookup = Lookup(f"{number}", tuple(keys), 0, tokens, tokens + 1)
         planner.looked_up(1, layout, lookup, float(number))
-        planner.tick()
+        planner.tick(0.0)
         found = cache.lookup(layout, keys, 0, tokens, 1, float(number))
         asked, hit = asked + tokens, hit + found.resume_tokens
         chunks = [cache.chunk(layout.namespace, each) for each in keys]
@@ -120,7 +120,7 @@ def served(
                     if isinstance(reserved, Reservation):
                         cache.commit(reserved)
         cache.drop_owner(1)
-    return hit / asked, planner.report(0.0)["windows"]["start"]["hit_rates"]
+    return hit / asked, planner.report(0.0)["demand"]["windows"]["start"]["hit_rates"]
 
 
 @pytest.mark.parametrize("groups", [(group(FULL, 3),), (group(FULL, 3), group(RECURRENT, 2))], ids=len)

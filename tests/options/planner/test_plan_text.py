@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmcache_server.commands import plan
+from lmcache_server.options.planner import text as plan
 
 GB = 1 << 30
 

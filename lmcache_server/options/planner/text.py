@@ -1,15 +1,22 @@
 """The text of `lmcache plan`: what other sizes of L1 would have hit."""
 
-from typing import Any
+from typing import Any, TypedDict
 
-from lmcache_server.core.demand import Demand, Sizes, together
+from lmcache_client.contract.codec import Natural
+from lmcache_server.commands.control import SHARE, json_object
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.host.logs import printable
 from lmcache_server.host.units import size
-from lmcache_server.service.planner import rates
-from lmcache_server.telemetry import record
+from lmcache_server.options.planner import record
+from lmcache_server.options.planner.demand import SIZES, Demand, Sizes, rates, together
 
 WINDOWS = {"hour": "last hour", "day": "last day", "start": "since start"}
+_HIT_RATES = TypedDict("_HIT_RATES", dict.fromkeys(SIZES, SHARE))  # type: ignore[misc]
+_WINDOW = json_object("", "tokens", hit_rates=_HIT_RATES)
+DEMAND = json_object(
+    "", "", exact_bytes=Natural | None, windows=json_object("", "", **dict.fromkeys(WINDOWS, _WINDOW))
+)
+"""What a status report has of the demand."""
 MAX_RECORDED_KEYS = 20_000_000
 BAR = 40
 LITTLE = 0.02  # a gain in the hit rate that is not worth more memory

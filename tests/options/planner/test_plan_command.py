@@ -1,13 +1,15 @@
 """`lmcache plan`, of a running server and of a record."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.cli import clean_environment, in_process, sentence
+from harness.hostile import HostileServer
 from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
-from test_cli import clean_environment, in_process, sentence
 
 __all__ = ["clean_environment"]
 
@@ -61,3 +63,17 @@ def test_a_file_that_is_no_record_is_one_clear_error(
         said = sentence(capsys, 1, "plan", "--from", str(path))
         assert said.startswith(f"lmcache: line 2 of {path} is no event of a record")
     assert sentence(capsys, 1, "plan", "--from", str(tmp_path / "none")).startswith("lmcache: cannot read")
+
+
+def test_a_demand_that_cannot_be_read_is_one_clear_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with LMCacheServer(l1_size_gb=16 / 1024) as server:
+        report, directory = server.status(), os.environ["LMCACHE_RUNTIME_DIR"]
+    windows = report["demand"]["windows"]
+    for lacking in (windows, windows["day"]["hit_rates"]):
+        lost = lacking.popitem()
+        with HostileServer(Path(directory), server.port, chunk_size=64, report=json.dumps(report)):
+            said = sentence(capsys, 1, "plan", "--port", str(server.port))
+        assert "sent a status that this version cannot read: install the same version of lmcache-mp" in said
+        lacking.update([lost])

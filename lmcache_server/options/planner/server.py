@@ -1,26 +1,43 @@
 """The hit rates that more or less memory would have had, from the lookups that this server answers."""
 
+import functools
 from typing import Any, Literal
+
+from prometheus_client import Gauge
 
 from lmcache_client.contract.geometry import FULL, RECURRENT
 from lmcache_client.contract.messages import Lookup, Release
-from lmcache_server.core.cache import Cache, Layout
-from lmcache_server.core.demand import SIZES, WINDOWS, Curve, Demand, Sizes, together
+from lmcache_server.core.cache import Layout
 from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.options.planner.demand import SIZES, WINDOWS, Demand, Sizes, rates, together
+from lmcache_server.options.planner.record import Event, Recorder, shortened
+from lmcache_server.service.option import Base, Option
 from lmcache_server.service.requests import is_test
-from lmcache_server.telemetry.record import Event, Recorder, shortened
+from lmcache_server.telemetry.metrics import Metric
 
 MAX_ASKED = 16_384
+HIT_RATIO = Metric(
+    Gauge,
+    "lmcache_demand_hit_ratio",
+    "Hit rate that an L1 of so many times the size would have had in the last hour.",
+    {"l1": SIZES},
+)
 
 
-class Planner:
+class Server(Option):
     """Counts every lookup in `demand`, and reports hit rates at other sizes of L1."""
 
-    def __init__(self, cache: Cache, recorder: Recorder | None = None) -> None:
-        self._recorder = recorder
+    METRICS = (HIT_RATIO,)
+
+    def __init__(self, base: Base) -> None:
+        super().__init__(base)
+        path = base.config.of_options.get("record")
+        self._recorder = Recorder(path) if path else None
         self.demand = Demand()
         self._now_s = 0.0
-        self._cache = cache
+        self._cache = base.cache
+        for size in SIZES:
+            base.metrics.gauge(HIT_RATIO.name, functools.partial(self.hit_ratio, size), l1=size)
         self._sizes: dict[bytes, Sizes] = {}
         self._asked: dict[tuple[int, str], None] = {}
         """Requests that were counted and have not ended: the engine may ask again in every step."""
@@ -65,7 +82,7 @@ class Planner:
             Event(time_s, kind, namespace, *shape, computed_tokens, limit_tokens, shortened(keys))
         )
 
-    def tick(self) -> None:
+    def tick(self, now_s: float) -> None:
         """Takes over the size of L1, which may still grow, and writes the record to its file."""
         # The demand counts full attention only, but windows and states take room, too.
         self.demand.l1_frames = self._cache.total_frames / self._factor()
@@ -80,13 +97,12 @@ class Planner:
         return self._sizes[layout.namespace]
 
     def report(self, now_s: float) -> dict[str, Any]:
-        """As JSON values. A hit rate is a share of the tokens that engines looked up and did not hold."""
+        """A hit rate is a share of the tokens that engines looked up and did not hold."""
         self._now_s = now_s
         exact = self.demand.exact_frames()
-        return {
-            "exact_bytes": None if exact is None else int(exact * self._factor()) * FRAME_BYTES,
-            "windows": {name: self._window(name) for name in WINDOWS},
-        }
+        exact_bytes = None if exact is None else int(exact * self._factor()) * FRAME_BYTES
+        windows = {name: self._window(name) for name in WINDOWS}
+        return {"demand": {"exact_bytes": exact_bytes, "windows": windows}}
 
     def hit_ratio(self, size: str) -> float:
         """The hit rate that an L1 of this size, one of SIZES, would have had in the last hour."""
@@ -104,12 +120,6 @@ class Planner:
             sizes.chunk_frames * len(chunks.get(namespace, ())) for namespace, sizes in self._sizes.items()
         )
         return max(self._cache.used_frames / plain, 1.0) if plain else 1.0
-
-
-def rates(curve: Curve) -> dict[str, Any]:
-    """The tokens and hit rates of a curve, as JSON values."""
-    shares = [round(hits / max(curve.tokens, 1), 4) for hits in curve.hits]
-    return {"tokens": curve.tokens, "hit_rates": dict(zip(SIZES, shares, strict=True))}
 
 
 def _sizes(layout: Layout) -> Sizes:

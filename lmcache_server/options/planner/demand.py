@@ -11,6 +11,7 @@ import operator
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 MULTIPLES = (0.25, 0.5, 1, 2, 4, 10)
 """The sizes of the ghosts, as multiples of L1. One more has no limit."""
@@ -229,6 +230,12 @@ def together(curves: Mapping[bytes, Curve]) -> Curve:
     for curve in curves.values():
         total.add(curve)
     return total
+
+
+def rates(curve: Curve) -> dict[str, Any]:
+    """The tokens and hit rates of a curve, as JSON values."""
+    shares = [round(hits / max(curve.tokens, 1), 4) for hits in curve.hits]
+    return {"tokens": curve.tokens, "hit_rates": dict(zip(SIZES, shares, strict=True))}
 
 
 def _add(curves: dict[bytes, Curve], namespace: bytes, curve: Curve) -> None:

@@ -1,0 +1,1 @@
+"""The hit rates that more or less memory would have had."""

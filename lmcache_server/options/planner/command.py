@@ -1,0 +1,38 @@
+"""The command `lmcache plan`."""
+
+import click
+
+from lmcache_server.commands import options
+from lmcache_server.host.units import GB_BYTES
+
+
+@click.command("plan")
+@options.asking("l1_size_gb", l1_size_gb="With --from: the size of L1, in GB, that the table calls 1x.")
+@click.option(
+    "--from",
+    "record",
+    metavar="FILE",
+    help="Read a file that `lmcache server --record` wrote, instead of asking a server.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+def COMMAND(
+    host: str, port: int, timeout_s: float, l1_size_gb: float, record: str | None, as_json: bool
+) -> None:
+    """Print the hit rates that other sizes of L1 would have had.
+
+    For each size, the server simulates every lookup. For models with full attention alone, the rates are
+    correct up to the size in the last line, or for all sizes if there is no such line. For other models they
+    are estimates.
+    """
+    import json
+
+    from lmcache_server.commands import control
+    from lmcache_server.options.planner.text import DEMAND, replayed, table
+
+    if record is not None:
+        l1_bytes = int(l1_size_gb * GB_BYTES)
+        demand = replayed(record, l1_bytes)
+    else:
+        report = control.report(host, port, timeout_s, demand=DEMAND)
+        demand, l1_bytes = report["demand"], report["l1"]["total_bytes"]
+    click.echo(json.dumps(demand, indent=2) if as_json else table(demand, l1_bytes, record is not None))

@@ -1,0 +1,72 @@
+"""The deletion test: an option is taken away, its folder and its line in the table. The rest still works."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness.paths import CACHE, ROOT
+
+from lmcache_server.options import NAMES
+
+HISTORIES = 20
+# Pages describe the whole product, with every option.
+OF_THE_WHOLE = (
+    "tests/unit/test_docs.py",
+    "tests/unit/test_metrics.py::test_the_document_is_up_to_date",
+    "tests/unit/test_migration.py::test_what_is_named_instead_exists",
+)
+
+
+@pytest.fixture
+def tree(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A copy of what git has of this tree, without some options."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tmp_path / name)
+    table = tmp_path / "lmcache_server/options/__init__.py"
+    for option in request.param:
+        shutil.rmtree(tmp_path / "lmcache_server/options" / option)
+        shutil.rmtree(tmp_path / "tests/options" / option)
+        before, line, after = table.read_text().partition(f'    "{option}",\n')
+        assert line, "an option has one line in the table"
+        table.write_text(before + after)
+    if (ROOT / ".mypy_cache").is_dir():
+        shutil.copytree(ROOT / ".mypy_cache", tmp_path / ".mypy_cache")
+    return tmp_path
+
+
+def passes(tree: Path, *command: str) -> None:
+    paths = os.pathsep.join(map(str, (tree, tree / "kernels", tree / "tests")))
+    variables = {**os.environ, "PYTHONPATH": paths, "LMCACHE_TEST_CACHE": str(CACHE), "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=tree, env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stdout[-6000:]}{done.stderr[-2000:]}"
+
+
+EACH = [pytest.param([name], id=f"without {name}", marks=pytest.mark.long) for name in NAMES]
+
+
+@pytest.mark.parametrize("tree", [pytest.param(NAMES, id="the base alone"), *EACH], indirect=True)
+def test_without_options_the_rest_passes_its_checks(tree: Path) -> None:
+    passes(tree, "ruff", "check", ".")
+    passes(tree, "mypy")
+    without = [word for test in OF_THE_WHOLE for word in ("--deselect", test)]
+    passes(
+        tree,
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not long",
+        *without,
+        "tests/unit",
+        "tests/service",
+    )
+    passes(tree, "simulation", "--seeds", str(HISTORIES), "--jobs", "1")
