@@ -122,7 +122,7 @@ stress: install
 	@$(BIN)/python scripts/stress.py $(FILE)
 
 check: install lint
-	$(BIN)/python $(PYTEST) tests/unit tests/service tests/options
+	$(BIN)/python $(PYTEST) tests/unit tests/service tests/options/planner
 	$(MAKE) --no-print-directory simulate SEEDS=40
 
 VLLM ?=

@@ -21,10 +21,10 @@ from harness.paths import MOONCAKE
 from harness.processes import ChildProcess
 from harness.waiting import wait_until
 
-from lmcache_server.tiers import urls
-from lmcache_server.tiers.area import Area, shared_memory
-from lmcache_server.tiers.base import Tier
-from lmcache_server.tiers.record import Label, Record
+from lmcache_server.l1.area import Area, shared_memory
+from lmcache_server.options.tiers import urls
+from lmcache_server.options.tiers.base import Tier
+from lmcache_server.options.tiers.record import Label, Record
 
 MIB = 1 << 20
 ROUNDS, ROUND_S, RECORDS, NAMES = 7, 1, 16, 512

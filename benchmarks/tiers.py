@@ -32,11 +32,11 @@ from harness import stores
 from harness.waiting import wait_until
 from section import Section, median
 
-from lmcache_server.tiers.base import Tier
-from lmcache_server.tiers.directory import Directory
-from lmcache_server.tiers.pieces import spread
-from lmcache_server.tiers.record import PAGE_BYTES, Label
-from lmcache_server.tiers.record import Record as TierRecord
+from lmcache_server.options.tiers.base import Tier
+from lmcache_server.options.tiers.directory import Directory
+from lmcache_server.options.tiers.pieces import spread
+from lmcache_server.options.tiers.record import PAGE_BYTES, Label
+from lmcache_server.options.tiers.record import Record as TierRecord
 
 MIB = 1 << 20
 TOTAL = 128 * MIB
@@ -260,7 +260,7 @@ def raw_tcp() -> Iterator[tuple[Call, Call]]:
 def valkey(section: Section, view: memoryview, root: Path) -> None:
     import glide_sync as glide
 
-    from lmcache_server.tiers.valkey import PREFIX, Valkey
+    from lmcache_server.options.tiers.valkey import PREFIX, Valkey
 
     rows, ratios, cpu = [], {}, []
     with stores.valkey(root, maxmemory="1gb") as store, raw_tcp() as (tcp_put, tcp_get):
@@ -311,7 +311,7 @@ def valkey(section: Section, view: memoryview, root: Path) -> None:
 def s3(section: Section, view: memoryview, root: Path) -> None:
     import obstore
 
-    from lmcache_server.tiers.objects import Objects
+    from lmcache_server.options.tiers.objects import Objects
 
     os.environ |= {"AWS_ACCESS_KEY_ID": stores.KEY, "AWS_SECRET_ACCESS_KEY": stores.SECRET}
     os.environ["AWS_REGION"] = "us-east-1"

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import gc
 import itertools
 import logging
@@ -10,7 +9,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import uvloop
 
@@ -18,7 +16,7 @@ from lmcache_client.contract.version import VERSION
 from lmcache_server.admin import http
 from lmcache_server.admin.selftest import SelfTest
 from lmcache_server.admin.status import Report
-from lmcache_server.config import Config, describe, unknown_variables
+from lmcache_server.config import Config, describe, unknown_variables, values
 from lmcache_server.core import limits
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.pool import FRAME_BYTES
@@ -31,21 +29,14 @@ from lmcache_server.l1.populate import UNIT_BYTES
 from lmcache_server.net.listener import Listener, bound_listener
 from lmcache_server.options import parts
 from lmcache_server.service.copies import Copies
-from lmcache_server.service.fetches import Fetches
 from lmcache_server.service.lookups import Lookups
-from lmcache_server.service.option import Base
+from lmcache_server.service.option import Base, Make
 from lmcache_server.service.pinning import Pinning
 from lmcache_server.service.registry import PeerPid, Registry
 from lmcache_server.service.router import Router, Send
-from lmcache_server.service.spills import Spills
 from lmcache_server.service.system import System
-from lmcache_server.service.tiers import Tiers, TierState
 from lmcache_server.telemetry.failures import Failures
 from lmcache_server.telemetry.metrics import CONTENT_TYPE, Metrics
-from lmcache_server.tiers import urls
-from lmcache_server.tiers.base import TierError
-from lmcache_server.tiers.record import read_key
-from lmcache_server.tiers.worker import Rates, TierWorker
 from lmcache_server.transfer.gpus import Gpus
 from lmcache_server.transfer.pins import Pins
 
@@ -56,7 +47,6 @@ THAW_TICKS = 600
 THAW_CHUNKS = 50_000
 END_S = 5.0
 """How long the shutdown waits for running copies; one that hangs ends with the process."""
-OPEN_TIER_S = 5.0
 EXIT_CANNOT_START = 2
 
 
@@ -90,7 +80,7 @@ def _run(config: Config) -> int:
             stack.callback(file.close)
             if not file.in_memory:
                 preflight.require(preflight.disk_file(config.l1_path, Gpus().available, os.uname().release))
-        shared = any(urls.parse(text).shares_l1 for text in config.tier)
+        shared = any(needed(values(config)) for needed in parts("flags", "shares_l1"))
         l1 = L1Memory(config.l1_size_bytes, hugetlb=config.l1_hugetlb, file=file, shared=shared)
         stack.callback(l1.close)
         uvloop.run(_serve(config, listener, web, l1))
@@ -108,25 +98,20 @@ def assemble(
     send: Send,
     system: System,
     peer_pid: PeerPid = lambda _identity: None,
-    tiers: Sequence[TierState] = (),
+    makers: Sequence[Make] | None = None,
 ) -> tuple[Router, Report]:
     """The objects that answer clients, and the report about them, over one cache."""
     failures = Failures()
     registry = Registry(config, cache, system, peer_pid)
-    base = Base(config, cache, metrics)
-    options = [option(base) for option in parts("server", "Server")]
-    report = Report(config, cache, l1, registry, options, failures, metrics, system, tiers)
-    behind = Tiers(tiers, l1, metrics, failures, system)
-    spills = Spills(
-        behind, cache, system, lambda namespace: bool(registry.known.get(namespace, {}).get("ephemeral"))
-    )
-    checksums, is_known = config.checksums, registry.known.__contains__
-    fetches = Fetches(behind, cache, l1, metrics, system, checksums, is_known, spills.made_room)
-    copies = Copies(cache, registry, l1, metrics, failures, system, spills, config.checksums)
+    base = Base(config, cache, l1, registry, metrics, failures, system)
+    options = [make(base) for make in (parts("server", "Server") if makers is None else makers)]
+    registry.may_wait_longer = any(option.places() for option in options)
+    report = Report(config, cache, l1, registry, options, failures, metrics, system)
+    copies = Copies(cache, registry, l1, metrics, failures, system, options, config.checksums)
     pinning = Pinning(cache)
-    lookups = Lookups(cache, registry, options, pinning, fetches, metrics, system, config.lease_s)
+    lookups = Lookups(cache, registry, options, pinning, metrics, system, config.lease_s)
     router = Router(
-        cache, registry, lookups, copies, pinning, spills, metrics, failures, system, send, report.status
+        cache, registry, lookups, copies, pinning, options, metrics, failures, system, send, report.status
     )
     return router, report
 
@@ -146,8 +131,9 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
     lacking = lambda runs: loop.call_soon_threadsafe(cache.set_aside, runs)  # noqa: E731
     pins = Pins(gpus, l1.base_address, l1.num_bytes, UNIT_BYTES, lacking)
     system = System(loop, gpus, pins)
-    tiers = await open_tiers(config, loop, l1)
-    router, report = assemble(config, cache, l1, metrics, listener.send, system, listener.peer_pid, tiers)
+    router, report = assemble(config, cache, l1, metrics, listener.send, system, listener.peer_pid)
+    for option in router.options:
+        await option.open()
     if l1.file is not None:
         restart.restore(l1.file, cache, router.registry.known)
         if old := router.registry.forget_old(cache.num_chunks):
@@ -165,20 +151,18 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
         logger.info("stopping with %(sessions)d sessions open", {"sessions": len(router.registry.sessions)})
     finally:
         await web.stop()
-        report.tick()
         await asyncio.to_thread(l1.stop)
         router.registry.close()
-        router.lookups.close()
-        router.spills.pause()
+        for option in router.options:
+            option.stop()
         # Copies that end in time still report to the cache, which then gives up their pins and reservations.
         l1.is_in_use = not await system.all_ended(END_S)
         cache.check_integrity()
         listener.stop()
     if l1.file is not None:
         restart.save(l1.file, cache, router.registry.known)
-    # Last, because it may take longer than whoever stops the server waits.
-    await router.spills.flush()
-    await router.spills.close()
+    for option in router.options:
+        await option.close()
     l1.is_in_use = not await system.all_ended(END_S)
 
 
@@ -193,38 +177,6 @@ async def _tick(stop: asyncio.Event, due: Sequence[Callable[[], object]], cache:
         collect_garbage(ticks, cache.num_chunks)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(stop.wait(), TICK_S)
-
-
-async def open_tiers(
-    config: Config, loop: asyncio.AbstractEventLoop, l1: L1Memory | None = None
-) -> list[TierState]:
-    """The tiers of the configuration. One on another machine may come later. Raises StartError if a local one
-    cannot be used, or if a package is missing."""
-    tiers, parsed = [], [urls.parse(text) for text in config.tier]
-    for number, url in enumerate(parsed):
-        urls.check_installed(url)
-        area = l1.area if l1 is not None and url.shares_l1 else None
-        name, rates = f"tier-{number + 1}", Rates(*(url.options.rates))
-        worker = TierWorker(name, functools.partial(urls.open_tier, url, area), loop, rates, _cipher(url))
-        tiers.append(TierState(number, url.text, url.options.write == urls.COLD, worker))
-    opening = [asyncio.wait_for(tier.worker.open(), OPEN_TIER_S) for tier in tiers]
-    results = await asyncio.gather(*opening, return_exceptions=True)
-    for tier, url, error in zip(tiers, parsed, results, strict=True):
-        if not isinstance(error, (TierError, asyncio.TimeoutError)):
-            continue
-        reason = f"--tier {tier.url} cannot be used: {str(error) or 'it does not answer'}"
-        if not url.is_shared:
-            raise StartError(reason) from error
-        logger.warning("%(reason)s; it is tried again", {"reason": reason})
-        tier.breaker.open(loop.time())
-    return tiers
-
-
-def _cipher(url: urls.TierUrl) -> Any:
-    try:
-        return read_key(url.options.key_file) if url.options.key_file else None
-    except (OSError, ValueError) as error:
-        raise StartError(f"--tier {url.text}: cannot read key_file: {error}") from error
 
 
 def collect_garbage(ticks: int, num_chunks: int) -> None:

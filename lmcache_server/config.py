@@ -24,14 +24,12 @@ from lmcache_server.errors import StartError
 from lmcache_server.host.logs import FORMATS, TEXT
 from lmcache_server.host.units import GB_BYTES
 from lmcache_server.options import parts
-from lmcache_server.tiers import urls
 
 ENVIRONMENT_PREFIX = "LMCACHE_"
 CONFIG_VARIABLE = "LMCACHE_CONFIG"
 MAX_FILE_BYTES = 1 << 20
-MAX_TIERS = 2
 
-NO_OPTIONS = ("LMCACHE_RUNTIME_DIR", "LMCACHE_VALKEY_USERNAME", "LMCACHE_VALKEY_PASSWORD")
+NO_OPTIONS = ("LMCACHE_RUNTIME_DIR", *(each for names in parts("flags", "VARIABLES") for each in names))
 """Variables that are read where they are needed: a password is never an option, which would be logged."""
 _SET_BY_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT\w*)$|_PORT_\d+_(TCP|UDP)\w*$")
 """The end of variables that exist in every pod beside a Service whose name begins with lmcache."""
@@ -138,12 +136,6 @@ class Config:
     lease_s: float = _option(
         120.0, click.FloatRange(1, 86400), "Seconds for which the server keeps a hit for an engine that has "
         "not loaded it yet.", metavar="SECONDS")
-    tier: tuple[str, ...] = _option(
-        (), _TEXT, "A store behind the memory, for what the memory cannot hold and for other servers to use: "
-        "dir:///nvme/lmcache?size_gb=500, valkey://host:6379, s3://bucket/prefix?endpoint=…; docs/tiers.md "
-        "lists all settings. Give the flag twice for two tiers, in the order in which they are asked; in the "
-        "environment, separate them by a space.",
-        metavar="URL", show_default="none", multiple=True)
     log_level: str = _option(
         "info", _one_of("debug", "info", "warning", "error"), "How much to log on stderr.")
     log_format: str = _option(
@@ -217,14 +209,8 @@ def checked(given: Mapping[str, Any]) -> Config:
             )
     if config.l1_path and config.l1_hugetlb:
         raise StartError("--l1-path and --l1-hugetlb cannot be combined: leave one of them out")
-    if len(config.tier) > MAX_TIERS:
-        raise StartError(f"--tier can be given {MAX_TIERS} times at most")
-    for tier in config.tier:
-        urls.parse(tier)
-    if config.tier and config.max_age:
-        raise StartError(
-            "--max-age and --tier cannot be combined: leave one out, because a tier brings old chunks back"
-        )
+    for check in parts("flags", "check"):
+        check(values(config))
     return config
 
 

@@ -21,7 +21,7 @@ and the environment over the file. `LMCACHE_RUNTIME_DIR` names the directory of 
 the same for the server and the engines. The default is a directory of the user.
 
 Commands that ask a running server find it by `--host` and `--port`, their variables or the same file, and
-wait `--timeout-s` seconds (default 2) for its answer. Below, these are *the options of an asking command*.
+wait `--timeout-s` seconds (default 10) for its answer. Below, these are *the options of an asking command*.
 These commands have them: {asking}.
 """
 ASKING = ("--config", "--host", "--port", "--timeout-s")

@@ -7,7 +7,7 @@ import json
 import math
 import operator
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,10 @@ from lmcache_server.config import Config, values
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.l1.memory import L1Memory
-from lmcache_server.service.option import Option
+from lmcache_server.service.option import Options
 from lmcache_server.service.registry import Registry
 from lmcache_server.service.sessions import Session
 from lmcache_server.service.system import System
-from lmcache_server.service.tiers import TierState
 from lmcache_server.telemetry.failures import Failures
 from lmcache_server.telemetry.history import History
 from lmcache_server.telemetry.metrics import OBJECTS, TESTS, Metrics
@@ -29,10 +28,6 @@ SHOWN_BYTES = 1 << 17
 """The namespaces of a report take at most so many bytes of JSON, and so do its sessions."""
 MAX_TENANTS = 10
 """Of these, the largest, a report has the sizes."""
-_TIER_OUTCOMES = {
-    "read": ("read", "gone", "damaged", "failed"),
-    "write": ("written", "present", "full", "evicted", "dropped", "failed"),
-}
 
 
 @dataclass
@@ -43,11 +38,10 @@ class Report:
     cache: Cache
     l1: L1Memory
     registry: Registry
-    options: Sequence[Option]
+    options: Options
     failures: Failures
     metrics: Metrics
     system: System
-    tiers: Sequence[TierState] = ()
 
     def __post_init__(self) -> None:
         self._started_s = self.system.now_s()
@@ -55,10 +49,8 @@ class Report:
         self._declare_gauges()
 
     def tick(self) -> None:
-        """Once a second: forget unused namespaces, count evictions, record the history and the lookups."""
+        """Once a second: forget unused namespaces, count evictions, record the history."""
         self.registry.forget_namespaces()
-        for option in self.options:
-            option.tick(self.system.now_s())
         cache, metrics = self.cache, self.metrics
         # Prometheus misses the first counts of a series that it has not seen at zero.
         for engine in self.registry.engines:
@@ -121,7 +113,6 @@ class Report:
             "pins": self._pins(),
             "tenants": (tenants := self._tenants()),
             "tenants_left_out": len(self.cache.tenants) - len(tenants),
-            "tiers": [self._tier(tier) for tier in self.tiers],
             "namespaces": namespaces,
             "namespaces_left_out": self._num_namespaces() - len(namespaces),
             "sessions": sessions,
@@ -160,25 +151,6 @@ class Report:
             }
             for tenant in heapq.nlargest(MAX_TENANTS, self.cache.tenants, operator.attrgetter("frames"))
         ]
-
-    def _tier(self, tier: TierState) -> dict[str, Any]:
-        count = functools.partial(self.metrics.value, "lmcache_tier_objects_total", tier=tier.label)
-        reads, writes = (
-            {outcome: int(count(direction=direction, outcome=outcome)) for outcome in outcomes}
-            for direction, outcomes in _TIER_OUTCOMES.items()
-        )
-        size = functools.partial(self.metrics.value, "lmcache_tier_bytes_total", tier=tier.label)
-        return {
-            "url": tier.url,
-            "write": "cold" if tier.cold else "commit",
-            "failing": tier.failure if tier.breaker.is_open else "",
-            "waiting_objects": len(tier.backlog) + tier.writing,
-            "read_bytes_per_s": int(tier.speed.bytes_per_s),
-            "read_objects": reads,
-            "read_bytes": int(size(direction="read")),
-            "written_objects": writes,
-            "written_bytes": int(size(direction="write")),
-        }
 
     def _l1_figures(self) -> dict[str, Callable[[], int]]:
         return {
@@ -233,11 +205,6 @@ class Report:
             gauge(f"lmcache_{name}", figures[name])
         gauge("lmcache_sessions", lambda: len(self.registry.sessions))
         gauge("lmcache_namespaces", self._num_namespaces)
-        for tier in self.tiers:
-            gauge(
-                "lmcache_tier_failing", functools.partial(getattr, tier.breaker, "is_open"), tier=tier.label
-            )
-            gauge("lmcache_tier_waiting_objects", tier.backlog.__len__, tier=tier.label)
         for kind in ("host", "cuda"):
             gauge("lmcache_worker_memories", functools.partial(self._memories, kind == "cuda"), kind=kind)
 

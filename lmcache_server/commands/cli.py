@@ -20,6 +20,7 @@ from lmcache_server.options import parts
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
+OF_DOCTOR = [name for names in parts("flags", "OF_DOCTOR") for name in names]
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -125,7 +126,7 @@ def ping(host: str, port: int, timeout_s: float) -> None:
 
 
 @cli.command()
-@configuration.options("host", "port", "l1_size_gb", "l1_path", "l1_hugetlb", "tier", **options.ADDRESS)
+@configuration.options("host", "port", "l1_size_gb", "l1_path", "l1_hugetlb", *OF_DOCTOR, **options.ADDRESS)
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as a JSON array.")
 @click.option("--gpu", "try_gpus", is_flag=True, help="Also try each GPU: map, pin, copy and compare 64 MiB.")
 @click.pass_context

@@ -34,6 +34,7 @@ from lmcache_client.contract.messages import (
 )
 from lmcache_client.contract.version import VERSION
 from lmcache_server.errors import CommandError
+from lmcache_server.options import parts
 from lmcache_server.telemetry.metrics import OBJECTS, REASONS
 
 REQUEST_ID = 1
@@ -61,11 +62,6 @@ _SESSION = json_object(
 )
 _L1 = json_object("", "total_bytes free_bytes ready_bytes reserved_bytes populated_bytes chunks leases")
 _PIN = json_object("name", "chunks bytes")
-_TIER = json_object(
-    "url failing", "read_bytes written_bytes waiting_objects",
-    read_objects=json_object("", "read gone damaged failed"),
-    written_objects=json_object("", "written full evicted dropped failed"),
-)  # fmt: skip
 _TENANT = json_object("tenant", "bytes", quota_bytes=Natural | None)
 _CONFIG = json_object("l1_path", "", chunk_size=Natural | None, l1_size_gb=Real, l1_hugetlb=bool)
 SHARE = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -73,7 +69,7 @@ _REPORT = json_object(
     "version", "pid namespaces_left_out sessions_left_out tenants_left_out", uptime_s=Real,
     hit_rate=SHARE, l1=_L1, tokens=json_object("", "hit miss computed"), config=_CONFIG,
     objects=json_object("", " ".join(OBJECTS)),
-    explained=list[_EXPLAINED], tiers=list[_TIER],  # type: ignore[valid-type]
+    explained=list[_EXPLAINED],  # type: ignore[valid-type]
     pins=list[_PIN], tenants=list[_TENANT], namespaces=list[_NAMESPACE], sessions=list[_SESSION],  # type: ignore[valid-type]
 )  # fmt: skip
 """The parts of a status report that the commands read."""
@@ -94,14 +90,13 @@ class UnreachableError(ControlError):
         self.endpoint = endpoint
 
 
-def report(host: str, port: int, timeout_s: float, explain: bool = False, **more: Any) -> dict[str, Any]:
-    """The status of a server, which has everything that the commands read, and fields of the types `more`.
-    Raises ControlError."""
+def report(host: str, port: int, timeout_s: float, explain: bool = False) -> dict[str, Any]:
+    """The status of a server, which has everything that the commands read. Raises ControlError."""
     reply = ask(host, port, Status(explain), StatusReport, timeout_s)
     try:
         status: dict[str, Any] = json.loads("".join(reply.pieces))
-        msgspec.convert(status, _REPORT)
-        msgspec.convert(status, json_object("", "", **more))
+        for kind in (_REPORT, *(json_object("", "", **more) for more in parts("text", "REPORT"))):
+            msgspec.convert(status, kind)
     except (ValueError, RecursionError, msgspec.ValidationError):
         raise ControlError(
             f"the lmcache server at {address(host, port)} sent a status that this version cannot read: "

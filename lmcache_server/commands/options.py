@@ -8,7 +8,7 @@ import click
 from lmcache_server import config as configuration
 from lmcache_server.config import Command
 
-CONTROL_TIMEOUT_S = 2.0
+CONTROL_TIMEOUT_S = 10.0
 TOKENIZE_TIMEOUT_S = 60.0
 
 ADDRESS = {

@@ -4,6 +4,7 @@ from typing import Any
 
 from lmcache_server.host.logs import printable
 from lmcache_server.host.units import size
+from lmcache_server.options import parts
 
 REASONS = {
     "not_stored": "never stored",
@@ -14,14 +15,6 @@ REASONS = {
     "partial": "stored by some workers only",
 }
 """Why tokens were missed, by the names of the report."""
-LOST = {
-    "read_objects": {"gone": "gone", "damaged": "damaged", "failed": "not read"},
-    "written_objects": {
-        "full": "without room", "evicted": "evicted first", "dropped": "dropped",
-        "failed": "not written",
-    },
-}  # fmt: skip
-"""What happened to objects of a tier that were not read or written."""
 
 
 def summary(report: dict[str, Any]) -> str:
@@ -44,7 +37,8 @@ def summary(report: dict[str, Any]) -> str:
     for tenant in report["tenants"]:
         quota = f" of {size(tenant['quota_bytes'])}" if tenant["quota_bytes"] is not None else ""
         lines.append(f"  {tenant['tenant'][:12]}  {size(tenant['bytes'])}{quota}")
-    lines += map(_tier, report["tiers"])
+    for of_option in parts("text", "lines"):
+        lines += of_option(report)
     lines.append(f"namespaces: {_count(report, 'namespaces')}")
     for namespace in report["namespaces"]:
         lines.append(
@@ -96,19 +90,6 @@ def explanation(report: dict[str, Any], namespaces: tuple[str, ...] = ()) -> str
                 lines.append(f"  {name}: {value}")
     nothing = "has a namespace that begins with these digits" if namespaces else "is connected"
     return "\n".join(map(printable, lines)) or f"no engine {nothing}: start one, then ask again"
-
-
-def _tier(tier: dict[str, Any]) -> str:
-    read, written = tier["read_objects"], tier["written_objects"]
-    state = f"FAILING: {tier['failing']}" if tier["failing"] else "works"
-    lost = [
-        f"{tier[way][each]} {text}" for way in LOST for each, text in LOST[way].items() if tier[way][each]
-    ]
-    return (
-        f"tier {tier['url']}: {state}; read {read['read']} objects, {size(tier['read_bytes'])}; "
-        f"wrote {written['written']}, {size(tier['written_bytes'])}; {tier['waiting_objects']} wait"
-        f"{'; ' if lost else ''}{', '.join(lost)}"
-    )
 
 
 def _count(report: dict[str, Any], what: str) -> str:

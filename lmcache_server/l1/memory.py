@@ -11,9 +11,9 @@ from lmcache_server.errors import StartError
 from lmcache_server.host import preflight
 from lmcache_server.host.machine import available_bytes, memory_info
 from lmcache_server.host.units import GB_BYTES
+from lmcache_server.l1.area import Area, shared_memory
 from lmcache_server.l1.file import HEADER_BYTES, L1File
 from lmcache_server.l1.populate import FileSpace, Populator
-from lmcache_server.tiers.area import Area, shared_memory
 from lmcache_server.transfer.base import CopyError
 from lmcache_server.transfer.pins import Pins
 

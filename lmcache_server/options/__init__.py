@@ -1,8 +1,13 @@
 """The table of options: parts of the server that can be taken away, each a folder here and a line below.
 
-The base reads the table and imports no option. The folder of an option may have three modules. `server` has
-`Server`, which meets the base at the seams of service/option.py; `flags` has `FLAGS`, further options of
-`lmcache server`; `command` has `COMMAND`, one more command of `lmcache`.
+The base reads the table and imports no option. The folder of an option may have these modules:
+
+* server: `Server`, which meets the base at the seams of service/option.py.
+* flags: `FLAGS`, further options of `lmcache server`; `OF_DOCTOR`, those of them that `lmcache doctor` has;
+  `VARIABLES`, which it reads itself; `check` and `shares_l1`, which are given the values of all flags.
+* command: `COMMAND`, one more command of `lmcache`.
+* text: `REPORT`, the types of its fields in /status, and `lines`, what `lmcache status` says of them.
+* doctor: `checks`, made from the values of the flags, and from those of the running server.
 """
 
 import importlib
@@ -11,10 +16,12 @@ from typing import Any
 
 NAMES: tuple[str, ...] = (
     "planner",
+    "tiers",
 )  # fmt: skip
 
 
 def parts(module: str, name: str) -> list[Any]:
-    """What each option calls `name` in this module, of those that have the module."""
+    """What each option calls `name` in this module, of those that have it."""
     paths = (f"{__name__}.{option}.{module}" for option in NAMES)
-    return [getattr(importlib.import_module(path), name) for path in paths if importlib.util.find_spec(path)]
+    found = [importlib.import_module(path) for path in paths if importlib.util.find_spec(path)]
+    return [getattr(each, name) for each in found if hasattr(each, name)]

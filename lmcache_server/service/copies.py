@@ -15,10 +15,10 @@ from lmcache_client.contract.messages import Done, Load, Message, Refused, Store
 from lmcache_server.core.cache import Cache, Layout, NotReserved, Read, Reservation
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.l1.memory import L1Memory
+from lmcache_server.service.option import Options
 from lmcache_server.service.registry import Registry
 from lmcache_server.service.requests import Refusal, log_request, traffic
 from lmcache_server.service.sessions import Session, Shard
-from lmcache_server.service.spills import Spills
 from lmcache_server.service.system import System
 from lmcache_server.telemetry.failures import Failures
 from lmcache_server.telemetry.metrics import Metrics, Traffic
@@ -51,7 +51,7 @@ class Copies:
         metrics: Metrics,
         failures: Failures,
         system: System,
-        spills: Spills,
+        options: Options,
         checksums: bool,
     ) -> None:
         self._cache = cache
@@ -60,7 +60,7 @@ class Copies:
         self._metrics = metrics
         self._failures = failures
         self._system = system
-        self._spills = spills
+        self._options = options
         self._checksums = checksums
 
     # -- store ------------------------------------------------------------------------------------
@@ -138,7 +138,8 @@ class Copies:
             else:
                 self._cache.abort(room)
         if outcome.error is None:
-            self._spills.stored(layout, [room for _, room in reserved])
+            for option in self._options:
+                option.stored(layout, [room for _, room in reserved])
         name = "stored" if outcome.error is None else "failed"
         self._count("objects_total", len(reserved), whose, outcome=name)
 
@@ -181,7 +182,8 @@ class Copies:
 
     def _forget_damaged(self, shard: Shard, read: Read, error: DamagedError) -> None:
         damaged = read.parts[error.part]
-        self._spills.forget(damaged.chunk)
+        for option in self._options:
+            option.damaged(damaged.chunk)
         self._cache.forget(damaged.chunk)
         self._metrics.count("lmcache_verify_failures_total")
         logger.warning(

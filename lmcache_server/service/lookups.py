@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -12,14 +12,12 @@ from lmcache_client.contract.control import Follow, Followed, Inspect, Inspected
 from lmcache_client.contract.messages import Accept, Done, Found, Lookup, Message, Release
 from lmcache_server.core.cache import Cache, Hit, Layout
 from lmcache_server.core.misses import missed_tokens
-from lmcache_server.service.fetches import Fetches
-from lmcache_server.service.option import Option
+from lmcache_server.service.option import Options
 from lmcache_server.service.pinning import Pinning
 from lmcache_server.service.registry import Registry
 from lmcache_server.service.requests import Refusal, log_request, traffic
 from lmcache_server.service.sessions import Session, Shard
 from lmcache_server.service.system import System
-from lmcache_server.service.tiers import TierState
 from lmcache_server.telemetry.metrics import Metrics
 from lmcache_server.telemetry.partial import PartialChunks
 
@@ -34,9 +32,8 @@ class Lookups:
         self,
         cache: Cache,
         registry: Registry,
-        options: Sequence[Option],
+        options: Options,
         pinning: Pinning,
-        fetches: Fetches,
         metrics: Metrics,
         system: System,
         lease_s: float,
@@ -44,7 +41,6 @@ class Lookups:
         self._cache = cache
         self._options = options
         self._pinning = pinning
-        self._fetches = fetches
         self._registry = registry
         self._metrics = metrics
         self._system = system
@@ -53,14 +49,10 @@ class Lookups:
         self._early: dict[tuple[int, str], tuple[Layout, Lookup, Hit, int]] = {}
         """By session and request, the early lookups that the engine has not accepted yet."""
 
-    def close(self) -> None:
-        """Fetches nothing any more."""
-        self._fetches.close()
-
     def lookup(
         self, session: Session, message: Lookup, request_bytes: int
     ) -> Message | Coroutine[Any, Any, Message]:
-        """Answers at once if L1 has everything or no tier could help."""
+        """Answers at once if L1 has everything or no option could bring more."""
         layout, started_s = self._registry.joined_layout(session), self._system.now_s()
         computed, limit = message.computed_tokens, message.limit_tokens
         if not computed <= limit < message.num_tokens or limit > len(message.keys) * layout.chunk_size:
@@ -69,10 +61,10 @@ class Lookups:
             raise Refusal(messages.BAD_REQUEST, "an early lookup has too many keys")
         hit = self._cache.lookup(layout, message.keys, computed, limit, session.session_id, started_s)
         if hit.resume_tokens < limit > computed:
-            usable = self._fetches.usable(layout)
-            if usable and self._registry.may_wait(session, request_bytes):
+            sources = [option for option in self._options if option.may_fetch(layout)]
+            if sources and self._registry.may_wait(session, request_bytes):
                 shards = self._registry.shards(session)
-                return self._after_fetch(session, layout, shards, message, hit, usable, request_bytes)
+                return self._after_fetch(session, layout, shards, message, hit, sources, request_bytes)
         return self._answer(session, layout, message, hit, started_s)
 
     async def _after_fetch(
@@ -82,15 +74,15 @@ class Lookups:
         shards: Mapping[int, Shard],
         message: Lookup,
         hit: Hit,
-        usable: list[TierState],
+        sources: Options,
         request_bytes: int,
     ) -> Message:
-        """Answers when the tiers have brought what they can. Meanwhile the lease keeps what L1 has. `shards`
-        is what the engine had when it asked: it may have ended when this begins."""
-        began_s = self._system.now_s()
+        """Answers when `sources` have brought what they can. Meanwhile the lease keeps what L1 has. `shards`
+        are what the engine had when it asked: it may have ended when this begins."""
+        in_tiers = 0
         with session.working(request_bytes):
-            in_tiers = await self._fetches.fetch(layout, shards, message, hit.resume_tokens, usable)
-        self._metrics.observe("lmcache_tier_wait_seconds", self._system.now_s() - began_s)
+            for source in sources:
+                in_tiers = max(in_tiers, await source.fetch(layout, shards, message, hit.resume_tokens))
         self._cache.release(hit.lease_id, session.session_id)
         # The session may have ended meanwhile, and its engine may have another namespace.
         if self._registry.sessions.get(session.identity) is not session:
@@ -162,7 +154,7 @@ class Lookups:
     ) -> dict[str, int]:
         start = max(computed, hit.resume_tokens)
         is_partial = functools.partial(self._cache.is_partial, layout)
-        is_down, evicted = self._fetches.is_down(layout), self._cache.evicted
+        is_down, evicted = any(each.is_down(layout) for each in self._options), self._cache.evicted
         return missed_tokens(layout, keys, hit.held, start, limit, evicted, is_partial, is_down, in_tiers)
 
     def inspect(self, message: Inspect) -> Message:

@@ -1,10 +1,17 @@
 """Where an option of the server meets the base."""
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from lmcache_client.contract.messages import Lookup, Release
 from lmcache_server.config import Config
-from lmcache_server.core.cache import Cache, Layout
+from lmcache_server.core.cache import Cache, Layout, Reservation
+from lmcache_server.core.index import Chunk
+from lmcache_server.l1.memory import L1Memory
+from lmcache_server.service.registry import Registry
+from lmcache_server.service.sessions import Shard
+from lmcache_server.service.system import System
+from lmcache_server.telemetry.failures import Failures
 from lmcache_server.telemetry.metrics import Metric, Metrics
 
 
@@ -13,13 +20,18 @@ class Base(NamedTuple):
 
     config: Config
     cache: Cache
+    l1: L1Memory
+    registry: Registry
     metrics: Metrics
+    failures: Failures
+    system: System
 
 
 class Option:
     """A part that can be taken away: see lmcache_server/options.
 
-    The base calls these methods, which do nothing unless an option replaces them.
+    The base calls these methods, which do nothing unless an option replaces them. All but `open`, `fetch`,
+    `clear`, `flush` and `close` must return at once.
     """
 
     METRICS: ClassVar[tuple[Metric, ...]] = ()
@@ -29,15 +41,63 @@ class Option:
         for row in self.METRICS:
             base.metrics.add(row)
 
+    async def open(self) -> None:
+        """Called before the first client. Raises StartError."""
+
+    def tick(self, now_s: float) -> None:
+        """Called once a second."""
+
+    def report(self, now_s: float) -> dict[str, Any]:
+        """Further fields of /status, as JSON values."""
+        return {}
+
+    # -- lookups ----------------------------------------------------------------------------------
+
     def looked_up(self, session_id: int, layout: Layout, message: Lookup, now_s: float) -> None:
         """A lookup is answered."""
 
     def released(self, session_id: int, layout: Layout, message: Release) -> None:
         """Leases are given up, or a request has ended."""
 
-    def tick(self, now_s: float) -> None:
-        """Called once a second, and once more at the end."""
+    def may_fetch(self, layout: Layout) -> bool:
+        """Whether `fetch` could bring something for an engine with this layout."""
+        return False
 
-    def report(self, now_s: float) -> dict[str, Any]:
-        """Further fields of /status, as JSON values."""
-        return {}
+    def is_down(self, layout: Layout) -> bool:
+        """Whether it may have what L1 has evicted, and is left alone because it fails."""
+        return False
+
+    async def fetch(
+        self, layout: Layout, shards: Mapping[int, Shard], message: Lookup, resume_tokens: int
+    ) -> int:
+        """Brings into L1 what a larger resume point than `resume_tokens` needs, within the time that a lookup
+        may take. Returns the resume point that it promised, whether all of it came or not."""
+        return 0
+
+    # -- chunks -----------------------------------------------------------------------------------
+
+    def stored(self, layout: Layout, rooms: Sequence[Reservation]) -> None:
+        """An engine has stored these objects."""
+
+    def damaged(self, chunk: Chunk) -> None:
+        """The bytes of this chunk in L1 were wrong. Copies of it may have them."""
+
+    def places(self) -> list[str]:
+        """What `clear` clears, as users know it."""
+        return []
+
+    async def clear(self, namespaces: Sequence[bytes | None]) -> list[str]:
+        """Forgets all of these namespaces, None for all; returns what failed, with reasons."""
+        return []
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Lookups are not answered any more. Copies may still run."""
+
+    async def close(self) -> None:
+        """The cache does not change any more, and the sockets are closed."""
+
+
+Options = Sequence[Option]
+Make = Callable[[Base], Option]

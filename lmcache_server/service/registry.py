@@ -52,6 +52,8 @@ class Registry:
         self.engines = Engines()
         self.known: dict[bytes, dict[str, Any]] = {}
         """For the status report: summaries of namespaces that have chunks or engines, the oldest first."""
+        self.may_wait_longer = False
+        """Whether a lookup may wait for what an option brings. Engines are told so."""
         self._config = config
         self._ages_s = limits.ages_s(config.max_age)
         self._cache = cache
@@ -330,7 +332,7 @@ class Registry:
             raise _taken(message.engine_id)
         session.joined, session.joined_namespace = message.engine_id, layout.namespace
         self._cache.followers.end(session.session_id)
-        return messages.Joined(True, layout.chunk_size, bool(self._config.tier))
+        return messages.Joined(True, layout.chunk_size, self.may_wait_longer)
 
     def not_cached(self, session: Session, message: messages.NotCached) -> Message:
         if session.not_cached is None:

@@ -18,11 +18,11 @@ from lmcache_client.contract.messages import Message, Refused
 from lmcache_server.core.cache import Cache
 from lmcache_server.service.copies import Copies
 from lmcache_server.service.lookups import Lookups
+from lmcache_server.service.option import Options
 from lmcache_server.service.pinning import Pinning
 from lmcache_server.service.registry import Registry
 from lmcache_server.service.requests import Refusal, log_request
 from lmcache_server.service.sessions import Session
-from lmcache_server.service.spills import Spills
 from lmcache_server.service.system import System
 from lmcache_server.telemetry.failures import Failures
 from lmcache_server.telemetry.metrics import Metrics
@@ -62,14 +62,14 @@ class Router:
         lookups: Lookups,
         copies: Copies,
         pinning: Pinning,
-        spills: Spills,
+        options: Options,
         metrics: Metrics,
         failures: Failures,
         system: System,
         send: Send,
         status: Callable[[bool], dict[str, Any]],
     ) -> None:
-        self.registry, self.lookups, self.spills = registry, lookups, spills
+        self.registry, self.lookups, self.options = registry, lookups, options
         self._cache = cache
         self._metrics = metrics
         self._failures = failures
@@ -142,7 +142,8 @@ class Router:
         """Ends the leases and sessions whose time is over; called once a second."""
         self._cache.expire(self._system.now_s())
         self.registry.tick()
-        self.spills.tick()
+        for option in self.options:
+            option.tick(self._system.now_s())
 
     # -- one request ------------------------------------------------------------------------------
 
@@ -258,7 +259,7 @@ class Router:
         return messages.StatusReport(tuple(text[i : i + step] for i in range(0, len(text), step)))
 
     def _clear(self, session: Session, message: messages.Clear) -> Reply:
-        """Forgets chunks, and the records of the tiers. Only `lmcache clear` waits for the tiers."""
+        """Forgets chunks, also where options keep them. Only `lmcache clear` waits for the latter."""
         namespaces: list[bytes | None] = [None]
         if not message.everything:
             namespaces = [self.registry.joined_layout(session).namespace]
@@ -269,14 +270,15 @@ class Router:
         asked = "cleared: %(chunks)d chunks forgotten, as session %(session)d (pid %(pid)d) asked"
         log_request(level, asked, session, message, {"chunks": chunks})
         # After a reset, an engine uses new keys: no record that is left can serve it.
-        if not self.spills.urls or not message.everything:
+        places = [place for option in self.options for place in option.places()]
+        if not places or not message.everything:
             return messages.Cleared(chunks)
         if message.tenant_digits:
-            return messages.Cleared(chunks, tuple(f"{url}: {SALT_UNKNOWN}" for url in self.spills.urls))
+            return messages.Cleared(chunks, tuple(f"{place}: {SALT_UNKNOWN}" for place in places))
         return self._cleared(namespaces, chunks)
 
     async def _cleared(self, namespaces: list[bytes | None], chunks: int) -> Message:
-        failed = await self.spills.clear(namespaces)
+        failed = [reason for option in self.options for reason in await option.clear(namespaces)]
         # Meanwhile a fetch may have brought some of it back.
         chunks += sum(map(self._cache.clear, namespaces))
         return messages.Cleared(chunks, tuple(failed))

@@ -13,7 +13,7 @@ from lmcache_client.contract.version import VERSION
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _LOOKUP_S = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
-_TRANSFER_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+TRANSFER_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _AGE_S = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
 _OPERATIONS = (
     "hello", "register", "join", "not_cached", "lookup", "accept", "release", "load", "store", "clear",
@@ -26,7 +26,6 @@ OBJECTS = ("stored", "present", "busy", "no_room", "once", "quota", "failed")
 _OBJECTS: _Labels = {"outcome": OBJECTS}
 REASONS = ("not_stored", "evicted", "tier_down", "tier_late", "no_state", "partial")
 TESTS: _Labels = {"test": ("bench", "selftest", "verify")}
-TIERS = ("1", "2")
 MAX_NAMESPACES = 64
 """Further namespaces are counted together."""
 MAX_MODEL_CHARS = 128
@@ -68,7 +67,7 @@ TABLE = (
            _DIRECTION, by_model=True),
     Metric(Histogram, "lmcache_transfer_seconds",
            "Time from a copy request to its end, waiting included. Tests are counted, too.",
-           _DIRECTION, {"buckets": _TRANSFER_S}),
+           _DIRECTION, {"buckets": TRANSFER_S}),
     Metric(Counter, "lmcache_copy_failures_total", "Failed copies; vLLM recomputes the failed loads.",
            _DIRECTION, by_model=True),
     Metric(Counter, "lmcache_test_tokens_total", "As lmcache_tokens_total, of tests only.",
@@ -104,26 +103,6 @@ TABLE = (
     Metric(Gauge, "lmcache_pinned_chunk_bytes", "L1 taken by these chunks; at most half of it."),
     Metric(Gauge, "lmcache_worker_memories", "Mapped memories of workers, by kind: host or GPU (cuda).",
            {"kind": ("host", "cuda")}),
-    Metric(Counter, "lmcache_tier_objects_total",
-           "Objects between L1 and a tier (1 or 2, in the order of --tier), by outcome. read: read, gone "
-           "since the tier was asked, damaged, failed. write: written, present already, full (no room), "
-           "evicted from L1 before they were written, dropped (too many waited), failed.",
-           {"tier": TIERS, "direction": ("read", "write"), "outcome": (
-               "read", "gone", "damaged", "failed", "written", "present", "full", "evicted", "dropped")}),
-    Metric(Counter, "lmcache_tier_bytes_total", "Payload bytes read from and written to a tier.",
-           {"tier": TIERS, "direction": ("read", "write")}),
-    Metric(Counter, "lmcache_tier_fetches_total",
-           "Lookups that asked the tiers: ended in time, answered before the end (late), or not worth the "
-           "wait, because computing was faster (slow, counted besides).",
-           {"outcome": ("ended", "late", "slow")}),
-    Metric(Histogram, "lmcache_tier_wait_seconds", "How long lookups waited for the tiers.", {},
-           {"buckets": _TRANSFER_S}),
-    Metric(Gauge, "lmcache_tier_failing", "1 while a tier is left alone because it failed.", {"tier": TIERS}),
-    Metric(Gauge, "lmcache_tier_waiting_objects", "Objects that wait to be written to a tier.",
-           {"tier": TIERS}),
-    Metric(Counter, "lmcache_tier_helper_restarts_total",
-           "How often the process in which a tier's client runs died or hung and was started again.",
-           {"tier": TIERS}),
     Metric(Counter, "lmcache_selftests_total", "Runs of /selftest.", {"outcome": ("ok", "failed")}),
     Metric(Gauge, "lmcache_leases", "Leases that hold chunks for requests."),
     Metric(Gauge, "lmcache_sessions", "Connected clients."),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from lmcache_client.connector import settings
 from lmcache_server import config
 from lmcache_server.commands.cli import cli
-from lmcache_server.tiers import urls
+from lmcache_server.options.tiers import urls
 
 NO_OPTIONS = {"LMCACHE_RUNTIME_DIR", config.CONFIG_VARIABLE, urls.USERNAME_VARIABLE, urls.PASSWORD_VARIABLE}
 """Variables of ours that are no option of the server."""

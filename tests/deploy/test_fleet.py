@@ -22,7 +22,7 @@ from deploy.charts import Manifest, containers, render
 from deploy.flags import assert_server_options_exist, vllm_options
 from deploy.programs import run
 from lmcache_client.contract.version import VERSION
-from lmcache_server.tiers import urls
+from lmcache_server.options.tiers import urls
 
 DEPLOY = ROOT / "deploy"
 HOSTS = 3

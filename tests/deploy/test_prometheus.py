@@ -27,6 +27,7 @@ from harness.waiting import wait_until
 
 from deploy import charts, dashboard
 from deploy.programs import run
+from lmcache_server.options import parts
 from lmcache_server.telemetry import metrics
 
 SHIPPED = ROOT / "deploy" / "prometheus"
@@ -36,7 +37,8 @@ START_TIMEOUT_S = 30.0
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 SOURCE = 'prompt_tokens_by_source_total{{source="{}",'
 BOUND = 'time_to_first_token_seconds_bucket{{le="{}",'
-KNOWN = {metric.name for metric in metrics.TABLE}
+TABLE = [*metrics.TABLE, *(row for server in parts("server", "Server") for row in server.METRICS)]
+KNOWN = {metric.name for metric in TABLE}
 
 
 def test_promtool_finds_nothing_wrong():
@@ -245,7 +247,7 @@ def test_a_server_that_nobody_uses_shows_no_error_and_nothing_that_is_no_number(
 
 def test_every_query_of_the_dashboard_shows_something_and_nothing_of_another_server_or_model(prometheus):
     """With one server chosen, and with Grafana's All: the variables are in every query."""
-    by_model = [metric.name for metric in metrics.TABLE if metric.by_model]
+    by_model = [metric.name for metric in TABLE if metric.by_model]
     asked = 0
     for title, expression in dashboard.queries():
 

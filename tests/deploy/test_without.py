@@ -15,6 +15,7 @@ HISTORIES = 20
 # Pages describe the whole product, with every option.
 OF_THE_WHOLE = (
     "tests/unit/test_docs.py",
+    "tests/unit/test_errors_page.py",
     "tests/unit/test_metrics.py::test_the_document_is_up_to_date",
     "tests/unit/test_migration.py::test_what_is_named_instead_exists",
 )

@@ -63,6 +63,7 @@ def test_only_a_chunk_size_that_does_not_fit_keeps_the_engine_from_starting(
 ) -> None:
     """Another option of the server mends that. None mends memory, ranks or names that do not fit."""
     server = start_server(chunk_size=256)
+    monkeypatch.setattr("lmcache_client.connector.worker.CONNECT_S", PATIENCE_S)
     monkeypatch.setenv("LMCACHE_RUNTIME_DIR", server.runtime_dir)
 
     def refused(name: str, spec: GroupSpec, blocks: int = 0, rank: int = 0, ranks: int = 1) -> str:

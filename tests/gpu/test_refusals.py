@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from gpu_engine import GpuEngine, fused
 from harness.server import LMCacheServer
-from harness.waiting import wait_until
+from harness.waiting import PATIENCE_S, wait_until
 from msgspec import structs
 from test_round_trips import CHUNK_SIZE, restored, stored_prompt, tables
 
@@ -36,7 +36,7 @@ def refused(server, change) -> RefusedError:
     try:
         honest = engine.own_memory()
         engine.export.memory = lambda _pid: change(honest)  # type: ignore[method-assign]
-        engine.worker.start(5, 5)
+        engine.worker.start(PATIENCE_S, PATIENCE_S)
         refusal = engine.worker.refusal
         assert refusal is not None
         return refusal

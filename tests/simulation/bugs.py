@@ -14,18 +14,17 @@ from lmcache_client.contract.geometry import SLIDING_WINDOW, GroupSpec
 from lmcache_client.engine import Scheduler
 from lmcache_client.several import Several, Together
 from lmcache_server.core.cache import Cache
-from lmcache_server.core.index import Chunk
 from lmcache_server.core.leases import LeaseTable
-from lmcache_server.service.fetches import Fetches
+from lmcache_server.options import NAMES
 from lmcache_server.service.registry import Registry
 from lmcache_server.service.sessions import Engines
-from lmcache_server.service.tiers import Tiers
-from lmcache_server.tiers.base import TierError
-from lmcache_server.tiers.record import Record
-from lmcache_server.tiers.worker import TierWorker
 from simulation.drafts import DraftingEngine
 from simulation.engine import Engine
 from simulation.network import ClientSystem
+
+OF_TIERS: tuple[Callable[[], None], ...] = ()
+if "tiers" in NAMES:
+    from simulation.bugs_of_tiers import OF_TIERS
 
 
 def _blocks_not_held() -> None:
@@ -151,58 +150,6 @@ def _old_chunks_kept() -> None:
     Cache.forget_old = lambda self, namespace, before_s, most: 0  # type: ignore[method-assign]
 
 
-def _records_not_checked() -> None:
-    def trusting(self: Record) -> None:
-        self._rest[:] = self._end[: len(self._rest)]
-
-    Record.open = trusting  # type: ignore[method-assign]
-
-
-def _failed_fetches_keep_their_frames() -> None:
-    begin = Fetches.__init__
-
-    def careless(self: Fetches, tiers: Tiers, cache: Cache, *rest: Any) -> None:
-        begin(self, tiers, _NeverAborts(cache), *rest)  # type: ignore[arg-type]
-
-    Fetches.__init__ = careless  # type: ignore[method-assign]
-
-
-class _NeverAborts:
-    def __init__(self, cache: Cache) -> None:
-        self._cache = cache
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cache, name)
-
-    def abort(self, reservation: Any) -> None:
-        pass
-
-
-def _calls_that_hang_are_given_up() -> None:
-    read = TierWorker.read
-
-    def impatient(self: TierWorker, *arguments: Any) -> Any:
-        future: Any = read(self, *arguments)
-        server = self._reads.server  # type: ignore[attr-defined]
-        server.run_soon(future.set_exception, TierError("it hangs"), delay_s=1.0)
-        return future
-
-    TierWorker.read = impatient  # type: ignore[method-assign]
-
-
-def _written_while_evicted() -> None:
-    def careless(self: Cache, chunk: Chunk, bit: int) -> Any:
-        return chunk.get(bit) if chunk in self._index else None
-
-    Cache.open_spill = careless  # type: ignore[method-assign]
-
-
-def _lookups_wait_for_whole_fetches() -> None:
-    import lmcache_server.service.fetches
-
-    lmcache_server.service.fetches.fetch_patience_s = lambda num_tokens: 60.0
-
-
 def _one_promise_is_enough() -> None:
     """Of several servers, the one that gives least is believed to speak for all."""
     Several._agree = staticmethod(lambda found, least: True)  # type: ignore[method-assign]
@@ -273,11 +220,6 @@ BUGS: dict[str, Callable[[], None]] = {
         _promise_outlives_a_reset,
         _pins_end_with_their_engine,
         _old_chunks_kept,
-        _records_not_checked,
-        _failed_fetches_keep_their_frames,
-        _calls_that_hang_are_given_up,
-        _written_while_evicted,
-        _lookups_wait_for_whole_fetches,
         _one_promise_is_enough,
         _promises_kept_when_one_server_fails,
         _state_stored_before_its_drafts_are_verified,
@@ -287,6 +229,7 @@ BUGS: dict[str, Callable[[], None]] = {
         _late_weights_not_in_the_name,
         _changed_weights_named_by_their_new_content,
         _weights_of_one_engine_only_are_of_all,
+        *OF_TIERS,
     )
 }
 
@@ -309,11 +252,6 @@ FOUND_BY = {
     "promise_outlives_a_reset": 38,
     "pins_end_with_their_engine": 1,
     "old_chunks_kept": 0,
-    "records_not_checked": 31,
-    "failed_fetches_keep_their_frames": 6,
-    "calls_that_hang_are_given_up": 113,
-    "written_while_evicted": 13,
-    "lookups_wait_for_whole_fetches": 3,
     "one_promise_is_enough": 29,
     "promises_kept_when_one_server_fails": 923,
     "state_stored_before_its_drafts_are_verified": 203,
@@ -323,5 +261,10 @@ FOUND_BY = {
     "late_weights_not_in_the_name": 28,
     "changed_weights_named_by_their_new_content": 36,
     "weights_of_one_engine_only_are_of_all": 36,
+    "records_not_checked": 31,
+    "failed_fetches_keep_their_frames": 6,
+    "calls_that_hang_are_given_up": 113,
+    "written_while_evicted": 13,
+    "lookups_wait_for_whole_fetches": 3,
 }
 """A seed that finds each. When none of another version does, `make simulate-bugs` says which one does now."""

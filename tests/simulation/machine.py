@@ -4,6 +4,7 @@ Copies move real bytes between real buffers, a few pieces at a time, while every
 """
 
 import ctypes
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -19,6 +20,7 @@ from lmcache_server.config import Config
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.index import Chunk
 from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.options import NAMES, parts
 from lmcache_server.service.requests import Refusal
 from lmcache_server.service.router import Reply
 from lmcache_server.service.sessions import Session
@@ -28,13 +30,15 @@ from lmcache_server.transfer.checksums import DamagedError
 from lmcache_server.transfer.jobs import CopyJob
 from simulation.futures import Future
 from simulation.network import Link, Network
-from simulation.tiers import Store, open_tiers
 from simulation.world import Process, World
+
+if "tiers" in NAMES:
+    from lmcache_server.options.tiers.server import Server as TiersServer
+    from simulation import tiers
 
 TICK_S = 1.0
 CHECKED = 4
 """After so many turns of the server's loop everything is counted again: that takes long."""
-TIER_URL = "dir:///simulated?size_gb=1"
 
 
 class Faults:
@@ -258,7 +262,7 @@ class SimulatedServer:
         faults: Faults,
         ephemeral: str = "",
         max_age_s: float = math.inf,
-        stores: Sequence[Store] = (),
+        stores: Sequence[Any] = (),
         life: int = 0,
     ) -> None:
         """Engines of the model `ephemeral` register as such. `stores` are the tiers of this life."""
@@ -286,18 +290,19 @@ class SimulatedServer:
             lease_s=lease_s,
             checksums=True,
             max_age=max_age,
-            tier=(TIER_URL,) * len(stores),
         )
         metrics = Metrics()
-        self.tiers = open_tiers(stores, self, life)
+        makers: list[Any] = parts("server", "Server")
+        if "tiers" in NAMES:
+            makers[makers.index(TiersServer)] = functools.partial(tiers.option, stores, self, life)
         self.router, _ = assemble(
             config,
             self.cache,
             self.l1,
             metrics,
             self._send,
-            self,
-            tiers=self.tiers,  # type: ignore[arg-type]
+            self,  # type: ignore[arg-type]
+            makers=makers,
         )
         self.router._for_sessions[Lookup] = self._timed(self.router.lookups.lookup)
         register = self.router.registry.register
@@ -455,8 +460,8 @@ class SimulatedServer:
 
         def begin() -> None:
             self.router.registry.close()
-            self.router.lookups.close()
-            self.router.spills.pause()
+            for option in self.router.options:
+                option.stop()
             self.run_soon(end, delay_s=0.01)
 
         def end() -> None:
@@ -468,7 +473,8 @@ class SimulatedServer:
             self.spawn(last())
 
         async def last() -> None:
-            await self.router.spills.flush()
+            for option in self.router.options:
+                await option.close()
             self.process.kill()
 
         self.run_soon(begin)

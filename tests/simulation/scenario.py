@@ -12,13 +12,22 @@ from dataclasses import replace
 
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW
 from lmcache_client.engine import RELEASE_S
+from lmcache_server.options import NAMES
 from simulation.drafts import DraftingEngine
 from simulation.engine import LOAD_TIMEOUT_S, Engine, Model, Origin
 from simulation.machine import TICK_S, Faults, SimulatedServer
 from simulation.network import Link, Network
 from simulation.origins import LATEST_S, MIXED, Disk
-from simulation.tiers import FAULTS, Store, unrest
 from simulation.world import Process, World
+
+if "tiers" in NAMES:
+    from simulation.tiers import FAULTS, Store, unrest
+else:
+
+    def unrest(_server: SimulatedServer) -> list[str]:
+        """Without tiers, nothing else can be in their hands."""
+        return []
+
 
 FULL_8 = (FULL, 4, 0)
 SHAPES = (
@@ -31,7 +40,7 @@ SHAPES = (
 RECURRENT_SHAPES = tuple(shape for shape in SHAPES if any(kind == RECURRENT for kind, _, _ in shape))
 CHUNK_TOKENS = 8
 SALTS = ("", "", "tenant a", "tenant b")
-TIERED = (1, 3)
+TIERED = (1, 3) if "tiers" in NAMES else ()
 """Which of five seeds have tiers. --max-age, which another one has, cannot be combined with them."""
 DRAFTING = 2
 """Which of three seeds have engines with drafters."""
@@ -472,7 +481,7 @@ class Scenario:
         assert settled, "an engine holds blocks for ever: " + str([*map(_held, self.running)])
 
 
-def _stores(world: World) -> list[Store]:
+def _stores(world: World) -> "list[Store]":
     """One tier or two, each with its own weaknesses."""
     draw, stores = world.random, []
     for _ in range(draw.choice((1, 1, 2))):

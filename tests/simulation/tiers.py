@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmcache_server.core.pool import FRAME_BYTES
-from lmcache_server.service.tiers import READS_AT_ONCE, TierState
-from lmcache_server.tiers.base import TierError
-from lmcache_server.tiers.record import DamagedRecordError, Label
-from lmcache_server.tiers.worker import STUCK_S, Payload, Rates, TierWorker
+from lmcache_server.options.tiers.base import TierError
+from lmcache_server.options.tiers.record import DamagedRecordError, Label
+from lmcache_server.options.tiers.server import Server
+from lmcache_server.options.tiers.states import READS_AT_ONCE, TierState
+from lmcache_server.options.tiers.worker import STUCK_S, Payload, Rates, TierWorker
+from lmcache_server.service.option import Base
 from simulation.futures import Future, Semaphore
 from simulation.world import World
 
@@ -73,7 +75,7 @@ class Store:
 
 
 class StoreClient:
-    """`lmcache_server.tiers.base.Tier` of one life of the server."""
+    """`lmcache_server.options.tiers.base.Tier` of one life of the server."""
 
     def __init__(self, store: Store, life: int) -> None:
         self._store = store
@@ -144,7 +146,7 @@ def _fill(pieces: Sequence[memoryview], record: bytes) -> None:
 
 
 class Lane:
-    """As `lmcache_server.tiers.worker.Lane`: a call takes its time, and then happens at once."""
+    """As `lmcache_server.options.tiers.worker.Lane`: a call takes its time, and then happens at once."""
 
     def __init__(self, store: Store, name: str, threads: int, server: "SimulatedServer") -> None:
         self._store = store
@@ -248,8 +250,14 @@ class Worker(TierWorker):
         return (payload[0][0] - self.server.l1.base_address) // FRAME_BYTES
 
 
-def open_tiers(stores: Sequence[Store], server: "SimulatedServer", life: int) -> list[TierState]:
-    """As `lmcache_server.app.open_tiers`, without the wait at the start."""
+class Simulated(Server):
+    async def close(self) -> None:
+        """Its threads end with the server's life."""
+        await self.spills.flush()
+
+
+def option(stores: Sequence[Store], server: "SimulatedServer", life: int, base: Base) -> Server:
+    """The option of a server that has these stores."""
     tiers = []
     for number, store in enumerate(stores):
         open_tier = functools.partial(StoreClient, store, life)
@@ -258,14 +266,15 @@ def open_tiers(stores: Sequence[Store], server: "SimulatedServer", life: int) ->
         worker.server = server
         reads = Semaphore(server, READS_AT_ONCE)
         tiers.append(TierState(number, "simulated", store.is_cold, worker, reads=reads))  # type: ignore[arg-type]
-    return tiers
+    return Simulated(base, tiers)
 
 
 def unrest(server: "SimulatedServer") -> list[str]:
     """What tiers hold though nobody asks for anything. Calls that never return may hold their frames."""
-    fetches, spills, cache = server.router.lookups._fetches, server.router.spills, server.cache
-    wrong, reads_lost, writes_lost = [], 0, 0
-    for tier in server.tiers:
+    (tiers,) = (each for each in server.router.options if isinstance(each, Server))
+    fetches, spills, cache = tiers.fetches, tiers.spills, server.cache
+    wrong, reads_lost, writes_lost = list[str](), 0, 0
+    for tier in tiers.tiers:
         reads, writes = tier.worker._reads.num_running, tier.worker._writes.num_running  # type: ignore[attr-defined]
         reads_lost, writes_lost = reads_lost + reads, writes_lost + writes
         if tier.breaker.is_open != tier.worker.is_stuck():

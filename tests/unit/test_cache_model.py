@@ -630,7 +630,10 @@ class CacheMachine(RuleBasedStateMachine):
             self.everybody_goes()
             index = restart.encode(self.cache.snapshot(self.now_s), {}, 0.0)
             model = self.model
-            saved = [*model.order, *(each for each in model.index.values() if each in model.pinned)]
+            # Which of several pinned chunks of the same age comes first is the cache's choice.
+            pinned = [model.index[each.namespace, each.key] for each in self.cache.named_pins]
+            assert set(pinned) == model.pinned
+            saved = [*model.order, *pinned]
             for chunk in saved:
                 chunk.stored_s -= self.now_s + asleep_s
             model.index = {each.name: each for each in sorted(saved, key=lambda each: each.stored_s)}

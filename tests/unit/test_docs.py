@@ -204,7 +204,7 @@ def test_the_tests_that_pages_name_exist() -> None:
     checked = 0
     for page in FOR_READERS:
         tests = ""
-        named = re.findall(r"`(?:tests/)?(\w+/test_\w+\.py|…)(?:::(test_\w+?)(_?…)?)?`", page.read_text())
+        named = re.findall(r"`(?:tests/)?([\w/]+/test_\w+\.py|…)(?:::(test_\w+?)(_?…)?)?`", page.read_text())
         for file, name, cut in named:
             tests = tests if file == "…" else (ROOT / "tests" / file).read_text()
             if name:
@@ -221,9 +221,9 @@ def test_what_is_said_of_the_simulation_is_so() -> None:
     assert f"`make test` runs {2 * seeds} seeds" in text
     assert f"(`.ci/run`), {seeds} of the {2 * seeds} are others in each run" in text
     assert "SIMULATION_FIRST=$(($(date" in (ROOT / ".ci" / "run").read_text()
-    bugs = (ROOT / "tests" / "simulation" / "bugs.py").read_text().partition("\nBUGS: ")[2]
+    bugs = (ROOT / "tests" / "simulation" / "bugs.py").read_text().partition("\nFOUND_BY = ")[2]
     (number,) = re.findall(r"must also find each of (\d+) deliberate bugs", text)
-    assert int(number) == len(re.findall(r"^ +_\w+,$", bugs, re.MULTILINE))
+    assert int(number) == len(re.findall(r'^ +"\w+": \d+,$', bugs, re.MULTILINE))
 
 
 def test_each_invariant_has_a_test_named_after_it() -> None:

@@ -1,16 +1,14 @@
 """Every judgement of `lmcache doctor`, of machines that are not here."""
 
 import os
-import threading
-from pathlib import Path
 
 import pytest
 
 from lmcache_client.contract.version import VERSION
-from lmcache_server.commands.doctor import checks, devices, tiers
+from lmcache_server.commands.doctor import checks, devices
 from lmcache_server.errors import StartError
 from lmcache_server.host import preflight
-from lmcache_server.host.preflight import FAIL, OK, UNLIMITED, WARN, Check
+from lmcache_server.host.preflight import FAIL, OK, UNLIMITED, WARN
 
 GB = 1 << 30
 NOBODY = 1 << 22
@@ -186,19 +184,3 @@ def test_what_fails_keeps_the_server_from_starting_and_a_warning_does_not() -> N
     preflight.require(preflight.open_files(1024))
     with pytest.raises(StartError, match=r"needs 6 huge pages .* are free: sudo sysctl vm.nr_hugepages=11"):
         preflight.require(preflight.huge_pages(PAGES, 11 << 20))
-
-
-def test_a_directory_that_hangs_does_not_keep_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the room of a mounted file system whose server is gone."""
-    released, room_of = threading.Event(), os.statvfs
-    monkeypatch.setattr(tiers, "WAIT_S", 0.2)
-    monkeypatch.setattr(tiers, "_tried", lambda name, _url: Check(name, OK, ""))
-    monkeypatch.setattr(os, "statvfs", lambda path: released.wait(10) and room_of(path))
-    try:
-        _, room = tiers.try_tiers([f"dir://{tmp_path}?size_gb=1"], [])
-    finally:
-        released.set()
-    assert (room.name, room.verdict) == ("tier 1, room", FAIL)
-    assert "gave no answer" in room.finding

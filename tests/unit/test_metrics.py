@@ -9,6 +9,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from lmcache_server.core import misses
+from lmcache_server.options import parts
 from lmcache_server.telemetry.metrics import MAX_NAMESPACES, REASONS, TABLE, Metrics
 
 ROOT = Path(__file__).parents[2]
@@ -30,8 +31,9 @@ def test_the_document_is_up_to_date():
 
 
 def test_names_follow_the_conventions_of_prometheus():
-    assert len({metric.name for metric in TABLE}) == len(TABLE)
-    for metric in TABLE:
+    rows = [*TABLE, *(row for server in parts("server", "Server") for row in server.METRICS)]
+    assert len({metric.name for metric in rows}) == len(rows)
+    for metric in rows:
         assert metric.name.startswith("lmcache_")
         assert metric.name.endswith("_total") == (metric.kind is Counter)
         assert (metric.kind is Histogram) == bool(metric.options)

@@ -1,5 +1,6 @@
 """Reads this machine, this Python environment and a running server, and runs all checks on them."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -16,12 +17,12 @@ from lmcache_server.commands import control
 from lmcache_server.commands.doctor import checks
 from lmcache_server.commands.doctor.devices import check_devices, through_server
 from lmcache_server.commands.doctor.gpu import try_gpus
-from lmcache_server.commands.doctor.tiers import try_tiers
 from lmcache_server.host import machine, preflight
 from lmcache_server.host.preflight import FAIL, WARN, Check
 from lmcache_server.host.units import GB_BYTES
+from lmcache_server.options import parts
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 10.0
 TRY_TIMEOUT_S = 20.0
 PLUGINS = "vllm.general_plugins"
 _THP = "/sys/kernel/mm/transparent_hugepage/enabled"
@@ -67,7 +68,7 @@ def examine(options: Mapping[str, Any], flags: Set[str], gpu_trial: bool = False
             {gpu: int(_text(f"/sys/bus/pci/devices/{gpu.lower()}/numa_node") or -1) for gpu in gpus},
         ),
         checks.driver(gpus, version, failure, _has_device_files()),
-        *try_tiers(effective["tier"], report.get("config", {}).get("tier", ())),
+        *itertools.chain(*(of(effective, report.get("config", {})) for of in parts("doctor", "checks"))),
         *(check_devices(driver, report) if driver is not None else ()),
         *(_try_all(driver, address(options["host"], options["port"]), report) if gpu_trial else ()),
     ]

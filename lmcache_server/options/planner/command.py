@@ -27,12 +27,12 @@ def COMMAND(
     import json
 
     from lmcache_server.commands import control
-    from lmcache_server.options.planner.text import DEMAND, replayed, table
+    from lmcache_server.options.planner.text import replayed, table
 
     if record is not None:
         l1_bytes = int(l1_size_gb * GB_BYTES)
         demand = replayed(record, l1_bytes)
     else:
-        report = control.report(host, port, timeout_s, demand=DEMAND)
+        report = control.report(host, port, timeout_s)
         demand, l1_bytes = report["demand"], report["l1"]["total_bytes"]
     click.echo(json.dumps(demand, indent=2) if as_json else table(demand, l1_bytes, record is not None))

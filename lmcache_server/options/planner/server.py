@@ -89,6 +89,9 @@ class Server(Option):
         if self._recorder is not None:
             self._recorder.flush()
 
+    def stop(self) -> None:
+        self.tick(self._now_s)
+
     def _sizes_of(self, layout: Layout) -> Sizes:
         if layout.namespace not in self._sizes:
             known = self._cache.namespaces()

@@ -1,5 +1,7 @@
 """A planner beside a cache, without the rest of a server."""
 
+from typing import Any
+
 from lmcache_server.config import Config
 from lmcache_server.core.cache import Cache
 from lmcache_server.options.planner.server import Server
@@ -8,4 +10,5 @@ from lmcache_server.telemetry.metrics import Metrics
 
 
 def new_planner(cache: Cache) -> Server:
-    return Server(Base(Config(), cache, Metrics()))
+    nothing: Any = None
+    return Server(Base(Config(), cache, nothing, nothing, Metrics(), nothing, nothing))

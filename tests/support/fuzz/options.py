@@ -8,7 +8,7 @@ import click
 from harness.options import load
 
 from fuzz.choices import Choices, Target
-from lmcache_server.config import OPTIONS, Config, describe, variable_name
+from lmcache_server.config import OPTIONS, Config, describe, values, variable_name
 from lmcache_server.errors import StartError
 
 MAX_SENTENCE = 1000
@@ -60,8 +60,8 @@ class OptionsTarget(Target):
         self.outcomes["taken"] += 1
 
     def _check(self, config: Config) -> None:
-        for name, option in OPTIONS.items():
-            value, kind = getattr(config, name), option.metadata["type"]
+        for name, value in values(config).items():
+            option, kind = OPTIONS[name], OPTIONS[name].metadata["type"]
             assert type(value) in (type(option.default), *((int,) if name == "chunk_size" else ())), name
             if isinstance(kind, click.IntRange | click.FloatRange):
                 assert kind.min <= value <= kind.max, (name, value)

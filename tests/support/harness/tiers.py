@@ -10,7 +10,7 @@ from functools import partial
 
 from harness.stores import Store
 from harness.waiting import wait_until
-from lmcache_server.tiers.base import Tier, TierError
+from lmcache_server.options.tiers.base import Tier, TierError
 
 PAGE_BYTES = 4096
 Pieces = list[memoryview]

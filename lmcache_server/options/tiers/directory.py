@@ -1,0 +1,219 @@
+"""A tier in a directory: of a local NVMe, or of any POSIX file system that several machines mount."""
+
+import contextlib
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+
+from lmcache_server.options.tiers import folders
+from lmcache_server.options.tiers.base import TierError
+from lmcache_server.options.tiers.catalog import Catalog, Kept
+from lmcache_server.options.tiers.files import FULL, Files, temporary_name
+from lmcache_server.options.tiers.folders import path_of
+
+logger = logging.getLogger(__name__)
+
+FREE_PART = 0.02
+CLOSE_S = 5.0
+SWEEP_EVERY_S = 60.0  # or ten times as long as a sweep takes
+LEFTOVER_S = 3600.0  # nobody writes a record for so long
+SKEW_S = 300.0  # if clocks differ by more, the age of a record is unknown
+BATCH = 64  # records, while no other thread may change the catalog
+
+
+class Directory:
+    """One file for each record, in 256 subdirectories. Raises TierError if the directory cannot be used.
+
+    `size_bytes` is the most that all records may take; besides, 2 % of the file system stay free. A record
+    that was written more than `max_age_s` ago is gone.
+
+    Not shared, the directory belongs to this server. It evicts the least recently used records before it
+    writes, overwrites their files instead of deleting them, and knows all records from memory (some 450
+    bytes each). It writes nothing until it has listed the files that were there at its start.
+
+    Shared, any number of servers use it, and presence is asked of the file system. The server that got the
+    lock evicts for all: each minute it deletes the files written first until the rest fits. In between
+    there may be more; only the free space is checked before a write.
+    """
+
+    def __init__(
+        self, path: str, size_bytes: int, shared: bool = False, max_age_s: float = float("inf")
+    ) -> None:
+        self._path, self._size_bytes, self._shared, self._max_age_s = path, size_bytes, shared, max_age_s
+        self._lock = threading.Lock()
+        self._catalog = Catalog()
+        self._arriving_bytes = 0
+        self._listed, self._sweeps = shared, not shared
+        self._closing = threading.Event()
+        with contextlib.ExitStack() as opened, self._explained("use"):
+            self._root = folders.open_root(path, shared, opened)
+            self._files = Files(self._root)
+            self._zero_s = folders.now_s(self._root) - time.clock_gettime(time.CLOCK_BOOTTIME)
+            self._opened = opened.pop_all()
+        self._keeper = threading.Thread(target=self._keep_house, name="tier-directory", daemon=True)
+        self._keeper.start()
+
+    def present(self, names: Sequence[str]) -> Sequence[bool]:
+        if self._listed and not self._shared:
+            return self._catalog.present(names, time.time() - self._max_age_s)
+        with self._explained("read"):
+            found = [self._files.stat(path_of(name)) for name in names]
+        return [status is not None and self._is_young(status) for status in found]
+
+    def read(self, name: str, pieces: Sequence[memoryview]) -> bool:
+        path = path_of(name)
+        with self._lock:
+            self._catalog.use(name)
+        try:
+            with self._explained("read"):
+                if self._files.read(path, pieces, self._is_young):
+                    return True
+                with self._lock:
+                    if self._files.stat(path) is None:  # somebody else has deleted it
+                        self._catalog.pop(name)
+                return False
+        finally:
+            with self._lock:
+                self._catalog.release(name)
+
+    def write(self, name: str, pieces: Sequence[memoryview]) -> bool:
+        path, num_bytes = path_of(name), sum(piece.nbytes for piece in pieces)
+        with self._lock, self._explained("write to"):
+            if (victims := self._victims(num_bytes)) is None:
+                return False
+            removed = self._take(victims)
+            self._catalog.used_bytes += (counted_bytes := num_bytes)
+            self._arriving_bytes += num_bytes
+        # To overwrite a victim's file takes less time than to delete it.
+        same = next((file for file in removed if file[1] == num_bytes), None)
+        temporary = same[0] if same else f"{path[:2]}/{temporary_name()}"
+        try:
+            with self._explained("write to"):
+                self._files.unlink(*(victim for victim, _ in removed if victim != temporary))
+                self._files.write(temporary, pieces)
+                with self._lock:
+                    renamed = self._files.rename(temporary, path)
+                    if renamed and not self._shared:
+                        # Never counted twice: another writer would evict for it.
+                        self._catalog.used_bytes -= counted_bytes
+                        self._catalog.add(name, Kept(num_bytes, time.time()))
+                        counted_bytes = 0
+            return renamed
+        except TierError as error:
+            with contextlib.suppress(OSError):
+                self._files.unlink(temporary)
+            if getattr(error.__cause__, "errno", 0) in FULL:
+                return False
+            raise
+        finally:
+            with self._lock:
+                self._catalog.used_bytes -= counted_bytes
+                self._arriving_bytes -= num_bytes
+
+    def remove(self, names: Sequence[str]) -> None:
+        with self._explained("delete from"):
+            for start in range(0, len(names), BATCH):
+                with self._lock:
+                    removed = self._take(names[start : start + BATCH])
+                self._files.unlink(*(path for path, _ in removed))
+
+    def clear(self, prefix: str) -> None:
+        with self._explained("read"):
+            names = [name for name, _ in folders.records(self._files) if name.startswith(prefix)]
+        self.remove(names)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._keeper.join(CLOSE_S)
+        if self._keeper.is_alive():  # the file system hangs
+            return
+        with contextlib.suppress(OSError), self._opened:
+            if self._listed and not self._shared:
+                folders.save_order(self._root, self._catalog.order())
+
+    def _is_young(self, status: os.stat_result) -> bool:
+        return time.time() - status.st_mtime <= self._max_age_s
+
+    def _victims(self, num_bytes: int) -> Sequence[str] | None:
+        """What has to go before so much is written; None if that is not enough."""
+        free, whole = self._files.free_bytes()
+        missing = num_bytes + self._arriving_bytes + int(whole * FREE_PART) - free
+        if self._shared:
+            return [] if missing <= 0 else None
+        if not self._listed or num_bytes > self._size_bytes:
+            return None
+        return self._catalog.victims(max(missing, self._catalog.used_bytes + num_bytes - self._size_bytes))
+
+    def _take(self, names: Sequence[str]) -> list[tuple[str, int]]:
+        """Records become temporary files: their paths and bytes."""
+        taken = []
+        for name in names:
+            path, kept = path_of(name), self._catalog.get(name)
+            temporary = f"{path[:2]}/{temporary_name()}"
+            if self._files.rename(path, temporary):
+                taken.append((temporary, kept.num_bytes if kept else 0))
+            self._catalog.pop(name)
+        return taken
+
+    def _keep_house(self) -> None:
+        while not self._closing.is_set():
+            started_s = time.monotonic()
+            try:
+                with self._explained("sweep"):
+                    self._sweep()
+            except TierError as error:
+                logger.warning("%(error)s", {"error": str(error)})
+            self._closing.wait(max(SWEEP_EVERY_S, 10 * (time.monotonic() - started_s)))
+
+    def _sweep(self) -> None:
+        now_s = self._trusted_now_s()
+        oldest_s = now_s - self._max_age_s
+        if self._shared:
+            self._sweeps = self._sweeps or folders.may_sweep(self._root, self._opened)
+            if self._sweeps:
+                folders.delete_leftovers(self._files, now_s - LEFTOVER_S)
+                folders.delete_oldest(self._files, self._size_bytes, oldest_s)
+            return
+        if not self._listed:
+            self._list()
+        victims = [name for name, kept in self._catalog.items() if kept.written_s < oldest_s]
+        while True:
+            self.remove(victims)
+            with self._lock:
+                victims = self._catalog.victims(self._catalog.used_bytes - self._size_bytes, BATCH) or []
+            if not victims or self._closing.is_set():
+                return
+
+    def _trusted_now_s(self) -> float:
+        """The time; or -inf, so that nothing is old, if a clock is wrong or was set since the start."""
+        now_s = folders.now_s(self._root)
+        expected_s = self._zero_s + time.clock_gettime(time.CLOCK_BOOTTIME)
+        if max(abs(now_s - time.time()), abs(now_s - expected_s)) <= SKEW_S:
+            return now_s
+        logger.warning(
+            "no record of %(path)s is deleted because of its age: the clock of this machine or of its file "
+            "server is wrong or was set; correct it, then restart this server",
+            {"path": self._path},
+        )
+        return -float("inf")
+
+    def _list(self) -> None:
+        """Find the records that were there at the start."""
+        folders.delete_leftovers(self._files, float("inf"))
+        names, kept = [], []
+        for name, entry in folders.records(self._files):
+            if self._closing.is_set():
+                return
+            if found := folders.status(entry):
+                names.append(name)
+                kept.append(Kept(found.st_size, found.st_mtime))
+        steps = self._catalog.restore(names, kept, folders.take_order(self._root))
+        while not self._listed:
+            with self._lock:
+                self._listed = len(list(itertools.islice(steps, BATCH))) < BATCH
+
+    def _explained(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return folders.explained(f"cannot {what} the directory {self._path}")

@@ -1,0 +1,120 @@
+"""`lmcache doctor` and tiers: opens each, and writes, reads, compares and removes one small record."""
+
+import contextlib
+import dataclasses
+import io
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lmcache_server.errors import StartError
+from lmcache_server.host.preflight import FAIL, OK, WARN, Check
+from lmcache_server.host.units import GB_BYTES, size
+from lmcache_server.options.tiers import urls
+from lmcache_server.options.tiers.base import Tier, TierError
+from lmcache_server.options.tiers.record import read_key
+
+WAIT_S = 30.0
+RECORD_BYTES = 8192
+FREE_PART = 0.02
+WITHOUT_LIMIT_GB = 1e9
+
+
+def checks(values: Mapping[str, Any], running: Mapping[str, Any]) -> list[Check]:
+    """A check for each tier of these values of the flags, and one for the room of each directory. A directory
+    of one server is locked by the server that has it: `running` are its values."""
+    found = []
+    for number, text in enumerate(values["tier"]):
+        name = f"tier {number + 1}"
+        try:
+            url = urls.parse(text)
+        except StartError as error:
+            found.append(Check(name, FAIL, str(error), "docs/tiers.md lists all settings"))
+            continue
+        if text in running.get("tier", ()) and not url.is_shared:
+            found.append(Check(name, OK, f"{text}: the running server uses it, so it was not tried"))
+        else:
+            found.append(_within(name, url, _tried))
+        if url.scheme == "dir":
+            found.append(_within(f"{name}, room", url, _room))
+    return found
+
+
+def _within(name: str, url: urls.TierUrl, check: Callable[[str, urls.TierUrl], Check]) -> Check:
+    """A store that hangs must not keep the command: its thread ends with the process."""
+    found = [
+        Check(name, FAIL, f"{url.text} gave no answer within {WAIT_S:g} s", "see whether the store hangs")
+    ]
+
+    def run() -> None:
+        found.append(check(name, url))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(WAIT_S)
+    return found[-1]
+
+
+def _tried(name: str, url: urls.TierUrl) -> Check:
+    warnings = io.StringIO()
+    handler = logging.StreamHandler(warnings)
+    logger = logging.getLogger("lmcache_server.options.tiers")
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        if url.options.key_file:
+            read_key(url.options.key_file)
+        if url.scheme == "dir":  # shared and without limits, nothing else there is deleted or listed
+            url = dataclasses.replace(url, parameters={"size_gb": WITHOUT_LIMIT_GB, "shared": True})
+        if url.scheme == "mooncake":  # and nothing of this memory goes there
+            url = dataclasses.replace(url, parameters={**url.parameters, "segment_gb": 0})
+        with contextlib.closing(urls.open_tier(url)) as tier:
+            _round_trip(tier)
+    except (TierError, StartError, OSError, ValueError) as error:
+        finding, _, fix = str(error).partition(": ")
+        return Check(name, FAIL, finding, fix)
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = True
+    if advice := warnings.getvalue().strip():
+        finding, _, fix = advice.partition(": ")
+        return Check(name, WARN, finding, fix)
+    return Check(name, OK, f"{url.text}: one record was written, read, compared and removed")
+
+
+def _round_trip(tier: Tier) -> None:
+    """Raises TierError."""
+    name, content = f"d0c/{os.urandom(16).hex()}", os.urandom(RECORD_BYTES)
+    written, read = (memoryview(mmap.mmap(-1, RECORD_BYTES)) for _ in range(2))
+    written[:] = content
+    try:
+        if not tier.write(name, [written]):
+            raise TierError("the store has no room for a small record: free space there, or let it evict")
+        if not tier.present([name])[0] or not tier.read(name, [read]):
+            raise TierError(
+                "a record that was just written is not there: see whether the store evicts at once"
+            )
+        if read != content:
+            raise TierError(
+                "a record came back with other bytes: do not use this store, see whether it is damaged"
+            )
+    finally:
+        tier.remove([name])
+
+
+def _room(name: str, url: urls.TierUrl) -> Check:
+    """Whether the file system is as large as the tier may become."""
+    path = url.place
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    space, wanted = os.statvfs(path), int(url.parameters["size_gb"] * GB_BYTES)
+    free, whole = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+    shown = f"{size(free)} of {size(whole)} are free, for {size(wanted)} of records"
+    if wanted > whole * (1 - FREE_PART):
+        return Check(name, WARN, shown, f"size_gb={int(whole * (1 - FREE_PART) / GB_BYTES)} or less")
+    if free < whole * FREE_PART:
+        return Check(name, WARN, f"{shown}, but 2 % must stay free", "free space on this file system")
+    return Check(name, OK, shown)

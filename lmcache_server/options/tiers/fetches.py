@@ -1,0 +1,337 @@
+"""Fetches: brings what a lookup could use from the tiers into L1.
+
+Engines talk to L1 only. A tier's word that it has an object is a hint: the hit is what L1 holds afterwards.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from lmcache_client.contract.geometry import FULL, Geometry
+from lmcache_client.contract.hits import fetch_patience_s, resume_point
+from lmcache_client.contract.messages import Lookup
+from lmcache_server.core.cache import Cache, Layout, Reservation
+from lmcache_server.core.index import Chunk
+from lmcache_server.core.pool import FRAME_BYTES, count_frames
+from lmcache_server.l1.memory import L1Memory
+from lmcache_server.options.tiers.base import TierError
+from lmcache_server.options.tiers.record import DamagedRecordError, Label
+from lmcache_server.options.tiers.states import Tiers, TierState
+from lmcache_server.options.tiers.tiering import OLD_S, PRESENT, READ, SLOW_OLD_S, Wanted, wanted
+from lmcache_server.service.sessions import Shard
+from lmcache_server.service.system import System
+from lmcache_server.telemetry.metrics import Metrics
+from lmcache_server.transfer.base import CopyError
+from lmcache_server.transfer.checksums import checksums
+from lmcache_server.transfer.plan import ObjectCopy, pieces
+
+FETCH_SHARE = 4
+"""Objects that are arriving may take a quarter of L1."""
+NAMES_AT_ONCE = 32
+"""Windows and states are asked for from the end of a chain, so many chunks at a time."""
+MAX_ROUNDS = 8
+MAX_ASKED = 4096
+"""Chunks of a chain that tiers are asked for."""
+MAX_WAITING = 256
+"""A tier for which so many calls wait is not asked."""
+UNKNOWN_SHARE = 0.05
+"""While nobody knows how fast a tier is, a request waits for this share of the time that computing takes."""
+
+
+class Fetches:
+    """`is_known` says of a namespace that it has engines, or had some and has chunks. `made_room` is told
+    which objects got frames: what is evicted next may have to be written to a tier first."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        cache: Cache,
+        l1: L1Memory,
+        metrics: Metrics,
+        system: System,
+        take_checksums: bool,
+        is_known: Callable[[bytes], bool],
+        made_room: Callable[[Sequence[Reservation]], None],
+    ) -> None:
+        self._tiers = tiers
+        self._cache = cache
+        self._l1 = l1
+        self._metrics = metrics
+        self._system = system
+        self._take_checksums = take_checksums
+        self._is_known = is_known
+        self._made_room = made_room
+        self._fetching_frames = 0
+        self._is_closed = False
+        self._arriving: dict[tuple[Chunk, int], asyncio.Future[None]] = {}
+
+    def close(self) -> None:
+        """Takes no more frames."""
+        self._is_closed = True
+
+    def is_down(self, layout: Layout) -> bool:
+        """Whether a tier that may have this engine's chunks is left alone."""
+        return not layout.ephemeral and any(tier.breaker.is_open for tier in self._tiers.all)
+
+    def usable(self, layout: Layout) -> list[TierState]:
+        """The tiers that may be called now for an engine with this layout."""
+        if layout.ephemeral or self._is_closed:
+            return []
+        tiers = [tier for tier in self._tiers.all if not tier.breaker.is_open]
+        return [tier for tier in tiers if tier.worker.reads_waiting < MAX_WAITING]
+
+    async def fetch(
+        self,
+        layout: Layout,
+        shards: Mapping[int, Shard],
+        message: Lookup,
+        resume_tokens: int,
+        usable: Sequence[TierState],
+    ) -> int:
+        """Brings into L1 what a larger resume point than `resume_tokens` needs; returns when that is there,
+        when it is clear that it will not be, or when the request has waited long enough. What comes later
+        stays in L1 for the next request. Returns the resume point for which tiers say that they have what L1
+        lacks."""
+        ended, computed, limit = self._system.future(), message.computed_tokens, message.limit_tokens
+        ready = self._cache.ready(layout, message.keys[: limit // layout.chunk_size])
+        sight = _Sight(layout, message.keys, ready)
+        planned = self._plan(layout, shards, message, resume_tokens, usable, sight, ready)
+        self._system.spawn(_then(planned, ended))
+        await self._system.wait([ended], fetch_patience_s(message.num_tokens))
+        self._metrics.count("lmcache_tier_fetches_total", 1, outcome="ended" if ended.done() else "late")
+        return sight.resume_point(computed, limit)
+
+    async def _plan(
+        self,
+        layout: Layout,
+        shards: Mapping[int, Shard],
+        message: Lookup,
+        resume_tokens: int,
+        usable: Sequence[TierState],
+        sight: "_Sight",
+        ready: Sequence[int],
+    ) -> None:
+        computed, limit = message.computed_tokens, message.limit_tokens
+        for tier in usable:
+            await self._look(tier, sight, computed, limit)
+        objects, sizes = list[Wanted](), list[tuple[int, int]]()
+        while (target := sight.resume_point(computed, limit)) > max(resume_tokens, computed):
+            quota = self._cache.tenants.quota_frames(message.tenant)
+            room = min(self._cache.total_frames // FETCH_SHARE - self._fetching_frames, quota)
+            objects, sizes = [], []
+            for each in wanted(layout, ready, target, computed):
+                objects.append(each)
+                blocks = len(layout.groups[each.group].stored_blocks(each.chunk, layout.chunk_size))
+                sizes.append((blocks, blocks * shards[each.rank].geometry.groups[each.group].block_bytes))
+                is_coming = self._coming(layout, message.keys[each.chunk], each) is not None
+                room -= 0 if is_coming else -(-sizes[-1][1] // FRAME_BYTES)
+                if room < 0:
+                    break
+            if room >= 0:
+                break
+            objects, limit = [], (computed + target) // 2
+        if not objects:
+            return
+        bringing = self._bring(layout, shards, message, objects, sizes, sight)
+        if not message.prefill_tokens_s:
+            await bringing
+            return
+        amounts = _amounts(objects, sizes, sight)
+        seconds = sum(tier.read_s(num_bytes) for tier, num_bytes in amounts.items())
+        saved_s = (target - max(resume_tokens, computed)) / message.prefill_tokens_s
+        now_s = self._system.now_s()
+        is_slow = sum(tier.speed.seconds(num_bytes) for tier, num_bytes in amounts.items()) > saved_s
+        unknown = [tier for tier in amounts if tier.speed.is_old(now_s, SLOW_OLD_S if is_slow else OLD_S)]
+        arrived = self._system.future()
+        if any(tier.is_tried(now_s) for tier in unknown) or (seconds > saved_s and not unknown):
+            bringing.close()
+        else:
+            for tier in unknown:
+                tier.tried_s = now_s
+            self._system.spawn(_then(self._tried(bringing, unknown), arrived))
+            if seconds <= saved_s:
+                await self._system.wait([arrived], saved_s * (UNKNOWN_SHARE if unknown else 1.0))
+        self._metrics.count("lmcache_tier_fetches_total", int(not arrived.done()), outcome="slow")
+
+    async def _tried(self, bringing: Coroutine[Any, Any, None], tiers: Sequence[TierState]) -> None:
+        """Tells how fast these tiers are now. Meanwhile nobody else tries them."""
+        try:
+            await bringing
+        finally:
+            for tier in tiers:
+                tier.tried_s = -math.inf
+
+    async def _look(self, tier: TierState, sight: "_Sight", computed: int, limit: int) -> None:
+        """Notes what of the chain `tier` says that it has: full attention first, because a gap there ends
+        every resume, then windows and states from the end."""
+        layout, size = sight.layout, sight.layout.chunk_size
+        first = computed // size
+        chunks = min(limit // size, first + MAX_ASKED)
+        full = [number for number, group in enumerate(layout.groups) if group.kind == FULL]
+        rest = [number for number in range(len(layout.groups)) if number not in full]
+        for group in full:
+            if not await self._ask(tier, sight, group, range(first, chunks)):
+                return
+            missing = sight.present[group].find(0, first, chunks)
+            chunks = chunks if missing < 0 else missing
+        for _ in range(MAX_ROUNDS):
+            start = max(first, chunks - NAMES_AT_ONCE)
+            for group in rest:
+                if not await self._ask(tier, sight, group, range(start, chunks)):
+                    return
+            if start == first or not rest or sight.resume_point(computed, limit) > start * size:
+                return
+            chunks = start
+
+    async def _ask(self, tier: TierState, sight: "_Sight", group: int, chunks: range) -> bool:
+        """Asks for the objects of one shard, which stands for all. False if the tier failed."""
+        places = [chunk for chunk in chunks if not sight.present[group][chunk]]
+        if not places:
+            return True
+        try:
+            found = await tier.worker.present([sight.name(group, chunk) for chunk in places])
+        except TierError as error:
+            self._tiers.failed(tier, error)
+            return False
+        tier.breaker.succeeded(PRESENT)
+        for chunk, there in zip(places, found, strict=True):
+            if there:
+                sight.present[group][chunk] = 1
+                sight.where[group, chunk] = tier
+        return True
+
+    async def _bring(
+        self,
+        layout: Layout,
+        shards: Mapping[int, Shard],
+        message: Lookup,
+        objects: list[Wanted],
+        sizes: list[tuple[int, int]],
+        sight: "_Sight",
+    ) -> None:
+        # The engine may have ended while the tiers were asked.
+        if self._is_closed or not self._is_known(layout.namespace):
+            return
+        arrivals: list[asyncio.Future[None]] = []
+        rooms: list[Reservation] = []
+        read = {tier: tier.read_bytes for tier in sight.where.values()}
+        started_s, keys = self._system.now_s(), message.keys
+        for each, (blocks, num_bytes) in zip(objects, sizes, strict=True):
+            tier = sight.where.get((each.group, each.chunk))
+            if tier is None:
+                continue
+            key, parent = keys[each.chunk], keys[each.chunk - 1] if each.chunk else b""
+            place = key, each.group, each.rank, blocks, num_bytes, parent
+            # Other lookups may have planned in the same turn.
+            is_full = self._fetching_frames >= self._cache.total_frames // FETCH_SHARE
+            room = None if is_full else self._cache.reserve(layout, *place, tenant=message.tenant)
+            if isinstance(room, Reservation):
+                rooms.append(room)
+                arrival = self._arriving[room.chunk, room.bit] = self._system.future()
+                self._fetching_frames += count_frames(room.runs)
+                geometry = shards[each.rank].geometry
+                self._system.spawn(self._arrive(tier, room, geometry, each.group, arrival))
+                arrivals.append(arrival)
+            elif other := self._coming(layout, key, each):
+                arrivals.append(other)
+        self._made_room(rooms)
+        if arrivals:
+            await self._system.wait(arrivals, None)
+        now_s = self._system.now_s()
+        for tier, before in read.items():
+            # Also what others have fetched meanwhile: these reads waited for theirs.
+            if tier.read_bytes > before:
+                tier.speed.add(tier.read_bytes - before, now_s - started_s, now_s)
+
+    def _coming(self, layout: Layout, key: bytes, each: Wanted) -> "asyncio.Future[None] | None":
+        """The arrival of an object that another lookup fetches; None if an engine is storing it."""
+        chunk = self._cache.chunk(layout.namespace, key)
+        return self._arriving.get((chunk, layout.bit(each.group, each.rank))) if chunk else None
+
+    async def _arrive(
+        self,
+        tier: TierState,
+        room: Reservation,
+        geometry: Geometry,
+        group: int,
+        arrival: "asyncio.Future[None]",
+    ) -> None:
+        """Reads one object into its frames, which stay reserved until the call has returned."""
+        outcome, sums = "failed", None
+        try:
+            await tier.reads.acquire()
+            if tier.breaker.is_open:
+                raise TierError(tier.failure)
+            self._tiers.check()
+            label = Label(room.chunk.namespace, room.chunk.key, room.bit, room.num_blocks, room.num_bytes)
+            arrived = lambda: self._checksums(room, geometry, group)  # noqa: E731
+            sums = await tier.worker.read(label, self._tiers.payload(room.runs, room.num_bytes), arrived)
+            outcome = "gone" if sums is None else "read"
+            tier.read_bytes += room.num_bytes if sums is not None else 0
+            tier.breaker.succeeded(READ)
+        except DamagedRecordError as error:
+            outcome = "damaged"
+            self._tiers.damaged(tier, error)
+        except CopyError:  # L1's file was cut
+            pass
+        except TierError as error:
+            if not tier.breaker.is_open:
+                self._tiers.failed(tier, error, READ)
+        finally:
+            tier.reads.release()
+            self._fetching_frames -= count_frames(room.runs)
+            if sums is None:
+                self._cache.abort(room)
+            else:
+                self._cache.commit(room, sums)
+                room.chunk.in_tiers |= tier.mark(room.bit)
+            del self._arriving[room.chunk, room.bit]
+            arrival.set_result(None)
+            self._tiers.count(tier, "read", outcome, room.num_bytes)
+
+    def _checksums(self, room: Reservation, geometry: Geometry, group: int) -> bytes:
+        """The checksums of an object's pages, for --checksums. Called in a thread."""
+        if not self._take_checksums:
+            return b""
+        regions = geometry.groups[group].regions
+        page = ObjectCopy(room.runs, room.num_blocks, 0, range(room.num_blocks))
+        bases = [0] * (1 + max(region.buffer for region in regions))
+        return checksums(pieces(page, regions, bases, self._l1.base_address, FRAME_BYTES), page, regions)
+
+
+async def _then(work: Coroutine[Any, Any, None], ended: "asyncio.Future[None]") -> None:
+    try:
+        await work
+    finally:
+        ended.set_result(None)
+
+
+class _Sight:
+    """What L1 and the tiers seem to have of a chain. `present` has a flag per group and chunk; `where` says
+    which tier has what L1 lacks."""
+
+    def __init__(self, layout: Layout, keys: Sequence[bytes], ready: Sequence[int]) -> None:
+        self.layout = layout
+        self._keys = keys
+        self.present = [bytearray(flags) for flags in layout.present(ready)]
+        self.where: dict[tuple[int, int], TierState] = {}
+
+    def name(self, group: int, chunk: int) -> str:
+        layout = self.layout
+        bit = layout.bit(group, layout.holders[group][0])
+        return Label(layout.namespace, self._keys[chunk], bit, 0, 0).name
+
+    def resume_point(self, computed: int, limit: int) -> int:
+        layout = self.layout
+        flags = list(map(bytes, self.present))
+        return resume_point(layout.groups, layout.chunk_size, flags, computed, limit)
+
+
+def _amounts(objects: list[Wanted], sizes: list[tuple[int, int]], sight: _Sight) -> dict[TierState, int]:
+    """The bytes that each tier has of these objects."""
+    amounts: dict[TierState, int] = {}
+    for each, (_, num_bytes) in zip(objects, sizes, strict=True):
+        if (tier := sight.where.get((each.group, each.chunk))) is not None:
+            amounts[tier] = amounts.get(tier, 0) + num_bytes
+    return amounts

@@ -1,0 +1,156 @@
+"""How records lie in a directory, what else lies there, and who may use it: the parts on the file system."""
+
+import collections
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import time
+import zlib
+from collections.abc import Iterator
+
+from lmcache_server.options.tiers.base import TierError, checked_name, is_name
+from lmcache_server.options.tiers.files import Files, is_temporary
+
+LOCK, SWEEPER = "lock", "sweeper.lock"
+FOLDERS = [f"{number:02x}" for number in range(256)]
+_ORDER = "order"
+_ENDING = ".kv"
+_OWNER = "give it to the server's user (chown), or name another one"
+_ADVICE = {
+    errno.EROFS: "its file system is read-only: remount it, or name another one",
+    errno.EACCES: _OWNER,
+    errno.EPERM: _OWNER,
+    errno.ENOENT: "it was removed or unmounted: restore it and restart the server",
+    errno.ESTALE: "its file server has replaced it: restart the server",
+    errno.EIO: "the disk fails: see the kernel's log (dmesg)",
+    errno.ENOLCK: "its file system has no locks: mount it with locks",
+}
+
+
+@contextlib.contextmanager
+def explained(failed: str) -> Iterator[None]:
+    """OSError becomes a TierError that says what failed and what to do."""
+    try:
+        yield
+    except OSError as error:
+        reason = _ADVICE.get(error.errno or 0, "") or error.strerror or error
+        raise TierError(f"{failed}: {reason}") from error
+
+
+def path_of(name: str) -> str:
+    """The file of a record. Raises TierError for a name that is none."""
+    checked_name(name)
+    return f"{zlib.crc32(name.encode()) & 0xFF:02x}/{name.replace('/', '+')}{_ENDING}"
+
+
+def open_root(path: str, shared: bool, opened: contextlib.ExitStack) -> int:
+    """The directory, made if need be, and locked as long as `opened`. Raises TierError and OSError."""
+    os.makedirs(path, 0o700, exist_ok=True)
+    root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    opened.callback(os.close, root)
+    found = os.fstat(root)
+    if found.st_mode & 0o022:
+        raise TierError(
+            f"other users may write to the directory {path} and so change records: "
+            f"chmod 700 {path}, or name a new subdirectory of it"
+        )
+    if found.st_uid not in (0, os.geteuid()):
+        raise TierError(f"the owner of the directory {path} is another user and may change records: {_OWNER}")
+    if not _lock(root, LOCK, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, opened):
+        raise TierError(f"another server uses the directory {path}: name another, or add shared=1 for both")
+    return root
+
+
+def may_sweep(root: int, opened: contextlib.ExitStack) -> bool:
+    """Whether this server is the one that evicts from a shared directory, from now on as long as `opened`."""
+    return _lock(root, SWEEPER, fcntl.LOCK_EX, opened)
+
+
+def _lock(root: int, name: str, kind: int, opened: contextlib.ExitStack) -> bool:
+    """False if another server has the lock."""
+    file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=root)
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        if not isinstance(error, BlockingIOError):
+            raise
+        return False
+    opened.callback(os.close, file)
+    return True
+
+
+def now_s(root: int) -> float:
+    """The file system's time: its server's, if there is one. If nothing may be written there, this machine's
+    time."""
+    with contextlib.suppress(OSError):
+        os.utime(LOCK, dir_fd=root)
+        return os.stat(LOCK, dir_fd=root).st_mtime
+    return time.time()
+
+
+def records(files: Files) -> Iterator[tuple[str, "os.DirEntry[str]"]]:
+    """All records, in no order. Others may delete them at any time. Files of others are left alone."""
+    for folder in FOLDERS:
+        for entry in files.folder(folder):
+            name = entry.name.removesuffix(_ENDING).replace("+", "/")
+            if is_name(name) and path_of(name) == f"{folder}/{entry.name}":
+                yield name, entry
+
+
+def status(entry: "os.DirEntry[str]") -> os.stat_result | None:
+    """None if somebody has deleted it."""
+    with contextlib.suppress(FileNotFoundError):
+        return entry.stat(follow_symlinks=False)
+    return None
+
+
+def delete_leftovers(files: Files, before_s: float) -> None:
+    """Delete temporary files last written before that time."""
+    for folder in [".", *FOLDERS]:
+        for entry in files.folder(folder):
+            found = status(entry) if is_temporary(entry.name) else None
+            if found and stat.S_ISREG(found.st_mode) and found.st_mtime < before_s:
+                files.unlink(f"{folder}/{entry.name}")
+
+
+def delete_oldest(files: Files, size_bytes: int, before_s: float) -> None:
+    """Delete the records written before that time, and the oldest others until the rest has `size_bytes`."""
+    written: collections.Counter[int] = collections.Counter()
+    for _, entry in records(files):
+        if found := status(entry):
+            written[int(found.st_mtime)] += found.st_size
+    for second in sorted(written, reverse=True):
+        size_bytes -= written[second]
+        if size_bytes < 0:
+            before_s = max(before_s, second + 1)
+            break
+    if written and min(written) < before_s:
+        for name, entry in records(files):
+            if (found := status(entry)) and found.st_mtime < before_s:
+                files.unlink(path_of(name))
+
+
+def save_order(root: int, order: bytes) -> None:
+    """For `take_order` of the next server. It never sees a part of it."""
+    new = f"{_ORDER}.new"
+    file = os.open(
+        new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=root
+    )
+    with open(file, "wb") as stream:
+        stream.write(order)
+    os.rename(new, _ORDER, src_dir_fd=root, dst_dir_fd=root)
+
+
+def take_order(root: int) -> bytes:
+    """What `save_order` left. It is deleted, because from now on it is not true."""
+    try:
+        file = os.open(_ORDER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=root)
+    except FileNotFoundError:
+        return b""
+    with open(file, "rb") as stream:
+        order = stream.read()
+    os.unlink(_ORDER, dir_fd=root)
+    return order

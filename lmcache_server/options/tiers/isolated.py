@@ -1,0 +1,322 @@
+"""A tier whose client runs in a helper process, because it is native code that may crash or hang.
+
+A call that misses its deadline costs the process its life. No call returns before its answer or before the
+process is gone. So nobody uses frames again into which that process might still write.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from lmcache_server.l1.area import Area, shared_memory
+from lmcache_server.options.tiers.base import TierError, checked_name
+from lmcache_server.options.tiers.pieces import gather, spread
+from lmcache_server.options.tiers.wire import L1, MAX_BYTES, MAX_NAMES, Call, Part, Reply, Request
+
+logger = logging.getLogger(__name__)
+
+CHANNELS = 8
+"""Calls at the same time: as many as a worker has threads."""
+OPEN_S, CALL_S, SLOWEST_BYTES_PER_S = 10.0, 4.0, 50e6
+"""The deadline of a start; and of a call, for whose bytes there is more time."""
+AGAIN_S, KEEP_AGAIN_S = 1.0, 5.0
+"""So long after a start of either process that failed nobody tries again."""
+SMALL_BYTES = 256 << 10
+"""A record of smaller pieces is copied together: clients are slow with many."""
+T = TypeVar("T")
+_PACKAGES = Path(__file__).resolve().parents[2]
+
+
+class HelperLostError(Exception):
+    """The process has ended, hangs, or talks nonsense."""
+
+    def __init__(self, text: str, hangs: bool = False) -> None:
+        super().__init__(text)
+        self.hangs = hangs
+
+
+class _Channel:
+    """One call at a time. It has memory of its own, for what does not lie in L1."""
+
+    def __init__(self, number: int, connection: socket.socket, l1: Area | None) -> None:
+        self._area = 1 + number
+        self._connection = connection
+        self._l1 = l1
+        self._memory = memoryview(b"")
+
+    def share(self, area: int, memory: Area) -> None:
+        part = Part(area, memory.offset, memory.num_bytes)
+        self.ask(Request("share", parts=[part]), OPEN_S, [memory.descriptor])
+
+    def ask(self, request: Request, timeout_s: float, descriptors: Sequence[int] = ()) -> list[bool]:
+        """Raises HelperLostError, and TierError if the client says why it failed."""
+        with self._in_time(timeout_s):
+            socket.send_fds(self._connection, [msgspec.msgpack.encode(request)], descriptors)
+        return self.reply(timeout_s)
+
+    def reply(self, timeout_s: float) -> list[bool]:
+        with self._in_time(timeout_s):
+            content = self._connection.recv(MAX_BYTES)
+        if not content:
+            raise HelperLostError("has ended")
+        try:
+            reply = msgspec.msgpack.decode(content, type=Reply)
+        except msgspec.MsgspecError as error:
+            raise HelperLostError("gave no valid answer") from error
+        if reply.error:
+            raise TierError(reply.error[:300])
+        return reply.found
+
+    def move(self, call: Call, name: str, pieces: Sequence[memoryview], timeout_s: float) -> bool:
+        """Read or write a record."""
+        is_small = _size(pieces) < SMALL_BYTES * len(pieces)
+        parts: list[Part] = []
+        others: list[memoryview] = []
+        for piece in pieces:
+            offset = -1 if self._l1 is None or is_small else _address(piece) - self._l1.address
+            if self._l1 is not None and 0 <= offset <= self._l1.num_bytes - piece.nbytes:
+                parts.append(Part(L1, offset, piece.nbytes))
+                continue
+            if parts and parts[-1].area != L1:
+                parts[-1] = parts[-1]._replace(num_bytes=parts[-1].num_bytes + piece.nbytes)
+            else:
+                parts.append(Part(self._area, _size(others), piece.nbytes))
+            others.append(piece)
+        buffer = self._own(_size(others))
+        if call == "write":
+            gather(others, buffer)
+        (done,) = self.ask(Request(call, [name], parts), timeout_s) or [False]
+        if call == "read" and done:
+            spread(buffer, others)
+        return done
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _own(self, num_bytes: int) -> memoryview:
+        """So much memory of this channel."""
+        if self._memory.nbytes < num_bytes:
+            size_bytes = 1 << (num_bytes - 1).bit_length()
+            descriptor, mapping = shared_memory("lmcache-helper", size_bytes)
+            memory = memoryview(mapping)
+            try:
+                self.share(self._area, Area(descriptor, 0, 0, size_bytes))
+            finally:
+                os.close(descriptor)
+            self._memory = memory
+        return self._memory[:num_bytes]
+
+    @contextlib.contextmanager
+    def _in_time(self, timeout_s: float) -> Iterator[None]:
+        try:
+            self._connection.settimeout(timeout_s)
+            yield
+        except TimeoutError:
+            raise HelperLostError(f"gave no answer within {timeout_s:.0f} s", hangs=True) from None
+        except OSError:
+            raise HelperLostError("has ended") from None
+
+
+class _Process:
+    """One life of a helper. Raises TierError if it cannot be started."""
+
+    def __init__(self, client: str, settings: dict[str, Any], channels: int, l1: Area | None) -> None:
+        self.channels: queue.LifoQueue[_Channel] = queue.LifoQueue()
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(channels)]
+        self._all = [_Channel(number, own, l1) for number, (own, _) in enumerate(pairs)]
+        theirs = [other.fileno() for _, other in pairs]
+        command = [sys.executable, "-m", "lmcache_server.options.tiers.helper", client]
+        command += [msgspec.json.encode(settings).decode(), *map(str, theirs)]
+        self._last_line = ""
+        try:
+            # -m adds the working directory to the search path: use one that is on it anyway.
+            self._process = subprocess.Popen(
+                command, cwd=_PACKAGES, pass_fds=theirs, stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            )  # fmt: skip
+        except OSError as error:
+            for channel in self._all:
+                channel.close()
+            raise TierError(f"its process could not be started: {error}") from error
+        finally:
+            for _, other in pairs:
+                other.close()
+        threading.Thread(target=self._listen, name="tier-helper", daemon=True).start()
+        for channel in reversed(self._all):
+            self.channels.put(channel)
+        try:
+            self._all[0].reply(OPEN_S)
+            if l1 is not None:
+                self._all[0].share(L1, l1)
+        except (HelperLostError, TierError) as error:
+            how = self.end()
+            raise TierError(
+                f"its process {error}{how}" if isinstance(error, HelperLostError) else str(error)
+            ) from None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def end(self) -> str:
+        """Kills it, and returns when it is gone, however long that takes. Says how it had ended by itself."""
+        self._process.kill()
+        code = self._process.wait()
+        # Those in use are closed by their users.
+        idle = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                idle.append(self.channels.get_nowait())
+        for channel in idle:
+            self.give_back(channel)
+        return "" if code == -signal.SIGKILL else f", with exit code {code}: {self._last_line}"
+
+    def give_back(self, channel: _Channel) -> None:
+        if not self.is_alive():
+            channel.close()
+        self.channels.put(channel)
+
+    def _listen(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as lines:
+            for line in lines:
+                self._last_line = line.decode(errors="replace").strip()[-200:]
+                logger.debug("%(line)s", {"line": self._last_line})
+
+
+class Isolated:
+    """Calls `client` of the module helper in a process of its own. `l1` is memory that both map, or
+    None. With `holder`, another process opens the client with those settings and only holds
+    it open: what it keeps survives the end of the first. Raises TierError if the store cannot be used."""
+
+    def __init__(
+        self,
+        where: str,
+        client: str,
+        settings: dict[str, Any],
+        l1: Area | None,
+        holder: dict[str, Any] | None = None,
+    ) -> None:
+        self._where, self._client, self._settings, self._l1 = where, client, settings, l1
+        self._holder_settings = holder
+        self._lock = threading.Lock()
+        self._process: _Process | None = None
+        self._holder: _Process | None = None
+        self._wait_until_s = self._keep_after_s = 0.0
+        self.restarts = 0
+        self._call(lambda _channel: None)
+
+    def present(self, names: Sequence[str]) -> Sequence[bool]:
+        found: list[bool] = []
+        for start in range(0, len(names), MAX_NAMES):
+            asked = list(map(checked_name, names[start : start + MAX_NAMES]))
+            answer = self._ask("present", asked, CALL_S)
+            if len(answer) != len(asked):
+                raise TierError(f"{self._where} gave no valid answer")
+            found += answer
+        return found
+
+    def read(self, name: str, pieces: Sequence[memoryview]) -> bool:
+        return self._move("read", name, pieces)
+
+    def write(self, name: str, pieces: Sequence[memoryview]) -> bool:
+        return self._move("write", name, pieces)
+
+    def remove(self, names: Sequence[str]) -> None:
+        for start in range(0, len(names), MAX_NAMES):
+            self._ask("remove", list(map(checked_name, names[start : start + MAX_NAMES])), OPEN_S)
+
+    def clear(self, prefix: str) -> None:
+        self._ask("clear", [prefix], OPEN_S)
+
+    def close(self) -> None:
+        for process in (self._process, self._holder):
+            if process is not None:
+                process.end()
+
+    def _move(self, call: Call, name: str, pieces: Sequence[memoryview]) -> bool:
+        timeout_s = CALL_S + _size(pieces) / SLOWEST_BYTES_PER_S
+        checked_name(name)
+        return self._call(lambda channel: channel.move(call, name, pieces, timeout_s))
+
+    def _ask(self, call: Call, names: list[str], timeout_s: float) -> list[bool]:
+        return self._call(lambda channel: channel.ask(Request(call, names), timeout_s))
+
+    def _call(self, call: Callable[[_Channel], T]) -> T:
+        """Errors become a TierError that says whose they are."""
+        try:
+            return self._once(call, is_last=False)
+        except TierError as error:
+            raise TierError(f"{self._where} failed: {error}") from None
+
+    def _once(self, call: Callable[[_Channel], T], is_last: bool) -> T:
+        process = self._running()
+        channel = process.channels.get()
+        try:
+            return call(channel)
+        except HelperLostError as error:
+            how = process.end()
+            if error.hangs or is_last:
+                raise TierError(f"its process {error}{how}") from None
+        finally:
+            process.give_back(channel)
+        # One crash ends all calls that are running, and only one of them may be the reason.
+        return self._once(call, is_last=True)
+
+    def _running(self) -> _Process:
+        with self._lock:
+            if self._process is not None and self._process.is_alive():
+                self._keep()
+                return self._process
+            if time.monotonic() < self._wait_until_s:
+                raise TierError("its process could not be started a moment ago")
+            self._wait_until_s = time.monotonic() + AGAIN_S
+            if self._process is not None:
+                self.restarts += 1
+                how = self._process.end()
+                values = {"tier": self._where, "how": how}
+                logger.warning("the helper of %(tier)s is started again%(how)s", values)
+            self._process = None
+            self._keep()
+            self._process = _Process(self._client, self._settings, CHANNELS, self._l1)
+            self._wait_until_s = 0.0
+            return self._process
+
+    def _keep(self) -> None:
+        is_held = self._holder is not None and self._holder.is_alive()
+        if self._holder_settings is None or is_held or time.monotonic() < self._keep_after_s:
+            return
+        if self._holder is not None:
+            self.restarts += 1
+            self._holder.end()
+            self._holder = None
+        self._keep_after_s = time.monotonic() + KEEP_AGAIN_S
+        try:
+            self._holder = _Process(self._client, self._holder_settings, 1, None)
+        except TierError as error:
+            values = {"tier": self._where, "reason": str(error)}
+            logger.warning("%(tier)s gets no memory of this machine: %(reason)s", values)
+
+
+def _size(pieces: Sequence[memoryview]) -> int:
+    return sum(piece.nbytes for piece in pieces)
+
+
+def _address(piece: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(piece))

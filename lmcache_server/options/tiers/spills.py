@@ -1,0 +1,213 @@
+"""Spills: writes what L1 holds to the tiers. Nobody waits for that; what there is no time for is left out."""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+from lmcache_server.core.cache import Cache, Layout, Reservation
+from lmcache_server.core.index import Chunk
+from lmcache_server.core.packed import StoredObject
+from lmcache_server.core.pool import count_frames
+from lmcache_server.options.tiers.base import TierError
+from lmcache_server.options.tiers.record import Label
+from lmcache_server.options.tiers.states import Tiers, TierState
+from lmcache_server.options.tiers.tiering import WRITE
+from lmcache_server.service.system import System
+from lmcache_server.transfer.base import CopyError
+
+logger = logging.getLogger(__name__)
+
+SPILL_SHARE, COLD_SHARE = 20, 4
+"""Objects that are being written may take a twentieth of L1. Where only cold objects are written, the coldest
+quarter of L1 is kept written."""
+MAX_BACKLOG = 1 << 16
+WRITES_AT_ONCE = 4
+MAX_GONE = 1000
+"""Evicted objects that are taken from the backlog at once."""
+SCAN_CHUNKS, NEXT_CHUNKS = 10_000, 64
+"""How many of the coldest chunks are looked at each second, and after each store."""
+SLICE_CHUNKS, SLICE_S = 250, 0.01
+"""Lookups have their turn after so many of these: all at once would stop them for up to 0.1 s."""
+FLUSH_S = 30.0
+CLEAR_S = 10.0
+
+
+class Spills:
+    """`is_ephemeral` says of a namespace that nothing of it is kept."""
+
+    def __init__(
+        self, tiers: Tiers, cache: Cache, system: System, is_ephemeral: Callable[[bytes], bool]
+    ) -> None:
+        self._tiers = tiers
+        self._is_ephemeral = is_ephemeral
+        self._cache = cache
+        self._system = system
+        self._spilling_frames = 0
+        self._is_paused = False
+
+    @property
+    def urls(self) -> list[str]:
+        """What the tiers are called."""
+        return [tier.url for tier in self._tiers.all]
+
+    def stored(self, layout: Layout, rooms: Sequence[Reservation]) -> None:
+        """An engine has stored these objects. Tiers that take everything write them soon."""
+        if layout.ephemeral:
+            return
+        for tier in self._tiers.all:
+            for room in () if tier.cold else rooms:
+                if not room.chunk.once:
+                    self._append(tier, room.chunk, room.bit)
+        self.made_room(rooms)
+
+    def made_room(self, rooms: Sequence[Reservation]) -> None:
+        """These objects got frames. Tiers that take what is cold write what is evicted next."""
+        for tier in self._tiers.all:
+            for chunk in self._next(rooms) if tier.cold else ():
+                self._append_all(tier, chunk)
+            self._write(tier)
+
+    def tick(self) -> None:
+        """Once a second: look after the tiers, and keep the coldest part of L1 written to some of them."""
+        self._tiers.tick()
+        for tier in self._tiers.all:
+            if tier.cold and len(tier.backlog) < MAX_BACKLOG // 2:
+                self._system.spawn(self._scan(tier))
+            self._write(tier)
+
+    async def _scan(self, tier: TierState) -> None:
+        cold = list(itertools.islice(self._coldest(), SCAN_CHUNKS))
+        while cold and not self._is_paused:
+            for chunk in cold[:SLICE_CHUNKS]:
+                self._append_all(tier, chunk)
+            del cold[:SLICE_CHUNKS]
+            self._write(tier)
+            await self._system.wait([self._system.future()], SLICE_S)
+
+    async def flush(self) -> None:
+        """At a clean stop: write what waits, and for tiers that only take cold objects all of L1, the most
+        recently used first, for at most FLUSH_S seconds."""
+        self._is_paused = False
+        end_s = self._system.now_s() + FLUSH_S
+        for tier in self._tiers.all:
+            if tier.cold:
+                cold = list(self._cache.coldest(self._cache.total_frames))
+                for chunk, bit in tier.backlog:
+                    chunk.in_tiers &= ~tier.mark(bit)
+                tier.backlog.clear()
+                for chunk in reversed(cold[-MAX_BACKLOG:]):
+                    self._append_all(tier, chunk)
+        while any((tier.backlog or tier.writing) and not tier.breaker.is_open for tier in self._tiers.all):
+            if self._system.now_s() > end_s:
+                break
+            self._tiers.tick()
+            for tier in self._tiers.all:
+                self._write(tier)
+            await self._system.wait([self._system.future()], 0.02)
+        left = sum(len(tier.backlog) + tier.writing for tier in self._tiers.all)
+        if left:
+            logger.warning("%(objects)d objects were not written to their tier", {"objects": left})
+
+    def pause(self) -> None:
+        """Starts no more writes until `flush`."""
+        self._is_paused = True
+
+    async def close(self) -> None:
+        """Ends the tiers."""
+        for tier in self._tiers.all:
+            tier.backlog.clear()
+            await asyncio.to_thread(tier.worker.close, 1.0)
+
+    async def clear(self, namespaces: Sequence[bytes | None]) -> list[str]:
+        """Forgets the records of these namespaces, None for all; returns the tiers that failed, with
+        reasons."""
+        futures = {}
+        for tier in self._tiers.all:
+            kept = [each for each in tier.backlog if not {None, each[0].namespace} & set(namespaces)]
+            tier.backlog.clear()
+            tier.backlog.extend(kept)
+            prefixes = [f"{each.hex()}/" if each is not None else "" for each in namespaces]
+            futures[tier.worker.clear(prefixes)] = tier
+        await self._system.wait([*futures], CLEAR_S)
+        failed = {}
+        for future, tier in futures.items():
+            if not future.done():
+                failed[tier.url] = f"no answer within {CLEAR_S:g} s"
+            elif (error := future.exception()) is not None:
+                failed[tier.url] = str(error)
+        return [f"{url}: {reason}" for url, reason in failed.items()]
+
+    def forget(self, chunk: Chunk) -> None:
+        """Removes the records of a chunk that is damaged: they may have its bytes."""
+        names = [Label(chunk.namespace, chunk.key, bit, 0, 0).name for bit in range(chunk.ready.bit_length())]
+        for tier in self._tiers.all:
+            tier.worker.remove(names)
+
+    def _coldest(self) -> Iterator[Chunk]:
+        return self._cache.coldest(self._cache.total_frames // COLD_SHARE)
+
+    def _next(self, rooms: Sequence[Reservation]) -> Iterator[Chunk]:
+        """What the next stores evict, of all and of these objects' tenants that are near their quota."""
+        yield from itertools.islice(self._coldest(), NEXT_CHUNKS)
+        for tenant in dict.fromkeys(room.chunk.tenant for room in rooms):
+            if tenant is not None and tenant.frames > tenant.quota_frames * (1 - 1 / COLD_SHARE):
+                own = itertools.islice(tenant.line(), NEXT_CHUNKS)
+                yield from (chunk for chunk in own if not chunk.once)
+
+    def _append_all(self, tier: TierState, chunk: Chunk) -> None:
+        if tier.marks(chunk.ready) & ~chunk.in_tiers and not self._is_ephemeral(chunk.namespace):
+            for bit in range(chunk.ready.bit_length()):
+                if chunk.ready >> bit & 1:
+                    self._append(tier, chunk, bit)
+
+    def _append(self, tier: TierState, chunk: Chunk, bit: int) -> None:
+        if chunk.in_tiers & tier.mark(bit):
+            return
+        if len(tier.backlog) >= MAX_BACKLOG:
+            self._tiers.count(tier, "write", "dropped", 0)
+            return
+        chunk.in_tiers |= tier.mark(bit)
+        tier.backlog.append((chunk, bit))
+
+    def _write(self, tier: TierState) -> None:
+        """Starts writing what waits, as far as there is room."""
+        gone = 0
+        while tier.backlog and tier.writing < WRITES_AT_ONCE and gone < MAX_GONE and not self._is_paused:
+            if tier.writing and self._spilling_frames > self._cache.total_frames // SPILL_SHARE:
+                return
+            if tier.breaker.is_open:
+                return
+            chunk, bit = tier.backlog.popleft()
+            stored = self._cache.open_spill(chunk, bit)
+            if stored is None:
+                self._tiers.count(tier, "write", "evicted", 0)
+                gone += 1
+                continue
+            tier.writing += 1
+            # A task begins later, when the next objects have been chosen.
+            self._spilling_frames += count_frames(stored.runs)
+            self._system.spawn(self._spill(tier, chunk, bit, stored))
+
+    async def _spill(self, tier: TierState, chunk: Chunk, bit: int, stored: StoredObject) -> None:
+        outcome = "failed"
+        label = Label(chunk.namespace, chunk.key, bit, stored.num_blocks, stored.num_bytes)
+        try:
+            self._tiers.check()
+            outcome = await tier.worker.write(label, self._tiers.payload(stored.runs, stored.num_bytes))
+            tier.breaker.succeeded(WRITE)
+        except CopyError:  # L1's file was cut
+            pass
+        except TierError as error:
+            self._tiers.failed(tier, error, WRITE)
+        finally:
+            self._spilling_frames -= count_frames(stored.runs)
+            tier.writing -= 1
+            if outcome not in ("written", "present"):
+                chunk.in_tiers &= ~tier.mark(bit)
+            self._cache.close_spill(chunk)
+            self._tiers.count(tier, "write", outcome, stored.num_bytes)
+            # Nothing evicts it meanwhile, so it was cleared, or is damaged.
+            if self._cache.chunk(chunk.namespace, chunk.key) is not chunk:
+                tier.worker.remove([label.name])
+            self._write(tier)

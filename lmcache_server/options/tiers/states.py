@@ -1,0 +1,142 @@
+"""The tiers behind L1, and what is known of each."""
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lmcache_server.core.index import Chunk
+from lmcache_server.core.pool import FRAME_BYTES, Runs
+from lmcache_server.l1.memory import L1Memory
+from lmcache_server.options.tiers.base import TierError
+from lmcache_server.options.tiers.flags import MAX_TIERS
+from lmcache_server.options.tiers.record import Label
+from lmcache_server.options.tiers.tiering import OLD_S, PRESENT, Breaker, Speed
+from lmcache_server.options.tiers.worker import STUCK_S, TierWorker
+from lmcache_server.service.system import System
+from lmcache_server.telemetry.failures import Failures
+from lmcache_server.telemetry.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+READS_AT_ONCE = 8
+
+
+@dataclass(eq=False)
+class TierState:
+    """One tier. `number` is its place in their order. `cold` says that only cold objects are written."""
+
+    number: int
+    url: str
+    cold: bool
+    worker: TierWorker
+    breaker: Breaker = field(default_factory=Breaker)
+    speed: Speed = field(default_factory=Speed)
+    backlog: deque[tuple[Chunk, int]] = field(default_factory=deque)
+    """Objects that wait to be written. They may be evicted meanwhile."""
+    writing: int = 0
+    reads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READS_AT_ONCE))
+    """Reads in flight. More would let the questions of other lookups wait."""
+    read_bytes: int = 0
+    is_probed: bool = False
+    tried_s: float = -math.inf
+    """Since when a fetch is under way that will tell how fast it is."""
+    failure: str = ""
+    restarts: int = 0
+    """Of its helper process, as far as they are counted."""
+
+    def mark(self, bit: int) -> int:
+        return self.marks(1 << bit)
+
+    def marks(self, bits: int) -> int:
+        """The marks of these bits. Each bit becomes a digit that has one bit for each tier."""
+        return int(f"{bits:b}", 1 << MAX_TIERS) << self.number
+
+    def read_s(self, num_bytes: int) -> float:
+        """How long a fetch of so many bytes will take; 0 if that is unknown."""
+        return max(self.speed.seconds(num_bytes), self.worker.read_delay_s(num_bytes))
+
+    def is_tried(self, now_s: float) -> bool:
+        """Whether such a fetch is still to be waited for. One of its reads may hang."""
+        return now_s - self.tried_s < OLD_S
+
+    @property
+    def label(self) -> str:
+        return str(self.number + 1)
+
+
+class Tiers:
+    """All tiers, in the order in which they are asked. Each fails on its own."""
+
+    def __init__(
+        self, tiers: Sequence[TierState], l1: L1Memory, metrics: Metrics, failures: Failures, system: System
+    ) -> None:
+        self.all = tiers
+        self._l1 = l1
+        self._metrics = metrics
+        self._failures = failures
+        self._system = system
+
+    def tick(self) -> None:
+        """Once a second: leave alone a tier whose calls all hang, and try one that was left alone."""
+        now_s = self._system.now_s()
+        for tier in self.all:
+            if (restarts := tier.worker.restarts) > tier.restarts:
+                more, tier.restarts = restarts - tier.restarts, restarts
+                self._metrics.count("lmcache_tier_helper_restarts_total", more, tier=tier.label)
+            if tier.worker.is_stuck():
+                if not tier.breaker.is_open:
+                    self.failed(tier, TierError("all its calls hang"), hangs=True)
+                tier.worker.fail_stuck()
+            elif not tier.is_probed and tier.breaker.tries(now_s):
+                tier.is_probed = True
+                self._system.spawn(self._probe(tier))
+
+    async def _probe(self, tier: TierState) -> None:
+        call = tier.worker.present([Label(bytes(32), bytes(32), 0, 0, 0).name])
+        # One that hangs holds a thread. When all are held, nothing is tried until one returns.
+        await self._system.wait([call], STUCK_S)
+        tier.is_probed = False
+        if not call.done():
+            self.failed(tier, TierError(f"no answer within {STUCK_S:g} s"))
+        elif (error := call.exception()) is not None:
+            self.failed(tier, error)
+        else:
+            tier.breaker.answers()
+            logger.warning("tier %(tier)s answers again", {"tier": tier.url})
+
+    def check(self) -> None:
+        """Raises CopyError if L1 cannot be touched."""
+        self._l1.check()
+
+    def payload(self, runs: Runs, num_bytes: int) -> list[tuple[int, int]]:
+        """The addresses and sizes of an object's bytes."""
+        payload = []
+        for first, count in runs:
+            size = min(count * FRAME_BYTES, num_bytes)
+            payload.append((self._l1.base_address + first * FRAME_BYTES, size))
+            num_bytes -= size
+        return payload
+
+    def failed(self, tier: TierState, error: BaseException, call: str = PRESENT, hangs: bool = False) -> None:
+        """A call of this kind has failed, or, if the tier `hangs`, none will end."""
+        now_s, was_open = self._system.now_s(), tier.breaker.is_open
+        tier.breaker.failed(now_s, call)
+        if hangs:
+            tier.breaker.open(now_s)
+        tier.failure = str(error)
+        self._failures.add(now_s, "tier failed", "", f"{tier.url}: {error}")
+        if tier.breaker.is_open and not was_open:
+            values = {"tier": tier.url, "reason": tier.failure}
+            logger.warning("tier %(tier)s is left alone for now: %(reason)s", values)
+
+    def damaged(self, tier: TierState, error: Exception) -> None:
+        self._failures.add(self._system.now_s(), "record damaged", "", f"{tier.url}: {error}")
+
+    def count(self, tier: TierState, direction: str, outcome: str, num_bytes: int) -> None:
+        labels = {"tier": tier.label, "direction": direction}
+        self._metrics.count("lmcache_tier_objects_total", 1, **labels, outcome=outcome)
+        if outcome in ("read", "written"):
+            self._metrics.count("lmcache_tier_bytes_total", num_bytes, **labels)

@@ -1,0 +1,38 @@
+"""What `lmcache status` says of tiers."""
+
+from typing import Any
+
+from lmcache_server.commands.control import json_object
+from lmcache_server.host.units import size
+
+LOST = {
+    "read_objects": {"gone": "gone", "damaged": "damaged", "failed": "not read"},
+    "written_objects": {
+        "full": "without room", "evicted": "evicted first", "dropped": "dropped",
+        "failed": "not written",
+    },
+}  # fmt: skip
+"""What happened to objects of a tier that were not read or written."""
+_TIER = json_object(
+    "url failing", "read_bytes written_bytes waiting_objects",
+    read_objects=json_object("", "read gone damaged failed"),
+    written_objects=json_object("", "written full evicted dropped failed"),
+)  # fmt: skip
+REPORT = {"tiers": list[_TIER]}  # type: ignore[valid-type]
+
+
+def lines(report: dict[str, Any]) -> list[str]:
+    return list(map(_line, report["tiers"]))
+
+
+def _line(tier: dict[str, Any]) -> str:
+    read, written = tier["read_objects"], tier["written_objects"]
+    state = f"FAILING: {tier['failing']}" if tier["failing"] else "works"
+    lost = [
+        f"{tier[way][each]} {text}" for way in LOST for each, text in LOST[way].items() if tier[way][each]
+    ]
+    return (
+        f"tier {tier['url']}: {state}; read {read['read']} objects, {size(tier['read_bytes'])}; "
+        f"wrote {written['written']}, {size(tier['written_bytes'])}; {tier['waiting_objects']} wait"
+        f"{'; ' if lost else ''}{', '.join(lost)}"
+    )

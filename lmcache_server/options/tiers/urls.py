@@ -1,0 +1,252 @@
+"""`--tier URL`: what a URL of a tier says, and the tier that it names.
+
+    dir:///nvme/lmcache?size_gb=2000            shared=1 max_age=SECONDS
+    valkey://host:6379,host:6379                cluster=1 tls=1
+    s3://bucket/prefix, az://…, gs://…          endpoint=URL allow_http=1, and for s3 region=NAME
+    mooncake://master:50051                     protocol=tcp|rdma segment_gb devices metadata host
+
+and for each the fields of TierOptions. Passwords and keys come from the environment only.
+"""
+
+import difflib
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple
+from urllib.parse import unquote
+
+from lmcache_server.errors import StartError
+from lmcache_server.host.units import GB_BYTES
+from lmcache_server.l1.area import Area
+from lmcache_server.options.tiers.base import Tier
+
+_EXTRAS = {"valkey": "valkey", "s3": "s3", "az": "s3", "gs": "s3", "mooncake": "mooncake"}
+_PACKAGES = {"valkey": "glide_sync", "s3": "obstore", "mooncake": "mooncake"}
+COMMIT, COLD = WRITES = ("commit", "cold")
+VALKEY_PORT, MOONCAKE_PORT = 6379, 50051
+USERNAME_VARIABLE, PASSWORD_VARIABLE = "LMCACHE_VALKEY_USERNAME", "LMCACHE_VALKEY_PASSWORD"
+
+
+@dataclass(frozen=True)
+class TierOptions:
+    """What a URL asks of whoever calls the tier. None is no limit, and no key."""
+
+    write: Literal["commit", "cold"]
+    """Write a record when L1 has it, or when it is among the coldest of L1."""
+    read_mb_s: float | None = None
+    """In 10**6 bytes, as the next one."""
+    write_mb_s: float | None = None
+    write_tb_day: float | None = None
+    """In 10**12 bytes."""
+    key_file: str | None = None
+
+    @property
+    def rates(self) -> tuple[float, float, float]:
+        """The limits; 0 is none."""
+        return self.read_mb_s or 0, self.write_mb_s or 0, self.write_tb_day or 0
+
+
+@dataclass(frozen=True)
+class TierUrl:
+    """A valid URL. It has no secrets: `text` may be logged."""
+
+    text: str
+    scheme: str
+    place: str
+    """The directory, the addresses, or bucket and prefix."""
+    parameters: dict[str, Any]
+    options: TierOptions
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other machines may use it, too."""
+        return self.scheme != "dir" or bool(self.parameters.get("shared"))
+
+    @property
+    def shares_l1(self) -> bool:
+        """Whether a process other than the server reads and writes L1."""
+        return self.scheme == "mooncake"
+
+
+class _Kind(NamedTuple):
+    """What a parameter may be; `convert` returns None for anything else."""
+
+    fit: str
+    convert: Callable[[str], Any]
+
+
+def parse(url: str) -> TierUrl:
+    """Raises StartError with one sentence about what is wrong."""
+    scheme, _, rest = url.partition("://")
+    if scheme not in _SCHEMES or not rest:
+        raise StartError(f"--tier {url!r:.200} must begin with {', '.join(f'{s}://' for s in _SCHEMES)}")
+    place, _, query = rest.partition("?")
+    # Not even in an error: it would be logged.
+    if "@" in unquote(rest):
+        raise StartError(f"--tier {scheme}://… must not contain a name or password: set {_SECRETS[scheme]}")
+    place, values = unquote(place), _values(url, scheme, query)
+    if problem := _problem(scheme, place, values):
+        raise _wrong(url, problem)
+    options = {each.name: values.pop(each.name) for each in fields(TierOptions) if each.name in values}
+    default = COLD if scheme == "dir" and not values.get("shared") else COMMIT
+    return TierUrl(url, scheme, place, values, TierOptions(**{"write": default, **options}))
+
+
+def check_installed(url: TierUrl) -> None:
+    """Raises StartError if the package of this tier is not installed."""
+    extra = _EXTRAS.get(url.scheme)
+    if extra and importlib.util.find_spec(_PACKAGES[extra]) is None:
+        raise _not_installed(url)
+
+
+def open_tier(url: TierUrl, l1: Area | None = None) -> Tier:
+    """`l1` is for tiers that share it.
+
+    Raises TierError if the store cannot be used now, StartError if its package cannot be imported."""
+    more = dict(url.parameters)
+    try:
+        if url.scheme == "dir":
+            from lmcache_server.options.tiers.directory import Directory
+
+            size_bytes, age_s = int(more.pop("size_gb") * GB_BYTES), more.pop("max_age", math.inf)
+            return Directory(url.place, size_bytes, max_age_s=age_s, **more)
+        if url.scheme == "valkey":
+            from lmcache_server.options.tiers.valkey import Valkey
+
+            secrets = [os.environ.get(name) for name in (USERNAME_VARIABLE, PASSWORD_VARIABLE)]
+            return Valkey(_addresses(url.place) or [], **more, username=secrets[0], password=secrets[1])
+        if url.scheme == "mooncake":
+            return _mooncake(url, l1)
+        from lmcache_server.options.tiers.objects import Objects
+
+        bucket, _, prefix = url.place.partition("/")
+        return Objects(url.scheme, bucket, prefix, **more)
+    except ImportError as error:
+        raise _not_installed(url, f" ({error})") from error
+
+
+def _mooncake(url: TierUrl, l1: Area | None) -> Tier:
+    from lmcache_server.options.tiers.isolated import Isolated
+
+    check_installed(url)  # here only the other process imports it
+    (host, port), more = (_addresses(url.place, MOONCAKE_PORT) or [])[0], url.parameters
+    settings = {
+        "master": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+        **{name: more.get(name, default) for name, default in _MOONCAKE_DEFAULTS.items()},
+        "segment_bytes": 0,
+    }
+    segment_bytes = int(more.get("segment_gb", 0) * GB_BYTES)
+    holder = {**settings, "segment_bytes": segment_bytes} if segment_bytes else None
+    return Isolated(f"Mooncake at {settings['master']}", "mooncake", settings, l1, holder)
+
+
+def _not_installed(url: TierUrl, why: str = "") -> StartError:
+    extra = _EXTRAS[url.scheme]
+    return StartError(
+        f"--tier {url.scheme}:// needs the extra {extra}: run pip install '.[{extra}]' in this project's "
+        f"directory{why}"
+    )
+
+
+def _values(url: str, scheme: str, query: str) -> dict[str, Any]:
+    known = {**_SCHEMES[scheme], **_OPTIONS}
+    values: dict[str, Any] = {}
+    for pair in filter(None, query.split("&")):
+        name, _, text = pair.partition("=")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            near = f"did you mean {close[0]}?" if close else f"the names are {', '.join(known)}"
+            raise _wrong(url, f"has the unknown parameter {name!r:.60}: {near}")
+        if name in values:
+            raise _wrong(url, f"has the parameter {name} twice: leave one out")
+        values[name] = known[name].convert(unquote(text))
+        if values[name] is None:
+            raise _wrong(url, f"has {name}={unquote(text)!r:.60}: it must be {known[name].fit}")
+    return values
+
+
+def _problem(scheme: str, place: str, values: dict[str, Any]) -> str:
+    if not place.isprintable():
+        return "contains characters that cannot be printed"
+    if scheme == "dir":
+        if not place.startswith("/") or place.strip("/") == "":
+            return "must name a directory by its whole path: dir:///path"
+        needed = "needs size_gb, the most that the tier may take: add ?size_gb=100"
+        return "" if "size_gb" in values else needed
+    if scheme == "valkey":
+        return "" if _addresses(place) else "must name servers: valkey://host:6379,host:6379"
+    if scheme == "mooncake":
+        names = _addresses(place, MOONCAKE_PORT)
+        return "" if names and len(names) == 1 else "must name the master: mooncake://host:50051"
+    if not re.fullmatch(r"[\w.-]+(/.*)?", place):
+        return f"must name a bucket: {scheme}://bucket/prefix"
+    if values.get("endpoint", "").startswith("http://") and not values.get("allow_http"):
+        return "has an endpoint without TLS: make it https://, or add allow_http=1 if you trust the network"
+    return ""
+
+
+def _addresses(place: str, default_port: int = VALKEY_PORT) -> list[tuple[str, int]] | None:
+    addresses = []
+    for each in place.rstrip("/").split(","):
+        found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(?::(\d{1,5}))?", each)
+        if not found or not 0 < (port := int(found[2] or default_port)) < 65536:
+            return None
+        addresses.append((found[1].strip("[]"), port))
+    return addresses
+
+
+def _wrong(url: str, problem: str) -> StartError:
+    # Without what may be a secret.
+    return StartError(f"--tier {url.partition('?')[0]!r:.200} {problem}")
+
+
+def _matching(pattern: str) -> Callable[[str], str | None]:
+    return lambda text: text if re.fullmatch(pattern, text) else None
+
+
+def _number(text: str) -> float | None:
+    try:
+        return number if 0 < (number := float(text)) < math.inf else None
+    except ValueError:
+        return None
+
+
+_NUMBER = _Kind("a number above 0", _number)
+_FLAG = _Kind("0 or 1", {"0": False, "1": True}.get)
+_ENDPOINT = _Kind("an address such as https://host:9000", _matching(r"https?://[\w.:/\[\]-]+"))
+_OBJECTS = {"endpoint": _ENDPOINT, "allow_http": _FLAG}
+_REGION = _Kind("a region's name", _matching(r"[\w-]+"))
+_OPTIONS = {
+    "write": _Kind(" or ".join(WRITES), {name: name for name in WRITES}.get),
+    "read_mb_s": _NUMBER,
+    "write_mb_s": _NUMBER,
+    "write_tb_day": _NUMBER,
+    "key_file": _Kind("a whole path", _matching(r"/[^\0]+")),
+}
+_SCHEMES = {
+    "dir": {"size_gb": _NUMBER, "shared": _FLAG, "max_age": _NUMBER},
+    "valkey": {"cluster": _FLAG, "tls": _FLAG},
+    "s3": {**_OBJECTS, "region": _REGION},
+    "az": _OBJECTS,
+    "gs": _OBJECTS,
+    "mooncake": {
+        "protocol": _Kind("tcp or rdma", {"tcp": "tcp", "rdma": "rdma"}.get),
+        "segment_gb": _Kind("0 or a number above it", lambda text: 0.0 if text == "0" else _number(text)),
+        "devices": _Kind("names of RDMA devices, such as mlx5_0,mlx5_1", _matching(r"[\w.,-]+")),
+        "metadata": _Kind("P2PHANDSHAKE or an address", _matching(r"[\w.:/,\[\]-]+")),
+        "host": _Kind("this machine's address", _matching(r"[\w.:\[\]-]+")),
+    },
+}
+_MOONCAKE_DEFAULTS = {"protocol": "tcp", "devices": "", "metadata": "P2PHANDSHAKE", "host": ""}
+_AWS, _AZURE = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_ACCOUNT_KEY"
+_SECRETS = {
+    "dir": "nothing, a directory needs none",
+    "valkey": f"{USERNAME_VARIABLE} and {PASSWORD_VARIABLE} in the environment",
+    "s3": f"{_AWS} in the environment",
+    "az": f"{_AZURE} in the environment",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS in the environment",
+    "mooncake": "nothing, it knows no passwords",
+}

@@ -1,0 +1,181 @@
+"""What is fetched from a tier, and when. A tier whose speed is unknown is tried by one fetch at a time, and a
+hung fetch is not the last; a tier that seemed slow is soon tried again."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tier_rig import GROUP, HANGS, LAYOUT, Rig, key, with_rig
+
+from lmcache_client.contract.geometry import RECURRENT, Geometry, GroupSpec, Region
+from lmcache_client.contract.messages import Lookup
+from lmcache_server.core.cache import Layout
+from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.options.tiers import fetches as fetches_module
+from lmcache_server.options.tiers import states as tiers_module
+from lmcache_server.options.tiers.record import Label
+from lmcache_server.options.tiers.tiering import SLOW_OLD_S
+
+SHARDS: Any = {0: SimpleNamespace(geometry=Geometry((GROUP,), 10))}
+FRAMES = 16
+
+
+async def write(rig: Rig, *keys: bytes, bit: int = 0) -> None:
+    """The tier has these chunks, of a namespace that is not known yet."""
+    for each in keys:
+        label = Label(LAYOUT.namespace, each, bit, 1, FRAME_BYTES)
+        payload = rig.tiers.payload(((0, 1),), FRAME_BYTES)
+        assert await rig.tier.worker.write(label, payload) == "written"
+
+
+async def known(rig: Rig, *keys: bytes, bytes_per_s: int = 0) -> None:
+    """The tier has these chunks, and has been seen to be so fast."""
+    await write(rig, *keys)
+    rig.known.add(LAYOUT.namespace)
+    if bytes_per_s:
+        rig.tier.speed.add(bytes_per_s, 1.0, rig.system.now_s())
+
+
+def has(rig: Rig, each: bytes) -> bool:
+    return rig.cache.ready(LAYOUT, [each]) == [1]
+
+
+async def fetched(rig: Rig, each: bytes) -> bool:
+    """Whether a lookup has waited for the chunk, which takes an engine 16 ms."""
+    await rig.fetches.fetch(LAYOUT, SHARDS, Lookup("", (each,), 0, 16, 17, 1000), 0, [rig.tier])
+    return has(rig, each)
+
+
+def fetching(rig: Rig, keys: Sequence[bytes]) -> "asyncio.Task[int]":
+    """A lookup of a chain that would take an engine a minute."""
+    tokens = 16 * len(keys)
+    message = Lookup("", tuple(keys), 0, tokens, tokens + 1, 1)
+    return asyncio.create_task(rig.fetches.fetch(LAYOUT, SHARDS, message, 0, [rig.tier]))
+
+
+async def reserved(rig: Rig, frames: int) -> None:
+    """Waits until so many frames are reserved, and sees that they stay so."""
+    while rig.cache.reserved_frames < frames:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    assert rig.cache.reserved_frames == frames
+
+
+@with_rig(FRAMES)
+async def test_one_read_that_hangs_does_not_end_all_fetches(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await write(rig, HANGS, key(2))
+    assert not await fetched(rig, key(2)), "the engine that asked has ended meanwhile"
+    await rig.all_ended()
+    assert rig.cache.num_chunks == 0
+    rig.known.add(LAYOUT.namespace)
+    assert not await fetched(rig, HANGS)
+    assert await asyncio.to_thread(rig.store.hangs.wait, 60)
+    monkeypatch.setattr(tiers_module, "OLD_S", 1000.0)
+    assert not await fetched(rig, key(2)), "the tier is being tried"
+    monkeypatch.setattr(tiers_module, "OLD_S", 0.2)
+    while not await fetched(rig, key(2)):
+        await asyncio.sleep(0.02)
+    assert rig.cache.reserved_frames == 1, "what the read that hangs may still write to"
+    rig.store.opened.set()
+    await rig.all_ended()
+    assert rig.cache.reserved_frames == 0
+
+
+@with_rig(FRAMES, waits="read")
+async def test_a_lookup_waits_no_longer_than_its_patience_and_what_comes_later_stays(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the engine does not say how fast it computes, so that nobody knows what waiting saves."""
+    monkeypatch.setattr(fetches_module, "fetch_patience_s", lambda _num_tokens: 0.1)
+    await known(rig, key(2))
+    await rig.fetches.fetch(LAYOUT, SHARDS, Lookup("", (key(2),), 0, 16, 17), 0, [rig.tier])
+    assert not has(rig, key(2))
+    rig.store.opened.set()
+    await rig.all_ended()
+    assert has(rig, key(2)), "for the next request"
+
+
+@with_rig(FRAMES)
+async def test_a_tier_that_seemed_slow_is_tried_again_by_a_fetch_that_nobody_waits_for(rig: Rig) -> None:
+    """Its only measure may be of a moment in which the machine was busy."""
+    await known(rig, key(2), bytes_per_s=10**6)
+    assert not await fetched(rig, key(2))
+    await rig.all_ended()
+    assert not has(rig, key(2)), "it has just been seen to be slow"
+    speed = rig.tier.speed
+    speed.bytes_per_s = 0.0
+    speed.add(10**6, 1.0, rig.system.now_s() - SLOW_OLD_S - 1)
+    assert not await fetched(rig, key(2)), "nobody waits"
+    await rig.all_ended()
+    assert has(rig, key(2))
+    assert speed.bytes_per_s > 2e6, "this fetch has told how fast it is now"
+
+
+@with_rig(FRAMES, waits="read")
+async def test_lookups_that_plan_at_the_same_time_fetch_a_quarter_of_l1_together(rig: Rig) -> None:
+    """Their questions may be answered in one turn of a busy loop."""
+    chains = [[key(number) for number in range(first, first + 4)] for first in (10, 20, 30)]
+    await known(rig, *(each for chain in chains for each in chain), bytes_per_s=10**9)
+    tasks = [fetching(rig, chain) for chain in chains]
+    await asyncio.sleep(0)
+    while rig.store.asked < len(tasks):
+        time.sleep(0.01)  # the loop is busy while the tier answers
+    await reserved(rig, FRAMES // 4)
+    rig.store.opened.set()
+    await asyncio.gather(*tasks)
+    await rig.all_ended()
+
+
+async def brings_what_can_be_resumed_within_three_frames(rig: Rig) -> None:
+    """All of the chain would be too much: then its beginning, with the state that it ends with."""
+    state = GroupSpec(RECURRENT, 16, 0, "", (Region(0, 0, FRAME_BYTES, FRAME_BYTES),))
+    layout = Layout(LAYOUT.namespace, 16, (GROUP, state), ((0,), (0,)))
+    shards: Any = {0: SimpleNamespace(geometry=Geometry(layout.groups, 10))}
+    chain = [key(number) for number in range(10, 13)]
+    await write(rig, *chain, bit=1)
+    await known(rig, *chain, bytes_per_s=10**9)
+    lookup = Lookup("", tuple(chain), 0, 48, 49, 1, tenant=b"t" * 16)
+    await rig.fetches.fetch(layout, shards, lookup, 0, [rig.tier])
+    await rig.all_ended()
+    assert rig.cache.lookup(layout, chain, 0, 48, 1, rig.system.now_s()).resume_tokens == 16
+
+
+test_within_the_quota_of_its_salt = with_rig(FRAMES, quota_frames=3)(
+    brings_what_can_be_resumed_within_three_frames
+)
+test_within_a_quarter_of_l1 = with_rig(4 * 3)(brings_what_can_be_resumed_within_three_frames)
+
+
+@with_rig(FRAMES, waits="read")
+async def test_a_fetch_that_waits_for_anothers_objects_is_not_taken_for_a_slow_tier(rig: Rig) -> None:
+    """It brings one object itself, and ends when the other's have come."""
+    chain = [key(number) for number in range(10, 14)]
+    await known(rig, *chain, bytes_per_s=10**9)
+    first = fetching(rig, chain[:3])
+    await reserved(rig, 3)
+    second = fetching(rig, chain)
+    await reserved(rig, 4)  # what already comes does not count twice
+    began_s = rig.system.now_s()
+    rig.store.opened.set()
+    await asyncio.gather(first, second)
+    # Four objects in the time that has passed, not one.
+    assert rig.tier.read_bytes == 4 * FRAME_BYTES
+    least = 4 * FRAME_BYTES / (rig.system.now_s() - began_s + 0.2)
+    assert rig.tier.speed.bytes_per_s > least / 2
+
+
+@with_rig(FRAMES, cold=True)
+async def test_what_a_tier_has_given_is_not_offered_to_it_again(rig: Rig) -> None:
+    """Such a tier is offered all of L1 at a clean stop."""
+    await known(rig, key(2))
+    await fetching(rig, [key(2)])
+    await rig.all_ended()
+    assert has(rig, key(2))
+    asked = rig.store.asked
+    await rig.spills.flush()
+    assert rig.store.asked == asked

@@ -1,0 +1,155 @@
+"""What is written to a tier: how much at a time, what is left out, what a clear forgets."""
+
+import asyncio
+import threading
+
+import pytest
+from tier_rig import LAYOUT, Rig, key, option, with_rig
+
+from lmcache_server.options.tiers import server, urls
+from lmcache_server.options.tiers import spills as spills_module
+from lmcache_server.options.tiers.spills import SLICE_CHUNKS, SPILL_SHARE
+
+FRAMES = 40
+CHUNKS = 4 * 2000
+TENANT, QUOTA = b"t" * 16, 8
+
+
+async def one_writes(rig: Rig) -> None:
+    assert await asyncio.to_thread(rig.store.writing.acquire, True, 60)
+
+
+async def rest(rig: Rig) -> None:
+    """Everything that is left is written."""
+    rig.store.opened.set()
+    await rig.spills.flush()
+    await rig.all_ended()
+
+
+def written(rig: Rig, outcome: str = "written") -> int:
+    labels = {"tier": "1", "direction": "write", "outcome": outcome}
+    return int(rig.metrics.value("lmcache_tier_objects_total", **labels))
+
+
+@with_rig(FRAMES, waits="write")
+async def test_what_is_being_written_takes_a_twentieth_of_l1(rig: Rig) -> None:
+    rig.keep(*range(10))
+    await one_writes(rig)
+    share = FRAMES // SPILL_SHARE
+    assert rig.tier.writing == rig.spills._spilling_frames == share + 1, "the last one began below it"
+    await rest(rig)
+    assert written(rig) == 10
+    assert rig.spills._spilling_frames == 0
+
+
+@with_rig(FRAMES, waits="write")
+async def test_what_finds_no_place_in_the_queue_is_dropped_and_nobody_waits(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spills_module, "MAX_BACKLOG", 4)
+    rig.keep(*range(10))  # returns though nothing can be written
+    assert written(rig, "dropped") == 6
+    await rest(rig)
+    assert written(rig) == len(rig.store.records) == 4
+    rig.keep(20)
+    await rest(rig)
+    assert written(rig) == 5, "then there is room again"
+
+
+@pytest.mark.parametrize("namespace", [None, LAYOUT.namespace])
+@with_rig(FRAMES, waits="write")
+async def test_a_write_in_flight_during_a_clear_leaves_no_record(rig: Rig, namespace: bytes | None) -> None:
+    rig.keep(1, 2, 3, 4, 5, 6)
+    await one_writes(rig)
+    rig.cache.clear(namespace)  # as the router does, first
+    assert await rig.spills.clear([namespace]) == []
+    await rest(rig)
+    assert written(rig) > 0
+    assert not rig.store.records, "what was being written was removed"
+    rig.keep(7)
+    await rest(rig)
+    assert len(rig.store.records) == 1, "what is stored after the clear stays"
+
+
+@with_rig(FRAMES, waits="write")
+async def test_a_write_in_flight_of_a_damaged_chunk_leaves_no_record(rig: Rig) -> None:
+    rig.keep(1, 2)
+    await one_writes(rig)
+    chunk = rig.cache.chunk(LAYOUT.namespace, key(1))
+    assert chunk is not None
+    rig.spills.forget(chunk)
+    rig.cache.forget(chunk)
+    await rest(rig)
+    assert written(rig) == 2
+    (name,) = rig.store.records
+    assert name.endswith("2.0"), "the other chunk's record stays"
+
+
+@with_rig(FRAMES, cold=True)
+async def test_what_a_tier_had_no_room_for_is_offered_to_it_again(rig: Rig) -> None:
+    rig.store.has_room = False
+    rig.keep(1)
+    await rig.all_ended()
+    assert (written(rig, "full"), len(rig.store.records)) == (1, 0)
+    rig.store.has_room = True
+    for _ in range(2):
+        rig.spills.tick()
+        await rig.all_ended()
+        assert (written(rig), len(rig.store.records)) == (1, 1), "and once only"
+
+
+@with_rig(FRAMES // 5)
+async def test_a_clean_stop_writes_what_waits_behind_many_evicted_objects(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spills_module, "MAX_GONE", FRAMES // 10)
+    rig.spills.pause()
+    for number in range(2 * FRAMES // 5):
+        rig.keep(number)
+    await rig.spills.flush()
+    assert (len(rig.store.records), len(rig.tier.backlog)) == (FRAMES // 5, 0)
+
+
+@pytest.mark.parametrize(("chunks", "is_written"), [(4, False), (QUOTA, True)])
+@with_rig(100, cold=True, quota_frames=QUOTA, frame_bytes=1)
+async def test_what_a_full_salt_evicts_next_is_written_before(
+    rig: Rig, chunks: int, is_written: bool
+) -> None:
+    """Also to a tier that is written only with what L1 evicts next. Most of L1 is colder than the chunks of
+    this salt, so they are not in the coldest quarter."""
+    rig.tier.breaker.open(rig.system.now_s())  # so that all that is found waits
+    rig.keep(*range(50))
+    for number in range(chunks):
+        rig.keep(100 + number, tenant=TENANT)
+    waiting = {chunk for chunk, _ in rig.tier.backlog}
+    own = [chunk for tenant in rig.cache.tenants for chunk in tenant.line()]
+    assert (own[0] in waiting) is is_written
+
+
+@with_rig(CHUNKS, cold=True, frame_bytes=1)
+async def test_a_large_index_is_not_looked_through_at_once(rig: Rig) -> None:
+    """Once a second, 10,000 chunks stopped all lookups for up to 0.1 s."""
+    rig.tier.breaker.open(rig.system.now_s())  # so that all that is found waits
+    rig.fill(*range(CHUNKS))
+    rig.spills.tick()
+    await asyncio.sleep(0)
+    assert 0 < len(rig.tier.backlog) <= SLICE_CHUNKS
+    while len(rig.tier.backlog) < CHUNKS // 4:
+        await asyncio.sleep(0)
+    await rig.all_ended()
+    assert len(rig.tier.backlog) == CHUNKS // 4
+
+
+def test_tiers_are_opened_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, two stores that do not answer made the start wait twice."""
+    both = threading.Barrier(2)
+    monkeypatch.setattr(server, "OPEN_S", 60.0)
+    monkeypatch.setattr(urls, "check_installed", lambda _: None)
+    monkeypatch.setattr(urls, "open_tier", lambda *_: both.wait(10))
+
+    async def opened() -> list[bool]:
+        opening = option("valkey://one", "valkey://two")
+        await opening.open()
+        return [tier.breaker.is_open for tier in opening.tiers]
+
+    assert asyncio.run(opened()) == [False, False]

@@ -1,0 +1,495 @@
+"""The tier in a directory, on real file systems."""
+
+import contextlib
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from harness.disks import largest_file, mounted
+from harness.processes import ChildProcess
+from harness.tiers import TierContract, all_kept, fails, fill, in_threads, kept, memory, same
+from harness.waiting import wait_until
+
+from lmcache_server.options.tiers import directory as module
+from lmcache_server.options.tiers import folders
+from lmcache_server.options.tiers.directory import Directory
+
+MIB = 1 << 20
+Open = Callable[..., Directory]
+
+
+@pytest.fixture
+def open_at(tmp_path: Path) -> Iterator[Open]:
+    """Opens the directory of this test (or another one), ready to write."""
+    opened = []
+
+    def open_it(path: Path = tmp_path / "tier", size_bytes: int = 64 * MIB, **more) -> Directory:
+        tier = Directory(str(path), size_bytes, **more)
+        opened.append(tier)
+        wait_until(lambda: tier._listed, 60)
+        return tier
+
+    yield open_it
+    for tier in opened:
+        tier.close()
+
+
+@pytest.fixture(params=["own", "shared", "buffered"])
+def tier(request, open_at: Open, monkeypatch) -> Directory:
+    if request.param == "buffered":
+        # As file systems do that have none.
+        refusing = failing(os.open, errno.EINVAL, lambda _, flags: bool(flags & os.O_DIRECT))
+        monkeypatch.setattr(os, "open", refusing)
+    tier = open_at(shared=request.param == "shared")
+    assert bool(tier._files.direct) == (request.param != "buffered")
+    return tier
+
+
+def failing(real: Callable[..., int], code: int, when: Callable[[object, int], bool]) -> Callable[..., int]:
+    """os.open, but for the paths and flags of which `when` is true."""
+
+    def refusing(path, flags, *more, **named):
+        if when(path, flags):
+            raise OSError(code, os.strerror(code))
+        return real(path, flags, *more, **named)
+
+    return refusing
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MiB."""
+    with mounted(tmp_path / "small", "size=16m,mode=700") as place:
+        yield place
+
+
+def files(root: Path) -> list[Path]:
+    return sorted(path for path in root.rglob("*") if path.is_file() and path.parent != root)
+
+
+class TestContract(TierContract):
+    pass
+
+
+def test_only_its_user_can_read_it(open_at, tmp_path):
+    old = os.umask(0)
+    try:
+        tier = open_at()
+        assert tier.write("a/b", memory(1))
+        tier.close()
+        open_at()
+    finally:
+        os.umask(old)
+    for path in [tmp_path / "tier", *(tmp_path / "tier").rglob("*")]:
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_what_is_no_directory_or_one_that_others_may_change_or_own_is_refused(open_at, tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file/below"):
+        assert str(path) in fails(partial(open_at, path))
+    (tmp_path / "tier").mkdir(mode=0o700)
+    (tmp_path / "tier").chmod(0o777)
+    assert "chmod 700" in fails(open_at)
+    if os.geteuid() == 0:  # only root can give a directory away
+        (tmp_path / "tier").chmod(0o755)
+        os.chown(tmp_path / "tier", 65534, 65534)
+        assert "chown" in fails(open_at)
+        os.chown(tmp_path / "tier", os.geteuid(), -1)
+    else:
+        (tmp_path / "tier").chmod(0o700)
+    open_at()
+
+
+def put_in_place_of(record: Path, what: str) -> None:
+    """What cannot be read as a record, where one was."""
+    aside = record.with_name("aside")
+    record.rename(aside)
+    if what == "a FIFO":
+        os.mkfifo(record)
+    elif what == "a link":
+        record.symlink_to(aside)
+    elif what == "a directory":
+        record.mkdir()
+        (record / "file").write_text("x")
+    else:
+        aside.rename(record)
+
+
+def test_what_is_no_plain_file_is_none_and_is_moved_away(tier, tmp_path, monkeypatch):
+    assert tier.write("1", memory(1, seed=1))
+    for what in ("a FIFO", "a link", "a directory", "not to be opened"):
+        assert tier.write("0", memory(1, seed=0))
+        (record,) = (tmp_path / "tier").glob("*/0.kv")
+        put_in_place_of(record, what)
+        if what == "not to be opened":
+            monkeypatch.setattr(os, "open", failing(os.open, errno.EIO, lambda path, _: "/0.kv" in str(path)))
+        assert not tier.read("0", memory(1)), what
+        assert kept(tier, "1", memory(1, seed=1)), "the others are still read"
+        tier.remove(["0"])
+        assert list(tier.present(["0", "1"])) == [False, True], what
+    monkeypatch.undo()
+    assert tier.write("0", memory(1, seed=2))
+    assert kept(tier, "0", memory(1, seed=2))
+
+
+def test_the_size_is_kept_and_the_least_recently_used_goes(open_at, tmp_path):
+    tier, names = open_at(size_bytes=8 * MIB), [f"{number}" for number in range(9)]
+    fill(tier, names[:8], 256)
+    assert kept(tier, "0", memory(256, seed=0)), "and so it is used"
+    old = {path.stat().st_ino for path in files(tmp_path / "tier")}
+    assert tier.write("8", memory(256, seed=8))
+    assert list(tier.present(names)) == [True, False] + [True] * 7
+    assert {path.stat().st_ino for path in files(tmp_path / "tier")} == old, "a victim's file is overwritten"
+    assert tier.write("9", memory(512, 100, seed=9)), "three must go for this one"
+    assert list(tier.present(names)) == [True, False, False, False, False, True, True, True, True]
+    assert sum(path.stat().st_size for path in files(tmp_path / "tier")) <= 8 * MIB
+    assert not tier.write("a", memory(2049)), "larger than all"
+    assert all(kept(tier, f"{number}", memory(256, seed=number)) for number in (0, 5, 6, 7, 8))
+
+
+def test_two_percent_of_the_file_system_stay_free(open_at, small_disk):
+    tier, names = open_at(small_disk / "tier", size_bytes=1 << 40), [f"{number}" for number in range(40)]
+    fill(tier, names, 256)  # others go for it
+    space = os.statvfs(small_disk)
+    assert space.f_bavail >= 0.02 * space.f_blocks
+    assert kept(tier, "39", memory(256, seed=39))
+    assert 10 <= sum(tier.present(names)) <= 15
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_full_disk_has_no_room_and_leaves_nothing_behind(open_at, small_disk, shared, monkeypatch):
+    tier = open_at(small_disk / "tier", size_bytes=1 << 40, shared=shared)
+    assert tier.write("a", memory(256, seed=1))
+    (small_disk / "other").write_bytes(bytes(14 * MIB + MIB // 2))
+    assert not tier.write("b", memory(512)), "below the floor"
+    monkeypatch.setattr(module, "FREE_PART", -1.0)
+    before = files(small_disk / "tier")
+    assert not tier.write("b", memory(512)), "the file system says so"
+    assert files(small_disk / "tier") == before
+    assert kept(tier, "a", memory(256, seed=1))
+    (small_disk / "other").unlink()
+    assert tier.write("b", memory(512, seed=2))
+    assert kept(tier, "b", memory(512, seed=2))
+    tier.close()
+
+
+def test_a_limit_of_file_sizes_is_one_clear_error(open_at, tmp_path):
+    tier = open_at()
+    with largest_file(65536):
+        assert "cannot write to the directory" in fails(lambda: tier.write("a", memory(256)))
+    assert not any(tier.present(["a"]))
+    assert files(tmp_path / "tier") == []
+
+
+def test_a_read_only_file_system_can_be_read(open_at, small_disk, monkeypatch):
+    # An open file would keep the test, but no failing disk, from making it read-only.
+    monkeypatch.setattr(folders, "_lock", lambda *_: True)
+    tier = open_at(small_disk / "tier")
+    assert tier.write("a", memory(3, seed=1))
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert "read-only: remount it" in fails(lambda: tier.write("b", memory(1)))
+    assert "read-only" in fails(lambda: tier.remove(["a"]))
+    assert kept(tier, "a", memory(3, seed=1))
+    assert list(tier.present(["a", "b"])) == [True, False]
+    tier.close()
+    assert "read-only" in fails(lambda: Directory(str(small_disk / "tier"), MIB))
+
+
+def test_files_that_somebody_deletes_while_it_runs_are_none(open_at, tmp_path):
+    tier, names = open_at(size_bytes=4 * MIB), ["0", "1", "2", "3"]
+    fill(tier, names, 256)
+    subprocess.run(f"rm -r {tmp_path / 'tier'}/??", shell=True, check=True)
+    assert not any(tier.read(name, memory(256)) for name in names)
+    assert not any(tier.present(names))
+    fill(tier, names, 256)
+    assert all_kept(tier, names, 256)
+
+
+def test_a_truncated_file_is_none_and_a_changed_one_comes_as_it_is(open_at, tmp_path):
+    tier = open_at()
+    assert tier.write("a", memory(3, seed=1))
+    (path,) = files(tmp_path / "tier")
+    with path.open("r+b") as file:
+        file.write(b"changed")
+    into = memory(3)
+    assert tier.read("a", into), "what it contains is checked by its trailer, not here"
+    assert bytes(into[0][:7]) == b"changed"
+    os.truncate(path, 2 * 4096)
+    assert not tier.read("a", memory(3))
+    os.truncate(path, 0)
+    assert not tier.read("a", memory(3))
+
+    def cut(_: os.stat_result) -> bool:
+        os.truncate(path, 4096)
+        return True
+
+    os.truncate(path, 3 * 4096)
+    assert not tier._files.read(folders.path_of("a"), memory(3), cut), "cut after its size was seen"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_next_server_finds_everything_but_leftovers(open_at, tmp_path, shared):
+    tier, names = open_at(shared=shared), [f"{number}/f" for number in range(20)]
+    fill(tier, names, 5)
+    tier.close()
+    leftovers = [tmp_path / "tier" / f"{number:02x}" / f"~{number:016x}" for number in range(256)]
+    others = [tmp_path / "tier" / "~$report", tmp_path / "tier" / "~backup" / "file"]
+    for path in (*leftovers, *others):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"half")
+        os.utime(path, (1, 1))
+    tier = open_at(shared=shared)
+    wait_until(lambda: not any(path.exists() for path in leftovers))
+    assert all(path.exists() for path in others)
+    assert all(tier.present(names))
+    assert all_kept(tier, names, 5)
+
+
+def test_files_of_others_are_left_alone(open_at, tmp_path, monkeypatch):
+    root = tmp_path / "tier"
+    tier = open_at()
+    assert tier.write("0", memory(256, seed=0))
+    tier.close()
+    (one,) = files(root)
+    for name in ("Notes.kv", "0 .kv", "0.txt", "a" * 210 + ".kv", ".kv", "1.kv", "kv"):
+        (one.parent / name).write_bytes(bytes(MIB))
+    others = set(files(root)) - {one}
+    tier = open_at(size_bytes=MIB)
+    assert kept(tier, "0", memory(256, seed=0))
+    assert tier.write("2", memory(256, seed=2))
+    assert list(tier.present(["0", "1", "2"])) == [False, False, True]
+    tier.clear("")
+    assert set(files(root)) == others
+
+
+@pytest.mark.parametrize("order", ["kept", "lost", "damaged"])
+def test_the_order_outlives_a_clean_stop_and_is_never_needed(open_at, tmp_path, order):
+    tier = open_at()
+    names = [f"{number:02x}" for number in range(32)]
+    fill(tier, names, 256)
+    used = random.Random(1).sample(names, 32)
+    for name in used:
+        assert tier.read(name, memory(256))
+    tier.close()
+    path = tmp_path / "tier" / "order"
+    assert path.stat().st_size == 32 * 8
+    if order == "lost":
+        path.unlink()
+    elif order == "damaged":
+        path.write_bytes(path.read_bytes()[3:101] + os.urandom(37))
+    tier = open_at(size_bytes=16 * MIB)
+    assert not path.exists(), "it is not true any more"
+    wait_until(lambda: sum(tier.present(names)) == 16, what="the smaller size is enforced")
+    if order == "kept":
+        assert list(tier.present(used)) == [False] * 16 + [True] * 16
+    if order == "lost":
+        assert list(tier.present(names)) == [False] * 16 + [True] * 16, "by the time of writing"
+
+
+def test_old_records_are_gone(open_at, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SWEEP_EVERY_S", 0.05)
+    for shared in (False, True):
+        path = tmp_path / f"{shared}"
+        tier = open_at(path, shared=shared, max_age_s=3600.0)
+        assert tier.write("0", memory(1))
+        assert tier.write("1", memory(1))
+        tier.close()
+        old, young = files(path)
+        os.utime(old, (1, time.time() - 4000))
+        tier = open_at(path, shared=shared, max_age_s=3600.0)
+        assert sum(tier.present(["0", "1"])) == 1
+        assert sum(tier.read(name, memory(1)) for name in "01") == 1
+        wait_until(lambda old=old: not old.exists())
+        assert young.exists()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_clock_that_is_set_deletes_nothing(open_at, tmp_path, monkeypatch, caplog, shared):
+    """That of the machine, or that of the file server, forward or back."""
+    monkeypatch.setattr(module, "SWEEP_EVERY_S", 0.02)
+    tier = open_at(shared=shared, max_age_s=3600.0)
+    assert tier.write("0", memory(1))
+    now_s = time.time()
+    leftover = tmp_path / "tier" / "00" / "~0123456789abcdef"
+    leftover.parent.mkdir(exist_ok=True)
+    leftover.touch()
+    for of, name in ((module.time, "time"), (folders, "now_s")):
+        for moved_s in (-1e6, 1e6):
+            with monkeypatch.context() as patch:
+                patch.setattr(of, name, lambda *_, moved_s=moved_s: now_s + moved_s)
+                for _ in range(2):
+                    caplog.clear()
+                    wait_until(lambda: "correct it, then restart this server" in caplog.text, what="a sweep")
+    assert list(tier.present(["0"])) == [True]
+    assert leftover.exists()
+
+
+def test_two_servers_need_shared(open_at, tmp_path):
+    first = open_at()
+    assert "add shared=1" in fails(open_at)
+    assert "add shared=1" in fails(lambda: open_at(shared=True))
+    first.close()
+    second, third = open_at(shared=True), open_at(shared=True)
+    assert "add shared=1" in fails(open_at)
+    assert second.write("a", memory(2, seed=1))
+    assert list(third.present(["a", "b"])) == [True, False]
+    assert kept(third, "a", memory(2, seed=1))
+    third.remove(["a"])
+    assert list(second.present(["a"])) == [False]
+
+
+def test_one_of_several_servers_evicts_for_all(open_at, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SWEEP_EVERY_S", 0.05)
+    first, second = open_at(size_bytes=4 * MIB, shared=True), open_at(size_bytes=4 * MIB, shared=True)
+    now_s = time.time()
+
+    def write_eight(tier: Directory, start: int) -> None:
+        for number in range(start, start + 8):
+            before = set(files(tmp_path / "tier"))
+            assert tier.write(f"{number}", memory(256, seed=number))
+            for path in set(files(tmp_path / "tier")) - before:
+                if not path.name.startswith("~"):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.utime(path, (now_s, now_s - 1000 + 10 * number))
+
+    def left(start: int) -> list[bool]:
+        return list(second.present([f"{number}" for number in range(start, start + 8)]))
+
+    write_eight(second, 0)
+    wait_until(lambda: sum(left(0)) <= 4)
+    assert kept(second, "7", memory(256, seed=7))
+    first.close()
+    write_eight(second, 8)
+    wait_until(lambda: sum(left(8)) <= 4 and not any(left(0)), what="the other server took over")
+    assert kept(second, "15", memory(256, seed=15))
+
+
+def test_a_record_being_read_is_no_victim(open_at, tmp_path):
+    """Its file would be overwritten under the reader."""
+    tier = open_at(size_bytes=2 * MIB)
+    assert tier.write("0", memory(256, seed=0))
+    assert tier.write("1", memory(256, seed=1))
+    tier._catalog.use("0")
+    tier._catalog.use("1")
+    assert not tier.write("2", memory(256, seed=2))
+    tier._catalog.release("1")
+    assert tier.write("2", memory(256, seed=2))
+    assert list(tier.present(["0", "1", "2"])) == [True, False, True]
+
+
+def test_eviction_under_readers_never_mixes_records(open_at):
+    """Many threads read and write more than there is room for, so that files are recycled under way."""
+    tier = open_at(size_bytes=4 * MIB)
+    patterns = {f"{number:x}": memory(64, 64, seed=number) for number in range(16)}
+    read = []
+
+    def work(seed: int) -> None:
+        choose = random.Random(seed)
+        for _ in range(150):
+            name = choose.choice(list(patterns))
+            into = memory(64, 64)
+            if tier.read(name, into):
+                assert same(into, patterns[name]), "a part of it is another record's"
+                read.append(name)
+            else:
+                tier.write(name, patterns[name])
+
+    in_threads(6, work)
+    assert read
+    assert tier._catalog.used_bytes <= 4 * MIB
+
+
+def test_writers_at_the_same_time_evict_no_more_than_they_need(open_at):
+    tier = open_at(size_bytes=32 * MIB)
+    for turn in range(3):
+        names = [f"{turn}/{number:x}" for number in range(128)]
+
+        def work(thread: int, names: list[str] = names) -> None:
+            piece = memory(64)
+            for name in names[thread::8]:
+                tier.write(name, piece)
+
+        in_threads(8, work)
+        assert all(tier.present(names)), "there is room for exactly these"
+        assert tier._catalog.used_bytes == 32 * MIB
+        assert tier._arriving_bytes == 0
+
+
+WRITER = """
+import mmap, sys, time
+from lmcache_server.options.tiers.directory import Directory
+tier = Directory(sys.argv[1], 64 << 20)
+while not tier._listed: time.sleep(.001)
+memory = memoryview(mmap.mmap(-1, 16 << 20))
+pieces = [memory[start : start + 4096] for start in range(0, 16 << 20, 4096)]  # in several system calls
+print("ready", flush=True)
+number = 0
+while True:
+    number += 1
+    memory[:] = bytes([number % 251]) * memory.nbytes
+    tier.write(f"{number % int(sys.argv[2])}", pieces)
+"""
+
+
+def test_a_server_killed_while_it_writes_leaves_whole_records_only(open_at, tmp_path):
+    found = 0
+    for turn in range(4):
+        # There is room for four: three are overwritten, of five the files are recycled.
+        command = [sys.executable, "-c", WRITER, str(tmp_path / "tier"), "3" if turn % 2 else "5"]
+        with ChildProcess("tier-writer", command, pipes=True) as writer:
+            assert writer.stdout.readline() == b"ready\n"
+            time.sleep(0.3 + 0.05 * turn)  # some records, and a part of one
+            os.kill(writer.pid, signal.SIGKILL)
+            writer.popen.wait()
+        tier = open_at(size_bytes=64 * MIB)
+        for number in range(5):
+            (into,) = memory(4096)
+            if tier.read(f"{number}", [into]):
+                found += 1
+                content = bytes(into)
+                assert content == content[:1] * len(content), "a part of it is another record's"
+        assert not [path for path in files(tmp_path / "tier") if path.name.startswith("~")]
+        tier.close()
+    assert found
+
+
+def test_nothing_is_written_before_the_directory_is_listed(tmp_path, monkeypatch):
+    listed, let = Directory._list, threading.Event()
+
+    def slow(self):
+        let.wait()
+        listed(self)
+
+    monkeypatch.setattr(Directory, "_list", slow)
+    tier = Directory(str(tmp_path / "tier"), MIB)
+    try:
+        assert not tier.write("a", memory(1))
+        let.set()
+        wait_until(lambda: tier.write("a", memory(1)))
+    finally:
+        let.set()
+        tier.close()
+
+
+def test_only_tier_errors_are_raised(tier, monkeypatch):
+    def broken(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    assert tier.write("a", memory(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", broken)
+        patch.setattr(os, "pwritev", broken)
+        for call, name in ((tier.read, "a"), (tier.write, "b")):
+            assert "dmesg" in fails(partial(call, name, memory(1)))
+    assert tier.write("a", memory(1, seed=2)), "and nothing is left of the failure"
+    assert kept(tier, "a", memory(1, seed=2))

@@ -1,0 +1,144 @@
+"""L1 and one tier in this process, with what brings objects from one into the other."""
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import uvloop
+from harness.tiers import InMemory
+
+from lmcache_client.contract.geometry import FULL, GroupSpec, Region
+from lmcache_server.config import Config
+from lmcache_server.core.cache import Cache, Layout, Reservation
+from lmcache_server.core.limits import Limits
+from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.host.units import GB_BYTES
+from lmcache_server.l1.memory import L1Memory
+from lmcache_server.options.tiers.fetches import Fetches
+from lmcache_server.options.tiers.server import Server
+from lmcache_server.options.tiers.spills import Spills
+from lmcache_server.options.tiers.states import Tiers, TierState
+from lmcache_server.options.tiers.worker import Rates, TierWorker
+from lmcache_server.service.option import Base
+from lmcache_server.service.system import System
+from lmcache_server.telemetry.failures import Failures
+from lmcache_server.telemetry.metrics import Metrics
+
+GROUP = GroupSpec(FULL, 16, 0, "", (Region(0, 0, FRAME_BYTES, FRAME_BYTES),))
+LAYOUT = Layout(b"n" * 32, 16, (GROUP,), ((0,),))
+HANGS = b"\x01" * 32
+"""The key of a chunk whose reads hang."""
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+class Store(InMemory):
+    """What is to wait by `waits` ("read", "write") does not return before `opened` is set. Neither does a
+    read of HANGS, ever."""
+
+    def __init__(self, waits: str = "") -> None:
+        super().__init__()
+        self.waits = waits
+        self.opened, self.hangs = threading.Event(), threading.Event()
+        self.writing = threading.Semaphore(0)
+        self.asked = 0
+        self.has_room = True
+
+    def present(self, names: Sequence[str]) -> Sequence[bool]:
+        found = super().present(names)
+        self.asked += 1
+        return found
+
+    def read(self, name: str, pieces: Sequence[memoryview]) -> bool:
+        if HANGS.hex() in name:
+            self.hangs.set()
+            self.opened.wait()
+            return False
+        assert self.waits != "read" or self.opened.wait(60)
+        return super().read(name, pieces)
+
+    def write(self, name: str, pieces: Sequence[memoryview]) -> bool:
+        self.writing.release()
+        assert self.waits != "write" or self.opened.wait(60)
+        return self.has_room and super().write(name, pieces)
+
+
+class Rig:
+    """`frames` of L1, in which a tenant may have `quota_frames`. Namespaces that are `known` are fetched."""
+
+    def __init__(
+        self,
+        frames: int,
+        waits: str = "",
+        cold: bool = False,
+        quota_frames: float = float("inf"),
+        frame_bytes: int = FRAME_BYTES,
+    ) -> None:
+        loop, nothing = asyncio.get_running_loop(), None
+        self.store: Any = Store(waits)
+        self.l1 = L1Memory(max(frames * frame_bytes, FRAME_BYTES))
+        self.cache = Cache(frame_bytes, frames, quotas_gb=Limits(quota_frames * frame_bytes / GB_BYTES))
+        self.system = System(loop, nothing, nothing)  # type: ignore[arg-type]
+        self.tier = TierState(0, "tier", cold, TierWorker("tier", lambda: self.store, loop, Rates()))
+        self.metrics, self.known = Metrics(), set[bytes]()
+        for row in Server.METRICS:
+            self.metrics.add(row)
+        self.tiers = Tiers([self.tier], self.l1, self.metrics, Failures(), self.system)
+        self.spills = Spills(self.tiers, self.cache, self.system, lambda _namespace: False)
+        settings = self.metrics, self.system, False, self.known.__contains__, lambda _rooms: None
+        self.fetches = Fetches(self.tiers, self.cache, self.l1, *settings)
+
+    def fill(self, *numbers: int, tenant: bytes = b"") -> list[Reservation]:
+        """L1 has objects of one frame, each in a chunk of its own, of which the spills have not heard."""
+        rooms = []
+        for number in numbers:
+            room = self.cache.reserve(LAYOUT, key(number), 0, 0, 1, self.cache.frame_bytes, tenant=tenant)
+            assert isinstance(room, Reservation)
+            self.cache.commit(room)
+            rooms.append(room)
+        return rooms
+
+    def keep(self, *numbers: int, tenant: bytes = b"") -> None:
+        """Engines have stored such objects."""
+        self.spills.stored(LAYOUT, self.fill(*numbers, tenant=tenant))
+
+    async def all_ended(self) -> None:
+        assert await self.system.all_ended(60)
+
+
+def option(*urls: str) -> Server:
+    """The option of a server with these tiers, which are not open yet."""
+    registry: Any = SimpleNamespace(known={})
+    nothing: Any = None
+    config = Config(of_options={"tier": urls})
+    return Server(Base(config, nothing, nothing, registry, Metrics(), nothing, nothing))
+
+
+def with_rig(frames: int, **options: Any) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
+    """The test is a coroutine, whose first argument is a Rig. At its end, what waits in the tier goes on."""
+
+    def decorated(body: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+        async def whole(fixtures: dict[str, Any]) -> None:
+            rig = Rig(frames, **options)
+            try:
+                await asyncio.wait_for(body(rig, **fixtures), 120)
+                rig.cache.check_integrity()
+            finally:
+                rig.store.opened.set()
+                await rig.spills.close()
+                rig.l1.close()
+
+        def test(**fixtures: Any) -> None:
+            uvloop.run(whole(fixtures))
+
+        test.__name__, test.__doc__ = body.__name__, body.__doc__
+        _, *parameters = inspect.signature(body).parameters.values()
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return test
+
+    return decorated
