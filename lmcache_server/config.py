@@ -1,6 +1,6 @@
-"""The options of `lmcache server`: the fields of Config define flags, environment, file and help.
+"""The flags of `lmcache server`: the fields of Config define them, the environment, the file and the help.
 
-The option `l1_size_gb` is the flag `--l1-size-gb`, the variable LMCACHE_L1_SIZE_GB and the key `l1_size_gb`
+`l1_size_gb` is the flag `--l1-size-gb`, the variable LMCACHE_L1_SIZE_GB and the key `l1_size_gb`
 of the TOML file. The flag wins over the environment, the environment over the file.
 """
 
@@ -29,8 +29,8 @@ ENVIRONMENT_PREFIX = "LMCACHE_"
 CONFIG_VARIABLE = "LMCACHE_CONFIG"
 MAX_FILE_BYTES = 1 << 20
 
-NO_OPTIONS = ("LMCACHE_RUNTIME_DIR", *(each for names in parts("flags", "VARIABLES") for each in names))
-"""Variables that are read where they are needed: a password is never an option, which would be logged."""
+NO_FLAGS = ("LMCACHE_RUNTIME_DIR", *(each for names in parts("flags", "VARIABLES") for each in names))
+"""Variables that are read where they are needed: a password is never a flag, which would be logged."""
 _SET_BY_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT\w*)$|_PORT_\d+_(TCP|UDP)\w*$")
 """The end of variables that exist in every pod beside a Service whose name begins with lmcache."""
 
@@ -71,7 +71,7 @@ _TEXT = _kind(_printable, "text that can be printed")
 _CHUNK_SIZE = _kind(_chunk_size, f"auto, or an integer from 1 to {MAX_CHUNK_TOKENS}")
 
 
-def _option(default: Any, kind: Any, help_text: str, **more: Any) -> Any:
+def _flag(default: Any, kind: Any, help_text: str, **more: Any) -> Any:
     """A field of Config; `more` goes to click.option."""
     return dataclasses.field(default=default, metadata={"type": kind, "help": help_text, **more})
 
@@ -85,64 +85,64 @@ def _one_of(*names: str) -> Any:
 class Config:
     """The effective configuration of a server."""
 
-    host: str = _option(
+    host: str = _flag(
         "", _TEXT, "TCP address at which engines reach the server. Without it: a Unix socket that only this "
         "user can open.", show_default="a Unix socket")
-    port: int = _option(
+    port: int = _flag(
         DEFAULT_PORT, click.IntRange(1, 65535), "TCP port for engines; without --host, the number that names "
         "the Unix socket.")
-    allow_remote: bool = _option(
+    allow_remote: bool = _flag(
         False, click.BOOL, "Needed for a --host or --http-host other than loopback. Opens the server to "
         "every machine that can reach it, without password or encryption: such a machine can see what is "
         "cached, clear the cache, and make the server copy between the cache and processes of this machine.")
-    http_host: str = _option(
+    http_host: str = _flag(
         "127.0.0.1", _TEXT, "Address for HTTP: the status page, /metrics, /healthz and the other paths.")
-    http_port: int = _option(
+    http_port: int = _flag(
         8080, click.IntRange(0, 65535), "TCP port for HTTP; 0 takes a free port and logs it.")
-    chunk_size: int | None = _option(
+    chunk_size: int | None = _flag(
         None, _CHUNK_SIZE, "Tokens in a chunk, the unit of hits and eviction. auto chooses a size for each "
         "model. A number must be a multiple of every model's unified block size: the least common multiple "
         "of the block sizes of its groups.",
         metavar="TOKENS", show_default="auto")
-    l1_size_gb: float = _option(
+    l1_size_gb: float = _flag(
         4.0, click.FloatRange(0.001, 100_000), "Memory for the cache in GB (1 GB = 2**30 bytes), fractions "
         "allowed. The server takes all of it, in the background, as soon as it starts.")
-    eviction_policy: str = _option(
+    eviction_policy: str = _flag(
         "LRU", _one_of("LRU"), "Which chunks are evicted first when the cache is full: LRU, the least "
         "recently used.", metavar="POLICY")
-    l1_hugetlb: bool = _option(
+    l1_hugetlb: bool = _flag(
         False, click.BOOL, "Take the memory from the huge pages reserved with vm.nr_hugepages. Otherwise the "
         "server asks the system for transparent huge pages.")
-    l1_path: str = _option(
+    l1_path: str = _flag(
         "", _TEXT, "File that holds the cache, best in a memory file system such as /dev/shm. After a clean "
         "stop, the next server with the same file and --l1-size-gb restores the whole cache. Without a file, "
         "the cache ends with the server.", metavar="FILE", show_default="none")
-    checksums: bool = _option(
+    checksums: bool = _flag(
         False, click.BOOL, "Take a checksum of every stored page and check it before the page is loaded. A "
         "request that would load a damaged page is recomputed.")
-    max_age: str = _option(
+    max_age: str = _flag(
         "", _MAX_AGE, "Forget a chunk when it is this old, even if it is used or pinned: 7d, or a number "
         "with s, m or h. 7d,some/model=24h sets another limit for one model; instead of its name you may "
         "give the first digits (8 or more) of a namespace. Cannot be combined with --tier.",
         metavar="AGES", show_default="none")
-    quota_gb: str = _option(
+    quota_gb: str = _flag(
         "", _QUOTAS, "How much of the cache each cache_salt may take, in GB: 4, or 4,0b5d5f2cbd9c=16 with "
         "another number for one salt, named by the first digits (8 or more) that `lmcache status` shows. A "
         "salt at its quota loses its own chunks, the least recently used first. Chunks without a salt have "
         "no quota.", metavar="GB", show_default="none")
-    gpu_kernel: bool = _option(
+    gpu_kernel: bool = _flag(
         False, click.BOOL, "Load many small pages with a copy kernel (needs cupy) instead of the GPU's copy "
         "engine. Faster for pages under 28 KiB; it may slow the engine's compute.")
-    lease_s: float = _option(
+    lease_s: float = _flag(
         120.0, click.FloatRange(1, 86400), "Seconds for which the server keeps a hit for an engine that has "
         "not loaded it yet.", metavar="SECONDS")
-    log_level: str = _option(
+    log_level: str = _flag(
         "info", _one_of("debug", "info", "warning", "error"), "How much to log on stderr.")
-    log_format: str = _option(
+    log_format: str = _flag(
         TEXT, _one_of(*FORMATS), "json: one object per line, with the event's values as fields.")
     # fmt: on
     of_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """The values of the flags that parts of the server add (see lmcache_server/options)."""
+    """The values of the flags that the options add: see lmcache_server/options."""
 
     @property
     def l1_size_bytes(self) -> int:
@@ -150,14 +150,14 @@ class Config:
 
 
 _OWN = [field for field in dataclasses.fields(Config) if field.metadata]
-OPTIONS: dict[str, Any] = {field.name: field for field in _OWN}
+FLAGS: dict[str, Any] = {field.name: field for field in _OWN}
 for _flags in parts("flags", "FLAGS"):
-    OPTIONS |= {name: _option(kind=_TEXT, **flag) for name, flag in _flags.items()}
+    FLAGS |= {name: _flag(kind=_TEXT, **flag) for name, flag in _flags.items()}
 
 
 def values(config: Config) -> dict[str, Any]:
     """The value of every flag, by its name."""
-    others = {name: OPTIONS[name].default for name in OPTIONS} | dict(config.of_options)
+    others = {name: FLAGS[name].default for name in FLAGS} | dict(config.of_options)
     return others | {field.name: getattr(config, field.name) for field in _OWN}
 
 
@@ -169,21 +169,21 @@ def variable_name(name: str) -> str:
     return ENVIRONMENT_PREFIX + name.upper()
 
 
-def options(*names: str, **helps: str) -> Callable[[Command], Command]:
-    """A decorator that gives a command the flags of these options and --config; `helps` replaces help texts.
+def flags(*names: str, **helps: str) -> Callable[[Command], Command]:
+    """A decorator that gives a command these flags and --config; `helps` replaces help texts.
     The command is called with their values; a bad value raises StartError before that."""
 
     def decorate(command: Command) -> Command:
         for name in reversed(names):
-            default, flag = OPTIONS[name].default, flag_name(name)
+            default, flag = FLAGS[name].default, flag_name(name)
             settings = {"default": default, "show_default": True, "show_envvar": True}
             if isinstance(default, bool):
                 flag = f"{flag}/--no-{flag[2:]}"
-            elif not isinstance(OPTIONS[name].metadata["type"], click.Choice):
+            elif not isinstance(FLAGS[name].metadata["type"], click.Choice):
                 settings["metavar"] = name.rpartition("_")[2].upper()
-            settings |= {"envvar": variable_name(name), **OPTIONS[name].metadata}
+            settings |= {"envvar": variable_name(name), **FLAGS[name].metadata}
             settings["help"] = helps.get(name, settings["help"])
-            command = click.option(name, flag, cls=_Option, **settings)(command)
+            command = click.option(name, flag, cls=_Flag, **settings)(command)
         return click.option(
             "--config", metavar="FILE", envvar=CONFIG_VARIABLE, show_envvar=True, is_eager=True,
             callback=_take_file, expose_value=False,
@@ -196,7 +196,7 @@ def options(*names: str, **helps: str) -> Callable[[Command], Command]:
 def checked(given: Mapping[str, Any]) -> Config:
     """The configuration with these values. Raises StartError if they contradict each other."""
     own = {field.name for field in _OWN}
-    others = {name: given[name] for name in given.keys() - own if given[name] != OPTIONS[name].default}
+    others = {name: given[name] for name in given.keys() - own if given[name] != FLAGS[name].default}
     config = Config(**{name: given[name] for name in given.keys() & own}, of_options=others)
     for name in ("host", "http_host"):
         host = getattr(config, name)
@@ -222,7 +222,7 @@ def describe(config: Config) -> str:
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """A sentence about each variable that looks like one of ours and sets nothing."""
-    known = [*map(variable_name, OPTIONS), CONFIG_VARIABLE, *NO_OPTIONS]
+    known = [*map(variable_name, FLAGS), CONFIG_VARIABLE, *NO_FLAGS]
     return [
         f"the environment variable {name} sets nothing: "
         + (migration.advice("variables", name) or _suggest(name, known))
@@ -236,12 +236,12 @@ def _shown(name: str, value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     value = " ".join(value) if isinstance(value, tuple) else value
-    text = OPTIONS[name].metadata["show_default"] if value in ("", None) else str(value).removesuffix(".0")
+    text = FLAGS[name].metadata["show_default"] if value in ("", None) else str(value).removesuffix(".0")
     return repr(text) if " " in text else text
 
 
-class _Option(click.Option):
-    """An option whose error says where a bad value came from and what would be valid."""
+class _Flag(click.Option):
+    """A flag whose error says where a bad value came from and what would be valid."""
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
         value = super().resolve_envvar_value(ctx)
@@ -304,8 +304,8 @@ def _take_file(ctx: click.Context, _option: click.Parameter, path: str | None) -
     except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, nested too deep
         raise StartError(f"the configuration file {path} is not valid TOML: {error}") from error
     for key in content:
-        if key not in OPTIONS:
-            near = _suggest(key.replace("-", "_").lower(), OPTIONS)
+        if key not in FLAGS:
+            near = _suggest(key.replace("-", "_").lower(), FLAGS)
             advice = migration.advice("flags", flag_name(key)) or near
             raise StartError(f"unknown key {key!r:.80} in {path}: {advice}")
     ctx.default_map, ctx.meta[CONFIG_VARIABLE] = content, path

@@ -12,8 +12,8 @@ from click.core import ParameterSource
 
 from lmcache_client.contract.version import VERSION
 from lmcache_server import config as configuration
-from lmcache_server.commands import contents, ends, options
-from lmcache_server.config import OPTIONS
+from lmcache_server.commands import contents, ends, flags
+from lmcache_server.config import FLAGS
 from lmcache_server.errors import CommandError, StartError
 from lmcache_server.host.logs import printable
 from lmcache_server.options import parts
@@ -35,7 +35,7 @@ def cli(context: click.Context) -> None:
 
 
 @cli.command()
-@configuration.options(*OPTIONS)
+@configuration.flags(*FLAGS)
 def server(**values: Any) -> int:
     """Run the server until SIGTERM, SIGINT or SIGHUP.
 
@@ -49,7 +49,7 @@ def server(**values: Any) -> int:
 
 
 @cli.command()
-@options.control_options
+@flags.control_flags
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.option(
     "--explain",
@@ -75,7 +75,7 @@ def status(host: str, port: int, timeout_s: float, as_json: bool, explain: bool,
 
 
 @cli.command()
-@options.asking(default_s=15.0)  # the server waits 10 s for its tiers
+@flags.asking(default_s=15.0)  # the server waits 10 s for its tiers
 @click.option("--model", default="", help="Only the chunks of this model, as `lmcache status` names it.")
 @click.option("--namespace", default="", help="Only the namespaces that begin with these digits.")
 @click.option(
@@ -112,7 +112,7 @@ def clear(
 
 
 @cli.command()
-@options.control_options
+@flags.control_flags
 def ping(host: str, port: int, timeout_s: float) -> None:
     """Ask whether a server answers, and how fast.
 
@@ -126,7 +126,7 @@ def ping(host: str, port: int, timeout_s: float) -> None:
 
 
 @cli.command()
-@configuration.options("host", "port", "l1_size_gb", "l1_path", "l1_hugetlb", *OF_DOCTOR, **options.ADDRESS)
+@configuration.flags("host", "port", "l1_size_gb", "l1_path", "l1_hugetlb", *OF_DOCTOR, **flags.ADDRESS)
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as a JSON array.")
 @click.option("--gpu", "try_gpus", is_flag=True, help="Also try each GPU: map, pin, copy and compare 64 MiB.")
 @click.pass_context
@@ -155,11 +155,11 @@ def doctor(context: click.Context, /, as_json: bool, try_gpus: bool, **options: 
 
 
 @cli.command()
-@options.control_options
-@options.count("--workers", 1, "Number of engines that store and load.")
-@options.count("--clients", 1, "Number of engines that only look up.")
-@options.count("--page-kb", 64, "KiB per page.", 1 << 16)
-@options.count("--layers", 16, "Layers (pages per block).")
+@flags.control_flags
+@flags.count("--workers", 1, "Number of engines that store and load.")
+@flags.count("--clients", 1, "Number of engines that only look up.")
+@flags.count("--page-kb", 64, "KiB per page.", 1 << 16)
+@flags.count("--layers", 16, "Layers (pages per block).")
 @click.option(
     "--groups",
     type=click.Choice(["full", "hybrid"]),
@@ -167,7 +167,7 @@ def doctor(context: click.Context, /, as_json: bool, try_gpus: bool, **options: 
     show_default=True,
     help="Only full attention, or also a sliding-window and a recurrent group.",
 )
-@options.count("--chunks", 4, "Chunks per request.")
+@flags.count("--chunks", 4, "Chunks per request.")
 @click.option(
     "--requests",
     type=click.IntRange(1),
@@ -212,7 +212,7 @@ def bench(host: str, port: int, timeout_s: float, as_json: bool, **settings: Any
 
 @cli.command()
 @click.argument("url")
-@options.vllm_options
+@flags.vllm_flags
 @click.option(
     "--prompts",
     "prompts_file",

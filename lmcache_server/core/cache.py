@@ -133,8 +133,13 @@ class Cache(Chunks):
 
     def drop_owner(self, owner: int) -> int:
         """Ends the leases of an owner; returns how many. Its reservations last as long as their copies."""
-        self.followers.end(owner)
+        self.leave(owner)
         return self._end(self._leases.of_owner(owner))
+
+    def leave(self, owner: int) -> None:
+        """An owner has ended, or has another namespace from now on."""
+        for told in self.on_left:
+            told(owner)
 
     def touch(self, namespace: bytes, keys: Sequence[bytes]) -> None:
         """Makes a chain of chunks recently used, the head most recently, by a prompt that may come back.

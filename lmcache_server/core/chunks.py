@@ -2,10 +2,9 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 
 from lmcache_client.contract.keys import ROOT_KEY
-from lmcache_server.core.followers import Followers
 from lmcache_server.core.index import Chunk, Index
 from lmcache_server.core.limits import Limits
 from lmcache_server.core.lru import EvictionOrder
@@ -46,7 +45,10 @@ class Chunks:
         self.used_frames = 0
         """The frames of ready objects."""
         self.evicted = Evicted()
-        self.followers = Followers()
+        self.on_gone: list[Callable[[bytes, bytes], object]] = []
+        """Called with the namespace and the key of a chunk that lookups do not find any more."""
+        self.on_left: list[Callable[[int], object]] = []
+        """Called with an owner that leaves its namespace."""
         self._now_s = 0.0
         self._pool = FramePool(total_frames)
         self._index = Index()
@@ -105,7 +107,7 @@ class Chunks:
         if chunk not in self._index:
             return
         self._index.remove(chunk)
-        self.followers.gone(chunk.namespace, chunk.key)
+        self._tell(chunk)
         if self.named_pins.forget(chunk):
             self._unpin(chunk)
         elif not chunk.pins:
@@ -212,12 +214,16 @@ class Chunks:
             self._order.remove((chunk,))
             self._index.remove(chunk)
             self.evicted.add(chunk.namespace, chunk.key)
-            self.followers.gone(chunk.namespace, chunk.key)
+            self._tell(chunk)
             self.evicted_chunks += 1
             self.quota_evicted_chunks += by_quota
             self.evicted_bytes += self._free_objects(chunk)
             if not (chunk.once or by_quota) and len(self.evicted_ages_s) < MAX_EVICTED_AGES:
                 self.evicted_ages_s.append(self._now_s - chunk.last_used_s)
+
+    def _tell(self, chunk: Chunk) -> None:
+        for told in self.on_gone:
+            told(chunk.namespace, chunk.key)
 
     def _free_objects(self, chunk: Chunk) -> int:
         """Frees the frames of all ready objects, unless a tier still reads them; returns their payload in

@@ -3,18 +3,18 @@
 The base reads the table and imports no option. The folder of an option may have these modules:
 
 * server: `Server`, which meets the base at the seams of service/option.py.
-* flags: `FLAGS`, further options of `lmcache server`; `OF_DOCTOR`, those of them that `lmcache doctor` has;
+* flags: `FLAGS`, further flags of `lmcache server`; `OF_DOCTOR`, those of them that `lmcache doctor` has;
   `VARIABLES`, which it reads itself; `check` and `shares_l1`, which are given the values of all flags.
 * command: `COMMAND`, one more command of `lmcache`.
 * text: `REPORT`, the types of its fields in /status, and `lines`, what `lmcache status` says of them.
 * doctor: `checks`, made from the values of the flags, and from those of the running server.
 """
 
-import importlib
 import importlib.util
 from typing import Any
 
 NAMES: tuple[str, ...] = (
+    "events",
     "planner",
     "tiers",
 )  # fmt: skip

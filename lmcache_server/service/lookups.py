@@ -1,4 +1,4 @@
-"""Lookup, inspect, follow and release: the cache alone answers them."""
+"""Lookup, inspect and release: the cache alone answers them."""
 
 import functools
 import logging
@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from lmcache_client.contract import messages
-from lmcache_client.contract.control import Follow, Followed, Inspect, Inspected
+from lmcache_client.contract.control import Inspect, Inspected
 from lmcache_client.contract.messages import Accept, Done, Found, Lookup, Message, Release
 from lmcache_server.core.cache import Cache, Hit, Layout
 from lmcache_server.core.misses import missed_tokens
@@ -26,7 +26,7 @@ MAX_EARLY = 1024
 
 
 class Lookups:
-    """Handles Lookup, Accept, Inspect, Follow and Release. A lease lasts `lease_s` seconds."""
+    """Handles Lookup, Accept, Inspect and Release. A lease lasts `lease_s` seconds."""
 
     def __init__(
         self,
@@ -167,13 +167,6 @@ class Lookups:
         _, hit = self._cache.find(layout, keys, 0, limit)
         missed = self._missed(layout, keys, hit, 0, limit)
         return Inspected(hit.resume_tokens, hit.held, tuple(missed.items()))
-
-    def follow(self, session: Session, message: Follow) -> Message:
-        """Changes nothing but this session's list of forgotten chunks."""
-        layout = self._registry.joined_layout(session)
-        gone, missed = self._cache.followers.take(layout.namespace, session.session_id)
-        _, hit = self._cache.find(layout, message.keys, 0, len(message.keys) * layout.chunk_size)
-        return Followed(hit.resume_tokens, gone, missed)
 
     def release(self, session: Session, message: Release) -> Message:
         self._early.pop((session.session_id, message.request_id), None)

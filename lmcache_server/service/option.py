@@ -1,18 +1,22 @@
 """Where an option of the server meets the base."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from lmcache_client.contract.messages import Lookup, Release
+from lmcache_client.contract.messages import Lookup, Message, Release
 from lmcache_server.config import Config
 from lmcache_server.core.cache import Cache, Layout, Reservation
 from lmcache_server.core.index import Chunk
 from lmcache_server.l1.memory import L1Memory
 from lmcache_server.service.registry import Registry
-from lmcache_server.service.sessions import Shard
+from lmcache_server.service.sessions import Session, Shard
 from lmcache_server.service.system import System
 from lmcache_server.telemetry.failures import Failures
 from lmcache_server.telemetry.metrics import Metric, Metrics
+
+Reply = Message | Coroutine[Any, Any, Message]
+Handler = Callable[[Session, Any, int], Reply]
+"""Called with the session, the message and the bytes of its frame. One that must wait is a coroutine."""
 
 
 class Base(NamedTuple):
@@ -49,6 +53,10 @@ class Option:
 
     def report(self, now_s: float) -> dict[str, Any]:
         """Further fields of /status, as JSON values."""
+        return {}
+
+    def handlers(self) -> Mapping[type, Handler]:
+        """By type, what answers messages of its own."""
         return {}
 
     # -- lookups ----------------------------------------------------------------------------------

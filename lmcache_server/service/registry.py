@@ -331,7 +331,7 @@ class Registry:
         if any(other.joined == message.engine_id for other in others):
             raise _taken(message.engine_id)
         session.joined, session.joined_namespace = message.engine_id, layout.namespace
-        self._cache.followers.end(session.session_id)
+        self._cache.leave(session.session_id)
         return messages.Joined(True, layout.chunk_size, self.may_wait_longer)
 
     def not_cached(self, session: Session, message: messages.NotCached) -> Message:

@@ -18,7 +18,7 @@ from lmcache_client.contract.messages import Message, Refused
 from lmcache_server.core.cache import Cache
 from lmcache_server.service.copies import Copies
 from lmcache_server.service.lookups import Lookups
-from lmcache_server.service.option import Options
+from lmcache_server.service.option import Handler, Options, Reply
 from lmcache_server.service.pinning import Pinning
 from lmcache_server.service.registry import Registry
 from lmcache_server.service.requests import Refusal, log_request
@@ -36,7 +36,6 @@ MAX_WARNED = 64
 """At most so many refused registrations are logged as warnings in WARN_AGAIN_S."""
 
 Send = Callable[[bytes, bytes], None]
-Reply = Message | Coroutine[Any, Any, Message]
 
 
 class Request(NamedTuple):
@@ -84,7 +83,7 @@ class Router:
             messages.Ping: self._ping,
             messages.Status: lambda _identity, message: self._report(message),
         }
-        self._for_sessions: dict[type[Any], Callable[[Session, Any, int], Reply]] = {
+        self._for_sessions: dict[type[Any], Handler] = {
             messages.Register: lambda session, message, _bytes: registry.register(session, message),
             messages.Prove: lambda session, _message, _bytes: registry.prove(session),
             messages.Join: lambda session, message, _bytes: registry.join(session, message),
@@ -97,10 +96,11 @@ class Router:
             messages.Lookup: lookups.lookup,
             messages.Accept: lambda session, message, _bytes: lookups.accept(session, message),
             messages.Release: lambda session, message, _bytes: lookups.release(session, message),
-            Follow: lambda session, message, _bytes: lookups.follow(session, message),
             messages.Store: copies.store,
             messages.Load: copies.load,
         }
+        for option in options:
+            self._for_sessions |= option.handlers()
 
     def receive(self, identity: bytes, frame: bytes) -> None:
         """Handles one request from the client that ROUTER calls `identity`."""

@@ -8,7 +8,7 @@ from lmcache_server import config
 from lmcache_server.commands.cli import cli
 from lmcache_server.options.tiers import urls
 
-NO_OPTIONS = {"LMCACHE_RUNTIME_DIR", config.CONFIG_VARIABLE, urls.USERNAME_VARIABLE, urls.PASSWORD_VARIABLE}
+NO_FLAGS = {"LMCACHE_RUNTIME_DIR", config.CONFIG_VARIABLE, urls.USERNAME_VARIABLE, urls.PASSWORD_VARIABLE}
 """Variables of ours that are no option of the server."""
 
 
@@ -17,10 +17,10 @@ def assert_server_options_exist(arguments: Iterable[str], environment: Mapping[s
     known = {flag for each in cli.commands["server"].params for flag in (*each.opts, *each.secondary_opts)}
     assert {each.partition("=")[0] for each in arguments if each.startswith("-")} <= known
     variables = {name for name in environment if name.startswith(config.ENVIRONMENT_PREFIX)}
-    assert variables - NO_OPTIONS <= {config.variable_name(name) for name in config.OPTIONS}
+    assert variables - NO_FLAGS <= {config.variable_name(name) for name in config.FLAGS}
 
 
-def vllm_options(arguments: Iterable[str]) -> tuple[dict[str, str], settings.Settings, str]:
+def vllm_flags(arguments: Iterable[str]) -> tuple[dict[str, str], settings.Settings, str]:
     """The options of an engine that uses our connector, what the connector makes of its part, and where the
     engine publishes KV events, if it does."""
     from vllm.config import KVTransferConfig

@@ -19,7 +19,7 @@ from harness.stores import Store, mooncake_places
 
 from deploy import charts
 from deploy.charts import Manifest, containers, render
-from deploy.flags import assert_server_options_exist, vllm_options
+from deploy.flags import assert_server_options_exist, vllm_flags
 from deploy.programs import run
 from lmcache_client.contract.version import VERSION
 from lmcache_server.options.tiers import urls
@@ -167,7 +167,7 @@ def test_vllm_and_the_router_take_their_options_and_mean_the_same(where: str) ->
     assert len(names) == HOSTS
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments[1:])
     assert parsed.enable_scale_out
-    given, _, endpoint = vllm_options(arguments)
+    given, _, endpoint = vllm_flags(arguments)
     script = (
         "import dataclasses, json, sys; from vllm_router.launch_router import parse_router_args;"
         "print(json.dumps(dataclasses.asdict(parse_router_args(sys.argv[1:])), default=str))"

@@ -5,7 +5,7 @@ from harness.paths import ROOT
 
 from deploy import charts
 from deploy.charts import Manifest, containers, render
-from deploy.flags import vllm_options
+from deploy.flags import vllm_flags
 
 RECIPES = ROOT / "deploy" / "recipes"
 ENGINES = ("llm-d-engine", "dynamo", "production-stack")
@@ -58,7 +58,7 @@ def test_the_pods_of_engines_are_valid_and_have_what_the_patch_of_the_chart_give
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_vllm_takes_the_options(name: str) -> None:
-    _, parsed, endpoint = vllm_options(engine(name)["containers"][0]["args"])
+    _, parsed, endpoint = vllm_flags(engine(name)["containers"][0]["args"])
     (server,) = [each for each in containers(render(load("servers"))) if each["name"] == "lmcache"]
     assert f"--port={parsed.port}" in server["args"]
     # The router of production-stack does not listen to KV events.

@@ -18,7 +18,7 @@ from harness.waiting import PATIENCE_S
 from lmcache_server import app
 from lmcache_server.commands import ends
 from lmcache_server.commands.status import explanation, summary
-from lmcache_server.config import OPTIONS, Config, flag_name, variable_name
+from lmcache_server.config import FLAGS, Config, flag_name, variable_name
 from lmcache_server.errors import StartError
 
 SERVER = ["server", "--l1-size-gb", "0.016"]
@@ -61,7 +61,7 @@ def test_the_help_names_every_option_with_its_default_and_its_variable(capsys):
     assert code == 0
     shown = {"host": "(a Unix socket)", "chunk_size": "(auto)", "l1_path": "(none)", "tier": "(none)"}
     assert "--config" in text
-    for name, field in OPTIONS.items():
+    for name, field in FLAGS.items():
         default = f"no-{flag_name(name)[2:]}" if field.default is False else shown.get(name, field.default)
         assert flag_name(name) in text
         # Long words are broken at their hyphens.

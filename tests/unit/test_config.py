@@ -6,7 +6,7 @@ import pytest
 from harness.options import load
 
 from lmcache_server.commands.cli import cli
-from lmcache_server.config import OPTIONS, Config, checked, describe, flag_name, variable_name
+from lmcache_server.config import FLAGS, Config, checked, describe, flag_name, variable_name
 from lmcache_server.errors import StartError
 from lmcache_server.host.units import GB_BYTES
 
@@ -54,7 +54,7 @@ def test_every_option_can_be_set_in_each_way(tmp_path):
     }  # fmt: skip
     assert [*values, "of_options"] == [field.name for field in dataclasses.fields(Config)]
     # Those that are no text are set in the tests of their own part.
-    others = {name: OPTIONS[name].default for name in OPTIONS if name not in values}
+    others = {name: FLAGS[name].default for name in FLAGS if name not in values}
     values |= {name: f"/tmp/{name}" for name, default in others.items() if default == ""}
     expected = checked(others | values | {"eviction_policy": "LRU", "log_level": "debug"})
     texts = {name: str(value) for name, value in values.items()}
@@ -214,4 +214,4 @@ def test_the_defaults_and_one_line_with_every_option():
         "configuration: host='a Unix socket' port=7 allow_remote=no http_host=127.0.0.1 http_port=8080 "
         "chunk_size=544 l1_size_gb=4 eviction_policy=LRU l1_hugetlb=yes l1_path=none checksums=no "
         "max_age=none quota_gb=none gpu_kernel=no lease_s=120 log_level=info log_format=text"
-    ) + "".join(f" {name}=none" for name in list(OPTIONS)[len(dataclasses.fields(Config)) - 1 :])
+    ) + "".join(f" {name}=none" for name in list(FLAGS)[len(dataclasses.fields(Config)) - 1 :])

@@ -11,14 +11,14 @@ from lmcache_client.connector.settings import PREFIX, WITHOUT_EFFECT, Settings, 
 from lmcache_client.contract.migration import MISSING, NO_EFFECT, NOT_NEEDED, SAME, advice, table
 from lmcache_server import config
 from lmcache_server.commands.cli import cli
-from lmcache_server.config import NO_OPTIONS, OPTIONS, flag_name, unknown_variables, variable_name
+from lmcache_server.config import FLAGS, NO_FLAGS, flag_name, unknown_variables, variable_name
 
 LMCACHE = json.loads(Path(__file__).with_name("lmcache-0.5.6.json").read_text())
 KINDS = {"Flags of the server": "flags", "Keys": "keys", "Environment": "variables", "Commands": "commands"}
 OURS = {
-    "flags": [*map(flag_name, OPTIONS)],
+    "flags": [*map(flag_name, FLAGS)],
     "keys": [PREFIX + name for name in Settings.__struct_fields__],
-    "variables": [*map(variable_name, OPTIONS), config.CONFIG_VARIABLE],
+    "variables": [*map(variable_name, FLAGS), config.CONFIG_VARIABLE],
     "commands": ["vllm bench serve", *(f"lmcache {name}" for name in cli.commands)],
 }
 
@@ -123,7 +123,7 @@ def test_variables_that_set_nothing_are_found() -> None:
         "LMCACHE_SERVICE_PORT_HTTP": "8080",
         "LMCACHE_LMCACHE_MP_PORT": "tcp://10.0.0.1:8080",
     }
-    known = dict.fromkeys([*OURS["variables"], *NO_OPTIONS], "1")
+    known = dict.fromkeys([*OURS["variables"], *NO_FLAGS], "1")
     assert unknown_variables({**kubernetes, **known, "PATH": "/bin"}) == []
     assert unknown_variables({"LMCACHE_L1_SIZE_G": "1", "LMCACHE_LOCAL_CPU": "True"}) == [
         "the environment variable LMCACHE_L1_SIZE_G sets nothing: did you mean LMCACHE_L1_SIZE_GB?",

@@ -1,4 +1,4 @@
-"""What the planner adds to the options of `lmcache server`."""
+"""What the planner adds to the flags of `lmcache server`."""
 
 FLAGS = {
     "record": {

@@ -1,4 +1,4 @@
-"""What the tiers add to the options of `lmcache server`."""
+"""What the tiers add to the flags of `lmcache server`."""
 
 from collections.abc import Mapping
 from typing import Any

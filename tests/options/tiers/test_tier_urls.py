@@ -6,7 +6,7 @@ import sys
 import pytest
 from tier_rig import option
 
-from lmcache_server.config import NO_OPTIONS
+from lmcache_server.config import NO_FLAGS
 from lmcache_server.errors import StartError
 from lmcache_server.options.tiers import urls
 from lmcache_server.options.tiers.urls import TierOptions, open_tier, parse
@@ -101,7 +101,7 @@ def test_a_password_is_refused_and_not_repeated(url, variables):
     text = sentence(url)
     assert variables in text
     assert "hunter2" not in text
-    assert {urls.USERNAME_VARIABLE, urls.PASSWORD_VARIABLE} <= set(NO_OPTIONS), "they are known"
+    assert {urls.USERNAME_VARIABLE, urls.PASSWORD_VARIABLE} <= set(NO_FLAGS), "they are known"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import click
 from harness.options import load
 
 from fuzz.choices import Choices, Target
-from lmcache_server.config import OPTIONS, Config, describe, values, variable_name
+from lmcache_server.config import FLAGS, Config, describe, values, variable_name
 from lmcache_server.errors import StartError
 
 MAX_SENTENCE = 1000
@@ -29,7 +29,7 @@ class OptionsTarget(Target):
         super().__init__()
         self._directory = tempfile.TemporaryDirectory(prefix="lmcache-fuzz-")
         self._path = Path(self._directory.name, "lmcache.toml")
-        lines = [_line(name, option) for name, option in OPTIONS.items() if name != "host"]
+        lines = [_line(name, option) for name, option in FLAGS.items() if name != "host"]
         odd = b'port = 1_0\nlease_s = 1e3\nl1_size_gb = inf\nhttp_host = """\\u0031"""\n[a.b]\nc = [{d = 1}]'
         variables = b"\0" + bytes([1, 4]) + b"5555" + bytes([4, 4]) + b"auto" + bytes([12, 4]) + b"json"
         bell = b'http_host = "1\\u0007"'
@@ -44,7 +44,7 @@ class OptionsTarget(Target):
         self._path.write_bytes(toml)
         environment, choices = {}, Choices(rest)
         while choices.left:
-            name = variable_name(tuple(OPTIONS)[choices.below(len(OPTIONS))])
+            name = variable_name(tuple(FLAGS)[choices.below(len(FLAGS))])
             text = choices.take(choices.below(40)).replace(b"\0", b"")
             environment[name] = text.decode(errors="surrogateescape")
         try:
@@ -61,7 +61,7 @@ class OptionsTarget(Target):
 
     def _check(self, config: Config) -> None:
         for name, value in values(config).items():
-            option, kind = OPTIONS[name], OPTIONS[name].metadata["type"]
+            option, kind = FLAGS[name], FLAGS[name].metadata["type"]
             assert type(value) in (type(option.default), *((int,) if name == "chunk_size" else ())), name
             if isinstance(kind, click.IntRange | click.FloatRange):
                 assert kind.min <= value <= kind.max, (name, value)

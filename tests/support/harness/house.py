@@ -54,10 +54,10 @@ FACES = (
 )
 TOOLS = (COMMANDS, "lmcache_server/__main__.py")
 BUDGETS = {
-    "path": Budget(12920, "what a byte or a decision goes through"),
+    "path": Budget(12900, "what a byte or a decision goes through"),
     "faces": Budget(1708, "what configures and watches it"),
     "tools": Budget(2978, "the command lmcache"),
-    "options": Budget(4194, "what can be taken away"),
+    "options": Budget(4255, "what can be taken away"),
 }
 
 

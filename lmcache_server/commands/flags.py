@@ -1,4 +1,4 @@
-"""The options that several commands share."""
+"""The flags that several commands share."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ ADDRESS = {
 
 
 def asking(*more: str, default_s: float = CONTROL_TIMEOUT_S, **helps: str) -> Callable[[Command], Command]:
-    """The options of a command that asks a server and by default waits `default_s` seconds, and these `more`,
+    """The flags of a command that asks a server and by default waits `default_s` seconds, and these `more`,
     with their `helps`."""
 
     def decorate(command: Command) -> Command:
@@ -30,19 +30,19 @@ def asking(*more: str, default_s: float = CONTROL_TIMEOUT_S, **helps: str) -> Ca
             metavar="SECONDS",
             help="Seconds to wait for an answer.",
         )
-        return configuration.options("host", "port", *more, **ADDRESS, **helps)(timeout(command))
+        return configuration.flags("host", "port", *more, **ADDRESS, **helps)(timeout(command))
 
     return decorate
 
 
-control_options = asking()
+control_flags = asking()
 
 
 def count(flag: str, default: int, meaning: str, most: int | None = 1024) -> Callable[[Command], Command]:
     return click.option(flag, type=click.IntRange(1, most), default=default, show_default=True, help=meaning)
 
 
-def vllm_options(command: Command) -> Command:
+def vllm_flags(command: Command) -> Command:
     """The options of a command that talks to vLLM."""
     for option in (
         click.option(
@@ -62,6 +62,4 @@ def vllm_options(command: Command) -> Command:
 def sending(command: Command) -> Command:
     """The arguments and options of a command that sends the prompts of a file through vLLM."""
     file = click.argument("prompts_file", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path))
-    return click.argument("url")(
-        file(vllm_options(configuration.options("host", "port", **ADDRESS)(command)))
-    )
+    return click.argument("url")(file(vllm_flags(configuration.flags("host", "port", **ADDRESS)(command))))

@@ -28,7 +28,7 @@ from lmcache_client.contract.geometry import FULL
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.messages import Clear, Found, Lookup, Message, Release, Store
 from lmcache_client.engine import Scheduler, chunk_object
-from lmcache_server.core import followers
+from lmcache_server.options.events import followers
 from lmcache_server.transfer.base import CopyError
 
 BLOCK = 16

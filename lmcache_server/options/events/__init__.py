@@ -1,0 +1,1 @@
+"""Tells engines which chunks they can no longer find, so that they can tell routers: see docs/routing.md."""
