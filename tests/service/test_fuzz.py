@@ -20,11 +20,17 @@ from lmcache_client.contract import codec
 from lmcache_server import config
 from lmcache_server.admin import http
 from lmcache_server.core import snapshot
+from lmcache_server.options import NAMES
 from lmcache_server.service import router
 
+OF_OPTIONS = "Followed" if "events" in NAMES else ""
 PORTIONS: dict[str, tuple[int, int, str]] = {
     "decoder": (30_000, 6, "request reply unreadable"),
-    "router": (2000, 30, "Stored Done Found Registered Joined Pinned Unpinned Inspected Followed expired"),
+    "router": (
+        2000,
+        30,
+        f"Stored Done Found Registered Joined Pinned Unpinned Inspected expired {OF_OPTIONS}",
+    ),
     "pages": (1500, 20, "200 400 403 404 405 431"),
     "files": (400, 20, "restored empty refused"),
     "options": (500, 6, "taken refused"),
