@@ -193,7 +193,7 @@ def test_hosts_of_compose_share_nothing_but_the_store(store: str) -> None:
         assert [each["source"] for each in server["volumes"]] == [f"socket-{number}"]
         assert [each["source"] for each in engine["volumes"]] == [f"socket-{number}", "models"]
         assert_server_options_exist((), server["environment"])
-        (url,) = load(environment=server["environment"]).tier
+        (url,) = load(environment=server["environment"]).of_options["tier"]
         assert urls.parse(url).place == f"{store}:{'6379' if store == 'valkey' else '50051'}"
         assert server["image"] == f"lmcache-mp:{VERSION}-{store}"
         assert server["build"]["args"] == {"EXTRA": store}
