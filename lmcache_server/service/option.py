@@ -34,8 +34,8 @@ class Base(NamedTuple):
 class Option:
     """A part that can be taken away: see lmcache_server/options.
 
-    The base calls these methods, which do nothing unless an option replaces them. All but `open`, `fetch`,
-    `clear`, `flush` and `close` must return at once.
+    The base calls these methods, which do nothing unless an option replaces them. All that are no coroutines
+    must return at once.
     """
 
     METRICS: ClassVar[tuple[Metric, ...]] = ()

@@ -1,15 +1,5 @@
 """What the tests of this folder share."""
 
-from collections.abc import Iterator
+from desk import desk
 
-import pytest
-from desk import Desk
-from fuzz.targets import owner
-
-
-@pytest.fixture
-def desk() -> Iterator[Desk]:
-    with owner() as (pid, address):
-        one = Desk(pid, address)
-        yield one
-        one.target.close()
+__all__ = ["desk"]

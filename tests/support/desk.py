@@ -1,9 +1,11 @@
 """The real router in this process, with copies that end when the test says so."""
 
 import asyncio
+from collections.abc import Iterator
 
+import pytest
 from fuzz.messages import CHUNK_SIZE, geometry
-from fuzz.targets import RouterTarget
+from fuzz.targets import RouterTarget, owner
 from msgspec.structs import replace
 
 from lmcache_client.contract import messages
@@ -203,3 +205,11 @@ def identity(who: int) -> bytes:
 async def _turns() -> None:
     for _ in range(SETTLED_TURNS):
         await asyncio.sleep(0)
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    with owner() as (pid, address):
+        one = Desk(pid, address)
+        yield one
+        one.target.close()

@@ -12,6 +12,7 @@ from lmcache_client.contract.messages import Lookup
 from lmcache_server.core.cache import Layout, Reservation
 from lmcache_server.core.index import Chunk
 from lmcache_server.errors import StartError
+from lmcache_server.l1.memory import L1Memory
 from lmcache_server.options.tiers import urls
 from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.fetches import Fetches
@@ -68,9 +69,8 @@ class Server(Option):
         self.spills = Spills(
             tiers, cache, system, lambda each: bool(registry.known.get(each, {}).get("ephemeral"))
         )
-        checksums, is_known = base.config.checksums, registry.known.__contains__
-        made_room = self.spills.made_room
-        self.fetches = Fetches(tiers, cache, l1, metrics, system, checksums, is_known, made_room)
+        settings = base.config.checksums, registry.known.__contains__, self.spills.made_room
+        self.fetches = Fetches(tiers, cache, l1, metrics, system, *settings)
         for tier in self.tiers:
             is_open = functools.partial(getattr, tier.breaker, "is_open")
             metrics.gauge("lmcache_tier_failing", is_open, tier=tier.label)
@@ -150,7 +150,7 @@ class Server(Option):
         }
 
 
-def _state(number: int, url: urls.TierUrl, l1: Any) -> TierState:
+def _state(number: int, url: urls.TierUrl, l1: L1Memory) -> TierState:
     """A tier that is not open yet. Raises StartError if a package is missing, or if a key cannot be read."""
     urls.check_installed(url)
     area = l1.area if url.shares_l1 else None
