@@ -30,7 +30,7 @@ CHUNK = 16
 CHUNKS = 4
 TOKENS = CHUNKS * CHUNK + 1
 """Of a prompt. All but the last one can be loaded."""
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 class Engine:
@@ -51,7 +51,7 @@ class Engine:
         self.pool = BlockPool(64, enable_caching=False, hash_block_size=CHUNK)
         self.side.bind(self.pool)
         self.side.start()
-        assert self.side.channel.ready
+        wait_until(lambda: self.side.channel.ready, what="the scheduler has joined")
         self.now_s = 1000.0
         """Of a clock that only the tests set forward."""
         self.side._now_s = self.side._handover._now_s = lambda: self.now_s

@@ -64,7 +64,7 @@ def test_a_worker_without_a_server_has_taken_its_memory_back(monkeypatch: pytest
         export, nothing = raw.export, bytes(NONCE_BYTES)
         worker = WorkerSide(Settings(port=server.port), "engine", 0, raw.model, raw.geometry, export)
         worker.start()
-        assert worker.channel.ready
+        wait_until(lambda: worker.channel.ready, what="the worker has joined")
         assert export._proof._bytes.raw != nothing
         stop(server.pid)
         with worker.channel._lock:

@@ -82,7 +82,7 @@ def evicted_prompts(
             return any(router.credits()[before:])
 
         for _ in range(2):
-            wait_until(knows_the_last, 60.0, "the router hears the engine")
+            wait_until(knows_the_last, what="the router hears the engine")
 
     for url in direct:
         heard(url)

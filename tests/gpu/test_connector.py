@@ -20,7 +20,7 @@ from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_client.contract.messages import Load, Store, StoreObject
 
 CHUNK_SIZE, PAGE_BYTES, BLOCKS = 16, 64 << 10, 64
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 SCRATCH, SOURCE, LOADED = 1, 2, 3
 
 
@@ -39,7 +39,7 @@ class Steps:
             engine.export,
         )
         side.start()
-        assert side.channel.ready
+        wait_until(lambda: side.channel.ready, TIMEOUT_S, "the worker has joined")
         self.connector = object.__new__(LMCacheMPConnector)
         self.connector._worker, self.connector._scheduler, self.connector._idle = side, None, False
         self.connector._exported = lambda: (side.client.geometry, engine.exported())
@@ -151,7 +151,7 @@ def test_an_engine_that_sleeps_gives_its_memory_back_and_is_served_when_it_wakes
     memory.wake()
     for _ in range(2):
         steps.connector.restore_kv_caches()
-    assert steps.connector._worker.channel.ready
+    wait_until(lambda: steps.connector._worker.channel.ready, TIMEOUT_S, "the worker has joined again")
     wait_until(lambda: steps.engine.scheduler.ready, TIMEOUT_S, "the scheduler has joined again")
     steps.load(2, first, LOADED)
     assert steps.read(LOADED) == {77}, "loaded into the memory that it has now"

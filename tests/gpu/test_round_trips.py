@@ -89,7 +89,7 @@ def test_the_server_pins_what_it_copies_and_the_rest_behind_it(start_server, sta
     for seed in range(40):
         keys, pages = stored_prompt(engine, 2, list(range(1, 13)), 10_000 * (seed + 1))
         assert restored(engine, keys, pages, tables(engine, 2, list(range(13, 24)))) == 4
-    server.wait_until(lambda l1: l1["pinned_bytes"] == l1["total_bytes"], 60)
+    server.wait_until(lambda l1: l1["pinned_bytes"] == l1["total_bytes"])
     assert server.metrics()["lmcache_l1_pinned_bytes"] == server.status()["l1"]["total_bytes"]
 
 

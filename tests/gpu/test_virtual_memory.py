@@ -66,7 +66,7 @@ def test_pages_come_back_and_everything_is_given_back(start_server, make_engine,
 
 def test_a_worker_that_is_killed_is_unmapped(server_of_workers, stack, counters, device_bytes):
     server = server_of_workers
-    server.wait_until(lambda l1: l1["pinned_bytes"] == l1["total_bytes"], 60)
+    server.wait_until(lambda l1: l1["pinned_bytes"] == l1["total_bytes"])
     free_bytes = device_bytes()
     command = [
         sys.executable,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from desk import Desk
 from harness.hostile import BENT, BOOT_ID, HostileServer, says
-from harness.waiting import wait_until
+from harness.waiting import PATIENCE_S, wait_until
 
 from lmcache_client.channel import Channel, ChannelError, Pending, RefusedError, unsent
 from lmcache_client.contract import messages
@@ -61,7 +61,7 @@ def channel_to(server: HostileServer, ready: bool = True, said: list[str] | None
     texts = [] if said is None else said
     channel = Channel(server.address, lambda _channel: None, lambda _level, text: texts.append(text))
     try:
-        channel.start(5.0, 5.0)
+        channel.start(PATIENCE_S, PATIENCE_S)
         assert channel.ready is ready
         yield channel
     finally:

@@ -39,7 +39,7 @@ class Router:
 
     def frame(self) -> tuple[bytes, bool]:
         """The client of the next frame, and whether the frame counts."""
-        assert self.socket.poll(5000)
+        assert self.socket.poll(120_000)
         identity, frame = self.socket.recv_multipart(copy=False)
         return identity.bytes, self.connections.belongs(frame, identity.bytes)
 

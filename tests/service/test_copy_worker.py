@@ -12,7 +12,7 @@ from lmcache_server.transfer.plan import Pieces
 from lmcache_server.transfer.worker import CopyWorker
 
 SLICE_BYTES = 1 << 20
-TIMEOUT_S = 10.0
+TIMEOUT_S = 120.0
 
 
 def slices_of(name, count):

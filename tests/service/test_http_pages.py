@@ -47,7 +47,7 @@ class Loop:
             result = function(*arguments)
             return await result if asyncio.iscoroutine(result) else result
 
-        return asyncio.run_coroutine_threadsafe(called(), self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(called(), self.loop).result(120)
 
     def end(self):
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -271,7 +271,7 @@ def test_silent_clients_give_way_and_do_not_delay_the_end(monkeypatch):
 
 def test_connections_that_drip_do_not_keep_probes_away(server, monkeypatch):
     """A byte now and then on every connection that may be, and a new one for each that is ended."""
-    monkeypatch.setattr(pages, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(pages, "TIMEOUT_S", 2.0)
     with contextlib.ExitStack() as stack:
         ended = threading.Event()
 

@@ -69,7 +69,7 @@ def test_populating_leaves_what_was_written(open_l1, monkeypatch, advice):
         ctypes.memset(memory.base_address + offset, 1 + offset // FRAME_BYTES % 255, FRAME_BYTES)
     if advice == 9999 and not _may_lock():
         pytest.skip("this process may not lock memory")
-    wait_until(lambda: memory.populated_bytes == memory.num_bytes, 20.0, "all of L1 is populated")
+    wait_until(lambda: memory.populated_bytes == memory.num_bytes, what="all of L1 is populated")
     for offset in range(0, memory.num_bytes, FRAME_BYTES):
         value = 1 + offset // FRAME_BYTES % 255
         assert ctypes.string_at(memory.base_address + offset, FRAME_BYTES) == bytes([value]) * FRAME_BYTES
@@ -96,13 +96,13 @@ def test_closing_goes_on_without_a_thread_that_hangs_and_leaves_it_its_memory(mo
     """As in a call of a GPU's driver that does not return."""
     monkeypatch.setattr(populate, "STOP_S", 0.5)
     memory, reached, go_on = L1Memory(4 * MIB), threading.Event(), threading.Event()
-    memory.fill(pins=pins(pin_unit=lambda _unit: (reached.set(), go_on.wait(60))))
-    assert reached.wait(20)
+    memory.fill(pins=pins(pin_unit=lambda _unit: (reached.set(), go_on.wait(120))))
+    assert reached.wait(120)
     assert not memory.stop()
     memory.close()
     ctypes.memset(memory.base_address, 1, memory.num_bytes)
     go_on.set()
-    wait_until(memory.stop, 20.0, "the thread has ended")
+    wait_until(memory.stop, what="the thread has ended")
     memory.close()
     assert memory._mapping.closed
 

@@ -311,7 +311,7 @@ def filling(file, usable_frames=0):
 
 def wait_for_end(memory):
     for thread in memory._populator._threads:
-        thread.join(20)
+        thread.join(120)
         assert not thread.is_alive()
 
 

@@ -17,7 +17,7 @@ def test_a_directory_that_hangs_does_not_keep_the_command(
     released, room_of = threading.Event(), os.statvfs
     monkeypatch.setattr(doctor, "WAIT_S", 0.2)
     monkeypatch.setattr(doctor, "_tried", lambda name, _url: Check(name, OK, ""))
-    monkeypatch.setattr(os, "statvfs", lambda path: released.wait(10) and room_of(path))
+    monkeypatch.setattr(os, "statvfs", lambda path: released.wait(120) and room_of(path))
     try:
         _, room = doctor.checks({"tier": [f"dir://{tmp_path}?size_gb=1"]}, {})
     finally:

@@ -145,7 +145,7 @@ def test_tiers_are_opened_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     both = threading.Barrier(2)
     monkeypatch.setattr(server, "OPEN_S", 60.0)
     monkeypatch.setattr(urls, "check_installed", lambda _: None)
-    monkeypatch.setattr(urls, "open_tier", lambda *_: both.wait(10))
+    monkeypatch.setattr(urls, "open_tier", lambda *_: both.wait(60))
 
     async def opened() -> list[bool]:
         opening = option("valkey://one", "valkey://two")

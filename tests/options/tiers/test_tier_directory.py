@@ -35,7 +35,7 @@ def open_at(tmp_path: Path) -> Iterator[Open]:
     def open_it(path: Path = tmp_path / "tier", size_bytes: int = 64 * MIB, **more) -> Directory:
         tier = Directory(str(path), size_bytes, **more)
         opened.append(tier)
-        wait_until(lambda: tier._listed, 60)
+        wait_until(lambda: tier._listed)
         return tier
 
     yield open_it

@@ -126,7 +126,7 @@ def test_memory_that_this_server_gives_outlives_the_client_and_comes_back(
             tier.remove([NAME + "0"])
             return False
 
-        wait_until(is_kept, 60)
+        wait_until(is_kept)
         assert tier._process is not None
         assert tier._holder is not None
         os.kill(tier._process.pid, signal.SIGKILL)
@@ -139,7 +139,7 @@ def test_memory_that_this_server_gives_outlives_the_client_and_comes_back(
             tier.present([NAME])
             return tier._holder is not None and tier._holder.pid != old
 
-        wait_until(is_back, 30)
+        wait_until(is_back)
         assert tier.restarts == 2
 
 

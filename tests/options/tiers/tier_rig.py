@@ -59,12 +59,12 @@ class Store(InMemory):
             self.hangs.set()
             self.opened.wait()
             return False
-        assert self.waits != "read" or self.opened.wait(60)
+        assert self.waits != "read" or self.opened.wait(120)
         return super().read(name, pieces)
 
     def write(self, name: str, pieces: Sequence[memoryview]) -> bool:
         self.writing.release()
-        assert self.waits != "write" or self.opened.wait(60)
+        assert self.waits != "write" or self.opened.wait(120)
         return self.has_room and super().write(name, pieces)
 
 

@@ -24,7 +24,7 @@ from harness.waiting import wait_until
 START_TIMEOUT_S = 300.0
 COMMAND_TIMEOUT_S = 540.0
 """Less than a test may take. On a busy machine, an engine is twenty times slower."""
-CLOSE_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 120.0
 MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
     # Some processors multiply matrices of bfloat16 ten times as slowly as those of float32. What is not about
     # a kind of model needs no bfloat16; test_models.py has it for all.

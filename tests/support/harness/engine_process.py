@@ -21,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TextIO
 
-SETTLE_TIMEOUT_S = 20.0
+SETTLE_TIMEOUT_S = 120.0
 IDLE_PAUSE_S = 0.0005
 
 

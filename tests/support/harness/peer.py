@@ -29,7 +29,7 @@ from lmcache_client.contract.messages import (
 from lmcache_client.engine import chunk_object
 from lmcache_client.memory.host import ProofBuffer, allow_tracer
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 120.0
 BLOCKS = 40
 CHUNK_SIZE = 256
 CHUNKS = 2

@@ -19,7 +19,7 @@ from harness.waiting import answers
 
 COMMAND_TIMEOUT_S = 300.0
 START_TIMEOUT_S = 300.0
-STOP_TIMEOUT_S = 15.0
+STOP_TIMEOUT_S = 120.0
 SERVER = re.compile(r"(\S+=\S+ )*lmcache server ")
 VLLM = re.compile(r"(\S+=\S+ )*\S*python -m vllm\.entrypoints\.openai\.api_server ")
 FIGURE = r"[\d.,:]"

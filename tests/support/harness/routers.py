@@ -19,7 +19,7 @@ from harness.paths import ROUTERS
 from harness.processes import ChildProcess, free_port
 from harness.waiting import answers
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
 COLOURS = re.compile(rb"\x1b\[[0-9;]*m")
 
 

@@ -196,7 +196,7 @@ class LMCacheServer:
         def served() -> int:
             return sum(each["chunk_size"] for each in self.status()["namespaces"] if each["engines"])
 
-        return int(wait_until(served, 20))
+        return int(wait_until(served))
 
     def tier(self, number: int = 0) -> Any:
         """What /status says of a tier."""

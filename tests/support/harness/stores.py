@@ -224,7 +224,7 @@ def create_container(store: Store, name: str) -> None:
     )
     with contextlib.suppress(FileExistsError):
         try:
-            urllib.request.urlopen(request, timeout=10).close()
+            urllib.request.urlopen(request, timeout=60).close()
         except urllib.error.HTTPError as error:
             with error:
                 raise FileExistsError if error.code == 409 else RuntimeError(error.read()) from error
