@@ -1,4 +1,4 @@
-"""The scheduler side of an engine whose ranks use several servers: one client for each, as if they were one.
+"""The client of an engine's scheduler side. The engine's ranks may use several servers, as if they were one.
 
 A hit is the largest resume point that all servers promise. Servers that promise more are asked again, up to
 the least of the answers, until all say the same. If one server is lost, the others are of no use either.
@@ -6,13 +6,13 @@ the least of the answers, until all say the same. If one server is lost, the oth
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from operator import and_
+from typing import NamedTuple
 
 import msgspec
 
 from lmcache_client.channel import Channel, Pending
 from lmcache_client.contract.control import Followed
-from lmcache_client.contract.messages import Cleared, Found, Lookup, Message
+from lmcache_client.contract.messages import Cleared, Found, Joined, Lookup, Message
 from lmcache_client.engine import Scheduler
 from lmcache_client.transport import System
 
@@ -54,14 +54,26 @@ class Channels:
             channel.poll()
         while isinstance(pending, Together) and not pending.done:
             left_s = limit_s - self.system.now_s()
-            channel, part = next(each for each in pending.parts if not each[1].done)
-            if left_s <= 0 or not channel.ready:
+            part = next(part for part in pending.parts if not part.pending.done)
+            if left_s <= 0 or not part.channel.ready:
                 return
-            channel.poll(part, left_s)
+            part.channel.poll(part.pending, left_s)
 
-    def close(self) -> None:
+    def close(self, goodbye_s: float = 1.0) -> None:
         for channel in self._channels:
-            channel.close()
+            channel.close(goodbye_s)
+
+
+class Part(NamedTuple):
+    """A question to one server, in a registration of the engine."""
+
+    channel: Channel
+    pending: Pending
+    generation: int
+
+    @classmethod
+    def of(cls, channel: Channel, pending: Pending) -> "Part":
+        return cls(channel, pending, channel.generation)
 
 
 class Together(Pending):
@@ -73,11 +85,11 @@ class Together(Pending):
 
     def __init__(
         self,
-        parts: list[tuple[Channel, Pending]],
+        parts: list[Part],
         merge: Callable[[list[Message]], Message | None],
         fail_all: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(max(part.deadline_s for _, part in parts))
+        super().__init__(max(part.pending.deadline_s for part in parts))
         self.parts = parts
         self._merge = merge
         self._fail_all = fail_all
@@ -86,8 +98,9 @@ class Together(Pending):
     def done(self) -> bool:
         # Again after a merge that asked again: if a server was lost meanwhile, its part fails at once.
         while self.reply is None and self.error is None:
-            self.error = next((part.error for _, part in self.parts if part.error is not None), None)
-            replies = [part.reply for _, part in self.parts if part.reply is not None]
+            asked = [part.pending for part in self.parts]
+            self.error = next((each.error for each in asked if each.error is not None), None)
+            replies = [each.reply for each in asked if each.reply is not None]
             if self.error is not None:
                 self._fail_all()
             elif len(replies) < len(self.parts):
@@ -98,19 +111,34 @@ class Together(Pending):
 
 
 class Several:
-    """The client of a scheduler for several servers, with the methods of engine.Scheduler."""
+    """One client for one to n servers, with the methods of engine.Scheduler. A Found that it returns has a
+    number of its own as the lease."""
 
     def __init__(self, clients: Sequence[Scheduler]) -> None:
-        self._clients = clients
+        self.clients = clients
         self.channel = Channels([client.channel for client in clients])
+        self._joined: dict[Channel, Joined] = {}
         self._leases: dict[int, list[tuple[int, int]]] = {}
         """By a number of our own, the lease of each server and the registration that it belongs to."""
         self._next = 1
 
+    def join(self, channel: Channel) -> Joined:
+        """Joins the engine at one of the servers; for `on_up`. Raises ValueError if the servers do not fit
+        together."""
+        joined = next(client for client in self.clients if client.channel is channel).join()
+        self._joined[channel] = joined
+        sizes = {other: each.chunk_size for other, each in self._joined.items() if other.ready}
+        if any(size != joined.chunk_size for size in sizes.values()):
+            said = ", ".join(f"{each.chunk_size} at {other.address}" for other, each in self._joined.items())
+            raise ValueError(
+                f"its servers have chunk sizes that differ, {said}: give all the same --chunk-size"
+            )
+        return Joined(True, joined.chunk_size, any(each.fetches for each in self._joined.values()))
+
     def lookup(self, question: Lookup, timeout_s: float) -> Pending:
         """Asks all servers. The reply is a Found, whose lease is one of `leases`."""
         limit_s = self.channel.system.now_s() + timeout_s
-        parts = [(each.channel, each.lookup(question, timeout_s)) for each in self._clients]
+        parts = [Part.of(each.channel, each.lookup(question, timeout_s)) for each in self.clients]
         first: list[Found] = []
         rounds = 1
 
@@ -125,15 +153,15 @@ class Several:
                 self._give_up(found)
                 return _merged(found, first, 0, 0)
             if self._agree(found, least):
-                return _merged(found, first, least, self._remember(found))
+                return _merged(found, first, least, self._remember(found, together.parts))
             rounds += 1
             keys = question.keys[: least * len(question.keys) // question.limit_tokens]
             again = msgspec.structs.replace(question, keys=keys, limit_tokens=least)
             left_s = limit_s - self.channel.system.now_s()
-            for index, (client, each) in enumerate(zip(self._clients, found, strict=True)):
+            for index, (client, each) in enumerate(zip(self.clients, found, strict=True)):
                 if each.resume_tokens > least:
                     client.release((each.lease_id,))
-                    together.parts[index] = (client.channel, client.lookup(again, left_s))
+                    together.parts[index] = Part.of(client.channel, client.lookup(again, left_s))
             return None
 
         together = Together(parts, merge, lambda: self.forget(together))
@@ -144,43 +172,43 @@ class Several:
         return all(each.resume_tokens == least for each in found)
 
     def _give_up(self, found: Sequence[Found]) -> None:
-        for client, each in zip(self._clients, found, strict=True):
+        for client, each in zip(self.clients, found, strict=True):
             if each.lease_id:
                 client.release((each.lease_id,))
 
-    def _remember(self, found: Sequence[Found]) -> int:
+    def _remember(self, found: Sequence[Found], parts: Sequence[Part]) -> int:
         number, self._next = self._next, self._next + 1
-        generations = [client.channel.generation for client in self._clients]
-        self._leases[number] = list(zip([each.lease_id for each in found], generations, strict=True))
+        self._leases[number] = [
+            (each.lease_id, part.generation) for each, part in zip(found, parts, strict=True)
+        ]
         return number
 
     def leases(self, lease_id: int) -> tuple[int, ...]:
         """The lease of each server."""
         return tuple(lease for lease, _ in self._leases.get(lease_id, ()))
 
-    def _release(self, number: int) -> None:
-        # A server that has restarted knows nothing of its lease, but the others still hold theirs.
-        for client, (lease, generation) in zip(self._clients, self._leases.pop(number, ()), strict=False):
-            if client.channel.generation == generation:
-                client.release((lease,))
-
     def forget(self, lookup: Pending) -> None:
         """Stops waiting for a lookup and releases what the servers have promised or will promise."""
         assert isinstance(lookup, Together)
         if isinstance(lookup.reply, Found):
             self._leases.pop(lookup.reply.lease_id, None)
-        for client, (_, part) in zip(self._clients, lookup.parts, strict=True):
-            client.forget(part)
+        for client, part in zip(self.clients, lookup.parts, strict=True):
+            if client.channel.generation == part.generation:
+                client.forget(part.pending)
+            else:
+                client.channel.abandon(part.pending)
 
     def release(self, leases: tuple[int, ...], keys: tuple[bytes, ...] = (), request_id: str = "") -> None:
-        for number in leases:
-            self._release(number)
-        if keys or request_id:
-            for client in self._clients:
-                client.release((), keys, request_id)
+        held = [self._leases.pop(number, ()) for number in leases]
+        for index, client in enumerate(self.clients):
+            # A server that has restarted may have given the number of its lease to another one.
+            generation = client.channel.generation
+            own = tuple(each[index][0] for each in held if each and each[index][1] == generation)
+            if own or keys or request_id:
+                client.release(own, keys, request_id)
 
     def accept(self, lookups: Sequence[tuple[str, int]]) -> None:
-        for client in self._clients:
+        for client in self.clients:
             client.accept(lookups)
 
     def follow(self, keys: Sequence[bytes]) -> Pending:
@@ -194,7 +222,7 @@ class Several:
             least = min(each.resume_tokens for each in told)
             return Followed(least, gone, any(each.missed for each in told))
 
-        return Together([(each.channel, each.follow(keys)) for each in self._clients], merge)
+        return Together([Part.of(each.channel, each.follow(keys)) for each in self.clients], merge)
 
     def clear(self) -> Pending:
         """The reply is a Cleared if all servers have cleared."""
@@ -202,14 +230,18 @@ class Several:
         def merge(replies: list[Message]) -> Message:
             return next((reply for reply in replies if not isinstance(reply, Cleared)), replies[0])
 
-        return Together([(each.channel, each.clear()) for each in self._clients], merge)
+        return Together([Part.of(each.channel, each.clear()) for each in self.clients], merge)
 
 
 def _merged(found: Sequence[Found], first: Sequence[Found], resume_tokens: int, lease_id: int) -> Found:
     """What all servers have together. The bitmaps are those of the first answers, which cover all chunks."""
     held: tuple[bytes, ...] = ()
     if len({len(each.held) for each in first}) == 1:
-        groups = zip(*(each.held for each in first), strict=True)
-        held = tuple(bytes(reduce(and_, column) for column in zip(*maps, strict=False)) for maps in groups)
+        held = tuple(reduce(_both, maps) for maps in zip(*(each.held for each in first), strict=True))
     least = min(first, key=lambda each: each.resume_tokens)
     return Found(resume_tokens, lease_id, min(each.lease_s for each in found), held, least.missed)
+
+
+def _both(one: bytes, other: bytes) -> bytes:
+    """The bits that are set in both, as far as both go."""
+    return bytes(a & b for a, b in zip(one, other, strict=False))

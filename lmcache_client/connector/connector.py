@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
+from lmcache_client import options
 from lmcache_client.connector import support, translate
 from lmcache_client.connector.log import logger
 from lmcache_client.connector.metadata import StepMetadata, WorkerReport
@@ -118,8 +119,10 @@ class LMCacheMPConnector(Uncached):
                 "lmcache: this engine stores but does not load, because it cannot resume in the middle of a "
                 "prompt (MLA on a CPU, or neither chunked prefill nor prefix caching)"
             )
-        block_bytes, events = translate.block_bytes(self._shared), vllm_config.kv_events_config
-        is_heard = events is not None and events.enable_kv_cache_events
+        block_bytes = translate.block_bytes(self._shared)
+        wanted = {
+            name: option.wanted(vllm_config, self._shared) for name, option in options.classes().items()
+        }
         everything = self._settings.store_everything
         self._scheduler = SchedulerSide(
             self._settings,
@@ -133,9 +136,8 @@ class LMCacheMPConnector(Uncached):
             state_interval=vllm_config.cache_config.prefix_cache_retention_interval,
             lookahead=vllm_config.num_prefill_lookahead_tokens,
             drafts=vllm_config.speculative_config is not None,
-            is_traced=bool(vllm_config.observability_config.otlp_traces_endpoint),
-            announces=translate.event_kinds(self._shared) if is_heard else (),
             group_ids=self._group_ids,
+            wanted={name: value for name, value in wanted.items() if value},
         )
         self._scheduler.start()
 
@@ -198,10 +200,10 @@ class LMCacheMPConnector(Uncached):
         return False, None if self._scheduler is None else self._scheduler.finished(request)
 
     def has_pending_push_work(self) -> bool:
-        return (side := self._scheduler) is not None and (side.held.has_work() or side.events.has_work())
+        return self._scheduler is not None and self._scheduler.has_work()
 
     def take_events(self) -> "Iterable[KVCacheEvent]":
-        return self._scheduler.events.take() if self._scheduler is not None else ()
+        return self._scheduler.take_events() if self._scheduler is not None else ()
 
     # -- worker side ------------------------------------------------------------------------------
 

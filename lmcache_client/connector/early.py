@@ -42,7 +42,7 @@ class EarlyLookups:
     def repeats(tracked: Tracked, limit: int) -> bool:
         """Whether a request that waits asks again and again, so that the server counts only the last answer:
         that is the one which is accepted."""
-        return tracked.wait is not None and limit <= MAX_EARLY_CHUNKS * tracked.chunk_size
+        return tracked.waits and limit <= MAX_EARLY_CHUNKS * tracked.chunk_size
 
     def asked(self, request_id: str) -> bool:
         """vLLM asks about a request, or it has ended. Returns whether its early lookup was still waiting."""
@@ -75,7 +75,7 @@ class EarlyLookups:
 def is_stale(tracked: Tracked, asked: Asking, limit: int, now_s: float) -> bool:
     """Whether an early lookup that is still under way asks for too little, or is too old. A request that
     waits asks early, too, and as often as it must."""
-    return asked.limit != limit or (tracked.wait is None and now_s - asked.since_s > FRESH_S)
+    return asked.limit != limit or (not tracked.waits and now_s - asked.since_s > FRESH_S)
 
 
 def is_enough(

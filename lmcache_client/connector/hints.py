@@ -1,53 +1,44 @@
 """The hints of a request about its prompt: the `lmcache.*` keys of its kv_transfer_params."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from lmcache_client.connector.log import logger
 
 PREFIX = "lmcache."
-ONCE, WAIT_TOKENS, LOAD = f"{PREFIX}once", f"{PREFIX}wait_tokens", f"{PREFIX}load"
-MAX_WAIT_TOKENS = 2**31
-_IGNORED = (
-    "lmcache: ignored %.60r: %.60r in the kv_transfer_params of a request: the hints are %r and %r, true or "
-    "false, and %r, a number of tokens (later ones are ignored silently)"
-)
 
 
 class Hint(NamedTuple):
-    """The prompt will not come back if it is there `once`. Another engine is storing its first `wait_tokens`
-    tokens. Nothing is loaded for it unless `load`."""
+    """`what` its value is, in words, and whether a value is that."""
 
-    once: bool = False
-    wait_tokens: int = 0
-    load: bool = True
+    what: str
+    fits: Callable[[object], bool]
 
 
 class Hints:
     """Reads the hints of an engine's requests. An unknown hint is ignored and never makes a request fail. One
     warning is logged for all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Mapping[str, Hint]) -> None:
+        self._known = known
         self._has_warned = False
 
-    def read(self, params: object) -> Hint:
-        """The hints in these kv_transfer_params."""
+    def read(self, params: object) -> dict[str, Any]:
+        """The hints in these kv_transfer_params, by key."""
         values = params if isinstance(params, Mapping) else {}
-        for key, value in values.items():
-            if isinstance(key, str) and key.startswith(PREFIX) and not _is_hint(key, value):
-                self._warn(key, value)
-        wait = values.get(WAIT_TOKENS)
-        wait_tokens: Any = wait if _is_hint(WAIT_TOKENS, wait) else 0
-        return Hint(values.get(ONCE) is True, wait_tokens, values.get(LOAD) is not False)
-
-    def _warn(self, key: str, value: object) -> None:
-        if not self._has_warned:
+        given = {key: values[key] for key in values if isinstance(key, str) and key.startswith(PREFIX)}
+        hints = {
+            key: value for key, value in given.items() if key in self._known and self._known[key].fits(value)
+        }
+        if len(hints) < len(given) and not self._has_warned:
             self._has_warned = True
-            logger.warning(_IGNORED, key, value, ONCE, LOAD, WAIT_TOKENS)
-
-
-def _is_hint(key: str, value: object) -> bool:
-    if key == WAIT_TOKENS:
-        # True is an int, too.
-        return type(value) is int and 0 <= value <= MAX_WAIT_TOKENS
-    return key in (ONCE, LOAD) and isinstance(value, bool)
+            key = next(key for key in given if key not in hints)
+            known = ", ".join(f"{name!r} ({hint.what})" for name, hint in self._known.items())
+            logger.warning(
+                "lmcache: ignored %.60r: %.60r in the kv_transfer_params of a request: the hints are %s "
+                "(later ones are ignored silently)",
+                key,
+                given[key],
+                known,
+            )
+        return hints

@@ -40,16 +40,6 @@ class Promised(NamedTuple):
     is_early: bool = False
 
 
-@dataclass
-class Wait:
-    """Until the server can resume at `tokens`. The first question was at `since_s`, the next one is due at
-    `until_s`."""
-
-    tokens: int
-    since_s: float | None = None
-    until_s: float = 0.0
-
-
 class PrefillSpeed:
     """How fast the engine computes prompts, from steps of many tokens: decoding has few. A step may begin
     before the one before it has ended. Of a step without tokens, vLLM may never tell the end."""
@@ -106,10 +96,8 @@ class Tracked:
     """The request says that its prompt will not come back."""
     adapter: tuple[str, ...] = ()
     """How the adapter of the request stands in its keys."""
-    wait: Wait | None = None
-    """None if it takes what the server has."""
-    stored: set[tuple[int, int]] | None = None
-    """The groups and chunks of all objects that it has offered; None if no other engine goes on with it."""
+    waits: bool = False
+    """It asks again and again, because an option wants more than what the server has."""
     no_load: bool = False
     """The request says so, or a load failed: vLLM will ask again, but the same offer could fail forever."""
 
@@ -130,7 +118,6 @@ class Tracked:
         self.generation = generation
         self.state = None
         self.held, self.known = (), 0
-        self.stored = set() if self.stored is not None else None
         if self.chunk_size != chunk_size:
             self.chunk_size = chunk_size
             self.keys, self.mm_index, self.next_chunk = [], 0, 0

@@ -3,24 +3,24 @@
 It never blocks vLLM's scheduler. Every block that the server reads or writes is held in vLLM's block pool.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from lmcache_client import options
 from lmcache_client.channel import Channel, Pending
 from lmcache_client.connector import stats
 from lmcache_client.connector.early import EarlyLookups, is_enough, is_stale
-from lmcache_client.connector.events import Events
-from lmcache_client.connector.handover import Handover
 from lmcache_client.connector.held import HeldBlocks
 from lmcache_client.connector.hints import Hints
 from lmcache_client.connector.log import logger, trace
 from lmcache_client.connector.metadata import LoadJob, StepMetadata, WorkerReport
 from lmcache_client.connector.offers import Offers, stores
+from lmcache_client.connector.option import Engine, Options
 from lmcache_client.connector.places import places, schedulers
 from lmcache_client.connector.request import Asking, PrefillSpeed, Promised, Tracked, fits
 from lmcache_client.connector.root import Root, start_anew
 from lmcache_client.connector.settings import Settings
-from lmcache_client.connector.spans import Spans
 from lmcache_client.connector.stats import TransferStats
 from lmcache_client.connector.weights import Adapters
 from lmcache_client.contract.admission import known_chunks
@@ -33,6 +33,7 @@ from lmcache_client.several import Several
 from lmcache_client.transport import SYSTEM, System
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -46,7 +47,8 @@ LOOKUP_WAIT_S, FRESH_LOOKUP_S, IDLE_WAIT_S, CONNECT_S = 0.001, 0.01, 0.002, 1.0
 class SchedulerSide:
     """The scheduler side of one engine. `groups` have no regions; `world_size` workers report each job.
     `advise` takes the chunk size, returns advice on resume points or nothing. `lookahead` is that of Tracked,
-    `announces` has the kinds of Events; `block_bytes` to `drafts` and `group_ids` are those of Offers."""
+    `block_bytes` to `drafts` and `group_ids` are those of Offers. `wanted` has, by the names of options, what
+    they take from vLLM's configuration; an option that is not there is left out."""
 
     def __init__(
         self,
@@ -61,9 +63,8 @@ class SchedulerSide:
         state_interval: int | None = None,
         lookahead: int = 0,
         drafts: bool = False,
-        is_traced: bool = False,
-        announces: Sequence[str] = (),
         group_ids: Sequence[int] = (),
+        wanted: Mapping[str, Any] = types.MappingProxyType({}),
         system: System = SYSTEM,
     ) -> None:
         self._settings = settings
@@ -80,26 +81,23 @@ class SchedulerSide:
         """False after a wait without an answer, until the next step: the server is slow, or gone."""
         self.held = HeldBlocks(world_size, system.now_s)
         self.stats = TransferStats()
-        self._spans = Spans(is_traced)
         self._adapters = Adapters()
         self.chunk_size = 0
         self._fetches = False
         """Whether the server has tiers, so that its answers may take longer."""
         self._prefill = PrefillSpeed()
-        self._hints = Hints()
-        self._handover = Handover(groups, settings.wait_timeout_s, system.now_s)
         self._offers = Offers(groups, block_bytes, state_interval, drafts, group_ids)
         self._advise, self._advice = advise, ""
         self._unified = unified_block_size(groups)
         self._lookahead = lookahead
         self._has_states = any(group.kind == RECURRENT for group in groups)
-        self._clients = schedulers(places(settings, world_size), engine_id, self._join, system)
-        self._chunk_sizes: dict[Channel, int] = {}
-        """What each server said, if there are several."""
-        self.client = Several(self._clients) if len(self._clients) > 1 else self._clients[0]
+        self.client = Several(schedulers(places(settings, world_size), engine_id, self._join, system))
         self.channel = self.client.channel
-        self.events = Events(announces if loads else (), groups, self.client, group_ids)
         self._now_s = system.now_s
+        engine = Engine(settings, groups, group_ids or range(len(groups)), self.client, loads, system)
+        chosen = {name: option for name, option in options.classes().items() if name in wanted}
+        self.options: Options = [option(engine, wanted[name]) for name, option in chosen.items()]
+        self._hints = Hints({key: hint for option in self.options for key, hint in option.HINTS.items()})
 
     def start(self) -> None:
         """Connects and joins the engine, or returns soon without a server. Raises ValueError if the settings
@@ -124,7 +122,8 @@ class SchedulerSide:
 
     def _start_anew(self) -> None:
         self._early.reset()
-        self.events.withdraw_all()
+        for option in self.options:
+            option.reset()
         start_anew(self._tracked, self._root.key, self._forget)
 
     def take_stats(self) -> TransferStats | None:
@@ -135,21 +134,16 @@ class SchedulerSide:
 
     def bind(self, pool: "BlockPool") -> None:
         self.held.bind(pool)
-        self.events.bind(pool)
         self._offers.pool = pool
+        for option in self.options:
+            option.bind(pool)
 
     def _join(self, channel: Channel) -> None:
-        joined = next(client for client in self._clients if client.channel is channel).join()
+        joined = self.client.join(channel)
         # vLLM accepts any hit length and computes nonsense from a misaligned one.
         if not 0 < joined.chunk_size <= MAX_CHUNK_TOKENS or joined.chunk_size % self._unified:
             raise ValueError(f"the server's chunk size {joined.chunk_size} does not fit this engine")
-        self._chunk_sizes[channel] = joined.chunk_size
-        if any(other.ready and size != joined.chunk_size for other, size in self._chunk_sizes.items()):
-            sizes = ", ".join(f"{size} at {other.address}" for other, size in self._chunk_sizes.items())
-            raise ValueError(
-                f"its servers have chunk sizes that differ, {sizes}: give all the same --chunk-size"
-            )
-        self.chunk_size, self._fetches = joined.chunk_size, joined.fetches or self._fetches
+        self.chunk_size, self._fetches = joined.chunk_size, joined.fetches
         if self._clear is not None and not isinstance(self._clear.reply, Cleared):
             self._clear = self.client.clear()
         if not self._advice and (advice := self._advise(joined.chunk_size)):
@@ -170,11 +164,11 @@ class SchedulerSide:
         if tracked.no_load or limit <= computed:
             self._forget(tracked)
             return 0, False
-        pauses = self._handover.pauses(tracked)
-        state = None if pauses else self._ask(tracked, computed, limit)
-        if pauses or isinstance(state, Asking):
+        if any(option.pauses(tracked) for option in self.options):
             return None, False
-        if self._handover.goes_on(tracked, state, computed, limit, self.channel.responsive):
+        if isinstance(state := self._ask(tracked, computed, limit), Asking):
+            return None, False
+        if any(option.goes_on(tracked, state, computed, limit) for option in self.options):
             self._release(tracked)
             return None, False
         if self._has_states:
@@ -211,8 +205,8 @@ class SchedulerSide:
 
     def _send(self, tracked: Tracked, computed: int, limit: int, early: bool = False) -> Asking:
         keys, num_tokens = tuple(tracked.keys_of(limit // self.chunk_size)), tracked.request.num_tokens
-        name, tenant, speed = tracked.name, tracked.tenant, 0 if tracked.wait else self._prefill.tokens_per_s
-        why = self._spans.has(tracked.request)
+        name, tenant, speed = tracked.name, tracked.tenant, 0 if tracked.waits else self._prefill.tokens_per_s
+        why = any(option.wants_reasons(tracked) for option in self.options)
         question = Lookup(name, keys, computed, limit, num_tokens, speed, early, tenant, why)
         patience_s = fetch_patience_s(num_tokens) if self._fetches else 0
         lookup = self.client.lookup(question, self._settings.lookup_timeout_s + patience_s)
@@ -232,7 +226,8 @@ class SchedulerSide:
     def _answered(self, tracked: Tracked, asked: Asking, computed: int) -> Asking | Promised | None:
         """The state after a lookup that is done."""
         tracked.state, found, answered_s = None, asked.lookup.reply, self._now_s()
-        self._spans.looked_up(tracked.request, asked, answered_s)
+        for option in self.options:
+            option.answered(tracked, asked, answered_s)
         if not isinstance(found, Found):
             self.stats.count(stats.LATE_LOOKUPS)
             trace(tracked.request.request_id, "not looked up: %s", asked.lookup.error)
@@ -243,7 +238,6 @@ class SchedulerSide:
             self.client.forget(asked.lookup)
             return None
         tracked.held, tracked.known = found.held, known_chunks(self.groups, found.held)
-        self.events.changed(tracked)
         tracked.state = promised = Promised(found, asked.computed, asked.since_s, answered_s, asked.is_early)
         trace(tracked.request.request_id, "can be resumed at %d tokens", found.resume_tokens)
         if computed < asked.computed:
@@ -257,12 +251,12 @@ class SchedulerSide:
 
     def new_request(self, request: "Request") -> None:
         """vLLM's on_new_request."""
-        hint = self._hints.read(request.kv_transfer_params)
         lora = request.lora_request
         adapter = self._adapters.key(lora.lora_name, lora.lora_path, lora.lora_int_id) if lora else ()
-        tracked = Tracked(request, self._root.key, self._lookahead, once=hint.once, adapter=adapter)
-        tracked.no_load = not hint.load
-        self._handover.begin(tracked, hint.wait_tokens if self._loads else 0)
+        tracked = Tracked(request, self._root.key, self._lookahead, adapter=adapter)
+        hints = self._hints.read(request.kv_transfer_params)
+        for option in self.options:
+            option.began(tracked, hints)
         self._tracked[request.request_id] = tracked
         self._look_up_early(tracked)
 
@@ -272,8 +266,7 @@ class SchedulerSide:
         if tracked is None or not self.channel.ready:
             return None
         if tracked.generation != self.channel.generation:
-            if isinstance(self.client, Several):
-                self._forget(tracked)
+            self._forget(tracked)
             tracked.reset(self.channel.generation, self.chunk_size)
         return tracked
 
@@ -288,8 +281,7 @@ class SchedulerSide:
         """Gives up the lease of a promise that will not be used any more."""
         if isinstance(state := tracked.state, Promised):
             tracked.state = None
-            is_new = tracked.generation == self.channel.generation
-            if state.found.lease_id and (is_new or isinstance(self.client, Several)):
+            if state.found.lease_id:
                 self.client.release((state.found.lease_id,))
 
     # -- load -------------------------------------------------------------------------------------
@@ -315,10 +307,11 @@ class SchedulerSide:
         wanted = [block for ids in message.block_ids for block in ids]
         assert all(wanted), "vLLM allocated no block where one is needed"
         job_id = self.held.hold(wanted)
-        leases = self.client.leases(found.lease_id) if isinstance(self.client, Several) else ()
+        leases = self.client.leases(found.lease_id)
         self._queued.append(LoadJob(job_id, request.request_id, message, leases))
         tracked.loading, tracked.loading_since_s = external_tokens, self._now_s()
-        self._spans.add(request, "wait", tracked.state.answered_s, tracked.loading_since_s)
+        for option in self.options:
+            option.loading(tracked, tracked.state.answered_s, tracked.loading_since_s)
         trace(request.request_id, "loading %d tokens, job %d", external_tokens, job_id)
 
     # -- store ------------------------------------------------------------------------------------
@@ -339,7 +332,7 @@ class SchedulerSide:
             asked = (state.lookup for state in states if isinstance(state, Asking))
             lookup = next((lookup for lookup in asked if not lookup.done), None)
             self.channel.poll(lookup, IDLE_WAIT_S)
-            if self._handover.has_paused() and lookup is None:
+            if any(option.has_paused() for option in self.options) and lookup is None:
                 self.channel.system.sleep(IDLE_WAIT_S)
         metadata = StepMetadata(loads=self._queued, idle=idle)
         self._queued = []
@@ -347,9 +340,8 @@ class SchedulerSide:
             for requests, store in stores(self._offers.of_step(output, self._current)):
                 if job := self.held.store_job(store):
                     metadata.stores.append(job)
-                    self._spans.storing(job.job_id, (tracked.request for tracked in requests))
-                    self.events.storing(job.job_id, requests)
-                    self._handover.storing(requests, store.objects)
+                    for option in self.options:
+                        option.storing(job.job_id, requests, store.objects)
         return metadata
 
     # -- the end of copies and of requests --------------------------------------------------------
@@ -366,26 +358,34 @@ class SchedulerSide:
                 self.stats.count(stats.LOADED_TOKENS, 0 if tracked.no_load else tracked.loading)
                 outcome = "failed" if tracked.no_load else "ended"
                 trace(request_id, "its load of %d tokens %s", tracked.loading, outcome)
-                result = {"tokens": tracked.loading, "outcome": outcome}
-                self._spans.add(tracked.request, "load", tracked.loading_since_s, self._now_s(), **result)
+                for option in self.options:
+                    option.loaded(tracked, tracked.loading, outcome, tracked.loading_since_s, self._now_s())
                 tracked.loading = 0
                 self._release(tracked)
         if isinstance(report := output.kv_connector_worker_meta, WorkerReport):
             for job_id, workers in report.settled.items():
                 if (seconds := self.held.settled(job_id, workers)) is not None:
-                    self._spans.settled(job_id, seconds)
-                    self.events.settled(job_id)
+                    for option in self.options:
+                        option.settled(job_id, seconds)
 
-    def finished(self, request: "Request") -> dict[str, int] | None:
+    def has_work(self) -> bool:
+        """Whether an idle engine must go on stepping."""
+        return self.held.has_work() or any(option.has_work() for option in self.options)
+
+    def take_events(self) -> "Iterable[KVCacheEvent]":
+        return [event for option in self.options for event in option.take_events()]
+
+    def finished(self, request: "Request") -> dict[str, Any] | None:
         """vLLM's request_finished: marks the request's chunks as used, gives up its lease, and returns what
         to tell an engine that goes on with this request."""
         was_asked = not self._early.asked(request.request_id)
         tracked = self._current(request.request_id)
         known = self._tracked.pop(request.request_id, None)
         trace(request.request_id, "ended")
-        told = self._handover.told(request, tracked)
+        parts = [option.ended(request, tracked) for option in self.options]
+        told = {key: value for part in parts for key, value in part.items()} or None
         if tracked is None:
-            if known is not None and isinstance(self.client, Several):
+            if known is not None:
                 self._forget(known)
             return told
         if isinstance(state := tracked.state, Asking):

@@ -1,4 +1,5 @@
-"""The deletion test: an option is taken away, its folder and its line in the table. The rest still works."""
+"""The deletion test: an option is taken away from server and connector, its files and its line in the table.
+The rest still works."""
 
 import os
 import shutil
@@ -9,9 +10,11 @@ from pathlib import Path
 import pytest
 from harness.paths import CACHE, ROOT
 
-from lmcache_server.options import NAMES
+from lmcache_client import options as of_connector
+from lmcache_server import options as of_server
 
 HISTORIES = 20
+NAMES = sorted({*of_server.NAMES, *of_connector.NAMES})
 # Pages describe the whole product, with every option. The stand-in of a driver uses nothing of the server.
 NOT_OF_THE_BASE = (
     "tests/service/test_standin.py",
@@ -26,21 +29,36 @@ NOT_OF_THE_BASE = (
 @pytest.fixture
 def tree(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """A copy of what git has of this tree, without some options."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     for name in filter(None, listed.stdout.split("\0")):
         if (ROOT / name).is_file():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, tmp_path / name)
-    table = tmp_path / "lmcache_server/options/__init__.py"
     for option in request.param:
-        shutil.rmtree(tmp_path / "lmcache_server/options" / option)
-        shutil.rmtree(tmp_path / "tests/options" / option)
-        before, line, after = table.read_text().partition(f'    "{option}",\n')
-        assert line, "an option has one line in the table"
-        table.write_text(before + after)
+        shutil.rmtree(tmp_path / "tests/options" / option, ignore_errors=True)
+        for options in (of_server, of_connector):
+            if option in options.NAMES:
+                take_away(tmp_path / Path(str(options.__file__)).relative_to(ROOT), option)
     if (ROOT / ".mypy_cache").is_dir():
         shutil.copytree(ROOT / ".mypy_cache", tmp_path / ".mypy_cache")
     return tmp_path
+
+
+def take_away(table: Path, option: str) -> None:
+    folder, file = table.parent / option, table.parent / f"{option}.py"
+    if folder.is_dir():
+        shutil.rmtree(folder)
+    else:
+        file.unlink()
+    before, line, after = table.read_text().partition(f'    "{option}",\n')
+    assert line, "an option has one line in the table"
+    table.write_text(before + after)
 
 
 def passes(tree: Path, *command: str) -> None:

@@ -25,6 +25,7 @@ from lmcache_client.connector.settings import Settings
 from lmcache_client.contract.geometry import FULL, GroupSpec
 from lmcache_client.contract.messages import BAD_REQUEST, MAX_EARLY_CHUNKS, Lookup
 from lmcache_client.engine import chunk_object
+from lmcache_client.options.handover import Handover
 
 CHUNK = 16
 CHUNKS = 4
@@ -47,6 +48,7 @@ class Engine:
             1,
             loads=True,
             stores=True,
+            wanted={"handover": True, "hints": True},
         )
         self.pool = BlockPool(64, enable_caching=False, hash_block_size=CHUNK)
         self.side.bind(self.pool)
@@ -54,7 +56,10 @@ class Engine:
         wait_until(lambda: self.side.channel.ready, what="the scheduler has joined")
         self.now_s = 1000.0
         """Of a clock that only the tests set forward."""
-        self.side._now_s = self.side._handover._now_s = lambda: self.now_s
+        self.side._now_s = lambda: self.now_s
+        for option in self.side.options:
+            if isinstance(option, Handover):
+                option._now_s = self.side._now_s
         self._requests = 0
 
     def close(self) -> None:
@@ -266,7 +271,7 @@ def test_an_early_lookup_has_few_keys(engine: Engine) -> None:
     keys = tuple(number.to_bytes(32, "big") for number in range(chunks))
     question = Lookup("r", keys, 0, chunks * CHUNK, chunks * CHUNK + 1, early=True)
     with pytest.raises(RefusedError, match="too many keys") as refused:
-        engine.side.channel.call(question, PATIENCE_S)
+        engine.side.client.clients[0].channel.call(question, PATIENCE_S)
     assert refused.value.code == BAD_REQUEST
 
 

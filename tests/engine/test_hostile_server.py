@@ -136,9 +136,9 @@ class Steps:
         return self.scheduler.channel.ready and self.worker.channel.ready
 
     def reconnect(self) -> None:
-        for each in (self.scheduler, self.worker):
-            with each.channel._lock:
-                each.channel._break("the test says so")
+        for each in (self.scheduler.client.clients[0].channel, self.worker.channel):
+            with each._lock:
+                each._break("the test says so")
 
     def request(self) -> tuple[int, bool]:
         """Serve one request; returns how many tokens were offered, and whether they were loaded."""
@@ -243,12 +243,17 @@ def test_no_reply_harms_an_engine(hostile: HostileServer, steps: Steps, kind: ty
             steps.reconnect()
         if kind is Clear:
             steps.scheduler.reset()
-        if kind is not Ping:
-            tokens, loaded = steps.request()
-            if name not in TRUE_ENOUGH:
-                assert kind is not Lookup or not tokens or name.startswith(("found", "held")), name
-                assert kind is not Load or not loaded, name
-        wait_until(lambda: hostile.asked.get(kind, 0) > asked, PATIENCE_S, f"the lie is told: {name}")  # noqa: B023
+
+        def is_told() -> bool:
+            """On a busy machine, the server may answer the lookup too late for a load."""
+            if kind is not Ping:
+                tokens, loaded = steps.request()
+                if name not in TRUE_ENOUGH:  # noqa: B023
+                    assert kind is not Lookup or not tokens or name.startswith(("found", "held")), name  # noqa: B023
+                    assert kind is not Load or not loaded, name  # noqa: B023
+            return hostile.asked.get(kind, 0) > asked  # noqa: B023
+
+        wait_until(is_told, PATIENCE_S, f"the lie is told: {name}")
         if kind in WHEN_IT_CONNECTS:
             steps.request()
         hostile.lies.clear()

@@ -18,6 +18,7 @@ from vllm import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
+from lmcache_client import options
 from lmcache_client.connector.metadata import WorkerReport
 from lmcache_client.connector.request import Promised
 from lmcache_client.connector.scheduler import IDLE_WAIT_S, LOOKUP_WAIT_S, SchedulerSide
@@ -34,7 +35,6 @@ from lmcache_client.contract.geometry import (
 )
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.memory.host import HostExport
-from lmcache_client.several import Several
 from simulation.network import ClientSystem, Network
 from simulation.world import Process, World
 
@@ -174,6 +174,7 @@ class Engine:
             state_interval=self.world.random.choice((None, 0)),
             lookahead=model.lookahead,
             drafts=bool(model.drafts),
+            wanted=dict.fromkeys({"handover", "hints"} & {*options.NAMES}, True),
             system=systems[0],  # type: ignore[arg-type]
         )
         self.scheduler.bind(self.pool)
@@ -463,10 +464,10 @@ class Engine:
     def _check_leases(self, lease_id: int, resume: int) -> None:
         """Every server has promised what is loaded, unless it has restarted, or said nonsense."""
         client = self.scheduler.client
-        if not isinstance(client, Several) or self.world.counts.get("replies of nonsense"):
+        if self.world.counts.get("replies of nonsense"):
             return
-        self.world.count("loads from several servers")
-        own, leases = client._clients, client.leases(lease_id)
+        self.world.count("loads from several servers", len(client.clients) > 1)
+        own, leases = client.clients, client.leases(lease_id)
         for each, lease, network in zip(own, leases, self.networks, strict=True):
             server: Any = network.listener
             if server is not None and server.router.registry.boot_id == each.channel.boot_id:

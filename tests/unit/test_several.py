@@ -4,7 +4,7 @@ import pytest
 
 from lmcache_client.channel import ChannelError, Pending, unsent
 from lmcache_client.contract.messages import Found, Lookup, Message
-from lmcache_client.several import Channels, Several, Together
+from lmcache_client.several import Channels, Part, Several, Together
 from lmcache_client.transport import System
 
 
@@ -31,10 +31,10 @@ def test_a_server_that_is_lost_before_it_is_asked_again_ends_the_question(waits_
 
     def merge(replies: list[Message]) -> None:
         assert len(replies) == 2
-        together.parts[0] = (together.parts[0][0], unsent("there is no connection"))
+        together.parts[0] = Part.of(together.parts[0].channel, unsent("there is no connection"))
 
-    parts = [(connection, answered(512)), (connection, answered(256))]
-    together = Together(parts, merge, lambda: given_up.append(True))  # type: ignore[arg-type]
+    parts = [Part(connection, answered(tokens), 1) for tokens in (512, 256)]  # type: ignore[arg-type]
+    together = Together(parts, merge, lambda: given_up.append(True))
     Channels([connection, connection]).poll(together, waits_s)  # type: ignore[list-item]
     assert together.done
     assert isinstance(together.error, ChannelError)
@@ -53,7 +53,7 @@ class Client:
         pending._finish(Found(256, self.lease, 60, (b"\1",)))
         return pending
 
-    def release(self, leases: tuple[int, ...]) -> None:
+    def release(self, leases: tuple[int, ...], _keys: tuple[bytes, ...], _request_id: str) -> None:
         self.released += leases
 
 

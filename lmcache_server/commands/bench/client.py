@@ -15,7 +15,7 @@ from lmcache_client.memory.host import HostExport
 from lmcache_server.commands.bench.device import DeviceMemory
 from lmcache_server.commands.bench.workload import BenchError, Workload
 
-CONNECT_S = 10.0
+CONNECT_S = 30.0
 ANSWER_S = 60.0
 LOOKUP_WAIT_S = 0.001
 """The connector waits for lookups in the same portions."""
@@ -40,13 +40,12 @@ class Client:
         self.stored: deque[int] = deque(maxlen=workload.requests)
         """The numbers of the last requests that were stored."""
         engine_id = f"{workload.model} {number}"
-        geometry = workload.geometry
+        self._geometry = geometry = workload.geometry
         # All words differ, between clients too, so no page can pass for another.
         words = workload.memory_bytes // 8
         self._memory = np.arange(number << 40, (number << 40) + words, dtype=np.uint64)
         host = HostExport(((self._memory.ctypes.data, self._memory.nbytes),))
         self._device = DeviceMemory(gpu, self._memory) if gpu is not None else None
-        self._geometry = geometry
         # A request's blocks are scattered over memory, as in an engine that has served for a while.
         blocks = iter(np.random.default_rng(number).permutation(np.arange(1, workload.num_blocks)).tolist())
         positions = workload.positions
@@ -61,12 +60,13 @@ class Client:
 
     def __enter__(self) -> "Client":
         for channel in (self.worker, self.scheduler):
-            channel.start(CONNECT_S, self._client.register_s)
+            channel.start(0.0, 0.0)
+            limit_s = channel.system.now_s() + CONNECT_S
+            while not (channel.ready or channel.refusal) and channel.system.now_s() < limit_s:
+                channel.system.sleep(0.005)
             if not channel.ready:
                 self.__exit__()
-                raise BenchError(
-                    str(channel.refusal or "the lmcache server did not accept the bench in time")
-                )
+                raise BenchError(str(channel.refusal or "the server did not accept the bench in time"))
         return self
 
     def __exit__(self, *_: object) -> None:

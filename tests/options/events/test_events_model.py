@@ -19,15 +19,18 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from lmcache_client.channel import Pending
-from lmcache_client.connector import events
-from lmcache_client.connector.events import Events
+from lmcache_client.connector.option import Engine
 from lmcache_client.connector.request import Tracked
+from lmcache_client.connector.settings import Settings
 from lmcache_client.contract import messages
 from lmcache_client.contract.control import Inspect, Inspected
 from lmcache_client.contract.geometry import FULL
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.messages import Clear, Found, Lookup, Message, Release, Store
 from lmcache_client.engine import Scheduler, chunk_object
+from lmcache_client.options.events import POLL_S, Events
+from lmcache_client.several import Several
+from lmcache_client.transport import SYSTEM
 from lmcache_server.options.events import followers
 from lmcache_server.transfer.base import CopyError
 
@@ -119,7 +122,8 @@ class World:
         # vLLM has another group before these in every second world.
         ids = range(seed % 2, seed % 2 + len(kinds))
         self.wire, self.router = Wire(desk, self.choose), Router(ids[first])
-        self.events = Events(kinds, self.groups, Scheduler(self.wire, "engine"), ids)  # type: ignore[arg-type]
+        client = Several([Scheduler(self.wire, "engine")])  # type: ignore[arg-type]
+        self.events = Events(Engine(Settings(), self.groups, ids, client, True, SYSTEM), kinds)
         self.pool = SimpleNamespace(hash_block_size=BLOCK, reset_prefix_cache=lambda: True)
         self.events.bind(self.pool)  # type: ignore[arg-type]
         self.prompts = list(self._prompts())
@@ -150,7 +154,7 @@ class World:
         self.choose.choices(acts, (18, 12, 4, 2, 2, 1))[0](tracked)
         for _ in range(self.choose.randrange(3)):
             self.wire.now_s += self.choose.random()
-            self.router.apply(self.events.take())
+            self.router.apply(self.events.take_events())
 
     def store(self, tracked: Tracked) -> None:
         """The request has been computed up to some chunk; not every rank may succeed."""
@@ -162,14 +166,14 @@ class World:
                     ids = tuple(1 + at % PAGES for at in range(count))
                     objects.append(chunk_object(tracked.keys, chunk, index, ids))
         job = self.choose.randrange(1 << 30)
-        self.events.storing(job, [tracked] * len(objects))
+        self.events.storing(job, [tracked] * len(objects), objects)
         for rank in range(self.ranks):
             self.desk.ask(rank, Store(tuple(objects)))
             fails = self.choose.random() < 0.05
             self.desk.end_copies(CopyError("no") if fails else None)
             if self.choose.random() < 0.3:
-                self.router.apply(self.events.take())
-        self.events.settled(job)
+                self.router.apply(self.events.take_events())
+        self.events.settled(job, 0.0)
 
     def look_up(self, tracked: Tracked) -> None:
         keys = tuple(tracked.keys)
@@ -204,9 +208,9 @@ class World:
     def settle(self) -> None:
         """The engine goes on for a while, and nothing is late any more."""
         self.wire.is_prompt = True
-        for seconds in (events.POLL_S, events.POLL_S, events.POLL_S, 0.0):
+        for seconds in (POLL_S, POLL_S, POLL_S, 0.0):
             self.wire.now_s += seconds
-            self.router.apply(self.events.take())
+            self.router.apply(self.events.take_events())
         self.wire.is_prompt = False
 
     def findable(self) -> set[Any]:
@@ -265,6 +269,6 @@ def test_an_engine_without_kv_events_asks_and_keeps_nothing(desk: Desk) -> None:
     for tracked in world.prompts:
         world.store(tracked)
         world.look_up(tracked)
-        assert not world.events.take()
+        assert not world.events.take_events()
     assert not world.events.has_work()
     assert not world.wire.asked

@@ -9,7 +9,7 @@ name forgotten chunks, and what cannot be restored without them is withdrawn. Al
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import (
@@ -20,15 +20,18 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from lmcache_client.channel import Pending
-from lmcache_client.connector.request import Tracked
+from lmcache_client.connector import translate
+from lmcache_client.connector.option import Engine, Option
+from lmcache_client.connector.request import Asking, Tracked
 from lmcache_client.contract.control import Followed
-from lmcache_client.contract.geometry import FULL, SLIDING_WINDOW, GroupSpec
+from lmcache_client.contract.geometry import FULL, SLIDING_WINDOW
 from lmcache_client.contract.keys import MAX_CHUNKS
-from lmcache_client.engine import Scheduler
-from lmcache_client.several import Several
+from lmcache_client.contract.messages import Found, StoreObject
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 POLL_S = 0.5
 """How often an engine that computes asks what the server has forgotten."""
@@ -52,27 +55,20 @@ class _Chunk:
             self.parent.children.add(self)
 
 
-class Events:
-    """The events of one engine. `kinds` are its groups' as vLLM's events name them; without any, nothing is
-    asked and nothing is kept.
+class Events(Option):
+    """The events of one engine, unless it only stores. `kinds` are its groups' as vLLM's events name them.
 
     The blocks are those of the first group with full attention, which has every token of the prompt.
-    `group_ids` are vLLM's indexes of the groups.
     """
 
-    def __init__(
-        self,
-        kinds: Sequence[str],
-        groups: Sequence[GroupSpec],
-        client: Scheduler | Several,
-        group_ids: Sequence[int] = (),
-    ) -> None:
-        self._is_on = bool(kinds)
-        self._client = client
+    def __init__(self, engine: Engine, kinds: Sequence[str]) -> None:
+        super().__init__(engine, kinds)
+        groups = engine.groups
+        self._is_on, self._client = engine.loads, engine.client
         first = next((index for index, group in enumerate(groups) if group.kind == FULL), 0)
-        self._group_id, spec = group_ids[first] if group_ids else first, groups[first]
+        self._group_id, spec = engine.group_ids[first], groups[first]
         self._block_size = spec.block_size
-        self._kind = kinds[first] if kinds else None
+        self._kind = kinds[first]
         self._window = spec.window if spec.kind == SLIDING_WINDOW else None
         self._resumes_anywhere = all(group.kind == FULL for group in groups)
         self._hash_block_size = self._block_size
@@ -102,13 +98,23 @@ class Events:
 
         pool.reset_prefix_cache = reset_prefix_cache
 
-    def storing(self, job_id: int, requests: Iterable[Tracked]) -> None:
+    @classmethod
+    def wanted(cls, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> Any:
+        events = vllm_config.kv_events_config
+        is_heard = events is not None and events.enable_kv_cache_events
+        return translate.event_kinds(kv_cache_config) if is_heard else ()
+
+    def storing(self, job_id: int, requests: Sequence[Tracked], objects: Sequence[StoreObject]) -> None:
         if self._is_on:
             self._storing[job_id] = requests
 
-    def settled(self, job_id: int) -> None:
-        """A job of all workers has ended. If it was a store, there may be more to announce."""
+    def settled(self, job_id: int, seconds: float) -> None:
+        # If it was a store, there may be more to announce.
         for tracked in self._storing.pop(job_id, ()):
+            self.changed(tracked)
+
+    def answered(self, tracked: Tracked, asked: Asking, now_s: float) -> None:
+        if isinstance(asked.lookup.reply, Found):
             self.changed(tracked)
 
     def changed(self, tracked: Tracked) -> None:
@@ -117,18 +123,17 @@ class Events:
             self._waiting[tracked.request.request_id] = tracked
 
     def has_work(self) -> bool:
-        """Whether an idle engine must go on stepping for its events. Every question has a deadline."""
+        # Every question has a deadline.
         return bool(self._waiting or self._asked or self._events)
 
-    def withdraw_all(self) -> None:
-        """Nothing of what was announced may be used any more, nor what is being stored now."""
+    def reset(self) -> None:
+        # Nor may anybody use what is being stored now.
         self._storing.clear()
         self._waiting.clear()
         self._asked.clear()
         self._forget(self._chunks)
 
-    def take(self) -> list[KVCacheEvent]:
-        """The events since the last call."""
+    def take_events(self) -> list[KVCacheEvent]:
         if not self._is_on:
             return []
         channel = self._client.channel
@@ -230,3 +235,6 @@ class Events:
                 gone.append(block)
         if gone:
             self._events.append(BlockRemoved(block_hashes=gone, medium=MEDIUM_CPU, group_idx=self._group_id))
+
+
+OPTION = Events
