@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMPS := .venv/stamps
 
-.PHONY: help install lint check test test-all test-versions stress watch-vllm test-gpu test-gpu-vllm bench bench-gpu bench-gpu-vllm scaling simulate simulate-bugs fuzz soak demo fleet verified-models docs docs-serve release clean
+.PHONY: help install lint check test test-all test-versions stress mutants watch-vllm test-gpu test-gpu-vllm bench bench-gpu bench-gpu-vllm scaling simulate simulate-bugs fuzz soak demo fleet verified-models docs docs-serve release clean
 
 help:
 	@echo "make install   create .venv and install vLLM (CPU build unless there is one) and this package"
@@ -14,6 +14,7 @@ help:
 	@echo "make test      install, lint and the tests, as continuous integration runs them"
 	@echo "make test-all  that, and what takes long: more models, drafters and seeds, fuzzing, other versions of vLLM"
 	@echo "make stress    FILE=tests/… 20 times beside a load of eight"
+	@echo "make mutants   51 faults, one at a time, and which test finds each (NAMES=\"C1 C2\")"
 	@echo "make test-versions  what depends on vLLM, on the oldest and the newest version (VLLM=\"0.31.0 0.33.0\")"
 	@echo "make watch-vllm  VLLM=0.34.0: what that version changes in all that the connector relies on"
 	@echo "make bench     side by side with vLLM alone and LMCache: writes docs/benchmarks.md (NAMES=\"lookup start\" only prints)"
@@ -120,6 +121,10 @@ test-all: test test-versions
 FILE ?=
 stress: install
 	@$(BIN)/python scripts/stress.py $(FILE)
+
+NAMES ?=
+mutants: install
+	@$(BIN)/python scripts/mutants.py $(NAMES)
 
 check: install lint
 	$(BIN)/python $(PYTEST) tests/unit tests/service tests/options/planner
