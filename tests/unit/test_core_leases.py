@@ -71,6 +71,15 @@ def test_a_lease_that_made_room_loads_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert [read is not None for read in reads] == [False, True, True]
 
 
+def test_only_its_session_can_end_a_lease() -> None:
+    cache, keys = filled(1)
+    lease = lookup(cache, keys, MODEST)
+    assert not cache.release(lease, GREEDY)
+    assert lives(cache, lease)
+    assert cache.release(lease, MODEST)
+    assert not cache.release(lease, MODEST), "once"
+
+
 def test_the_bounds_leave_room() -> None:
     longest = LEASE_COST + (1 << 16)
     assert MAX_SESSION_COST // longest >= 15
