@@ -267,6 +267,17 @@ def test_one_layer_that_needs_more_is_noticed_beside_others(what: str) -> None:
         ours.geometry()
 
 
+def test_the_instructions_that_a_layer_uses_are_in_its_name() -> None:
+    """On a CPU they decide the order of the numbers in a page, and no configuration says them."""
+    cache, tags = Cache(KVCacheLayout.LBNHC, Case([group(full())])), set()
+    backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
+    for isa in ("amx", "vec", ""):
+        layer = SimpleNamespace(get_attn_backend=lambda: backend, isa=isa)
+        cache.vllm_config.compilation_config.static_forward_context = dict.fromkeys(cache.views, layer)
+        tags.add(tuple(each.tag for each in cache.geometry().groups))
+    assert len(tags) == 3
+
+
 def test_a_view_that_is_not_where_the_configuration_says_is_noticed() -> None:
     ours = Cache(KVCacheLayout.LBNHC, CASES["many heads"])
     ours.views["layer1"] = ours.views["layer2"]

@@ -70,7 +70,8 @@ def test_null_blocks_inside_a_chunk_are_never_stored(server: LMCacheServer) -> N
     """The server is cleared while the engine's own prefix cache is not: the next store sees blocks that
     the sliding window has left behind."""
     first = prompt(1500, 2)
-    with Engine("gemma3", server=server, block_size=128, dtype="bfloat16") as engine:
+    everything = {"lmcache.mp.store_everything": True}
+    with Engine("gemma3", server=server, block_size=128, dtype="bfloat16", extra_config=everything) as engine:
         server.clear()
         engine.run(first)
         server.clear()

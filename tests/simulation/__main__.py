@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import gc
 import multiprocessing
 import os
 import sys
@@ -21,6 +22,10 @@ ENOUGH_SEEDS = 20
 
 def run_seed(seed: int, trace: bool = False) -> tuple[int, str, dict[str, int]]:
     """(seed, what went wrong, what was counted and the digest of its history)."""
+    # A killed server's coroutines must not go on. The collector would end them, whenever it runs: then their
+    # `finally` still acts on the world.
+    gc.collect()
+    gc.disable()
     scenario = Scenario(seed, trace)
     wrong = ""
     try:
@@ -28,6 +33,7 @@ def run_seed(seed: int, trace: bool = False) -> tuple[int, str, dict[str, int]]:
     except Exception:
         wrong = traceback.format_exc(limit=-6)
     finally:
+        gc.enable()
         if scenario.disk is not None:
             scenario.disk.close()
     if trace:
@@ -44,6 +50,7 @@ def run_seeds(
     failed = []
     context = multiprocessing.get_context("fork")
     origins.prepare()
+    gc.freeze()  # nothing of vLLM is garbage, and looking for it takes long
     # A killed server never starts what was about to run.
     warnings.filterwarnings("ignore", "coroutine .* was never awaited")
     # Tasks that wait when a world ends keep it alive: a process ends after 24 worlds.
@@ -57,6 +64,7 @@ def run_seeds(
                 break
             if wrong:
                 print(f"seed {seed} failed; again: make simulate FIRST={seed} SEEDS=1\n{wrong}", flush=True)
+    gc.unfreeze()
     return sorted(failed), counts
 
 

@@ -157,6 +157,9 @@ class Engine:
     def _make_environment(
         self, model: str, multiprocessing: bool, env: Mapping[str, str | None]
     ) -> dict[str, str]:
+        inherited = filter(
+            None, [os.environ.get("PYTHONPATH")]
+        )  # of a copy of this tree, as for `make mutants`
         changes: dict[str, str | None] = {
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -168,7 +171,7 @@ class Engine:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if multiprocessing else "0",
             # Lets do_corrupt_kv reach the workers; they are our own processes.
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-            "PYTHONPATH": os.pathsep.join(self._packages(model)) or None,
+            "PYTHONPATH": os.pathsep.join([*self._packages(model), *inherited]) or None,
             "PYTHONSAFEPATH": "1",
         }
         if self._server is not None:

@@ -1,5 +1,6 @@
 """Waiting for what happens by itself."""
 
+import contextlib
 import http.client
 import time
 import urllib.request
@@ -40,6 +41,13 @@ def timed(work: Callable[[], Value]) -> tuple[Value, float]:
 
 def get(url: str) -> str:
     """The body at a URL; raises OSError unless the answer is a success."""
+    with contextlib.suppress(ConnectionResetError):
+        return _body(url)
+    # The server gives a client 5 s to ask, which this process may lose between two of its lines.
+    return _body(url)
+
+
+def _body(url: str) -> str:
     with urllib.request.urlopen(url, timeout=60) as response:
         body: bytes = response.read()
     return body.decode()
