@@ -1,7 +1,7 @@
 """The client of an engine's scheduler side. The engine's ranks may use several servers, as if they were one.
 
 A hit is the largest resume point that all servers promise. Servers that promise more are asked again, up to
-the least of the answers, until all say the same. If one server is lost, the others are of no use either.
+the least of the answers, until all say the same. If one is lost, none is used.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,10 +54,11 @@ class Channels:
             channel.poll()
         while isinstance(pending, Together) and not pending.done:
             left_s = limit_s - self.system.now_s()
-            part = next(part for part in pending.parts if not part.pending.done)
-            if left_s <= 0 or not part.channel.ready:
+            part = next((part for part in pending.parts if not part.pending.done), None)
+            if left_s <= 0 or (part and not part.channel.ready):
                 return
-            part.channel.poll(part.pending, left_s)
+            if part:  # else the keeper has just taken in the last reply
+                part.channel.poll(part.pending, left_s)
 
     def close(self, goodbye_s: float = 1.0) -> None:
         for channel in self._channels:
@@ -65,7 +66,7 @@ class Channels:
 
 
 class Part(NamedTuple):
-    """A question to one server, in a registration of the engine."""
+    """A question to one server, and the registration in which it was asked."""
 
     channel: Channel
     pending: Pending
@@ -107,19 +108,21 @@ class Together(Pending):
                 return False
             else:
                 self.reply = self._merge(replies)
+        self._merge, self._fail_all = lambda _: None, lambda: None  # they held this, and its question
         return True
 
 
 class Several:
-    """One client for one to n servers, with the methods of engine.Scheduler. A Found that it returns has a
-    number of its own as the lease."""
+    """One client for one to n servers, as engine.Scheduler. Leases in its replies are numbers of its own."""
 
     def __init__(self, clients: Sequence[Scheduler]) -> None:
         self.clients = clients
-        self.channel = Channels([client.channel for client in clients])
+        channels = [client.channel for client in clients]
+        # Usually there is one, which is read for each request in every step.
+        self.channel = channels[0] if len(channels) == 1 else Channels(channels)
         self._joined: dict[Channel, Joined] = {}
         self._leases: dict[int, list[tuple[int, int]]] = {}
-        """By a number of our own, the lease of each server and the registration that it belongs to."""
+        """By our own number: each server's lease, and its registration."""
         self._next = 1
 
     def join(self, channel: Channel) -> Joined:
@@ -178,9 +181,8 @@ class Several:
 
     def _remember(self, found: Sequence[Found], parts: Sequence[Part]) -> int:
         number, self._next = self._next, self._next + 1
-        self._leases[number] = [
-            (each.lease_id, part.generation) for each, part in zip(found, parts, strict=True)
-        ]
+        of_each = zip(found, parts, strict=True)
+        self._leases[number] = [(each.lease_id, part.generation) for each, part in of_each]
         return number
 
     def leases(self, lease_id: int) -> tuple[int, ...]:
@@ -201,7 +203,7 @@ class Several:
     def release(self, leases: tuple[int, ...], keys: tuple[bytes, ...] = (), request_id: str = "") -> None:
         held = [self._leases.pop(number, ()) for number in leases]
         for index, client in enumerate(self.clients):
-            # A server that has restarted may have given the number of its lease to another one.
+            # A restarted server may have given the same number to another lease.
             generation = client.channel.generation
             own = tuple(each[index][0] for each in held if each and each[index][1] == generation)
             if own or keys or request_id:

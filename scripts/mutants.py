@@ -1,9 +1,8 @@
-"""`make mutants`: makes the faults of mutants.toml in copies of the tree, and shows which test finds each.
+"""`make mutants`: puts each fault of mutants.toml into a copy of the tree, and shows which test finds it.
 
     python scripts/mutants.py [NAME ...]
 
-A fault that its tests do not find may still be found by simulated histories. Exits with 1 if one is not
-found.
+If its tests do not find a fault, simulated histories try. Exits with 1 if one is not found.
 """
 
 import os
@@ -37,8 +36,8 @@ def table() -> dict[str, Mutant]:
 
 
 def make(tree: Path, mutant: Mutant) -> None:
-    """Copies the tree without what git ignores, and makes the fault. Raises ValueError if its text is not
-    there once."""
+    """Copies the tree without what git ignores, and makes the fault. Raises ValueError unless its text is
+    there exactly once."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):

@@ -18,11 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
-from lmcache_client import options
 from lmcache_client.connector import support, translate
 from lmcache_client.connector.log import logger
 from lmcache_client.connector.metadata import StepMetadata, WorkerReport
-from lmcache_client.connector.scheduler import SchedulerSide
+from lmcache_client.connector.scheduler import OPTIONS, SchedulerSide
 from lmcache_client.connector.settings import parse
 from lmcache_client.connector.stats import PromMetrics, TransferStats
 from lmcache_client.connector.support import UnsupportedError
@@ -120,9 +119,7 @@ class LMCacheMPConnector(Uncached):
                 "prompt (MLA on a CPU, or neither chunked prefill nor prefix caching)"
             )
         block_bytes = translate.block_bytes(self._shared)
-        wanted = {
-            name: option.wanted(vllm_config, self._shared) for name, option in options.classes().items()
-        }
+        wanted = {name: option.wanted(vllm_config, self._shared) for name, option in OPTIONS.items()}
         everything = self._settings.store_everything
         self._scheduler = SchedulerSide(
             self._settings,

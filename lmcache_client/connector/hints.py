@@ -9,7 +9,7 @@ PREFIX = "lmcache."
 
 
 class Hint(NamedTuple):
-    """`what` its value is, in words, and whether a value is that."""
+    """`what` says in words which values are valid. `fits` checks one."""
 
     what: str
     fits: Callable[[object], bool]

@@ -16,7 +16,7 @@ class LoadJob:
     request_id: str
     message: Load
     leases: tuple[int, ...] = ()
-    """Instead of the message's, if there are several servers: the lease of each."""
+    """Instead of the message's: the lease of each server."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Where an option of the connector meets its scheduler side."""
+"""What the scheduler side calls in each option of the connector."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class Engine(NamedTuple):
-    """What an option is given of its engine. `group_ids` are vLLM's indexes of the groups. `loads` is False
-    if the engine only stores."""
+    """What an option knows of its engine. `group_ids` are vLLM's indexes of the groups. `loads` is False if
+    the engine only stores."""
 
     settings: Settings
     groups: Sequence[GroupSpec]
@@ -42,11 +42,11 @@ class Option:
     """By key, the hints of requests that it reads."""
 
     def __init__(self, engine: Engine, wanted: Any) -> None:
-        """`wanted` is what the method of this name returned."""
+        """`wanted` is what the method `wanted` returned."""
 
     @classmethod
     def wanted(cls, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> Any:
-        """What it takes from vLLM's configuration. Without a true value, this engine runs without it."""
+        """What it needs of vLLM's configuration. If that is false or empty, the engine runs without it."""
         return True
 
     def bind(self, pool: "BlockPool") -> None:
@@ -61,14 +61,15 @@ class Option:
         """A request has arrived, with these hints."""
 
     def wants_reasons(self, tracked: Tracked) -> bool:
-        """Whether the server is to say why it lacks what it lacks."""
+        """Whether the server is to give reasons for misses."""
         return False
 
     def answered(self, tracked: Tracked, asked: Asking, now_s: float) -> None:
         """A lookup has ended, with an answer or an error."""
 
     def pauses(self, tracked: Tracked) -> bool:
-        """Whether it is too early to ask the server again about a request that waits."""
+        """Whether it is too early to ask the server again about a request. If one option says so, no other is
+        asked."""
         return False
 
     def goes_on(self, tracked: Tracked, state: Promised | None, computed: int, limit: int) -> bool:
@@ -76,7 +77,7 @@ class Option:
         return False
 
     def loading(self, tracked: Tracked, since_s: float, now_s: float) -> None:
-        """A load begins, that was promised at `since_s`."""
+        """A load begins. It was promised at `since_s`."""
 
     def loaded(self, tracked: Tracked, tokens: int, outcome: str, since_s: float, now_s: float) -> None:
         """A load has "ended" or "failed"."""
@@ -89,10 +90,10 @@ class Option:
     # -- a step -----------------------------------------------------------------------------------
 
     def storing(self, job_id: int, requests: Sequence[Tracked], objects: Sequence[StoreObject]) -> None:
-        """A store begins: of each object the request."""
+        """A store begins. `requests` has the request of each object."""
 
     def settled(self, job_id: int, seconds: float) -> None:
-        """All workers have settled a job, so many seconds after it began: a load or a store."""
+        """All workers have settled a load or a store, `seconds` after it began."""
 
     def take_events(self) -> "Iterable[KVCacheEvent]":
         """The events to publish after this step."""
@@ -103,8 +104,7 @@ class Option:
         return False
 
     def has_paused(self) -> bool:
-        """Whether a request has paused since the last call. An engine that has nothing else to do would spin
-        until it may ask again."""
+        """Whether a request has paused since the last call. If so, an idle engine sleeps briefly."""
         return False
 
 

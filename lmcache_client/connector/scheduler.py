@@ -41,14 +41,15 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+OPTIONS = options.classes()  # here, because an engine runs without the cache if one cannot be imported
 LOOKUP_WAIT_S, FRESH_LOOKUP_S, IDLE_WAIT_S, CONNECT_S = 0.001, 0.01, 0.002, 1.0
 
 
 class SchedulerSide:
     """The scheduler side of one engine. `groups` have no regions; `world_size` workers report each job.
     `advise` takes the chunk size, returns advice on resume points or nothing. `lookahead` is that of Tracked,
-    `block_bytes` to `drafts` and `group_ids` are those of Offers. `wanted` has, by the names of options, what
-    they take from vLLM's configuration; an option that is not there is left out."""
+    `block_bytes` to `drafts` and `group_ids` are those of Offers. `wanted` has what each option, by its name,
+    takes from vLLM's configuration; other options are left out."""
 
     def __init__(
         self,
@@ -95,8 +96,8 @@ class SchedulerSide:
         self.channel = self.client.channel
         self._now_s = system.now_s
         engine = Engine(settings, groups, group_ids or range(len(groups)), self.client, loads, system)
-        chosen = {name: option for name, option in options.classes().items() if name in wanted}
-        self.options: Options = [option(engine, wanted[name]) for name, option in chosen.items()]
+        chosen = [(option, wanted[name]) for name, option in OPTIONS.items() if name in wanted]
+        self.options: Options = [option(engine, value) for option, value in chosen]
         self._hints = Hints({key: hint for option in self.options for key, hint in option.HINTS.items()})
 
     def start(self) -> None:
@@ -144,7 +145,7 @@ class SchedulerSide:
         if not 0 < joined.chunk_size <= MAX_CHUNK_TOKENS or joined.chunk_size % self._unified:
             raise ValueError(f"the server's chunk size {joined.chunk_size} does not fit this engine")
         self.chunk_size, self._fetches = joined.chunk_size, joined.fetches
-        if self._clear is not None and not isinstance(self._clear.reply, Cleared):
+        if (clear := self._clear) is not None and not (clear.done and isinstance(clear.reply, Cleared)):
             self._clear = self.client.clear()
         if not self._advice and (advice := self._advise(joined.chunk_size)):
             self._advice = advice
@@ -224,7 +225,6 @@ class SchedulerSide:
             self._send(tracked, 0, len(keys) * self.chunk_size, early=True)
 
     def _answered(self, tracked: Tracked, asked: Asking, computed: int) -> Asking | Promised | None:
-        """The state after a lookup that is done."""
         tracked.state, found, answered_s = None, asked.lookup.reply, self._now_s()
         for option in self.options:
             option.answered(tracked, asked, answered_s)

@@ -1,6 +1,6 @@
-"""The table of options: parts of the connector that can be taken away, each a file here and a line below.
+"""The table of options: parts of the connector that can be taken away. Each has a file here and a line below.
 
-The base reads the table and imports no option. Each file has `OPTION`, a class of connector/option.py. An
+The base loads options through this table only. Each file has `OPTION`, a class of connector/option.py. An
 option that has a part in the server, too, has the same name there (lmcache_server/options).
 """
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 POLL_S = 0.5
 """How often an engine that computes asks what the server has forgotten."""
 MAX_ASKED, MAX_WAITING = 16, 1024
-"""Questions under way, and requests that wait to be asked about; further ones are left out."""
+"""Limits of the questions under way and of the requests that wait for one. More are left out."""
 
 
 @dataclass(eq=False, slots=True)
@@ -74,7 +74,7 @@ class Events(Option):
         self._hash_block_size = self._block_size
         self._generation = 0
         self._storing: dict[int, Iterable[Tracked]] = {}
-        """The requests of the stores that are under way, by job."""
+        """By job, the requests of each store under way."""
         self._waiting: dict[str, Tracked] = {}
         self._asked: deque[tuple[Pending, Tracked | None, Sequence[bytes]]] = deque()
         self._asked_s = 0.0
@@ -127,7 +127,7 @@ class Events(Option):
         return bool(self._waiting or self._asked or self._events)
 
     def reset(self) -> None:
-        # Nor may anybody use what is being stored now.
+        # Stores under way are of no use either.
         self._storing.clear()
         self._waiting.clear()
         self._asked.clear()

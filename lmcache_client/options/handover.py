@@ -25,7 +25,7 @@ MAX_WAIT_TOKENS = 2**31
 MIN_PAUSE_S, PAUSE_SHARE = 0.005, 1 / 8
 """Between two questions, a request pauses for this share of the time that it has waited."""
 CAUTION_S, CAUTION_SHARE = 30.0, 0.1
-"""So long after a wait in vain, others wait for this share of the timeout: perhaps nothing comes any more."""
+"""For so long after a wait in vain, others wait only this share of the timeout: perhaps nothing comes."""
 TOLD = "lmcache.told"
 """A key in the kv_transfer_params of a request for which a connector of this engine has answered."""
 
@@ -56,10 +56,10 @@ class Handover(Option):
         self._timeout_s = engine.settings.wait_timeout_s
         self._now_s = engine.system.now_s
         self._waits: dict[str, _Wait] = {}
-        """By request, those that do not take what the server has."""
+        """The waits under way, by request."""
         self._stored: dict[str, set[tuple[int, int, int]]] = {}
-        """Of requests that another engine goes on with, all objects that they have offered: the registration
-        of the engine, the group and the chunk."""
+        """By request that another engine continues: the registration, group and chunk of each object that it
+        has offered."""
         self._cautious_until_s = -math.inf
         self._has_paused = False
 
@@ -99,7 +99,7 @@ class Handover(Option):
         return {WAIT_TOKENS: self._resume_tokens(tracked, stored) if tracked and stored is not None else 0}
 
     def _resume_tokens(self, tracked: Tracked, stored: set[tuple[int, int, int]]) -> int:
-        """Where the prompt can be resumed when all is stored that the server has or gets."""
+        """Where the prompt can be resumed once the server has everything that is under way."""
         chunks = tracked.chunks(tracked.request.num_prompt_tokens)
         # What will not come back is not written to tiers.
         if tracked.once or tracked.root != ROOT_KEY:

@@ -1,4 +1,4 @@
-"""Hints about what becomes of a prompt: whether it comes back, and whether to load it."""
+"""Hints about a prompt: whether it comes back, and whether to load it."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -11,8 +11,8 @@ ONCE, LOAD = f"{PREFIX}once", f"{PREFIX}load"
 _YES_OR_NO = Hint("true or false", lambda value: isinstance(value, bool))
 
 
-class WhatBecomes(Option):
-    """A prompt that is there `once` does not come back. Nothing is loaded for it unless `load`."""
+class PromptHints(Option):
+    """With `once`, the prompt will not come back. Without `load`, nothing is loaded for it."""
 
     HINTS: ClassVar[Mapping[str, Hint]] = {ONCE: _YES_OR_NO, LOAD: _YES_OR_NO}
 
@@ -21,4 +21,4 @@ class WhatBecomes(Option):
         tracked.no_load = not hints.get(LOAD, True)
 
 
-OPTION = WhatBecomes
+OPTION = PromptHints

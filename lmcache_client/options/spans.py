@@ -24,7 +24,7 @@ class Spans(Option):
     def __init__(self, engine: Engine, wanted: Any) -> None:
         super().__init__(engine, wanted)
         self._stores: dict[int, list[Headers]] = {}
-        """The requests of the stores that are under way, by job."""
+        """By job, the headers of the requests of each store under way."""
 
     @classmethod
     def wanted(cls, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> bool:
@@ -48,7 +48,7 @@ class Spans(Option):
         self._add(tracked, "load", now_s - since_s, {"tokens": tokens, "outcome": outcome})
 
     def storing(self, job_id: int, requests: Sequence[Tracked], objects: Sequence[StoreObject]) -> None:
-        unique = {tracked.name: tracked.request.trace_headers for tracked in requests}
+        unique = {each.request.request_id: each.request.trace_headers for each in requests}
         self._stores[job_id] = [headers for headers in unique.values() if headers]
 
     def settled(self, job_id: int, seconds: float) -> None:

@@ -213,7 +213,7 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileServer]:
 @pytest.fixture
 def steps(hostile: HostileServer) -> Iterator[Steps]:
     with Steps() as connector:
-        assert connector.is_served()
+        wait_until(connector.is_served, PATIENCE_S, "the engine is served")
         yield connector
 
 
@@ -259,6 +259,19 @@ def test_no_reply_harms_an_engine(hostile: HostileServer, steps: Steps, kind: ty
         hostile.lies.clear()
         wait_until(steps.is_served, PATIENCE_S, f"the engine is served again after: {name}")
     wait_until(steps.is_whole, PATIENCE_S, "no block is held any more")
+
+
+def test_a_server_that_has_cleared_is_not_asked_again(hostile: HostileServer, steps: Steps) -> None:
+    """Each Clear forgets what all engines of the namespace have stored since."""
+    steps.scheduler.reset()
+    wait_until(lambda: hostile.asked.get(Clear, 0), PATIENCE_S, "it is asked")
+    wait_until(steps.is_served, PATIENCE_S)
+    for joins in range(1, 3):
+        before = hostile.asked[Join]
+        steps.reconnect()
+        wait_until(lambda: hostile.asked[Join] > before, PATIENCE_S, "the engine joins again")  # noqa: B023
+        wait_until(steps.is_served, PATIENCE_S)
+        assert hostile.asked[Clear] == 1, joins
 
 
 def test_a_server_that_settles_no_store_has_at_most_half_of_the_blocks() -> None:

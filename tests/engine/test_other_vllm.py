@@ -1,5 +1,6 @@
 """An engine of a vLLM that is not served: it starts, uncached, and says why."""
 
+import pytest
 from harness import changed_vllm
 from harness.engine import Engine
 from harness.prompts import prompt
@@ -52,12 +53,21 @@ def test_an_engine_whose_vllm_lost_a_method_starts_uncached(server: LMCacheServe
         )
 
 
-def test_an_engine_in_which_the_connector_cannot_be_imported_starts_uncached(server: LMCacheServer) -> None:
-    gone = changed_vllm.not_importable("vllm.v1.core.kv_cache_utils", "generate_block_hash_extra_keys")
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("vllm.v1.core.kv_cache_utils", "generate_block_hash_extra_keys"),
+        pytest.param("vllm.distributed.kv_events", "MEDIUM_CPU", id="of an option"),
+    ],
+)
+def test_an_engine_in_which_the_connector_cannot_be_imported_starts_uncached(
+    server: LMCacheServer, module: str, name: str
+) -> None:
+    gone = changed_vllm.not_importable(module, name)
     with Engine("gemma3", server=server, changed=gone) as engine:
         reason = not_cached(server, engine)
     assert f"vLLM {VLLM_VERSION} and lmcache-mp {VERSION}, which do not load together" in reason
-    assert "cannot import name 'generate_block_hash_extra_keys'" in reason
+    assert f"cannot import name '{name}'" in reason
 
 
 def test_a_vllm_that_asks_for_another_method_gets_a_connector_that_does_nothing() -> None:

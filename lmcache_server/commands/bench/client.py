@@ -61,7 +61,7 @@ class Client:
     def __enter__(self) -> "Client":
         for channel in (self.worker, self.scheduler):
             channel.start(0.0, 0.0)
-            limit_s = channel.system.now_s() + CONNECT_S
+            limit_s = channel.system.now_s() + CONNECT_S + self._client.register_s
             while not (channel.ready or channel.refusal) and channel.system.now_s() < limit_s:
                 channel.system.sleep(0.005)
             if not channel.ready:

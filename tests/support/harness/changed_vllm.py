@@ -41,7 +41,8 @@ sys.modules[module.__name__] = shown
 
 def change(program: str) -> None:
     """Run a change here. Who then asks for the connector imports it, and finds vLLM as it is now."""
-    for name in [name for name in sys.modules if f"{name}.".startswith("lmcache_client.connector.")]:
+    rooms = ("lmcache_client.connector.", "lmcache_client.options.")
+    for name in [name for name in sys.modules if f"{name}.".startswith(rooms)]:
         del sys.modules[name]
     exec(program, {"__name__": "__main__"})
 

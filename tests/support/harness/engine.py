@@ -157,9 +157,8 @@ class Engine:
     def _make_environment(
         self, model: str, multiprocessing: bool, env: Mapping[str, str | None]
     ) -> dict[str, str]:
-        inherited = filter(
-            None, [os.environ.get("PYTHONPATH")]
-        )  # of a copy of this tree, as for `make mutants`
+        # A copy of this tree is found there, as for `make mutants`.
+        inherited = filter(None, [os.environ.get("PYTHONPATH")])
         changes: dict[str, str | None] = {
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",

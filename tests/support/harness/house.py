@@ -33,7 +33,7 @@ RANKS = (
         "lmcache_server/__init__.py",
         *TABLES,
     ),
-    ("lmcache_client/memory", "lmcache_server/errors.py", *TABLES),
+    ("lmcache_client/memory", "lmcache_server/errors.py"),
     ("lmcache_client/transport.py", "lmcache_server/host"),
     ("lmcache_client/channel.py", "lmcache_server/core", "lmcache_server/telemetry"),
     ("lmcache_client/engine.py", "lmcache_server/transfer"),
