@@ -97,17 +97,18 @@ class Together(Pending):
 
     @property
     def done(self) -> bool:
+        merge, fail_all = self._merge, self._fail_all  # another thread may end this, too
         # Again after a merge that asked again: if a server was lost meanwhile, its part fails at once.
         while self.reply is None and self.error is None:
             asked = [part.pending for part in self.parts]
             self.error = next((each.error for each in asked if each.error is not None), None)
             replies = [each.reply for each in asked if each.reply is not None]
             if self.error is not None:
-                self._fail_all()
+                fail_all()
             elif len(replies) < len(self.parts):
                 return False
             else:
-                self.reply = self._merge(replies)
+                self.reply = merge(replies)
         self._merge, self._fail_all = lambda _: None, lambda: None  # they held this, and its question
         return True
 
@@ -149,7 +150,7 @@ class Several:
             nonlocal rounds
             found = [reply for reply in replies if isinstance(reply, Found)]
             if len(found) < len(replies):
-                return replies[0]
+                return next(reply for reply in replies if not isinstance(reply, Found))
             first[:] = first or found
             least = min(each.resume_tokens for each in found)
             if not least or rounds == MAX_ROUNDS:
@@ -219,7 +220,7 @@ class Several:
         def merge(replies: list[Message]) -> Message:
             told = [reply for reply in replies if isinstance(reply, Followed)]
             if len(told) < len(replies):
-                return replies[0]
+                return next(reply for reply in replies if not isinstance(reply, Followed))
             gone = tuple(dict.fromkeys(key for each in told for key in each.gone))
             least = min(each.resume_tokens for each in told)
             return Followed(least, gone, any(each.missed for each in told))

@@ -12,7 +12,7 @@ _YES_OR_NO = Hint("true or false", lambda value: isinstance(value, bool))
 
 
 class PromptHints(Option):
-    """With `once`, the prompt will not come back. Without `load`, nothing is loaded for it."""
+    """With `once`, the prompt will not come back. If `load` is false, nothing is loaded for it."""
 
     HINTS: ClassVar[Mapping[str, Hint]] = {ONCE: _YES_OR_NO, LOAD: _YES_OR_NO}
 

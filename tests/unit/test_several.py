@@ -3,7 +3,7 @@
 import pytest
 
 from lmcache_client.channel import ChannelError, Pending, unsent
-from lmcache_client.contract.messages import Found, Lookup, Message
+from lmcache_client.contract.messages import Done, Found, Lookup, Message
 from lmcache_client.several import Channels, Part, Several, Together
 from lmcache_client.transport import System
 
@@ -69,3 +69,16 @@ def test_a_lease_of_an_earlier_registration_is_not_given_back() -> None:
         clients[0].channel.generation = generation
         several.release((lookup.reply.lease_id,))
     assert (clients[0].released, clients[1].released) == ([7], [8, 8])
+
+
+def test_the_answer_of_one_server_does_not_speak_for_another_that_talks_nonsense() -> None:
+    class Strange(Client):
+        def lookup(self, _question: Lookup, _timeout_s: float) -> Pending:
+            pending = Pending(0.0)
+            pending._finish(Done())
+            return pending
+
+    several = Several([Client(7), Strange(8)])  # type: ignore[list-item]
+    lookup = several.lookup(Lookup("", (b"k" * 32,), 0, 256, 257, 0), 1.0)
+    assert lookup.done
+    assert lookup.reply == Done()
