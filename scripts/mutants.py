@@ -2,11 +2,14 @@
 
     python scripts/mutants.py [NAME ...]
 
-If its tests do not find a fault, simulated histories try. Exits with 1 if one is not found.
+Simulated histories look for what the tests miss. First, all must pass without a fault. Exits with 1 if a
+fault is not found.
 """
 
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 ROOT = Path(__file__).resolve().parent.parent
-SEEDS, LIMIT_S = 60, 900
+SEEDS, LIMIT_S = 60, 1800
 
 
 class Edit(msgspec.Struct):
@@ -35,17 +38,18 @@ def table() -> dict[str, Mutant]:
     return msgspec.toml.decode((ROOT / "scripts/mutants.toml").read_bytes(), type=dict[str, Mutant])
 
 
-def make(tree: Path, mutant: Mutant) -> None:
-    """Copies the tree without what git ignores, and makes the fault. Raises ValueError unless its text is
-    there exactly once."""
+def make(tree: Path, mutant: Mutant | None = None) -> None:
+    """Copies all files but those that git ignores, and makes the fault. Raises ValueError unless its old text
+    is there exactly once."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, tree / name)
-    path = tree / mutant.file
-    path.write_text(changed(path.read_text(), mutant))
+    if mutant is not None:
+        path = tree / mutant.file
+        path.write_text(changed(path.read_text(), mutant))
 
 
 def changed(text: str, mutant: Mutant) -> str:
@@ -56,43 +60,56 @@ def changed(text: str, mutant: Mutant) -> str:
     return text
 
 
-def found_by(tree: Path, mutant: Mutant) -> str:
-    """The first test or seed that fails; empty if none does."""
-    paths = os.pathsep.join(map(str, (tree, tree / "kernels", tree / "tests", tree / "tests/support")))
+def run(tree: Path, *arguments: str) -> str:
+    """What fails first in this tree; empty if nothing does. Raises RuntimeError if it cannot run."""
     variables = {
         **os.environ,
-        "PYTHONPATH": paths,
+        "PYTHONPATH": os.pathsep.join(str(tree / each) for each in ("", "kernels", "tests", "tests/support")),
         "LMCACHE_TEST_CACHE": str(ROOT / ".cache"),
         "OMP_NUM_THREADS": "1",
         "PYTEST_ADDOPTS": "",
     }
-
-    def run(*arguments: str) -> str:
-        command = [sys.executable, "-m", *arguments]
+    command = [sys.executable, "-m", *arguments]
+    with tempfile.TemporaryFile("w+") as said:
+        # A session of its own: who outlives its limit is killed with all that it has started.
+        process = subprocess.Popen(
+            command, cwd=tree, env=variables, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
-            done = subprocess.run(
-                command, cwd=tree, env=variables, capture_output=True, text=True, timeout=LIMIT_S, check=False
-            )
+            code = process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
-            return f"{arguments[0]} does not end"
-        marks = ("FAILED ", "ERROR ", "seed ")
-        lines = [line for line in done.stdout.splitlines() if line.startswith(marks)]
-        return (lines or [f"{arguments[0]} fails"])[0].partition(" - ")[0] if done.returncode else ""
+            os.killpg(process.pid, signal.SIGKILL)
+            return f"{arguments[0]} does not end in {LIMIT_S} s"
+        said.seek(0)
+        text = said.read()
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+::\S+)|^(seed \d+) failed", text, re.MULTILINE)
+    if code not in (0, 1) or (code and not failed):
+        raise RuntimeError(f"{' '.join(arguments)} ended with {code}: {text[-3000:]}")
+    return (failed[1] or failed[2]) if code and failed else ""
 
-    by_tests = run("pytest", "-q", "-x", "-p", "no:cacheprovider", *mutant.tests) if mutant.tests else ""
-    return by_tests or run("simulation", "--seeds", str(SEEDS), "--jobs", "1")
+
+def found_by(tree: Path, *mutants: Mutant) -> str:
+    """The first test or seed that fails; empty if none does."""
+    tests = dict.fromkeys(test for mutant in mutants for test in mutant.tests)
+    by_tests = run(tree, "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests) if tests else ""
+    return by_tests or run(tree, "simulation", "--seeds", str(SEEDS), "--jobs", "1")
 
 
 def main() -> int:
     survivors, mutants = [], table()
-    for name in sys.argv[1:] or mutants:
+    names = sys.argv[1:] or list(mutants)
+    with tempfile.TemporaryDirectory(prefix="mutant-") as directory:
+        make(Path(directory))
+        if failed := found_by(Path(directory), *(mutants[name] for name in names)):
+            sys.exit(f"without any fault, this fails: {failed}")
+    print("without any fault, nothing fails", flush=True)
+    for name in names:
         mutant, start_s = mutants[name], time.monotonic()
         with tempfile.TemporaryDirectory(prefix="mutant-") as directory:
             make(Path(directory), mutant)
             found = found_by(Path(directory), mutant)
-        print(
-            f"{name:4} {mutant.what}: {found or 'NOT FOUND'} ({time.monotonic() - start_s:.0f} s)", flush=True
-        )
+        took_s = time.monotonic() - start_s
+        print(f"{name:4} {mutant.what}: {found or 'NOT FOUND'} ({took_s:.0f} s)", flush=True)
         survivors += [] if found else [name]
     print(f"{len(survivors)} faults were not found: {' '.join(survivors)}" if survivors else "all were found")
     return int(bool(survivors))

@@ -33,12 +33,7 @@ class Hints:
         if len(hints) < len(given) and not self._has_warned:
             self._has_warned = True
             key = next(key for key in given if key not in hints)
-            known = ", ".join(f"{name!r} ({hint.what})" for name, hint in self._known.items())
-            logger.warning(
-                "lmcache: ignored %.60r: %.60r in the kv_transfer_params of a request: the hints are %s "
-                "(later ones are ignored silently)",
-                key,
-                given[key],
-                known,
-            )
+            known = ", ".join(f"{name!r} ({hint.what})" for name, hint in self._known.items()) or "left out"
+            text = "lmcache: ignored %.60r: %.60r in the kv_transfer_params of a request: the hints are %s"
+            logger.warning(f"{text} (later ones are ignored silently)", key, given[key], known)
         return hints

@@ -22,7 +22,7 @@ from vllm.v1.core.kv_cache_utils import (
 from lmcache_client.channel import Pending
 from lmcache_client.connector import translate
 from lmcache_client.connector.option import Engine, Option
-from lmcache_client.connector.request import Asking, Tracked
+from lmcache_client.connector.request import Asking, Tracked, fits
 from lmcache_client.contract.control import Followed
 from lmcache_client.contract.geometry import FULL, SLIDING_WINDOW
 from lmcache_client.contract.keys import MAX_CHUNKS
@@ -63,7 +63,7 @@ class Events(Option):
 
     def __init__(self, engine: Engine, kinds: Sequence[str]) -> None:
         super().__init__(engine, kinds)
-        groups = engine.groups
+        self._groups = groups = engine.groups
         self._is_on, self._client = engine.loads, engine.client
         first = next((index for index, group in enumerate(groups) if group.kind == FULL), 0)
         self._group_id, spec = engine.group_ids[first], groups[first]
@@ -114,7 +114,8 @@ class Events(Option):
             self.changed(tracked)
 
     def answered(self, tracked: Tracked, asked: Asking, now_s: float) -> None:
-        if isinstance(asked.lookup.reply, Found):
+        found = asked.lookup.reply
+        if isinstance(found, Found) and fits(found, self._groups, tracked.chunk_size, asked.limit):
             self.changed(tracked)
 
     def changed(self, tracked: Tracked) -> None:

@@ -23,7 +23,7 @@ from harness.paths import ROOT
 from harness.processes import ChildProcess, free_port, tail
 from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
-from harness.waiting import wait_until
+from harness.waiting import PATIENCE_S, wait_until
 
 from deploy import charts, dashboard
 from deploy.programs import run
@@ -33,7 +33,7 @@ from lmcache_server.telemetry import metrics
 SHIPPED = ROOT / "deploy" / "prometheus"
 # Longer than these tests take on a busy machine: the traffic must not leave it.
 WINDOW = "5m"
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = PATIENCE_S
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 SOURCE = 'prompt_tokens_by_source_total{{source="{}",'
 BOUND = 'time_to_first_token_seconds_bucket{{le="{}",'

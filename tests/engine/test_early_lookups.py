@@ -11,7 +11,7 @@ import pytest
 from harness.rawclient import RawEngine, group
 from harness.served import step_output, stopped
 from harness.server import LMCacheServer
-from harness.waiting import wait_until
+from harness.waiting import PATIENCE_S, wait_until
 from vllm import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
@@ -31,7 +31,6 @@ CHUNK = 16
 CHUNKS = 4
 TOKENS = CHUNKS * CHUNK + 1
 """Of a prompt. All but the last one can be loaded."""
-PATIENCE_S = 120.0
 
 
 class Engine:

@@ -17,11 +17,30 @@ def server() -> Iterator[LMCacheServer]:
         yield running
 
 
+def resumed(engine: Engine, server: LMCacheServer, first: list[int], lengths: tuple[int, ...]) -> list[int]:
+    """Where prompts that share so much of the first one are resumed from the server. From its own prefix
+    cache, the engine resumes at the same tokens, rounds the same way, and gives the same output."""
+    prompts = [[*first[:length], *prompt(40, length)] for length in lengths]
+    server.clear()
+    engine.run(first)
+    results = []
+    for tokens in prompts:
+        assert engine.reset_prefix_cache()
+        results.append(engine.run(tokens))
+    assert engine.reset_prefix_cache()
+    server.clear()
+    engine.run(first)
+    for tokens, result in zip(prompts, results, strict=True):
+        server.clear()
+        local = engine.run(tokens)
+        assert (local.external_tokens, local.local_tokens) == (0, result.external_tokens)
+        assert local.output == result.output
+    return [result.external_tokens for result in results]
+
+
 def test_recurrent_prompts_that_share_prefixes_of_many_lengths(server: LMCacheServer) -> None:
     """States exist at ends of steps only, and steps are longer than a block: every other boundary must
     not be resumed at."""
-    first = prompt(1300, 1)
-    lengths = (200, 770, 1284)
     with Engine(
         "qwen3next",
         server=server,
@@ -30,28 +49,12 @@ def test_recurrent_prompts_that_share_prefixes_of_many_lengths(server: LMCacheSe
         prefix_cache_retention_interval=None,
         extra_config={"lmcache.mp.store_everything": True},
     ) as engine:
-        server.clear()
-        engine.run(first)
-        shared = {}
-        for length in lengths:
-            assert engine.reset_prefix_cache()
-            shared[length] = engine.run([*first[:length], *prompt(40, length)])
-        assert sum(each.external_tokens > 0 for each in shared.values()) == 2
-        # From its own prefix cache the engine resumes at the same tokens, and rounds the same way.
-        assert engine.reset_prefix_cache()
-        server.clear()
-        engine.run(first)
-        for length in lengths:
-            server.clear()
-            local = engine.run([*first[:length], *prompt(40, length)])
-            assert local.external_tokens == 0
-            assert local.local_tokens == shared[length].external_tokens
-            assert shared[length].output == local.output
+        points = resumed(engine, server, prompt(1300, 1), (200, 770, 1284))
+        assert sum(point > 0 for point in points) == 2
 
 
 def test_the_advised_settings_give_a_resume_point_at_every_chunk(server: LMCacheServer) -> None:
     """What the connector logs for recurrent models is true: with these three settings, every boundary."""
-    first = prompt(1300, 6)
     with Engine(
         "qwen3next",
         server=server,
@@ -60,10 +63,9 @@ def test_the_advised_settings_give_a_resume_point_at_every_chunk(server: LMCache
         prefix_cache_retention_interval=160,
         extra_config={"lmcache.mp.store_everything": True},
     ) as engine:
-        server.clear()
-        engine.run(first)
-        for length in (200, 645, 1284):
-            served(engine, [*first[:length], *prompt(40, length)], length // 160 * 160)
+        lengths = (200, 645, 1284)
+        points = resumed(engine, server, prompt(1300, 6), lengths)
+        assert points == [length // 160 * 160 for length in lengths]
 
 
 def test_null_blocks_inside_a_chunk_are_never_stored(server: LMCacheServer) -> None:

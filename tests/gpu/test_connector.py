@@ -7,7 +7,7 @@ import pytest
 import virtual_memory
 from gpu_engine import GpuEngine, allocate, fused, memset
 from harness.rawclient import chain
-from harness.waiting import wait_until
+from harness.waiting import PATIENCE_S, wait_until
 from virtual_memory import VirtualMemory
 
 pytest.importorskip("vllm")
@@ -20,7 +20,7 @@ from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_client.contract.messages import Load, Store, StoreObject
 
 CHUNK_SIZE, PAGE_BYTES, BLOCKS = 16, 64 << 10, 64
-TIMEOUT_S = 120.0
+TIMEOUT_S = PATIENCE_S
 SCRATCH, SOURCE, LOADED = 1, 2, 3
 
 

@@ -10,13 +10,13 @@ import pytest
 from gpu_engine import fused
 from harness.processes import ChildProcess
 from harness.rawclient import chain
-from harness.waiting import wait_until
+from harness.waiting import PATIENCE_S, wait_until
 from test_round_trips import CHUNK_SIZE, restored, stored_prompt, tables
 from worker_process import BLOCKS, PAGE_BYTES
 from worker_process import CHUNK_SIZE as WORKER_CHUNK_SIZE
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 120.0
+TIMEOUT_S = PATIENCE_S
 KILLS = int(os.environ.get("KILLS", "3"))
 READ_ROUNDS = int(os.environ.get("READ_ROUNDS", "10"))
 

@@ -6,13 +6,14 @@ import threading
 
 import numpy as np
 import pytest
+from harness.waiting import PATIENCE_S
 
 from lmcache_server.transfer.base import CopyError
 from lmcache_server.transfer.plan import Pieces
 from lmcache_server.transfer.worker import CopyWorker
 
 SLICE_BYTES = 1 << 20
-TIMEOUT_S = 120.0
+TIMEOUT_S = PATIENCE_S
 
 
 def slices_of(name, count):

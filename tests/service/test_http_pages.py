@@ -47,7 +47,7 @@ class Loop:
             result = function(*arguments)
             return await result if asyncio.iscoroutine(result) else result
 
-        return asyncio.run_coroutine_threadsafe(called(), self.loop).result(120)
+        return asyncio.run_coroutine_threadsafe(called(), self.loop).result(PATIENCE_S)
 
     def end(self):
         self.loop.call_soon_threadsafe(self.loop.stop)

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from harness.waiting import wait_until
+from harness.waiting import PATIENCE_S, wait_until
 
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.errors import StartError
@@ -96,8 +96,8 @@ def test_closing_goes_on_without_a_thread_that_hangs_and_leaves_it_its_memory(mo
     """As in a call of a GPU's driver that does not return."""
     monkeypatch.setattr(populate, "STOP_S", 0.5)
     memory, reached, go_on = L1Memory(4 * MIB), threading.Event(), threading.Event()
-    memory.fill(pins=pins(pin_unit=lambda _unit: (reached.set(), go_on.wait(120))))
-    assert reached.wait(120)
+    memory.fill(pins=pins(pin_unit=lambda _unit: (reached.set(), go_on.wait(PATIENCE_S))))
+    assert reached.wait(PATIENCE_S)
     assert not memory.stop()
     memory.close()
     ctypes.memset(memory.base_address, 1, memory.num_bytes)

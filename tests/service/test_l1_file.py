@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness import disks
-from harness.waiting import wait_until
+from harness.waiting import PATIENCE_S, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -311,7 +311,7 @@ def filling(file, usable_frames=0):
 
 def wait_for_end(memory):
     for thread in memory._populator._threads:
-        thread.join(120)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness.waiting import PATIENCE_S
 from standin.child import (
     ALREADY_REGISTERED,
     DEVICE_UNAVAILABLE,
@@ -256,10 +257,10 @@ class Mapped:
         """Its copy thread: call it to submit a job; the end of the job is a future."""
         worker = CopyWorker("copy", self.mapping, lambda: True, Loop())  # type: ignore[arg-type]
         opened: Any = worker.opened
-        assert opened.result(120).error is None
+        assert opened.result(PATIENCE_S).error is None
         yield lambda load, build: worker.submit(Job(load, build))  # type: ignore[arg-type]
         ended: Any = worker.close()
-        ended.result(120)
+        ended.result(PATIENCE_S)
         self.exporter.kill()
 
 
@@ -320,19 +321,19 @@ def test_a_gpu_whose_context_takes_long_keeps_nobody_from_another() -> None:
     def retaining(ordinal: int) -> int:
         if ordinal == 0:
             begun.set()
-            assert go_on.wait(120)
+            assert go_on.wait(PATIENCE_S)
         return retain(ordinal)
 
     gpus.driver.retain_context = retaining  # type: ignore[method-assign]
     with concurrent.futures.ThreadPoolExecutor() as pool:
         slow = pool.submit(gpus.find, uuids[0])
-        assert begun.wait(120)
+        assert begun.wait(PATIENCE_S)
         try:
-            assert pool.submit(gpus.find, uuids[1]).result(120).ordinal == 1
+            assert pool.submit(gpus.find, uuids[1]).result(PATIENCE_S).ordinal == 1
             assert not slow.done()
         finally:
             go_on.set()
-        assert slow.result(120).ordinal == 0
+        assert slow.result(PATIENCE_S).ordinal == 0
 
 
 def pinning(units: int = 2) -> Pins:
@@ -456,7 +457,7 @@ def test_a_store_goes_in_small_slices_and_only_a_load_may_be_read_out_of_order()
         pieces = it.pieces(*range(0, 64 * MIB, MIB), num_bytes=MIB)
         for load, count in ((False, 8), (True, 2)):
             before = counted().batches
-            assert submit(load, lambda: pieces).result(120).error is None
+            assert submit(load, lambda: pieces).result(PATIENCE_S).error is None
             assert counted().batches - before == count
             assert orders == [not load] * count
             orders.clear()
@@ -468,14 +469,14 @@ def test_a_load_does_not_wait_for_a_store_of_the_same_worker() -> None:
 
     def held() -> Pieces:
         begun.set()
-        assert go_on.wait(120)
+        assert go_on.wait(PATIENCE_S)
         return it.pieces(4096)
 
     with it.worker() as submit:
         store = submit(False, held)
-        assert begun.wait(120)
-        assert submit(True, lambda: it.pieces(0)).result(120).error is None
+        assert begun.wait(PATIENCE_S)
+        assert submit(True, lambda: it.pieces(0)).result(PATIENCE_S).error is None
         assert not store.done()
         go_on.set()
-        assert store.result(120).error is None
+        assert store.result(PATIENCE_S).error is None
         assert set(it.l1[4096:]) == {7}

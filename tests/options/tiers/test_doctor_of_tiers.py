@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from harness.waiting import PATIENCE_S
 
 from lmcache_server.host.preflight import FAIL, OK, Check
 from lmcache_server.options.tiers import doctor
@@ -17,7 +18,7 @@ def test_a_directory_that_hangs_does_not_keep_the_command(
     released, room_of = threading.Event(), os.statvfs
     monkeypatch.setattr(doctor, "WAIT_S", 0.2)
     monkeypatch.setattr(doctor, "_tried", lambda name, _url: Check(name, OK, ""))
-    monkeypatch.setattr(os, "statvfs", lambda path: released.wait(120) and room_of(path))
+    monkeypatch.setattr(os, "statvfs", lambda path: released.wait(PATIENCE_S) and room_of(path))
     try:
         _, room = doctor.checks({"tier": [f"dir://{tmp_path}?size_gb=1"]}, {})
     finally:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from harness.tiers import InMemory
-from harness.waiting import wait_until
+from harness.waiting import PATIENCE_S, wait_until
 
 from lmcache_server.options.tiers import worker as worker_module
 from lmcache_server.options.tiers.base import TierError
@@ -292,7 +292,7 @@ def test_a_clear_of_many_namespaces_leaves_threads_for_reads(
     """With a thread for each, a store whose listing takes long would seem to hang."""
     tier: Any = InMemory()
     goes_on, cleared = threading.Event(), []
-    tier.clear = lambda prefix: (cleared.append(prefix), goes_on.wait(120))
+    tier.clear = lambda prefix: (cleared.append(prefix), goes_on.wait(PATIENCE_S))
     prefixes = [f"{number}/" for number in range(2 * worker_module.READERS)]
     worker, done = TierWorker("tier", lambda: tier, loop, Rates()), loop.run_until_complete
     try:

@@ -9,6 +9,7 @@ from typing import Any
 
 import uvloop
 from harness.tiers import InMemory
+from harness.waiting import PATIENCE_S
 
 from lmcache_client.contract.geometry import FULL, GroupSpec, Region
 from lmcache_server.config import Config
@@ -59,12 +60,12 @@ class Store(InMemory):
             self.hangs.set()
             self.opened.wait()
             return False
-        assert self.waits != "read" or self.opened.wait(120)
+        assert self.waits != "read" or self.opened.wait(PATIENCE_S)
         return super().read(name, pieces)
 
     def write(self, name: str, pieces: Sequence[memoryview]) -> bool:
         self.writing.release()
-        assert self.waits != "write" or self.opened.wait(120)
+        assert self.waits != "write" or self.opened.wait(PATIENCE_S)
         return self.has_room and super().write(name, pieces)
 
 

@@ -19,12 +19,12 @@ from harness.models import NEEDS_TORCHVISION, model_path
 from harness.paths import CACHE, STUBS, SUFFIX
 from harness.processes import ChildProcess, environment, group_members, new_log, tail
 from harness.server import LMCacheServer
-from harness.waiting import wait_until
+from harness.waiting import PATIENCE_S, wait_until
 
 START_TIMEOUT_S = 300.0
 COMMAND_TIMEOUT_S = 540.0
 """Less than a test may take. On a busy machine, an engine is twenty times slower."""
-CLOSE_TIMEOUT_S = 120.0
+CLOSE_TIMEOUT_S = PATIENCE_S
 MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
     # Some processors multiply matrices of bfloat16 ten times as slowly as those of float32. What is not about
     # a kind of model needs no bfloat16; test_models.py has it for all.

@@ -7,6 +7,7 @@ from typing import Self
 import numpy as np
 import zmq
 
+from harness.waiting import PATIENCE_S
 from lmcache_client.contract import messages
 from lmcache_client.contract.geometry import MAX_GROUPS, Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ModelTag, chunk_keys
@@ -29,7 +30,7 @@ from lmcache_client.contract.messages import (
 from lmcache_client.engine import chunk_object
 from lmcache_client.memory.host import ProofBuffer, allow_tracer
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = PATIENCE_S
 BLOCKS = 40
 CHUNK_SIZE = 256
 CHUNKS = 2

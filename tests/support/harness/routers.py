@@ -17,9 +17,9 @@ from harness import tools
 from harness.api_server import ApiServer
 from harness.paths import ROUTERS
 from harness.processes import ChildProcess, free_port
-from harness.waiting import answers
+from harness.waiting import PATIENCE_S, answers
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = PATIENCE_S
 COLOURS = re.compile(rb"\x1b\[[0-9;]*m")
 
 

@@ -18,7 +18,7 @@ from lmcache_client.engine import Scheduler, Worker, expect, load_message
 from lmcache_client.memory.cuda import CudaExport
 from lmcache_client.memory.host import HostExport
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = PATIENCE_S
 
 
 class Pages:

@@ -43,7 +43,7 @@ def soak(server: LMCacheServer, seconds: float, crew: Crew) -> list[Sample]:
 
     def rest() -> None:
         crew.rest()
-        server.wait_at_rest(timeout_s=120.0)
+        server.wait_at_rest()
         time.sleep(REST_S)
         measure(at_rest=True)
 
