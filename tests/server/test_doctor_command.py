@@ -43,6 +43,7 @@ def doctor(environment: dict[str, str], *arguments: str) -> tuple[int, dict[str,
 
 def test_with_a_running_server() -> None:
     with LMCacheServer(l1_size_gb=0.05) as server:
+        server.wait_until_populated()
         engine = RawEngine(server.address, [group()]).start()
         code, found = doctor(server.environment, "--port", str(server.port))
         # What the machine that runs this has of GPUs is no property of the code.
