@@ -47,7 +47,7 @@ THAW_TICKS = 600
 THAW_CHUNKS = 50_000
 END_S = 5.0
 """How long the shutdown waits for running copies; one that hangs ends with the process."""
-EXIT_CANNOT_START = 2
+EXIT_GPU_FAILED, EXIT_CANNOT_START = 1, 2
 
 
 def run(config: Config) -> int:
@@ -83,11 +83,11 @@ def _run(config: Config) -> int:
         shared = any(needed(values(config)) for needed in parts("flags", "shares_l1"))
         l1 = L1Memory(config.l1_size_bytes, hugetlb=config.l1_hugetlb, file=file, shared=shared)
         stack.callback(l1.close)
-        uvloop.run(_serve(config, listener, web, l1))
+        failed = uvloop.run(_serve(config, listener, web, l1))
     if l1.is_in_use:  # Python would wait for the thread of a copy that hangs
         logs.flush()
-        os._exit(0)
-    return 0
+        os._exit(EXIT_GPU_FAILED if failed else 0)
+    return EXIT_GPU_FAILED if failed else 0
 
 
 def assemble(
@@ -116,7 +116,8 @@ def assemble(
     return router, report
 
 
-async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Memory) -> None:
+async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Memory) -> bool:
+    """Returns whether it ended because a GPU has failed."""
     loop = asyncio.get_running_loop()
     # From here on, a signal ends the server in order, which saves the chunks that are restored below.
     stop = asyncio.Event()
@@ -147,7 +148,13 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
     addresses = {"endpoint": listener.endpoint, "url": web.url}
     logger.info("ready: engines at %(endpoint)s, HTTP at %(url)s", addresses)
     try:
-        await _tick(stop, (router.tick, report.tick, lambda: listener.tick(system.now_s())), cache)
+        ending = lambda: stop.set() if gpus.lost else None  # noqa: E731
+        due = router.tick, report.tick, lambda: listener.tick(system.now_s()), ending
+        await _tick(stop, due, cache)
+        if gpus.lost:
+            # Only the end of a process gives back what it has mapped of such a GPU, and an engine that
+            # starts again needs that memory.
+            logger.critical("%(gpu)s: this server ends, and has to be started again", {"gpu": gpus.lost})
         logger.info("stopping with %(sessions)d sessions open", {"sessions": len(router.registry.sessions)})
     finally:
         await web.stop()
@@ -164,6 +171,7 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
     for option in router.options:
         await option.close()
     l1.is_in_use = not await system.all_ended(END_S)
+    return bool(gpus.lost)
 
 
 async def _tick(stop: asyncio.Event, due: Sequence[Callable[[], object]], cache: Cache) -> None:

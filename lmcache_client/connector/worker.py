@@ -19,6 +19,7 @@ from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import TransferStats
 from lmcache_client.contract import messages
 from lmcache_client.contract.codec import shown
+from lmcache_client.contract.endpoint import start_command
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import Details, ModelTag
 from lmcache_client.contract.messages import Done, Stored
@@ -94,8 +95,9 @@ class WorkerSide:
         if refusal is None and not self.channel.ready:
             logger.warning(
                 "lmcache: no server at %s yet: requests are computed without it until it appears "
-                "(start one with 'lmcache server')",
+                "(start one with '%s')",
                 self._address,
+                start_command(self._address),
             )
 
     def _register(self, _channel: Channel) -> None:

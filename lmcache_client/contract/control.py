@@ -44,3 +44,15 @@ class Followed(Wire, frozen=True, tag=33):
     resume_tokens: Natural
     gone: Keys
     missed: bool
+
+
+class Status(Wire, frozen=True, tag=17):
+    """Asks what the server holds and, with `explain`, what the namespaces of live engines are made of."""
+
+    explain: bool = False
+
+
+class StatusReport(Wire, frozen=True, tag=18):
+    """The JSON object that the HTTP endpoint /status returns, in pieces of at most MAX_TEXT."""
+
+    pieces: tuple[str, ...]

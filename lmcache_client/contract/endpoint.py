@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import pwd
 import socket
 import stat
 import struct
@@ -14,20 +15,44 @@ class EndpointError(ValueError):
     """The address cannot be used; the message says what to do."""
 
 
+class ForeignDirectoryError(EndpointError):
+    """The directory of the sockets belongs to another user."""
+
+    def __init__(self, directory: Path, owner_id: int) -> None:
+        super().__init__(
+            f"{directory} belongs to user {user_name(owner_id)}: run this as that user, or set "
+            "LMCACHE_RUNTIME_DIR to a directory of your own"
+        )
+        self.owner_id = owner_id
+
+
 def runtime_directory() -> Path:
     """The directory of the Unix sockets: $LMCACHE_RUNTIME_DIR, or one per user under /tmp."""
     return Path(os.environ.get("LMCACHE_RUNTIME_DIR") or f"/tmp/lmcache-mp-{os.getuid()}")
 
 
-def check_runtime_directory(directory: Path) -> None:
+def check_runtime_directory(directory: Path, must_own: bool = False) -> None:
     """Raises EndpointError unless only this user may enter `directory`: anyone who can open the socket can
-    make the server copy memory of this user's processes."""
-    info = directory.lstat()
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
+    make the server copy memory of this user's processes. Unless it must own it, root may use the directory of
+    another user that LMCACHE_RUNTIME_DIR names."""
+    info, user = directory.lstat(), os.getuid()
+    if not stat.S_ISDIR(info.st_mode):
+        raise EndpointError(f"{directory} is no directory: set LMCACHE_RUNTIME_DIR to another one")
+    is_named = bool(os.environ.get("LMCACHE_RUNTIME_DIR"))
+    if info.st_uid != user and (must_own or user or not is_named):
+        raise ForeignDirectoryError(directory, info.st_uid)
+    if stat.S_IMODE(info.st_mode) & 0o077:
         raise EndpointError(
-            f"{directory} must be a directory of user id {os.getuid()} that nobody else may enter: "
-            f"remove it, run 'chmod 700 {directory}', or set LMCACHE_RUNTIME_DIR to another directory"
+            f"others than user {user_name(info.st_uid)} may enter {directory}: run 'chmod 700 {directory}', "
+            "or set LMCACHE_RUNTIME_DIR to another directory"
         )
+
+
+def user_name(user_id: int) -> str:
+    try:
+        return pwd.getpwuid(user_id).pw_name
+    except KeyError:
+        return f"id {user_id}"
 
 
 def host_name(host: str) -> str:
@@ -60,6 +85,13 @@ def address(host: str, port: int) -> str:
             f"{path} is too long for a socket: set LMCACHE_RUNTIME_DIR to a shorter directory"
         )
     return f"ipc://{path}"
+
+
+def start_command(endpoint: str) -> str:
+    """What starts a server at an address that `address` returned."""
+    place, _, port = endpoint.removesuffix(".sock").rpartition(":" if endpoint.startswith("tcp") else "/")
+    host = f" --host {host_name(place)}" if endpoint.startswith("tcp") else ""
+    return f"lmcache server{host} --port {port}"
 
 
 def peer_pid(descriptor: int) -> int | None:

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from lmcache_client.contract import codec
 from lmcache_client.contract.codec import Natural, ProtocolError, Wire
-from lmcache_client.contract.control import Follow, Followed, Inspect, Inspected, Missed
+from lmcache_client.contract.control import Follow, Followed, Inspect, Inspected, Missed, Status, StatusReport
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import Key, Keys, ModelTag, TenantId
 
@@ -240,31 +240,23 @@ class Stored(Wire, frozen=True, tag=14):
 
 class Clear(Wire, frozen=True, tag=15):
     """Asks the server to forget the chunks of the scheduler's namespace or, with `everything`, those of this
-    model, and of namespaces and tenants whose names, in hexadecimal digits, begin so. Empty ones name all."""
+    model, and of namespaces and tenants whose names, in hexadecimal digits, begin so. Empty ones name all.
+    With `tiers`, their records in tiers are deleted, too; these do not say whose they are."""
 
     everything: bool = False
     model: Name = ""
     namespace: Name = ""
     tenant_digits: Name = ""
+    tiers: bool = False
 
 
 class Cleared(Wire, frozen=True, tag=16):
-    """`tiers_failed` names the tiers that could not be cleared, each with the reason."""
+    """`tiers` names those that may have records of these chunks, or had them if they were to be cleared;
+    `tiers_failed` those of them that could not be cleared, each with the reason."""
 
     chunks: Natural
+    tiers: tuple[str, ...] = ()
     tiers_failed: tuple[str, ...] = ()
-
-
-class Status(Wire, frozen=True, tag=17):
-    """Asks what the server holds and, with `explain`, what the namespaces of live engines are made of."""
-
-    explain: bool = False
-
-
-class StatusReport(Wire, frozen=True, tag=18):
-    """The JSON object that the HTTP endpoint /status returns, in pieces of at most MAX_TEXT."""
-
-    pieces: tuple[str, ...]
 
 
 class Ping(Wire, frozen=True, tag=19):

@@ -83,15 +83,20 @@ def status(host: str, port: int, timeout_s: float, as_json: bool, explain: bool,
     default="",
     help="Only chunks of the cache_salt whose name in `lmcache status` begins with these digits.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the number of chunks as a JSON object.")
+@click.option(
+    "--tiers",
+    is_flag=True,
+    help="Delete their records in tiers, too, even those of other servers that share a tier. A record does "
+    "not say which salt it had, so not with --salt.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print what was forgotten as a JSON object.")
 def clear(
-    host: str, port: int, timeout_s: float, model: str, namespace: str, salt: str, as_json: bool
+    host: str, port: int, timeout_s: float, model: str, namespace: str, salt: str, tiers: bool, as_json: bool
 ) -> None:
     """Make a server forget all chunks, or some of them.
 
-    Their records in tiers are deleted, too, even those of other servers that share a tier. With --salt,
-    records in tiers stay, because a record does not say whose it is: the command names the tiers and exits
-    with 1. Pins of forgotten chunks end. A chunk that a request is loading keeps its memory until then.
+    Without --tiers, their records in tiers stay, and the server fetches from there what is asked for again.
+    Pins of forgotten chunks end. A chunk that a request is loading keeps its memory until then.
     """
     import json
 
@@ -101,14 +106,23 @@ def clear(
 
     if salt and not is_tenant(salt.lower()):
         raise click.UsageError("--salt needs 8 or more hexadecimal digits: `lmcache status` shows them")
+    if salt and tiers:
+        raise click.UsageError("--tiers cannot be combined with --salt: clear the namespace with --namespace")
     names = (model, namespace.lower(), salt.lower())
-    message = Clear(True, *(name[:MAX_NAME].encode("utf-8", "replace").decode() for name in names))
+    named = [name[:MAX_NAME].encode("utf-8", "replace").decode() for name in names]
+    message = Clear(True, named[0], named[1], named[2], tiers)
     cleared = control.ask(host, port, message, Cleared, timeout_s)
-    told = f"forgot {cleared.chunks} chunk{'' if cleared.chunks == 1 else 's'}"
-    values = {"chunks": cleared.chunks, "tiers_failed": cleared.tiers_failed}
-    click.echo(json.dumps(values) if as_json else told)
-    if cleared.tiers_failed:
-        raise CommandError(f"these tiers were not cleared: {'; '.join(cleared.tiers_failed)}")
+    told, failed = f"forgot {cleared.chunks} chunk{'' if cleared.chunks == 1 else 's'}", cleared.tiers_failed
+    done = [url for url in cleared.tiers if tiers and not any(why.startswith(f"{url}: ") for why in failed)]
+    kept = () if tiers else cleared.tiers
+    told += f" and their records in {' and '.join(done)}" if done else ""
+    told += f"; records stay in {' and '.join(kept)}, unless you add --tiers" if kept else ""
+    values = {
+        "chunks": cleared.chunks, "tiers_kept": kept, "tiers_cleared": done, "tiers_failed": failed,
+    }  # fmt: skip
+    click.echo(json.dumps(values) if as_json else printable(told))
+    if failed:
+        raise CommandError(f"these tiers were not cleared: {'; '.join(failed)}")
 
 
 @cli.command()

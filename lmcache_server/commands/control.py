@@ -12,27 +12,18 @@ import zmq
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.codec import Natural, ProtocolError
-from lmcache_client.contract.control import Inspect
+from lmcache_client.contract.control import Inspect, Status, StatusReport
 from lmcache_client.contract.endpoint import (
     EndpointError,
+    ForeignDirectoryError,
     address,
     check_runtime_directory,
     runtime_directory,
+    user_name,
 )
-from lmcache_client.contract.messages import (
-    Clear,
-    Done,
-    Hello,
-    Message,
-    Pin,
-    Ping,
-    Refused,
-    Status,
-    StatusReport,
-    Unpin,
-    Welcome,
-)
+from lmcache_client.contract.messages import Clear, Done, Hello, Message, Pin, Ping, Refused, Unpin, Welcome
 from lmcache_client.contract.version import VERSION
+from lmcache_server.commands import nearby
 from lmcache_server.errors import CommandError
 from lmcache_server.options import parts
 from lmcache_server.telemetry.metrics import OBJECTS, REASONS
@@ -83,10 +74,8 @@ class UnreachableError(ControlError):
     """No server answers at `endpoint`."""
 
     def __init__(self, endpoint: str) -> None:
-        super().__init__(
-            f"no lmcache server answers at {endpoint}: start one with 'lmcache server', "
-            "or pass the --host and --port that it was started with"
-        )
+        start = "start one with 'lmcache server', or pass the --host and --port that it was started with"
+        super().__init__(f"no lmcache server answers at {endpoint}: {nearby.instead() or start}")
         self.endpoint = endpoint
 
 
@@ -151,6 +140,10 @@ def _endpoint(host: str, port: int) -> str:
         endpoint = address(host, port)
         if not host:
             check_runtime_directory(runtime_directory())
+    except ForeignDirectoryError as error:
+        again = nearby.again(runtime_directory(), error.owner_id, port)
+        owner = user_name(error.owner_id)
+        raise ControlError(f"{runtime_directory()} belongs to user {owner}: run '{again}'") from error
     except EndpointError as error:
         raise ControlError(str(error)) from error
     except FileNotFoundError:

@@ -66,7 +66,7 @@ def claimed(path: Path, port: int) -> Iterator[Claim]:
     with contextlib.ExitStack() as stack:
         try:
             directory.mkdir(mode=0o700, parents=False, exist_ok=True)
-            check_runtime_directory(directory)
+            check_runtime_directory(directory, must_own=True)
             shared = _opened(stack, directory, os.O_RDONLY | os.O_DIRECTORY)
             lock = _opened(stack, directory / f"{port}.lock", os.O_RDWR | os.O_CREAT)
             # systemd-tmpfiles leaves a locked directory alone.

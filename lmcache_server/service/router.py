@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
-from lmcache_client.contract import messages
+from lmcache_client.contract import control, messages
 from lmcache_client.contract.codec import ProtocolError
 from lmcache_client.contract.control import Follow, Inspect
 from lmcache_client.contract.messages import Message, Refused
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 STATUS_PIECE_CHARS = 16_384
 WARN_AGAIN_S = 60.0
-SALT_UNKNOWN = "its records do not say which salt they had: clear the namespace"
+SALT_UNKNOWN = "records in tiers do not say which salt they had: clear their namespace"
 MAX_WARNED = 64
 """At most so many refused registrations are logged as warnings in WARN_AGAIN_S."""
 
@@ -81,7 +81,7 @@ class Router:
         self._for_anyone: dict[type[Any], Callable[[bytes, Any], Reply]] = {
             messages.Hello: registry.hello,
             messages.Ping: self._ping,
-            messages.Status: lambda _identity, message: self._report(message),
+            control.Status: lambda _identity, message: self._report(message),
         }
         self._for_sessions: dict[type[Any], Handler] = {
             messages.Register: lambda session, message, _bytes: registry.register(session, message),
@@ -253,13 +253,15 @@ class Router:
             raise Refusal(messages.NOT_REGISTERED, "this session has ended: greet the server again")
         return messages.Done()
 
-    def _report(self, message: messages.Status) -> messages.StatusReport:
+    def _report(self, message: control.Status) -> control.StatusReport:
         text = json.dumps(self._status(message.explain))
         step = STATUS_PIECE_CHARS
-        return messages.StatusReport(tuple(text[i : i + step] for i in range(0, len(text), step)))
+        return control.StatusReport(tuple(text[i : i + step] for i in range(0, len(text), step)))
 
     def _clear(self, session: Session, message: messages.Clear) -> Reply:
-        """Forgets chunks, also where options keep them. Only `lmcache clear` waits for the latter."""
+        """Forgets chunks, and waits until options have, if it is told to."""
+        if message.tiers and message.tenant_digits:
+            raise Refusal(messages.BAD_REQUEST, SALT_UNKNOWN)
         namespaces: list[bytes | None] = [None]
         if not message.everything:
             namespaces = [self.registry.joined_layout(session).namespace]
@@ -270,18 +272,18 @@ class Router:
         asked = "cleared: %(chunks)d chunks forgotten, as session %(session)d (pid %(pid)d) asked"
         log_request(level, asked, session, message, {"chunks": chunks})
         # After a reset, an engine uses new keys: no record that is left can serve it.
-        places = [place for option in self.options for place in option.places()]
-        if not places or not message.everything:
+        if not message.everything:
             return messages.Cleared(chunks)
-        if message.tenant_digits:
-            return messages.Cleared(chunks, tuple(f"{place}: {SALT_UNKNOWN}" for place in places))
-        return self._cleared(namespaces, chunks)
+        places = tuple(place for option in self.options for place in option.places())
+        return (
+            self._cleared(namespaces, chunks, places) if message.tiers else messages.Cleared(chunks, places)
+        )
 
-    async def _cleared(self, namespaces: list[bytes | None], chunks: int) -> Message:
+    async def _cleared(self, namespaces: list[bytes | None], chunks: int, tiers: tuple[str, ...]) -> Message:
         failed = [reason for option in self.options for reason in await option.clear(namespaces)]
         # Meanwhile a fetch may have brought some of it back.
         chunks += sum(map(self._cache.clear, namespaces))
-        return messages.Cleared(chunks, tuple(failed))
+        return messages.Cleared(chunks, tiers, tuple(failed))
 
 
 _REMEMBERED = ("register", "load", "store")
@@ -292,5 +294,5 @@ _OPERATIONS: dict[type[Any], str] = {
     messages.Accept: "accept", messages.Release: "release", messages.Load: "load",
     messages.Store: "store", messages.Clear: "clear",
     messages.Pin: "pin", messages.Unpin: "unpin", Inspect: "inspect", Follow: "follow",
-    messages.Status: "status", messages.Ping: "ping", messages.Goodbye: "goodbye",
+    control.Status: "status", messages.Ping: "ping", messages.Goodbye: "goodbye",
 }  # fmt: skip

@@ -70,7 +70,7 @@ class Gpu:
             self.driver.synchronize(stream)
         except CudaError as lasting:
             if not self.lost:
-                self.lost = f"{self.name} has failed for this server ({lasting}): restart the server"
+                self.lost = f"{self.name} has failed for this server ({lasting})"
                 logger.error("%s", self.lost)
             return LostGpuError(self.lost)
         return CopyError(f"a copy on {self.name} failed: {error}")
@@ -103,6 +103,11 @@ class Gpus:
                 self._logged = failure
                 logger.error("%s", failure)
             raise NoAccessError(failure) from error
+
+    @property
+    def lost(self) -> str:
+        """Why a GPU no longer works for this process; empty if all do."""
+        return next((gpu.lost for gpu in list(self._by_ordinal.values()) if gpu.lost), "")
 
     @property
     def available(self) -> bool:

@@ -1,6 +1,8 @@
 """The systemd unit: valid, tight, and a server that is confined as it says serves engines."""
 
 import configparser
+import json
+import os
 import re
 import subprocess
 import sys
@@ -8,6 +10,7 @@ from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
+import standin
 from harness import tools
 from harness.options import load
 from harness.paths import ROOT
@@ -73,6 +76,33 @@ def allowed_calls(group: str) -> set[str]:
     return names.union(*(allowed_calls(line) for line in lines if line.startswith("@")))
 
 
+def confined(without: str | None = None) -> list[str]:
+    """The command that confines what comes behind it as the unit says, without one more system call."""
+    words = service()["SystemCallFilter"].split()
+    calls = set().union(*(allowed_calls(each) if each.startswith("@") else {each} for each in words))
+    return [sys.executable, str(CONFINED), "capabilities", "mdwe", *sorted(calls - {without})]
+
+
+_SLEEPER = """
+import json, os, sys
+import virtual_memory
+from gpu_engine import GpuEngine, fused
+from harness.server import LMCacheServer
+from test_round_trips import CHUNK_SIZE, restored, stored_prompt, tables
+with LMCacheServer(chunk_size=CHUNK_SIZE, l1_size_gb=0.05, through=json.loads(sys.argv[1])) as server:
+    engine = GpuEngine(server.address, fused(65536, 32), 32, "one", virtual_memory.allocate)
+    engine.worker.start(5, 120)
+    print(engine.worker.refusal or "served")
+    if engine.worker.ready:
+        engine.scheduler.start(5, 120)
+        free = list(range(1, 32))
+        prompt = stored_prompt(engine, 2, free, 1)
+        print("restored", restored(engine, *prompt, tables(engine, 2, free)))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
 @pytest.mark.parametrize("without", [None, "process_vm_readv"])
 def test_a_server_confined_as_the_unit_says_serves(without, stack):
     """And it does not where the filter takes away what it needs, so that this shows something."""
@@ -80,9 +110,8 @@ def test_a_server_confined_as_the_unit_says_serves(without, stack):
     assert found["CapabilityBoundingSet"] == ""
     if find_library("seccomp") is None:
         tools.missing("needs libseccomp, which is not installed")
-    calls = allowed_calls(found["SystemCallFilter"]) - {without}
-    confined = [sys.executable, str(CONFINED), "capabilities", "mdwe", *sorted(calls), "--"]
-    server = stack.enter_context(LMCacheServer(l1_size_gb=0.05, checksums=False, through=confined))
+    through = [*confined(without), "--"]
+    server = stack.enter_context(LMCacheServer(l1_size_gb=0.05, checksums=False, through=through))
     status = Path(f"/proc/{server.pid}/status").read_text()
     assert "NoNewPrivs:\t1" in status
     assert "Seccomp:\t2" in status
@@ -96,3 +125,19 @@ def test_a_server_confined_as_the_unit_says_serves(without, stack):
     assert (done.returncode == 0) == (without is None), done.stdout + done.stderr
     if without:
         assert "process_vm_readv" in done.stderr
+
+
+@pytest.mark.skipif(standin.COMPILER is None or standin.header() is None, reason="no C++ compiler or cuda.h")
+@pytest.mark.parametrize("without", [None, "pidfd_getfd"])
+def test_confined_so_it_serves_a_gpu_whose_engine_may_sleep(without, tmp_path):
+    environment = standin.environment(tmp_path)
+    environment["PYTHONPATH"] += os.pathsep + str(ROOT / "tests/gpu")
+    engine = [sys.executable, str(CONFINED), "capabilities", "--", sys.executable, "-c", _SLEEPER]
+    through = json.dumps([*confined(without), "mincore", "--"])  # which the stand-in calls
+    done = subprocess.run(
+        [*engine, through], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    if without is None:
+        assert done.stdout == "served\nrestored 4\n", done.stderr
+    else:
+        assert "does not let the server share the GPU memory" in done.stdout, done.stderr

@@ -232,7 +232,7 @@ def test_the_commands_ask_a_running_server(capsys, monkeypatch, tmp_path, host, 
         assert report["l1"]["free_bytes"] == report["l1"]["total_bytes"] > 0
         assert in_process(capsys, "clear", *host)[:2] == (0, "forgot 0 chunks\n")
         cleared = json.loads(in_process(capsys, "clear", "--json", *host)[1])
-        assert cleared == {"chunks": 0, "tiers_failed": []}
+        assert cleared == {"chunks": 0, "tiers_kept": [], "tiers_cleared": [], "tiers_failed": []}
         assert in_process(capsys, "unpin", "--all", *host)[:2] == (0, "unpinned 0 chunks\n")
 
         prompts = tmp_path / "prompts.jsonl"

@@ -32,7 +32,7 @@ import itertools, os, sys, zmq
 from harness.peer import Peer
 from lmcache_client.contract import messages
 from lmcache_client.contract.keys import ROOT_KEY
-from lmcache_client.contract.messages import Clear, Hello, Join, Lookup, Ping, Register, Status, Store
+from lmcache_client.contract.messages import (Clear, Hello, Join, Lookup, Ping, Register, Store)
 
 peer = Peer(sys.argv[1], "flooder")
 peer.live("store")

@@ -195,42 +195,49 @@ def run_code(code: str, environment: dict[str, str]) -> None:
     assert done.stdout == "fine\n", done.stderr[-4000:]
 
 
-def test_a_gpu_that_fails_costs_its_own_sessions(tmp_path):
-    """And the server says so; it goes on for everybody else."""
+def test_a_gpu_that_fails_ends_the_server_and_no_page_is_lost(tmp_path):
+    """Only the end of its process frees the memory that it has mapped there. The next one goes on."""
     environment = standin.environment(tmp_path)
     code = """
 import sys, pathlib, os
 from gpu_engine import GpuEngine, fused
 from harness.server import LMCacheServer
-from harness.rawclient import RawEngine, group
+from harness.rawclient import RawEngine, chain, group
 from harness.waiting import wait_until
 from test_round_trips import stored_prompt, CHUNK_SIZE
-from lmcache_client.channel import ChannelError
-with LMCacheServer(chunk_size=CHUNK_SIZE) as server:
+with LMCacheServer(chunk_size=CHUNK_SIZE, l1_size_gb=0.05) as server:
+    server.kill()
+    path = pathlib.Path(f"/dev/shm{server.runtime_dir.removeprefix('/tmp')}")
+    server.flags["l1_path"] = str(path)
+    server.start()
     engine = GpuEngine(server.address, fused(65536, 32), 32).start()
     stored_prompt(engine, 2, list(range(1, 32)), 1)
     other = RawEngine(server.address, [group()], engine_id="on-a-cpu").start()
     memories = [server.metrics()[f'lmcache_worker_memories{{kind="{kind}"}}'] for kind in ("cuda", "host")]
     assert memories == [1, 1], memories
-    pathlib.Path(os.environ["CUDA_STANDIN_DIR"], f"fail-{server.pid}").touch()
-    from harness.rawclient import chain
-    keys = chain(range(900, 932), CHUNK_SIZE)
-    stored = engine.store_prompt(keys, [[1, 2]])
-    assert (stored.stored, stored.dropped) == (0, 1), stored
-    server.wait_for_status(lambda status: len(status["sessions"]) <= 3)
-    try:
-        engine.store_prompt(keys, [[1, 2]])
-    except ChannelError as error:
-        assert error.code == "not_registered"
-    wait_until(lambda: "restart the server" in str(engine.worker.refusal), what="the worker hears what to do")
     own = chain(range(32), CHUNK_SIZE)
     page = other.fill(0, 1, 1)
     assert other.store_prompt(own, [[1, 2]]).stored == 1
+    failing = pathlib.Path(os.environ["CUDA_STANDIN_DIR"], f"fail-{server.pid}")
+    failing.touch()
+    keys = chain(range(900, 932), CHUNK_SIZE)
+    stored = engine.store_prompt(keys, [[1, 2]])
+    assert (stored.stored, stored.dropped) == (0, 1), stored
+    assert server.process.popen.wait(120) == 1
+    failing.unlink()
+    log = server.log.read_text()
+    assert "has failed for this server" in log and "this server ends, and has to be started again" in log
+    server.process = None
+    server.start()
+    wait_until(lambda: other.scheduler.ready and engine.scheduler.ready, what="both are served again")
     found = other.lookup(own)
     assert found.resume_tokens == CHUNK_SIZE
     other.load(found, own, [[5, 6]])
     assert (other.pages(0, 5) == page).all()
-    assert "has failed for this server" in server.log.read_text()
+    wait_until(lambda: len(server.status()["sessions"]) == 4, what="both workers, too")
+    stored_prompt(engine, 2, list(range(1, 32)), 3)
+    server.kill()
+    path.unlink()
     print("fine", flush=True)
     os._exit(0)
 """

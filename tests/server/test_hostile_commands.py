@@ -18,7 +18,7 @@ from harness.hostile import LIES, HostileServer, Lie, says
 from test_cli import REPORT
 
 from lmcache_client import channel
-from lmcache_client.contract.control import Inspect
+from lmcache_client.contract.control import Inspect, Status, StatusReport
 from lmcache_client.contract.messages import (
     Clear,
     Goodbye,
@@ -32,8 +32,6 @@ from lmcache_client.contract.messages import (
     Refused,
     Register,
     Release,
-    Status,
-    StatusReport,
     Store,
     Unpin,
 )

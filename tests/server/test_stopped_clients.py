@@ -17,8 +17,9 @@ from harness.server import LMCacheServer
 from harness.waiting import wait_until
 
 from lmcache_client.contract import messages
+from lmcache_client.contract.control import Status
 from lmcache_client.contract.keys import ModelTag
-from lmcache_client.contract.messages import Done, Ping, Refused, Status, Stored
+from lmcache_client.contract.messages import Done, Ping, Refused, Stored
 from lmcache_server.admin.status import SHOWN_BYTES
 from lmcache_server.net.replies import HIGH_WATER, MAX_BYTES
 

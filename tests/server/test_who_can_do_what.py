@@ -1,8 +1,10 @@
 """What the table of docs/security.md says of those who reach the server, and of those who must not."""
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from harness.processes import environment
@@ -31,6 +33,19 @@ tried("socket", lambda: socket.socket(socket.AF_UNIX).connect(socket_path))
 tried("file", lambda: open(l1_path, "rb"))
 tried("http", lambda: socket.create_connection(("127.0.0.1", int(http_port)), 5))
 """
+
+_COMMAND = """
+import os, sys
+import encodings.idna, http.client, lmcache_server.commands.status, msgspec.json, zmq
+from pathlib import Path
+from lmcache_server.commands import cli, control, nearby
+user, nearby.SYSTEM_DIRECTORY, *sys.argv[1:] = int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]
+os.setgroups([])
+os.setgid(user)
+os.setuid(user)
+cli.main()
+"""
+OTHER = 65533
 
 
 def start(server: LMCacheServer, name: str, model: str = "model") -> RawEngine:
@@ -72,3 +87,67 @@ def test_another_user_of_the_machine_reaches_nothing_but_http() -> None:
         assert done.stdout.splitlines() == reached, done.stderr
         os.chmod(server.runtime_dir, 0o755)
         assert os.stat(path).st_mode & 0o777 == 0o600, "the file is closed even where its directory is not"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_an_admin_is_told_the_command_that_reaches_the_server_of_another_user(tmp_path: Path) -> None:
+    """The shipped unit's server is user vllm's, in /run/lmcache."""
+
+    def typed(user: int, directory: str, *words: str) -> tuple[int, str]:
+        arguments = [str(user), server.runtime_dir, *words, "--port", str(server.port)]
+        done = subprocess.run(
+            [sys.executable, "-c", _COMMAND, *arguments],
+            env=environment({"LMCACHE_RUNTIME_DIR": directory}),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    with LMCacheServer(l1_size_gb=0.01) as server:
+        os.chown(server.runtime_dir, NOBODY, NOBODY)
+        os.chown(server.address.removeprefix("ipc://"), NOBODY, NOBODY)
+        command = f"LMCACHE_RUNTIME_DIR={server.runtime_dir} lmcache status --port {server.port}"
+        assert typed(0, server.runtime_dir, "status")[0] == 0, "root may, where the variable says so"
+        assert typed(NOBODY, server.runtime_dir, "status")[0] == 0
+
+        nowhere = "/tmp/lmcache-test-nowhere"
+        for user in (0, NOBODY):
+            code, line = typed(user, nowhere, "status")
+            assert (code, f": one is in {server.runtime_dir}: run '{command}'" in line) == (1, True), line
+        code, line = typed(OTHER, nowhere, "status")
+        sudo = "sudo -u nobody env "
+        may_be = f"one may be in {server.runtime_dir}: run '{sudo}LMCACHE_RUNTIME_DIR={server.runtime_dir} "
+        assert (code, may_be in line) == (1, True), line
+        code, line = typed(OTHER, server.runtime_dir, "status", "--json")
+        assert code == 1
+        assert line == (
+            f"lmcache: {server.runtime_dir} belongs to user nobody: run '{sudo}"
+            f"{command.replace('status', 'status --json')}'\n"
+        )
+
+        # The server itself, and an engine, never use what another user can change.
+        (tmp_path / "link").symlink_to(server.runtime_dir)
+        for directory in (server.runtime_dir, str(tmp_path / "link")):
+            done = subprocess.run(
+                [
+                    sys.executable,
+                    "-m",
+                    "lmcache_server",
+                    "server",
+                    "--l1-size-gb",
+                    "0.01",
+                    "--http-port",
+                    "0",
+                ],
+                env=environment({"LMCACHE_RUNTIME_DIR": directory}),
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 2
+            assert re.search(
+                "belongs to user nobody: run this as that user|is no directory: set", done.stderr
+            )
+            assert "remove" not in done.stderr
+        os.chown(server.runtime_dir, 0, 0)

@@ -6,7 +6,7 @@ import pytest
 from desk import Desk, key
 from fuzz.messages import CHUNK_SIZE
 
-from lmcache_client.contract import messages
+from lmcache_client.contract import control, messages
 from lmcache_client.contract.messages import Clear, Cleared, Done, Message, Pin, Pinned, Unpin, Unpinned
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.service.pinning import MAX_WATCHED
@@ -32,8 +32,8 @@ def ended(desk: Desk, keys: tuple[bytes, ...], request: str = TOKEN, who: int = 
 
 def pins(desk: Desk) -> dict[str, int]:
     """The bytes of each name, as the status tells them."""
-    report = desk.ask(USER, messages.Status())
-    assert isinstance(report, messages.StatusReport)
+    report = desk.ask(USER, control.Status())
+    assert isinstance(report, control.StatusReport)
     return {each["name"]: each["bytes"] for each in json.loads("".join(report.pieces))["pins"]}
 
 

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from lmcache_client.contract.control import StatusReport
 from lmcache_client.contract.messages import (
     BOOT_ID_BYTES,
     INTERNAL,
@@ -15,7 +16,6 @@ from lmcache_client.contract.messages import (
     Message,
     Refused,
     Registered,
-    StatusReport,
     decode_reply,
     encode_reply,
 )

@@ -2,11 +2,19 @@
 
 import os
 import socket
+import types
+from pathlib import Path
 
 import pytest
 
 from lmcache_client.contract import endpoint
-from lmcache_client.contract.endpoint import EndpointError, address, check_runtime_directory, peer_pid
+from lmcache_client.contract.endpoint import (
+    EndpointError,
+    address,
+    check_runtime_directory,
+    peer_pid,
+    start_command,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +34,14 @@ from lmcache_client.contract.endpoint import EndpointError, address, check_runti
 def test_a_host_means_tcp_and_loopback_hosts_are_told_apart(host, expected, is_loopback):
     assert address(host, 5555) == expected
     assert endpoint.is_loopback(host) is is_loopback
+
+
+def test_what_starts_a_server_at_an_address():
+    assert start_command(address("", 5999)) == "lmcache server --port 5999"
+    assert start_command(address("::1", 5999)) == "lmcache server --host ::1 --port 5999"
+    assert (
+        start_command(address("cache.example.org", 80)) == "lmcache server --host cache.example.org --port 80"
+    )
 
 
 def test_no_host_means_a_socket_in_the_runtime_directory(monkeypatch):
@@ -56,11 +72,26 @@ def test_the_runtime_directory_is_a_directory_of_ones_own_that_nobody_else_may_e
     link.symlink_to(tmp_path)
     file.touch(mode=0o600)
     for path in (link, file):
-        with pytest.raises(EndpointError, match="must be a directory of user id"):
+        with pytest.raises(EndpointError, match="is no directory: set LMCACHE_RUNTIME_DIR"):
             check_runtime_directory(path)
-    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
-    with pytest.raises(EndpointError, match="LMCACHE_RUNTIME_DIR"):
+    mine = tmp_path.stat().st_uid
+    monkeypatch.setattr(os, "getuid", lambda: mine + 1)
+    with pytest.raises(EndpointError, match=r"belongs to user .* LMCACHE_RUNTIME_DIR"):
         check_runtime_directory(tmp_path)
+
+
+def test_root_may_use_a_directory_of_another_user_that_it_has_named(tmp_path, monkeypatch):
+    tmp_path.chmod(0o700)
+    info = types.SimpleNamespace(st_uid=1234567, st_mode=tmp_path.lstat().st_mode)
+    monkeypatch.setattr(Path, "lstat", lambda _path: info)
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    monkeypatch.delenv("LMCACHE_RUNTIME_DIR", raising=False)
+    with pytest.raises(EndpointError, match="belongs to user id 1234567"):
+        check_runtime_directory(tmp_path)
+    monkeypatch.setenv("LMCACHE_RUNTIME_DIR", str(tmp_path))
+    check_runtime_directory(tmp_path)
+    with pytest.raises(EndpointError, match="belongs to user id 1234567"):
+        check_runtime_directory(tmp_path, must_own=True)
 
 
 def test_the_kernel_knows_the_peer_of_a_unix_socket_alone(tmp_path):

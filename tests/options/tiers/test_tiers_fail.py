@@ -107,7 +107,7 @@ def test_a_full_store_takes_nothing_and_harms_nothing(setting: Setting) -> None:
     assert setting.engine.reset_prefix_cache()
     # The server may still be connecting to a store that was just started again.
     wait_until(lambda: not setting.tier["failing"])
-    wait_until(lambda: setting.server.cli("clear").returncode == 0)
+    wait_until(lambda: setting.server.cli("clear", "--tiers").returncode == 0)
     written = setting.tier["written_objects"]["written"]
     for _ in range(2):
         setting.check()

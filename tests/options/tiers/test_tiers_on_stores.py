@@ -45,7 +45,7 @@ def test_what_one_server_stored_another_serves_and_a_clear_reaches_the_store(
     assert read.pop("read") > 0
     assert not any(read.values())
     # A busy machine may make it too late for a store; it can be repeated.
-    wait_until(lambda: two.cli("clear").returncode == 0, 60)
+    wait_until(lambda: two.cli("clear", "--tiers").returncode == 0, 60)
     one.restart()
     assert served(one, "three", 1) == 0, "the store was cleared"
 
@@ -115,13 +115,13 @@ def test_a_clear_names_the_tiers_that_it_could_not_reach_and_clears_the_others(
         wait_until(lambda: not any(each["waiting_objects"] for each in server.status()["tiers"]), 60)
         assert list(directory.glob("*/*.kv"))
         with store.failing("hangs"):
-            cleared = server.cli("clear", "--json", "--timeout-s", "60")
+            cleared = server.cli("clear", "--tiers", "--json", "--timeout-s", "60")
             assert cleared.returncode == 1
             (failed,) = json.loads(cleared.stdout)["tiers_failed"]
             assert failed.startswith(f"{remote}: ")
             assert "these tiers were not cleared: valkey" in cleared.stderr
             assert not list(directory.glob("*/*.kv")), "the other tier is cleared"
-        wait_until(lambda: server.cli("clear").returncode == 0, 60)
+        wait_until(lambda: server.cli("clear", "--tiers").returncode == 0, 60)
         server.restart()
         assert served(server, "second", 1) == 0
 

@@ -57,7 +57,7 @@ class Speaker:
         promise = self.promised[more % len(self.promised)] if self.promised else None
         made: dict[str, Callable[[], Message]] = {
             "ping": messages.Ping,
-            "status": messages.Status,
+            "status": control.Status,
             "goodbye": messages.Goodbye,
             "hello": lambda: messages.Hello(self.pid, bytes([branch % 4]) * 16, "fuzz"),
             "register": lambda: self._register(engine_id, model % 2, model // 2 % 2, odd),
@@ -75,7 +75,7 @@ class Speaker:
             "follow": lambda: control.Follow(keys),
             "accept": lambda: messages.Accept((("r", CHUNK_SIZE * (more % 3)),)),
             "clear": lambda: messages.Clear(
-                odd % 2 == 1, NAMES[model % 4], NAMES[branch % 4], NAMES[more % 4]
+                odd % 2 == 1, NAMES[model % 4], NAMES[branch % 4], NAMES[more % 4], odd % 3 == 1
             ),
         }
         return made[KINDS[kind % len(KINDS)]]()

@@ -11,7 +11,7 @@ from typing import Any
 from fuzz.choices import Choices, Target, bend, frame_of
 from fuzz.messages import BUFFER_BYTES, chain, geometry, plain
 from lmcache_client.channel import Channel, ChannelError, Pending
-from lmcache_client.contract import messages
+from lmcache_client.contract import control, messages
 from lmcache_client.contract.codec import ProtocolError
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.messages import Done, Found, Message, Refused, Store, StoreObject, Welcome
@@ -32,7 +32,7 @@ ANSWERS: dict[type[Message], Message] = {
 }
 OTHERS: tuple[Message, ...] = (
     Refused(messages.NOT_REGISTERED, "no"), Refused(messages.OVERLOADED, "full"), Refused("?", "x"),
-    Done(), messages.Cleared(1), messages.StatusReport(("{}",)),
+    Done(), messages.Cleared(1), control.StatusReport(("{}",)),
     Welcome(bytes([1]) * 16, SERVER_PID + 1, "other", 2),
 )  # fmt: skip
 

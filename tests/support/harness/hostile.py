@@ -14,8 +14,8 @@ from typing import Any, Self, get_args
 import msgpack
 import zmq
 
-from lmcache_client.contract import messages
-from lmcache_client.contract.control import Follow, Followed, Inspect, Inspected
+from lmcache_client.contract import control, messages
+from lmcache_client.contract.control import Follow, Followed, Inspect, Inspected, StatusReport
 from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.messages import (
@@ -27,7 +27,6 @@ from lmcache_client.contract.messages import (
     Message,
     Refused,
     Registered,
-    StatusReport,
     Stored,
     Welcome,
 )
@@ -50,7 +49,7 @@ EXAMPLES: tuple[Message, ...] = (
     Found(16, 1, 60, (b"\xff",), (("evicted", 16),)), messages.Release((1,), (KEY,)),
     messages.Load("r", 1, KEY, 16, 0, ((1,),)),
     messages.Store((messages.StoreObject(KEY, KEY, 0, 0, (1,), b"tenant"),)), Stored(1, 0, 0),
-    messages.Clear(), Cleared(1), messages.Status(), StatusReport(("{}",)), messages.Ping(),
+    messages.Clear(), Cleared(1), control.Status(), StatusReport(("{}",)), messages.Ping(),
     messages.Goodbye(), Done(), Refused("x", "no"), messages.Pin("name", "r" * 16),
     messages.Pinned(1, 1, 16, 16), messages.Unpin("name"), messages.Unpinned(1), Inspect("e", (KEY,), 16),
     Inspected(16, (b"\xff",), (("evicted", 16),)), messages.Accept((("r", 0),)),
@@ -78,7 +77,7 @@ def honest(
         messages.Unpin: messages.Unpinned(0),
         Follow: Followed(0, (), False),
         Inspect: Inspected(0, (b"",) * num_groups, ()),
-        messages.Status: StatusReport((report,)),
+        control.Status: StatusReport((report,)),
     }
     return answers.get(type(message), Done())
 

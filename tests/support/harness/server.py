@@ -234,8 +234,8 @@ class LMCacheServer:
         return run_forked("lmcache", command, self.environment, 2 * PATIENCE_S)
 
     def clear(self) -> None:
-        """Forget everything that is cached."""
-        result = self.cli("clear")
+        """Forget everything that is cached, in tiers, too."""
+        result = self.cli("clear", "--tiers")
         if result.returncode != 0:
             raise RuntimeError(f"lmcache clear failed: {result.stdout}{result.stderr}\n{tail(self.log)}")
 

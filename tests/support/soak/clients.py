@@ -16,8 +16,8 @@ from harness.waiting import wait_until
 from msgspec import structs
 
 from lmcache_client.channel import ChannelError
+from lmcache_client.contract.control import Status
 from lmcache_client.contract.geometry import GroupSpec, Region
-from lmcache_client.contract.messages import Status
 from lmcache_client.memory.host import HostExport
 
 NAMESPACES = 60
