@@ -137,7 +137,14 @@ class Several:
             raise ValueError(
                 f"its servers have chunk sizes that differ, {said}: give all the same --chunk-size"
             )
-        return Joined(True, joined.chunk_size, any(each.fetches for each in self._joined.values()))
+        all_joined = self._joined.values()
+        return Joined(
+            True,
+            joined.chunk_size,
+            any(each.fetches for each in all_joined),
+            sum(each.l1_bytes for each in all_joined),
+            min(each.room_tokens for each in all_joined),
+        )
 
     def lookup(self, question: Lookup, timeout_s: float) -> Pending:
         """Asks all servers. The reply is a Found, whose lease is one of `leases`."""

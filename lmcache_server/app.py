@@ -137,8 +137,8 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
         await option.open()
     if l1.file is not None:
         restart.restore(l1.file, cache, router.registry.known)
-        if old := router.registry.forget_old(cache.num_chunks):
-            logger.info("forgot %(chunks)d of these chunks, because of --max-age", {"chunks": old})
+        for option in router.options:
+            option.restored()
     l1.fill(cache.total_frames, lambda frames: loop.call_soon_threadsafe(cache.grow, frames), pins)
     listener.start(router, loop)
 

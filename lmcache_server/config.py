@@ -65,7 +65,6 @@ def _text(parse: Callable[[str], object], fit: str) -> Any:
     return _kind(check, fit)
 
 
-_MAX_AGE = _text(limits.ages_s, "an age such as 7d, or 7d,some/model=24h (s, m, h or d)")
 _QUOTAS = _text(limits.quotas_gb, "a number of GB such as 4, or 4,0b5d5f2cbd9c=16")
 _TEXT = _kind(_printable, "text that can be printed")
 _CHUNK_SIZE = _kind(_chunk_size, f"auto, or an integer from 1 to {MAX_CHUNK_TOKENS}")
@@ -120,11 +119,6 @@ class Config:
     checksums: bool = _flag(
         False, click.BOOL, "Take a checksum of every stored page and check it before the page is loaded. A "
         "request that would load a damaged page is recomputed.")
-    max_age: str = _flag(
-        "", _MAX_AGE, "Forget a chunk when it is this old, even if it is used or pinned: 7d, or a number "
-        "with s, m or h. 7d,some/model=24h sets another limit for one model; instead of its name you may "
-        "give the first digits (8 or more) of a namespace. Cannot be combined with --tier.",
-        metavar="AGES", show_default="none")
     quota_gb: str = _flag(
         "", _QUOTAS, "How much of the cache each cache_salt may take, in GB: 4, or 4,0b5d5f2cbd9c=16 with "
         "another number for one salt, named by the first digits (8 or more) that `lmcache status` shows. A "

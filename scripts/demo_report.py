@@ -1,9 +1,11 @@
 """What the demo measured, as a table, and what it proves, in sentences."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 MARK = "> "
+MOST_NOISE = 1.25
 LEGEND = f"{MARK}marks what only the server can speed up: vLLM's own cache is empty there."
 HEAD = (
     ("", "prompt", "from the", "from vLLM's", "first", "without", "times", "same"),
@@ -43,6 +45,11 @@ class Row:
         return self.is_equal and (self.served_tokens > 0 or not self.proves)
 
     @property
+    def is_faster(self) -> bool:
+        """Whether anything could make it faster than without a cache."""
+        return self.answer.cached_tokens > 0
+
+    @property
     def times_sooner(self) -> float:
         return self.reference.first_token_s / max(self.answer.first_token_s, 1e-3)
 
@@ -74,6 +81,24 @@ class Exact:
         return f"{tokens}; the answer, with its log probabilities, {verdict}"
 
 
+def median(answers: Sequence[Answer], text: str = "") -> Answer:
+    """The answer that came neither first nor last, or one whose text is not the wanted one."""
+    wrong = [each for each in answers if text and each.text != text]
+    return (wrong or sorted(answers, key=lambda each: each.first_token_s))[0 if wrong else len(answers) // 2]
+
+
+def busy(rows: list[Row]) -> str:
+    """A sentence, if requests took different times that nothing but the machine can have caused."""
+    ratios = [row.times_sooner for row in rows if not row.is_faster]
+    worst = max(ratios, key=lambda ratio: max(ratio, 1 / ratio), default=1.0)
+    if 1 / MOST_NOISE <= worst <= MOST_NOISE:
+        return ""
+    return (
+        "Ignore the times: this machine was busy. A request that nothing could speed up took "
+        f"{1 / worst:.1f} times as long as the same one without a cache.\n"
+    )
+
+
 def progress(row: Row) -> str:
     """The line about one request, as soon as it is answered."""
     return (
@@ -96,7 +121,7 @@ def table(rows: list[Row]) -> str:
                 str(own or "-"),
                 f"{row.answer.first_token_s:.2f} s",
                 f"{row.reference.first_token_s:.2f} s",
-                f"{row.times_sooner:.1f}",
+                f"{row.times_sooner:.1f}" if row.is_faster else "-",
                 "yes" if row.is_equal else "NO",
             )
         )

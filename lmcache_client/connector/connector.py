@@ -128,7 +128,7 @@ class LMCacheMPConnector(Uncached):
             vllm_config.parallel_config.world_size,
             loads=transfer.is_kv_consumer and can_resume,
             stores=transfer.is_kv_producer,
-            advise=functools.partial(support.resume_advice, vllm_config, groups, block_bytes, everything),
+            advise=functools.partial(support.on_joined, vllm_config, groups, block_bytes, everything),
             block_bytes=() if everything else block_bytes,
             state_interval=vllm_config.cache_config.prefix_cache_retention_interval,
             lookahead=vllm_config.num_prefill_lookahead_tokens,

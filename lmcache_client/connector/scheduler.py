@@ -27,7 +27,7 @@ from lmcache_client.contract.admission import known_chunks
 from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS, RECURRENT, GroupSpec, unified_block_size
 from lmcache_client.contract.hits import fetch_patience_s
 from lmcache_client.contract.keys import MAX_CHUNKS
-from lmcache_client.contract.messages import Cleared, Found, Lookup
+from lmcache_client.contract.messages import Cleared, Found, Joined, Lookup
 from lmcache_client.engine import JOIN_S, load_message
 from lmcache_client.several import Several
 from lmcache_client.transport import SYSTEM, System
@@ -47,9 +47,9 @@ LOOKUP_WAIT_S, FRESH_LOOKUP_S, IDLE_WAIT_S, CONNECT_S = 0.001, 0.01, 0.002, 1.0
 
 class SchedulerSide:
     """The scheduler side of one engine. `groups` have no regions; `world_size` workers report each job.
-    `advise` takes the chunk size, returns advice on resume points or nothing. `lookahead` is that of Tracked,
-    `block_bytes` to `drafts` and `group_ids` are those of Offers. `wanted` has what each option, by its name,
-    takes from vLLM's configuration; other options are left out."""
+    `advise` takes what a server said, returns advice on resume points or nothing. `lookahead` is that of
+    Tracked, `block_bytes` to `drafts` and `group_ids` are those of Offers. `wanted` has what each option, by
+    its name, takes from vLLM's configuration; other options are left out."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class SchedulerSide:
         world_size: int,
         loads: bool,
         stores: bool,
-        advise: Callable[[int], str] = lambda _chunk_size: "",
+        advise: Callable[[Joined], str] = lambda _joined: "",
         block_bytes: Sequence[int] = (),
         state_interval: int | None = None,
         lookahead: int = 0,
@@ -147,7 +147,7 @@ class SchedulerSide:
         self.chunk_size, self._fetches = joined.chunk_size, joined.fetches
         if (clear := self._clear) is not None and not (clear.done and isinstance(clear.reply, Cleared)):
             self._clear = self.client.clear()
-        if not self._advice and (advice := self._advise(joined.chunk_size)):
+        if (advice := self._advise(joined)) and not self._advice:
             self._advice = advice
             logger.info("lmcache: %s", advice)
 

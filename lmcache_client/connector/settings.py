@@ -57,8 +57,12 @@ def parse(extra_config: Mapping[str, Any]) -> tuple[Settings, list[str]]:
     }
     ignored = [PREFIX + name for name in values if name in WITHOUT_EFFECT]
     if unknown := [name for name in values if name not in known and name not in WITHOUT_EFFECT]:
-        advice = migration.advice("keys", PREFIX + unknown[0]) or _suggestion(unknown[0])
-        raise ValueError(f"unknown key {PREFIX + unknown[0]!r} in kv_connector_extra_config: {advice}")
+        told = [
+            f"unknown key {PREFIX + name!r} in kv_connector_extra_config: "
+            f"{migration.advice('keys', PREFIX + name) or _suggestion(name)}"
+            for name in unknown
+        ]
+        raise ValueError("; ".join(told))
     try:
         # Not strict, because vLLM's command line may pass numbers as text. Other names are left out.
         return msgspec.convert(values, Settings, strict=False), ignored

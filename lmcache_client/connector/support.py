@@ -1,6 +1,7 @@
 """Checks what vLLM, a model and its settings support, corrects a fault of vLLM and advises on settings."""
 
 import contextlib
+import logging
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,9 +15,11 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from lmcache_client.connector.log import logger
 from lmcache_client.connector.surface import missing
 from lmcache_client.contract.admission import stored_factor
 from lmcache_client.contract.geometry import RECURRENT, GroupSpec
+from lmcache_client.contract.messages import Joined
 from lmcache_client.contract.version import INSTALL_VLLM, VERSION, untested
 
 if TYPE_CHECKING:
@@ -159,6 +162,34 @@ def restore_block_size(vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...])
         return 0
     vllm_config.cache_config.block_size = correct
     return int(configured)
+
+
+def on_joined(
+    vllm_config: "VllmConfig",
+    groups: tuple[GroupSpec, ...],
+    block_bytes: Sequence[int],
+    store_everything: bool,
+    joined: Joined,
+) -> str:
+    """Logs how much of this model the server's memory holds, and returns `resume_advice`."""
+    gigabytes, longest = joined.l1_bytes / (1 << 30), vllm_config.model_config.max_model_len
+    if joined.room_tokens:
+        is_small = joined.room_tokens < longest
+        logger.log(
+            logging.WARNING if is_small else logging.INFO,
+            "lmcache: the server's %.4g GB have room for about %s tokens of this model%s",
+            gigabytes,
+            f"{joined.room_tokens:,}",
+            f", less than one prompt of {longest:,}: start it with a larger --l1-size-gb" if is_small else "",
+        )
+    wanted = vllm_config.cache_config.kv_offloading_size
+    if wanted is not None and wanted > gigabytes:
+        logger.warning(
+            "lmcache: --kv-offloading-size asks for %.4g GB, but the server has %.4g: start it with "
+            "--l1-size-gb %.4g",
+            *(wanted, gigabytes, wanted),
+        )
+    return resume_advice(vllm_config, groups, block_bytes, store_everything, joined.chunk_size)
 
 
 def resume_advice(

@@ -56,7 +56,7 @@ class Report:
         for engine in self.registry.engines:
             if engine.layout is not None and not engine.layout.ephemeral:
                 metrics.traffic(engine.layout.namespace, engine.layout.model)
-        for what in ("evicted_chunks", "evicted_bytes", "quota_evicted_chunks", "expired_chunks"):
+        for what in ("evicted_chunks", "evicted_bytes", "quota_evicted_chunks"):
             counter = f"lmcache_{what}_total"
             metrics.count(counter, getattr(cache, what) - metrics.value(counter))
         while cache.evicted_ages_s:

@@ -289,12 +289,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(cli.main(args=arguments, prog_name="lmcache", standalone_mode=False))
     except click.UsageError as error:
         help_hint = f" (see '{error.ctx.command_path} --help')" if error.ctx is not None else ""
-        reason = ends.advice(error, arguments) or f"{error.format_message()}{help_hint}"
-        ends.end(ends.EXIT_USAGE, reason, ends.logs_json(arguments))
+        lines = ends.advice(error, arguments) or [f"{error.format_message()}{help_hint}"]
+        ends.end(ends.EXIT_USAGE, *lines, in_json=ends.logs_json(arguments))
     except click.ClickException as error:
         ends.end(error.exit_code, error.format_message())
     except StartError as error:
-        ends.end(ends.EXIT_USAGE, str(error), ends.logs_json(arguments))
+        ends.end(ends.EXIT_USAGE, str(error), in_json=ends.logs_json(arguments))
     except CommandError as error:
         ends.end(ends.EXIT_FAILED, str(error))
     except click.Abort:

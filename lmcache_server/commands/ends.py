@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -9,7 +10,7 @@ from typing import NoReturn
 import click
 
 from lmcache_client.contract import migration
-from lmcache_server.config import variable_name
+from lmcache_server.config import FLAGS, flag_name, variable_name
 from lmcache_server.host import logs
 from lmcache_server.host.logs import printable
 
@@ -21,14 +22,30 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 
 
-def advice(error: click.UsageError, arguments: Sequence[str]) -> str:
-    """What a user of LMCache should do instead; empty if the error has another cause."""
+def advice(error: click.UsageError, arguments: Sequence[str]) -> Sequence[str]:
+    """What a user of LMCache should do instead, in lines; empty if the error has another cause."""
     words = [each for each in arguments if not each.startswith("-")]
     if isinstance(error, click.NoSuchOption) and words[:1] == ["server"]:
-        return migration.advice("flags", re.sub("^--no-", "--", error.option_name))
-    return migration.advice("commands", " ".join(words[:2])) or migration.advice(
-        "commands", words[0] if words else ""
-    )
+        return _of_all_flags(arguments)
+    names = (" ".join(words[:2]), *words[:1])
+    return [told for told in (migration.advice("commands", name) for name in names) if told][:1]
+
+
+def _of_all_flags(arguments: Sequence[str]) -> Sequence[str]:
+    """A line for each flag that the server does not have, and its command without them; empty if none is of
+    LMCache."""
+    known, is_kept = {*map(flag_name, FLAGS), "--config"}, True
+    lines, kept, is_of_lmcache = [], ["lmcache"], False
+    for word in arguments:
+        if word.startswith("--"):
+            name = re.sub("^--no-", "--", word.partition("=")[0])
+            is_kept = name in known
+            if not is_kept:
+                told = migration.advice("flags", name)
+                is_of_lmcache |= bool(told)
+                lines.append(told or f"there is no flag {name}")
+        kept += [word] if is_kept else []
+    return [*lines, f"without them: {shlex.join(kept)}"] if is_of_lmcache else []
 
 
 def warn_of_lmcache() -> None:
@@ -46,13 +63,14 @@ def open_standard_files() -> None:
     os.close(number)
 
 
-def end(code: int, reason: str, in_json: bool = False) -> NoReturn:
+def end(code: int, *lines: str, in_json: bool = False) -> NoReturn:
     if in_json:
         logs.set_up("info", logs.JSON)
-        logs.logger.critical("%(reason)s", {"reason": reason})
+        logs.logger.critical("%(reason)s", {"reason": "; ".join(lines)})
         logs.flush()
     else:
-        click.echo(f"lmcache: {printable(reason)}", err=True)
+        for line in lines:
+            click.echo(f"lmcache: {printable(line)}", err=True)
     sys.exit(code)
 
 

@@ -44,7 +44,8 @@ def summary(report: dict[str, Any]) -> str:
         lines.append(
             f"  {namespace['namespace'][:12]}  {namespace['model']}  chunk size {namespace['chunk_size']}, "
             f"{namespace['chunks']} chunks, {namespace['world_size']} worker(s), "
-            f"{len(namespace['engines'])} engine(s) connected"
+            f"{len(namespace['engines'])} engine(s) connected, room for about "
+            f"{namespace['room_tokens']:,} tokens"
         )
         if tokens := namespace["tokens"]:
             why = reasons(namespace["missed"] or {})

@@ -35,8 +35,6 @@ class Chunks:
         """The payload of all evicted chunks."""
         self.quota_evicted_chunks = 0
         """How many of them were evicted because their tenant was at its quota."""
-        self.expired_chunks = 0
-        """How many chunks `forget_old` has forgotten."""
         self.evicted_ages_s: list[float] = []
         """For each chunk that was recently evicted for lack of room and was not `once`, the seconds since its
         last use. The caller drains the list."""
@@ -121,7 +119,6 @@ class Chunks:
         old = list(itertools.takewhile(lambda chunk: chunk.stored_s < before_s, oldest))
         for chunk in old:
             self.forget(chunk)
-        self.expired_chunks += len(old)
         return len(old)
 
     def pin(self, name: str, namespace: bytes, keys: Sequence[bytes]) -> None:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MAX_CHARS = 12
 NAME_DIGITS = 8
 """A shorter name cannot be the beginning of a digest's digits."""
@@ -40,19 +39,9 @@ class Limits:
         return min(own, default=self.default)
 
 
-def ages_s(text: str) -> Limits:
-    """How long chunks may be kept, by model and namespace: `7d, some/model=24h`. Raises ValueError."""
-
-    def seconds(age: str) -> float:
-        unit = UNITS.get(age[-1:])
-        return _positive(age[:-1] if unit else age) * (unit or 1)
-
-    return Limits.parse(text, seconds)
-
-
 def quotas_gb(text: str) -> Limits:
     """How much each tenant may hold: `4, 0b5d5f2cbd9c=16`. Raises ValueError."""
-    quotas = Limits.parse(text, _positive)
+    quotas = Limits.parse(text, positive)
     if not all(map(is_tenant, quotas.named)):
         raise ValueError("a tenant is named by 8 or more hexadecimal digits")
     return quotas
@@ -63,7 +52,8 @@ def is_tenant(name: str) -> bool:
     return len(name) >= NAME_DIGITS and not name.lower().strip("0123456789abcdef")
 
 
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
+    """A number above 0. Raises ValueError."""
     is_number = text.isascii() and text.replace(".", "", 1).isdecimal() and len(text) <= MAX_CHARS
     if not is_number or not (number := float(text)):
         raise ValueError("a limit is a number above 0")

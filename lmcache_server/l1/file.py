@@ -27,7 +27,7 @@ from lmcache_server.host.machine import (
 from lmcache_server.host.units import GB_BYTES
 
 MAGIC = b"lmcache-mp L1\r\n\0"
-FORMAT = 5
+FORMAT = 6
 """Changes with the header, the index, and the way objects are packed and numbered in the index."""
 HEADER_BYTES = FRAME_BYTES
 """As long as a frame, so that the frames stay aligned."""

@@ -15,6 +15,7 @@ from typing import Any
 
 NAMES: tuple[str, ...] = (
     "events",
+    "max_age",
     "planner",
     "tiers",
 )  # fmt: skip

@@ -48,6 +48,9 @@ class Option:
     async def open(self) -> None:
         """Called before the first client. Raises StartError."""
 
+    def restored(self) -> None:
+        """The cache has what an earlier server left in L1's file."""
+
     def tick(self, now_s: float) -> None:
         """Called once a second."""
 

@@ -11,7 +11,6 @@ from lmcache_client.contract.geometry import GeometryError, chunk_size_warning, 
 from lmcache_client.contract.messages import Message
 from lmcache_client.contract.version import VERSION
 from lmcache_server.config import Config
-from lmcache_server.core import limits
 from lmcache_server.core.cache import Cache, Layout
 from lmcache_server.service.owners import explained, with_owner
 from lmcache_server.service.requests import MAX_TEXT, Refusal
@@ -32,9 +31,6 @@ SILENT_SESSION_S = 15.0
 SILENT_PROCESS_S = 300.0
 """A session whose process still runs is dropped after this silence. If the process was only suspended, it can
 greet again when it continues."""
-MAX_FORGOTTEN = 1000
-"""How many chunks may be forgotten in a second because of their age. That takes 8 to 40 ms."""
-
 MAX_KNOWN = 256
 """Namespaces that the status report describes. A namespace outlives its engines as long as it has a chunk."""
 
@@ -55,7 +51,6 @@ class Registry:
         self.may_wait_longer = False
         """Whether a lookup may wait for what an option brings. Engines are told so."""
         self._config = config
-        self._ages_s = limits.ages_s(config.max_age)
         self._cache = cache
         self._system = system
         self._peer_pid = peer_pid
@@ -176,21 +171,9 @@ class Registry:
             await copying[0]
         return messages.Done()
 
-    def forget_old(self, most: int) -> int:
-        """Forgets `most` chunks that are older than --max-age, and one more for each namespace, so that none
-        waits for the others; returns how many."""
-        names, forgotten, now_s = list(self._cache.namespaces()), 0, self._system.now_s()
-        for share in (most // max(len(names), 1), most) if self._config.max_age else ():
-            for namespace in names:
-                limit_s = self._ages_s.of(namespace, self.known.get(namespace, {}).get("model"))
-                left = max(min(share, most - forgotten), 1)
-                forgotten += self._cache.forget_old(namespace, now_s - limit_s, left)
-        return forgotten
-
     def tick(self) -> None:
-        """Drops sessions that are silent or whose GPU has failed, and old chunks; called once a second."""
+        """Drops sessions that are silent or whose GPU has failed; called once a second."""
         now_s = self._system.now_s()
-        self.forget_old(MAX_FORGOTTEN)
         for session in list(self.sessions.values()):
             limit_s = SILENT_SESSION_S if session.process is None else SILENT_PROCESS_S
             if now_s - session.heard_s > limit_s:
@@ -279,18 +262,20 @@ class Registry:
             raise Refusal(messages.BAD_REQUEST, str(misfit)) from misfit
         if layout is not None:
             self.known.pop(layout.namespace, None)
-            self.known[layout.namespace] = namespace_summary(shard.model, layout)
+            room_tokens = engine.room_tokens(self._config.l1_size_bytes, self._cache.frame_bytes)
+            self.known[layout.namespace] = namespace_summary(shard.model, layout, room_tokens)
             self.forget_namespaces()
             logger.log(
                 logging.DEBUG if shard.ephemeral else logging.INFO,
                 "engine %(engine)s of %(model)s is registered: %(groups)d KV cache group(s), chunk size "
-                "%(chunk_size)d, namespace %(namespace)s",
+                "%(chunk_size)d, namespace %(namespace)s, room for about %(room)s tokens",
                 {
                     "engine": shard.engine_id,
                     "model": shard.model.model[:MAX_TEXT],
                     "groups": len(layout.groups),
                     "chunk_size": layout.chunk_size,
                     "namespace": layout.namespace.hex()[:16],
+                    "room": f"{room_tokens:,}",
                     "session": session.session_id,
                 },
             )
@@ -324,15 +309,17 @@ class Registry:
         return found
 
     def join(self, session: Session, message: messages.Join) -> Message:
-        layout = self.layout(message.engine_id)
-        if layout is None:
+        engine = self.engines.get(message.engine_id)
+        if engine is None or (layout := engine.layout) is None:
             return messages.Joined(False, 0)
         others = (other for other in self.sessions.values() if other is not session)
         if any(other.joined == message.engine_id for other in others):
             raise _taken(message.engine_id)
         session.joined, session.joined_namespace = message.engine_id, layout.namespace
         self._cache.leave(session.session_id)
-        return messages.Joined(True, layout.chunk_size, self.may_wait_longer)
+        l1_bytes = self._config.l1_size_bytes
+        room_tokens = engine.room_tokens(l1_bytes, self._cache.frame_bytes)
+        return messages.Joined(True, layout.chunk_size, self.may_wait_longer, l1_bytes, room_tokens)
 
     def not_cached(self, session: Session, message: messages.NotCached) -> Message:
         if session.not_cached is None:

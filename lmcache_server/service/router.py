@@ -274,10 +274,10 @@ class Router:
         # After a reset, an engine uses new keys: no record that is left can serve it.
         if not message.everything:
             return messages.Cleared(chunks)
-        places = tuple(place for option in self.options for place in option.places())
-        return (
-            self._cleared(namespaces, chunks, places) if message.tiers else messages.Cleared(chunks, places)
-        )
+        tiers = tuple(place for option in self.options for place in option.places())
+        if not (message.tiers and tiers):
+            return messages.Cleared(chunks, tiers)
+        return self._cleared(namespaces, chunks, tiers)
 
     async def _cleared(self, namespaces: list[bytes | None], chunks: int, tiers: tuple[str, ...]) -> Message:
         failed = [reason for option in self.options for reason in await option.clear(namespaces)]

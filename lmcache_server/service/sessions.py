@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmcache_client.contract.geometry import Geometry, GeometryError, GroupSpec
+from lmcache_client.contract.geometry import FULL, Geometry, GeometryError, GroupSpec
 from lmcache_client.contract.keys import ModelTag, namespace_fields, namespace_id
 from lmcache_client.contract.messages import MAX_NAME, Memory, NotCached
 from lmcache_server.core.placement import Layout
@@ -109,6 +109,21 @@ class Engine:
             self.layout = _layout(self.model, ordered, self.ephemeral)
         return self.layout
 
+    def room_tokens(self, l1_bytes: int, frame_bytes: int) -> int:
+        """How many tokens of a complete engine fit into L1. Of windows and states, which are not stored at
+        every chunk, only those of models that have nothing else count."""
+        if (layout := self.layout) is None:
+            return 0
+        groups = [i for i, group in enumerate(layout.groups) if group.kind == FULL] or range(
+            len(layout.groups)
+        )
+        taken = 0
+        for index in groups:
+            blocks = layout.chunk_size // layout.groups[index].block_size
+            for rank in layout.holders[index]:
+                taken += -(-self.shards[rank].geometry.groups[index].block_bytes * blocks // frame_bytes)
+        return l1_bytes // (max(taken, 1) * frame_bytes) * layout.chunk_size
+
 
 def _layout(model: ModelTag, shards: Sequence[Shard], ephemeral: bool) -> Layout:
     """The layout of an engine with these shards, which are in rank order: so the tensor-parallel ranks of a
@@ -196,12 +211,13 @@ def _lookahead_tokens(model: ModelTag) -> int:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 4 else 0
 
 
-def namespace_summary(model: ModelTag, layout: Layout) -> dict[str, Any]:
+def namespace_summary(model: ModelTag, layout: Layout, room_tokens: int) -> dict[str, Any]:
     """What the status report says about a namespace. It is small, because it outlives the engines."""
     return {
         "namespace": layout.namespace.hex(),
         "model": layout.model,
         "chunk_size": layout.chunk_size,
+        "room_tokens": room_tokens,
         "lookahead_tokens": _lookahead_tokens(model),
         "world_size": model.world_size,
         "ephemeral": layout.ephemeral,

@@ -86,7 +86,6 @@ TABLE = (
     Metric(Counter, "lmcache_evicted_bytes_total", "Payload bytes of evicted chunks."),
     Metric(Counter, "lmcache_quota_evicted_chunks_total",
            "Evicted chunks of a cache_salt that was at its --quota-gb, to make room for its new ones."),
-    Metric(Counter, "lmcache_expired_chunks_total", "Chunks forgotten because of --max-age."),
     Metric(Histogram, "lmcache_eviction_age_seconds",
            "Time since the last use of evicted chunks. Prompts that will not come back and evictions because "
            "of --quota-gb are left out.",

@@ -18,6 +18,8 @@ from deploy.flags import assert_server_options_exist
 from deploy.programs import run
 from lmcache_client.connector import settings
 from lmcache_client.contract.version import VERSION
+from lmcache_server.host import preflight
+from lmcache_server.options.tiers import urls
 
 SHAPES = ("default", "gpu", "sidecar", "everything")
 each_shape = pytest.mark.parametrize("shape", SHAPES)
@@ -33,6 +35,9 @@ def values(shape: str) -> dict[str, Any]:
             "imagePullSecrets": [{"name": "registry"}],
             "user": 1000650000,
             "l1SizeGb": 0.5,
+            "l1HostPath": "/dev/shm/lmcache",
+            "tier": {"hostPath": "/nvme/lmcache", "sizeGb": 2000},
+            "networkPolicy": {"enabled": True, "from": [{"podSelector": {}}]},
             "port": 6000,
             "extraArgs": ["--checksums", "--lease-s=60"],
             "gpu": {"enabled": True, "runtimeClassName": "", "hostIPC": True},
@@ -44,8 +49,8 @@ def values(shape: str) -> dict[str, Any]:
             **MONITORED,
             "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
             "extraEnv": [{"name": "TZ", "value": "UTC"}],
-            "extraVolumes": [{"name": "l1", "hostPath": {"path": "/dev/shm"}}],
-            "extraVolumeMounts": [{"name": "l1", "mountPath": "/l1"}],
+            "extraVolumes": [{"name": "keys", "emptyDir": {}}],
+            "extraVolumeMounts": [{"name": "keys", "mountPath": "/keys"}],
         }
     return charts.load(CHART.parent / "values" / f"{shape}.yaml")
 
@@ -102,7 +107,7 @@ def test_no_container_has_more_rights_than_it_needs(shape):
         confined = each["securityContext"]
         assert not confined.get("privileged")
         assert confined["allowPrivilegeEscalation"] is False
-        prepares = each["name"] == "socket-directory"
+        prepares = each["name"] == "directories"
         assert confined["capabilities"] == {"drop": ["ALL"]} | ({"add": ["CHOWN"]} if prepares else {})
         assert confined.get("readOnlyRootFilesystem", False) == (each["name"] != "vllm")
         assert confined.get("runAsUser") == (0 if prepares else None)
@@ -144,11 +149,82 @@ def test_server_and_engines_meet(shape):
     assert f"--port={parsed.port}" in server["args"]
 
 
-def test_memory_covers_l1():
-    server = next(each for each in containers(render({"l1SizeGb": 10.5})) if each["name"] == "lmcache")
-    assert "--l1-size-gb=10.5" in server["args"]
-    assert server["resources"]["limits"]["memory"] == f"{int((10.5 + 2) * 1024)}Mi"
-    assert server["resources"]["requests"]["memory"] == server["resources"]["limits"]["memory"]
+def the_server(given: dict[str, Any]) -> charts.Manifest:
+    (server,) = [each for each in containers(render(given)) if each["name"] == "lmcache"]
+    return server
+
+
+@pytest.mark.parametrize(("size_gb", "limit_mib"), [(10.5, 12_854), (1000, 1_031_168)])
+def test_memory_covers_l1_and_what_grows_with_it(size_gb, limit_mib):
+    server = the_server({"l1SizeGb": size_gb})
+    assert f"--l1-size-gb={size_gb}" in server["args"]
+    assert server["resources"]["limits"]["memory"] == f"{limit_mib}Mi"
+    assert server["resources"]["requests"] == server["resources"]["limits"] | {"cpu": "1"}
+    # And so the server, which has used some 100 MiB by then, accepts the limit.
+    available_bytes = (limit_mib - 100) << 20
+    assert preflight.memory(int(size_gb * 2**30), 0, available_bytes, "the limit").verdict == preflight.OK
+
+
+@pytest.mark.parametrize(
+    ("given", "directory", "flag"),
+    [
+        (
+            {"tier": {"hostPath": "/nvme/lmcache", "sizeGb": 1.5}},
+            "/nvme/lmcache",
+            "--tier=dir:///var/lib/lmcache/tier?size_gb=1.5",
+        ),
+        ({"l1HostPath": "/dev/shm/x"}, "/dev/shm/x", "--l1-path=/var/lib/lmcache/l1/lmcache.l1"),
+    ],
+    ids=["tier", "l1"],
+)
+def test_a_directory_of_the_node_is_made_for_the_user_and_given_to_the_server(given, directory, flag):
+    manifests = render(given)
+    pod = only(manifests, "DaemonSet")["spec"]["template"]["spec"]
+    (server,), (init,) = pod["containers"], pod["initContainers"]
+    assert flag in server["args"]
+    (volume,) = [each for each in pod["volumes"] if each.get("hostPath", {}).get("path") == directory]
+    assert volume["hostPath"]["type"] == "DirectoryOrCreate"
+    (mount,) = [each for each in server["volumeMounts"] if each["name"] == volume["name"]]
+    assert mount in init["volumeMounts"]
+    assert f"{mount['mountPath']}/" in f"{flag}/".replace("?", "/")
+    assert mount["mountPath"] in init["command"][-1].splitlines()[0]
+    if "tier" in given:
+        (url,) = [each.partition("=")[2] for each in server["args"] if each.startswith("--tier=")]
+        parsed = urls.parse(url)
+        assert (parsed.place, parsed.parameters["size_gb"]) == (mount["mountPath"], 1.5)
+    # Nothing of it without the value.
+    assert flag not in the_server({})["args"]
+    assert len(the_server({})["volumeMounts"]) == 2
+
+
+def test_vllm_on_cpus_has_as_many_threads_as_its_pod_has_processors():
+    (engine,) = [each for each in containers(render(values("sidecar"))) if each["name"] == "vllm"]
+    given = {each["name"]: each.get("value") for each in engine["env"]}
+    assert given["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert given["OMP_NUM_THREADS"] == engine["resources"]["requests"]["cpu"]
+
+
+def test_one_image_serves_gpus_and_cpus():
+    assert the_server({"gpu": {"enabled": True}})["image"] == f"lmcache-mp:{VERSION}"
+    assert the_server({})["image"] == f"lmcache-mp:{VERSION}"
+    assert the_server({"image": {"tag": "other"}})["image"] == "lmcache-mp:other"
+
+
+@pytest.mark.parametrize("shape", ["default", "sidecar"])
+def test_a_network_policy_lets_only_the_named_peers_reach_http(shape):
+    peer = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+    engines = [{"ports": [{"port": "openai"}]}] if shape == "sidecar" else []
+    for peers in ([], [peer]):
+        manifests = render(values(shape) | {"networkPolicy": {"enabled": True, "from": peers}})
+        policy = only(manifests, "NetworkPolicy")
+        charts.assert_valid([policy])
+        # A rule with an empty `from` would let everybody in.
+        http = [{"from": peers, "ports": [{"port": "http"}]}] if peers else []
+        assert policy["spec"].get("ingress", []) == http + engines
+        wanted = policy["spec"]["podSelector"]["matchLabels"].items()
+        templates = [each["spec"]["template"] for each in manifests if "template" in each.get("spec", {})]
+        assert [wanted <= each["metadata"]["labels"].items() for each in templates] == [True]
+    assert "NetworkPolicy" not in {each["kind"] for each in render(values(shape))}
 
 
 def test_the_patch_for_engines_gives_them_what_the_charts_own_engine_has():
@@ -162,6 +238,8 @@ def test_the_patch_for_engines_gives_them_what_the_charts_own_engine_has():
     assert mount["mountPath"] in {each["mountPath"] for each in engine["volumeMounts"]}
     assert volume["hostPath"] in [each.get("hostPath") for each in own["volumes"]]
     assert volume["name"] == mount["name"]
+    # An engine must start on a node without a server, too.
+    assert volume["hostPath"]["type"] == "DirectoryOrCreate"
 
 
 def test_services_select_pods_that_have_the_port():
@@ -207,6 +285,10 @@ def test_alerts_and_dashboard_are_the_files_of_the_repository():
         ({"mode": "pod"}, "mode"),
         ({"gpu": {"hostPID": True}}, "hostPID"),
         ({"mode": "sidecar"}, "set vllm.enabled to true"),
+        ({"mode": "sidecar", "vllm": {"enabled": True}, "l1HostPath": "/dev/shm/x"}, "set mode to node"),
+        ({"tier": {"hostPath": "nvme", "sizeGb": 1}}, "hostPath"),
+        ({"tier": {"hostPath": "/nvme"}}, "sizeGb"),
+        ({"tier": {"hostPath": "/nvme", "sizeGB": 1}}, "sizeGB"),
     ],
 )
 def test_values_that_cannot_work_are_refused_with_their_name(given, complaint):
@@ -238,20 +320,29 @@ def test_every_value_is_in_the_schema_and_used_and_the_chart_is_of_this_version(
 
 
 def test_the_init_container_gives_the_directory_to_the_user(tmp_path):
-    """Its very script, as root with CHOWN alone: on a directory as the kubelet makes it, again, and when it
-    was opened to others since."""
+    """Its very script, as root with CHOWN alone: on directories as the kubelet makes them, again, and when
+    they were opened to others since."""
     if os.getuid() != 0:
         pytest.skip("gives a directory to another user, which takes root")
-    found = {each["name"]: each for each in containers(render({}))}
-    shell, options, script = found["socket-directory"]["command"]
-    directory = tmp_path / "socket"
-    directory.mkdir()
+    found = {each["name"]: each for each in containers(render({"tier": {"hostPath": "/nvme", "sizeGb": 1}}))}
+    shell, options, script = found["directories"]["command"]
+    directories = []
+    for number, mount in enumerate(each["mountPath"] for each in found["directories"]["volumeMounts"]):
+        directories.append(tmp_path / str(number))
+        directories[-1].mkdir()
+        assert mount in script
+        script = script.replace(mount, str(directories[-1]))
+    assert len(directories) == 2
     setpriv = [tools.find("setpriv"), "--bounding-set=-all,+chown", "--inh-caps=-all"]
-    for mode in (0o755, 0o700, 0o777):
-        directory.chmod(mode)
-        run(*setpriv, shell, options, script.replace("/run/lmcache", str(directory)))
-        info = directory.stat()
-        assert (info.st_uid, info.st_gid, info.st_mode & 0o7777) == (10001, 10001, 0o700)
+    # The first directory is in order already when the second is not.
+    for mode in (0o755, 0o700, 0o777, 0o755):
+        directories[-1].chmod(mode)
+        if mode == 0o777:
+            directories[0].chmod(mode)
+        run(*setpriv, shell, options, script)
+        for each in directories:
+            info = each.stat()
+            assert (info.st_uid, info.st_gid, info.st_mode & 0o7777) == (10001, 10001, 0o700)
 
 
 def test_in_a_sidecar_the_server_makes_the_directory_inside_a_volume_that_all_may_enter(

@@ -64,6 +64,8 @@ def test_compose_resolves_and_nothing_is_privileged_or_open(variant):
         else:
             assert re.search(r":v?\d+\.\d+\.\d+$", service["image"])
         assert bool(service.get("deploy")) == (variant == "gpu" and name in ("lmcache", "vllm"))
+    # Both variants have the same image of the server.
+    assert services["lmcache"]["image"] == services["namespace"]["image"] == f"lmcache-mp:{VERSION}"
 
 
 def test_server_and_engine_of_compose_meet():
@@ -75,6 +77,8 @@ def test_server_and_engine_of_compose_meet():
         sockets = [each["target"] for each in service["volumes"] if each["source"] == "socket"]
         assert sockets == ["/run/lmcache"]
     assert server["ulimits"]["memlock"] == -1
+    # Bound threads would leave a processor idle for the connector.
+    assert engine["environment"]["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert_server_options_exist((), server["environment"])
     # The server takes what it is given.
     assert load(environment=server["environment"]).http_host == "0.0.0.0"

@@ -57,6 +57,7 @@ def test_it_has_what_the_server_needs_and_its_configuration_file_is_accepted():
     assert found["LimitMEMLOCK"] == "infinity"
     assert int(found["LimitNOFILE"]) >= 4096
     assert found["RuntimeDirectoryMode"] == "0700"
+    assert found["BindPaths"] == "-/tmp/nvidia-mps"
     for name in ("PrivateDevices", "PrivateUsers", "RemoveIPC", "PrivateNetwork", "MemoryMax"):
         assert name not in found
     # The exit code of a configuration that cannot work: starting again would not help.

@@ -117,7 +117,6 @@ BAD_NAME = "a name has 1 to 64 printable characters"
         (("server", "--port"), "lmcache: Option '--port' requires an argument"),
         (("server", "surplus"), "lmcache: Got unexpected extra argument"),
         (("serve",), "lmcache: No such command 'serve'"),
-        (("server", "--max-workers", "4"), "lmcache: LMCache's --max-workers is not needed here: remove it"),
         (("ping", "kvcache", "--url", "http://x"), "lmcache: LMCache's command 'ping kvcache' is 'lmcache"),
         (("coordinator", "list"), "lmcache: lmcache-mp has nothing like LMCache's command 'coordinator'"),
         (("ping", "--timeout-s", "0"), "lmcache: Invalid value for '--timeout-s'"),
@@ -141,6 +140,18 @@ def test_lmcache_in_the_same_environment_is_told(capsys, monkeypatch, tmp_path):
     assert in_process(capsys, "--version")[2] == ""
     (tmp_path / "lmcache" / "__init__.py").touch()
     assert in_process(capsys, "--version")[2] == f"lmcache: {ends.BESIDE_LMCACHE}\n"
+
+
+def test_all_wrong_flags_of_lmcache_are_named_at_once(capsys):
+    wrong = ("--enable-tracing", "--l1-size-gb", "5", "--max-workers", "8", "--l1-use-lazy", "--lease\nx=3")
+    code, output, errors = in_process(capsys, "server", *wrong, "--port", "5556")
+    assert (code, output) == (2, "")
+    *lines, last = errors.splitlines()
+    for line, flag in zip(lines, ("--enable-tracing", "--max-workers", "--l1-use-lazy"), strict=False):
+        assert line.startswith("lmcache: ")
+        assert flag in line
+    assert lines[3:] == ["lmcache: there is no flag --lease\\nx"]
+    assert last == "lmcache: without them: lmcache server --l1-size-gb 5 --port 5556"
 
 
 @pytest.mark.parametrize("flags", [("--log-format=json",), ("--log-format", "JSON"), ()])
@@ -231,6 +242,7 @@ def test_the_commands_ask_a_running_server(capsys, monkeypatch, tmp_path, host, 
         assert report["pid"] == process.pid
         assert report["l1"]["free_bytes"] == report["l1"]["total_bytes"] > 0
         assert in_process(capsys, "clear", *host)[:2] == (0, "forgot 0 chunks\n")
+        assert in_process(capsys, "clear", "--tiers", *host)[:2] == (0, "forgot 0 chunks\n")
         cleared = json.loads(in_process(capsys, "clear", "--json", *host)[1])
         assert cleared == {"chunks": 0, "tiers_kept": [], "tiers_cleared": [], "tiers_failed": []}
         assert in_process(capsys, "unpin", "--all", *host)[:2] == (0, "unpinned 0 chunks\n")
@@ -290,7 +302,7 @@ REPORT = {
     },
     "namespaces": [{
         "namespace": "0123456789abcdef" * 4, "model": "some/model", "chunk_size": 256, "chunks": 5,
-        "lookahead_tokens": 0,
+        "room_tokens": 812_000, "lookahead_tokens": 0,
         "world_size": 2, "ephemeral": False, "engines": ["engine-1"], "groups": [GROUP],
         "tokens": {"computed": 10, "hit": 30, "miss": 10, "tail": 1},
         "missed": {

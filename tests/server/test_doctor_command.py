@@ -76,7 +76,7 @@ def test_with_a_running_server() -> None:
         assert all(line[:6] in ("ok    ", "warn  ", "fail  ") for line in lines)
         memory = next(line for line in lines if " memory: " in line)
         assert memory.startswith("fail  memory: ")
-        assert " -> lmcache server --l1-size-gb " in memory
+        assert " -> pass --l1-size-gb " in memory
 
 
 def test_without_a_server_and_with_a_file_for_which_there_is_no_room(tmp_path: Path) -> None:

@@ -87,4 +87,4 @@ def test_whatever_an_engine_says_of_its_lookahead_the_report_has_a_small_number(
     said: str, tokens: int
 ) -> None:
     model = ModelTag("m", (("lookahead", said),), 1, 1)
-    assert namespace_summary(model, Layout(b"", 16, (), ()))["lookahead_tokens"] == tokens
+    assert namespace_summary(model, Layout(b"", 16, (), ()), 0)["lookahead_tokens"] == tokens

@@ -283,14 +283,10 @@ class SimulatedServer:
         self.is_ending = False
         self.cache = Cache(FRAME_BYTES, num_frames, lease_s)
         self.l1 = L1(num_frames)
-        self.max_age_s = max_age_s
+        self.max_age_s = max_age_s if "max_age" in NAMES else math.inf
         max_age = f"{max_age_s:g}s" if max_age_s < math.inf else ""
-        config = Config(
-            chunk_size=chunk_size,
-            lease_s=lease_s,
-            checksums=True,
-            max_age=max_age,
-        )
+        of_options = {"max_age": max_age} if "max_age" in NAMES else {}
+        config = Config(chunk_size=chunk_size, lease_s=lease_s, checksums=True, of_options=of_options)
         metrics = Metrics()
         makers: list[Any] = parts("server", "Server")
         if "tiers" in NAMES:

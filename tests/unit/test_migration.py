@@ -108,8 +108,9 @@ def test_the_advice() -> None:
 def test_a_key_that_lmcache_knows_is_answered() -> None:
     with pytest.raises(ValueError, match=r"'lmcache\.mp\.lazy_offload' .*: LMCache's .* is not needed here"):
         parse({"lmcache.mp.lazy_offload": True})
-    with pytest.raises(ValueError, match=r"did you mean lmcache\.mp\.port\?"):
-        parse({"lmcache.mp.prot": 1})
+    both = r"'lmcache\.mp\.prot' .*: did you mean lmcache\.mp\.port\?; .* is 'lmcache\.mp\.servers' here"
+    with pytest.raises(ValueError, match=both):
+        parse({"lmcache.mp.prot": 1, "lmcache.mp.server_urls": "x"})
     with pytest.raises(ValueError, match=r"the keys are lmcache\.mp\.host, "):
         parse({"lmcache.mp.zzz": 1})
 

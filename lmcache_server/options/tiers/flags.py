@@ -30,7 +30,7 @@ def check(values: Mapping[str, Any]) -> None:
         raise StartError(f"--tier can be given {MAX_TIERS} times at most")
     for tier in values["tier"]:
         urls.parse(tier)
-    if values["tier"] and values["max_age"]:
+    if values["tier"] and values.get("max_age"):
         raise StartError(
             "--max-age and --tier cannot be combined: leave one out, because a tier brings old chunks back"
         )

@@ -15,7 +15,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end }}
 
 {{- define "lmcache.image" -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default (printf "%s%s" .Chart.AppVersion (ternary "-cuda13" "" .Values.gpu.enabled)) }}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}
 
 {{- define "lmcache.vllmImage" -}}
@@ -89,9 +89,15 @@ spec:
       securityContext: { runAsUser: {{ int64 .Values.user }}, runAsGroup: {{ int64 .Values.user }} }
       containers:
         - name: CONTAINER
-          env: [{ name: LMCACHE_RUNTIME_DIR, value: {{ include "lmcache.runtimeDir" . }} }]
+          env:
+            - { name: LMCACHE_RUNTIME_DIR, value: {{ include "lmcache.runtimeDir" . }} }
+            # The user is not root, and this is its home. Models that were in /root/.cache are now looked for in
+            # /home/lmcache/.cache: mount their volume there, or set HF_HOME. The user must be able to read it.
+            - { name: HOME, value: /home/lmcache }
+            - { name: USER, value: lmcache }
           volumeMounts: [{ name: lmcache-socket, mountPath: {{ include "lmcache.runtimeDir" . }} }]
       volumes:
+        # Without a server on its node, the engine starts all the same and runs uncached.
         - name: lmcache-socket
-          hostPath: { path: {{ .Values.socket.hostPath }}, type: Directory }
+          hostPath: { path: {{ .Values.socket.hostPath }}, type: DirectoryOrCreate }
 {{- end }}

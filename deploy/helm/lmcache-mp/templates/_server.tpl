@@ -11,6 +11,12 @@ args:
   - --http-port={{ .Values.http.port }}
   # For the address of HTTP. Engines use the socket, which only this user can open.
   - --allow-remote
+  {{- if .Values.l1HostPath }}
+  - --l1-path=/var/lib/lmcache/l1/lmcache.l1
+  {{- end }}
+  {{- if .Values.tier.hostPath }}
+  - --tier=dir:///var/lib/lmcache/tier?size_gb={{ .Values.tier.sizeGb }}
+  {{- end }}
   {{- range .Values.extraArgs }}
   - {{ . | quote }}
   {{- end }}
@@ -35,8 +41,8 @@ resources:
   requests:
     cpu: {{ .Values.cpuRequest | quote }}
     memory: {{ include "lmcache.memory" . }}
-  # The limit covers all of L1. For locked memory there is none to set here: a pod has that of the container
-  # runtime (LimitMEMLOCK= of its systemd unit; `ulimit -l` in the container shows it).
+  # The limit covers all of L1 and what it takes besides. For locked memory there is none to set here: a pod has
+  # that of the container runtime (LimitMEMLOCK= of its systemd unit; `ulimit -l` in the container shows it).
   limits:
     memory: {{ include "lmcache.memory" . }}
 securityContext:
@@ -45,9 +51,21 @@ securityContext:
 volumeMounts:
   - { name: socket, mountPath: /run/lmcache }
   - { name: tmp, mountPath: /tmp }
+  {{- with include "lmcache.nodeMounts" . | fromYamlArray }}{{ toYaml . | nindent 2 }}{{- end }}
   {{- with .Values.extraVolumeMounts }}{{ toYaml . | nindent 2 }}{{- end }}
 {{- end }}
 
+{{/* With each GiB of L1 come 2 MiB of page tables, and the index: 0.5 % covers both. */}}
 {{- define "lmcache.memory" -}}
-{{ addf .Values.l1SizeGb .Values.memoryOverheadGb | mulf 1024 | ceil | int }}Mi
+{{ addf (mulf .Values.l1SizeGb 1.005) .Values.memoryOverheadGb | mulf 1024 | ceil | int }}Mi
+{{- end }}
+
+{{/* mode node: where the container has the directories of the node, beside the socket's. */}}
+{{- define "lmcache.nodeMounts" -}}
+{{- if .Values.l1HostPath }}
+- { name: l1-file, mountPath: /var/lib/lmcache/l1 }
+{{- end }}
+{{- if .Values.tier.hostPath }}
+- { name: tier, mountPath: /var/lib/lmcache/tier }
+{{- end }}
 {{- end }}

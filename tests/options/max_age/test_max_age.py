@@ -1,19 +1,17 @@
 """--max-age: whose chunks go, and how many in a second. The real router, with a clock that the test sets."""
 
-import dataclasses
 import itertools
 
 from desk import Desk
 
 from lmcache_client.contract.messages import Clear, Cleared
-from lmcache_server.core import limits
-from lmcache_server.service import registry as registry_module
+from lmcache_server.options.max_age import server as of_max_age
+from lmcache_server.options.max_age.flags import ages_s
 
 
 def limited(desk: Desk, max_age: str) -> None:
-    registry = desk.target.router.registry
-    registry._config = dataclasses.replace(registry._config, max_age=max_age)
-    registry._ages_s = limits.ages_s(max_age)
+    (option,) = (each for each in desk.target.router.options if isinstance(each, of_max_age.Server))
+    option._text, option._ages_s = max_age, ages_s(max_age)
 
 
 def pass_time(desk: Desk, seconds: float) -> None:
@@ -67,7 +65,7 @@ def test_a_model_that_nobody_knows_any_more_has_the_smallest_limit(desk: Desk) -
 
 
 def test_a_second_forgets_a_bounded_number_and_some_of_everybody(desk: Desk, monkeypatch) -> None:
-    monkeypatch.setattr(registry_module, "MAX_FORGOTTEN", 4)
+    monkeypatch.setattr(of_max_age, "MAX_FORGOTTEN", 4)
     for who in range(3):
         desk.join(who, f"model {who}")
     limited(desk, "5s")

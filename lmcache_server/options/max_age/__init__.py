@@ -1,0 +1,1 @@
+"""Forgets chunks when they are old, however much they are used."""

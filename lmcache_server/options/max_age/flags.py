@@ -1,0 +1,38 @@
+"""What this option adds to the flags of `lmcache server`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lmcache_server.core.limits import Limits, positive
+from lmcache_server.errors import StartError
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+AN_AGE = "an age such as 7d, or 7d,some/model=24h (s, m, h or d)"
+FLAGS = {
+    "max_age": {
+        "default": "",
+        "metavar": "AGES",
+        "show_default": "none",
+        "help_text": "Forget a chunk when it is this old, even if it is used or pinned: 7d, or a number with "
+        "s, m or h. 7d,some/model=24h sets another limit for one model; instead of its name you may give the "
+        "first digits (8 or more) of a namespace. Cannot be combined with --tier.",
+    }
+}
+
+
+def ages_s(text: str) -> Limits:
+    """How long chunks may be kept, by model and namespace: `7d, some/model=24h`. Raises ValueError."""
+
+    def seconds(age: str) -> float:
+        unit = UNITS.get(age[-1:])
+        return positive(age[:-1] if unit else age) * (unit or 1)
+
+    return Limits.parse(text, seconds)
+
+
+def check(values: Mapping[str, Any]) -> None:
+    """Raises StartError if the value of the flag is none."""
+    try:
+        ages_s(values["max_age"])
+    except ValueError:
+        raise StartError(f"--max-age must be {AN_AGE}, not {values['max_age']!r}") from None
