@@ -29,7 +29,11 @@ ENVIRONMENT_PREFIX = "LMCACHE_"
 CONFIG_VARIABLE = "LMCACHE_CONFIG"
 MAX_FILE_BYTES = 1 << 20
 
-NO_FLAGS = ("LMCACHE_RUNTIME_DIR", *(each for names in parts("flags", "VARIABLES") for each in names))
+NO_FLAGS = (
+    "LMCACHE_RUNTIME_DIR",
+    "LMCACHE_MP_PLUGIN",
+    *(each for names in parts("flags", "VARIABLES") for each in names),
+)
 """Variables that are read where they are needed: a password is never a flag, which would be logged."""
 _SET_BY_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT\w*)$|_PORT_\d+_(TCP|UDP)\w*$")
 """The end of variables that exist in every pod beside a Service whose name begins with lmcache."""

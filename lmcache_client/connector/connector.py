@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from lmcache_client.connector import support, translate
 from lmcache_client.connector.log import logger
 from lmcache_client.connector.metadata import StepMetadata, WorkerReport
+from lmcache_client.connector.plugin import SWITCH
 from lmcache_client.connector.scheduler import OPTIONS, SchedulerSide
 from lmcache_client.connector.settings import parse
 from lmcache_client.connector.stats import PromMetrics, TransferStats
@@ -30,6 +31,7 @@ from lmcache_client.connector.weights import in_thread
 from lmcache_client.connector.worker import Results, WorkerSide
 from lmcache_client.contract.geometry import Geometry, GeometryError, GroupSpec
 from lmcache_client.contract.keys import Details
+from lmcache_client.contract.version import VERSION
 from lmcache_client.memory.cuda import CudaExport, ExportError, check_proof_places
 from lmcache_client.memory.host import HostExport
 
@@ -105,6 +107,9 @@ class LMCacheMPConnector(Uncached):
         self, vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...], ignored: list[str]
     ) -> None:
         transfer = vllm_config.kv_transfer_config
+        if transfer.kv_connector_module_path is None:
+            told = "lmcache: %s is that of lmcache-mp %s; with %s=0 it is vLLM's own, which needs LMCache"
+            logger.info(told, transfer.kv_connector, VERSION, SWITCH)
         if transfer.kv_load_failure_policy != "recompute":
             # With vLLM's default, a lost cache makes requests fail. vLLM reads the policy after it has
             # built its connector.
@@ -165,7 +170,7 @@ class LMCacheMPConnector(Uncached):
                 # and the scheduler.
                 self._block_size_checked = True
                 if wrong := support.restore_block_size(self._vllm_config, self._scheduler.groups):
-                    logger.info("lmcache: corrected the wrong block size %d in vLLM's scheduler", wrong)
+                    logger.debug("lmcache: corrected the block size %d in vLLM's scheduler", wrong)
             self._scheduler.new_request(request)
 
     def get_num_new_matched_tokens(

@@ -6,15 +6,19 @@ imports vLLM's factory: the connector is loaded, and may refuse the version of v
 
 import functools
 import logging
+import os
 from typing import Any
 
 NAME = "LMCacheMPConnector"
 MODULE = "lmcache_client.connector"
+SWITCH = "LMCACHE_MP_PLUGIN"
 
 
 def register() -> None:
-    """Replaces vLLM's entry of that name, which needs the LMCache package. Never raises, because this also
-    runs in engines that do not use the connector."""
+    """Replaces vLLM's entry of that name, which needs the LMCache package, unless SWITCH is 0. Never raises,
+    because this also runs in engines that do not use the connector."""
+    if os.environ.get(SWITCH) == "0":
+        return
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

@@ -153,9 +153,8 @@ def resolve_chunk_size(chunk_size: int | None, groups: Sequence[GroupSpec]) -> i
         valid = [str(size) for size in (below, below + unified) if size]
         raise GeometryError(
             f"chunk size {chunk_size} is not a multiple of this model's unified block size {unified}: "
-            f"start the server with --chunk-size {valid[-1]}"
+            f"start the server without --chunk-size, or with {valid[-1]}"
             + (f" (or {valid[0]})" if len(valid) > 1 else "")
-            + ", or with --chunk-size auto"
         )
     return chunk_size
 

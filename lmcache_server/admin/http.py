@@ -7,6 +7,7 @@ is one file; its content security policy allows no other script, style or addres
 import asyncio
 import base64
 import contextlib
+import errno
 import functools
 import hashlib
 import inspect
@@ -95,9 +96,14 @@ class Server:
         except (OSError, TypeError, ValueError) as error:
             self.close()
             reason = getattr(error, "strerror", None) or str(error)
-            raise StartError(
-                f"cannot listen on {host}:{port} for HTTP: {reason.lower()}; "
+            used = getattr(error, "errno", 0) == errno.EADDRINUSE
+            remedy = (
                 "stop the program that uses this port, or choose another --http-port"
+                if used
+                else ("choose another --http-port, above 1023, or another --http-host")
+            )
+            raise StartError(
+                f"cannot listen on {host}:{port} for HTTP: {reason.lower()}; {remedy}"
             ) from error
         self._socket.setblocking(False)
         name, port = self._socket.getsockname()[:2]

@@ -9,7 +9,7 @@ from lmcache_server.options import parts
 REASONS = {
     "not_stored": "never stored",
     "evicted": "evicted",
-    "tier_down": "evicted while a tier is left alone",
+    "tier_down": "missed while a tier that may have them is left alone",
     "tier_late": "not brought from a tier in time",
     "no_state": "without a window or state",
     "partial": "stored by some workers only",

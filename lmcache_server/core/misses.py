@@ -48,8 +48,8 @@ def missed_tokens(
 ) -> dict[str, int]:
     """The tokens from `start` to `limit`, which a lookup of `keys` did not find, by reason. Reasons without
     tokens are left out. `held` is that of the lookup's Hit; the engine holds what lies before `start`. With
-    `is_tier_down`, a tier that may have what was evicted is left alone. Tiers have said that they have what a
-    resume at `in_tiers` needs."""
+    `is_tier_down`, a tier that may have all of it is left alone. Tiers have said that they have what a resume
+    at `in_tiers` needs."""
     if start == limit:
         return {}
     late, size = max(min(in_tiers, limit) - start, 0), layout.chunk_size
@@ -60,7 +60,7 @@ def missed_tokens(
         reason, until = PARTIAL, known + len(beyond)
     else:
         reason = TIER_DOWN if is_tier_down else EVICTED
-        until = known + evicted.leading(layout.namespace, beyond)
+        until = known + (len(beyond) if is_tier_down else evicted.leading(layout.namespace, beyond))
     ends = [min(max(start, chunks * size), limit) for chunks in (known, until)]
     tokens = {NO_STATE: ends[0] - start, reason: ends[1] - ends[0], NOT_STORED: limit - ends[1]}
     tokens[TIER_LATE] = late

@@ -82,5 +82,5 @@ def test_only_a_chunk_size_that_does_not_fit_keeps_the_engine_from_starting(
     assert refused("ranks", group(block_size=32), rank=1, ranks=2) == messages.BAD_REQUEST
     assert refused("name", group()) == ""
     assert refused("name", group()) == messages.ENGINE_ID_TAKEN
-    with pytest.raises(ValueError, match="start the server with --chunk-size 320"):
+    with pytest.raises(ValueError, match="start the server without --chunk-size, or with 320"):
         refused("chunk size", group(block_size=160))

@@ -85,8 +85,8 @@ def test_a_chunk_size_that_does_not_fit_is_refused_at_engine_start() -> None:
     with LMCacheServer(l1_size_gb=0.06, chunk_size=100) as server, pytest.raises(EngineError) as refused:
         Engine("llama", server=server).__enter__()
     assert (
-        "chunk size 100 is not a multiple of this model's unified block size 128: start the server with "
-        "--chunk-size 128, or with --chunk-size auto"
+        "chunk size 100 is not a multiple of this model's unified block size 128: start the server without "
+        "--chunk-size, or with 128"
     ) in str(refused.value)
 
 

@@ -319,6 +319,7 @@ REPORT = {
         {
             "url": "valkey://one:6379", "write": "commit", "failing": "it is on fire", "waiting_objects": 4,
             "read_bytes_per_s": 0, "read_bytes": 3 << 20, "written_bytes": 1 << 30,
+            "used_bytes": None, "limit_bytes": None, "records": None, "evicted_records": None,
             "read_objects": {"read": 12, "gone": 2, "damaged": 1, "failed": 0},
             "written_objects": {
                 "written": 30, "present": 5, "full": 6, "evicted": 0, "dropped": 7, "failed": 8,
@@ -327,6 +328,7 @@ REPORT = {
         {
             "url": "dir:///tier?size_gb=1", "write": "cold", "failing": "", "waiting_objects": 0,
             "read_bytes_per_s": 0, "read_bytes": 0, "written_bytes": 0,
+            "used_bytes": 3 << 20, "limit_bytes": 1 << 30, "records": 28, "evicted_records": 44,
             "read_objects": {"read": 0, "gone": 0, "damaged": 0, "failed": 0},
             "written_objects": {
                 "written": 0, "present": 0, "full": 0, "evicted": 0, "dropped": 0, "failed": 0,

@@ -136,8 +136,11 @@ def test_tiers_and_what_they_lost(browser, server):
         ("written", "present", "full", "evicted", "dropped", "failed"),
     )
     sizes = {"waiting_objects": 1, "read_bytes": 3 << 20, "written_bytes": 1 << 30}
-    tier = {"url": HOSTILE, "failing": "", **sizes}
-    well = tier | {"read_objects": dict.fromkeys(read, 0), "written_objects": dict.fromkeys(written, 0)}
+    tier = {"url": HOSTILE, "failing": "", "used_bytes": None, **sizes}
+    known = {"used_bytes": 3 << 20, "limit_bytes": 1 << 30, "records": 28, "evicted_records": 44}
+    well = (
+        tier | known | {"read_objects": dict.fromkeys(read, 0), "written_objects": dict.fromkeys(written, 0)}
+    )
     ill = tier | {
         "failing": "it is on fire",
         "read_objects": {name: number for number, name in enumerate(read)},
@@ -152,7 +155,10 @@ def test_tiers_and_what_they_lost(browser, server):
         visit.page.clock.run_for(2100)
         visit.page.locator("#tiers tr").first.wait_for()
         first, second = visit.rows("tiers")
-        assert first.split("\t") == [HOSTILE, "works", "3.0 MiB", "1.0 GiB", "1 object"]
+        url, state, *rest = first.split("\t")
+        assert (url, rest) == (HOSTILE, ["3.0 MiB", "1.0 GiB", "1 object"])
+        assert state.split("\n") == ["works", "holds 3.0 MiB of 1.0 GiB in 28 records, 44 evicted"]
+        assert visit.page.inner_text("#state") == "1 tier failing", "the top of the page says so, too"
         assert "failing: it is on fire" in second
         assert (
             "1 gone, 2 damaged, 3 not read, 2,000 without room, 3,000 evicted first, 4,000 dropped" in second

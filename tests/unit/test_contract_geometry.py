@@ -159,10 +159,10 @@ def test_auto_is_the_smallest_valid_size_from_256_tokens_on_unless_states_end_in
 
 def test_a_chunk_size_that_does_not_fit_is_refused_with_the_fix():
     specs = [group(FULL, 16), group(FULL, 48)]
-    asked = r"chunk size 100 is not .* size 48: start the server with --chunk-size 144 \(or 96\), or with"
+    asked = r"chunk size 100 is not .* size 48: start the server without --chunk-size, or with 144 \(or 96\)"
     with pytest.raises(GeometryError, match=asked):
         resolve_chunk_size(100, specs)
-    asked = "unified block size 48: start the server with --chunk-size 48, or with --chunk-size auto"
+    asked = "unified block size 48: start the server without --chunk-size, or with 48"
     with pytest.raises(GeometryError, match=asked):
         resolve_chunk_size(20, specs)
 

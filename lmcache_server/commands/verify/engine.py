@@ -180,6 +180,9 @@ class VllmServer:
                 with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
                     yield response
             except urllib.error.HTTPError as error:
+                if error.headers.get("Server") == "lmcache":
+                    told = f"{self.url} is the HTTP port of lmcache itself: pass vLLM's, such as http://127.0.0.1:8000"
+                    raise VerifyError(told) from None
                 text = f"vLLM answered {path} with {error.code}: {error.read(2000).decode(errors='replace')}"
                 raise VerifyError(_ADVICE.get((error.code, path)) or _ADVICE.get(error.code, text)) from None
         except (OSError, http.client.HTTPException) as error:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 _NAME = re.compile(r"[0-9a-f/_.-]{1,200}")
 
@@ -37,6 +37,15 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Release everything. No other call runs or follows."""
+
+
+class Usage(NamedTuple):
+    """What a tier holds, of at most `limit_bytes`, and how many records it has evicted since its start."""
+
+    used_bytes: int
+    limit_bytes: int
+    records: int
+    evicted_records: int
 
 
 def is_name(name: str) -> bool:

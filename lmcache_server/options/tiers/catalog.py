@@ -28,6 +28,9 @@ class Catalog:
         self._in_use: Counter[str] = Counter()
         self.used_bytes = 0
 
+    def __len__(self) -> int:
+        return len(self._records)
+
     def present(self, names: Sequence[str], written_after_s: float) -> list[bool]:
         get = self._records.get
         return [(kept := get(name)) is not None and kept.written_s >= written_after_s for name in names]

@@ -8,8 +8,9 @@ import threading
 import time
 from collections.abc import Sequence
 
+from lmcache_server.host.units import size
 from lmcache_server.options.tiers import folders
-from lmcache_server.options.tiers.base import TierError
+from lmcache_server.options.tiers.base import TierError, Usage
 from lmcache_server.options.tiers.catalog import Catalog, Kept
 from lmcache_server.options.tiers.files import FULL, Files, temporary_name
 from lmcache_server.options.tiers.folders import path_of
@@ -47,6 +48,7 @@ class Directory:
         self._catalog = Catalog()
         self._arriving_bytes = 0
         self._listed, self._sweeps = shared, not shared
+        self._evicted_records = 0
         self._closing = threading.Event()
         with contextlib.ExitStack() as opened, self._explained("use"):
             self._root = folders.open_root(path, shared, opened)
@@ -55,6 +57,13 @@ class Directory:
             self._opened = opened.pop_all()
         self._keeper = threading.Thread(target=self._keep_house, name="tier-directory", daemon=True)
         self._keeper.start()
+
+    @property
+    def usage(self) -> Usage | None:
+        """None if only the file system knows."""
+        if self._shared:
+            return None
+        return Usage(self._catalog.used_bytes, self._size_bytes, len(self._catalog), self._evicted_records)
 
     def present(self, names: Sequence[str]) -> Sequence[bool]:
         if self._listed and not self._shared:
@@ -85,6 +94,7 @@ class Directory:
             if (victims := self._victims(num_bytes)) is None:
                 return False
             removed = self._take(victims)
+            self._evicted_records += len(removed)
             self._catalog.used_bytes += (counted_bytes := num_bytes)
             self._arriving_bytes += num_bytes
         # To overwrite a victim's file takes less time than to delete it.
@@ -184,6 +194,7 @@ class Directory:
             self.remove(victims)
             with self._lock:
                 victims = self._catalog.victims(self._catalog.used_bytes - self._size_bytes, BATCH) or []
+                self._evicted_records += len(victims)
             if not victims or self._closing.is_set():
                 return
 
@@ -214,6 +225,13 @@ class Directory:
         while not self._listed:
             with self._lock:
                 self._listed = len(list(itertools.islice(steps, BATCH))) < BATCH
+        free, whole = self._files.free_bytes()
+        if (room := free + self._catalog.used_bytes - int(whole * FREE_PART)) < self._size_bytes:
+            logger.warning(
+                "the tier in %(path)s may take %(size)s, but its file system has room for %(room)s: free the "
+                "rest, or ask for less with size_gb",
+                {"path": self._path, "size": size(self._size_bytes), "room": size(max(room, 0))},
+            )
 
     def _explained(self, what: str) -> contextlib.AbstractContextManager[None]:
         return folders.explained(f"cannot {what} the directory {self._path}")

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import stat
 import time
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 
 from lmcache_server.options.tiers.base import TierError, checked_name, is_name
 from lmcache_server.options.tiers.files import Files, is_temporary
+
+logger = logging.getLogger(__name__)
 
 LOCK, SWEEPER = "lock", "sweeper.lock"
 FOLDERS = [f"{number:02x}" for number in range(256)]
@@ -47,7 +50,15 @@ def path_of(name: str) -> str:
 
 def open_root(path: str, shared: bool, opened: contextlib.ExitStack) -> int:
     """The directory, made if need be, and locked as long as `opened`. Raises TierError and OSError."""
-    os.makedirs(path, 0o700, exist_ok=True)
+    try:
+        os.mkdir(path, 0o700)
+        logger.info("made the directory %(path)s for a tier", {"path": path})
+    except FileExistsError:
+        pass
+    except FileNotFoundError:
+        # Whatever should be mounted there is not: the file system of the root would fill instead.
+        parent = os.path.dirname(path.rstrip("/"))
+        raise TierError(f"there is no directory {parent}: mount or make it, or name another one") from None
     root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     opened.callback(os.close, root)
     found = os.fstat(root)

@@ -14,7 +14,7 @@ from lmcache_server.core.index import Chunk
 from lmcache_server.errors import StartError
 from lmcache_server.l1.memory import L1Memory
 from lmcache_server.options.tiers import urls
-from lmcache_server.options.tiers.base import TierError
+from lmcache_server.options.tiers.base import TierError, Usage
 from lmcache_server.options.tiers.fetches import Fetches
 from lmcache_server.options.tiers.record import read_key
 from lmcache_server.options.tiers.spills import Spills
@@ -54,6 +54,13 @@ class Server(Option):
                {"tier": _NUMBERS}),
         Metric(Gauge, "lmcache_tier_waiting_objects", "Objects that wait to be written to a tier.",
                {"tier": _NUMBERS}),
+        Metric(Gauge, "lmcache_tier_used_bytes",
+               "What the records in a directory of this server alone take; 0 for other tiers.",
+               {"tier": _NUMBERS}),
+        Metric(Gauge, "lmcache_tier_limit_bytes", "What they may take: size_gb.", {"tier": _NUMBERS}),
+        Metric(Gauge, "lmcache_tier_records", "How many there are.", {"tier": _NUMBERS}),
+        Metric(Gauge, "lmcache_tier_evicted_records", "How many were evicted since the start.",
+               {"tier": _NUMBERS}),
         Metric(Counter, "lmcache_tier_helper_restarts_total",
                "How often the process in which a tier's client runs died or hung and was started again.",
                {"tier": _NUMBERS}),
@@ -75,6 +82,8 @@ class Server(Option):
             is_open = functools.partial(getattr, tier.breaker, "is_open")
             metrics.gauge("lmcache_tier_failing", is_open, tier=tier.label)
             metrics.gauge("lmcache_tier_waiting_objects", tier.backlog.__len__, tier=tier.label)
+            for name in Usage._fields:
+                metrics.gauge(f"lmcache_tier_{name}", functools.partial(_held, tier, name), tier=tier.label)
 
     async def open(self) -> None:
         """One on another machine may come later. Raises StartError if a local one cannot be used."""
@@ -147,7 +156,12 @@ class Server(Option):
             "read_bytes": int(size(direction="read")),
             "written_objects": writes,
             "written_bytes": int(size(direction="write")),
+            **(usage._asdict() if (usage := tier.worker.usage) else dict.fromkeys(Usage._fields)),
         }
+
+
+def _held(tier: TierState, name: str) -> int:
+    return getattr(tier.worker.usage, name, 0)
 
 
 def _state(number: int, url: urls.TierUrl, l1: L1Memory) -> TierState:

@@ -105,7 +105,7 @@ class Tiers:
             self.failed(tier, error)
         else:
             tier.breaker.answers()
-            logger.warning("tier %(tier)s answers again", {"tier": tier.url})
+            logger.info("tier %(tier)s answers again", {"tier": tier.url})
 
     def check(self) -> None:
         """Raises CopyError if L1 cannot be touched."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lmcache_client.contract.codec import Natural
 from lmcache_server.commands.control import json_object
 from lmcache_server.host.units import size
 
@@ -15,6 +16,7 @@ LOST = {
 """What happened to objects of a tier that were not read or written."""
 _TIER = json_object(
     "url failing", "read_bytes written_bytes waiting_objects",
+    **dict.fromkeys(("used_bytes", "limit_bytes", "records", "evicted_records"), Natural | None),
     read_objects=json_object("", "read gone damaged failed"),
     written_objects=json_object("", "written full evicted dropped failed"),
 )  # fmt: skip
@@ -31,8 +33,14 @@ def _line(tier: dict[str, Any]) -> str:
     lost = [
         f"{tier[way][each]} {text}" for way in LOST for each, text in LOST[way].items() if tier[way][each]
     ]
+    holds = ""
+    if tier["used_bytes"] is not None:
+        holds = (
+            f"holds {size(tier['used_bytes'])} of {size(tier['limit_bytes'])} in {tier['records']} records, "
+        )
+        holds += f"{tier['evicted_records']} evicted; "
     return (
-        f"tier {tier['url']}: {state}; read {read['read']} objects, {size(tier['read_bytes'])}; "
+        f"tier {tier['url']}: {state}; {holds}read {read['read']} objects, {size(tier['read_bytes'])}; "
         f"wrote {written['written']}, {size(tier['written_bytes'])}; {tier['waiting_objects']} wait"
         f"{'; ' if lost else ''}{', '.join(lost)}"
     )

@@ -82,7 +82,9 @@ def parse(url: str) -> TierUrl:
     """Raises StartError with one sentence about what is wrong."""
     scheme, _, rest = url.partition("://")
     if scheme not in _SCHEMES or not rest:
-        raise StartError(f"--tier {url!r:.200} must begin with {', '.join(f'{s}://' for s in _SCHEMES)}")
+        redis = " (for Redis, try valkey://: it speaks the same protocol, but was not tested)"
+        begins = f"--tier {url!r:.200} must begin with {', '.join(f'{s}://' for s in _SCHEMES)}"
+        raise StartError(f"{begins}{redis if scheme.startswith('redis') else ''}")
     place, _, query = rest.partition("?")
     # Not even in an error: it would be logged.
     if "@" in unquote(rest):

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from lmcache_server.options.tiers.base import Tier, TierError
+from lmcache_server.options.tiers.base import Tier, TierError, Usage
 from lmcache_server.options.tiers.record import DamagedRecordError, EncryptedRecord, Label, Record
 
 READERS, ASKERS, WRITERS = 4, 2, 2
@@ -159,6 +159,11 @@ class TierWorker:
     def restarts(self) -> int:
         """Of its helper process, if it has one."""
         return getattr(self._tier, "restarts", 0)
+
+    @property
+    def usage(self) -> Usage | None:
+        """What the tier holds; None if it does not know."""
+        return getattr(self._tier, "usage", None)
 
     def read_delay_s(self, num_bytes: int) -> float:
         """How long reads of so many bytes wait because of a limit."""

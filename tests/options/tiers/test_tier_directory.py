@@ -93,6 +93,33 @@ def test_only_its_user_can_read_it(open_at, tmp_path):
         assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
 
 
+def test_it_says_how_much_it_holds_and_what_it_has_evicted(open_at):
+    tier = open_at(size_bytes=4 * MIB)
+    for number in range(6):
+        assert tier.write(f"a/{number}", memory(number))
+    used = tier.usage
+    assert used.limit_bytes == 4 * MIB
+    assert used.records == sum(tier.present([f"a/{number}" for number in range(6)]))
+    assert 0 < used.used_bytes <= 4 * MIB
+    assert used.records + used.evicted_records == 6
+    assert open_at(tier._path + "-shared", shared=True).usage is None
+
+
+def test_one_that_may_take_more_than_there_is_warns_once(small_disk, open_at, caplog):
+    open_at(small_disk / "tier", 8 * MIB)
+    assert "has room for" not in caplog.text
+    open_at(small_disk / "large", 1 << 30)
+    wait_until(lambda: "may take 1.0 GiB, but its file system has room for 15." in caplog.text)
+
+
+def test_a_directory_whose_parent_is_not_there_is_not_made(open_at, tmp_path):
+    """An NVMe that is not mounted must not become the disk of the system."""
+    assert f"there is no directory {tmp_path}/nvme: mount or make it" in fails(
+        partial(open_at, tmp_path / "nvme/lmcache")
+    )
+    assert not (tmp_path / "nvme").exists()
+
+
 def test_what_is_no_directory_or_one_that_others_may_change_or_own_is_refused(open_at, tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file/below"):
