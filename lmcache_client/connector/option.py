@@ -8,7 +8,7 @@ from lmcache_client.connector.request import Asking, Promised, Tracked
 from lmcache_client.connector.settings import Settings
 from lmcache_client.contract.geometry import GroupSpec
 from lmcache_client.contract.messages import StoreObject
-from lmcache_client.several import Several
+from lmcache_client.servers import Servers
 from lmcache_client.transport import System
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Engine(NamedTuple):
     settings: Settings
     groups: Sequence[GroupSpec]
     group_ids: Sequence[int]
-    client: Several
+    client: Servers
     loads: bool
     system: System
 

@@ -29,7 +29,7 @@ from lmcache_client.contract.hits import fetch_patience_s
 from lmcache_client.contract.keys import MAX_CHUNKS
 from lmcache_client.contract.messages import Cleared, Found, Joined, Lookup
 from lmcache_client.engine import JOIN_S, load_message
-from lmcache_client.several import Several
+from lmcache_client.servers import Servers
 from lmcache_client.transport import SYSTEM, System
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class SchedulerSide:
         self._unified = unified_block_size(groups)
         self._lookahead = lookahead
         self._has_states = any(group.kind == RECURRENT for group in groups)
-        self.client = Several(schedulers(places(settings, world_size), engine_id, self._join, system))
+        self.client = Servers(schedulers(places(settings, world_size), engine_id, self._join, system))
         self.channel = self.client.channel
         self._now_s = system.now_s
         engine = Engine(settings, groups, group_ids or range(len(groups)), self.client, loads, system)

@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from lmcache_client.contract.version import VERSION
 from lmcache_server import config as configuration
-from lmcache_server.commands import contents, ends, flags
+from lmcache_server.commands import contents, ends, shared_flags
 from lmcache_server.config import FLAGS
 from lmcache_server.errors import CommandError, StartError
 from lmcache_server.host.logs import printable
@@ -49,7 +49,7 @@ def server(**values: Any) -> int:
 
 
 @cli.command()
-@flags.control_flags
+@shared_flags.control_flags
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.option(
     "--explain",
@@ -75,7 +75,7 @@ def status(host: str, port: int, timeout_s: float, as_json: bool, explain: bool,
 
 
 @cli.command()
-@flags.asking(default_s=15.0)  # the server waits 10 s for its tiers
+@shared_flags.asking(default_s=15.0)  # the server waits 10 s for its tiers
 @click.option("--model", default="", help="Only the chunks of this model, as `lmcache status` names it.")
 @click.option("--namespace", default="", help="Only the namespaces that begin with these digits.")
 @click.option(
@@ -126,7 +126,7 @@ def clear(
 
 
 @cli.command()
-@flags.control_flags
+@shared_flags.control_flags
 def ping(host: str, port: int, timeout_s: float) -> None:
     """Ask whether a server answers, and how fast.
 
@@ -140,7 +140,9 @@ def ping(host: str, port: int, timeout_s: float) -> None:
 
 
 @cli.command()
-@configuration.flags("host", "port", "l1_size_gb", "l1_path", "l1_hugetlb", *OF_DOCTOR, **flags.ADDRESS)
+@configuration.flags(
+    "host", "port", "l1_size_gb", "l1_path", "l1_hugetlb", *OF_DOCTOR, **shared_flags.ADDRESS
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as a JSON array.")
 @click.option("--gpu", "try_gpus", is_flag=True, help="Also try each GPU: map, pin, copy and compare 64 MiB.")
 @click.pass_context
@@ -169,11 +171,11 @@ def doctor(context: click.Context, /, as_json: bool, try_gpus: bool, **options: 
 
 
 @cli.command()
-@flags.control_flags
-@flags.count("--workers", 1, "Number of engines that store and load.")
-@flags.count("--clients", 1, "Number of engines that only look up.")
-@flags.count("--page-kb", 64, "KiB per page.", 1 << 16)
-@flags.count("--layers", 16, "Layers (pages per block).")
+@shared_flags.control_flags
+@shared_flags.count("--workers", 1, "Number of engines that store and load.")
+@shared_flags.count("--clients", 1, "Number of engines that only look up.")
+@shared_flags.count("--page-kb", 64, "KiB per page.", 1 << 16)
+@shared_flags.count("--layers", 16, "Layers (pages per block).")
 @click.option(
     "--groups",
     type=click.Choice(["full", "hybrid"]),
@@ -181,7 +183,7 @@ def doctor(context: click.Context, /, as_json: bool, try_gpus: bool, **options: 
     show_default=True,
     help="Only full attention, or also a sliding-window and a recurrent group.",
 )
-@flags.count("--chunks", 4, "Chunks per request.")
+@shared_flags.count("--chunks", 4, "Chunks per request.")
 @click.option(
     "--requests",
     type=click.IntRange(1),
@@ -226,7 +228,7 @@ def bench(host: str, port: int, timeout_s: float, as_json: bool, **settings: Any
 
 @cli.command()
 @click.argument("url")
-@flags.vllm_flags
+@shared_flags.vllm_flags
 @click.option(
     "--prompts",
     "prompts_file",

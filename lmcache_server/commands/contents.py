@@ -5,8 +5,8 @@ from typing import Any
 
 import click
 
-from lmcache_server.commands import ends, flags
-from lmcache_server.commands.flags import CONTROL_TIMEOUT_S
+from lmcache_server.commands import ends, shared_flags
+from lmcache_server.commands.shared_flags import CONTROL_TIMEOUT_S
 
 
 def _warm(url: str, prompts_file: Path, host: str, port: int, name: str, options: dict[str, Any]) -> int:
@@ -29,7 +29,7 @@ def _warm(url: str, prompts_file: Path, host: str, port: int, name: str, options
 
 
 @click.command()
-@flags.sending
+@shared_flags.sending
 def warm(url: str, prompts_file: Path, host: str, port: int, **options: Any) -> int:
     """Fill the cache: send the prompts of FILE through vLLM at URL.
 
@@ -42,7 +42,7 @@ def warm(url: str, prompts_file: Path, host: str, port: int, **options: Any) -> 
 
 
 @click.command()
-@flags.sending
+@shared_flags.sending
 @click.option("--name", help="The name of the pin, for unpin.  [default: the name of FILE]")
 def pin(url: str, prompts_file: Path, name: str | None, host: str, port: int, **options: Any) -> int:
     """Keep the prompts of FILE in the cache: send and pin them.
@@ -70,7 +70,7 @@ def _pin_name(name: str) -> str:
 @click.command()
 @click.argument("name", required=False)
 @click.option("--all", "everything", is_flag=True, help="End all pins.")
-@flags.control_flags
+@shared_flags.control_flags
 def unpin(name: str | None, everything: bool, host: str, port: int, timeout_s: float) -> None:
     """End the pins of NAME, or all pins.
 
@@ -87,7 +87,7 @@ def unpin(name: str | None, everything: bool, host: str, port: int, timeout_s: f
 
 @click.command()
 @click.argument("prompts_file", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path))
-@flags.control_flags
+@shared_flags.control_flags
 @click.option("--url", help="vLLM's address. Needed if FILE has text, to make token ids of it.")
 @click.option("--api-key", envvar="VLLM_API_KEY", help="vLLM's --api-key.  [env: VLLM_API_KEY]")
 @click.option(
@@ -128,7 +128,7 @@ def inspect(
     from lmcache_server.commands.verify import prompts
     from lmcache_server.commands.verify.engine import VllmServer
 
-    vllm = VllmServer(url, None, api_key, flags.TOKENIZE_TIMEOUT_S) if url else None
+    vllm = VllmServer(url, None, api_key, shared_flags.TOKENIZE_TIMEOUT_S) if url else None
     cases: list[tuple[str, list[int]]] = []
     for case in prompts.from_file(prompts_file):
         tokens = case.prompt

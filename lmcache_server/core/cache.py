@@ -1,7 +1,7 @@
 """The cache: every decision about L1 is made here.
 
 It runs on one thread and takes the time as an argument. A frame is always free, reserved or ready; a chunk
-can be evicted exactly while nothing pins it.
+can be evicted exactly while nothing refers to it.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lmcache_client.contract.hits import resume_point
-from lmcache_server.core import integrity
+from lmcache_server.core import invariants
 from lmcache_server.core.chunks import NO_QUOTAS, Chunks
 from lmcache_server.core.index import Chunk, Tenant
 from lmcache_server.core.leases import Lease, LeaseTable
@@ -92,7 +92,7 @@ class Cache(Chunks):
         assert None not in leased, "a needed chunk is in the index"
         # The leased chunks are marked as used when the lease ends.
         self._use(chain[:first])
-        self._pin(leased)
+        self._take_refs(leased)
         while (old := self._leases.crowded_out(owner, len(leased))) is not None:
             self.release(old.lease_id, old.owner)
         lease = self._leases.grant(owner, layout.namespace, resume_tokens, first, leased, now_s)
@@ -123,7 +123,7 @@ class Cache(Chunks):
         lease = self._leases.end(lease_id, owner)
         if lease is None:
             return False
-        self._unpin_all(lease.chunks)
+        self._drop_refs(lease.chunks)
         return True
 
     def expire(self, now_s: float) -> int:
@@ -194,7 +194,7 @@ class Cache(Chunks):
             chunk = Chunk(layout.namespace, key, self._now_s, owner)
             chunk.once = once
             self._index.add(chunk)
-        self._pin((chunk,))
+        self._take_refs((chunk,))
         chunk.once &= once
         self.tenants.grow(owner, frames)
         self._evict(victims[0], by_quota=True)
@@ -257,7 +257,7 @@ class Cache(Chunks):
         chunk.add(reservation.bit, stored, frames)
         self.used_frames += frames
         self.stored_bytes += reservation.num_bytes
-        self._unpin(chunk, self._place(chunk, reservation.parent))
+        self._drop_ref(chunk, self._place(chunk, reservation.parent))
 
     def abort(self, reservation: Reservation) -> None:
         """Frees the frames of an object that was not written. Nothing may still be writing to them."""
@@ -265,7 +265,7 @@ class Cache(Chunks):
         self.named_pins.grow(reservation.chunk, -frames)
         self.tenants.grow(reservation.chunk.tenant, -frames)
         self._pool.free(reservation.runs)
-        self._unpin(reservation.chunk)
+        self._drop_ref(reservation.chunk)
 
     def open_read(
         self, lease_id: int, key: bytes, rank: int, resume_tokens: int, computed_tokens: int, layout: Layout
@@ -284,7 +284,7 @@ class Cache(Chunks):
         if parts is None:
             return None
         read = Read(parts, lease)
-        self._pin(lease.chunks)
+        self._take_refs(lease.chunks)
         self._reads.add(read)
         return read
 
@@ -292,7 +292,7 @@ class Cache(Chunks):
         """Ends a read: nothing reads from its frames any more. Closing twice does no harm."""
         if read in self._reads:
             self._reads.remove(read)
-            self._unpin_all(read.lease.chunks)
+            self._drop_refs(read.lease.chunks)
 
     def coldest(self, frames: int) -> Iterator[Chunk]:
         """The chunks that are evicted next and have so many frames together. Prompts that will not come back
@@ -314,7 +314,7 @@ class Cache(Chunks):
     def close_spill(self, chunk: Chunk) -> None:
         """Ends a spill: it reads from the chunk's frames no more."""
         self._spilling -= Counter((chunk,))
-        if chunk not in self._index and not chunk.pins:
+        if chunk not in self._index and not chunk.ref_cnt:
             self._free_objects(chunk)
 
     def check_integrity(self) -> None:
@@ -322,7 +322,7 @@ class Cache(Chunks):
         self._pool.check_integrity()
         reads = [read.lease for read in self._reads]
         leases = [*self._leases, *reads]
-        chunks = integrity.check_chunks(
+        chunks = invariants.check_chunks(
             self._index, leases, self._reservations, self.named_pins, self._spilling
         )
         objects = [stored for chunk in chunks for stored in chunk.packed.objects()]
@@ -330,15 +330,15 @@ class Cache(Chunks):
         for each in self._reservations:
             writing[each.chunk] += count_frames(each.runs)
         self.named_pins.check_integrity(writing, self.total_frames)
-        integrity.check_order(self._index, self._order)
-        integrity.check_tenants(chunks, writing, self._order, self.tenants)
+        invariants.check_order(self._index, self._order)
+        invariants.check_tenants(chunks, writing, self._order, self.tenants)
         reserved = [reservation.runs for reservation in self._reservations]
         assert self.stored_bytes == sum(stored.num_bytes for stored in objects)
         assert self.used_frames == sum(count_frames(stored.runs) for stored in objects)
         assert self.reserved_frames == sum(map(count_frames, reserved))
         counted = self.free_frames + self.reserved_frames + self.used_frames
         assert counted + count_frames(tuple(self._pool.aside)) == self.total_frames
-        integrity.check_frames(self._pool, [*reserved, *(stored.runs for stored in objects)])
+        invariants.check_frames(self._pool, [*reserved, *(stored.runs for stored in objects)])
 
     def _end(self, leases: list[Lease]) -> int:
         for lease in leases:

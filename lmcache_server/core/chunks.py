@@ -20,8 +20,8 @@ NO_QUOTAS = Limits()
 
 
 class Chunks:
-    """The index, the eviction order and the frames of L1. A chunk can be evicted exactly while nothing pins
-    it.
+    """The index, the eviction order and the frames of L1. A chunk can be evicted exactly while nothing
+    refers to it.
 
     `frame_bytes` is the size of a frame.
     """
@@ -107,8 +107,8 @@ class Chunks:
         self._index.remove(chunk)
         self._tell(chunk)
         if self.named_pins.forget(chunk):
-            self._unpin(chunk)
-        elif not chunk.pins:
+            self._drop_ref(chunk)
+        elif not chunk.ref_cnt:
             self._order.remove((chunk,))
             self._free_objects(chunk)
 
@@ -129,17 +129,17 @@ class Chunks:
         new = pins.add(name, there, self.total_frames)
         for chunk in new:
             self._order.keep(chunk)
-        self._pin(new)
+        self._take_refs(new)
 
     def unpin(self, name: str) -> int:
         """Ends the pins of a name; returns how many of its chunks no name pins any more. Raises KeyError."""
         chunks = self.named_pins.remove(name)
         for chunk in reversed(chunks):
-            self._unpin(chunk)
+            self._drop_ref(chunk)
         return len(chunks)
 
     def snapshot(self, now_s: float) -> Snapshot:
-        """Returns, for `restore`, the ready chunks that nothing pins, and those that have a name."""
+        """Returns, for `restore`, the ready chunks that nothing refers to, and those that have a name."""
         return take(self.total_frames, self._order, self.named_pins, now_s)
 
     def restore(self, snapshot: Snapshot, now_s: float) -> None:
@@ -160,27 +160,27 @@ class Chunks:
         used = [chunk for chunk in dict.fromkeys(chain) if chunk is not None]
         for chunk in used:
             chunk.last_used_s, chunk.in_tiers = self._now_s, 0
-        self._order.renew([chunk for chunk in used if not chunk.pins])
+        self._order.renew([chunk for chunk in used if not chunk.ref_cnt])
 
-    def _pin(self, chain: Sequence[Chunk]) -> None:
+    def _take_refs(self, chain: Sequence[Chunk]) -> None:
         unused = []
         for chunk in chain:
-            if not chunk.pins and chunk.newer is not None:
+            if not chunk.ref_cnt and chunk.newer is not None:
                 unused.append(chunk)
-            chunk.pins += 1
+            chunk.ref_cnt += 1
         self._order.remove(unused)
 
-    def _unpin_all(self, chain: Sequence[Chunk]) -> None:
-        """Unpins the tail first: then a suffix is evicted before its prefix, without which it is useless."""
+    def _drop_refs(self, chain: Sequence[Chunk]) -> None:
+        """The tail first: then a suffix is evicted before its prefix, without which it is useless."""
         now_s, unused = self._now_s, []
         indexed = self._index.chunks(chain[0].namespace) if chain else {}
         for chunk in reversed(chain):
-            if chunk.pins == 1 and chunk.ready and indexed.get(chunk.key) is chunk:
-                chunk.pins = chunk.in_tiers = 0
+            if chunk.ref_cnt == 1 and chunk.ready and indexed.get(chunk.key) is chunk:
+                chunk.ref_cnt = chunk.in_tiers = 0
                 chunk.last_used_s = now_s
                 unused.append(chunk)
             else:
-                self._unpin(chunk)
+                self._drop_ref(chunk)
         self._order.add_all(unused)
 
     def _place(self, chunk: Chunk, parent: bytes) -> Chunk | None:
@@ -194,10 +194,10 @@ class Chunks:
             return self._order.front
         return None if chunk.once and not before.once else before
 
-    def _unpin(self, chunk: Chunk, place: Chunk | None = None) -> None:
-        chunk.pins -= 1
+    def _drop_ref(self, chunk: Chunk, place: Chunk | None = None) -> None:
+        chunk.ref_cnt -= 1
         chunk.last_used_s = self._now_s
-        if chunk.pins:
+        if chunk.ref_cnt:
             return
         if chunk not in self._index:
             self._free_objects(chunk)

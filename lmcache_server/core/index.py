@@ -18,8 +18,8 @@ class Chunk:
         "older",
         "once",
         "packed",
-        "pins",
         "ready",
+        "ref_cnt",
         "reserved",
         "stored_s",
         "tenant",
@@ -38,7 +38,7 @@ class Chunk:
         """Whose salt the request had that brought it first; None if it had none."""
         self.ready = 0
         self.reserved = 0
-        self.pins = 0
+        self.ref_cnt = 0
         """How many leases, reads and reservations hold this chunk, and one more if users have pinned it."""
         self.frames = 0
         """The frames of its ready objects."""
@@ -119,7 +119,7 @@ class Tenant:
 
 
 class Index:
-    """The chunks that lookups can find. A chunk that was forgotten while pinned is not in it any more."""
+    """The chunks that lookups can find. A chunk that was forgotten while in use is not in it any more."""
 
     def __init__(self) -> None:
         self._namespaces: dict[bytes, dict[bytes, Chunk]] = {}

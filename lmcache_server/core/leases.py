@@ -41,7 +41,7 @@ class _Held:
 
 
 class LeaseTable:
-    """The live leases. The table pins nothing: the caller pins the chunks, and unpins them at the end."""
+    """The live leases. The table takes no references: the caller does, and drops them at the end."""
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s

@@ -9,7 +9,7 @@ from lmcache_server.core.index import Chunk
 class EvictionOrder:
     """A linked list through the chunks, so that adding or removing one takes constant time.
 
-    It has no pinned chunks: the one at the front can always be evicted. It has two parts. Chunks that nobody
+    It has no chunks in use: the one at the front can always be evicted. It has two parts. Chunks that nobody
     will ask for again (`Chunk.once`) lie in the first.
     """
 

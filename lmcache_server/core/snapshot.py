@@ -122,7 +122,7 @@ def rebuild(snapshot: Snapshot, tenants: Tenants, frame_bytes: int, now_s: float
         for pin in snapshot.pins:
             for chunk in named.add(pin.name, [chunks[row] for row in pin.rows], snapshot.total_frames):
                 order.remove((chunk,))
-                chunk.pins = 1
+                chunk.ref_cnt = 1
         pool = FramePool.around(snapshot.total_frames, taken)
     except (IndexError, PinError, TypeError, ValueError, msgspec.DecodeError) as error:
         raise SnapshotError(str(error)) from error

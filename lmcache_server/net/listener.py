@@ -16,7 +16,7 @@ from lmcache_server.config import Config
 from lmcache_server.errors import StartError
 from lmcache_server.net.claim import Claim, claimed
 from lmcache_server.net.connections import Connections, is_readable
-from lmcache_server.net.replies import Replies
+from lmcache_server.net.outbox import Replies
 from lmcache_server.net.turns import Turns
 from lmcache_server.service.router import Router
 

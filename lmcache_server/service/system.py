@@ -13,11 +13,11 @@ from typing import Any
 
 from lmcache_client.contract.messages import Memory
 from lmcache_server.host import descriptors
+from lmcache_server.transfer.copier import CopyWorker
 from lmcache_server.transfer.cuda import CudaMapping
 from lmcache_server.transfer.gpus import Gpus
 from lmcache_server.transfer.host import HostMapping
 from lmcache_server.transfer.pins import Pins
-from lmcache_server.transfer.worker import CopyWorker
 
 
 class ScarceError(Exception):

@@ -21,7 +21,7 @@ from lmcache_client.contract.control import Status
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.messages import Done, Ping, Refused, Stored
 from lmcache_server.admin.status import SHOWN_BYTES
-from lmcache_server.net.replies import HIGH_WATER, MAX_BYTES
+from lmcache_server.net.outbox import HIGH_WATER, MAX_BYTES
 
 PAIRS = 6
 COUNT = 6000

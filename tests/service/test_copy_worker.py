@@ -9,8 +9,8 @@ import pytest
 from harness.waiting import PATIENCE_S
 
 from lmcache_server.transfer.base import CopyError
+from lmcache_server.transfer.copier import CopyWorker
 from lmcache_server.transfer.plan import Pieces
-from lmcache_server.transfer.worker import CopyWorker
 
 SLICE_BYTES = 1 << 20
 TIMEOUT_S = PATIENCE_S

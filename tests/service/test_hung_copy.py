@@ -11,9 +11,9 @@ from desk import CHUNK_SIZE, Desk, identity, load, store
 
 from lmcache_client.contract.messages import Done, Goodbye, Memory, Refused, Stored, Welcome
 from lmcache_server.service import registry as registry_module
+from lmcache_server.transfer.copier import CopyWorker
 from lmcache_server.transfer.host import HostMapping
 from lmcache_server.transfer.plan import Pieces
-from lmcache_server.transfer.worker import CopyWorker
 
 AGAIN, ONCE_MORE = 10, 11
 """Further connections of client 0."""

@@ -12,7 +12,7 @@ from lmcache_client.connector.offers import Offers
 from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.contract.geometry import SLIDING_WINDOW, GroupSpec
 from lmcache_client.engine import Scheduler
-from lmcache_client.several import Several, Together
+from lmcache_client.servers import Servers, Together
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.leases import LeaseTable
 from lmcache_server.options import NAMES
@@ -83,7 +83,7 @@ def _load_of_an_evicted_chunk() -> None:
     def blind(self: Cache, _chunk: Any) -> None:
         return None
 
-    Cache._pin = blind  # type: ignore[method-assign]
+    Cache._take_refs = blind  # type: ignore[method-assign]
 
 
 def _late_answer_kept() -> None:
@@ -152,7 +152,7 @@ def _old_chunks_kept() -> None:
 
 def _one_promise_is_enough() -> None:
     """Of several servers, the one that gives least is believed to speak for all."""
-    Several._agree = staticmethod(lambda found, least: True)  # type: ignore[method-assign]
+    Servers._agree = staticmethod(lambda found, least: True)  # type: ignore[method-assign]
 
 
 def _promises_kept_when_one_server_fails() -> None:

@@ -2,12 +2,12 @@
 
 import click
 
-from lmcache_server.commands import flags
+from lmcache_server.commands import shared_flags
 from lmcache_server.host.units import GB_BYTES
 
 
 @click.command("plan")
-@flags.asking("l1_size_gb", l1_size_gb="With --from: the size of L1, in GB, that the table calls 1x.")
+@shared_flags.asking("l1_size_gb", l1_size_gb="With --from: the size of L1, in GB, that the table calls 1x.")
 @click.option(
     "--from",
     "record",

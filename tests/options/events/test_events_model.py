@@ -29,7 +29,7 @@ from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.messages import Clear, Found, Lookup, Message, Release, Store
 from lmcache_client.engine import Scheduler, chunk_object
 from lmcache_client.options.events import POLL_S, Events
-from lmcache_client.several import Several
+from lmcache_client.servers import Servers
 from lmcache_client.transport import SYSTEM
 from lmcache_server.options.events import followers
 from lmcache_server.transfer.base import CopyError
@@ -122,7 +122,7 @@ class World:
         # vLLM has another group before these in every second world.
         ids = range(seed % 2, seed % 2 + len(kinds))
         self.wire, self.router = Wire(desk, self.choose), Router(ids[first])
-        client = Several([Scheduler(self.wire, "engine")])  # type: ignore[arg-type]
+        client = Servers([Scheduler(self.wire, "engine")])  # type: ignore[arg-type]
         self.events = Events(Engine(Settings(), self.groups, ids, client, True, SYSTEM), kinds)
         self.pool = SimpleNamespace(hash_block_size=BLOCK, reset_prefix_cache=lambda: True)
         self.events.bind(self.pool)  # type: ignore[arg-type]

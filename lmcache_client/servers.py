@@ -113,7 +113,7 @@ class Together(Pending):
         return True
 
 
-class Several:
+class Servers:
     """One client for one to n servers, as engine.Scheduler. Leases in its replies are numbers of its own."""
 
     def __init__(self, clients: Sequence[Scheduler]) -> None:

@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from lmcache_server.service import owners
-from lmcache_server.service.owners import closed_to
+from lmcache_server.service import memory_owner
+from lmcache_server.service.memory_owner import closed_to
 
 
 def test_what_differs_is_named(monkeypatch: pytest.MonkeyPatch):
@@ -17,7 +17,7 @@ def test_what_differs_is_named(monkeypatch: pytest.MonkeyPatch):
     with subprocess.Popen(["sleep", "1000"]) as client:
         try:
             assert closed_to(client.pid).startswith("user and process namespace are the same")
-            monkeypatch.setattr(owners, "process_namespace", str)
+            monkeypatch.setattr(memory_owner, "process_namespace", str)
             assert "in another process namespace than the server: share it" in closed_to(client.pid)
             user = os.geteuid()
             monkeypatch.setattr(os, "geteuid", lambda: user + 1)

@@ -4,7 +4,7 @@ import pytest
 
 from lmcache_client.channel import ChannelError, Pending, unsent
 from lmcache_client.contract.messages import Done, Found, Lookup, Message
-from lmcache_client.several import Channels, Part, Several, Together
+from lmcache_client.servers import Channels, Part, Servers, Together
 from lmcache_client.transport import System
 
 
@@ -60,7 +60,7 @@ class Client:
 def test_a_lease_of_an_earlier_registration_is_not_given_back() -> None:
     """The server that has restarted may have given its number to somebody else's lease."""
     clients = [Client(7), Client(8)]
-    several = Several(clients)  # type: ignore[arg-type]
+    several = Servers(clients)  # type: ignore[arg-type]
     for generation in (1, 2):
         lookup = several.lookup(Lookup("", (b"k" * 32,), 0, 256, 257, 0), 1.0)
         assert lookup.done
@@ -78,7 +78,7 @@ def test_the_answer_of_one_server_does_not_speak_for_another_that_talks_nonsense
             pending._finish(Done())
             return pending
 
-    several = Several([Client(7), Strange(8)])  # type: ignore[list-item]
+    several = Servers([Client(7), Strange(8)])  # type: ignore[list-item]
     lookup = several.lookup(Lookup("", (b"k" * 32,), 0, 256, 257, 0), 1.0)
     assert lookup.done
     assert lookup.reply == Done()

@@ -7,8 +7,8 @@ import pytest
 import zmq
 from harness.waiting import wait_until
 
-from lmcache_server.net import replies
-from lmcache_server.net.replies import MAX_BYTES, MAX_REPLIES, MAX_TOTAL_BYTES, SMALL_BYTES, Replies
+from lmcache_server.net import outbox
+from lmcache_server.net.outbox import MAX_BYTES, MAX_REPLIES, MAX_TOTAL_BYTES, SMALL_BYTES, Replies
 
 LARGE = bytes(1 << 17)
 ENOUGH = 200
@@ -112,7 +112,7 @@ def test_a_client_that_goes_leaves_nothing(clients: Clients) -> None:
 
 
 def test_many_clients_that_do_not_read_keep_nobody_waiting(clients: Clients) -> None:
-    deaf = [clients.connect() for _ in range(3 * replies.TRIES)]
+    deaf = [clients.connect() for _ in range(3 * outbox.TRIES)]
     for identity, _ in deaf:
         for _ in range(100):
             clients.replies.send(identity, bytes(1 << 14))

@@ -18,19 +18,19 @@ def check_chunks(
     named: Iterable[Chunk],
     spilling: Iterable[Chunk],
 ) -> set[Chunk]:
-    """Asserts that every chunk agrees with its objects and its pins; returns the chunks. `leases`
+    """Asserts that every chunk agrees with its objects and its references; returns the chunks. `leases`
     has each lease once for itself and once for each read that holds it; `named` has what users pinned,
     and `spilling` what tiers read from."""
-    pins = Counter(chunk for lease in leases for chunk in lease.chunks)
-    pins.update(reservation.chunk for reservation in reservations)
-    pins.update(named)
+    refs = Counter(chunk for lease in leases for chunk in lease.chunks)
+    refs.update(reservation.chunk for reservation in reservations)
+    refs.update(named)
     indexed = list(index)
-    chunks = {*indexed, *pins, *spilling}
+    chunks = {*indexed, *refs, *spilling}
     for chunk in chunks:
-        assert chunk.pins == pins[chunk], "pins are leases, reads, reservations and users' pins"
+        assert chunk.ref_cnt == refs[chunk], "references are leases, reads, reservations and users' pins"
         assert chunk.ready.bit_count() == len(chunk.packed.objects())
         assert chunk.frames == sum(count_frames(stored.runs) for stored in chunk.packed.objects())
-        assert chunk.ready or chunk.reserved or chunk.pins, "an empty chunk is forgotten"
+        assert chunk.ready or chunk.reserved or chunk.ref_cnt, "an empty chunk is forgotten"
     assert all(index.get(chunk.namespace, chunk.key) is chunk for chunk in indexed)
     for namespace in index.namespaces():
         ages = [chunk.stored_s for chunk in index.chunks(namespace).values()]
@@ -42,10 +42,10 @@ def check_chunks(
 
 
 def check_order(index: Index, order: EvictionOrder) -> None:
-    """Asserts that the eviction order has exactly the chunks that nothing pins, once each."""
+    """Asserts that the eviction order has exactly the chunks that nothing refers to, once each."""
     members = list(order)
     assert len(members) == len(set(members)), "a chunk is in the eviction order once"
-    assert set(members) == {chunk for chunk in index if not chunk.pins}
+    assert set(members) == {chunk for chunk in index if not chunk.ref_cnt}
     assert order.frames == sum(chunk.frames for chunk in members)
     assert order.once_frames == sum(chunk.frames for chunk in members if chunk.once)
     assert not any(chunk.once for chunk in order.others()), "they lie ahead of the others"
