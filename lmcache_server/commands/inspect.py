@@ -93,10 +93,12 @@ def text(row: dict[str, Any]) -> str:
         f"  {row['resume_tokens']:,} of {row['limit_tokens']:,} tokens can be restored{why and ', '}{why}",
     ]
     for index, group in enumerate(row["groups"]):
+        # A gap before the resume point is one of windows or states that no request needs.
+        missing = [gap for gap in group["missing_tokens"] if gap[1] > row["resume_tokens"]]
         lines.append(
             f"  group {index}: {group['kind']}, in {group['where'].upper()}: {group['held_chunks']} of "
             f"{group['chunks']} chunks, the first {group['leading_tokens']:,} tokens without a gap"
-            + _gaps(group["missing_tokens"])
+            + _gaps(missing)
         )
     return "\n".join(map(printable, lines))
 

@@ -87,7 +87,8 @@ def explanation(report: dict[str, Any], namespaces: tuple[str, ...] = ()) -> str
     for explained in sorted(chosen, key=lambda each: str(each["engine"])):
         lines.append(f"engine {explained['engine']}, namespace {explained['namespace']}")
         for name, value in explained["fields"].items():
-            if not namespaces or any(each["fields"].get(name) != value for each in chosen):
+            differs = any(each["fields"].get(name) != value for each in chosen)
+            if differs or (value and not namespaces):
                 lines.append(f"  {name}: {value}")
     nothing = "has a namespace that begins with these digits" if namespaces else "is connected"
     return "\n".join(map(printable, lines)) or f"no engine {nothing}: start one, then ask again"

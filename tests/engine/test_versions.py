@@ -129,3 +129,21 @@ def test_a_wrong_key_ends_vllm_with_one_sentence_before_it_loads_the_weights() -
     )
     assert "EngineCore" not in log
     assert "oading weights" not in log
+
+
+_SWITCHED_OFF = """
+import os
+os.environ["LMCACHE_MP_PLUGIN"] = "0"
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+try:
+    print(KVConnectorFactory.get_connector_class_by_name("LMCacheMPConnector").__module__)
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_a_variable_gives_vllm_its_own_connector_of_that_name_back() -> None:
+    """Which needs LMCache."""
+    assert run_python(_SWITCHED_OFF).stdout.splitlines() == ["No module named 'lmcache'"]
