@@ -162,7 +162,7 @@ class L1File:
             return None, "its header is damaged"
         *_, frames, state, index_bytes, digest = _FIELDS.unpack(head[:-32])
         if frames != self.num_frames:
-            return None, f"it was made for --l1-size-gb {round(frames * FRAME_BYTES / GB_BYTES, 3):g}"
+            return None, f"it was made for --l1-size-gb {frames * FRAME_BYTES / GB_BYTES:.3g}"
         if state != CLEAN:
             return None, "the previous server did not stop cleanly"
         if size_bytes != self._end + index_bytes:

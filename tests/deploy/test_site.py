@@ -57,7 +57,7 @@ def test_a_warning_looks_like_one_and_the_version_is_named(site: Path) -> None:
         text = page.read_text()
         warning = re.findall(r'<div class="admonition warning">.*?</div>', text, re.DOTALL)
         assert len(warning) == 1, page
-        assert "This release has run on one GPU for some minutes" in warning[0]
+        assert "This release has run on a GPU for 15 minutes only" in warning[0]
         assert "</a>" in warning[0], "the text below the title, with its links"
         assert "<blockquote>" not in text
         assert f"lmcache-mp {VERSION}" in text

@@ -66,7 +66,7 @@ BUDGETS = {
     "base": Budget(12705, "what a byte or a decision goes through, without options"),
     "path": Budget(17140, "the same with every option"),
     "faces": Budget(1920, "what configures and watches it"),
-    "tools": Budget(3374, "the command lmcache"),
+    "tools": Budget(3377, "the command lmcache"),
 }
 
 
