@@ -218,6 +218,7 @@ with LMCacheServer(chunk_size=CHUNK_SIZE, l1_size_gb=0.05) as server:
     own = chain(range(32), CHUNK_SIZE)
     page = other.fill(0, 1, 1)
     assert other.store_prompt(own, [[1, 2]]).stored == 1
+    before = [each.scheduler.generation for each in (other, engine)]
     failing = pathlib.Path(os.environ["CUDA_STANDIN_DIR"], f"fail-{server.pid}")
     failing.touch()
     keys = chain(range(900, 932), CHUNK_SIZE)
@@ -229,7 +230,10 @@ with LMCacheServer(chunk_size=CHUNK_SIZE, l1_size_gb=0.05) as server:
     assert "has failed for this server" in log and "this server ends, and has to be started again" in log
     server.process = None
     server.start()
-    wait_until(lambda: other.scheduler.ready and engine.scheduler.ready, what="both are served again")
+    def served_again():
+        now = [each.scheduler.generation for each in (other, engine) if each.scheduler.ready]
+        return len(now) == 2 and all(a > b for a, b in zip(now, before))
+    wait_until(served_again, what="both are served again")
     found = other.lookup(own)
     assert found.resume_tokens == CHUNK_SIZE
     other.load(found, own, [[5, 6]])
