@@ -137,14 +137,12 @@ class Servers:
             raise ValueError(
                 f"its servers have chunk sizes that differ, {said}: give all the same --chunk-size"
             )
-        all_joined = self._joined.values()
-        return Joined(
-            True,
-            joined.chunk_size,
-            any(each.fetches for each in all_joined),
-            sum(each.l1_bytes for each in all_joined),
-            min(each.room_tokens for each in all_joined),
-        )
+        known = self._joined.values()
+        fetches = any(each.fetches for each in known)
+        if len(known) < len(self.clients):  # what they hold together is not known yet
+            return Joined(True, joined.chunk_size, fetches)
+        l1_bytes = sum(each.l1_bytes for each in known)
+        return Joined(True, joined.chunk_size, fetches, l1_bytes, min(each.capacity_tokens for each in known))
 
     def lookup(self, question: Lookup, timeout_s: float) -> Pending:
         """Asks all servers. The reply is a Found, whose lease is one of `leases`."""

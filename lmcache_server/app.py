@@ -151,7 +151,7 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
         ending = lambda: stop.set() if gpus.lost else None  # noqa: E731
         due = router.tick, report.tick, lambda: listener.tick(system.now_s()), ending
         await _tick(stop, due, cache)
-        if gpus.lost:
+        if has_failed := bool(gpus.lost):
             # Only the end of a process gives back what it has mapped of such a GPU, and an engine that
             # starts again needs that memory.
             logger.critical("%(gpu)s: this server ends, and has to be started again", {"gpu": gpus.lost})
@@ -171,7 +171,7 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
     for option in router.options:
         await option.close()
     l1.is_in_use = not await system.all_ended(END_S)
-    return bool(gpus.lost)
+    return has_failed
 
 
 async def _tick(stop: asyncio.Event, due: Sequence[Callable[[], object]], cache: Cache) -> None:

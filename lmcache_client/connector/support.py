@@ -173,17 +173,17 @@ def on_joined(
 ) -> str:
     """Logs how much of this model the server's memory holds, and returns `resume_advice`."""
     gigabytes, longest = joined.l1_bytes / (1 << 30), vllm_config.model_config.max_model_len
-    if joined.room_tokens:
-        is_small = joined.room_tokens < longest
+    if joined.l1_bytes:
+        is_small = joined.capacity_tokens < longest
         logger.log(
             logging.WARNING if is_small else logging.INFO,
             "lmcache: the server's %.4g GB have room for about %s tokens of this model%s",
             gigabytes,
-            f"{joined.room_tokens:,}",
+            f"{joined.capacity_tokens:,}",
             f", less than one prompt of {longest:,}: start it with a larger --l1-size-gb" if is_small else "",
         )
     wanted = vllm_config.cache_config.kv_offloading_size
-    if wanted is not None and wanted > gigabytes:
+    if wanted is not None and 0 < gigabytes < wanted:
         logger.warning(
             "lmcache: --kv-offloading-size asks for %.4g GB, but the server has %.4g: start it with "
             "--l1-size-gb %.4g",

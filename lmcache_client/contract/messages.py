@@ -128,13 +128,13 @@ class Join(Wire, frozen=True, tag=6):
 class Joined(Wire, frozen=True, tag=7):
     """Until every worker of the engine is registered (`ready`), the rest means nothing. With `fetches`, the
     server has tiers: an answer to a lookup may take fetch_patience_s longer. L1 has `l1_bytes`, in which
-    `room_tokens` of this model fit."""
+    `capacity_tokens` of this model fit."""
 
     ready: bool
     chunk_size: Natural
     fetches: bool = False
     l1_bytes: Natural = 0
-    room_tokens: Natural = 0
+    capacity_tokens: Natural = 0
 
 
 class NotCached(Wire, frozen=True, tag=8):

@@ -96,12 +96,9 @@ class Server:
         except (OSError, TypeError, ValueError) as error:
             self.close()
             reason = getattr(error, "strerror", None) or str(error)
-            used = getattr(error, "errno", 0) == errno.EADDRINUSE
-            remedy = (
-                "stop the program that uses this port, or choose another --http-port"
-                if used
-                else ("choose another --http-port, above 1023, or another --http-host")
-            )
+            remedy = "choose another --http-port, above 1023, or another --http-host"
+            if getattr(error, "errno", 0) == errno.EADDRINUSE:
+                remedy = "stop the program that uses this port, or choose another --http-port"
             raise StartError(
                 f"cannot listen on {host}:{port} for HTTP: {reason.lower()}; {remedy}"
             ) from error

@@ -40,7 +40,7 @@ def json_object(strings: str, numbers: str, **others: Any) -> Any:
 
 
 _GROUP = json_object("kind", "block_size window layers block_bytes")
-_NUMBERS = "chunk_size room_tokens lookahead_tokens chunks world_size"
+_NUMBERS = "chunk_size capacity_tokens lookahead_tokens chunks world_size"
 _TOKENS = json_object("", "computed hit miss tail")
 _MISSED = json_object("", " ".join(REASONS))
 _NAMESPACE = json_object(

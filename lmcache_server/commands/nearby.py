@@ -1,8 +1,9 @@
 """Where else on this machine a server is, for whoever asked at the wrong place or as the wrong user."""
 
-import contextlib
+import errno
 import http.client
 import os
+import re
 import shlex
 import socket
 import sys
@@ -51,11 +52,11 @@ def _directories() -> Iterator[Path]:
 
 
 def _listens(path: Path) -> bool:
+    if not re.fullmatch("[0-9]{1,5}", path.stem):
+        return False
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
-        with contextlib.suppress(BlockingIOError):  # its queue is full
-            return path.stem.isdecimal() and probe.connect_ex(str(path)) == 0
-    return True
+        return probe.connect_ex(str(path)) in (0, errno.EAGAIN)  # or its queue is full
 
 
 def _is_page(port: int) -> bool:

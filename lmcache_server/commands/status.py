@@ -9,7 +9,7 @@ from lmcache_server.options import parts
 REASONS = {
     "not_stored": "never stored",
     "evicted": "evicted",
-    "tier_down": "missed while a tier that may have them is left alone",
+    "tier_down": "perhaps in a tier that is left alone",
     "tier_late": "not brought from a tier in time",
     "no_state": "without a window or state",
     "partial": "stored by some workers only",
@@ -45,7 +45,7 @@ def summary(report: dict[str, Any]) -> str:
             f"  {namespace['namespace'][:12]}  {namespace['model']}  chunk size {namespace['chunk_size']}, "
             f"{namespace['chunks']} chunks, {namespace['world_size']} worker(s), "
             f"{len(namespace['engines'])} engine(s) connected, room for about "
-            f"{namespace['room_tokens']:,} tokens"
+            f"{namespace['capacity_tokens']:,} tokens"
         )
         if tokens := namespace["tokens"]:
             why = reasons(namespace["missed"] or {})

@@ -262,8 +262,8 @@ class Registry:
             raise Refusal(messages.BAD_REQUEST, str(misfit)) from misfit
         if layout is not None:
             self.known.pop(layout.namespace, None)
-            room_tokens = engine.room_tokens(self._config.l1_size_bytes, self._cache.frame_bytes)
-            self.known[layout.namespace] = namespace_summary(shard.model, layout, room_tokens)
+            capacity_tokens = engine.capacity_tokens(self._config.l1_size_bytes, self._cache.frame_bytes)
+            self.known[layout.namespace] = namespace_summary(shard.model, layout, capacity_tokens)
             self.forget_namespaces()
             logger.log(
                 logging.DEBUG if shard.ephemeral else logging.INFO,
@@ -275,7 +275,7 @@ class Registry:
                     "groups": len(layout.groups),
                     "chunk_size": layout.chunk_size,
                     "namespace": layout.namespace.hex()[:16],
-                    "room": f"{room_tokens:,}",
+                    "room": f"{capacity_tokens:,}",
                     "session": session.session_id,
                 },
             )
@@ -318,8 +318,8 @@ class Registry:
         session.joined, session.joined_namespace = message.engine_id, layout.namespace
         self._cache.leave(session.session_id)
         l1_bytes = self._config.l1_size_bytes
-        room_tokens = engine.room_tokens(l1_bytes, self._cache.frame_bytes)
-        return messages.Joined(True, layout.chunk_size, self.may_wait_longer, l1_bytes, room_tokens)
+        capacity_tokens = engine.capacity_tokens(l1_bytes, self._cache.frame_bytes)
+        return messages.Joined(True, layout.chunk_size, self.may_wait_longer, l1_bytes, capacity_tokens)
 
     def not_cached(self, session: Session, message: messages.NotCached) -> Message:
         if session.not_cached is None:

@@ -109,7 +109,7 @@ class Engine:
             self.layout = _layout(self.model, ordered, self.ephemeral)
         return self.layout
 
-    def room_tokens(self, l1_bytes: int, frame_bytes: int) -> int:
+    def capacity_tokens(self, l1_bytes: int, frame_bytes: int) -> int:
         """How many tokens of a complete engine fit into L1. Of windows and states, which are not stored at
         every chunk, only those of models that have nothing else count."""
         if (layout := self.layout) is None:
@@ -211,13 +211,13 @@ def _lookahead_tokens(model: ModelTag) -> int:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 4 else 0
 
 
-def namespace_summary(model: ModelTag, layout: Layout, room_tokens: int) -> dict[str, Any]:
+def namespace_summary(model: ModelTag, layout: Layout, capacity_tokens: int) -> dict[str, Any]:
     """What the status report says about a namespace. It is small, because it outlives the engines."""
     return {
         "namespace": layout.namespace.hex(),
         "model": layout.model,
         "chunk_size": layout.chunk_size,
-        "room_tokens": room_tokens,
+        "capacity_tokens": capacity_tokens,
         "lookahead_tokens": _lookahead_tokens(model),
         "world_size": model.world_size,
         "ephemeral": layout.ephemeral,

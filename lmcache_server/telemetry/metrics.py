@@ -55,7 +55,7 @@ TABLE = (
            "The four add up to lmcache_tokens_requested_total.", _OUTCOMES, by_model=True),
     Metric(Counter, "lmcache_missed_tokens_total",
            "Looked-up tokens of outcome miss, by reason: never stored or cleared (not_stored), evicted, "
-           "missed while a tier that may have them is left alone (tier_down), in a tier, but not in L1 in "
+           "perhaps in a tier that is left alone because it fails (tier_down), in a tier, but not in L1 in "
            "time (tier_late), stored without the window or state that a resume needs (no_state), stored by "
            "only some workers of the engine (partial).",
            {"reason": REASONS}, by_model=True),

@@ -302,7 +302,7 @@ REPORT = {
     },
     "namespaces": [{
         "namespace": "0123456789abcdef" * 4, "model": "some/model", "chunk_size": 256, "chunks": 5,
-        "room_tokens": 812_000, "lookahead_tokens": 0,
+        "capacity_tokens": 812_000, "lookahead_tokens": 0,
         "world_size": 2, "ephemeral": False, "engines": ["engine-1"], "groups": [GROUP],
         "tokens": {"computed": 10, "hit": 30, "miss": 10, "tail": 1},
         "missed": {
@@ -319,7 +319,7 @@ REPORT = {
         {
             "url": "valkey://one:6379", "write": "commit", "failing": "it is on fire", "waiting_objects": 4,
             "read_bytes_per_s": 0, "read_bytes": 3 << 20, "written_bytes": 1 << 30,
-            "used_bytes": None, "limit_bytes": None, "records": None, "evicted_records": None,
+            "used_bytes": None, "capacity_bytes": None, "records": None, "evicted_records": None,
             "read_objects": {"read": 12, "gone": 2, "damaged": 1, "failed": 0},
             "written_objects": {
                 "written": 30, "present": 5, "full": 6, "evicted": 0, "dropped": 7, "failed": 8,
@@ -328,7 +328,7 @@ REPORT = {
         {
             "url": "dir:///tier?size_gb=1", "write": "cold", "failing": "", "waiting_objects": 0,
             "read_bytes_per_s": 0, "read_bytes": 0, "written_bytes": 0,
-            "used_bytes": 3 << 20, "limit_bytes": 1 << 30, "records": 28, "evicted_records": 44,
+            "used_bytes": 3 << 20, "capacity_bytes": 1 << 30, "records": 28, "evicted_records": 44,
             "read_objects": {"read": 0, "gone": 0, "damaged": 0, "failed": 0},
             "written_objects": {
                 "written": 0, "present": 0, "full": 0, "evicted": 0, "dropped": 0, "failed": 0,

@@ -137,7 +137,7 @@ def test_tiers_and_what_they_lost(browser, server):
     )
     sizes = {"waiting_objects": 1, "read_bytes": 3 << 20, "written_bytes": 1 << 30}
     tier = {"url": HOSTILE, "failing": "", "used_bytes": None, **sizes}
-    known = {"used_bytes": 3 << 20, "limit_bytes": 1 << 30, "records": 28, "evicted_records": 44}
+    known = {"used_bytes": 3 << 20, "capacity_bytes": 1 << 30, "records": 28, "evicted_records": 44}
     well = (
         tier | known | {"read_objects": dict.fromkeys(read, 0), "written_objects": dict.fromkeys(written, 0)}
     )

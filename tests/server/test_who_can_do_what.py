@@ -105,6 +105,8 @@ def test_an_admin_is_told_the_command_that_reaches_the_server_of_another_user(tm
         return done.returncode, done.stdout + done.stderr
 
     with LMCacheServer(l1_size_gb=0.01) as server:
+        for name in ("x" * 200, "9" * 200, "1\n2"):
+            Path(server.runtime_dir, f"{name}.sock").touch()  # by somebody who means no good
         os.chown(server.runtime_dir, NOBODY, NOBODY)
         os.chown(server.address.removeprefix("ipc://"), NOBODY, NOBODY)
         command = f"LMCACHE_RUNTIME_DIR={server.runtime_dir} lmcache status --port {server.port}"

@@ -3,7 +3,7 @@
 import pytest
 
 from lmcache_client.channel import ChannelError, Pending, unsent
-from lmcache_client.contract.messages import Done, Found, Lookup, Message
+from lmcache_client.contract.messages import Done, Found, Joined, Lookup, Message
 from lmcache_client.servers import Channels, Part, Servers, Together
 from lmcache_client.transport import System
 
@@ -44,9 +44,13 @@ def test_a_server_that_is_lost_before_it_is_asked_again_ends_the_question(waits_
 class Client:
     """What a question to several servers needs of the client of one."""
 
-    def __init__(self, lease: int) -> None:
+    def __init__(self, lease: int, l1_bytes: int = 0, capacity_tokens: int = 0) -> None:
         self.channel, self.lease = Connection(), lease
+        self.joined = Joined(True, 256, False, l1_bytes, capacity_tokens)
         self.released: list[int] = []
+
+    def join(self) -> Joined:
+        return self.joined
 
     def lookup(self, _question: Lookup, _timeout_s: float) -> Pending:
         pending = Pending(0.0)
@@ -82,3 +86,12 @@ def test_the_answer_of_one_server_does_not_speak_for_another_that_talks_nonsense
     lookup = several.lookup(Lookup("", (b"k" * 32,), 0, 256, 257, 0), 1.0)
     assert lookup.done
     assert lookup.reply == Done()
+
+
+def test_what_servers_hold_together_is_known_once_all_have_been_joined() -> None:
+    """Each has its own ranks' part of a chunk: the one with room for the fewest tokens decides."""
+    clients = [Client(1, 4 << 30, 1000), Client(2, 8 << 30, 3000)]
+    servers = Servers(clients)  # type: ignore[arg-type]
+    first, second = (servers.join(each.channel) for each in clients)  # type: ignore[arg-type]
+    assert (first.l1_bytes, first.capacity_tokens) == (0, 0), "a warning that it is small would be wrong"
+    assert (second.l1_bytes, second.capacity_tokens) == (12 << 30, 1000)

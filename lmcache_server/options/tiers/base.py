@@ -40,10 +40,10 @@ class Tier(Protocol):
 
 
 class Usage(NamedTuple):
-    """What a tier holds, of at most `limit_bytes`, and how many records it has evicted since its start."""
+    """What a tier holds, of at most `capacity_bytes`, and how many records it has evicted since its start."""
 
     used_bytes: int
-    limit_bytes: int
+    capacity_bytes: int
     records: int
     evicted_records: int
 

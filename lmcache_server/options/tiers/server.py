@@ -57,7 +57,7 @@ class Server(Option):
         Metric(Gauge, "lmcache_tier_used_bytes",
                "What the records in a directory of this server alone take; 0 for other tiers.",
                {"tier": _NUMBERS}),
-        Metric(Gauge, "lmcache_tier_limit_bytes", "What they may take: size_gb.", {"tier": _NUMBERS}),
+        Metric(Gauge, "lmcache_tier_capacity_bytes", "What they may take: size_gb.", {"tier": _NUMBERS}),
         Metric(Gauge, "lmcache_tier_records", "How many there are.", {"tier": _NUMBERS}),
         Metric(Gauge, "lmcache_tier_evicted_records", "How many were evicted since the start.",
                {"tier": _NUMBERS}),
@@ -83,7 +83,7 @@ class Server(Option):
             metrics.gauge("lmcache_tier_failing", is_open, tier=tier.label)
             metrics.gauge("lmcache_tier_waiting_objects", tier.backlog.__len__, tier=tier.label)
             for name in Usage._fields:
-                metrics.gauge(f"lmcache_tier_{name}", functools.partial(_held, tier, name), tier=tier.label)
+                metrics.gauge(f"lmcache_tier_{name}", functools.partial(_usage, tier, name), tier=tier.label)
 
     async def open(self) -> None:
         """One on another machine may come later. Raises StartError if a local one cannot be used."""
@@ -160,7 +160,7 @@ class Server(Option):
         }
 
 
-def _held(tier: TierState, name: str) -> int:
+def _usage(tier: TierState, name: str) -> int:
     return getattr(tier.worker.usage, name, 0)
 
 

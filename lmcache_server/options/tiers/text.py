@@ -16,7 +16,7 @@ LOST = {
 """What happened to objects of a tier that were not read or written."""
 _TIER = json_object(
     "url failing", "read_bytes written_bytes waiting_objects",
-    **dict.fromkeys(("used_bytes", "limit_bytes", "records", "evicted_records"), Natural | None),
+    **dict.fromkeys(("used_bytes", "capacity_bytes", "records", "evicted_records"), Natural | None),
     read_objects=json_object("", "read gone damaged failed"),
     written_objects=json_object("", "written full evicted dropped failed"),
 )  # fmt: skip
@@ -35,10 +35,8 @@ def _line(tier: dict[str, Any]) -> str:
     ]
     holds = ""
     if tier["used_bytes"] is not None:
-        holds = (
-            f"holds {size(tier['used_bytes'])} of {size(tier['limit_bytes'])} in {tier['records']} records, "
-        )
-        holds += f"{tier['evicted_records']} evicted; "
+        of = f"{size(tier['used_bytes'])} of {size(tier['capacity_bytes'])}"
+        holds = f"holds {of} in {tier['records']} records, {tier['evicted_records']} evicted; "
     return (
         f"tier {tier['url']}: {state}; {holds}read {read['read']} objects, {size(tier['read_bytes'])}; "
         f"wrote {written['written']}, {size(tier['written_bytes'])}; {tier['waiting_objects']} wait"

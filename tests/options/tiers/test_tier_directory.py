@@ -98,7 +98,7 @@ def test_it_says_how_much_it_holds_and_what_it_has_evicted(open_at):
     for number in range(6):
         assert tier.write(f"a/{number}", memory(number))
     used = tier.usage
-    assert used.limit_bytes == 4 * MIB
+    assert used.capacity_bytes == 4 * MIB
     assert used.records == sum(tier.present([f"a/{number}" for number in range(6)]))
     assert 0 < used.used_bytes <= 4 * MIB
     assert used.records + used.evicted_records == 6

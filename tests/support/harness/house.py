@@ -63,10 +63,10 @@ FACES = (
 )
 TOOLS = (COMMANDS, "lmcache_server/__main__.py")
 BUDGETS = {
-    "base": Budget(12705, "what a byte or a decision goes through, without options"),
-    "path": Budget(17140, "the same with every option"),
-    "faces": Budget(1920, "what configures and watches it"),
-    "tools": Budget(3377, "the command lmcache"),
+    "base": Budget(12703, "what a byte or a decision goes through, without options"),
+    "path": Budget(17138, "the same with every option"),
+    "faces": Budget(1917, "what configures and watches it"),
+    "tools": Budget(3376, "the command lmcache"),
 }
 
 

@@ -24,19 +24,19 @@ def engine(groups: tuple[GroupSpec, ...], ranks: int = 1) -> Engine:
     return made
 
 
-def room(*groups: GroupSpec, ranks: int = 1, frames: int = 3200) -> int:
-    return engine(groups, ranks).room_tokens(frames * FRAME_BYTES, FRAME_BYTES)
+def capacity(*groups: GroupSpec, ranks: int = 1, frames: int = 3200) -> int:
+    return engine(groups, ranks).capacity_tokens(frames * FRAME_BYTES, FRAME_BYTES)
 
 
 def test_a_chunk_takes_its_pages_of_all_layers_on_all_ranks() -> None:
     # 16 blocks of two layers, a frame each.
-    assert room(group(FULL)) == 100 * 256
-    assert room(group(FULL), ranks=2) == 50 * 256
-    assert room(group(FULL, replicated=True), ranks=2) == 100 * 256, "one of them stores for both"
-    assert room(group(FULL), frames=31) == 0
+    assert capacity(group(FULL)) == 100 * 256
+    assert capacity(group(FULL), ranks=2) == 50 * 256
+    assert capacity(group(FULL, replicated=True), ranks=2) == 100 * 256, "one of them stores for both"
+    assert capacity(group(FULL), frames=31) == 0
 
 
 def test_windows_and_states_count_only_where_there_is_nothing_else() -> None:
     window, state = group(SLIDING_WINDOW, 64), group(RECURRENT)
-    assert room(group(FULL), window, state) == 100 * 256
-    assert room(window, state) == 50 * 256
+    assert capacity(group(FULL), window, state) == 100 * 256
+    assert capacity(window, state) == 50 * 256
