@@ -125,25 +125,33 @@ class Client:
     """An engine with blocks for one request at a time: its chunk i is in block i + 1."""
 
     def __init__(
-        self, server: LMCacheServer, requests: Sequence[Request], loads: bool, page_bytes: int = FRAME_BYTES
+        self,
+        server: LMCacheServer,
+        requests: Sequence[Request],
+        loads: bool,
+        page_bytes: int = FRAME_BYTES,
+        most_answers: int = 0,
     ) -> None:
-        blocks = 1 + max(len(request.ids) for request in requests)
+        """Room for `most_answers` chunks of an answer."""
+        blocks = 1 + max(len(request.ids) for request in requests) + most_answers
         spec = group("full", CHUNK, layers=1, page_bytes=page_bytes)
         self.engine = RawEngine(server.address, (spec,), blocks).start()
         # The first and the last eight bytes of every page say of which chunk it is.
         self.stamps = self.engine.memory.view(np.int64).reshape(blocks, -1)[1:, :: page_bytes // 8 - 1]
         self.outcome, self.loads = Outcome(), loads
 
-    def serve(self, request: Request, once: bool = False) -> None:
+    def serve(
+        self, request: Request, once: bool = False, answer: Sequence[int] = (), answers_once: bool = True
+    ) -> None:
         """One request from its arrival to its end, as the connector does it; `once` is the hint that its
-        prompt will not come back."""
-        ids = request.ids
+        prompt will not come back. `answer` has the ids of its answer's chunks."""
+        prompt_ids, ids = request.ids, (*request.ids, *answer)
         limit = (request.tokens - 1) // CHUNK
         keys = tuple(hashlib.sha256(each.to_bytes(8, "little")).digest() for each in ids)
         hit, held = 0, b""
         if limit:
             started_s = time.perf_counter()
-            question = messages.Lookup("", keys[:limit], 0, limit * CHUNK, request.tokens)
+            question = messages.Lookup("", keys[:limit], 0, limit * CHUNK, request.tokens, once=once)
             found: messages.Found = ask(self.engine.scheduler, question)
             self.outcome.lookups_s.append(time.perf_counter() - started_s)
             hit, held = found.resume_tokens // CHUNK, found.held[0]
@@ -153,12 +161,15 @@ class Client:
                 ask(self.engine.scheduler, messages.Release((found.lease_id,), ()))
         self.outcome.hits.append(hit * CHUNK)
         self.stamps[: len(ids)] = np.array(ids)[:, None]
-        for start in range(hit, len(ids), STEP_CHUNKS):
-            step = range(start, min(start + STEP_CHUNKS, len(ids)))
+        end = len(prompt_ids)
+        for start in range(hit, end, STEP_CHUNKS):
+            step = range(start, min(start + STEP_CHUNKS, end))
             missing = [i for i in step if not (i // 8 < len(held) and held[i // 8] >> i % 8 & 1)]
             self._store(keys, missing, once)
+        for chunk in range(end, len(ids)):
+            self._store(keys, [chunk], once or answers_once)
         if keys and not once:
-            ask(self.engine.scheduler, messages.Release((), keys))
+            ask(self.engine.scheduler, messages.Release((), keys[:end] if answers_once else keys))
 
     def _load(self, found: messages.Found, key: bytes, ids: Sequence[int]) -> None:
         self.stamps[:] = -1
@@ -175,20 +186,28 @@ class Client:
 
 
 def replay(
-    requests: Sequence[Request], capacity: int, loads: bool = True, once: Collection[int] = (), **flags: Any
+    requests: Sequence[Request],
+    capacity: int,
+    loads: bool = True,
+    once: Collection[int] = (),
+    answers: Sequence[Sequence[int]] = (),
+    answers_once: bool = True,
+    **flags: Any,
 ) -> Outcome:
     """The requests, one after the other, through a new server with room for `capacity` chunks. `once` has the
-    numbers, from 0, of those with the hint that their prompt will not come back."""
+    numbers, from 0, of those with the hint that their prompt will not come back; `answers` what is generated
+    for each, which is the first to be evicted if `answers_once`."""
     with LMCacheServer(l1_size_gb=capacity * FRAME_BYTES / (1 << 30), chunk_size=CHUNK, **flags) as server:
         server.wait_until(lambda l1: l1["populated_bytes"] == l1["total_bytes"], TIMEOUT_S)
         if (l1_bytes := server.status()["l1"]["total_bytes"]) != capacity * FRAME_BYTES:
             raise RuntimeError(f"L1 has {l1_bytes} bytes, not room for {capacity} chunks")
-        client = Client(server, requests, loads)
+        client = Client(server, requests, loads, most_answers=max(map(len, answers), default=0))
         outcome = client.outcome
         due = {len(requests) * i // SAMPLES for i in range(1, SAMPLES + 1)}
         started_s = time.perf_counter()
         for number, request in enumerate(requests, 1):
-            client.serve(request, number - 1 in once)
+            answer = answers[number - 1] if answers else ()
+            client.serve(request, number - 1 in once, answer, answers_once)
             if number in due:
                 outcome.memory.append((number / len(requests), server.rss_bytes() - l1_bytes))
         outcome.wall_s = time.perf_counter() - started_s

@@ -24,9 +24,9 @@ BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parent
 ORDER = (
     *("engine", "copies", "mapped", "lookup", "start"),
-    *("index", "replay", "admission", "conversations", "once", "tiers", "tier_peer"),
+    *("index", "replay", "admission", "conversations", "once", "answers", "tiers", "tier_peer"),
 )
-OWN_OUTPUT = ("index", "replay", "admission", "conversations", "once")
+OWN_OUTPUT = ("index", "replay", "admission", "conversations", "once", "answers")
 TIMEOUT_S = 1800
 
 

@@ -9,7 +9,6 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_b
 from lmcache_client.connector.request import Tracked
 from lmcache_client.contract.admission import Admission, checkpoint_interval
 from lmcache_client.contract.geometry import RECURRENT, GroupSpec
-from lmcache_client.contract.keys import MAX_CHUNKS
 from lmcache_client.contract.messages import MAX_OBJECTS, Store, StoreObject
 from lmcache_client.engine import chunk_object
 
@@ -81,9 +80,11 @@ class Offers:
                 tracked.known = max(tracked.known, computed // chunk_size)
             # Tokens beyond num_tokens are drafts or not sampled yet, so their KV may change.
             computed = min(computed + scheduled, tracked.request.num_tokens - tracked.lookahead)
-            complete = min(computed // chunk_size, MAX_CHUNKS)
-            if complete <= tracked.next_chunk:
+            complete = computed // chunk_size
+            # The second costs more, and most steps complete nothing.
+            if complete <= tracked.next_chunk or tracked.most_chunks <= tracked.next_chunk:
                 continue
+            complete = min(complete, tracked.most_chunks)
             state = output.kv_connector_block_state
             tables = state.get_block_ids(request_id) if state is not None else None
             if tables is None:
@@ -127,7 +128,8 @@ class Offers:
                     continue
                 group = self._group_ids.index(group_id)
                 chunk = tokens // chunk_size - 1
-                is_past_end = tokens > tracked.request.num_tokens - tracked.lookahead or chunk >= MAX_CHUNKS
+                is_past_end = tokens > tracked.request.num_tokens - tracked.lookahead
+                is_past_end |= chunk >= tracked.most_chunks
                 if tokens % chunk_size or is_past_end or not block_id:
                     continue
                 if self._groups[group].kind != RECURRENT or tracked.holds(group, chunk):
@@ -156,9 +158,14 @@ class Offers:
 
 
 def stores(offered: Sequence[Offer]) -> Iterable[tuple[Sequence[Tracked], Store]]:
-    """The messages that offer these objects, and of each one the requests of its objects."""
+    """The messages that offer these objects, and of each one the requests of its objects. Few next prompts
+    begin with an answer and its thoughts, so answers must not push prompts out."""
     for once in (False, True):
-        chosen = [offer for offer in offered if offer[0].once == once]
+        chosen = [
+            (tracked, each)
+            for tracked, each in offered
+            if (tracked.once or each.chunk_index >= tracked.prompt_chunks) == once
+        ]
         for start in range(0, len(chosen), MAX_OBJECTS):
             requests, objects = zip(*chosen[start : start + MAX_OBJECTS], strict=True)
             names = dict.fromkeys(tracked.name for tracked in requests)

@@ -60,10 +60,6 @@ class Option:
     def began(self, tracked: Tracked, hints: Mapping[str, Any]) -> None:
         """A request has arrived, with these hints."""
 
-    def wants_reasons(self, tracked: Tracked) -> bool:
-        """Whether the server is to give reasons for misses."""
-        return False
-
     def answered(self, tracked: Tracked, asked: Asking, now_s: float) -> None:
         """A lookup has ended, with an answer or an error."""
 

@@ -1,5 +1,6 @@
 """The scheduler side's record of one request: its chunk keys, its lookup and the promise of the server."""
 
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -94,6 +95,12 @@ class Tracked:
     loading_since_s: float = 0.0
     once: bool = False
     """The request says that its prompt will not come back."""
+    store_tokens: int = sys.maxsize
+    """Chunks that end behind so many tokens are not stored."""
+    store_answer: bool = True
+    """Whether chunks of which no token is the prompt's are stored."""
+    why: bool = False
+    """The server is to give reasons for misses."""
     adapter: tuple[str, ...] = ()
     """How the adapter of the request stands in its keys."""
     waits: bool = False
@@ -109,9 +116,10 @@ class Tracked:
 
     def anew(self, root: bytes) -> "Tracked":
         """The same request when nothing of it is stored or promised yet, with keys that begin at `root`."""
-        return Tracked(
-            self.request, root, self.lookahead, once=self.once, adapter=self.adapter, no_load=self.no_load
-        )
+        new = Tracked(self.request, root, self.lookahead, adapter=self.adapter, no_load=self.no_load)
+        new.once, new.why = self.once, self.why
+        new.store_tokens, new.store_answer = self.store_tokens, self.store_answer
+        return new
 
     def reset(self, generation: int, chunk_size: int) -> None:
         """Forgets everything the server said before this registration."""
@@ -126,6 +134,18 @@ class Tracked:
     def prompt(self) -> Prompt:
         """Where requests are likely to resume in this one's prompt."""
         return Prompt(self.chunks(self.request.num_prompt_tokens), self.known)
+
+    @property
+    def prompt_chunks(self) -> int:
+        """The number of chunks that have a token of the prompt. Those behind them are the answer's."""
+        tokens: int = self.request.num_prompt_tokens
+        return -(-tokens // self.chunk_size)
+
+    @property
+    def most_chunks(self) -> int:
+        """The number of leading chunks that may be stored."""
+        most = MAX_CHUNKS if self.store_answer else min(self.prompt_chunks, MAX_CHUNKS)
+        return min(most, self.store_tokens // self.chunk_size)
 
     def chunks(self, tokens: int) -> int:
         """The number of chunks at the end of the largest useful resume point of `tokens` tokens."""

@@ -26,7 +26,6 @@ from lmcache_client.connector.weights import Adapters
 from lmcache_client.contract.admission import known_chunks
 from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS, RECURRENT, GroupSpec, unified_block_size
 from lmcache_client.contract.hits import fetch_patience_s
-from lmcache_client.contract.keys import MAX_CHUNKS
 from lmcache_client.contract.messages import Cleared, Found, Joined, Lookup
 from lmcache_client.engine import JOIN_S, load_message
 from lmcache_client.servers import Servers
@@ -207,8 +206,8 @@ class SchedulerSide:
     def _send(self, tracked: Tracked, computed: int, limit: int, early: bool = False) -> Asking:
         keys, num_tokens = tuple(tracked.keys_of(limit // self.chunk_size)), tracked.request.num_tokens
         name, tenant, speed = tracked.name, tracked.tenant, 0 if tracked.waits else self._prefill.tokens_per_s
-        why = any(option.wants_reasons(tracked) for option in self.options)
-        question = Lookup(name, keys, computed, limit, num_tokens, speed, early, tenant, why)
+        told = (tracked.why, tracked.once)
+        question = Lookup(name, keys, computed, limit, num_tokens, speed, early, tenant, *told)
         patience_s = fetch_patience_s(num_tokens) if self._fetches else 0
         lookup = self.client.lookup(question, self._settings.lookup_timeout_s + patience_s)
         tracked.state = asking = Asking(lookup, computed, limit, self._now_s(), early)
@@ -391,8 +390,8 @@ class SchedulerSide:
         if isinstance(state := tracked.state, Asking):
             self.client.forget(state.lookup)
         leases = (state.found.lease_id,) if isinstance(state, Promised) and state.found.lease_id else ()
-        # Without keys, the chunks that only this prompt brought do not count as used again.
-        keys = tuple(tracked.keys[:MAX_CHUNKS]) if was_asked and not tracked.once else ()
+        # Without their keys, the chunks that only this request brought do not count as used again.
+        keys = tuple(tracked.keys[: tracked.prompt_chunks]) if was_asked and not tracked.once else ()
         if was_asked:
             self._early.ended(tracked.keys[-2:])
         if leases or tracked.keys:

@@ -19,7 +19,6 @@ WITHOUT_EFFECT = frozenset(
         "mp_transfer_mode",
         "nonblocking_lookup_status",
         "eager_prefetch",
-        "save_decode_cache",
     }
 )
 """LMCache's keys that change nothing here but may be in a user's configuration."""
@@ -29,9 +28,9 @@ class Settings(msgspec.Struct, frozen=True):
     """An empty `host` means the Unix socket of `port`. After `lookup_timeout_s` a lookup counts as a miss;
     after `load_timeout_s` the engine recomputes the tokens of a load. After `wait_timeout_s`, a request takes
     what another engine has stored of its prompt. `store_everything` also stores windows and states that no
-    request is likely to read. `untested_vllm` also allows a vLLM that is newer than the newest tested
-    version. `weights_name` names the weights instead of their content. `servers` has a HOST:PORT for each
-    range of ranks, instead of host and port."""
+    request is likely to read. Without `save_decode_cache`, answers are not stored. `untested_vllm` allows a
+    vLLM that is newer than the newest tested version. `weights_name` names the weights instead of their
+    content. `servers` has a HOST:PORT for each range of ranks, instead of host and port."""
 
     host: str = ""
     port: Annotated[int, Meta(ge=1)] = DEFAULT_PORT
@@ -39,6 +38,7 @@ class Settings(msgspec.Struct, frozen=True):
     load_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
     wait_timeout_s: Annotated[float, Meta(ge=0)] = 10.0
     store_everything: bool = False
+    save_decode_cache: bool = True
     strict_resume_points: bool = False
     untested_vllm: bool = False
     weights_name: Annotated[str, Meta(max_length=1024)] = ""

@@ -17,7 +17,7 @@ from lmcache_client.contract.control import Follow, Followed, Inspect, Inspected
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import Key, Keys, ModelTag, TenantId
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 DEFAULT_PORT = 5555
 BOOT_ID_BYTES = CLIENT_ID_BYTES = UUID_BYTES = 16
 NONCE_BYTES, HANDLE_BYTES = 32, 64
@@ -155,6 +155,7 @@ class Lookup(Wire, frozen=True, tag=9):
 
     An `early` lookup is sent before anybody knows what the engine itself holds: Accept has it counted. It has
     at most MAX_EARLY_CHUNKS keys. `tenant` is that of StoreObject. `why` asks for the reasons of a miss.
+    `once` says that this prompt will not come back. Chunks that any other prompt reads are worth keeping.
     """
 
     request_id: str
@@ -166,6 +167,7 @@ class Lookup(Wire, frozen=True, tag=9):
     early: bool = False
     tenant: TenantId = b""
     why: bool = False
+    once: bool = False
 
 
 class Found(Wire, frozen=True, tag=10):
@@ -221,8 +223,8 @@ class StoreObject(Wire, frozen=True):
 class Store(Wire, frozen=True, tag=13):
     """Copies pages out of the worker's blocks, which must not change before the reply, Stored.
     `request_ids` names the requests that the chunks belong to and only serves the debug log and statistics.
-    `once` says that their prompts will not come back: the server first evicts the chunks that only such
-    prompts have brought."""
+    `once` says that they are of an answer, or of prompts that will not come back: the server first evicts the
+    chunks that came only so and that no other prompt has read."""
 
     objects: Annotated[tuple[StoreObject, ...], Meta(max_length=MAX_OBJECTS)]
     request_ids: tuple[str, ...] = ()

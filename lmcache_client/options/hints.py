@@ -1,24 +1,31 @@
-"""Hints about a prompt: whether it comes back, and whether to load it."""
+"""Hints about a request: whether its prompt comes back, whether to load it, and how much to store of it."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from lmcache_client.connector.hints import PREFIX, Hint
-from lmcache_client.connector.option import Option
+from lmcache_client.connector.option import Engine, Option
 from lmcache_client.connector.request import Tracked
 
-ONCE, LOAD = f"{PREFIX}once", f"{PREFIX}load"
+ONCE, LOAD, STORE_TOKENS = f"{PREFIX}once", f"{PREFIX}load", f"{PREFIX}max_offload_tokens"
 _YES_OR_NO = Hint("true or false", lambda value: isinstance(value, bool))
+_TOKENS = Hint("a number of tokens", lambda value: type(value) is int and value >= 0)
 
 
-class PromptHints(Option):
-    """With `once`, the prompt will not come back. If `load` is false, nothing is loaded for it."""
+class RequestHints(Option):
+    """With `once`, the prompt will not come back. If `load` is false, nothing is loaded for it. At most the
+    first `max_offload_tokens` tokens are stored, and none of the answer without `save_decode_cache`."""
 
-    HINTS: ClassVar[Mapping[str, Hint]] = {ONCE: _YES_OR_NO, LOAD: _YES_OR_NO}
+    HINTS: ClassVar[Mapping[str, Hint]] = {ONCE: _YES_OR_NO, LOAD: _YES_OR_NO, STORE_TOKENS: _TOKENS}
+
+    def __init__(self, engine: Engine, wanted: Any) -> None:
+        self._store_answers = engine.settings.save_decode_cache
 
     def began(self, tracked: Tracked, hints: Mapping[str, Any]) -> None:
         tracked.once = hints.get(ONCE, False)
         tracked.no_load = not hints.get(LOAD, True)
+        tracked.store_tokens = hints.get(STORE_TOKENS, tracked.store_tokens)
+        tracked.store_answer = self._store_answers
 
 
-OPTION = PromptHints
+OPTION = RequestHints

@@ -30,8 +30,8 @@ class Spans(Option):
     def wanted(cls, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> bool:
         return bool(vllm_config.observability_config.otlp_traces_endpoint)
 
-    def wants_reasons(self, tracked: Tracked) -> bool:
-        return bool(tracked.request.trace_headers)
+    def began(self, tracked: Tracked, hints: Mapping[str, Any]) -> None:
+        tracked.why = bool(tracked.request.trace_headers)
 
     def answered(self, tracked: Tracked, asked: Asking, now_s: float) -> None:
         found = asked.lookup.reply

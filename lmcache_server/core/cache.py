@@ -6,7 +6,7 @@ can be evicted exactly while nothing refers to it.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lmcache_client.contract.hits import resume_point
@@ -75,11 +75,13 @@ class Cache(Chunks):
         limit_tokens: int,
         owner: int,
         now_s: float,
+        once: bool = False,
     ) -> Hit:
         """Finds the largest resume point of a chain beyond `computed_tokens`, at most `limit_tokens`.
 
         If there is one, the chunks that it needs are leased to session number `owner`, and the chain up to it
-        becomes recently used. An owner that holds too much loses its oldest leases.
+        becomes recently used; by a prompt that may come back, unless `once`. An owner that holds too much
+        loses its oldest leases.
         """
         self._advance(now_s)
         chain, hit = self.find(layout, keys, computed_tokens, limit_tokens)
@@ -91,6 +93,8 @@ class Cache(Chunks):
         leased: tuple[Chunk, ...] = tuple(chain[first:end])  # type: ignore[arg-type]
         assert None not in leased, "a needed chunk is in the index"
         # The leased chunks are marked as used when the lease ends.
+        if not once:
+            self._keep(chain[:end])
         self._use(chain[:first])
         self._take_refs(leased)
         while (old := self._leases.crowded_out(owner, len(leased))) is not None:
@@ -145,10 +149,13 @@ class Cache(Chunks):
         """Makes a chain of chunks recently used, the head most recently, by a prompt that may come back.
         Unknown keys are ignored."""
         chain = list(map(self._index.chunks(namespace).get, keys))
+        self._keep(chain)
+        self._use(chain)
+
+    def _keep(self, chain: Iterable[Chunk | None]) -> None:
         for chunk in chain:
             if chunk is not None and chunk.once:
                 self._order.keep(chunk)
-        self._use(chain)
 
     def reserve(
         self,
@@ -167,8 +174,9 @@ class Cache(Chunks):
 
         `parent` is the key of the chunk before it in its chain. No ancestor is evicted for its descendant, so
         a chain longer than L1 loses its tail, not its head. Nothing is evicted unless that makes enough room.
-        With `once`, the prompt will not come back. Chunks that only such prompts bring are evicted before all
-        others. The chunk is this `tenant`'s if it is new. A tenant at its quota makes room among its own.
+        With `once`, it is of an answer, or of a prompt that will not come back. Chunks that came only so are
+        evicted before all others, until another prompt reads or extends them. The chunk is this `tenant`'s if
+        it is new. A tenant at its quota makes room among its own.
         """
         if num_bytes <= 0:
             raise ValueError(f"an object of {num_bytes} bytes cannot be stored")

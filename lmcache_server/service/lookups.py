@@ -59,7 +59,8 @@ class Lookups:
             raise Refusal(messages.BAD_REQUEST, "computed_tokens <= limit_tokens < num_tokens does not hold")
         if message.early and len(message.keys) > messages.MAX_EARLY_CHUNKS:
             raise Refusal(messages.BAD_REQUEST, "an early lookup has too many keys")
-        hit = self._cache.lookup(layout, message.keys, computed, limit, session.session_id, started_s)
+        owner, once = session.session_id, message.once
+        hit = self._cache.lookup(layout, message.keys, computed, limit, owner, started_s, once)
         if hit.resume_tokens < limit > computed:
             sources = [option for option in self._options if option.may_fetch(layout)]
             if sources and self._registry.may_wait(session, request_bytes):
@@ -90,7 +91,8 @@ class Lookups:
         if self._registry.joined_layout(session).namespace != layout.namespace:
             raise Refusal(messages.NOT_REGISTERED, "the engine has registered again")
         started_s, computed, limit = self._system.now_s(), message.computed_tokens, message.limit_tokens
-        hit = self._cache.lookup(layout, message.keys, computed, limit, session.session_id, started_s)
+        owner, once = session.session_id, message.once
+        hit = self._cache.lookup(layout, message.keys, computed, limit, owner, started_s, once)
         return self._answer(session, layout, message, hit, started_s, in_tiers)
 
     def _answer(

@@ -425,7 +425,7 @@ class CacheMachine(RuleBasedStateMachine):
             for shard in writers(layout, of) if spec.stored_blocks(index, CHUNK_SIZE) else ():
                 if self._reserve(layout, branch, index, of, shard, FRAME_BYTES + of, once=once):
                     self.commit(-1)
-        self.lookup(layout, branch, count, computed, 1 << 20, session)
+        self.lookup(layout, branch, count, computed, 1 << 20, session, once)
 
     @precondition(lambda self: self.reservations)
     @rule(place=places)
@@ -450,10 +450,18 @@ class CacheMachine(RuleBasedStateMachine):
         del chunk.objects[own]
         self.model.unpin(chunk)
 
-    @rule(layout=layouts, branch=branches, chunks=counts, computed=computed, limit=limits, session=sessions)
-    def lookup(self, layout, branch, chunks, computed, limit, session):
+    @rule(
+        layout=layouts,
+        branch=branches,
+        chunks=counts,
+        computed=computed,
+        limit=limits,
+        session=sessions,
+        once=flags,
+    )
+    def lookup(self, layout, branch, chunks, computed, limit, session, once):
         keys, computed, model = chain_keys(branch)[:chunks], computed * UNIFIED, self.model
-        hit = self.cache.lookup(layout, keys, computed, limit, session, self.now_s)
+        hit = self.cache.lookup(layout, keys, computed, limit, session, self.now_s, once)
         for of, bitmap in enumerate(hit.held):
             held = [model.is_held(layout, key, index, of) for index, key in enumerate(keys)]
             assert bitmap == sum(flag << bit for bit, flag in enumerate(held)).to_bytes(
@@ -465,7 +473,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         assert hit.lease_id not in model.leases
         end = hit.resume_tokens // CHUNK_SIZE
-        model.use([(layout.namespace, key) for key in keys[:end]])
+        model.use([(layout.namespace, key) for key in keys[:end]], keep=not once)
         needed = {
             index
             for of, ranks in enumerate(layout.holders)

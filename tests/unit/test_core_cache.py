@@ -52,8 +52,8 @@ def store(cache, keys, where=PLAIN, frames=1):
     cache.check_integrity()
 
 
-def lookup(cache, keys, where=PLAIN, computed=0, limit=1 << 20, now_s=0.0):
-    return cache.lookup(where, keys, computed, limit, SESSION, now_s)
+def lookup(cache, keys, where=PLAIN, computed=0, limit=1 << 20, now_s=0.0, once=False):
+    return cache.lookup(where, keys, computed, limit, SESSION, now_s, once)
 
 
 def open_read(cache, hit, where=PLAIN, shard=0, computed=0):
@@ -265,7 +265,7 @@ def test_a_beginning_that_such_prompts_share_outlives_their_ends():
     store(cache, [bytes([1, index]) * 16 for index in range(100)])
     beginning = chain(3, name=2)
     for name in range(10, 20):
-        hit = lookup(cache, [*beginning, *chain(2, name)])
+        hit = lookup(cache, [*beginning, *chain(2, name)], once=True)
         assert hit.resume_tokens == (3 * CHUNK_SIZE if name > 10 else 0)
         cache.release(hit.lease_id, SESSION)
         assert store_once(cache, [*beginning, *chain(2, name)][hit.resume_tokens // CHUNK_SIZE :])
@@ -280,6 +280,22 @@ def test_a_prompt_that_comes_back_after_all_is_kept_like_any_other():
     store(cache, chain(16, name=3))
     assert stored_chunks(cache, chain(4, name=1)) == "1111"
     assert cache.evicted_ages_s == [], "the age of what was not to be kept says nothing about the size of L1"
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_an_answer_is_kept_from_the_moment_a_prompt_that_may_come_back_reads_it(once):
+    cache = Cache(FRAME_BYTES, 20)
+    prompt, answer = chain(6, name=1)[:2], chain(6, name=1)[2:]
+    store(cache, chain(4, name=3))
+    store(cache, prompt)
+    for key, parent in zip(answer, [prompt[-1], *answer], strict=False):
+        cache.commit(cache.reserve(PLAIN, key, 0, 0, 1, FRAME_BYTES, parent, once=True))
+    hit = lookup(cache, [*prompt, *answer], once=once)
+    assert hit.resume_tokens == 6 * CHUNK_SIZE
+    cache.release(hit.lease_id, SESSION)
+    cache.check_integrity()
+    store(cache, chain(14, name=2))
+    assert stored_chunks(cache, [*prompt, *answer]) == ("110000" if once else "111111")
 
 
 def test_a_child_that_may_come_back_keeps_its_parent():

@@ -1,0 +1,121 @@
+"""What an engine generates is stored behind all prompts: it takes what is free, and is the first to go."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from harness.engine import Engine, Result
+from harness.prompts import prompt
+from harness.server import LMCacheServer
+
+CHUNK = 32
+PROMPT = prompt(8 * CHUNK + 20, 1)
+"""The answer begins in its ninth chunk."""
+LONG = 20 * CHUNK
+LEFT_OUT = 'lmcache_objects_total{outcome="once"}'
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LMCacheServer]:
+    """Room for 64 chunks of the tiny model."""
+    with LMCacheServer(l1_size_gb=4 / 1024, chunk_size=CHUNK) as running:
+        running.wait_until_populated()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def engine(server: LMCacheServer) -> Iterator[Engine]:
+    with Engine("llama", server=server, block_size=CHUNK) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _empty(server: LMCacheServer) -> None:
+    server.clear()
+
+
+def served(engine: Engine, tokens: list[int], answer: int = 8) -> Result:
+    assert engine.reset_prefix_cache()
+    return engine.run(tokens, answer)
+
+
+def chat(tokens: list[int], result: Result) -> list[int]:
+    """The next turn's prompt: all that was said, and a question."""
+    return [*tokens, *result.tokens, *prompt(40, 99)]
+
+
+def test_long_answers_leave_a_prompt_in_an_l1_that_holds_it(server: LMCacheServer, engine: Engine) -> None:
+    first = engine.run(PROMPT)
+    chats = [prompt(8 * CHUNK + 20, number) for number in range(2, 7)]
+    for each in chats:
+        engine.run(each)
+    before = server.metrics()[LEFT_OUT]
+    for number in range(10, 14):
+        engine.run(prompt(20, number), LONG)
+    assert server.metrics()[LEFT_OUT] > before, "more was generated than had room"
+    again = served(engine, PROMPT)
+    assert (again.external_tokens, again.output) == (8 * CHUNK, first.output)
+    for each in chats:
+        assert served(engine, each).external_tokens == 8 * CHUNK
+
+
+def test_the_next_turn_finds_the_answer_and_from_then_on_it_is_as_good_as_a_prompt(
+    server: LMCacheServer, engine: Engine
+) -> None:
+    first = engine.run(PROMPT, 5 * CHUNK)
+    second = chat(PROMPT, first)
+    assert engine.reset_prefix_cache()
+    found = engine.run(second)
+    assert found.external_tokens == 13 * CHUNK
+    server.clear()
+    # From its own prefix cache the engine resumes at the same token, and rounds the same way.
+    assert engine.reset_prefix_cache()
+    engine.run(second[: 13 * CHUNK + 1])
+    own = engine.run(second)
+    assert (own.local_tokens, own.external_tokens) == (13 * CHUNK, 0)
+    assert found.output == own.output
+
+    # An answer that was read outlives those that nobody has read.
+    server.clear()
+    assert engine.reset_prefix_cache()
+    assert engine.run(PROMPT, 5 * CHUNK).tokens == first.tokens
+    assert served(engine, second, 1).external_tokens == 13 * CHUNK
+    for number in range(20, 26):
+        engine.run(prompt(20, number), LONG)
+    assert served(engine, second, 1).external_tokens == 14 * CHUNK, "and a chunk of the question"
+
+
+@pytest.mark.parametrize(
+    ("extra", "hints", "tokens"),
+    [
+        ({"lmcache.mp.save_decode_cache": False}, {}, 9 * CHUNK),
+        ({}, {"lmcache.max_offload_tokens": 5 * CHUNK + 7}, 5 * CHUNK),
+        ({}, {"lmcache.max_offload_tokens": 11 * CHUNK}, 11 * CHUNK),
+        ({"lmcache.mp.save_decode_cache": False}, {"lmcache.max_offload_tokens": 0}, 0),
+    ],
+)
+def test_less_is_stored_if_the_user_says_so(
+    server: LMCacheServer,
+    start_engine: Callable[..., Engine],
+    extra: dict[str, bool],
+    hints: dict[str, int],
+    tokens: int,
+) -> None:
+    running = start_engine("llama", server=server, block_size=CHUNK, extra_config=extra)
+    first = running.run(PROMPT, 5 * CHUNK, transfer=hints)
+    assert server.status()["l1"]["chunks"] == tokens // CHUNK
+    found = served(running, chat(PROMPT, first))
+    assert found.external_tokens == tokens, "the chunk in which the prompt ends is the prompt's"
+
+
+def test_an_answer_of_a_model_with_windows() -> None:
+    with LMCacheServer() as large, Engine("gemma3", server=large) as running:
+        tokens = prompt(600, 1)
+        second = chat(tokens, running.run(tokens, 600))
+        found = served(running, second)
+        assert found.external_tokens > 1000, "nearly all of the answer, too"
+        large.clear()
+        assert running.reset_prefix_cache()
+        running.run(second[: found.external_tokens + 1])
+        own = running.run(second)
+        assert (own.local_tokens, own.external_tokens) == (found.external_tokens, 0)
+        assert found.output == own.output
