@@ -27,7 +27,7 @@ settings.load_profile("any machine")
 
 
 # What takes longest begins first, so that no worker ends long before another.
-ORDER = ("simulation", "engine", "server", "deploy", "options", "service", "unit")
+ORDER = ("simulation", "deploy", "engine", "server", "options", "service", "unit")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

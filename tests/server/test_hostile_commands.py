@@ -195,7 +195,7 @@ def test_a_client_of_the_bench_ends_with_a_sentence(
     monkeypatch: pytest.MonkeyPatch, hostile: HostileServer, kind: type[Message]
 ) -> None:
     """In this process, where each lie takes a moment."""
-    for name, value in (("ANSWER_S", 0.2), ("REGISTER_S", 0.2), ("CONNECT_S", 5.0)):
+    for name, value in (("ANSWER_S", 0.2), ("REGISTER_S", 0.2), ("CONNECT_S", 1.0)):
         monkeypatch.setattr(bench_client, name, value)
     for name, value in (("GREET_TIMEOUT_S", 0.2), ("KEEPER_INTERVAL_S", 0.01)):
         monkeypatch.setattr(channel, name, value)
