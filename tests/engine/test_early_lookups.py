@@ -17,8 +17,8 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
 from lmcache_client.channel import RefusedError
-from lmcache_client.connector import scheduler
 from lmcache_client.connector.early import EARLY_LOOKUPS, FRESH_S
+from lmcache_client.connector.lookups import FRESH_LOOKUP_S, LOOKUP_WAIT_S
 from lmcache_client.connector.request import Asking
 from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.connector.settings import Settings
@@ -55,7 +55,7 @@ class Engine:
         wait_until(lambda: self.side.channel.ready, what="the scheduler has joined")
         self.now_s = 1000.0
         """Of a clock that only the tests set forward."""
-        self.side._now_s = lambda: self.now_s
+        self.side._now_s = self.side.lookups._now_s = lambda: self.now_s
         for option in self.side.options:
             if isinstance(option, Handover):
                 option._now_s = self.side._now_s
@@ -75,7 +75,7 @@ class Engine:
         return request
 
     def wait_for_answers(self) -> None:
-        states = [tracked.state for tracked in self.side._tracked.values()]
+        states = [tracked.state for tracked in self.side.lookups.requests.values()]
         lookups = [state.lookup for state in states if isinstance(state, Asking)]
 
         def all_done() -> bool:
@@ -113,7 +113,7 @@ class Engine:
     def store(self, seed: int, first: int = 0) -> None:
         """Stores the prompt's chunks from number `first` on, without a lookup."""
         request = self.arrives(seed)
-        keys = self.side._tracked[request.request_id].keys_of(CHUNKS)
+        keys = self.side.lookups.requests[request.request_id].keys_of(CHUNKS)
         self.end(request)
         self.worker.store([chunk_object(keys, chunk, 0, (chunk + 1,)) for chunk in range(first, CHUNKS)])
 
@@ -255,12 +255,12 @@ def test_no_step_waits_twice_for_a_server_or_at_all_for_a_tier(
         requests = [engine.arrives(seed) for seed in range(8)]
         monkeypatch.setattr(engine.side.channel, "poll", watched)
         for _ in range(2):
-            assert [wait_s for wait_s in asked(*requests) if wait_s] == [scheduler.LOOKUP_WAIT_S]
+            assert [wait_s for wait_s in asked(*requests) if wait_s] == [LOOKUP_WAIT_S]
         # These lookups seem to wait for a tier now, and hold up neither the step nor the next lookup.
-        monkeypatch.setattr(engine.side, "_fetches", True)
-        engine.now_s += scheduler.FRESH_LOOKUP_S + 0.001
+        monkeypatch.setattr(engine.side.lookups, "_fetches", True)
+        engine.now_s += FRESH_LOOKUP_S + 0.001
         requests.append(engine.arrives(8))
-        assert asked(*requests) == [0.0] * 8 + [scheduler.LOOKUP_WAIT_S]
+        assert asked(*requests) == [0.0] * 8 + [LOOKUP_WAIT_S]
     assert [engine.offered(request) for request in requests] == [0] * 9
     engine.end(*requests)
 

@@ -167,7 +167,7 @@ def test_a_lookup_without_an_answer_in_time_is_counted() -> None:
     scheduler = SchedulerSide(Settings("127.0.0.1", free_port()), "late", groups, 1, True, True)
     of = SimpleNamespace(request_id="request", lora_request=None, trace_headers=None, cache_salt=None)
     asked = Asking(unsent("the lmcache server did not answer in time"), 0, 16, 0.0)
-    assert scheduler._answered(Tracked(of), asked, 0) is None  # type: ignore[arg-type]
+    assert scheduler.lookups._answered(Tracked(of), asked, 0) is None  # type: ignore[arg-type]
     stats = scheduler.take_stats()
     scheduler.channel.close()
     assert stats is not None

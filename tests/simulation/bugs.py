@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lmcache_client.channel import Channel
-from lmcache_client.connector import scheduler as scheduler_module
+from lmcache_client.connector import lookups as lookups_module
 from lmcache_client.connector import translate, weights
 from lmcache_client.connector.connector import LMCacheMPConnector
 from lmcache_client.connector.held import HeldBlocks
@@ -55,7 +55,7 @@ def _welcomed_while_copying() -> None:
 
 
 def _answers_believed() -> None:
-    scheduler_module.fits = lambda *_: True  # type: ignore[attr-defined]
+    lookups_module.fits = lambda *_: True  # type: ignore[attr-defined]
 
 
 def _engine_ids_not_compared() -> None:
@@ -117,7 +117,7 @@ def _reset_keeps_the_keys() -> None:
         root = self._root
         reset(self)
         self._root = root
-        for tracked in self._tracked.values():
+        for tracked in self.lookups.requests.values():
             tracked.root = root
 
     SchedulerSide.reset = half  # type: ignore[method-assign]
@@ -127,10 +127,10 @@ def _promise_outlives_a_reset() -> None:
     reset = SchedulerSide.reset
 
     def half(self: SchedulerSide) -> None:
-        tracked = dict(self._tracked)
-        self._tracked.clear()
+        tracked = dict(self.lookups.requests)
+        self.lookups.requests.clear()
         reset(self)
-        self._tracked.update(tracked)
+        self.lookups.requests.update(tracked)
 
     SchedulerSide.reset = half  # type: ignore[method-assign]
 

@@ -19,9 +19,10 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
 from lmcache_client import options
+from lmcache_client.connector.lookups import LOOKUP_WAIT_S
 from lmcache_client.connector.metadata import WorkerReport
 from lmcache_client.connector.request import Promised
-from lmcache_client.connector.scheduler import IDLE_WAIT_S, LOOKUP_WAIT_S, SchedulerSide
+from lmcache_client.connector.scheduler import IDLE_WAIT_S, SchedulerSide
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.worker import WorkerSide
 from lmcache_client.contract.geometry import (
@@ -432,7 +433,7 @@ class Engine:
             external, is_async = self.scheduler.matched_tokens(sequence.request, local)
             if external is None:
                 continue
-            tracked = self.scheduler._tracked[sequence.request.request_id]
+            tracked = self.scheduler.lookups.requests[sequence.request.request_id]
             if external and isinstance(tracked.state, Promised) and tracked.state.is_early:
                 self.world.count("hits of early lookups")
             resume = local + external
@@ -664,7 +665,7 @@ class Engine:
             return
         server: Any = self.networks[0].listener
         layout = server.router.registry.layout(self.engine_id) if server is not None else None
-        tracked = self.scheduler._tracked.get(sequence.request.request_id)
+        tracked = self.scheduler.lookups.requests.get(sequence.request.request_id)
         self.world.count(f"loads from another engine{self.origin.where}")
         if layout is not None and tracked is not None:
             key = tracked.keys[(resume - 1) // tracked.chunk_size]

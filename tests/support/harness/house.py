@@ -63,8 +63,8 @@ FACES = (
 )
 TOOLS = (COMMANDS, "lmcache_server/__main__.py")
 BUDGETS = {
-    "base": Budget(12737, "what a byte or a decision goes through, without options"),
-    "path": Budget(17179, "the same with every option"),
+    "base": Budget(12777, "what a byte or a decision goes through, without options"),
+    "path": Budget(17219, "the same with every option"),
     "faces": Budget(1917, "what configures and watches it"),
     "tools": Budget(3376, "the command lmcache"),
 }
