@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -88,12 +89,10 @@ class Lane:
             error: Exception | None = None
             try:
                 result = call()
-            except DamagedRecordError as failure:
-                error = DamagedRecordError(str(failure))
             except Exception as failure:  # any error must reach the owner of the call
-                # A new one: the old one's frames hold memoryviews, and CPython 3.11 has crashed when it
-                # collected such frames as garbage.
-                error = TierError(str(failure) or type(failure).__name__)
+                kind = DamagedRecordError if isinstance(failure, DamagedRecordError) else TierError
+                error = kind(str(failure) or type(failure).__name__)
+                _clear_frames(failure)
             self._running_since_s[number] = 0.0
             self._settle_soon(future, result, error)
 
@@ -275,6 +274,14 @@ class Rates:
         self.read = Pace(read_mb_s * 1e6)
         self.write = Pace(write_mb_s * 1e6)
         self.daily = Pace(write_tb_day * 1e12 / 86400, burst_s=900.0)
+
+
+def _clear_frames(failure: BaseException | None) -> None:
+    """Frees what the frames of an error hold. The garbage collector must not find it there: before 3.12.7,
+    CPython crashes if it frees a memoryview before what uses its memory (gh-77894)."""
+    while failure is not None:
+        traceback.clear_frames(failure.__traceback__)
+        failure = failure.__context__
 
 
 def _settle(future: "asyncio.Future[Any]", result: object, error: Exception | None) -> None:

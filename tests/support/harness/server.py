@@ -85,6 +85,9 @@ class LMCacheServer:
         self._remove()
         if error is not None:
             error.add_note(tail(self.log))
+        else:
+            # As when the garbage collector meets a memoryview that is in use, which crashes some CPythons.
+            assert "Exception ignored" not in self.log.read_text(errors="replace"), tail(self.log)
 
     def start(self) -> None:
         """Start it and wait until it is ready."""
