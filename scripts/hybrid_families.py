@@ -201,7 +201,7 @@ def page(root: Path, version: str) -> str:
     intro = (
         f"This page lists each model family of vLLM {version} that has recurrent layers or a KV cache of its "
         "own. All other families have full attention, MLA, sliding windows or chunked-local attention: "
-        "[Hybrid models](hybrid-models.md) says how these are tested. "
+        "[What was tested](tested.md#models) says how these are tested. "
         "`scripts/hybrid_families.py` writes this page from vLLM's registry, and a test fails when a new "
         "version of vLLM has a family that is missing here."
     )

@@ -39,7 +39,7 @@ def engine(name: str) -> Manifest:
 
 def test_every_recipe_is_tested() -> None:
     assert {path.stem for path in RECIPES.iterdir()} == {*ENGINES, "servers", "production-stack-patch"}
-    page = (ROOT / "docs" / "routing.md").read_text()
+    page = (ROOT / "docs" / "several-machines.md").read_text()
     assert all(f"deploy/recipes/{path.name}" in page for path in RECIPES.iterdir())
 
 

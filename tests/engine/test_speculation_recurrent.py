@@ -97,7 +97,7 @@ def test_target_and_drafter_resume_as_from_vllms_own_cache(model: str, kind: str
         # Another engine has few blocks, and its vLLM also offers states that drafts have made.
         with speculating(model, kind, server, num_gpu_blocks_override=40, **EVERY_STATE) as engine:
             assert again(engine, tokens, ANSWER, end).said == cold.said
-            # With drafts, answers of Falcon-H1 depend on what else runs: see docs/speculative.md.
+            # With drafts, answers of Falcon-H1 depend on what else runs: see docs/drafters.md.
             if model != "falconh1":
                 crowded(engine, server, shared, right)
             states_within_prompts(engine, server, tokens, longer, grown)

@@ -1,4 +1,4 @@
-"""An engine with a drafter. docs/speculative.md has the same rules, with the files and lines of vLLM.
+"""An engine with a drafter. docs/drafters.md has the same rules, with the files and lines of vLLM.
 
 A step computes drafts, too, and vLLM has blocks for them. The model accepts the leading drafts that it would
 have said itself. The pages of the others hold what was never said, until they are written again.

@@ -55,7 +55,7 @@ def test_the_page_shows_the_table(heading: str, kind: str) -> None:
 
 OFFERED = {
     # What a page offers: how LMCache's names and this page's words speak of it, and what that page says.
-    r"kv[-_. ]event": ("routing.md", "--kv-events-config"),
+    r"kv[-_. ]event": ("several-machines.md", "--kv-events-config"),
     r"quota": ("operations.md", "--quota-gb"),
     r"\bpin\b": ("operations.md", "lmcache pin"),
     r"prefetch|warm": ("operations.md", "lmcache warm"),

@@ -1,1 +1,1 @@
-"""Tells engines which chunks they can no longer find, so that they can tell routers: see docs/routing.md."""
+"""Tells engines which chunks they can no longer find, for routers: see docs/several-machines.md."""
