@@ -158,6 +158,10 @@ class Service:
         self._process.kill()
         self._process.wait()
 
+    def terminate(self) -> None:
+        """Ask it to end, without waiting."""
+        self._process.terminate()
+
     def stop(self) -> None:
         """Stop the process with SIGTERM, then kill the rest of its group."""
         if self._process.poll() is None:

@@ -105,14 +105,14 @@ def test_it_says_what_will_happen_numbers_its_steps_and_ends_with_what_to_do_nex
     assert code == 0, said
     assert said.startswith("In 7 steps, a real model answers questions")
     first, last = said.partition("\n[1/7]")[0], said.partition("[7/7]")[2]
-    assert "about\nsix minutes" in first
+    assert "about four\nminutes" in first
     assert "often wrong" in first, "before the answers and the table"
     assert [line[1] for line in said.splitlines() if line.startswith("[")] == list("1234567")
     for part in (
         "s without a cache), 64 of 200 tokens from the server",
         "tiny random weights",
         "64 of 200 tokens from the server; the answer, with its log probabilities, equals the computed",
-        f"its status page, while the demo runs: http://127.0.0.1:{demo.started[1].port}",
+        f"its status page, while the demo runs: http://127.0.0.1:{demo.started[0].port}",
         " s, without the installation; logs in ",
         "http://127.0.0.1:8080",
     ):
@@ -171,10 +171,10 @@ def test_a_server_that_is_killed_by_somebody_else_ends_the_demo_with_a_sentence(
 ) -> None:
     ask = demo.ask
 
-    def ask_and_kill(vllm: object, messages: object) -> object:
-        answer = ask(vllm, messages)
-        if demo.started[-1].what == "vLLM again":
-            demo.started[1].kill()
+    def ask_and_kill(vllm: object, messages: object, *tokens: int) -> object:
+        answer = ask(vllm, messages, *tokens)
+        if demo.started[-1].what == "second vLLM":
+            demo.started[0].kill()
         return answer
 
     monkeypatch.setattr(demo, "ask", ask_and_kill)
