@@ -16,9 +16,15 @@ from lmcache_server import options as of_server
 HISTORIES = 20
 NAMES = sorted({*of_server.NAMES, *of_connector.NAMES})
 # Pages describe the whole product, with every option. The stand-in of a driver uses nothing of the server.
+# The demo, and the longest tests of the contract and the core, are about files that see no option.
 NOT_OF_THE_BASE = (
+    "tests/service/test_fuzz.py::test_fuzzing_guided_by_coverage_runs",
     "tests/service/test_standin.py",
     "tests/service/test_standin_order.py",
+    "tests/unit/test_cache_model.py",
+    "tests/unit/test_contract_codec.py",
+    "tests/unit/test_contract_keys.py",
+    "tests/unit/test_demo.py",
     "tests/unit/test_docs.py",
     "tests/unit/test_errors_page.py",
     "tests/unit/test_metrics.py::test_the_document_is_up_to_date",
