@@ -10,7 +10,7 @@ from lmcache_client.contract.messages import Lookup, Release
 from lmcache_server.core.cache import Layout
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.options.planner.demand import SIZES, WINDOWS, Demand, Sizes, rates, together
-from lmcache_server.options.planner.record import Event, Recorder, shortened
+from lmcache_server.options.planner.recording import Event, Recorder, shortened
 from lmcache_server.service.option import Base, Option
 from lmcache_server.service.requests import is_test
 from lmcache_server.telemetry.metrics import Metric

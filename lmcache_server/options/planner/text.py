@@ -7,7 +7,7 @@ from lmcache_server.commands.control import SHARE, json_object
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.host.logs import printable
 from lmcache_server.host.units import size
-from lmcache_server.options.planner import record
+from lmcache_server.options.planner import recording
 from lmcache_server.options.planner.demand import SIZES, Demand, Sizes, rates, together
 
 WINDOWS = {"hour": "last hour", "day": "last day", "start": "since start"}
@@ -27,7 +27,7 @@ def replayed(path: str, l1_bytes: int) -> dict[str, Any]:
     """The demand of a record, in the form of a status report, for an L1 of this size. Raises CommandError."""
     counted, time_s = Demand(MAX_RECORDED_KEYS), 0.0
     counted.l1_frames = l1_bytes / FRAME_BYTES
-    for event in record.read(path):
+    for event in recording.read(path):
         namespace, time_s = event.namespace.encode(), event.time_s
         sizes = Sizes(event.chunk_size, event.chunk_frames, event.sparse, event.states)
         if event.kind == "lookup":

@@ -10,9 +10,9 @@ from lmcache_server.core.index import Chunk
 from lmcache_server.core.packed import StoredObject
 from lmcache_server.core.pool import count_frames
 from lmcache_server.options.tiers.base import TierError
+from lmcache_server.options.tiers.breaker import WRITE
 from lmcache_server.options.tiers.record import Label
 from lmcache_server.options.tiers.states import Tiers, TierState
-from lmcache_server.options.tiers.tiering import WRITE
 from lmcache_server.service.system import System
 from lmcache_server.transfer.base import CopyError
 

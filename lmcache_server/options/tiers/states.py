@@ -11,9 +11,10 @@ from lmcache_server.core.index import Chunk
 from lmcache_server.core.pool import FRAME_BYTES, Runs
 from lmcache_server.l1.memory import L1Memory
 from lmcache_server.options.tiers.base import TierError
+from lmcache_server.options.tiers.breaker import PRESENT, Breaker
 from lmcache_server.options.tiers.flags import MAX_TIERS
 from lmcache_server.options.tiers.record import Label
-from lmcache_server.options.tiers.tiering import OLD_S, PRESENT, Breaker, Speed
+from lmcache_server.options.tiers.speed import OLD_S, Speed
 from lmcache_server.options.tiers.worker import STUCK_S, TierWorker
 from lmcache_server.service.system import System
 from lmcache_server.telemetry.failures import Failures

@@ -58,7 +58,7 @@ FACES = (
     "lmcache_server/admin",
     "lmcache_server/telemetry",
     "lmcache_server/host",
-    f"{OPTIONS}/planner/record.py",
+    f"{OPTIONS}/planner/recording.py",
     TABLE,
 )
 TOOLS = (COMMANDS, "lmcache_server/__main__.py")

@@ -7,17 +7,18 @@ import pytest
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
 from lmcache_client.contract.hits import fetch_patience_s
 from lmcache_server.core.cache import Cache, Layout
-from lmcache_server.options.tiers import tiering
-from lmcache_server.options.tiers.tiering import (
+from lmcache_server.options.tiers.breaker import (
     FAILURES,
+    MAX_RETRY_S,
     PRESENT,
     READ,
     RETRY_S,
+    WITHIN_S,
     WRITE,
     Breaker,
-    Speed,
-    wanted,
 )
+from lmcache_server.options.tiers.speed import SLOW_OLD_S, Speed
+from lmcache_server.options.tiers.wanted import wanted
 
 CHUNK_SIZE = 16
 KEYS = [number.to_bytes(32, "big") for number in range(6)]
@@ -93,7 +94,7 @@ def test_a_breaker_opens_after_failures_in_a_row_and_tries_later(call: str) -> N
         assert breaker.tries(now_s)
         assert not breaker.tries(now_s + 0.1), "one call tries it"
         breaker.failed(now_s, PRESENT)
-        delay_s = min(2 * delay_s, tiering.MAX_RETRY_S)
+        delay_s = min(2 * delay_s, MAX_RETRY_S)
         assert not breaker.tries(now_s + delay_s - 0.1)
     breaker.answers()
     assert not breaker.is_open
@@ -111,7 +112,7 @@ def test_a_tier_that_only_answers_is_on_trial(call: str) -> None:
         breaker.succeeded(PRESENT)
         breaker.failed(now_s, call)
         assert breaker.is_open, "one failure is enough"
-        delay_s = min(2 * delay_s, tiering.MAX_RETRY_S)
+        delay_s = min(2 * delay_s, MAX_RETRY_S)
         assert not breaker.tries(now_s + delay_s - 0.1)
     breaker.answers()
     breaker.succeeded(call)
@@ -122,7 +123,7 @@ def test_a_tier_that_only_answers_is_on_trial(call: str) -> None:
 def test_only_failures_of_one_kind_in_a_row_and_near_each_other_open_a_breaker() -> None:
     breaker = Breaker()
     for number in range(10):
-        breaker.failed(number * (tiering.WITHIN_S / 2 + 0.1), READ)
+        breaker.failed(number * (WITHIN_S / 2 + 0.1), READ)
     assert not breaker.is_open, "they are far apart"
     breaker = Breaker()
     for _ in range(5):
@@ -152,7 +153,7 @@ def test_speed_follows_what_was_measured_and_grows_old() -> None:
     for _ in range(3):
         speed.add(10**9, 0.1, 202.0)
     assert speed.seconds(10**9) < 1, "one fetch beside other work is soon forgotten"
-    assert speed.is_old(208.0, tiering.SLOW_OLD_S)
+    assert speed.is_old(208.0, SLOW_OLD_S)
     assert not speed.is_old(208.0)
 
 
