@@ -66,7 +66,8 @@ class Client:
                 channel.system.sleep(0.005)
             if not channel.ready:
                 self.__exit__()
-                raise BenchError(str(channel.refusal or "the server did not accept the bench in time"))
+                late = "the server did not accept the bench in time: it may be busy, so try again"
+                raise BenchError(str(channel.refusal or late))
         return self
 
     def __exit__(self, *_: object) -> None:
