@@ -31,10 +31,11 @@ class Settings(msgspec.Struct, frozen=True):
     what another engine has stored of its prompt. `store_everything` also stores windows and states that no
     request is likely to read. `untested_vllm` also allows a vLLM that is newer than the newest tested
     version. `weights_name` names the weights instead of their content. `servers` has a HOST:PORT for each
-    range of ranks, instead of host and port."""
+    range of ranks, instead of host and port. `key_file` is the server's."""
 
     host: str = ""
     port: Annotated[int, Meta(ge=1)] = DEFAULT_PORT
+    key_file: str = ""
     lookup_timeout_s: Annotated[float, Meta(gt=0)] = 1.0
     load_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
     wait_timeout_s: Annotated[float, Meta(ge=0)] = 10.0
@@ -46,7 +47,7 @@ class Settings(msgspec.Struct, frozen=True):
 
     @property
     def address(self) -> str:
-        return address(self.host, self.port)
+        return address(self.host, self.port, self.key_file)
 
 
 def parse(extra_config: Mapping[str, Any]) -> tuple[Settings, list[str]]:
