@@ -47,7 +47,8 @@ def test_every_option_can_be_set_in_each_way(tmp_path):
     values = {
         "host": "127.0.0.1", "port": 1, "allow_remote": True, "key_file": "/run/key",
         "http_host": "::1", "http_port": 0, "chunk_size": 544, "l1_size_gb": 0.5,
-        "eviction_policy": "lru", "l1_hugetlb": False, "l1_path": "/dev/shm/l1", "checksums": True, "quota_gb": "1.5,0b5d5f2c=3",
+        "eviction_policy": "lru", "l1_hugetlb": False, "l1_path": "/dev/shm/l1",
+        "checksums": True, "quota_gb": "1.5,0b5d5f2c=3",
         "gpu_kernel": True, "lease_s": 7.5, "log_level": "DEBUG", "log_format": "json",
     }  # fmt: skip
     assert [*values, "of_options"] == [field.name for field in dataclasses.fields(Config)]
