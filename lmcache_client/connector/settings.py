@@ -35,7 +35,6 @@ class Settings(msgspec.Struct, frozen=True):
 
     host: str = ""
     port: Annotated[int, Meta(ge=1)] = DEFAULT_PORT
-    key_file: str = ""
     lookup_timeout_s: Annotated[float, Meta(gt=0)] = 1.0
     load_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
     wait_timeout_s: Annotated[float, Meta(ge=0)] = 10.0
@@ -44,6 +43,7 @@ class Settings(msgspec.Struct, frozen=True):
     untested_vllm: bool = False
     weights_name: Annotated[str, Meta(max_length=1024)] = ""
     servers: dict[str, str] = {}
+    key_file: str = ""
 
     @property
     def address(self) -> str:
