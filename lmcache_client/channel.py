@@ -53,8 +53,7 @@ class RefusedError(ChannelError):
 
 
 class Pending:
-    """A request in flight. Once it is done it has a `reply` or an `error`. The module docstring defines done
-    and settled."""
+    """A request in flight. Once it is done (see above) it has a `reply` or an `error`."""
 
     __slots__ = ("_on_late", "deadline_s", "error", "reply", "settled")
 
@@ -128,15 +127,11 @@ class Channel:
         self._lock = system.lock()
         self._pending: dict[int, Pending] = {}
         self._lost: list[Lost] = []
-        self._next_id = 1
+        self._next_id, self._session_id = 1, 0
         self._connected = False
-        self._retry_s = 0.0
-        self._closed = system.event()
-        self._attempted = system.event()
+        self._closed, self._attempted = system.event(), system.event()
         self._server: Process | None = None
-        self._session_id = 0
-        self._probe_s = 0.0
-        self._last_heard_s = 0.0
+        self._retry_s = self._probe_s = self._last_heard_s = 0.0
         self._ping: Pending | None = None
         self._is_readable = True
         """False after a reply that cannot be read, until the server accepts this client."""
@@ -270,6 +265,8 @@ class Channel:
     def _watch_connection(self) -> None:
         while self._connection and (is_up := self._connection.event()) is not None:
             if not is_up:
+                if why := self._connection.refusal:
+                    self._refused(RefusedError(Refused(messages.NO_ACCESS, why)))
                 self._break("the connection to the lmcache server broke")
                 return
             self._connected = True
@@ -292,9 +289,9 @@ class Channel:
             self._on_state(logging.WARNING, f"{reason}: requests are computed without it until it is back")
 
     def _reconnect(self) -> None:
-        if self._connection is None and not self._closed.is_set():
-            # Without a file descriptor to spare, the keeper tries again.
-            with contextlib.suppress(ConnectionLostError):
+        waits = self.refusal is not None and self.system.now_s() < self._retry_s
+        if self._connection is None and not waits and not self._closed.is_set():
+            with contextlib.suppress(ConnectionLostError):  # without a descriptor, the keeper tries again
                 self._connection = self.system.connect(self.address)
 
     def _watch_lost(self) -> None:
@@ -363,12 +360,7 @@ class Channel:
                 self._hello()
             self._on_up(self)
         except RefusedError as error:
-            if self.refusal is None or str(self.refusal) != str(error):
-                passes = error.code in (messages.NOT_REGISTERED, messages.OVERLOADED)
-                level = logging.WARNING if passes else logging.ERROR
-                self._on_state(level, f"the lmcache server refused this engine: {error}")
-            self.refusal = error
-            self._retry_s = self.system.now_s() + RETRY_REFUSED_S
+            self._refused(error)
             if error.code == messages.NOT_REGISTERED:
                 with self._lock:
                     self._break("the lmcache server has ended the session")
@@ -383,6 +375,15 @@ class Channel:
             self.generation += 1
             self.ready = True
             self._on_state(logging.INFO, f"connected to the lmcache server at {self.address}")
+        self._attempted.set()
+
+    def _refused(self, error: RefusedError) -> None:
+        if str(self.refusal) != str(error):
+            passes = error.code in (messages.NOT_REGISTERED, messages.OVERLOADED)
+            level = logging.WARNING if passes else logging.ERROR
+            self._on_state(level, f"the lmcache server refused this engine: {error}")
+        self.refusal = error
+        self._retry_s = self.system.now_s() + RETRY_REFUSED_S
         self._attempted.set()
 
     def _hello(self) -> None:

@@ -13,15 +13,18 @@ import time
 from collections.abc import Callable
 
 import zmq
+from zmq import Event
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from lmcache_client.contract.codec import MAX_MESSAGE_BYTES
-from lmcache_client.contract.endpoint import peer_pid
+from lmcache_client.contract.codec import MAX_FRAME_BYTES
+from lmcache_client.contract.endpoint import KEY_FILE, EndpointError, peer_pid, split
 from lmcache_client.memory.host import allow_tracer
 
 RECONNECT_MS = 100
 PROBE_S = 0.2
 _READABLE = int(zmq.POLLIN)
+_FAILED = Event.HANDSHAKE_FAILED_NO_DETAIL | Event.HANDSHAKE_FAILED_PROTOCOL | Event.HANDSHAKE_FAILED_AUTH
 
 
 class ConnectionLostError(Exception):
@@ -32,6 +35,14 @@ class Connection:
     """A DEALER socket to one address, with its monitor. Only one thread at a time may use it."""
 
     def __init__(self, address: str) -> None:
+        plain, key = split(address)
+        self._has_key, whose = bool(key), "has another key, or none" if key else "wants a key"
+        self._why = (
+            f"{plain} {whose}: give it and its clients the same key file (--key-file of the server and of "
+            "commands, lmcache.mp.key_file of engines)"
+        )
+        self.refusal = ""
+        """Why the server did not shake hands, if that may be because of the key; otherwise empty."""
         # Closing a context of its own also ends the thread and the descriptors of this connection.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -39,15 +50,24 @@ class Connection:
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.IPV6, 1)
         self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+            zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _FAILED
         )
         self._descriptor = -1
         """The connection's file descriptor, or -1 until it is up. libzmq closes it."""
         self._signal = int(self._socket.getsockopt(zmq.FD))
-        self._socket.connect(address)
+        if key:
+            # Both sides have the same key pair. Its public key is in the clear nowhere.
+            secret = z85.encode(key)
+            self._socket.curve_secretkey = secret
+            self._socket.curve_publickey = self._socket.curve_serverkey = zmq.curve_public(secret)
+        try:
+            self._socket.connect(plain)
+        except (zmq.ZMQError, ValueError):  # ValueError: text that no address can have
+            self.close()
+            raise
 
     def send(self, frame: bytes) -> None:
         """Sends a frame without blocking. Raises ConnectionLostError."""
@@ -68,10 +88,14 @@ class Connection:
         with contextlib.suppress(zmq.ZMQError):
             while _is_readable(self._monitor):
                 event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
-                if event["event"] != zmq.EVENT_CONNECTED:
+                if event["event"] & _FAILED:  # next, it is disconnected
+                    # Without a key, a server that is quick to close tells the reason only at another try.
+                    if self._has_key or event["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+                        self.refusal = self._why
+                elif event["event"] != zmq.EVENT_CONNECTED:
                     return bool(event["event"] != zmq.EVENT_DISCONNECTED)
-                # The socket is connected, but the peer has not shaken hands yet.
-                self._descriptor = event["value"]
+                else:  # the socket is connected, but the peer has not shaken hands yet
+                    self._descriptor = event["value"]
         return None
 
     def peer_pid(self) -> int | None:
@@ -145,18 +169,19 @@ class System:
         """Raises ConnectionLostError, for example when no file descriptor is left."""
         try:
             return Connection(address)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, EndpointError) as error:
             raise ConnectionLostError(str(error)) from error
 
     def nobody_listens(self, address: str) -> bool:
         """Whether the kernel refuses a connection to a ZeroMQ address: whoever listened there has ended."""
         try:
-            if address.startswith("ipc://"):
+            plain, _, _ = address.partition(KEY_FILE)
+            if plain.startswith("ipc://"):
                 with socket.socket(socket.AF_UNIX) as probe:
                     probe.settimeout(PROBE_S)
-                    probe.connect(address.removeprefix("ipc://"))
+                    probe.connect(plain.removeprefix("ipc://"))
             else:
-                host, _, port = address.removeprefix("tcp://").rpartition(":")
+                host, _, port = plain.removeprefix("tcp://").rpartition(":")
                 socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
         except (ConnectionRefusedError, FileNotFoundError):
             return True

@@ -95,9 +95,14 @@ class Config:
         DEFAULT_PORT, click.IntRange(1, 65535), "TCP port for engines; without --host, the number that names "
         "the Unix socket.")
     allow_remote: bool = _flag(
-        False, click.BOOL, "Needed for a --host or --http-host other than loopback. Opens the server to "
-        "every machine that can reach it, without password or encryption: such a machine can see what is "
-        "cached, clear the cache, and make the server copy between the cache and processes of this machine.")
+        False, click.BOOL, "Needed for a --host without --key-file, or an --http-host, other than loopback. "
+        "Opens the server to every machine that can reach it, without password or encryption: such a machine "
+        "can see what is cached, clear the cache, and make the server copy between the cache and processes "
+        "of this machine.")
+    key_file: str = _flag(
+        "", _TEXT, "File with a key, as `lmcache key` makes it. Then connections over TCP are encrypted, and "
+        "only clients with the same key can connect. The Unix socket needs no key and does not use it.",
+        metavar="FILE", show_default="none")
     http_host: str = _flag(
         "127.0.0.1", _TEXT, "Address for HTTP: the status page, /metrics, /healthz and the other paths.")
     http_port: int = _flag(
@@ -200,10 +205,12 @@ def checked(given: Mapping[str, Any]) -> Config:
         host = getattr(config, name)
         if not host_name(host) and (host or name == "http_host"):
             raise StartError(f"{flag_name(name)} must name an address, for example 127.0.0.1")
-        if host and not is_loopback(host) and not config.allow_remote:
+        has_key = name == "host" and config.key_file
+        if host and not is_loopback(host) and not config.allow_remote and not has_key:
+            key = "--key-file for a key, or " if name == "host" else ""
             raise StartError(
                 f"{flag_name(name)} {host} lets other machines connect, without password or encryption: "
-                f"add --allow-remote if you want that, or use 127.0.0.1"
+                f"add {key}--allow-remote if you want that, or use 127.0.0.1"
             )
     if config.l1_path and config.l1_hugetlb:
         raise StartError("--l1-path and --l1-hugetlb cannot be combined: leave one of them out")

@@ -21,10 +21,11 @@ and the environment over the file. `LMCACHE_RUNTIME_DIR` names the directory of 
 the same for the server and the engines. The default is a directory of the user.
 
 Commands that ask a running server find it by `--host` and `--port`, their variables or the same file, and
-wait `--timeout-s` seconds (default 10) for its answer. Below, these are *the options of an asking command*.
+wait `--timeout-s` seconds (default 10) for its answer. Over TCP, `--key-file` names a file with the server's
+key, if it has one. Below, these are *the options of an asking command*.
 These commands have them: {asking}.
 """
-ASKING = ("--config", "--host", "--port", "--timeout-s")
+ASKING = ("--config", "--host", "--port", "--key-file", "--timeout-s")
 
 
 def option_row(option: click.Option) -> str:

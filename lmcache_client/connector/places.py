@@ -33,7 +33,7 @@ def places(settings: Settings, world_size: int) -> tuple[Place, ...]:
     """In the order of ranks. Raises ValueError that says what to change."""
     if not settings.servers:
         return (Place(range(world_size), settings.address),)
-    given = (_place(ranks, where) for ranks, where in settings.servers.items())
+    given = (_place(ranks, where, settings.key_file) for ranks, where in settings.servers.items())
     found = sorted(given, key=lambda place: place.ranks.start)
     ends = [0, *(place.ranks.stop for place in found)]
     for place, end in zip(found, ends, strict=False):
@@ -50,7 +50,7 @@ def places(settings: Settings, world_size: int) -> tuple[Place, ...]:
     return tuple(found)
 
 
-def _place(ranks: str, where: str) -> "Place":
+def _place(ranks: str, where: str, key_file: str) -> "Place":
     numbers, host_port = (
         re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", ranks),
         re.fullmatch(r"(?:(.+):)?(\d+)", where),
@@ -61,7 +61,7 @@ def _place(ranks: str, where: str) -> "Place":
         raise ValueError(f"{KEY}: {ranks!r} is no range of ranks; an example is {EXAMPLE}")
     if host_port is None or not 0 < int(host_port[2]) < 1 << 16:
         raise ValueError(f"{KEY}: {where!r} is not HOST:PORT; an example is {EXAMPLE}")
-    return Place(range(first, last + 1), address(host_port[1] or "", int(host_port[2])))
+    return Place(range(first, last + 1), address(host_port[1] or "", int(host_port[2]), key_file))
 
 
 def place_of(rank: int, all_places: tuple[Place, ...]) -> int:

@@ -30,7 +30,8 @@ class Settings(msgspec.Struct, frozen=True):
     what another engine has stored of its prompt. `store_everything` also stores windows and states that no
     request is likely to read. Without `save_decode_cache`, answers are not stored. `untested_vllm` allows a
     vLLM that is newer than the newest tested version. `weights_name` names the weights instead of their
-    content. `servers` has a HOST:PORT for each range of ranks, instead of host and port."""
+    content. `servers` has a HOST:PORT for each range of ranks, instead of host and port. `key_file` is the
+    server's."""
 
     host: str = ""
     port: Annotated[int, Meta(ge=1)] = DEFAULT_PORT
@@ -43,10 +44,11 @@ class Settings(msgspec.Struct, frozen=True):
     untested_vllm: bool = False
     weights_name: Annotated[str, Meta(max_length=1024)] = ""
     servers: dict[str, str] = {}
+    key_file: str = ""
 
     @property
     def address(self) -> str:
-        return address(self.host, self.port)
+        return address(self.host, self.port, self.key_file)
 
 
 def parse(extra_config: Mapping[str, Any]) -> tuple[Settings, list[str]]:

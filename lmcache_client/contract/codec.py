@@ -13,6 +13,8 @@ from msgspec import Meta
 
 MAX_MESSAGE_BYTES = 4 << 20
 """Enough for the keys of 131,072 chunks, or for more than half a million block ids."""
+MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 64
+"""On the wire: CURVE adds 33 bytes to a message."""
 MAX_ARRAYS = 1 << 17
 """The limit per message: an empty array takes one byte on the wire but 64 bytes in memory."""
 MAX_TEXT = 1 << 16

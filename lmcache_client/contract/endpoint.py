@@ -1,5 +1,6 @@
 """Where the server listens: a Unix socket derived from the port, or TCP when a host is given."""
 
+import hashlib
 import ipaddress
 import os
 import pwd
@@ -8,7 +9,10 @@ import stat
 import struct
 from pathlib import Path
 
+from lmcache_client.contract.key_file import read_key
+
 MAX_SOCKET_PATH = 100
+KEY_FILE = "?key_file="
 
 
 class EndpointError(ValueError):
@@ -69,12 +73,16 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def address(host: str, port: int) -> str:
-    """The server's ZeroMQ address: TCP if `host` is given, otherwise the Unix socket of `port`. Raises
-    EndpointError if the path of the socket is too long for the kernel or cannot be printed."""
+def address(host: str, port: int, key_file: str = "") -> str:
+    """The server's address for `split`: TCP if `host` is given, otherwise the Unix socket of `port`, where
+    `key_file` has no effect. Raises EndpointError if the path of the socket is too long for the kernel or
+    cannot be printed, or if the key file cannot be used."""
     if host:
         name = host_name(host)
-        return f"tcp://[{name}]:{port}" if ":" in name else f"tcp://{name}:{port}"
+        place = f"tcp://[{name}]:{port}" if ":" in name else f"tcp://{name}:{port}"
+        place += f"{KEY_FILE}{os.path.abspath(key_file)}" if key_file else ""
+        split(place)
+        return place
     path = runtime_directory() / f"{port}.sock"
     if not str(path).isprintable():
         raise EndpointError(
@@ -87,11 +95,23 @@ def address(host: str, port: int) -> str:
     return f"ipc://{path}"
 
 
+def split(endpoint: str) -> tuple[str, bytes]:
+    """ZeroMQ's part of an address that `address` returned, and the secret key of its connections, or no
+    bytes if it names no key file. Raises EndpointError."""
+    plain, _, path = endpoint.partition(KEY_FILE)
+    try:
+        # Whoever uses one file for connections and for a tier has two keys.
+        return plain, hashlib.sha256(b"lmcache-mp TCP" + read_key(path)).digest() if path else b""
+    except ValueError as error:
+        raise EndpointError(f"cannot use the key file: {error}") from error
+
+
 def start_command(endpoint: str) -> str:
     """What starts a server at an address that `address` returned."""
+    endpoint, _, key_file = endpoint.partition(KEY_FILE)
     place, _, port = endpoint.removesuffix(".sock").rpartition(":" if endpoint.startswith("tcp") else "/")
     host = f" --host {host_name(place)}" if endpoint.startswith("tcp") else ""
-    return f"lmcache server{host} --port {port}"
+    return f"lmcache server{host} --port {port}" + (f" --key-file {key_file}" if key_file else "")
 
 
 def peer_pid(descriptor: int) -> int | None:

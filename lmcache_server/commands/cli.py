@@ -10,9 +10,11 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from lmcache_client.contract.key_file import KEY_BYTES
 from lmcache_client.contract.version import VERSION
 from lmcache_server import config as configuration
 from lmcache_server.commands import contents, ends, shared_flags
+from lmcache_server.commands.shared_flags import Address
 from lmcache_server.config import FLAGS
 from lmcache_server.errors import CommandError, StartError
 from lmcache_server.host.logs import printable
@@ -61,14 +63,14 @@ def server(**values: Any) -> int:
     "--namespace", default="", metavar="DIGITS,DIGITS",
     help="Of the connected engines' namespaces that begin with these digits, print what differs.",
 )  # fmt: skip
-def status(host: str, port: int, timeout_s: float, as_json: bool, explain: bool, namespace: str) -> None:
+def status(server: Address, timeout_s: float, as_json: bool, explain: bool, namespace: str) -> None:
     """Print what a server holds: memory, models, sessions, hit rate."""
     import json
 
     from lmcache_server.commands import control
     from lmcache_server.commands.status import explanation, summary
 
-    report = control.report(host, port, timeout_s, explain or bool(namespace))
+    report = control.report(server, timeout_s, explain or bool(namespace))
     names = tuple(filter(None, namespace.lower().split(",")))
     text = explanation(report, names) if explain or names else summary(report)
     click.echo(json.dumps(report, indent=2) if as_json else text)
@@ -91,7 +93,7 @@ def status(host: str, port: int, timeout_s: float, as_json: bool, explain: bool,
 )
 @click.option("--json", "as_json", is_flag=True, help="Print what was forgotten as a JSON object.")
 def clear(
-    host: str, port: int, timeout_s: float, model: str, namespace: str, salt: str, tiers: bool, as_json: bool
+    server: Address, timeout_s: float, model: str, namespace: str, salt: str, tiers: bool, as_json: bool
 ) -> None:
     """Make a server forget all chunks, or some of them.
 
@@ -111,7 +113,7 @@ def clear(
     names = (model, namespace.lower(), salt.lower())
     named = [name[:MAX_NAME].encode("utf-8", "replace").decode() for name in names]
     message = Clear(True, named[0], named[1], named[2], tiers)
-    cleared = control.ask(host, port, message, Cleared, timeout_s)
+    cleared = control.ask(server, message, Cleared, timeout_s)
     told, failed = f"forgot {cleared.chunks} chunk{'' if cleared.chunks == 1 else 's'}", cleared.tiers_failed
     done = [url for url in cleared.tiers if tiers and not any(why.startswith(f"{url}: ") for why in failed)]
     kept = () if tiers else cleared.tiers
@@ -127,7 +129,7 @@ def clear(
 
 @cli.command()
 @shared_flags.control_flags
-def ping(host: str, port: int, timeout_s: float) -> None:
+def ping(server: Address, timeout_s: float) -> None:
     """Ask whether a server answers, and how fast.
 
     It prints the time of one request on an open connection. The exit code is 0 when a server answers, and 1
@@ -135,18 +137,16 @@ def ping(host: str, port: int, timeout_s: float) -> None:
     """
     from lmcache_server.commands import control
 
-    seconds = control.round_trip_s(host, port, timeout_s)
+    seconds = control.round_trip_s(server, timeout_s)
     click.echo(f"the server answers, after {1000 * seconds:.2f} ms")
 
 
 @cli.command()
-@configuration.flags(
-    "host", "port", "l1_size_gb", "l1_path", "l1_hugetlb", *OF_DOCTOR, **shared_flags.ADDRESS
-)
+@shared_flags.addressing("l1_size_gb", "l1_path", "l1_hugetlb", *OF_DOCTOR)
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as a JSON array.")
 @click.option("--gpu", "try_gpus", is_flag=True, help="Also try each GPU: map, pin, copy and compare 64 MiB.")
 @click.pass_context
-def doctor(context: click.Context, /, as_json: bool, try_gpus: bool, **options: Any) -> int:
+def doctor(context: click.Context, /, server: Address, as_json: bool, try_gpus: bool, **options: Any) -> int:
     """Check this machine, this Python environment and a running server.
 
     It prints one line for each check, and the fix where something is wrong. Run it as the server's user.
@@ -160,7 +160,7 @@ def doctor(context: click.Context, /, as_json: bool, try_gpus: bool, **options: 
     from lmcache_server.host.preflight import FAIL
 
     flags = {name for name in options if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-    checks = examine(options, flags, try_gpus)
+    checks = examine(server, options, flags, try_gpus)
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
     for check in () if as_json else checks:
@@ -202,7 +202,7 @@ def doctor(context: click.Context, /, as_json: bool, try_gpus: bool, **options: 
     help="What to measure; load also measures store, first.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print settings and figures as JSON.")
-def bench(host: str, port: int, timeout_s: float, as_json: bool, **settings: Any) -> None:
+def bench(server: Address, timeout_s: float, as_json: bool, **settings: Any) -> None:
     """Measure a running server with synthetic engines.
 
     A chunk has 4 blocks, and a block has a page in each layer. Lookups ask for 1 to 512 small chunks. The
@@ -216,11 +216,11 @@ def bench(host: str, port: int, timeout_s: float, as_json: bool, **settings: Any
     from lmcache_server.commands import control
     from lmcache_server.commands.bench import run
 
-    report = control.report(host, port, timeout_s)
+    report = control.report(server, timeout_s)
     chunk_size, l1 = report["config"]["chunk_size"], report["l1"]
     crews = run.crews(f"lmcache bench {os.urandom(8).hex()}", chunk_size, l1, **settings)
     click.echo(run.announcement(crews, l1), err=True)
-    results = run.run(address(host, port), crews)
+    results = run.run(address(*server), crews)
     settings |= {"chunk_size": crews[0].workload.chunk_size}
     whole = {"server_version": report["version"], "settings": settings, "results": results}
     click.echo(json.dumps(whole, indent=2) if as_json else run.table(results))
@@ -275,6 +275,23 @@ def verify(
     report = {"url": vllm.url, "model": vllm.model, "prompts": rows, "right": right, "verdict": verdict}
     click.echo(json.dumps(report, indent=2) if as_json else verdict)
     return 0 if right else ends.EXIT_FAILED
+
+
+@cli.command()
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+def key(file: Path) -> None:
+    """Make a key: write 32 random bytes to FILE, as hexadecimal digits.
+
+    Give copies of FILE to the server and to all its clients: --key-file of 'lmcache server' and of the other
+    commands, lmcache.mp.key_file of engines. Only its user can read FILE. The command overwrites no file.
+    """
+    try:
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as made:
+            made.write(f"{os.urandom(KEY_BYTES).hex()}\n")
+    except FileExistsError:
+        raise CommandError(f"{file} exists: remove it first, or name another file") from None
+    except OSError as error:
+        raise CommandError(f"cannot write {file}: {error.strerror}") from error
 
 
 for each in (contents.warm, contents.pin, contents.unpin, contents.inspect, *parts("command", "COMMAND")):

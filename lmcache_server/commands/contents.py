@@ -6,10 +6,10 @@ from typing import Any
 import click
 
 from lmcache_server.commands import ends, shared_flags
-from lmcache_server.commands.shared_flags import CONTROL_TIMEOUT_S
+from lmcache_server.commands.shared_flags import CONTROL_TIMEOUT_S, Address
 
 
-def _warm(url: str, prompts_file: Path, host: str, port: int, name: str, options: dict[str, Any]) -> int:
+def _warm(url: str, prompts_file: Path, server: Address, name: str, options: dict[str, Any]) -> int:
     """Sends prompts through vLLM, pins them under `name` unless that is empty, and prints what is held."""
     from lmcache_client.contract.messages import Pin, Pinned
     from lmcache_server.commands import control, warm
@@ -21,7 +21,7 @@ def _warm(url: str, prompts_file: Path, host: str, port: int, name: str, options
     cases = prompts.from_file(prompts_file)
 
     def ask(name: str, request: str) -> Pinned:
-        return control.ask(host, port, Pin(name, request), Pinned, CONTROL_TIMEOUT_S)
+        return control.ask(server, Pin(name, request), Pinned, CONTROL_TIMEOUT_S)
 
     right, verdict = warm.verdict(warm.send(vllm, cases, ask, name, click.echo))
     click.echo(f"all: {verdict}")
@@ -30,7 +30,7 @@ def _warm(url: str, prompts_file: Path, host: str, port: int, name: str, options
 
 @click.command()
 @shared_flags.sending
-def warm(url: str, prompts_file: Path, host: str, port: int, **options: Any) -> int:
+def warm(url: str, prompts_file: Path, server: Address, **options: Any) -> int:
     """Fill the cache: send the prompts of FILE through vLLM at URL.
 
     FILE has a prompt on each line: text, a JSON string, or a JSON list of token ids. For each prompt, vLLM
@@ -38,13 +38,13 @@ def warm(url: str, prompts_file: Path, host: str, port: int, **options: Any) -> 
 
     The exit code is 1 when the server does not hold all prompts.
     """
-    return _warm(url, prompts_file, host, port, "", options)
+    return _warm(url, prompts_file, server, "", options)
 
 
 @click.command()
 @shared_flags.sending
 @click.option("--name", help="The name of the pin, for unpin.  [default: the name of FILE]")
-def pin(url: str, prompts_file: Path, name: str | None, host: str, port: int, **options: Any) -> int:
+def pin(url: str, prompts_file: Path, name: str | None, server: Address, **options: Any) -> int:
     """Keep the prompts of FILE in the cache: send and pin them.
 
     It sends the prompts through vLLM at URL, and pins their chunks: the server does not evict them until
@@ -54,9 +54,7 @@ def pin(url: str, prompts_file: Path, name: str | None, host: str, port: int, **
 
     The exit code is 1 when the server does not hold all prompts.
     """
-    return _warm(
-        url, prompts_file, host, port, _pin_name(prompts_file.name if name is None else name), options
-    )
+    return _warm(url, prompts_file, server, _pin_name(prompts_file.name if name is None else name), options)
 
 
 def _pin_name(name: str) -> str:
@@ -71,7 +69,7 @@ def _pin_name(name: str) -> str:
 @click.argument("name", required=False)
 @click.option("--all", "everything", is_flag=True, help="End all pins.")
 @shared_flags.control_flags
-def unpin(name: str | None, everything: bool, host: str, port: int, timeout_s: float) -> None:
+def unpin(name: str | None, everything: bool, server: Address, timeout_s: float) -> None:
     """End the pins of NAME, or all pins.
 
     From now on the server may evict their chunks. At first they count as just used.
@@ -81,7 +79,7 @@ def unpin(name: str | None, everything: bool, host: str, port: int, timeout_s: f
 
     if everything == bool(name):
         raise click.UsageError("pass a name or --all: 'lmcache status' lists the names")
-    reply = control.ask(host, port, Unpin(_pin_name(name) if name else ""), Unpinned, timeout_s)
+    reply = control.ask(server, Unpin(_pin_name(name) if name else ""), Unpinned, timeout_s)
     click.echo(f"unpinned {reply.chunks} chunk{'' if reply.chunks == 1 else 's'}")
 
 
@@ -104,7 +102,7 @@ def unpin(name: str | None, everything: bool, host: str, port: int, timeout_s: f
 )
 @click.option("--json", "as_json", is_flag=True, help="Print an array with an object for each prompt.")
 def inspect(
-    prompts_file: Path, host: str, port: int, timeout_s: float, url: str | None, api_key: str | None,
+    prompts_file: Path, server: Address, timeout_s: float, url: str | None, api_key: str | None,
     model: str, namespace: str, salt_file: Path | None, as_json: bool,
 ) -> int:  # fmt: skip
     """Print how much of each prompt of FILE is cached.
@@ -141,9 +139,9 @@ def inspect(
     model = model or (vllm.root if vllm is not None and not namespace else "")
 
     def ask(message: Inspect) -> Inspected:
-        return control.ask(host, port, message, Inspected, timeout_s)
+        return control.ask(server, message, Inspected, timeout_s)
 
-    places = inspecting.chosen(control.report(host, port, timeout_s), model, namespace.lower())
+    places = inspecting.chosen(control.report(server, timeout_s), model, namespace.lower())
     rows = [inspecting.look(ask, *case, salt, place) for case in cases for place in places]
     click.echo(json.dumps(rows, indent=2) if as_json else "\n".join(map(inspecting.text, rows)))
     return 0 if all(map(inspecting.is_whole, rows)) else ends.EXIT_FAILED

@@ -1,14 +1,13 @@
 """Asks a running server one question, for the command line."""
 
+import contextlib
 import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-import zmq
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.codec import Natural, ProtocolError
@@ -23,12 +22,15 @@ from lmcache_client.contract.endpoint import (
 )
 from lmcache_client.contract.messages import Clear, Done, Hello, Message, Pin, Ping, Refused, Unpin, Welcome
 from lmcache_client.contract.version import VERSION
+from lmcache_client.transport import SYSTEM, Connection, ConnectionLostError
 from lmcache_server.commands import nearby
+from lmcache_server.commands.shared_flags import Address
 from lmcache_server.errors import CommandError
 from lmcache_server.options import parts
 from lmcache_server.telemetry.metrics import OBJECTS, REASONS
 
 REQUEST_ID = 1
+POLL_S = 0.002
 Real = Annotated[float, msgspec.Meta(ge=0, lt=1 << 63)]
 Reply = TypeVar("Reply", bound=Message)
 
@@ -79,50 +81,52 @@ class UnreachableError(ControlError):
         self.endpoint = endpoint
 
 
-def report(host: str, port: int, timeout_s: float, explain: bool = False) -> dict[str, Any]:
+def report(server: Address, timeout_s: float, explain: bool = False) -> dict[str, Any]:
     """The status of a server, which has everything that the commands read. Raises ControlError."""
-    reply = ask(host, port, Status(explain), StatusReport, timeout_s)
+    reply = ask(server, Status(explain), StatusReport, timeout_s)
     try:
         status: dict[str, Any] = json.loads("".join(reply.pieces))
         for kind in (_REPORT, *(json_object("", "", **more) for more in parts("text", "REPORT"))):
             msgspec.convert(status, kind)
     except (ValueError, RecursionError, msgspec.ValidationError):
         raise ControlError(
-            f"the lmcache server at {address(host, port)} sent a status that this version cannot read: "
+            f"the lmcache server at {address(*server)} sent a status that this version cannot read: "
             "install the same version of lmcache-mp for the server and for this command"
         ) from None
     return status
 
 
-def ask(host: str, port: int, message: Message, expected: type[Reply], timeout_s: float) -> Reply:
+def ask(server: Address, message: Message, expected: type[Reply], timeout_s: float) -> Reply:
     """Send Status, Clear, Inspect, Pin or Unpin to a server and return its reply. Raises ControlError."""
-    endpoint = _endpoint(host, port)
-    with _connected(endpoint) as socket:
+    with _connected(server, timeout_s) as connection:
         if isinstance(message, Clear | Inspect | Pin | Unpin):
             # The server takes these only from a client that has greeted.
             hello = Hello(os.getpid(), os.urandom(messages.CLIENT_ID_BYTES), VERSION)
-            _exchange(socket, endpoint, hello, Welcome, timeout_s)
-        return _exchange(socket, endpoint, message, expected, timeout_s)
+            _exchange(connection, server, hello, Welcome, timeout_s)
+        return _exchange(connection, server, message, expected, timeout_s)
 
 
-def round_trip_s(host: str, port: int, timeout_s: float) -> float:
+def round_trip_s(server: Address, timeout_s: float) -> float:
     """The seconds that a server takes to answer one request on an open connection. Raises ControlError."""
-    endpoint = _endpoint(host, port)
-    with _connected(endpoint) as socket:
-        for _ in range(2):  # the first one also waits for the connection
+    with _connected(server, timeout_s) as connection:
+        for _ in range(2):  # the first one may find the server asleep
             started_s = time.perf_counter()
-            _exchange(socket, endpoint, Ping(), Done, timeout_s)
-    return time.perf_counter() - started_s
+            _exchange(connection, server, Ping(), Done, timeout_s)
+        return time.perf_counter() - started_s
 
 
 def _exchange(
-    socket: "zmq.Socket[bytes]", endpoint: str, message: Message, expected: type[Reply], timeout_s: float
+    connection: Connection, server: Address, message: Message, expected: type[Reply], timeout_s: float
 ) -> Reply:
-    socket.send(messages.encode_request(REQUEST_ID, message))
-    if not socket.poll(int(timeout_s * 1000)):
-        raise UnreachableError(endpoint)
+    endpoint, limit_s = address(*server), time.monotonic() + timeout_s
+    with contextlib.suppress(ConnectionLostError):
+        connection.send(messages.encode_request(REQUEST_ID, message))
+    while (frame := connection.receive()) is None:
+        if (left_s := limit_s - time.monotonic()) <= 0:
+            raise UnreachableError(endpoint)
+        connection.wait(left_s)
     try:
-        _, request_id, reply = messages.decode_reply(socket.recv())
+        _, request_id, reply = messages.decode_reply(frame)
     except ProtocolError as error:
         raise ControlError(f"{endpoint} is not a compatible lmcache server: {error}") from error
     if isinstance(reply, Refused):
@@ -135,9 +139,10 @@ def _exchange(
     return reply
 
 
-def _endpoint(host: str, port: int) -> str:
+def _endpoint(server: Address) -> str:
+    host, port, _ = server
     try:
-        endpoint = address(host, port)
+        endpoint = address(*server)
         if not host:
             check_runtime_directory(runtime_directory())
     except ForeignDirectoryError as error:
@@ -158,15 +163,20 @@ def _endpoint(host: str, port: int) -> str:
     return endpoint
 
 
-@contextmanager
-def _connected(endpoint: str) -> "Iterator[zmq.Socket[bytes]]":
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-        try:
-            socket.connect(endpoint)
-        except (zmq.ZMQError, ValueError) as error:  # ValueError: text that no address can have
-            raise ControlError(
-                f"{endpoint} is not the address of a server ({error}): pass another --host or --port"
-            ) from error
-        yield socket
+@contextlib.contextmanager
+def _connected(server: Address, timeout_s: float) -> Iterator[Connection]:
+    endpoint, limit_s = _endpoint(server), time.monotonic() + timeout_s
+    try:
+        connection = SYSTEM.connect(endpoint)
+    except (ConnectionLostError, ValueError) as error:
+        raise ControlError(
+            f"{endpoint} is not the address of a server ({error}): pass another --host or --port"
+        ) from error
+    with contextlib.closing(connection):
+        while not connection.event():
+            if connection.refusal:
+                raise ControlError(f"the lmcache server at {connection.refusal}")
+            if time.monotonic() > limit_s:
+                raise UnreachableError(endpoint)
+            time.sleep(POLL_S)
+        yield connection

@@ -1,7 +1,9 @@
 """The flags that several commands share."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import click
 
@@ -14,7 +16,29 @@ TOKENIZE_TIMEOUT_S = 60.0
 ADDRESS = {
     "host": "The TCP address of the server. Without it: the server's Unix socket.",
     "port": "The server's port; without --host, the number that names its Unix socket.",
+    "key_file": "With --host: a file with the server's key, if it was started with --key-file.",
 }
+
+
+class Address(NamedTuple):
+    """Where a command finds the server, as endpoint.address takes it."""
+
+    host: str
+    port: int
+    key_file: str
+
+
+def addressing(*more: str, **helps: str) -> Callable[[Command], Command]:
+    """The flags of an Address, which the command gets as `server`, and these `more`, with their `helps`."""
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def called(host: str, port: int, key_file: str, **others: Any) -> Any:
+            return command(server=Address(host, port, key_file), **others)
+
+        return configuration.flags(*ADDRESS, *more, **ADDRESS, **helps)(called)
+
+    return decorate
 
 
 def asking(*more: str, default_s: float = CONTROL_TIMEOUT_S, **helps: str) -> Callable[[Command], Command]:
@@ -30,7 +54,7 @@ def asking(*more: str, default_s: float = CONTROL_TIMEOUT_S, **helps: str) -> Ca
             metavar="SECONDS",
             help="Seconds to wait for an answer.",
         )
-        return configuration.flags("host", "port", *more, **ADDRESS, **helps)(timeout(command))
+        return addressing(*more, **helps)(timeout(command))
 
     return decorate
 
@@ -62,4 +86,4 @@ def vllm_flags(command: Command) -> Command:
 def sending(command: Command) -> Command:
     """The arguments and options of a command that sends the prompts of a file through vLLM."""
     file = click.argument("prompts_file", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path))
-    return click.argument("url")(file(vllm_flags(configuration.flags("host", "port", **ADDRESS)(command))))
+    return click.argument("url")(file(vllm_flags(addressing()(command))))

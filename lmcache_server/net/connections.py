@@ -15,6 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from lmcache_client.contract.endpoint import peer_pid
 from lmcache_server.host import descriptors
+from lmcache_server.net.authenticator import Authenticator
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ were reported before it, and it ends though clients connect without pause."""
 _MONITOR = "inproc://connections"
 _READABLE = int(zmq.POLLIN)
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 def is_readable(socket: "zmq.Socket[bytes]") -> bool:
@@ -41,23 +43,25 @@ def _is_later(identity: bytes, owner: bytes) -> bool:
 
 
 class Connections:
-    """Follows the connections of a ROUTER socket; create it before the socket is bound.
+    """Follows the connections of a ROUTER socket; create it before the socket is bound. With a `key`, it
+    admits only clients that have that key.
 
     Descriptor numbers are used again. But ZeroMQ's one I/O thread reports the end of a connection before it
     delivers messages of the next one with that number. So call `ended` before `belongs`. Messages of the
     former client may still wait then, and come between those of the next one.
     """
 
-    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
+    def __init__(self, socket: "zmq.Socket[bytes]", key: bytes = b"") -> None:
         self._socket = socket
+        self.authenticator = Authenticator(socket, key) if key else None
         # Not get_monitor_socket, whose queue is twice as long: the queue must be short, because a full one
         # stops libzmq from accepting more.
-        socket.monitor(_MONITOR, _EVENTS)
+        socket.monitor(_MONITOR, _EVENTS | (_REFUSED if key else 0))
         self._monitor = socket.context.socket(zmq.PAIR)
         self._monitor.setsockopt(zmq.RCVHWM, 1)
         self._monitor.connect(_MONITOR)
         self._most = descriptors.for_connections()
-        self._warned_s = -WARN_EVERY_S
+        self._warned_s: dict[str, float] = {}
         self._open: dict[int, bytes] = {}
         """The client of each open connection, by descriptor; empty until its first message."""
         self._replaced: list[bytes] = []
@@ -84,6 +88,9 @@ class Connections:
             if not is_readable(self._monitor):
                 break
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            if event["event"] & _REFUSED:
+                self._warn("a client is refused: it does not have the key of %(flag)s", flag="--key-file")
+                continue
             # If a connection was accepted, the former owner of its descriptor number has gone.
             identity = self._open.pop(event["value"], b"")
             if identity:
@@ -122,13 +129,18 @@ class Connections:
 
     def _turn_away(self, descriptor: int) -> None:
         descriptors.shut_down(descriptor)
-        if time.monotonic() - self._warned_s >= WARN_EVERY_S:
-            self._warned_s = time.monotonic()
-            logger.warning(
-                "connections are turned away: %(descriptors)d file descriptors are in use; stop clients "
-                "that you do not need, or raise the limit of open files (ulimit -n) to %(enough)d",
-                {"descriptors": self._most, "enough": 2 * descriptors.CONNECTIONS},
-            )
+        self._warn(
+            "connections are turned away: %(descriptors)d file descriptors are in use; stop clients "
+            "that you do not need, or raise the limit of open files (ulimit -n) to %(enough)d",
+            descriptors=self._most,
+            enough=2 * descriptors.CONNECTIONS,
+        )
+
+    def _warn(self, text: str, **values: object) -> None:
+        now_s = time.monotonic()
+        if now_s - self._warned_s.get(text, -WARN_EVERY_S) >= WARN_EVERY_S:
+            self._warned_s[text] = now_s
+            logger.warning(text, values)
 
     def close(self) -> None:
         """Take no more connections, then stop following them."""

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import zmq
 
-from lmcache_client.contract.codec import MAX_MESSAGE_BYTES
-from lmcache_client.contract.endpoint import EndpointError, address, host_name
+from lmcache_client.contract.codec import MAX_FRAME_BYTES
+from lmcache_client.contract.endpoint import EndpointError, address, host_name, split
 from lmcache_server.config import Config
 from lmcache_server.errors import StartError
 from lmcache_server.net.claim import Claim, claimed
@@ -35,7 +35,8 @@ def bound_listener(config: Config) -> Iterator["Listener"]:
     """Listens at the address of `config` inside the context. Raises StartError."""
     with contextlib.ExitStack() as stack:
         try:
-            endpoint = address(config.host, config.port)
+            whole = address(config.host, config.port, config.key_file)
+            endpoint, key = split(whole)
             path = Path(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else None
             claim = stack.enter_context(claimed(path, config.port)) if path is not None else None
         except EndpointError as error:
@@ -46,11 +47,11 @@ def bound_listener(config: Config) -> Iterator["Listener"]:
         ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4), "little"))
         socket = stack.enter_context(context.socket(zmq.ROUTER))
         socket.setsockopt(zmq.LINGER, 200)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         socket.setsockopt(zmq.IPV6, int(":" in host_name(config.host)))
-        connections, replies = Connections(socket), Replies(socket)
+        connections, replies = Connections(socket, key), Replies(socket)
         stack.callback(connections.close)
         if claim is not None:
             socket.setsockopt(zmq.USE_FD, claim.listening.detach())
@@ -61,7 +62,9 @@ def bound_listener(config: Config) -> Iterator["Listener"]:
                 f"cannot listen on {endpoint}: {os.strerror(error.errno or 0).lower()}; "
                 "stop the program that uses it, or choose another --port or --host"
             ) from error
-        yield Listener(socket, connections, replies, claim)
+        listener = Listener(socket, connections, replies, claim)
+        listener.endpoint += whole.removeprefix(endpoint)
+        yield listener
 
 
 class Listener:
@@ -78,6 +81,9 @@ class Listener:
         self._connections = connections
         self._replies = replies
         self._claim = claim
+        self._readers = {connections.descriptor: self._end_sessions, int(socket.FD): self._on_edge}
+        if connections.authenticator is not None:
+            self._readers[connections.authenticator.descriptor] = connections.authenticator.answer
         self._loop: asyncio.AbstractEventLoop | None = None
         self._router: Router | None = None
         self._turns = Turns()
@@ -88,10 +94,9 @@ class Listener:
 
     def start(self, router: Router, loop: asyncio.AbstractEventLoop) -> None:
         self._router, self._loop = router, loop
-        loop.add_reader(int(self._socket.FD), self._on_edge)
-        loop.add_reader(self._connections.descriptor, self._end_sessions)
-        self._end_sessions()
-        self._wake()
+        for descriptor, work in self._readers.items():
+            loop.add_reader(descriptor, work)
+            work()  # what came before has had its edge
 
     def tick(self, now_s: float) -> None:
         """Called once a second, with the monotonic time."""
@@ -100,8 +105,8 @@ class Listener:
 
     def stop(self) -> None:
         assert self._loop is not None
-        self._loop.remove_reader(int(self._socket.FD))
-        self._loop.remove_reader(self._connections.descriptor)
+        for descriptor in self._readers:
+            self._loop.remove_reader(descriptor)
         self._router = None
 
     def peer_pid(self, identity: bytes) -> int | None:

@@ -17,7 +17,9 @@ def test_the_documents_name_every_key_with_its_default() -> None:
     for name, default in structs.asdict(Settings()).items():
         shown = rows.pop(PREFIX + name).strip()
         number = f"{default:g}" if isinstance(default, float) else str(default).lower()
-        assert shown == {"host": "(Unix socket)", "weights_name": "(none)"}.get(name, number)
+        assert shown == {"host": "(Unix socket)", "key_file": "(none)", "weights_name": "(none)"}.get(
+            name, number
+        )
     assert not rows
 
 

@@ -69,6 +69,7 @@ class Link:
 
     def __init__(self, network: Network, process: Process) -> None:
         self.network = network
+        self.refusal = ""
         self.world = network.world
         self.process = process
         self.identity = b""

@@ -45,9 +45,10 @@ def test_flag_before_environment_before_file_before_default(tmp_path):
 
 def test_every_option_can_be_set_in_each_way(tmp_path):
     values = {
-        "host": "127.0.0.1", "port": 1, "allow_remote": True, "http_host": "::1", "http_port": 0,
-        "chunk_size": 544, "l1_size_gb": 0.5, "eviction_policy": "lru", "l1_hugetlb": False,
-        "l1_path": "/dev/shm/l1", "checksums": True, "quota_gb": "1.5,0b5d5f2c=3",
+        "host": "127.0.0.1", "port": 1, "allow_remote": True, "key_file": "/run/key",
+        "http_host": "::1", "http_port": 0, "chunk_size": 544, "l1_size_gb": 0.5,
+        "eviction_policy": "lru", "l1_hugetlb": False, "l1_path": "/dev/shm/l1",
+        "checksums": True, "quota_gb": "1.5,0b5d5f2c=3",
         "gpu_kernel": True, "lease_s": 7.5, "log_level": "DEBUG", "log_format": "json",
     }  # fmt: skip
     assert [*values, "of_options"] == [field.name for field in dataclasses.fields(Config)]
@@ -169,14 +170,18 @@ def test_variables_of_others_are_not_ours():
 @pytest.mark.parametrize("name", ["host", "http_host"])
 def test_other_machines_are_let_in_only_by_an_explicit_flag(name):
     flag = "--" + name.replace("_", "-")
+    key = "--key-file for a key, or " if name == "host" else ""
     for host in ("0.0.0.0", "::", "[::]", "10.1.2.3", "tcp://0.0.0.0", "example.org"):
         assert sentence(flag, host) == (
             f"{flag} {host} lets other machines connect, without password or encryption: "
-            "add --allow-remote if you want that, or use 127.0.0.1"
+            f"add {key}--allow-remote if you want that, or use 127.0.0.1"
         )
         assert getattr(load(flag, host, "--allow-remote"), name) == host
     for host in ("127.0.0.1", "localhost", "::1", "[::1]", "127.0.0.9"):
         assert getattr(load(flag, host), name) == host
+    # A key lets in only who has it, and HTTP has none.
+    assert load("--host", "0.0.0.0", "--key-file", "/run/key").host == "0.0.0.0"
+    assert "--http-host 0.0.0.0" in sentence("--http-host", "0.0.0.0", "--key-file", "/run/key")
 
 
 def test_http_needs_an_address():
@@ -198,7 +203,7 @@ def test_commands_read_only_what_they_need(monkeypatch, tmp_path):
     monkeypatch.setenv("LMCACHE_L1_SIZE_GB", "rubbish")
     monkeypatch.setenv("LMCACHE_CONFIG", write(tmp_path, "port = 77\nlease_s = 'rubbish'"))
     context = cli.commands["ping"].make_context("ping", [])
-    assert context.params == {"host": "", "port": 77, "timeout_s": 10.0}
+    assert context.params == {"host": "", "port": 77, "key_file": "", "timeout_s": 10.0}
 
 
 def test_the_defaults_and_one_line_with_every_option():
@@ -208,7 +213,7 @@ def test_the_defaults_and_one_line_with_every_option():
     assert config.l1_size_bytes == 4 * GB_BYTES
     line = describe(load("--port", "7", "--chunk-size", "544", "--l1-hugetlb"))
     assert line == (
-        "configuration: host='a Unix socket' port=7 allow_remote=no http_host=127.0.0.1 http_port=8080 "
-        "chunk_size=544 l1_size_gb=4 eviction_policy=LRU l1_hugetlb=yes l1_path=none checksums=no "
-        "quota_gb=none gpu_kernel=no lease_s=120 log_level=info log_format=text"
+        "configuration: host='a Unix socket' port=7 allow_remote=no key_file=none http_host=127.0.0.1 "
+        "http_port=8080 chunk_size=544 l1_size_gb=4 eviction_policy=LRU l1_hugetlb=yes l1_path=none "
+        "checksums=no quota_gb=none gpu_kernel=no lease_s=120 log_level=info log_format=text"
     ) + "".join(f" {name}=none" for name in list(FLAGS)[len(dataclasses.fields(Config)) - 1 :])

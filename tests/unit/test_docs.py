@@ -172,7 +172,7 @@ def test_the_command_line_page_is_what_the_commands_say() -> None:
 def test_the_connectors_keys_are_all_in_its_page() -> None:
     text = (ROOT / "docs" / "connector.md").read_text()
     for name, value in structs.asdict(Settings()).items():
-        empty = {"host": "(Unix socket)", "weights_name": "(none)"}
+        empty = {"host": "(Unix socket)", "key_file": "(none)", "weights_name": "(none)"}
         default = empty[name] if value == "" else json.dumps(value).removesuffix(".0")
         assert f"| `{PREFIX}{name}` | {default} |" in text
 

@@ -17,6 +17,7 @@ from lmcache_server.commands import control
 from lmcache_server.commands.doctor import checks
 from lmcache_server.commands.doctor.devices import check_devices, through_server
 from lmcache_server.commands.doctor.gpu import try_gpus
+from lmcache_server.commands.shared_flags import Address
 from lmcache_server.host import machine, preflight
 from lmcache_server.host.preflight import FAIL, WARN, Check
 from lmcache_server.host.units import GB_BYTES
@@ -40,9 +41,11 @@ except CopyError as error:
 children, so the parent cannot try this itself."""
 
 
-def examine(options: Mapping[str, Any], flags: Set[str], gpu_trial: bool = False) -> list[Check]:
+def examine(
+    server: Address, options: Mapping[str, Any], flags: Set[str], gpu_trial: bool = False
+) -> list[Check]:
     """Run all checks. Except for the `options` that were given as `flags`, a running server's own count."""
-    report, server = _server(options["host"], options["port"])
+    report, answer = _server(server)
     config = report.get("config", {}).items()
     effective = {**options, **{name: value for name, value in config if name not in flags}}
     l1_bytes = int(effective["l1_size_gb"] * GB_BYTES)
@@ -52,7 +55,7 @@ def examine(options: Mapping[str, Any], flags: Set[str], gpu_trial: bool = False
     vllm_version = _vllm_version()
     limits = _limits(report.get("pid", 0))
     return [
-        server,
+        answer,
         checks.connectors(report.get("version", ""), report.get("sessions", ())),
         checks.names(report.get("explained", ())),
         checks.vllm(vllm_version),
@@ -70,7 +73,7 @@ def examine(options: Mapping[str, Any], flags: Set[str], gpu_trial: bool = False
         checks.driver(gpus, version, failure, _has_device_files()),
         *itertools.chain(*(of(effective, report.get("config", {})) for of in parts("doctor", "checks"))),
         *(check_devices(driver, report) if driver is not None else ()),
-        *(_try_all(driver, address(options["host"], options["port"]), report) if gpu_trial else ()),
+        *(_try_all(driver, address(*server), report) if gpu_trial else ()),
     ]
 
 
@@ -87,15 +90,15 @@ def _text(path: str) -> str | None:
         return None
 
 
-def _server(host: str, port: int) -> tuple[dict[str, Any], Check]:
+def _server(server: Address) -> tuple[dict[str, Any], Check]:
     """The status report of the running server, empty if there is none, and the check "server"."""
     try:
-        report = control.report(host, port, TIMEOUT_S, explain=True)
+        report = control.report(server, TIMEOUT_S, explain=True)
     except control.UnreachableError as error:
         return {}, Check("server", WARN, f"no server answers at {error.endpoint}", "lmcache server")
     except control.ControlError as error:
         return {}, Check("server", FAIL, str(error))
-    return report, checks.server(report["version"], address(host, port))
+    return report, checks.server(report["version"], address(*server))
 
 
 def _l1_room(

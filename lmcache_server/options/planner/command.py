@@ -16,7 +16,7 @@ from lmcache_server.host.units import GB_BYTES
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 def COMMAND(
-    host: str, port: int, timeout_s: float, l1_size_gb: float, record: str | None, as_json: bool
+    server: shared_flags.Address, timeout_s: float, l1_size_gb: float, record: str | None, as_json: bool
 ) -> None:
     """Print the hit rates that other sizes of L1 would have had.
 
@@ -33,6 +33,6 @@ def COMMAND(
         l1_bytes = int(l1_size_gb * GB_BYTES)
         demand = replayed(record, l1_bytes)
     else:
-        report = control.report(host, port, timeout_s)
+        report = control.report(server, timeout_s)
         demand, l1_bytes = report["demand"], report["l1"]["total_bytes"]
     click.echo(json.dumps(demand, indent=2) if as_json else table(demand, l1_bytes, record is not None))

@@ -8,7 +8,6 @@ With a secret key, all but the trailer is encrypted (AES-256-GCM), and the diges
 forge that without the key.
 """
 
-import contextlib
 import ctypes
 import hashlib
 import mmap
@@ -16,13 +15,13 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
 
+from lmcache_client.contract import key_file
+
 PAGE_BYTES = 4096
-KEY_BYTES = 32
 PLAIN, ENCRYPTED = b"LMCMP-R1", b"LMCMP-E1"
 _HEAD = struct.Struct("<8s32s32sIIQ")
 _NONCE_BYTES, _DIGEST_BYTES = 12, 16
@@ -136,19 +135,12 @@ class EncryptedRecord:
 
 
 def read_key(path: str) -> RecordCipher:
-    """The cipher for the key in a file: 32 bytes, or 64 hexadecimal digits. Raises ValueError and OSError."""
+    """The cipher for the key in a file. Raises ValueError that says what to do."""
     try:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError:
         raise ValueError("key_file needs the package cryptography: pip install '.[encrypted]'") from None
-    content = Path(path).read_bytes()
-    if os.stat(path).st_mode & 0o027:
-        raise ValueError(f"others may read {path}, or its group may change it: chmod 600 {path}")
-    if len(content) != KEY_BYTES:
-        with contextlib.suppress(ValueError):
-            content = bytes.fromhex(content.decode("ascii"))
-    if len(content) != KEY_BYTES:
-        raise ValueError(f"{path} must have {KEY_BYTES} bytes, or twice as many hexadecimal digits")
+    content = key_file.read_key(path)
     return RecordCipher(AESGCM(content), hashlib.sha256(b"lmcache-mp key" + content).hexdigest()[:8])
 
 

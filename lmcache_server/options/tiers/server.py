@@ -177,5 +177,5 @@ def _state(number: int, url: urls.TierUrl, l1: L1Memory) -> TierState:
 def _cipher(url: urls.TierUrl) -> Any:
     try:
         return read_key(url.options.key_file) if url.options.key_file else None
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise StartError(f"--tier {url.text}: cannot read key_file: {error}") from error

@@ -59,6 +59,7 @@ class _Outside(System):
             event=event,
             wait=self._wait,
             peer_pid=lambda: SERVER_PID,
+            refusal="",
             close=inbox.clear,
         )
 

@@ -1,4 +1,5 @@
-"""A TCP proxy between a server and its store, which delays or cuts what the store says, or goes silent."""
+"""A TCP proxy between a server and its store, or a client and its server. It delays or cuts what the store
+says, goes silent, or notes what passes."""
 
 import contextlib
 import socket
@@ -20,6 +21,8 @@ class Proxy:
         self.cut_bytes: int | None = None
         """A connection ends when the store has sent so many bytes at once, in the middle of a record."""
         self.cuts = 0
+        self.noted: bytearray | None = None
+        """If it is one, all that passes is added to it, in both directions."""
         self._open: set[socket.socket] = set()
         self._silent: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
@@ -58,6 +61,8 @@ class Proxy:
             while piece := source.recv(PIECE_BYTES):
                 if source in self._silent:
                     continue
+                if self.noted is not None:
+                    self.noted += piece
                 if time.monotonic() - began_s > 0.1:  # the store was silent: another answer
                     passed = 0
                 began_s = time.monotonic()

@@ -23,6 +23,7 @@ from harness.processes import (
     tail,
 )
 from harness.waiting import PATIENCE_S, answers, get, wait_until
+from lmcache_client.contract import endpoint
 
 START_TIMEOUT_S = STOP_TIMEOUT_S = PATIENCE_S
 
@@ -155,9 +156,9 @@ class LMCacheServer:
 
     @property
     def address(self) -> str:
-        """Where it listens, for ZeroMQ."""
+        """Where it listens, with its key file."""
         if "host" in self.flags:
-            return f"tcp://{self.flags['host']}:{self.port}"
+            return endpoint.address(self.flags["host"], self.port, str(self.flags.get("key_file", "")))
         return f"ipc://{self.runtime_dir}/{self.port}.sock"
 
     @property
