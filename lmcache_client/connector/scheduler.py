@@ -17,9 +17,9 @@ from lmcache_client.connector.lookups import Lookups
 from lmcache_client.connector.metadata import LoadJob, StepMetadata, WorkerReport
 from lmcache_client.connector.offers import Offers, stores
 from lmcache_client.connector.option import Engine, Options
-from lmcache_client.connector.places import places, schedulers
 from lmcache_client.connector.request import Asking, Promised, Tracked
 from lmcache_client.connector.root import Root, start_anew
+from lmcache_client.connector.server_of_rank import places, schedulers
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import TransferStats
 from lmcache_client.connector.weights import Adapters

@@ -14,7 +14,7 @@ from lmcache_client.channel import Channel, ChannelError, Pending, RefusedError,
 from lmcache_client.connector import stats
 from lmcache_client.connector.log import log_state, logger
 from lmcache_client.connector.metadata import LoadJob, StoreJob
-from lmcache_client.connector.places import place_of, places
+from lmcache_client.connector.server_of_rank import place_of, places
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import TransferStats
 from lmcache_client.contract import messages

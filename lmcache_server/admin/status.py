@@ -2,7 +2,6 @@
 
 import functools
 import heapq
-import itertools
 import json
 import math
 import operator
@@ -61,19 +60,19 @@ class Report:
             metrics.count(counter, getattr(cache, what) - metrics.value(counter))
         while cache.evicted_ages_s:
             metrics.observe("lmcache_eviction_age_seconds", cache.evicted_ages_s.pop())
+        moved_by_tests = "lmcache_test_transfer_bytes_total"
         totals = {
             "hit_tokens": metrics.value("lmcache_tokens_total", outcome="hit"),
             "miss_tokens": metrics.value("lmcache_tokens_total", outcome="miss"),
             "store_bytes": metrics.value("lmcache_transfer_bytes_total", direction="store"),
             "load_bytes": metrics.value("lmcache_transfer_bytes_total", direction="load"),
-            "test_bytes": self._test_bytes(),
+            "test_bytes": self._of_tests(moved_by_tests, direction="store")
+            + self._of_tests(moved_by_tests, direction="load"),
         }
         self.history.update(self.system.now_s(), totals)
 
-    def _test_bytes(self) -> float:
-        each = itertools.product(TESTS["test"], ("store", "load"))
-        name = "lmcache_test_transfer_bytes_total"
-        return sum(self.metrics.value(name, test=test, direction=direction) for test, direction in each)
+    def _of_tests(self, name: str, **labels: str) -> float:
+        return sum(self.metrics.value(name, test=test, **labels) for test in TESTS["test"])
 
     def selftest_ended(self, error: str) -> None:
         """Count a self-test that succeeded (an empty `error`) or failed."""
@@ -120,6 +119,7 @@ class Report:
             "tokens": tokens,
             "objects": objects,
             "hit_rate": round(tokens["hit"] / asked, 4) if asked else 0.0,
+            "test_hit_tokens": int(self._of_tests("lmcache_test_tokens_total", outcome="hit")),
             "failures": self.failures.report(now_s),
             "explained": _shown(self.registry.engines.explained()) if explain else [],
             **{name: value for option in self.options for name, value in option.report(now_s).items()},

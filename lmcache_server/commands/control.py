@@ -60,7 +60,8 @@ _CONFIG = json_object("l1_path", "", chunk_size=Natural | None, l1_size_gb=Real,
 SHARE = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _REPORT = json_object(
     "version", "pid namespaces_left_out sessions_left_out tenants_left_out", uptime_s=Real,
-    hit_rate=SHARE, l1=_L1, tokens=json_object("", "hit miss computed"), config=_CONFIG,
+    hit_rate=SHARE, test_hit_tokens=Natural, l1=_L1,
+    tokens=json_object("", "hit miss computed"), config=_CONFIG,
     objects=json_object("", " ".join(OBJECTS)),
     explained=list[_EXPLAINED],  # type: ignore[valid-type]
     pins=list[_PIN], tenants=list[_TENANT], namespaces=list[_NAMESPACE], sessions=list[_SESSION],  # type: ignore[valid-type]

@@ -53,4 +53,4 @@ def test_a_page_activates_the_environment_in_each_terminal(activates: bool) -> N
 
 def test_a_page_says_where_a_terminal_is_opened() -> None:
     blocks = [block for block in pages.blocks(ROOT / "docs" / "laptop.md") if block.is_executed]
-    assert sum(block.opens_terminal for block in blocks) == 3
+    assert sum(block.opens_terminal for block in blocks) == 4

@@ -16,8 +16,8 @@ from vllm.v1.request import Request
 
 from lmcache_client import channel
 from lmcache_client.connector.metadata import LoadJob, StoreJob
-from lmcache_client.connector.places import places
 from lmcache_client.connector.scheduler import SchedulerSide
+from lmcache_client.connector.server_of_rank import places
 from lmcache_client.connector.settings import PREFIX, Settings, parse
 from lmcache_client.connector.worker import WorkerSide
 from lmcache_client.contract.endpoint import EndpointError

@@ -7,7 +7,7 @@ import pytest
 from harness.paths import ROOT
 from msgspec import structs
 
-from lmcache_client.connector.places import Place, places
+from lmcache_client.connector.server_of_rank import Place, places
 from lmcache_client.connector.settings import PREFIX, Settings, parse
 
 

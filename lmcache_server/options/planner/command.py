@@ -36,3 +36,5 @@ def COMMAND(
         report = control.report(server, timeout_s)
         demand, l1_bytes = report["demand"], report["l1"]["total_bytes"]
     click.echo(json.dumps(demand, indent=2) if as_json else table(demand, l1_bytes, record is not None))
+    if record is None and not as_json and report.get("tiers"):
+        click.echo("Not counted is what tiers had before the server started: it has not seen those prompts.")
