@@ -12,6 +12,7 @@ from pathlib import Path
 from lmcache_client.contract.key_file import read_key
 
 MAX_SOCKET_PATH = 100
+LENT_BYTES = 4
 KEY_FILE = "?key_file="
 
 
@@ -33,6 +34,12 @@ class ForeignDirectoryError(EndpointError):
 def runtime_directory() -> Path:
     """The directory of the Unix sockets: $LMCACHE_RUNTIME_DIR, or one per user under /tmp."""
     return Path(os.environ.get("LMCACHE_RUNTIME_DIR") or f"/tmp/lmcache-mp-{os.getuid()}")
+
+
+def lending_path(pid: int) -> Path:
+    """Where process `pid` lends file descriptors of its GPU memory: it sends that whose number it is sent, in
+    LENT_BYTES bytes, the lowest first."""
+    return runtime_directory() / f"{pid}.memory"
 
 
 def check_runtime_directory(directory: Path, must_own: bool = False) -> None:
@@ -122,11 +129,20 @@ def peer_pid(descriptor: int) -> int | None:
     except (OSError, ValueError):  # none, or not a socket
         return 0
     try:
-        if connection.family != socket.AF_UNIX:
-            return None
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        return int(struct.unpack("3i", credentials)[0])
+        return None if connection.family != socket.AF_UNIX else _credentials(connection)[0]
     except OSError:
         return 0
     finally:
         connection.detach()  # libzmq closes it
+
+
+def peer_user(connection: socket.socket) -> int:
+    """The user at the other end of a Unix socket, by the kernel's account. Raises OSError."""
+    return _credentials(connection)[1]
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    process, user, group = struct.unpack("3i", found)
+    return process, user, group

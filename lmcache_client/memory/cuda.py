@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.messages import Memory
+from lmcache_client.memory.lending import Lender
 from lmcache_kernels import driver as cuda
 from lmcache_kernels.driver import CudaError, Driver
 
@@ -112,6 +113,7 @@ class _Shared:
         self.ranges: list[tuple[int, int]] = []
         self._exported: list[tuple[int, int]] = []
         self._by_base: dict[int, tuple[int, int]] = {}
+        self._lender: Lender | None = None
         try:
             if all(driver.has_ipc_handle(address) for address, _ in buffers):
                 for address, size in buffers:
@@ -121,6 +123,7 @@ class _Shared:
             elif is_fixed:
                 for address, size in buffers:
                     self._export(driver, address, size)
+                self._lender = Lender({descriptor for descriptor, _ in self._exported})
             else:
                 raise ExportError(f"{NO_HANDLE}. vLLM 0.33 and newer can share memory of the last two")
         except Exception:
@@ -144,6 +147,8 @@ class _Shared:
         self.ranges.append((address - base, size))
 
     def close(self) -> None:
+        if self._lender is not None:
+            self._lender.close()
         while self._by_base:
             _, (descriptor, _) = self._by_base.popitem()
             os.close(descriptor)

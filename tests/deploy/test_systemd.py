@@ -86,11 +86,15 @@ def confined(without: str | None = None) -> list[str]:
 
 _SLEEPER = """
 import json, os, sys
+# Only in the same directory is the memory lent by the engine itself.
+os.environ["LMCACHE_RUNTIME_DIR"] = "/dev/null"
 import virtual_memory
 from gpu_engine import GpuEngine, fused
 from harness.server import LMCacheServer
 from test_round_trips import CHUNK_SIZE, restored, stored_prompt, tables
 with LMCacheServer(chunk_size=CHUNK_SIZE, l1_size_gb=0.05, through=json.loads(sys.argv[1])) as server:
+    if sys.argv[2] == "lends":
+        os.environ["LMCACHE_RUNTIME_DIR"] = server.runtime_dir
     engine = GpuEngine(server.address, fused(65536, 32), 32, "one", virtual_memory.allocate)
     engine.worker.start(5, 120)
     print(engine.worker.refusal or "served")
@@ -129,16 +133,20 @@ def test_a_server_confined_as_the_unit_says_serves(without, stack):
 
 
 @pytest.mark.skipif(standin.COMPILER is None or standin.header() is None, reason="no C++ compiler or cuda.h")
-@pytest.mark.parametrize("without", [None, "pidfd_getfd"])
-def test_confined_so_it_serves_a_gpu_whose_engine_may_sleep(without, tmp_path):
+@pytest.mark.parametrize(
+    ("without", "lends", "served"),
+    [(None, "", True), ("pidfd_getfd", "lends", True), ("pidfd_getfd", "", False)],
+)
+def test_confined_so_it_serves_a_gpu_whose_engine_may_sleep(without, lends, served, tmp_path):
+    """The engine lends the descriptors of its memory or, if it cannot, the kernel copies them."""
     environment = standin.environment(tmp_path)
     environment["PYTHONPATH"] += os.pathsep + str(ROOT / "tests/gpu")
     engine = [sys.executable, str(CONFINED), "capabilities", "--", sys.executable, "-c", _SLEEPER]
     through = json.dumps([*confined(without), "mincore", "--"])  # which the stand-in calls
     done = subprocess.run(
-        [*engine, through], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        [*engine, through, lends], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
-    if without is None:
+    if served:
         assert done.stdout == "served\nrestored 4\n", done.stderr
     else:
         assert "does not let the server share the GPU memory" in done.stdout, done.stderr
