@@ -29,7 +29,7 @@ import replay  # noqa: E402
 from lmcache_client.contract.geometry import FULL, GroupSpec  # noqa: E402
 from lmcache_client.contract.hits import resume_point  # noqa: E402
 from lmcache_server.core.cache import Cache, Reservation  # noqa: E402
-from lmcache_server.core.placement import Layout  # noqa: E402
+from lmcache_server.core.layout import Layout  # noqa: E402
 from lmcache_server.options.tiers.wanted import wanted  # noqa: E402
 
 CHUNK, BLOCK = replay.CHUNK, 16

@@ -6,7 +6,7 @@ Nothing here blocks vLLM's scheduler, except for at most a millisecond in a step
 from typing import TYPE_CHECKING
 
 from lmcache_client.connector import stats
-from lmcache_client.connector.early import EarlyLookups, is_enough, is_stale
+from lmcache_client.connector.early_lookups import EarlyLookups, is_enough, is_stale
 from lmcache_client.connector.log import trace
 from lmcache_client.connector.option import Engine, Options
 from lmcache_client.connector.request import Asking, PrefillSpeed, Promised, Tracked, fits

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache_client import options
 from lmcache_client.channel import Channel, Pending
 from lmcache_client.connector import stats
-from lmcache_client.connector.held import HeldBlocks
+from lmcache_client.connector.held_blocks import HeldBlocks
 from lmcache_client.connector.hints import Hints
 from lmcache_client.connector.log import logger, trace
 from lmcache_client.connector.lookups import Lookups
@@ -18,7 +18,7 @@ from lmcache_client.connector.metadata import LoadJob, StepMetadata, WorkerRepor
 from lmcache_client.connector.offers import Offers, stores
 from lmcache_client.connector.option import Engine, Options
 from lmcache_client.connector.request import Asking, Promised, Tracked
-from lmcache_client.connector.root import Root, start_anew
+from lmcache_client.connector.root_key import Root, start_anew
 from lmcache_client.connector.server_of_rank import places, schedulers
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import TransferStats
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 OPTIONS = options.classes()  # here, because an engine runs without the cache if one cannot be imported
-LOOKUP_WAIT_S, FRESH_LOOKUP_S, IDLE_WAIT_S, CONNECT_S = 0.001, 0.01, 0.002, 1.0
+IDLE_WAIT_S, CONNECT_S = 0.002, 1.0
 
 
 class SchedulerSide:

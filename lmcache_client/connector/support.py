@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from lmcache_client.connector.log import logger
-from lmcache_client.connector.surface import missing
+from lmcache_client.connector.vllm_surface import missing
 from lmcache_client.contract.admission import stored_factor
 from lmcache_client.contract.geometry import RECURRENT, GroupSpec
 from lmcache_client.contract.messages import Joined

@@ -13,10 +13,10 @@ from lmcache_client.contract.hits import resume_point
 from lmcache_server.core import invariants
 from lmcache_server.core.chunks import NO_QUOTAS, Chunks
 from lmcache_server.core.index import Chunk, Tenant
+from lmcache_server.core.layout import Layout, bitmap
 from lmcache_server.core.leases import Lease, LeaseTable
 from lmcache_server.core.limits import Limits
 from lmcache_server.core.packed import StoredObject
-from lmcache_server.core.placement import Layout, bitmap
 from lmcache_server.core.pool import count_frames
 from lmcache_server.core.reads import Read, plan_parts
 from lmcache_server.core.reservation import NotReserved, Reservation

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from lmcache_client.contract.geometry import FULL
-from lmcache_server.core.placement import Layout
+from lmcache_server.core.layout import Layout
 
 REASONS = ("not_stored", "evicted", "tier_down", "tier_late", "no_state", "partial")
 NOT_STORED, EVICTED, TIER_DOWN, TIER_LATE, NO_STATE, PARTIAL = REASONS

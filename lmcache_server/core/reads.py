@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from lmcache_server.core.index import Chunk
+from lmcache_server.core.layout import Layout
 from lmcache_server.core.leases import Lease
-from lmcache_server.core.placement import Layout
 from lmcache_server.core.pool import Runs
 
 

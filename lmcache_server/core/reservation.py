@@ -1,4 +1,4 @@
-"""Frames that a session or a tier is writing."""
+"""Frames that a session or a tier is writing; `reserve` of cache.py gives them out, or says why not."""
 
 import enum
 from dataclasses import dataclass

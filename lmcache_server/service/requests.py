@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 from lmcache_client.contract.messages import Message
-from lmcache_server.core.placement import Layout
+from lmcache_server.core.layout import Layout
 from lmcache_server.service.sessions import Session
 from lmcache_server.telemetry.metrics import Metrics, Traffic
 from lmcache_server.telemetry.origins import SELFTEST, VERIFY

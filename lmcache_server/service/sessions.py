@@ -8,7 +8,7 @@ from typing import Any
 from lmcache_client.contract.geometry import FULL, Geometry, GeometryError, GroupSpec
 from lmcache_client.contract.keys import ModelTag, namespace_fields, namespace_id
 from lmcache_client.contract.messages import MAX_NAME, Memory, NotCached
-from lmcache_server.core.placement import Layout
+from lmcache_server.core.layout import Layout
 from lmcache_server.service.system import Process
 from lmcache_server.transfer.copier import CopyWorker
 

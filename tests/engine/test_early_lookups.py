@@ -17,7 +17,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
 from lmcache_client.channel import RefusedError
-from lmcache_client.connector.early import EARLY_LOOKUPS, FRESH_S
+from lmcache_client.connector.early_lookups import EARLY_LOOKUPS, FRESH_S
 from lmcache_client.connector.lookups import FRESH_LOOKUP_S, LOOKUP_WAIT_S
 from lmcache_client.connector.request import Asking
 from lmcache_client.connector.scheduler import SchedulerSide

@@ -30,7 +30,7 @@ from vllm.v1.request import Request
 from lmcache_client import channel
 from lmcache_client.channel import Channel
 from lmcache_client.connector import worker as worker_side
-from lmcache_client.connector.held import HeldBlocks
+from lmcache_client.connector.held_blocks import HeldBlocks
 from lmcache_client.connector.metadata import StoreJob, WorkerReport
 from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.connector.settings import Settings

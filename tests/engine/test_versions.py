@@ -7,7 +7,7 @@ from harness.api_server import ApiServer
 from harness.changed_vllm import run_python, version, without
 from harness.server import LMCacheServer
 
-from lmcache_client.connector import surface
+from lmcache_client.connector import vllm_surface as surface
 from lmcache_client.contract.version import VERSION, too_old, untested
 
 _TOO_OLD = """
@@ -104,7 +104,7 @@ del KVTransferConfig.kv_load_failure_policy, KVTransferConfig.__annotations__["k
 
 
 def test_a_name_or_an_argument_that_is_gone_is_found() -> None:
-    program = "from lmcache_client.connector.surface import missing\nprint(missing())"
+    program = "from lmcache_client.connector.vllm_surface import missing\nprint(missing())"
     done = run_python(program, _CHANGED)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(

@@ -7,7 +7,7 @@ from lmcache_client.channel import Channel
 from lmcache_client.connector import lookups as lookups_module
 from lmcache_client.connector import translate, weights
 from lmcache_client.connector.connector import LMCacheMPConnector
-from lmcache_client.connector.held import HeldBlocks
+from lmcache_client.connector.held_blocks import HeldBlocks
 from lmcache_client.connector.offers import Offers
 from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.contract.geometry import SLIDING_WINDOW, GroupSpec

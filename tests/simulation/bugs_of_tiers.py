@@ -7,7 +7,7 @@ from lmcache_server.core.index import Chunk
 from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.fetches import Fetches
 from lmcache_server.options.tiers.record import Record
-from lmcache_server.options.tiers.states import Tiers
+from lmcache_server.options.tiers.tier_states import Tiers
 from lmcache_server.options.tiers.worker import TierWorker
 
 

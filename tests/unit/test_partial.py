@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from lmcache_client.contract.geometry import FULL, RECURRENT, GroupSpec
-from lmcache_server.core.placement import Layout
+from lmcache_server.core.layout import Layout
 from lmcache_server.telemetry import partial
 from lmcache_server.telemetry.partial import PATIENCE_S, PartialChunks
 

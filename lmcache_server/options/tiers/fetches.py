@@ -19,7 +19,7 @@ from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.breaker import PRESENT, READ
 from lmcache_server.options.tiers.record import DamagedRecordError, Label
 from lmcache_server.options.tiers.speed import OLD_S, SLOW_OLD_S
-from lmcache_server.options.tiers.states import Tiers, TierState
+from lmcache_server.options.tiers.tier_states import Tiers, TierState
 from lmcache_server.options.tiers.wanted import Wanted, wanted
 from lmcache_server.service.sessions import Shard
 from lmcache_server.service.system import System

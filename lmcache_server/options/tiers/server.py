@@ -18,7 +18,7 @@ from lmcache_server.options.tiers.base import TierError, Usage
 from lmcache_server.options.tiers.fetches import Fetches
 from lmcache_server.options.tiers.record import read_key
 from lmcache_server.options.tiers.spills import Spills
-from lmcache_server.options.tiers.states import Tiers, TierState
+from lmcache_server.options.tiers.tier_states import Tiers, TierState
 from lmcache_server.options.tiers.worker import Rates, TierWorker
 from lmcache_server.service.option import Base, Option
 from lmcache_server.service.sessions import Shard

@@ -1,4 +1,4 @@
-"""How fast a tier is, by which a fetch is judged to pay or not."""
+"""How fast a tier is. fetches.py judges by it whether a fetch pays."""
 
 import math
 

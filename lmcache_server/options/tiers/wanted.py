@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from lmcache_server.core.placement import Layout
+from lmcache_server.core.layout import Layout
 
 
 class Wanted(NamedTuple):

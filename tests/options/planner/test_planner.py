@@ -5,7 +5,7 @@ from making import new_planner
 from lmcache_client.contract.geometry import FULL, SLIDING_WINDOW, GroupSpec, Region
 from lmcache_client.contract.messages import Lookup, Release
 from lmcache_server.core.cache import Cache
-from lmcache_server.core.placement import Layout
+from lmcache_server.core.layout import Layout
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.core.reservation import Reservation
 from lmcache_server.options.planner.server import Server

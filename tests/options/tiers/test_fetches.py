@@ -15,7 +15,7 @@ from lmcache_client.contract.messages import Lookup
 from lmcache_server.core.cache import Layout
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.options.tiers import fetches as fetches_module
-from lmcache_server.options.tiers import states as tiers_module
+from lmcache_server.options.tiers import tier_states as tiers_module
 from lmcache_server.options.tiers.record import Label
 from lmcache_server.options.tiers.speed import SLOW_OLD_S
 

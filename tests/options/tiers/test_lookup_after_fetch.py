@@ -8,7 +8,7 @@ from desk import Desk, identity, is_refused
 from lmcache_client.contract import messages
 from lmcache_client.contract.messages import Lookup, Message
 from lmcache_server.core.cache import Reservation
-from lmcache_server.core.placement import Layout
+from lmcache_server.core.layout import Layout
 from lmcache_server.options.tiers.server import Server
 
 KEYS = (b"a" * 32, b"b" * 32)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 from tier_rig import Rig, with_rig
 
-from lmcache_server.options.tiers import states as tiers_module
+from lmcache_server.options.tiers import tier_states as tiers_module
 
 
 @with_rig(1)

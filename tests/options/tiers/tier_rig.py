@@ -21,7 +21,7 @@ from lmcache_server.l1.memory import L1Memory
 from lmcache_server.options.tiers.fetches import Fetches
 from lmcache_server.options.tiers.server import Server
 from lmcache_server.options.tiers.spills import Spills
-from lmcache_server.options.tiers.states import Tiers, TierState
+from lmcache_server.options.tiers.tier_states import Tiers, TierState
 from lmcache_server.options.tiers.worker import Rates, TierWorker
 from lmcache_server.service.option import Base
 from lmcache_server.service.system import System
