@@ -21,8 +21,7 @@ def COMMAND(
     """Print the hit rates that other sizes of L1 would have had.
 
     For each size, the server simulates every lookup. For models with full attention alone, the rates are
-    correct up to the size in the last line, or for all sizes if there is no such line. For other models they
-    are estimates.
+    exact, unless a line says up to which size. For other models they are estimates.
     """
     import json
 
