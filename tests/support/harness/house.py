@@ -66,7 +66,7 @@ BUDGETS = {
     "base": Budget(12992, "what a byte or a decision goes through, without options"),
     "path": Budget(17441, "the same with every option"),
     "faces": Budget(1924, "what configures and watches it"),
-    "tools": Budget(3434, "the command lmcache"),
+    "tools": Budget(3433, "the command lmcache"),
 }
 
 
