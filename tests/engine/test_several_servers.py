@@ -18,7 +18,9 @@ HOST = "127.0.0.1"
 def engine_over(model: str, servers: list[LMCacheServer], patience: dict[str, int], **llm: object) -> Engine:
     places = {str(rank): f"{HOST}:{server.port}" for rank, server in enumerate(servers)}
     extra = {"lmcache.mp.servers": places, **patience}
-    return Engine(model, server=servers[0], extra_config=extra, **TWO_RANKS, **llm)  # type: ignore[arg-type]
+    return Engine(  # type: ignore[arg-type]
+        model, server=servers[0], other_servers=servers[1:], extra_config=extra, **TWO_RANKS, **llm
+    )
 
 
 def clear(server: LMCacheServer) -> None:

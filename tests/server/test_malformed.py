@@ -14,7 +14,7 @@ from harness.server import LMCacheServer
 from msgspec import structs
 
 from lmcache_client.contract import messages
-from lmcache_client.contract.codec import MAX_MESSAGE_BYTES, pack
+from lmcache_client.contract.codec import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, pack
 from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.messages import (
@@ -86,7 +86,7 @@ def test_invariant_4_the_largest_frame_is_read_and_a_larger_one_ends_a_connectio
         peer.socket.send(frame)
         refused(peer.wait_for(5), messages.BAD_REQUEST)
         events = peer.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        peer.socket.send(bytes(MAX_MESSAGE_BYTES + 1))
+        peer.socket.send(bytes(MAX_FRAME_BYTES + 1))
         assert events.poll(60_000), "the connection is closed, before the frame is read"
         peer.socket.disable_monitor()
         events.close(0)

@@ -91,7 +91,8 @@ def _result(fields: dict[str, Any]) -> Result:
 class Engine:
     """`vllm.LLM` of a tiny model (or of a model directory) in a process of its own. A context manager.
 
-    With `server`, LMCacheMPConnector is configured to use it; `extra_config` adds to or replaces
+    With `server`, LMCacheMPConnector is configured to use it. With `other_servers`, the configuration in
+    `extra_config` names more; it must have joined them all. `extra_config` adds to or replaces
     kv_connector_extra_config and `connector` other fields of kv_transfer_config. `scratch` are kinds of
     scratch_layers.py; the weights in the directory `replaced` change as soon as they are loaded; `changed` is
     a change to vLLM, of changed_vllm.py. Further keyword arguments go to `vllm.LLM`; None leaves vLLM's
@@ -107,6 +108,7 @@ class Engine:
         model: str,
         *,
         server: LMCacheServer | None = None,
+        other_servers: Sequence[LMCacheServer] = (),
         extra_config: Mapping[str, Any] | None = None,
         connector: Mapping[str, Any] | None = None,
         kv_role: str = "kv_both",
@@ -121,6 +123,7 @@ class Engine:
         self.log = new_log(f"engine-{Path(model).name}")
         self.startup_s = 0.0
         self._server = server
+        self._other_servers = other_servers
         self._start_timeout_s = start_timeout_s
         self._multiprocessing = multiprocessing
         self._joins = joins
@@ -205,7 +208,8 @@ class Engine:
         self.startup_s = time.monotonic() - start
         if self._joins and self._server is not None and self._server.process is not None:
             try:
-                self._wait_until_joined(self._server)
+                for each in (self._server, *self._other_servers):
+                    self._wait_until_joined(each)
             except BaseException:
                 self.kill()
                 raise

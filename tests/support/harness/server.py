@@ -86,7 +86,7 @@ class LMCacheServer:
         self._remove()
         if error is not None:
             error.add_note(tail(self.log))
-        else:
+        elif self.log.exists():
             # As when the garbage collector meets a memoryview that is in use, which crashes some CPythons.
             assert "Exception ignored" not in self.log.read_text(errors="replace"), tail(self.log)
 
