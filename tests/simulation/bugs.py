@@ -253,7 +253,7 @@ FOUND_BY = {
     "pins_end_with_their_engine": 1,
     "old_chunks_kept": 0,
     "one_promise_is_enough": 29,
-    "promises_kept_when_one_server_fails": 923,
+    "promises_kept_when_one_server_fails": 1403,
     "state_stored_before_its_drafts_are_verified": 203,
     "configurations_not_in_the_name": 2,
     "layouts_not_in_the_name": 4,
@@ -263,7 +263,7 @@ FOUND_BY = {
     "weights_of_one_engine_only_are_of_all": 36,
     "records_not_checked": 31,
     "failed_fetches_keep_their_frames": 6,
-    "calls_that_hang_are_given_up": 113,
+    "calls_that_hang_are_given_up": 133,
     "written_while_evicted": 13,
     "lookups_wait_for_whole_fetches": 3,
 }
