@@ -21,7 +21,7 @@ from pathlib import Path
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.codec import MAX_MESSAGE_BYTES, ProtocolError, shown
-from lmcache_client.contract.endpoint import check_runtime_directory
+from lmcache_client.contract.endpoint import EndpointError, check_runtime_directory
 from lmcache_client.contract.messages import BadRequestError, Hello, Message, Ping, Refused, Welcome
 from lmcache_client.contract.version import VERSION
 from lmcache_client.transport import SYSTEM, Connection, ConnectionLostError, Process, System
@@ -35,9 +35,8 @@ PROBE_INTERVAL_S = 1.0
 OVERDUE_S = 30.0
 """The server drops replies to a client that does not read them. If it still talks to us this long after a
 request's deadline, that reply is lost. A server whose process cannot be seen must be gone for as long."""
-MAX_PENDING = 1 << 14
-MAX_BURST = 1 << 10
-"""At most so many replies are processed in one turn, so that a server that floods cannot stop the engine."""
+MAX_PENDING, MAX_BURST = 1 << 14, 1 << 10
+"""So many replies at most are processed in one turn, so that a server that floods cannot stop the engine."""
 
 
 class ChannelError(Exception):
@@ -118,8 +117,7 @@ class Channel:
         system: System = SYSTEM,
         on_turn: Callable[["Channel"], None] = lambda _channel: None,
     ) -> None:
-        self.system = system
-        self.address = address
+        self.system, self.address = system, address
         self._on_up = on_up
         self._on_state = on_state
         self._on_turn = on_turn
@@ -136,8 +134,7 @@ class Channel:
         self._is_readable = True
         """False after a reply that cannot be read, until the server accepts this client."""
         self.boot_id = b""
-        self.server_pid = 0
-        self.ready = False
+        self.server_pid, self.ready = 0, False
         self.generation = 0
         """Counts the registrations; anything the server said before the current one is void."""
         self.responsive = False
@@ -291,8 +288,11 @@ class Channel:
     def _reconnect(self) -> None:
         waits = self.refusal is not None and self.system.now_s() < self._retry_s
         if self._connection is None and not waits and not self._closed.is_set():
-            with contextlib.suppress(ConnectionLostError):  # without a descriptor, the keeper tries again
+            try:
                 self._connection = self.system.connect(self.address)
+            except ConnectionLostError as error:  # without a descriptor, the keeper tries again
+                if isinstance(error.__cause__, EndpointError):
+                    self._refused(RefusedError(Refused(messages.NO_ACCESS, str(error))))
 
     def _watch_lost(self) -> None:
         now_s = self.system.now_s()

@@ -96,10 +96,12 @@ class Scheduler:
         if isinstance(reply, Found) and reply.lease_id:
             self.release((reply.lease_id,))
 
-    def release(self, leases: tuple[int, ...], keys: tuple[bytes, ...] = (), request_id: str = "") -> Pending:
-        """Ends leases and marks the chunks of `keys` as used. Pass `request_id` only if that request has
-        ended."""
-        return self.channel.submit(messages.Release(leases, keys, request_id), RELEASE_S)
+    def release(
+        self, leases: tuple[int, ...], keys: tuple[bytes, ...] = (), request_id: str = "", answers: int = 0
+    ) -> Pending:
+        """Ends leases and marks the chunks of `keys` as used, but for the last `answers`. Pass `request_id`
+        only if that request has ended."""
+        return self.channel.submit(messages.Release(leases, keys, request_id, answers), RELEASE_S)
 
     def accept(self, lookups: Sequence[tuple[str, int]]) -> Pending:
         """Has the server count early lookups: request ids with the tokens that the engine itself holds."""

@@ -206,14 +206,16 @@ class Servers:
             else:
                 client.channel.abandon(part.pending)
 
-    def release(self, leases: tuple[int, ...], keys: tuple[bytes, ...] = (), request_id: str = "") -> None:
+    def release(
+        self, leases: tuple[int, ...], keys: tuple[bytes, ...] = (), request_id: str = "", answers: int = 0
+    ) -> None:
         held = [self._leases.pop(number, ()) for number in leases]
         for index, client in enumerate(self.clients):
             # A restarted server may have given the same number to another lease.
             generation = client.channel.generation
             own = tuple(each[index][0] for each in held if each and each[index][1] == generation)
             if own or keys or request_id:
-                client.release(own, keys, request_id)
+                client.release(own, keys, request_id, answers)
 
     def accept(self, lookups: Sequence[tuple[str, int]]) -> None:
         for client in self.clients:

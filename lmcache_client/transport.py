@@ -36,7 +36,8 @@ class Connection:
 
     def __init__(self, address: str) -> None:
         plain, key = split(address)
-        self._has_key, whose = bool(key), "has another key, or none" if key else "wants a key"
+        self._has_key = bool(key)
+        whose = "has another key, or none, or was too busy to shake hands" if key else "wants a key"
         self._why = (
             f"{plain} {whose}: give it and its clients the same key file (--key-file of the server and of "
             "commands, lmcache.mp.key_file of engines)"

@@ -108,8 +108,9 @@ class Lookups:
     def _send(self, tracked: Tracked, computed: int, limit: int, early: bool = False) -> Asking:
         keys, num_tokens = tuple(tracked.keys_of(limit // self.chunk_size)), tracked.request.num_tokens
         name, tenant, speed = tracked.name, tracked.tenant, 0 if tracked.waits else self.prefill.tokens_per_s
-        told = (tracked.why, tracked.once)
-        question = Lookup(name, keys, computed, limit, num_tokens, speed, early, tenant, *told)
+        # Asked again after a preemption, for its own answer, it is no later prompt.
+        once = tracked.once or tracked.request.num_output_tokens > 0
+        question = Lookup(name, keys, computed, limit, num_tokens, speed, early, tenant, tracked.why, once)
         patience_s = fetch_patience_s(num_tokens) if self._fetches else 0
         lookup = self._client.lookup(question, self._timeout_s + patience_s)
         tracked.state = asking = Asking(lookup, computed, limit, self._now_s(), early)

@@ -133,7 +133,8 @@ class Tracked:
     @property
     def prompt(self) -> Prompt:
         """Where requests are likely to resume in this one's prompt."""
-        return Prompt(self.chunks(self.request.num_prompt_tokens), self.known)
+        end = min(self.chunks(self.request.num_prompt_tokens), self.most_chunks)
+        return Prompt(end, self.known)
 
     @property
     def prompt_chunks(self) -> int:

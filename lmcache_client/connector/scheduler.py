@@ -265,10 +265,11 @@ class SchedulerSide:
         if isinstance(state := tracked.state, Asking):
             self.client.forget(state.lookup)
         leases = (state.found.lease_id,) if isinstance(state, Promised) and state.found.lease_id else ()
-        # Without their keys, the chunks that only this request brought do not count as used again.
-        keys = tuple(tracked.keys[: tracked.prompt_chunks]) if was_asked and not tracked.once else ()
+        # Otherwise the chunks that only this request brought would count as used again.
+        keys = tuple(tracked.keys) if was_asked and not tracked.once else ()
+        answers = max(len(keys) - tracked.prompt_chunks, 0)
         if was_asked:
             self.lookups.early.ended(tracked.keys[-2:])
         if leases or tracked.keys:
-            self.client.release(leases, keys, tracked.name)
+            self.client.release(leases, keys, tracked.name, answers)
         return told

@@ -183,12 +183,14 @@ class Found(Wire, frozen=True, tag=10):
 
 
 class Release(Wire, frozen=True, tag=11):
-    """Ends leases and marks the chunks of `keys` as recently used. `request_id` serves the debug log,
-    statistics and Pin; it is empty if the request itself goes on."""
+    """Ends leases and marks the chunks of `keys` as recently used, except for the last `answers`, which the
+    request has generated. `request_id` serves the debug log, statistics and Pin; it is empty if the request
+    itself goes on."""
 
     lease_ids: Annotated[tuple[Natural, ...], Meta(max_length=MAX_LEASES)]
     keys: Keys
     request_id: str = ""
+    answers: Natural = 0
 
 
 class Load(Wire, frozen=True, tag=12):

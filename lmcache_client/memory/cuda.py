@@ -58,6 +58,7 @@ class CudaExport:
 
     def memory(self, pid: int) -> Memory:
         shared = self._shared
+        shared.lend()
         return Memory(pid, tuple(shared.ranges), 0, self._device, tuple(shared.handles), shared.descriptors)
 
     @contextlib.contextmanager
@@ -145,6 +146,10 @@ class _Shared:
             raise ExportError(NO_HANDLE)  # expandable segments consist of many allocations
         self._exported.append(self._by_base[base])
         self.ranges.append((address - base, size))
+
+    def lend(self) -> None:
+        if self._lender is not None:
+            self._lender.listen()
 
     def close(self) -> None:
         if self._lender is not None:

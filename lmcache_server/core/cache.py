@@ -6,7 +6,7 @@ can be evicted exactly while nothing refers to it.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lmcache_client.contract.hits import resume_point
@@ -151,11 +151,6 @@ class Cache(Chunks):
         chain = list(map(self._index.chunks(namespace).get, keys))
         self._keep(chain)
         self._use(chain)
-
-    def _keep(self, chain: Iterable[Chunk | None]) -> None:
-        for chunk in chain:
-            if chunk is not None and chunk.once:
-                self._order.keep(chunk)
 
     def reserve(
         self,

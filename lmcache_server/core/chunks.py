@@ -45,6 +45,8 @@ class Chunks:
         self.evicted = Evicted()
         self.on_gone: list[Callable[[bytes, bytes], object]] = []
         """Called with the namespace and the key of a chunk that lookups do not find any more."""
+        self.on_kept: list[Callable[[Chunk], object]] = []
+        """Called with a chunk that somebody has asked for again, so that it is no longer `once`."""
         self.on_left: list[Callable[[int], object]] = []
         """Called with an owner that leaves its namespace."""
         self._now_s = 0.0
@@ -127,8 +129,7 @@ class Chunks:
         chain, pins = map(self._index.chunks(namespace).get, keys), self.named_pins
         there = [each for each in chain if each and each.ready and (not each.reserved or each in pins)]
         new = pins.add(name, there, self.total_frames)
-        for chunk in new:
-            self._order.keep(chunk)
+        self._keep(new)
         self._take_refs(new)
 
     def unpin(self, name: str) -> int:
@@ -155,6 +156,13 @@ class Chunks:
 
     def _advance(self, now_s: float) -> None:
         self._now_s = max(self._now_s, now_s)
+
+    def _keep(self, chain: Iterable[Chunk | None]) -> None:
+        for chunk in chain:
+            if chunk is not None and chunk.once:
+                self._order.keep(chunk)
+                for told in self.on_kept:
+                    told(chunk)
 
     def _use(self, chain: Iterable[Chunk | None]) -> None:
         used = [chunk for chunk in dict.fromkeys(chain) if chunk is not None]

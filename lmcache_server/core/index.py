@@ -46,7 +46,8 @@ class Chunk:
         """Which objects were written to which tiers since the chunk was last used: see TierState.mark."""
         self.last_used_s = 0.0
         self.once = False
-        """Whether all prompts that brought or ended with this chunk said that they will not come back."""
+        """Whether it came only with answers, or with prompts that will not come back, and no other prompt has
+        read or extended it."""
         self.packed = NO_OBJECTS
         """Its ready objects."""
         self.older: Chunk | None = None

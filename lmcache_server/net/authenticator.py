@@ -26,6 +26,9 @@ class Authenticator:
         """Becomes readable when `answer` has work. Like all descriptors of ZeroMQ, it signals edges."""
         return int(self._requests.getsockopt(zmq.FD))
 
+    def close(self) -> None:
+        self._requests.close(0)
+
     def answer(self) -> None:
         """Answers for all clients that wait. Each has shown that it has the secret key of its public key."""
         while self._requests.poll(0):

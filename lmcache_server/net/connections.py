@@ -151,4 +151,6 @@ class Connections:
         while self._monitor.poll(QUIET_MS):
             recv_monitor_message(self._monitor, zmq.NOBLOCK)
         self._socket.disable_monitor()
+        if self.authenticator is not None:
+            self.authenticator.close()
         self._monitor.close(0)

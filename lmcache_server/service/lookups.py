@@ -175,7 +175,7 @@ class Lookups:
         for lease_id in message.lease_ids:
             self._cache.release(lease_id, session.session_id)
         layout = self._registry.joined_layout(session)
-        self._cache.touch(layout.namespace, message.keys)
+        self._cache.touch(layout.namespace, message.keys[: max(len(message.keys) - message.answers, 0)])
         for option in self._options:
             option.released(session.session_id, layout, message)
         self._pinning.released(layout, message)

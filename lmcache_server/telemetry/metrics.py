@@ -61,8 +61,8 @@ TABLE = (
            {"reason": REASONS}, by_model=True),
     Metric(Counter, "lmcache_objects_total",
            "Objects that workers offered: stored, already present, being written by another store (busy), "
-           "dropped for lack of room, dropped because their prompt will not come back (once) or their tenant "
-           "is at its quota, or failed to copy.", _OBJECTS, by_model=True),
+           "dropped for lack of room, dropped because they are of an answer or of a prompt that will not "
+           "come back (once) or their tenant is at its quota, or failed to copy.", _OBJECTS, by_model=True),
     Metric(Counter, "lmcache_transfer_bytes_total", "Bytes copied from (store) and to (load) engines.",
            _DIRECTION, by_model=True),
     Metric(Histogram, "lmcache_transfer_seconds",

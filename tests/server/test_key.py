@@ -167,7 +167,7 @@ def test_who_has_not_the_servers_key_is_told_once_and_all_others_are_served(
     client_key = {"no key": "", "another key": made(tmp_path / "other")}.get(case, key)
     server = start_server(l1_size_gb=0.1, host=HOST, **server_key)
     place = address(HOST, server.port, client_key)
-    whose = "has another key, or none" if client_key else "wants a key"
+    whose = "has another key, or none, or was too busy to shake hands" if client_key else "wants a key"
     why = (
         f"tcp://{HOST}:{server.port} {whose}: give it and its clients the same key file (--key-file of the "
         "server and of commands, lmcache.mp.key_file of engines)"

@@ -1,6 +1,8 @@
 """File descriptors that a process lends over a Unix socket, whatever rights the borrower has over it."""
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,13 +44,19 @@ def content(copy: int | None) -> bytes:
 def test_it_lends_what_it_should_and_nothing_else_until_it_ends(file: int) -> None:
     lending_path(PID).write_text("of a process that was killed and had this number")
     lender = Lender({file})
+    lender.listen()
     for _ in range(3):
         assert content(borrowed(PID, file)) == b"content"
     assert borrowed(PID, 0) is None, "not one of its own files"
     assert borrowed(PID + 1, file) is None, "another process"
     before = len(os.listdir("/proc/self/fd"))
     assert content(borrowed(PID, file)) == b"content"
-    lender.close()
+    with socket.socket(socket.AF_UNIX) as early:
+        early.connect(str(lending_path(PID)))
+        lender.close()
+        with contextlib.suppress(OSError):
+            early.sendall(file.to_bytes(4, "little"))
+            assert not socket.recv_fds(early, 1, 1)[1], "its number may be another file's now"
     assert borrowed(PID, file) is None
     assert not lending_path(PID).exists()
     assert len(os.listdir("/proc/self/fd")) <= before
@@ -58,13 +66,18 @@ def test_it_lends_what_it_should_and_nothing_else_until_it_ends(file: int) -> No
 def test_it_lends_nothing_where_others_may_enter(tmp_path: Path, file: int, mode: int) -> None:
     tmp_path.chmod(mode)
     lender = Lender({file})
+    lender.listen()
     assert (borrowed(PID, file) is None) == (mode == 0o755)
+    tmp_path.chmod(0o700)
+    lender.listen()
+    assert content(borrowed(PID, file)) == b"content", "since it may"
     lender.close()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_it_lends_nothing_to_another_user(tmp_path: Path, file: int) -> None:
     lender = Lender({file})
+    lender.listen()
     # A directory that was opened to all afterwards.
     for each in (*tmp_path.parents, tmp_path, lending_path(PID)):
         if each.stat().st_uid == os.getuid() and each.is_relative_to("/tmp/pytest-of-root"):

@@ -43,6 +43,7 @@ class Spills:
         self._is_ephemeral = is_ephemeral
         self._cache = cache
         self._system = system
+        cache.on_kept.append(self._kept)
         self._spilling_frames = 0
         self._is_paused = False
 
@@ -60,6 +61,12 @@ class Spills:
                 if not room.chunk.once:
                     self._append(tier, room.chunk, room.bit)
         self.made_room(rooms)
+
+    def _kept(self, chunk: Chunk) -> None:
+        """It was `once` when it was stored. Without it, nobody could use what comes behind it in a tier."""
+        for tier in self._tiers.all:
+            if not tier.cold:
+                self._append_all(tier, chunk)
 
     def made_room(self, rooms: Sequence[Reservation]) -> None:
         """These objects got frames. Tiers that take what is cold write what is evicted next."""

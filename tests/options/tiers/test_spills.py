@@ -85,6 +85,24 @@ async def test_a_write_in_flight_of_a_damaged_chunk_leaves_no_record(rig: Rig) -
     assert name.endswith("2.0"), "the other chunk's record stays"
 
 
+@with_rig(FRAMES)
+async def test_an_answer_is_written_as_soon_as_a_later_prompt_has_read_it(rig: Rig) -> None:
+    rig.keep(1, 2, 3, once=True)
+    rig.keep(4)
+    await rest(rig)
+    assert len(rig.store.records) == 1, "a prompt"
+    keys = [key(1), key(2)]
+    hit = rig.cache.lookup(LAYOUT, keys, 0, 1 << 20, 1, 0.0)
+    rig.cache.release(hit.lease_id, 1)
+    rig.spills.tick()
+    await rest(rig)
+    assert {name[-3:] for name in rig.store.records} == {"1.0", "2.0", "4.0"}
+    rig.cache.touch(LAYOUT.namespace, keys)
+    rig.spills.tick()
+    await rest(rig)
+    assert written(rig) == 3, "and once only"
+
+
 @with_rig(FRAMES, cold=True)
 async def test_what_a_tier_had_no_room_for_is_offered_to_it_again(rig: Rig) -> None:
     rig.store.has_room = False

@@ -94,19 +94,20 @@ class Rig:
         settings = self.metrics, self.system, False, self.known.__contains__, lambda _rooms: None
         self.fetches = Fetches(self.tiers, self.cache, self.l1, *settings)
 
-    def fill(self, *numbers: int, tenant: bytes = b"") -> list[Reservation]:
+    def fill(self, *numbers: int, tenant: bytes = b"", once: bool = False) -> list[Reservation]:
         """L1 has objects of one frame, each in a chunk of its own, of which the spills have not heard."""
         rooms = []
         for number in numbers:
-            room = self.cache.reserve(LAYOUT, key(number), 0, 0, 1, self.cache.frame_bytes, tenant=tenant)
+            frame_bytes = self.cache.frame_bytes
+            room = self.cache.reserve(LAYOUT, key(number), 0, 0, 1, frame_bytes, once=once, tenant=tenant)
             assert isinstance(room, Reservation)
             self.cache.commit(room)
             rooms.append(room)
         return rooms
 
-    def keep(self, *numbers: int, tenant: bytes = b"") -> None:
+    def keep(self, *numbers: int, tenant: bytes = b"", once: bool = False) -> None:
         """Engines have stored such objects."""
-        self.spills.stored(LAYOUT, self.fill(*numbers, tenant=tenant))
+        self.spills.stored(LAYOUT, self.fill(*numbers, tenant=tenant, once=once))
 
     async def all_ended(self) -> None:
         assert await self.system.all_ended(60)
@@ -117,7 +118,8 @@ def option(*urls: str) -> Server:
     registry: Any = SimpleNamespace(known={})
     nothing: Any = None
     config = Config(of_options={"tier": urls})
-    return Server(Base(config, nothing, nothing, registry, Metrics(), nothing, nothing))
+    cache: Any = SimpleNamespace(on_kept=[])
+    return Server(Base(config, cache, nothing, registry, Metrics(), nothing, nothing))
 
 
 def with_rig(frames: int, **options: Any) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:

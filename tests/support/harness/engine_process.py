@@ -290,7 +290,7 @@ class EngineProcess:
 
     def do_seem_slow(self) -> None:
         """Tell the server that computing takes long, so that it waits for everything that a tier has."""
-        self._core().scheduler.connector._scheduler._prefill = SimpleNamespace(
+        self._core().scheduler.connector._scheduler.lookups.prefill = SimpleNamespace(
             tokens_per_s=1, began=lambda *_: None, ended=lambda *_: None
         )
 

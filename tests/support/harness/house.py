@@ -63,8 +63,8 @@ FACES = (
 )
 TOOLS = (COMMANDS, "lmcache_server/__main__.py")
 BUDGETS = {
-    "base": Budget(12992, "what a byte or a decision goes through, without options"),
-    "path": Budget(17441, "the same with every option"),
+    "base": Budget(13029, "what a byte or a decision goes through, without options"),
+    "path": Budget(17485, "the same with every option"),
     "faces": Budget(1924, "what configures and watches it"),
     "tools": Budget(3433, "the command lmcache"),
 }
