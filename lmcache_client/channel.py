@@ -36,7 +36,7 @@ OVERDUE_S = 30.0
 """The server drops replies to a client that does not read them. If it still talks to us this long after a
 request's deadline, that reply is lost. A server whose process cannot be seen must be gone for as long."""
 MAX_PENDING, MAX_BURST = 1 << 14, 1 << 10
-"""So many replies at most are processed in one turn, so that a server that floods cannot stop the engine."""
+"""Requests in flight, and replies that one turn processes: a server that floods cannot stop the engine."""
 
 
 class ChannelError(Exception):

@@ -29,8 +29,8 @@ def summary(report: dict[str, Any]) -> str:
         f"tokens looked up: {tokens['hit']} hit, {tokens['miss']} missed, {tokens['computed']} held by the "
         f"engine itself; hit rate {100 * report['hit_rate']:.1f} %",
     ]
-    if report["test_hit_tokens"]:
-        lines.append(f"tests (bench, verify, self-tests): {report['test_hit_tokens']} hit, counted apart")
+    if hits := report["test_hit_tokens"]:
+        lines.append(f"tests (bench, verify, self-tests): {hits} tokens hit, counted apart")
     lines += [
         f"pinned as {pin['name']!r}: {pin['chunks']} chunks, {size(pin['bytes'])}" for pin in report["pins"]
     ]
