@@ -148,7 +148,7 @@ def test_requirements_are_the_same_wherever_they_are_named() -> None:
     for page in ("README.md", "docs/laptop.md", "CONTRIBUTING.md"):
         text = " ".join((ROOT / page).read_text().split())
         assert f"Linux on x86-64, {clone}, `make`, " in text, page
-        assert re.search(r"\b5 GB of disk and 6 GB of memory", text), page
+        assert re.search(r"\b5 GB of disk and 8 GB of memory", text), page
         versions = set(re.findall(r"Python (3\.\d+(?: to 3\.\d+)?)", text))
         assert versions <= {f"3.{needed} to 3.{newest}", f"3.{oldest} to 3.{newest}", *named_alone}, page
 
