@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from harness.server import LMCacheServer
-from harness.waiting import wait_until
 
 from lmcache_server.net.claim import Claim
 
@@ -29,7 +28,7 @@ def test_the_first_server_leaves_the_socket_of_the_second_alone(server: LMCacheS
     file(server, "sock").unlink()
     with server.beside() as other:
         said = f"{file(server, 'sock')} was removed, so no further engine can connect: restart this server"
-        wait_until(lambda: server.log.read_text().count(said) == 1, what="it says so")
+        server.wait_for_log(said)
         assert server.terminate() == 0
         assert f"pid {other.pid}," in server.cli("status").stdout
         assert other.terminate() == 0

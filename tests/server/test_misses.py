@@ -49,6 +49,7 @@ def test_models_are_counted_by_themselves_and_each_miss_has_its_reason() -> None
         assert namespaces["misses"]["missed"] == reasons
         assert namespaces["misses"]["tokens"]["miss"] == 1024
         assert "512 never stored, 512 evicted" in server.cli("status").stdout
+        server.wait_for_log('"missed": ', 3)
         lines = [json.loads(line) for line in server.log.read_text().splitlines()]
         told = [line["missed"] for line in lines if line.get("request_id") and "missed" in line]
         assert told == [{"not_stored": 512}, {"evicted": 512}, {}]

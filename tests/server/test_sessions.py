@@ -141,7 +141,7 @@ def test_another_version_of_the_protocol_is_told_to_install_the_same(server: LMC
             assert isinstance(reply, messages.Refused)
             assert reply.code == messages.WRONG_VERSION
             assert "install the same version of lmcache-mp" in reply.message
-        assert server.log.read_text().count("speaks protocol version 99") == 1, "it says so once"
+        server.wait_for_log("speaks protocol version 99")
         reply = peer.ask(messages.Done())
         assert isinstance(reply, messages.Refused)
         assert reply.code == messages.NOT_REGISTERED

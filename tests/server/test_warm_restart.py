@@ -137,7 +137,7 @@ def test_pages_come_back_exactly_after_a_clean_restart(running: LMCacheServer) -
     for name in ("stored_bytes", "ready_bytes", "chunks"):
         assert after["l1"][name] == before["l1"][name] > 0
     running.wait_at_rest(sessions=2)
-    assert running.log.read_text().count("restored 4 chunks") == 3
+    running.wait_for_log("restored 4 chunks", 3)
 
 
 def test_the_order_of_eviction_survives(path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_killed_server_starts_empty(running: LMCacheServer) -> None:
     reconnect(prompt.engine, running)
     assert prompt.held_chunks() == 0
     assert running.status()["l1"]["chunks"] == 0
-    assert "is not restored: the previous server did not stop cleanly" in running.log.read_text()
+    running.wait_for_log("is not restored: the previous server did not stop cleanly")
     prompt.store()
     prompt.load()
 
@@ -250,9 +250,8 @@ def test_chunks_grow_older_while_no_server_runs(running: LMCacheServer, path: Pa
         running.start()
         reconnect(prompt.engine, running)
         assert prompt.held_chunks() == held
-    said = running.log.read_text()
-    assert said.count(f"restored {CHUNKS} chunks") == 2
-    assert said.count(f"forgot {CHUNKS} of these chunks, because of --max-age") == 1
+    running.wait_for_log(f"restored {CHUNKS} chunks", 2)
+    running.wait_for_log(f"forgot {CHUNKS} of these chunks, because of --max-age")
 
 
 def test_a_file_outlives_servers_that_are_refused(running: LMCacheServer, path: Path) -> None:

@@ -101,7 +101,7 @@ def test_a_clean_stop_does_not_wait_for_a_store_that_hangs(
         assert served(server, "during", 2) == 0
         assert server.tier()["waiting_objects"]
         assert server.terminate() == 0
-        assert "were not written to their tier" in server.log.read_text()
+        server.wait_for_log("were not written to their tier")
 
 
 def test_a_clear_names_the_tiers_that_it_could_not_reach_and_clears_the_others(
@@ -133,7 +133,7 @@ def test_a_store_that_is_not_there_at_the_start_is_a_warning(
         store.kill()
         server = start(f"valkey://127.0.0.1:{store.port}")
         assert served(server, "without", 1) == 0
-        assert "is tried again" in server.log.read_text()
+        server.wait_for_log("is tried again")
         store.restart()
         wait_until(lambda: not server.tier()["failing"], 60)
         assert served(server, "with", 2) == 0

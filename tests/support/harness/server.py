@@ -186,6 +186,14 @@ class LMCacheServer:
         what = lambda: f"{name} is {value:g}; it is {self.metrics()[name]:g}"  # noqa: E731
         wait_until(lambda: self.metrics()[name] == value, timeout_s, what)
 
+    def wait_for_log(self, text: str, times: int = 1) -> None:
+        """Wait until its log has this text so many times, and see that it has it no more often. A thread
+        writes the lines, so one may come after the answer that it is about."""
+        said = lambda: self.log.read_text().count(text)  # noqa: E731
+        what = lambda: f"the log says {times} times: {text}\n{tail(self.log)}"  # noqa: E731
+        wait_until(lambda: said() >= times, what=what)
+        assert said() == times, f"the log says this more often than {times} times: {text}"
+
     def answered(self) -> float:
         """How many requests the server has answered so far."""
         metrics = self.metrics()
