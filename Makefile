@@ -108,7 +108,7 @@ PYTEST := -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loads
 
 test: install lint $(STAMPS)/deploy $(STAMPS)/stores $(STAMPS)/routers $(STAMPS)/mooncake $(STAMPS)/suffix $(STAMPS)/nixl
 	@$(BIN)/python scripts/install_tools.py
-	$(BIN)/python $(PYTEST) --max-cpu $(MAX_CPU) -m "$(LANE)" tests
+	$(BIN)/python $(PYTEST) --fork-workers --max-cpu $(MAX_CPU) -m "$(LANE)" tests
 
 # What `make test` leaves out, because it repeats what another test shows with another model, drafter or seed.
 test-all: LANE := long or not long

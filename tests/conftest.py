@@ -7,12 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import forks
 from harness.engine import Engine
 from harness.rawclient import closes_engines
 from harness.server import LMCacheServer
 from hypothesis import HealthCheck, settings
 
 pytest_plugins = ("harness.cpu_time",)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fork-workers", action="store_true", help="from one process that has imported vLLM")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    option = session.config.option
+    if option.fork_workers and not hasattr(session.config, "workerinput"):
+        option.tx = forks.share(len(option.tx))
+
 
 # Needs a GPU, or what stands in for one: tests/server/test_gpu_on_stand_in.py runs it.
 collect_ignore = ["gpu"]

@@ -1,9 +1,10 @@
 """Imports once what an engine or a server needs, and forks one for everyone who asks.
 
-Imports take longer than all else that a tiny engine or a server does. Started with `engine` or `lmcache`, and
-the path of a Unix socket to listen at. A request is the arguments, the environment and the directory, as
-JSON, with the three standard streams of the process to be. The answers are its process ID and, when it has
-ended, its exit code as `os.waitstatus_to_exitcode` gives it, with the milliseconds of CPU time that it took.
+Imports take longer than all else that a tiny engine or a server does. Started with `engine`, `lmcache` or
+`python`, and the path of a Unix socket to listen at. A request is the arguments, the environment and the
+directory, as JSON, with the three standard streams of the process to be. The answers are its process ID and,
+when it has ended, its exit code as `os.waitstatus_to_exitcode` gives it, with the milliseconds of CPU time
+that it took.
 """
 
 import array
@@ -20,6 +21,7 @@ import select
 import signal
 import socket
 import sys
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,25 @@ def import_for_servers() -> Callable[[Sequence[str]], int]:
     return run
 
 
+def import_for_workers() -> Callable[[Sequence[str]], int]:
+    """Of pytest-xdist. Most files of tests import vLLM, and each worker reads them all."""
+    from vllm import LLM, SamplingParams  # noqa: F401
+
+    import lmcache_client.connector.connector  # noqa: F401
+
+    def run(arguments: Sequence[str]) -> int:
+        """An interpreter with a program's text, or a fork server, which imports what it needs afresh."""
+        if arguments[0] == "-c":
+            main_module = sys.modules["__main__"] = types.ModuleType("__main__")
+            sys.argv = ["-c"]
+            exec(arguments[1], vars(main_module))
+        else:
+            os.execv(sys.executable, [sys.executable, __file__, *arguments])
+        return 0
+
+    return run
+
+
 def forked(run: Callable[[Sequence[str]], int], request: dict[str, Any], streams: list[int]) -> None:
     """In the new process: becomes what was asked for."""
     os.setpgid(0, 0)
@@ -179,6 +200,9 @@ def serve(listener: socket.socket, run: Callable[[Sequence[str]], int]) -> None:
             client.close()
 
 
+KINDS = {"engine": import_for_engines, "lmcache": import_for_servers, "python": import_for_workers}
+
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # This file's directory has modules with names of others.
@@ -189,7 +213,7 @@ def main() -> None:
         listener.bind(f"{path}.new")
         listener.listen()
         os.rename(f"{path}.new", path)
-        run = {"engine": import_for_engines, "lmcache": import_for_servers}[kind]()
+        run = KINDS[kind]()
         gc.collect()
         gc.freeze()
         serve(listener, run)

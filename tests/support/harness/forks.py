@@ -3,6 +3,8 @@
 import array
 import atexit
 import contextlib
+import fcntl
+import hashlib
 import json
 import os
 import re
@@ -44,35 +46,65 @@ OF_ONE = (
 )
 # cv2 puts a directory of its own before those of LD_LIBRARY_PATH when it is imported.
 _OF_CV2 = re.compile(r"[^:]*/cv2/\.\./\.\./lib64:?")
+SHARED = "LMCACHE_TEST_FORKS"
+"""Names the socket of the process from which a run's workers are forked. All of them share the fork servers
+beside it."""
 ended_cpu_s = 0.0
 """Seconds of CPU time of all forked processes that have ended."""
+_started_here: list[object] = []
 _servers: dict[tuple[str, str, tuple[tuple[str, str], ...]], str] = {}
 
 
 def fork_server(kind: str, environment: Mapping[str, str]) -> str:
     """The socket of a process that forks engines (`engine`) or runs `lmcache` (`lmcache`) with this
-    environment; started when it is first asked for, ended with this process."""
+    environment; started when it is first asked for, ended with this process or with the whole run."""
     # Only of an engine, more than the interpreter itself reads variables before it is forked.
     read = {
         name: value
         for name, value in environment.items()
-        if name not in OF_ONE and (kind == "engine" or name.startswith(("PYTHON", "LD_")))
+        if name not in OF_ONE
+        and not name.startswith("PYTEST_")
+        and (kind == "engine" or name.startswith(("PYTHON", "LD_")))
     }
     if libraries := _OF_CV2.sub("", read.pop("LD_LIBRARY_PATH", "")):
         read["LD_LIBRARY_PATH"] = libraries
     # A test may have moved this process into a network of its own.
-    key = kind, os.readlink("/proc/thread-self/ns/net"), tuple(sorted(read.items()))
+    network = os.readlink("/proc/thread-self/ns/net")
+    key = kind, network, tuple(sorted(read.items()))
     if key not in _servers:
-        from harness.processes import ChildProcess
-
-        path = f"{tempfile.mkdtemp(prefix='lmcache-forks-')}/socket"
-        command = [sys.executable, str(Path(__file__).with_name("fork_server.py")), kind, path]
-        process = ChildProcess(f"{kind}-forks", command, environment)
-        atexit.register(shutil.rmtree, os.path.dirname(path), ignore_errors=True)
-        atexit.register(process.kill)
-        process.wait_until_ready(lambda: os.path.exists(path), START_TIMEOUT_S, interval_s=0.01)
+        first = os.environ.get(SHARED, "")
+        if first and network == os.readlink("/proc/self/ns/net"):
+            path = f"{os.path.dirname(first)}/{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
+            with open(f"{path}.lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not os.path.exists(path):
+                    _started(path, kind, environment, forks=first)
+        else:
+            path = f"{tempfile.mkdtemp(prefix='lmcache-forks-')}/socket"
+            _started(path, kind, environment)
         _servers[key] = path
     return _servers[key]
+
+
+def share(number: int) -> list[str]:
+    """Start the process from which so many workers of pytest-xdist are forked; returns what it is to run."""
+    path = f"{tempfile.mkdtemp(prefix='lmcache-forks-')}/socket"
+    _started(path, "python", os.environ)
+    os.environ[SHARED] = path
+    return [f"popen//python={sys.executable} {Path(__file__).with_name('forked_python.py')}"] * number
+
+
+def _started(path: str, kind: str, environment: Mapping[str, str], *, forks: str = "") -> None:
+    from harness.processes import ChildProcess
+
+    program = [str(Path(__file__).with_name("fork_server.py")), kind, path]
+    command = program[1:] if forks else [sys.executable, *program]
+    process = ChildProcess(f"{kind}-forks", command, environment, forks=forks)
+    if not forks:
+        atexit.register(shutil.rmtree, os.path.dirname(path), ignore_errors=True)
+        atexit.register(process.kill)
+    process.wait_until_ready(lambda: os.path.exists(path), START_TIMEOUT_S, interval_s=0.01)
+    _started_here.append(process)
 
 
 def forked_by_any(kind: str, arguments: Sequence[str], output: int) -> "Forked | None":
@@ -84,7 +116,9 @@ def forked_by_any(kind: str, arguments: Sequence[str], output: int) -> "Forked |
 
 
 class Forked:
-    """What `subprocess.Popen` is, as far as the harness uses it, of a process that another one forked."""
+    """What `subprocess.Popen` is, as far as the harness uses it, of a process that another one forked.
+
+    `kind` is what fork_server.py is started with, or the socket at which one listens."""
 
     def __init__(
         self,
@@ -107,7 +141,7 @@ class Forked:
         }
         self._forks = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._forks.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        self._forks.connect(fork_server(kind, environment))
+        self._forks.connect(kind if kind.startswith("/") else fork_server(kind, environment))
         streams = [
             os.open(os.devnull, os.O_RDONLY),
             os.dup(output),
