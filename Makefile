@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMPS := .venv/stamps
 
-.PHONY: help install lint check test test-all test-versions stress mutants watch-vllm test-gpu test-gpu-vllm bench bench-gpu bench-gpu-vllm scaling simulate simulate-bugs fuzz soak demo fleet verified-models docs docs-serve release clean
+.PHONY: help install lint check check-tests test test-all test-versions stress mutants watch-vllm test-gpu test-gpu-vllm bench bench-gpu bench-gpu-vllm scaling simulate simulate-bugs fuzz soak demo fleet verified-models docs docs-serve release clean
 
 help:
 	@echo "make install   create .venv and install vLLM (CPU build unless there is one) and this package"
@@ -127,8 +127,10 @@ mutants: install
 	@$(BIN)/python scripts/mutants.py $(NAMES)
 
 check: install lint
-	$(BIN)/python $(PYTEST) tests/unit tests/service tests/options/planner
-	$(MAKE) --no-print-directory simulate SEEDS=40
+	@$(MAKE) --no-print-directory --jobs=2 check-tests simulate SEEDS=40
+
+check-tests:
+	$(BIN)/python $(PYTEST) -m "$(LANE)" tests/unit tests/service tests/options/planner
 
 VLLM ?=
 test-versions: install $(STAMPS)/routers

@@ -7,19 +7,14 @@ import runpy
 import shlex
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
 from harness import pages
 from harness.pages import DATA, NEEDS, SHELL
 from harness.paths import ROOT
-from msgspec import structs
 
 from lmcache_client.connector import settings
-from lmcache_client.connector.settings import PREFIX, Settings
-from lmcache_client.connector.support import resume_advice
-from lmcache_client.contract.geometry import FULL, RECURRENT, GroupSpec
 from lmcache_server.commands.cli import cli
 
 FOR_READERS = pages.pages()
@@ -167,24 +162,6 @@ def test_the_command_line_page_is_what_the_commands_say() -> None:
     assert (ROOT / "docs" / "command-line.md").read_text() == script["page"](), (
         f"run: {sys.executable} scripts/command_line.py > docs/command-line.md"
     )
-
-
-def test_the_connectors_keys_are_all_in_its_page() -> None:
-    text = (ROOT / "docs" / "connector.md").read_text()
-    for name, value in structs.asdict(Settings()).items():
-        empty = {"host": "(Unix socket)", "key_file": "(none)", "weights_name": "(none)"}
-        default = empty[name] if value == "" else json.dumps(value).removesuffix(".0")
-        assert f"| `{PREFIX}{name}` | {default} |" in text
-
-
-def test_the_advice_for_recurrent_models_is_quoted_as_it_is_given() -> None:
-    config = SimpleNamespace(
-        cache_config=SimpleNamespace(prefix_cache_retention_interval=0),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
-    )
-    groups = (GroupSpec(FULL, 544, 0, "", ()), *(GroupSpec(RECURRENT, 544, 0, "", ()),) * 3)
-    advice = resume_advice(config, groups, (13_369_344, *(13_172_736,) * 3), False, 544)
-    assert f"\nlmcache: {advice}\n" in (ROOT / "docs" / "hybrid-models.md").read_text()
 
 
 def test_what_is_said_to_users_of_lmcache_is_true() -> None:
