@@ -143,7 +143,7 @@ def test_what_a_release_checks_of_an_installed_wheel(wheel: Path, empty: Path) -
 def test_beside_lmcache_the_second_name_of_the_command_stays_ours(
     wheel: Path, empty: Path, tmp_path: Path
 ) -> None:
-    """As LMCache does, another package installs a command `lmcache`, after ours."""
+    """As LMCache does, another package installs a command `lmcache`, before ours or after it."""
     (tmp_path / "lmcache").mkdir()
     (tmp_path / "lmcache" / "__init__.py").write_text("def main(): print('another')\n")
     (tmp_path / "pyproject.toml").write_text(
@@ -152,19 +152,30 @@ def test_beside_lmcache_the_second_name_of_the_command_stays_ours(
         '[tool.setuptools]\npackages = ["lmcache"]\n'
     )
     run(*PIP, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", tmp_path, tmp_path)
+    theirs = next(tmp_path.glob("*.whl"))
     install = [*PIP, "--python", empty / "bin/python", "install", "--no-index"]
-    run(*install, wheel)
-    run(*install, next(tmp_path.glob("*.whl")))
-    assert run(empty / "bin/lmcache", cwd=tmp_path / "lmcache") == "another\n"
-    command = [empty / "bin/lmcache-mp", "doctor"]
-    doctor = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert doctor.stderr.startswith("lmcache: LMCache is in this Python environment, too")
-    assert "warn  command: LMCache is here, too" in doctor.stdout
     uninstall = [*PIP, "--python", empty / "bin/python", "uninstall", "--yes"]
-    run(*uninstall, "lmcache")
-    assert not (empty / "bin/lmcache").exists()
-    assert "doctor" in run(empty / "bin/lmcache-mp", "--help")
-    run(*uninstall, "lmcache-mp")
+    ask = {
+        "env": ENVIRONMENT,
+        "capture_output": True,
+        "text": True,
+        "check": False,
+        "cwd": tmp_path / "lmcache",
+    }
+    for first, last in ((theirs, wheel), (wheel, theirs)):
+        run(*install, first)
+        run(*install, last)
+        said = subprocess.run([empty / "bin/lmcache", "--version"], **ask).stdout
+        assert (said == "another\n") == (last == theirs), "the last package that is installed has the command"
+        doctor = subprocess.run([empty / "bin/lmcache-mp", "doctor"], **ask)
+        assert doctor.stderr.startswith("lmcache: LMCache is in this Python environment, too")
+        assert "warn  command: LMCache is here, too" in doctor.stdout
+        run(*uninstall, "lmcache")
+        assert not (empty / "bin/lmcache").exists(), "whoever had it"
+        assert "doctor" in run(empty / "bin/lmcache-mp", "--help")
+        run(*install, "--force-reinstall", "--no-deps", wheel)
+        assert "doctor" in run(empty / "bin/lmcache", "--help")
+        run(*uninstall, "lmcache-mp")
 
 
 def test_a_release_says_what_this_machine_cannot_build(monkeypatch, tmp_path) -> None:
