@@ -196,6 +196,9 @@ def test_the_release_workflow_runs_what_exists() -> None:
     assert len(files) >= 3
     assert all((ROOT / (first or second)).exists() for first, second in files)
     assert all(re.search(r"@\S*v\d", step["uses"]) for step in steps if "uses" in step)
+    (tested,) = [step["with"]["python-version"] for step in steps if "python" in step.get("uses", "")]
+    shipped = re.findall(r"PYTHON_IMAGE=python:([\d.]+)-", (ROOT / "deploy/docker/Dockerfile").read_text())
+    assert shipped == [tested]
     (version_step,) = [step["run"] for step in steps if "VERSION = " in step.get("run", "")]
     here = {"GITHUB_REF_NAME": f"v{VERSION}", "PATH": os.environ["PATH"]}
     run("bash", "-c", version_step, cwd=ROOT, env=here)
