@@ -1,18 +1,25 @@
-"""The hints of a request about its prompt: the `lmcache.*` keys of its kv_transfer_params."""
+"""The hints of a request about its prompt: the `lmcache.*` keys of its kv_transfer_params, and vLLM's typed
+hints, which say the same."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmcache_client.connector.log import logger
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 PREFIX = "lmcache."
 
 
 class Hint(NamedTuple):
-    """`what` says in words which values are valid. `fits` checks one."""
+    """`what` says in words which values are valid. `fits` checks one. The typed hint that says the same is
+    the `action`, whose payload has the value as `field`, or means true without one."""
 
     what: str
     fits: Callable[[object], bool]
+    action: str = ""
+    field: str = ""
 
 
 class Hints:
@@ -21,19 +28,31 @@ class Hints:
 
     def __init__(self, known: Mapping[str, Hint]) -> None:
         self._known = known
+        self._actions = {hint.action: key for key, hint in known.items() if hint.action}
         self._has_warned = False
 
-    def read(self, params: object) -> dict[str, Any]:
-        """The hints in these kv_transfer_params, by key."""
-        values = params if isinstance(params, Mapping) else {}
-        given = {key: values[key] for key in values if isinstance(key, str) and key.startswith(PREFIX)}
-        hints = {
-            key: value for key, value in given.items() if key in self._known and self._known[key].fits(value)
-        }
-        if len(hints) < len(given) and not self._has_warned:
+    def read(self, request: "Request") -> tuple[dict[str, Any], int]:
+        """The hints of this request, by key, and how many others it has."""
+        hints: dict[str, Any] = {}
+        ignored: list[tuple[str, object]] = []
+        for key, value in (*self._typed(request), *self._own(request.kv_transfer_params)):
+            if key in self._known and self._known[key].fits(value):
+                hints[key] = value
+            else:
+                ignored.append((key, value))
+        if ignored and not self._has_warned:
             self._has_warned = True
-            key = next(key for key in given if key not in hints)
             known = ", ".join(f"{name!r} ({hint.what})" for name, hint in self._known.items()) or "left out"
             text = "lmcache: ignored %.60r: %.60r in the kv_transfer_params of a request: the hints are %s"
-            logger.warning(f"{text} (later ones are ignored silently)", key, given[key], known)
-        return hints
+            logger.warning(f"{text} (later ones are ignored silently)", *ignored[0], known)
+        return hints, len(ignored)
+
+    def _own(self, params: object) -> Iterator[tuple[str, object]]:
+        values = params if isinstance(params, Mapping) else {}
+        return ((key, values[key]) for key in values if isinstance(key, str) and key.startswith(PREFIX))
+
+    def _typed(self, request: "Request") -> Iterator[tuple[str, object]]:
+        for action in request.kv_hints.actions if request.kv_hints else ():
+            key = self._actions.get(action.action_type, "")
+            field = self._known[key].field if key else ""
+            yield key or action.action_type, action.payload.get(field) if field else True

@@ -153,7 +153,8 @@ class SchedulerSide:
         lora = request.lora_request
         adapter = self._adapters.key(lora.lora_name, lora.lora_path, lora.lora_int_id) if lora else ()
         tracked = Tracked(request, self._root.key, self._lookahead, adapter=adapter)
-        hints = self._hints.read(request.kv_transfer_params)
+        hints, ignored = self._hints.read(request)
+        self.stats.count(stats.IGNORED_HINTS, ignored)
         for option in self.options:
             option.began(tracked, hints)
         self.lookups.arrived(tracked)

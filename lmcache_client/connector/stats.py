@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LOADS, FAILED_LOADS, LOADED_TOKENS = "loads", "failed_loads", "loaded_tokens"
 LOADED_BYTES, LOAD_SECONDS = "loaded_bytes", "load_seconds"
 STORED, PRESENT, DROPPED = "stored_objects", "present_objects", "dropped_objects"
-FAILED_STORES, LATE_LOOKUPS = "failed_stores", "late_lookups"
+FAILED_STORES, LATE_LOOKUPS, IGNORED_HINTS = "failed_stores", "late_lookups", "ignored_hints"
 CONNECTED = "connected"
 
 COUNTERS = {
@@ -32,6 +32,7 @@ COUNTERS = {
     DROPPED: "Objects offered to the lmcache server that it did not store",
     FAILED_STORES: "Store requests, one per step and worker, that the lmcache server did not fulfil",
     LATE_LOOKUPS: "Lookups that the lmcache server did not answer in time, so that they found nothing",
+    IGNORED_HINTS: "Hints of requests that are unknown or have a value that is not valid",
 }
 PREFIX = "vllm:lmcache_mp_"
 LOAD_SECONDS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)

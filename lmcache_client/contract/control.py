@@ -1,4 +1,4 @@
-"""Messages that change nothing, and their replies. messages.py lists all messages."""
+"""Messages that change no page, and their replies. messages.py lists all messages."""
 
 from typing import Annotated
 
@@ -7,6 +7,7 @@ from msgspec import Meta
 from lmcache_client.contract.codec import Natural, Wire
 from lmcache_client.contract.keys import Keys
 
+MAX_RETAIN_S = 86400
 Missed = Annotated[tuple[tuple[Annotated[str, Meta(max_length=32)], Natural], ...], Meta(max_length=16)]
 
 
@@ -44,6 +45,14 @@ class Followed(Wire, frozen=True, tag=33):
     resume_tokens: Natural
     gone: Keys
     missed: bool
+
+
+class Retain(Wire, frozen=True, tag=34):
+    """Asks to evict others before the chunks of this chain, for so many seconds, as far as there is room for
+    that. The reply is Done."""
+
+    keys: Keys
+    seconds: Annotated[int, Meta(ge=1, le=MAX_RETAIN_S)]
 
 
 class Status(Wire, frozen=True, tag=17):

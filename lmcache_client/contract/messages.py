@@ -13,7 +13,16 @@ from msgspec import Meta
 
 from lmcache_client.contract import codec
 from lmcache_client.contract.codec import Natural, ProtocolError, Wire
-from lmcache_client.contract.control import Follow, Followed, Inspect, Inspected, Missed, Status, StatusReport
+from lmcache_client.contract.control import (
+    Follow,
+    Followed,
+    Inspect,
+    Inspected,
+    Missed,
+    Retain,
+    Status,
+    StatusReport,
+)
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import Key, Keys, ModelTag, TenantId
 
@@ -331,6 +340,7 @@ Message = (
     Hello | Welcome | Register | Challenge | Prove | Registered | Join | Joined | NotCached | Lookup | Found
     | Release | Load | Store | Stored | Clear | Cleared | Status | StatusReport | Ping | Goodbye | Done
     | Refused | Pin | Pinned | Unpin | Unpinned | Inspect | Inspected | Accept | Follow | Followed
+    | Retain
 )  # fmt: skip
 
 

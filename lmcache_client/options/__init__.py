@@ -11,6 +11,7 @@ NAMES: tuple[str, ...] = (
     "events",
     "handover",
     "hints",
+    "retention",
     "spans",
 )  # fmt: skip
 

@@ -16,7 +16,11 @@ class RequestHints(Option):
     """With `once`, the prompt will not come back. If `load` is false, nothing is loaded for it. At most the
     first `max_offload_tokens` tokens are stored, and none of the answer without `save_decode_cache`."""
 
-    HINTS: ClassVar[Mapping[str, Hint]] = {ONCE: _YES_OR_NO, LOAD: _YES_OR_NO, STORE_TOKENS: _TOKENS}
+    HINTS: ClassVar[Mapping[str, Hint]] = {
+        ONCE: _YES_OR_NO._replace(action="demote"),
+        LOAD: _YES_OR_NO,
+        STORE_TOKENS: _TOKENS._replace(action="no_store", field="after_tokens"),
+    }
 
     def __init__(self, engine: Engine, wanted: Any) -> None:
         self._store_answers = engine.settings.save_decode_cache

@@ -17,6 +17,7 @@ NAMES: tuple[str, ...] = (
     "events",
     "max_age",
     "planner",
+    "retention",
     "tiers",
 )  # fmt: skip
 

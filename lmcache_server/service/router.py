@@ -293,6 +293,7 @@ _OPERATIONS: dict[type[Any], str] = {
     messages.Join: "join", messages.NotCached: "not_cached", messages.Lookup: "lookup",
     messages.Accept: "accept", messages.Release: "release", messages.Load: "load",
     messages.Store: "store", messages.Clear: "clear",
-    messages.Pin: "pin", messages.Unpin: "unpin", Inspect: "inspect", Follow: "follow",
+    messages.Pin: "pin", messages.Unpin: "unpin", control.Retain: "retain",
+    Inspect: "inspect", Follow: "follow",
     control.Status: "status", messages.Ping: "ping", messages.Goodbye: "goodbye",
 }  # fmt: skip

@@ -17,7 +17,7 @@ TRANSFER_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0,
 _AGE_S = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
 _OPERATIONS = (
     "hello", "register", "join", "not_cached", "lookup", "accept", "release", "load", "store", "clear",
-    "pin", "unpin", "inspect", "follow", "status", "ping", "goodbye", "other",
+    "pin", "unpin", "inspect", "follow", "retain", "status", "ping", "goodbye", "other",
 )  # fmt: skip
 _Labels = dict[str, Sequence[str]]
 _DIRECTION: _Labels = {"direction": ("store", "load")}

@@ -11,7 +11,7 @@ from harness.waiting import wait_until
 
 from lmcache_client.contract.messages import Lookup
 
-LOOKUPS = 60
+LOOKUPS = 20
 """So often another client asks while one floods the server."""
 MOST_RSS_BYTES = 200 << 20
 

@@ -20,7 +20,7 @@ TENANTS = (b"", b"", b"a", bytes(16))
 NAMES = ("", "one", "two", "m0")
 KINDS = (
     "ping", "status", "goodbye", "hello", "register", "join", "store", "lookup", "load", "release", "pin",
-    "unpin", "inspect", "follow", "accept", "clear", "prove", "prove", "prove", "prove",
+    "unpin", "inspect", "follow", "retain", "accept", "clear", "prove", "prove", "prove", "prove",
 )  # fmt: skip
 """The most frequent is so on purpose: nothing is stored before a registration is proven."""
 
@@ -73,6 +73,7 @@ class Speaker:
             "unpin": lambda: messages.Unpin(name),
             "inspect": lambda: control.Inspect(engine_id, keys, CHUNK_SIZE * (more % (CHAIN + 2))),
             "follow": lambda: control.Follow(keys),
+            "retain": lambda: control.Retain(keys, 1 + odd),
             "accept": lambda: messages.Accept((("r", CHUNK_SIZE * (more % 3)),)),
             "clear": lambda: messages.Clear(
                 odd % 2 == 1, NAMES[model % 4], NAMES[branch % 4], NAMES[more % 4], odd % 3 == 1

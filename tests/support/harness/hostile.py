@@ -53,7 +53,7 @@ EXAMPLES: tuple[Message, ...] = (
     messages.Goodbye(), Done(), Refused("x", "no"), messages.Pin("name", "r" * 16),
     messages.Pinned(1, 1, 16, 16), messages.Unpin("name"), messages.Unpinned(1), Inspect("e", (KEY,), 16),
     Inspected(16, (b"\xff",), (("evicted", 16),)), messages.Accept((("r", 0),)),
-    Follow((KEY,)), Followed(16, (KEY,), False),
+    Follow((KEY,)), Followed(16, (KEY,), False), control.Retain((KEY,), 60),
 )  # fmt: skip
 """One message of each type."""
 assert [type(each) for each in EXAMPLES] == list(get_args(Message))

@@ -1,0 +1,1 @@
+"""Keeps the chunks of a prompt for a time, as long as others can be evicted."""

@@ -1,0 +1,85 @@
+"""A request may say that its prompt comes back later: others are evicted before it. vLLM's typed hints say the
+same as the keys in kv_transfer_params."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from harness.engine import Engine
+from harness.prompts import prompt
+from harness.server import LMCacheServer
+from vllm import SamplingParams
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+from vllm.v1.request import Request
+
+from lmcache_client.connector.hints import Hints
+from lmcache_client.options import classes
+
+CHUNK = 32
+RETAIN = {"lmcache.retain_s": 600}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LMCacheServer]:
+    """A quarter of it has room for a prompt."""
+    with LMCacheServer(l1_size_gb=8 / 1024, chunk_size=CHUNK) as running:
+        yield running
+
+
+def test_an_agent_that_pauses_finds_its_prompt_again(server: LMCacheServer) -> None:
+    paused, other = prompt(6 * CHUNK + 20, 1), prompt(6 * CHUNK + 20, 2)
+    flood = [prompt(6 * CHUNK + 20, 100 + number) for number in range(20)]
+    with Engine("gemma3", server=server, block_size=CHUNK) as engine:
+        own = engine.run(paused)
+        # What vLLM resumes with by itself is the answer that a load must give.
+        local = engine.run(paused)
+        assert local.local_tokens == 6 * CHUNK
+        for hint, served in ((None, 0), (RETAIN, 6 * CHUNK)):
+            server.clear()
+            assert engine.reset_prefix_cache()
+            assert engine.run(paused, transfer=hint).output == own.output
+            engine.run(other)
+            for each in flood:
+                engine.run(each, 1)
+            assert engine.reset_prefix_cache()
+            assert engine.run(other, 1).external_tokens == 0, "the flood is larger than L1"
+            again = engine.run(paused)
+            assert again.external_tokens == served
+            assert again.output == (local if served else own).output
+
+
+def read(action: str, payload: dict[str, Any], params: dict[str, Any] | None = None) -> tuple[dict, int]:
+    hints = Hints({key: hint for option in classes().values() for key, hint in option.HINTS.items()})
+    envelope = KvHintsEnvelope("1", "message", [KvHintAction("1", action, "1", payload)])
+    request = Request("r", [1, 2, 3], SamplingParams(), None, kv_hints=envelope)
+    request.kv_transfer_params = params
+    return hints.read(request)
+
+
+@pytest.mark.parametrize(
+    ("action", "payload", "hints"),
+    [
+        ("retain", {"seconds": 60}, {"lmcache.retain_s": 60}),
+        ("demote", {}, {"lmcache.once": True}),
+        ("no_store", {"after_tokens": 0}, {"lmcache.max_offload_tokens": 0}),
+    ],
+)
+def test_a_typed_hint_says_what_a_key_says(action: str, payload: dict, hints: dict) -> None:
+    assert read(action, payload) == (hints, 0)
+
+
+@pytest.mark.parametrize(
+    ("action", "payload"),
+    [
+        ("prefetch", {}),
+        ("", {}),
+        ("retain", {}),
+        ("retain", {"seconds": 0}),
+        ("retain", {"seconds": 1e9}),
+        ("retain", {"seconds": True}),
+        ("no_store", {"after_tokens": "all"}),
+    ],
+)
+def test_an_unknown_or_wrong_typed_hint_is_ignored_and_counted(action: str, payload: dict) -> None:
+    assert read(action, payload, {"lmcache.once": True, "another": 1}) == ({"lmcache.once": True}, 1)
+    assert read(action, payload, {"lmcache.twice": True}) == ({}, 2)

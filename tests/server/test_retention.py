@@ -1,0 +1,109 @@
+"""What a request asks to retain stays in L1, as long as others can be evicted, and it is not too much."""
+
+from collections.abc import Iterator
+
+import pytest
+from harness.rawclient import TIMEOUT_S, RawEngine, chain
+from harness.server import LMCacheServer
+from test_warm_restart import CHUNK_FRAMES, CHUNKS, Prompt, new_engine
+
+from lmcache_client.contract.control import Retain
+from lmcache_client.contract.messages import Done
+from lmcache_server.core.pool import FRAME_BYTES
+
+PROMPTS = 16
+"""So many fit into L1, of which four may be retained."""
+GB_BYTES = 1 << 30
+
+
+@pytest.fixture
+def engine() -> Iterator[RawEngine]:
+    frames = PROMPTS * CHUNKS * CHUNK_FRAMES
+    with LMCacheServer(l1_size_gb=(frames + 0.5) * FRAME_BYTES / GB_BYTES) as server:
+        server.wait_until_populated()
+        engine = new_engine(server)
+        engine.server = server
+        yield engine
+        server.wait_at_rest(sessions=2)
+
+
+class Numbered(Prompt):
+    """A prompt with keys of its own, and the pages of one of three."""
+
+    def __init__(self, engine: RawEngine, number: int) -> None:
+        super().__init__(engine, number % 3)
+        self.keys = chain([number] * (CHUNKS * engine.chunk_size), engine.chunk_size)
+
+
+def retain(prompt: Prompt, seconds: int = 3600, chunks: int = CHUNKS) -> None:
+    assert prompt.engine.scheduler.call(Retain(prompt.keys[:chunks], seconds), TIMEOUT_S) == Done()
+
+
+def flood(engine: RawEngine, first: int = 1000) -> None:
+    """Three times what L1 holds, of prompts that nobody asks for."""
+    for number in range(first, first + 3 * PROMPTS):
+        Numbered(engine, number).store()
+
+
+def counted(engine: RawEngine, outcome: str) -> float:
+    return engine.server.metrics()[f'lmcache_retained_chains_total{{outcome="{outcome}"}}']
+
+
+def test_retained_prompts_outlive_a_flood_and_others_do_not(engine: RawEngine) -> None:
+    first, second, other = (Numbered(engine, number) for number in range(3))
+    for prompt in (first, second, other):
+        prompt.store()
+    retain(first)
+    retain(second, chunks=2)
+    flood(engine)
+    assert [each.held_chunks() for each in (first, second, other)] == [CHUNKS, 2, 0]
+    first.load()
+    assert engine.server.metrics()["lmcache_retained_chunks"] == CHUNKS + 2
+    assert (counted(engine, "asked"), counted(engine, "given_up")) == (2, 0)
+    engine.server.clear()
+    assert first.held_chunks() == 0, "a clear forgets it"
+    flood(engine)
+
+
+def test_what_is_stored_after_its_request_ended_is_retained(engine: RawEngine) -> None:
+    late = Numbered(engine, 0)
+    retain(late)
+    flood(engine, 2000)
+    late.store()
+    flood(engine)
+    assert late.held_chunks() == CHUNKS
+    late.load()
+
+
+def test_after_its_time_a_prompt_is_like_any_other(engine: RawEngine) -> None:
+    short, long = Numbered(engine, 0), Numbered(engine, 1)
+    for prompt, seconds in ((short, 1), (long, 3600)):
+        prompt.store()
+        retain(prompt, seconds)
+    engine.server.wait_for_metric("lmcache_retained_chunks", CHUNKS)
+    flood(engine)
+    assert [each.held_chunks() for each in (short, long)] == [0, CHUNKS]
+
+
+def test_at_most_a_quarter_of_l1_is_retained_and_what_came_first_is_given_up(engine: RawEngine) -> None:
+    prompts = [Numbered(engine, number) for number in range(8)]
+    for prompt in prompts:
+        prompt.store()
+        retain(prompt)
+    flood(engine)
+    assert [each.held_chunks() for each in prompts] == [0] * 4 + [CHUNKS] * 4
+    assert counted(engine, "given_up") == 4
+    # A stored prompt has room whatever is retained.
+    flood(engine, 2000)
+
+
+def test_a_conversation_that_goes_on_is_retained_once(engine: RawEngine) -> None:
+    """Each of its requests asks for all that came before."""
+    prompts = [Numbered(engine, number) for number in range(4)]
+    for prompt in prompts:
+        prompt.store()
+        for chunks in range(1, CHUNKS + 1):
+            retain(prompt, 3600 + chunks, chunks)
+    flood(engine)
+    assert [each.held_chunks() for each in prompts] == [CHUNKS] * 4
+    assert counted(engine, "given_up") == 0
