@@ -7,20 +7,21 @@ from lmcache_client.contract.migration import MISSING, NO_EFFECT, NOT_NEEDED, SA
 
 HEAD = """# LMCache's names
 
-`python scripts/lmcache_names.py` generates this page from `lmcache_client/contract/lmcache.json`, and a test keeps
-it up to date. It has every flag of LMCache's server and every key of its connector, in version 0.5.6 (and the
-flags of 0.5.7rc3), and what they are here. [Coming from LMCache](coming-from-lmcache.md) has the steps.
+`python scripts/lmcache_names.py` generates this page from `lmcache_client/contract/lmcache.json`, and a test
+keeps it up to date. It has every flag of LMCache's server and every key of its connector, in version 0.5.6
+(and the flags of 0.5.7rc3), and what they are here. [Coming from LMCache](coming-from-lmcache.md) has the
+steps.
 """
 SECTIONS = {
     "Flags of the server": (
         "flags",
-        """If you pass a flag that is *missing* or *not needed*, the server does not start, and its error names the
-flag.""",
+        """If you pass a flag that is *missing* or *not needed*, the server does not start, and its error
+names the flag.""",
     ),
     "Keys": (
         "keys",
-        """These are keys of `kv_connector_extra_config`. A key with *no effect* is ignored, with one line in the log. A
-key that is *missing* or *not needed* stops vLLM with an error, before it loads the weights.""",
+        """These are keys of `kv_connector_extra_config`. A key with *no effect* is ignored, with one line in
+the log. A key that is *missing* or *not needed* stops vLLM with an error, before it loads the weights.""",
     ),
     "Environment": (
         "variables",
