@@ -5,7 +5,7 @@ and stops. The engines take turns on this machine's processors: one request at a
 answers all conversations; each answer of the fleet must equal its answer. Then the fleet answers them with
 and without the store, with two ways of routing, and once with a Mooncake Store of the hosts' memory instead.
 At last, hosts, the store and the router fail meanwhile.
-With `--write`, the table goes into docs/several-machines.md.
+With `--write`, the table goes into docs/scaling.md.
 """
 
 import contextlib
@@ -321,7 +321,7 @@ def report(fleet: Fleet) -> str:
 
 
 def write(text: str) -> None:
-    page = ROOT / "docs" / "several-machines.md"
+    page = ROOT / "docs" / "scaling.md"
     before, _, after = page.read_text().split(MARK)
     page.write_text(f"{before}{MARK}\n\n{text}\n\n{MARK}{after}")
 

@@ -1,6 +1,6 @@
 """What became of the flags, keys, variables and commands of LMCache 0.5.6: the one table for all errors.
 
-`lmcache.json` has rows of names, of what they are here, and of the reason. docs/coming-from-lmcache.md shows
+`lmcache.json` has rows of names, of what they are here, and of the reason. docs/lmcache-names.md shows
 the same rows.
 """
 

@@ -1,4 +1,4 @@
-"""What the table of docs/security.md says of those who reach the server, and of those who must not."""
+"""What the table of docs/threats.md says of those who reach the server, and of those who must not."""
 
 import os
 import re

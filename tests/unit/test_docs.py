@@ -166,7 +166,8 @@ def test_the_command_line_page_is_what_the_commands_say() -> None:
 
 def test_what_is_said_to_users_of_lmcache_is_true() -> None:
     """The middle column has this server's flags and metrics."""
-    text = (ROOT / "docs" / "coming-from-lmcache.md").read_text()
+    pages_of_it = ("coming-from-lmcache.md", "lmcache-names.md")
+    text = "".join((ROOT / "docs" / page).read_text() for page in pages_of_it)
     cells = [row.split("|")[2] for row in re.findall(r"^\| (?:`|none \|).*\|$", text, re.MULTILINE)]
     metrics = (ROOT / "docs" / "metrics.md").read_text()
     known = {flag for each in cli.commands["server"].params for flag in (*each.opts, *each.secondary_opts)}

@@ -2,6 +2,8 @@
 
 import json
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,9 +42,16 @@ def test_what_is_named_instead_exists(kind: str) -> None:
     assert effectless == {PREFIX + name for name in WITHOUT_EFFECT}
 
 
+def test_the_page_is_what_the_script_prints() -> None:
+    page = runpy.run_path(str(ROOT / "scripts" / "lmcache_names.py"))["page"]()
+    assert (ROOT / "docs" / "lmcache-names.md").read_text() == page, (
+        f"run: {sys.executable} scripts/lmcache_names.py > docs/lmcache-names.md"
+    )
+
+
 @pytest.mark.parametrize(("heading", "kind"), KINDS.items())
 def test_the_page_shows_the_table(heading: str, kind: str) -> None:
-    page = (ROOT / "docs" / "coming-from-lmcache.md").read_text()
+    page = (ROOT / "docs" / "lmcache-names.md").read_text()
     section = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     rows = []
     for names, here, why in table(kind):
