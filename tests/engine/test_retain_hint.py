@@ -1,5 +1,5 @@
-"""A request may say that its prompt comes back later: others are evicted before it. vLLM's typed hints say the
-same as the keys in kv_transfer_params."""
+"""A request may say that its prompt comes back later: others are evicted before it. vLLM's typed hints say
+what the keys in kv_transfer_params say."""
 
 from collections.abc import Iterator
 from typing import Any

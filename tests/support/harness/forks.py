@@ -49,6 +49,7 @@ _OF_CV2 = re.compile(r"[^:]*/cv2/\.\./\.\./lib64:?")
 SHARED = "LMCACHE_TEST_FORKS"
 """Names the socket of the process from which a run's workers are forked. All of them share the fork servers
 beside it."""
+_HOME = os.readlink("/proc/thread-self/ns/net")
 ended_cpu_s = 0.0
 """Seconds of CPU time of all forked processes that have ended."""
 _started_here: list[object] = []
@@ -73,7 +74,7 @@ def fork_server(kind: str, environment: Mapping[str, str]) -> str:
     key = kind, network, tuple(sorted(read.items()))
     if key not in _servers:
         first = os.environ.get(SHARED, "")
-        if first and network == os.readlink("/proc/self/ns/net"):
+        if first and network == _HOME:
             path = f"{os.path.dirname(first)}/{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
             with open(f"{path}.lock", "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
