@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -288,7 +289,19 @@ def test_alerts_and_dashboard_are_the_files_of_the_repository():
         ({"mode": "sidecar", "vllm": {"enabled": True}, "l1HostPath": "/dev/shm/x"}, "set mode to node"),
         ({"tier": {"hostPath": "nvme", "sizeGb": 1}}, "hostPath"),
         ({"tier": {"hostPath": "/nvme"}}, "sizeGb"),
-        ({"tier": {"hostPath": "/nvme", "sizeGB": 1}}, "sizeGB"),
+        ({"tier": {"hostPath": "/nvme/x", "sizeGB": 1}}, "sizeGB"),
+        (
+            {"tier": {"hostPath": "/nvme", "sizeGb": 1}},
+            "tier.hostPath /nvme is a whole disk, or a directory of the system",
+        ),
+        ({"l1HostPath": "/dev/shm/"}, "l1HostPath /dev/shm/ is a whole disk, or a directory of the system"),
+        (
+            {"socket": {"hostPath": "/run"}},
+            "socket.hostPath /run is a whole disk, or a directory of the system",
+        ),
+        ({"tier": {"hostPath": "/run/lmcache-mp", "sizeGb": 1}}, "are one directory"),
+        ({"tier": {"sizeGb": 20}}, "set tier.hostPath"),
+        ({"http": {"host": "127.0.0.1"}}, "http.host"),
     ],
 )
 def test_values_that_cannot_work_are_refused_with_their_name(given, complaint):
@@ -324,7 +337,8 @@ def test_the_init_container_gives_the_directory_to_the_user(tmp_path):
     they were opened to others since."""
     if os.getuid() != 0:
         pytest.skip("gives a directory to another user, which takes root")
-    found = {each["name"]: each for each in containers(render({"tier": {"hostPath": "/nvme", "sizeGb": 1}}))}
+    tier = {"hostPath": "/nvme/lmcache", "sizeGb": 1}
+    found = {each["name"]: each for each in containers(render({"tier": tier}))}
     shell, options, script = found["directories"]["command"]
     directories = []
     for number, mount in enumerate(each["mountPath"] for each in found["directories"]["volumeMounts"]):
@@ -343,6 +357,14 @@ def test_the_init_container_gives_the_directory_to_the_user(tmp_path):
         for each in directories:
             info = each.stat()
             assert (info.st_uid, info.st_gid, info.st_mode & 0o7777) == (10001, 10001, 0o700)
+    # What holds files of others is left alone.
+    os.chown(directories[-1], 0, 0)
+    directories[-1].chmod(0o755)
+    (directories[-1] / "of others").touch()
+    done = subprocess.run([*setpriv, shell, options, script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "is in use: name a directory that holds nothing else" in done.stderr
+    assert directories[-1].stat().st_uid == 0
 
 
 def test_in_a_sidecar_the_server_makes_the_directory_inside_a_volume_that_all_may_enter(
