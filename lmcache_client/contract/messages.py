@@ -11,22 +11,13 @@ from typing import Annotated, Any, get_args
 
 from msgspec import Meta
 
-from lmcache_client.contract import codec
+from lmcache_client.contract import codec, control
 from lmcache_client.contract.codec import Natural, ProtocolError, Wire
-from lmcache_client.contract.control import (
-    Follow,
-    Followed,
-    Inspect,
-    Inspected,
-    Missed,
-    Retain,
-    Status,
-    StatusReport,
-)
+from lmcache_client.contract.control import Follow, Followed, Inspect, Inspected, Missed, Status, StatusReport
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import Key, Keys, ModelTag, TenantId
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 DEFAULT_PORT = 5555
 BOOT_ID_BYTES = CLIENT_ID_BYTES = UUID_BYTES = 16
 NONCE_BYTES, HANDLE_BYTES = 32, 64
@@ -340,7 +331,7 @@ Message = (
     Hello | Welcome | Register | Challenge | Prove | Registered | Join | Joined | NotCached | Lookup | Found
     | Release | Load | Store | Stored | Clear | Cleared | Status | StatusReport | Ping | Goodbye | Done
     | Refused | Pin | Pinned | Unpin | Unpinned | Inspect | Inspected | Accept | Follow | Followed
-    | Retain
+    | control.Retain
 )  # fmt: skip
 
 
