@@ -196,7 +196,7 @@ def test_a_tier_is_tried_with_a_record_of_its_own(tmp_path: Path) -> None:
     folder.chmod(0o777)
     code, found = tiers(tmp_path, f"dir://{folder}?size_gb=90000000")
     assert (code, found["tier 1"]["verdict"]) == (1, "fail")
-    assert found["tier 1"]["fix"].startswith(f"chmod 700 {folder}")
+    assert found["tier 1"]["fix"].startswith("name a new subdirectory of it")
     assert found["tier 1, room"]["verdict"] == "warn"
     assert found["tier 1, room"]["fix"].startswith("size_gb=")
     _, found = tiers(tmp_path, "s3://user:secret@bucket")

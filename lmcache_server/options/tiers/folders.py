@@ -63,10 +63,11 @@ def open_root(path: str, shared: bool, opened: contextlib.ExitStack) -> int:
     opened.callback(os.close, root)
     found = os.fstat(root)
     if found.st_mode & 0o022:
-        raise TierError(
-            f"other users may write to the directory {path} and so change records: "
-            f"chmod 700 {path}, or name a new subdirectory of it"
-        )
+        fix = f"name a new subdirectory of it, such as {os.path.join(path, 'lmcache')}"
+        # Whoever follows this as root would close /tmp to all others.
+        is_free = found.st_uid == os.geteuid() and not found.st_mode & stat.S_ISVTX and not os.listdir(root)
+        fix = f"chmod 700 {path}, or {fix}" if is_free else fix
+        raise TierError(f"other users may write to the directory {path} and so change records: {fix}")
     if found.st_uid not in (0, os.geteuid()):
         raise TierError(f"the owner of the directory {path} is another user and may change records: {_OWNER}")
     if not _lock(root, LOCK, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, opened):
