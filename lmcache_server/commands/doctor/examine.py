@@ -95,7 +95,7 @@ def _server(server: Address) -> tuple[dict[str, Any], Check]:
     try:
         report = control.report(server, TIMEOUT_S, explain=True)
     except control.UnreachableError as error:
-        return {}, Check("server", WARN, f"no server answers at {error.endpoint}", "lmcache server")
+        return {}, Check("server", WARN, f"no server answers at {error.endpoint}", error.advice)
     except control.ControlError as error:
         return {}, Check("server", FAIL, str(error))
     return report, checks.server(report["version"], address(*server))
