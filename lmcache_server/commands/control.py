@@ -90,10 +90,8 @@ def _silent(endpoint: str, is_connected: bool = False) -> ControlError:
     if pid is None and not is_connected:
         return UnreachableError(endpoint)
     process = f", process {pid}," if pid else ""
-    return ControlError(
-        f"the lmcache server at {endpoint}{process} does not answer in time: see its log and /healthz, or "
-        "raise --timeout-s"
-    )
+    told = f"the lmcache server at {endpoint}{process} does not answer in time"
+    return ControlError(f"{told}: see its log and its /healthz")
 
 
 def report(server: Address, timeout_s: float, explain: bool = False) -> dict[str, Any]:

@@ -379,7 +379,7 @@ REPORT = {
     "explained": [
         {"engine": "engine-1", "namespace": "0123456789abcdef", "model": "m", "fields": {"weights": "ab"}}
     ],
-    "tokens": {"computed": 10, "hit": 30, "miss": 10, "tail": 1}, "hit_rate": 0.75, "test_hit_tokens": 512,
+    "tokens": {"computed": 10, "hit": 30, "miss": 10, "tail": 1}, "hit_rate": 0.75, "test_hit_tokens": 51200,
     "demand": {"exact_bytes": None, "windows": dict.fromkeys(("hour", "day", "start"), WINDOW)},
     "objects": {"stored": 5, "present": 2, "busy": 0, "no_room": 1, "once": 0, "quota": 0, "failed": 0},
 }  # fmt: skip
@@ -411,7 +411,7 @@ def test_a_status_of_everything_that_can_be_shown():
     for part in (
         "1.2.3", "25.0 %", "75.0 %", "some/model", "0123456789ab", "chunk size 256", "sliding window", "512",
         "1.5 KiB", "engine-1", "rank 1", "pid 77", "30 hit, 10 missed: 3 never stored, 7 evicted\n",
-        "tests (bench, verify, self-tests): 512 tokens hit, counted apart\n",
+        "tests (bench, verify, self-tests): 51,200 tokens hit, counted apart\n",
         "pinned as 'prompts.jsonl': 3 chunks, 3.0 MiB",
         "tier valkey://one:6379: FAILING: it is on fire; read 12 objects, 3.0 MiB; wrote 30, 1.0 GiB; "
         "4 wait; 2 gone, 1 damaged, 6 without room, 7 dropped, 8 not written\n",
