@@ -57,6 +57,8 @@ def run(config: Config) -> int:
     logger.info("lmcache server %(version)s, %(configuration)s", values)
     for sentence in unknown_variables(os.environ):
         logger.warning("%(sentence)s", {"sentence": sentence})
+    if config.key_file and not config.host:
+        logger.warning("--key-file has no effect without --host: the Unix socket needs no key")
     try:
         return _run(config)
     except StartError as error:
@@ -149,7 +151,8 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
     logger.info("ready: engines at %(endpoint)s, HTTP at %(url)s", addresses)
     try:
         ending = lambda: stop.set() if gpus.lost or l1.failure else None  # noqa: E731
-        due = router.tick, report.tick, lambda: listener.tick(system.now_s()), ending
+        watch = [l1.file.tick] if l1.file is not None else []
+        due = (router.tick, report.tick, lambda: listener.tick(system.now_s()), ending, *watch)
         await _tick(stop, due, cache)
         if has_failed := bool(reason := gpus.lost or l1.failure):
             # Only the end of a process gives back what it has mapped of such a GPU, and an engine that
