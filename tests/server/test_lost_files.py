@@ -139,3 +139,30 @@ def test_a_lock_on_a_file_that_was_removed_meanwhile_is_none(
         claim.listening.close()
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_the_file_of_l1_is_not_saved_once_it_is_removed() -> None:
+    path = Path(f"/dev/shm/lmcache-test-{os.getpid()}-lost.l1")
+    try:
+        with LMCacheServer(l1_size_gb=0.02, l1_path=path, key_file="/none") as server:
+            path.unlink()
+            server.wait_for_log(f"{path} was removed, so the cache will not be saved: restart this server")
+            assert server.terminate() == 0
+            log = server.log.read_text()
+            assert "the cache is not saved, so the next start will be empty" in log
+            assert "saved 0 chunks" not in log
+            assert log.count("--key-file has no effect without --host") == 1
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def test_a_tier_whose_directory_was_renamed_is_not_cleared(tmp_path: Path) -> None:
+    tier = tmp_path / "tier"
+    with LMCacheServer(l1_size_gb=0.02, tier=f"dir://{tier}?size_gb=0.01") as server:
+        assert server.cli("clear", "--tiers").returncode == 0
+        tier.rename(tmp_path / "renamed")
+        done = server.cli("clear", "--tiers")
+        assert (done.returncode, "it was removed, renamed or unmounted" in done.stderr) == (1, True), done
+        tier.mkdir(mode=0o700)
+        done = server.cli("clear", "--tiers")
+        assert (done.returncode, f"the directory {tier} is another one" in done.stderr) == (1, True), done

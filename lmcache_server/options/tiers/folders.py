@@ -25,7 +25,7 @@ _ADVICE = {
     errno.EROFS: "its file system is read-only: remount it, or name another one",
     errno.EACCES: _OWNER,
     errno.EPERM: _OWNER,
-    errno.ENOENT: "it was removed or unmounted: restore it and restart the server",
+    errno.ENOENT: "it was removed, renamed or unmounted: restore it and restart the server",
     errno.ESTALE: "its file server has replaced it: restart the server",
     errno.EIO: "the disk fails: see the kernel's log (dmesg)",
     errno.ENOLCK: "its file system has no locks: mount it with locks",
