@@ -27,22 +27,18 @@ def instead(endpoint: str) -> str:
     for directory in _directories():
         owner_id = directory.stat().st_uid
         try:
-            found = sorted(directory / name for name in os.listdir(directory) if name.endswith(".sock"))
+            names = [each for each in os.listdir(directory) if re.fullmatch(r"[0-9]{1,5}\.sock", each)]
         except PermissionError:
             closed.append((directory, owner_id))
             continue
-        if ports := [int(path.stem) for path in found if _is_socket(path) and listener(path) is not None]:
-            return f"one is in {directory}: {again(directory, owner_id, ports[0])}"
+        if ports := [int(each[:-5]) for each in names if listener(directory / each) is not None]:
+            return f"one is in {directory}: {again(directory, owner_id, min(ports))}"
     if is_page("127.0.0.1", port := FLAGS["http_port"].default):
         return f"one is shown at http://127.0.0.1:{port}"
-    start = (
-        f"start one with '{start_command(endpoint)}', or pass the --host and --port that it was started with"
-    )
-    port = (
-        int(endpoint.removesuffix(".sock").rpartition("/")[2]) if endpoint.startswith("ipc") else DEFAULT_PORT
-    )
-    others = [f"another user's may be in {each[0]}: {again(*each, port)}" for each in closed[:1]]
-    return "; ".join([start, *others])
+    port = int((re.search(r"/(\d+)\.sock$", endpoint) or [0, DEFAULT_PORT])[1])
+    others = [f"; another user's may be in {each[0]}: {again(*each, port)}" for each in closed[:1]]
+    start = f"start one with '{start_command(endpoint)}', or pass the --host and --port"
+    return f"{start} that it was started with{''.join(others)}"
 
 
 def again(directory: Path, owner_id: int, port: int) -> str:
@@ -53,19 +49,12 @@ def again(directory: Path, owner_id: int, port: int) -> str:
     if os.getuid() != owner_id and (not words or words[0] not in READING):
         words = ["status"]
     words += ["--port", str(port)] if port != DEFAULT_PORT else []
-    may = os.getuid() in (0, owner_id)
-    program = "lmcache" if may else _whole_program()
-    command = f"LMCACHE_RUNTIME_DIR={shlex.quote(str(directory))} {program} {shlex.join(words)}"
-    if may:
-        return f"run '{command}'"
+    variable, arguments = f"LMCACHE_RUNTIME_DIR={shlex.quote(str(directory))}", shlex.join(words)
+    if os.getuid() in (0, owner_id):
+        return f"run '{variable} lmcache {arguments}'"
+    # Another user may have another PATH.
+    command = f"{variable} {shlex.quote(sys.executable)} -m lmcache_server {arguments}"
     return f"run 'sudo -u {name} env {command}'" if shutil.which("sudo") else f"as root, run '{command}'"
-
-
-def _whole_program() -> str:
-    """This command by its whole path, for another user, who may have another PATH."""
-    path = os.path.abspath(sys.argv[0])
-    is_command = os.path.basename(path).startswith("lmcache") and os.access(path, os.X_OK)
-    return shlex.quote(path) if is_command else f"{shlex.quote(sys.executable)} -m lmcache_server"
 
 
 def _directories() -> Iterator[Path]:
@@ -76,10 +65,6 @@ def _directories() -> Iterator[Path]:
     for path in (SYSTEM_DIRECTORY, *sorted(users)):
         if path.is_dir() and not path.is_symlink() and str(path) != asked:
             yield path
-
-
-def _is_socket(path: Path) -> bool:
-    return bool(re.fullmatch("[0-9]{1,5}", path.stem))
 
 
 def listener(path: Path) -> int | None:
