@@ -47,7 +47,7 @@ THAW_TICKS = 600
 THAW_CHUNKS = 50_000
 END_S = 5.0
 """How long the shutdown waits for running copies; one that hangs ends with the process."""
-EXIT_GPU_FAILED, EXIT_CANNOT_START = 1, 2
+EXIT_FAILED, EXIT_CANNOT_START = 1, 2
 
 
 def run(config: Config) -> int:
@@ -57,6 +57,8 @@ def run(config: Config) -> int:
     logger.info("lmcache server %(version)s, %(configuration)s", values)
     for sentence in unknown_variables(os.environ):
         logger.warning("%(sentence)s", {"sentence": sentence})
+    if config.key_file and not config.host:
+        logger.warning("--key-file has no effect without --host: the Unix socket needs no key")
     try:
         return _run(config)
     except StartError as error:
@@ -86,8 +88,8 @@ def _run(config: Config) -> int:
         failed = uvloop.run(_serve(config, listener, web, l1))
     if l1.is_in_use:  # Python would wait for the thread of a copy that hangs
         logs.flush()
-        os._exit(EXIT_GPU_FAILED if failed else 0)
-    return EXIT_GPU_FAILED if failed else 0
+        os._exit(EXIT_FAILED if failed else 0)
+    return EXIT_FAILED if failed else 0
 
 
 def assemble(
@@ -117,7 +119,7 @@ def assemble(
 
 
 async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Memory) -> bool:
-    """Returns whether it ended because a GPU has failed."""
+    """Returns whether it ended because a GPU, or what fills L1, has failed."""
     loop = asyncio.get_running_loop()
     # From here on, a signal ends the server in order, which saves the chunks that are restored below.
     stop = asyncio.Event()
@@ -148,13 +150,14 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
     addresses = {"endpoint": listener.endpoint, "url": web.url}
     logger.info("ready: engines at %(endpoint)s, HTTP at %(url)s", addresses)
     try:
-        ending = lambda: stop.set() if gpus.lost else None  # noqa: E731
-        due = router.tick, report.tick, lambda: listener.tick(system.now_s()), ending
+        ending = lambda: stop.set() if gpus.lost or l1.failure else None  # noqa: E731
+        watch = [l1.file.tick] if l1.file is not None else []
+        due = (router.tick, report.tick, lambda: listener.tick(system.now_s()), ending, *watch)
         await _tick(stop, due, cache)
-        if has_failed := bool(gpus.lost):
+        if has_failed := bool(reason := gpus.lost or l1.failure):
             # Only the end of a process gives back what it has mapped of such a GPU, and an engine that
-            # starts again needs that memory.
-            logger.critical("%(gpu)s: this server ends, and has to be started again", {"gpu": gpus.lost})
+            # starts again needs that memory. Nobody would notice that L1 stays empty.
+            logger.critical("%(reason)s: this server ends, and has to be started again", {"reason": reason})
         logger.info("stopping with %(sessions)d sessions open", {"sessions": len(router.registry.sessions)})
     finally:
         await web.stop()

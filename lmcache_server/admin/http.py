@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 from lmcache_client.contract.endpoint import host_name, is_loopback
 from lmcache_server.errors import StartError
+from lmcache_server.host.machine import is_page
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,8 @@ class Server:
             reason = getattr(error, "strerror", None) or str(error)
             remedy = "choose another --http-port, above 1023, or another --http-host"
             if getattr(error, "errno", 0) == errno.EADDRINUSE:
-                remedy = "stop the program that uses this port, or choose another --http-port"
+                program = "the lmcache server" if is_page(name, port) else "the program"
+                remedy = f"stop {program} that uses this port, or choose another --http-port"
             raise StartError(
                 f"cannot listen on {host}:{port} for HTTP: {reason.lower()}; {remedy}"
             ) from error

@@ -289,7 +289,7 @@ def key(file: Path) -> None:
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as made:
             made.write(f"{os.urandom(KEY_BYTES).hex()}\n")
     except FileExistsError:
-        raise CommandError(f"{file} exists: remove it first, or name another file") from None
+        raise CommandError(f"{file} exists and may be in use: name another file") from None
     except OSError as error:
         raise CommandError(f"cannot write {file}: {error.strerror}") from error
 

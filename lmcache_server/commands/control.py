@@ -3,8 +3,10 @@
 import contextlib
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -17,6 +19,7 @@ from lmcache_client.contract.endpoint import (
     ForeignDirectoryError,
     address,
     check_runtime_directory,
+    host_name,
     runtime_directory,
     user_name,
 )
@@ -77,9 +80,18 @@ class UnreachableError(ControlError):
     """No server answers at `endpoint`."""
 
     def __init__(self, endpoint: str) -> None:
-        start = "start one with 'lmcache server', or pass the --host and --port that it was started with"
-        super().__init__(f"no lmcache server answers at {endpoint}: {nearby.instead() or start}")
-        self.endpoint = endpoint
+        self.endpoint, self.advice = endpoint, nearby.instead(endpoint)
+        super().__init__(f"no lmcache server answers at {endpoint}: {self.advice}")
+
+
+def _silent(endpoint: str, is_connected: bool = False) -> ControlError:
+    """Nobody answered there in time."""
+    pid = nearby.listener(Path(endpoint.removeprefix("ipc://"))) if endpoint.startswith("ipc") else None
+    if pid is None and not is_connected:
+        return UnreachableError(endpoint)
+    process = f", process {pid}," if pid else ""
+    told = f"the lmcache server at {endpoint}{process} does not answer in time"
+    return ControlError(f"{told}: see its log and its /healthz")
 
 
 def report(server: Address, timeout_s: float, explain: bool = False) -> dict[str, Any]:
@@ -124,7 +136,7 @@ def _exchange(
         connection.send(messages.encode_request(REQUEST_ID, message))
     while (frame := connection.receive()) is None:
         if (left_s := limit_s - time.monotonic()) <= 0:
-            raise UnreachableError(endpoint)
+            raise _silent(endpoint, is_connected=True)
         connection.wait(left_s)
     try:
         _, request_id, reply = messages.decode_reply(frame)
@@ -149,7 +161,7 @@ def _endpoint(server: Address) -> str:
     except ForeignDirectoryError as error:
         again = nearby.again(runtime_directory(), error.owner_id, port)
         owner = user_name(error.owner_id)
-        raise ControlError(f"{runtime_directory()} belongs to user {owner}: run '{again}'") from error
+        raise ControlError(f"{runtime_directory()} belongs to user {owner}: {again}") from error
     except EndpointError as error:
         raise ControlError(str(error)) from error
     except FileNotFoundError:
@@ -168,7 +180,13 @@ def _endpoint(server: Address) -> str:
 def _connected(server: Address, timeout_s: float) -> Iterator[Connection]:
     endpoint, limit_s = _endpoint(server), time.monotonic() + timeout_s
     try:
+        if server.host:
+            socket.getaddrinfo(host_name(server.host), server.port)
         connection = SYSTEM.connect(endpoint)
+    except OSError as error:
+        raise ControlError(
+            f"cannot find the address of --host {server.host} ({error.strerror}): pass another --host"
+        ) from error
     except (ConnectionLostError, ValueError) as error:
         raise ControlError(
             f"{endpoint} is not the address of a server ({error}): pass another --host or --port"
@@ -178,6 +196,6 @@ def _connected(server: Address, timeout_s: float) -> Iterator[Connection]:
             if connection.refusal:
                 raise ControlError(f"the lmcache server at {connection.refusal}")
             if time.monotonic() > limit_s:
-                raise UnreachableError(endpoint)
+                raise _silent(endpoint)
             time.sleep(POLL_S)
         yield connection

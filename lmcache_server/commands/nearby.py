@@ -1,44 +1,60 @@
 """Where else on this machine a server is, for whoever asked at the wrong place or as the wrong user."""
 
 import errno
-import http.client
 import os
 import re
 import shlex
+import shutil
 import socket
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lmcache_client.contract.endpoint import user_name
+from lmcache_client.contract.endpoint import peer_pid, start_command, user_name
 from lmcache_client.contract.messages import DEFAULT_PORT
 from lmcache_server.config import FLAGS
+from lmcache_server.host.machine import is_page
 
 SYSTEM_DIRECTORY = Path("/run/lmcache")
 USERS_DIRECTORIES = Path("/tmp"), "lmcache-mp-"
-HTTP_TIMEOUT_S = 0.5
+READING = ("status", "ping", "inspect", "doctor")
+"""The commands that change nothing."""
 
 
-def instead() -> str:
-    """What to type instead, if a server is at a usual place; empty if none is found."""
+def instead(endpoint: str) -> str:
+    """What to do if no server answers at `endpoint`."""
+    closed = []
     for directory in _directories():
         owner_id = directory.stat().st_uid
         try:
-            found = sorted(directory / name for name in os.listdir(directory) if name.endswith(".sock"))
+            names = [each for each in os.listdir(directory) if re.fullmatch(r"[0-9]{1,5}\.sock", each)]
         except PermissionError:
-            return f"one may be in {directory}: run '{again(directory, owner_id)}'"
-        if ports := [int(path.stem) for path in found if _listens(path)]:
-            return f"one is in {directory}: run '{again(directory, owner_id, ports[0])}'"
-    port = FLAGS["http_port"].default
-    return f"one is shown at http://127.0.0.1:{port}" if _is_page(port) else ""
+            closed.append((directory, owner_id))
+            continue
+        if ports := [int(each[:-5]) for each in names if listener(directory / each) is not None]:
+            return f"one is in {directory}: {again(directory, owner_id, min(ports))}"
+    if is_page("127.0.0.1", port := FLAGS["http_port"].default):
+        return f"one is shown at http://127.0.0.1:{port}"
+    port = int((re.search(r"/(\d+)\.sock$", endpoint) or [0, DEFAULT_PORT])[1])
+    others = [f"; another user's may be in {each[0]}: {again(*each, port)}" for each in closed[:1]]
+    start = f"start one with '{start_command(endpoint)}', or pass the --host and --port"
+    return f"{start} that it was started with{''.join(others)}"
 
 
-def again(directory: Path, owner_id: int, port: int = DEFAULT_PORT) -> str:
-    """This command, as it reaches a server in `directory`, which belongs to user `owner_id`."""
+def again(directory: Path, owner_id: int, port: int) -> str:
+    """How this command reaches a server in `directory`, which belongs to user `owner_id`. Of another user's
+    server, nothing is suggested that changes it."""
     name = user_name(owner_id) if not user_name(owner_id).startswith("id ") else f"\\#{owner_id}"
-    sudo = f"sudo -u {name} env " if os.getuid() not in (0, owner_id) else ""
-    words = [*_without_address(sys.argv[1:]), *(("--port", str(port)) if port != DEFAULT_PORT else ())]
-    return f"{sudo}LMCACHE_RUNTIME_DIR={shlex.quote(str(directory))} lmcache {shlex.join(words)}"
+    words = list(_without_address(sys.argv[1:]))
+    if os.getuid() != owner_id and (not words or words[0] not in READING):
+        words = ["status"]
+    words += ["--port", str(port)] if port != DEFAULT_PORT else []
+    variable, arguments = f"LMCACHE_RUNTIME_DIR={shlex.quote(str(directory))}", shlex.join(words)
+    if os.getuid() in (0, owner_id):
+        return f"run '{variable} lmcache {arguments}'"
+    # Another user may have another PATH.
+    command = f"{variable} {shlex.quote(sys.executable)} -m lmcache_server {arguments}"
+    return f"run 'sudo -u {name} env {command}'" if shutil.which("sudo") else f"as root, run '{command}'"
 
 
 def _directories() -> Iterator[Path]:
@@ -51,23 +67,14 @@ def _directories() -> Iterator[Path]:
             yield path
 
 
-def _listens(path: Path) -> bool:
-    if not re.fullmatch("[0-9]{1,5}", path.stem):
-        return False
+def listener(path: Path) -> int | None:
+    """The process that listens at a Unix socket, None if none does; 0 if it is not to be seen from here, or
+    is too busy to be asked."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
-        return probe.connect_ex(str(path)) in (0, errno.EAGAIN)  # or its queue is full
-
-
-def _is_page(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HTTP_TIMEOUT_S)
-    try:
-        connection.request("HEAD", "/healthz")
-        return connection.getresponse().getheader("Server") == "lmcache"
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+        if error := probe.connect_ex(str(path)):
+            return 0 if error == errno.EAGAIN else None  # its queue is full
+        return peer_pid(probe.fileno())
 
 
 def _without_address(words: Sequence[str]) -> Iterator[str]:

@@ -25,12 +25,12 @@ def summary(report: dict[str, Any]) -> str:
     lines = [
         f"lmcache server {report['version']}, pid {report['pid']}, up {_duration(report['uptime_s'])}",
         f"L1: {size(used)} of {size(l1['total_bytes'])} used ({share:.1f} %), "
-        f"{l1['chunks']} chunks, {l1['leases']} leases",
-        f"tokens looked up: {tokens['hit']} hit, {tokens['miss']} missed, {tokens['computed']} held by the "
-        f"engine itself; hit rate {100 * report['hit_rate']:.1f} %",
+        f"{l1['chunks']:,} chunks, {l1['leases']} leases",
+        f"tokens looked up: {tokens['hit']:,} hit, {tokens['miss']:,} missed, {tokens['computed']:,} held by "
+        f"the engine itself; hit rate {100 * report['hit_rate']:.1f} %",
     ]
     if hits := report["test_hit_tokens"]:
-        lines.append(f"tests (bench, verify, self-tests): {hits} tokens hit, counted apart")
+        lines.append(f"tests (bench, verify, self-tests): {hits:,} tokens hit, counted apart")
     lines += [
         f"pinned as {pin['name']!r}: {pin['chunks']} chunks, {size(pin['bytes'])}" for pin in report["pins"]
     ]
@@ -45,13 +45,13 @@ def summary(report: dict[str, Any]) -> str:
     for namespace in report["namespaces"]:
         lines.append(
             f"  {namespace['namespace'][:12]}  {namespace['model']}  chunk size {namespace['chunk_size']}, "
-            f"{namespace['chunks']} chunks, {namespace['world_size']} worker(s), "
+            f"{namespace['chunks']:,} chunks, {namespace['world_size']} worker(s), "
             f"{len(namespace['engines'])} engine(s) connected, room for about "
             f"{namespace['capacity_tokens']:,} tokens"
         )
         if tokens := namespace["tokens"]:
             why = reasons(namespace["missed"] or {})
-            lines.append(f"    tokens: {tokens['hit']} hit, {tokens['miss']} missed{why and ': '}{why}")
+            lines.append(f"    tokens: {tokens['hit']:,} hit, {tokens['miss']:,} missed{why and ': '}{why}")
         for index, group in enumerate(namespace["groups"]):
             lines.append(
                 f"    group {index}: {group_name(group)}, {group['layers']} layers, "
@@ -72,7 +72,7 @@ def summary(report: dict[str, Any]) -> str:
 
 def reasons(missed: dict[str, int]) -> str:
     """Why tokens were missed, in words; empty if none were."""
-    return ", ".join(f"{missed[why]} {text}" for why, text in REASONS.items() if missed.get(why))
+    return ", ".join(f"{missed[why]:,} {text}" for why, text in REASONS.items() if missed.get(why))
 
 
 def group_name(group: dict[str, Any]) -> str:

@@ -1,10 +1,12 @@
-"""Memory, file systems and processors of this machine, or of the container that the server runs in."""
+"""Memory, file systems, processors and servers of this machine, or of the container that this runs in."""
 
 import ctypes
+import http.client
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+HTTP_TIMEOUT_S = 0.5
 UNLIMITED = 1 << 60
 """Stands for no limit, mostly in bytes. cgroup v1 shows "no limit" as a number near 2**63."""
 
@@ -45,6 +47,18 @@ def process_namespace(pid: int | str) -> str:
         return os.readlink(f"/proc/{pid}/ns/pid")
     except OSError:
         return ""
+
+
+def is_page(host: str, port: int) -> bool:
+    """Whether an lmcache server answers there over HTTP."""
+    connection = http.client.HTTPConnection(host, port, timeout=HTTP_TIMEOUT_S)
+    try:
+        connection.request("HEAD", "/healthz")
+        return connection.getresponse().getheader("Server") == "lmcache"
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 def file_system_type(path: str | int) -> int:

@@ -3,6 +3,7 @@
 The server's start and `lmcache doctor` call the same functions, so they never disagree.
 """
 
+import os
 import re
 import shlex
 from collections.abc import Mapping
@@ -49,7 +50,9 @@ def memory(l1_bytes: int, taken_bytes: int, available_bytes: int, reason: str) -
         need = f"for {size(missing)} of L1" if missing else "beside L1, which has its memory"
         return Check("memory", OK, f"{size(available_bytes)} available {need} ({reason})")
     # An engine may start only later, and needs memory, too.
-    fix = _smaller(available_bytes + taken_bytes, "free memory", 50)
+    fix = _smaller(
+        available_bytes + taken_bytes, "free memory", 50, "half of it, for engines need some, too; "
+    )
     also = ""
     if missing <= available_bytes:
         also = f", which takes {size(beside)} more for page tables and the index"
@@ -84,7 +87,7 @@ def disk_file(path: str, has_gpu: bool, release: str) -> Check:
 
 
 def no_directory(path: str) -> Check:
-    fix = f'mkdir -p "$(dirname {shlex.quote(path)})"'
+    fix = f"mkdir -p {shlex.quote(os.path.dirname(os.path.abspath(path)))}"
     return Check("shared memory", FAIL, f"there is no directory for --l1-path {path}", fix)
 
 
@@ -118,9 +121,9 @@ def _lacks(missing_bytes: int, available_bytes: int, reason: str, also: str = ""
     )
 
 
-def _smaller(room_bytes: int, otherwise: str, percent: int = 90) -> str:
+def _smaller(room_bytes: int, otherwise: str, percent: int = 90, why: str = "") -> str:
     """Advice to ask for less, for so much of the room: others need some, too."""
     gigabytes = room_bytes * percent / 100 / GB_BYTES
     step = 1 if gigabytes >= 10 else 10 if gigabytes >= 1 else 1000
     shown = f"{int(gigabytes * step) / step:g}"
-    return f"pass --l1-size-gb {shown}  (or {otherwise})" if shown != "0" else otherwise
+    return f"pass --l1-size-gb {shown}  ({why}or {otherwise})" if shown != "0" else otherwise

@@ -4,14 +4,17 @@ From before the first change of a frame until after the last, the header says th
 anything ends the server early, the next one starts empty.
 """
 
+import contextlib
 import errno
 import fcntl
 import hashlib
+import logging
 import mmap
 import os
 import stat
 import struct
 
+from lmcache_client.contract.endpoint import user_name
 from lmcache_client.contract.keys import SCHEMA
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.errors import StartError
@@ -25,6 +28,8 @@ from lmcache_server.host.machine import (
     mount_point,
 )
 from lmcache_server.host.units import GB_BYTES
+
+logger = logging.getLogger(__name__)
 
 MAGIC = b"lmcache-mp L1\r\n\0"
 FORMAT = 6
@@ -50,7 +55,7 @@ class L1File:
         self.path = path
         self.num_frames = size_bytes // FRAME_BYTES
         self._end = HEADER_BYTES + self.num_frames * FRAME_BYTES
-        self._was_cut = False
+        self._was_cut = self._is_lost = False
         self.descriptor = _open(path)
         try:
             self._check_owner()
@@ -62,7 +67,12 @@ class L1File:
                 )
             self.in_memory = kind in MEMORY_FILE_SYSTEMS
             self.index, self.reason = self._read()
-            self._check_space()
+            try:
+                self._check_space()
+            except StartError:
+                if not os.fstat(self.descriptor).st_size:
+                    os.unlink(path)  # nobody has used it
+                raise
             if self.index is None:
                 self.begin()
         except OSError as error:
@@ -93,6 +103,20 @@ class L1File:
         self._was_cut |= os.fstat(self.descriptor).st_size < self._end
         return self._was_cut
 
+    def tick(self) -> None:
+        """Called once a second: says so once if the file has been removed."""
+        if not self._is_lost and self._is_removed():
+            self._is_lost = True
+            logger.error(
+                "%(path)s was removed, so the cache will not be saved: restart this server",
+                {"path": self.path},
+            )
+
+    def _is_removed(self) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return not os.path.samestat(os.lstat(self.path), os.fstat(self.descriptor))
+        return True
+
     def allocate(self, offset: int, num_bytes: int) -> None:
         """Reserves space for these bytes of the frames, and keeps their content. Raises OSError."""
         os.posix_fallocate(self.descriptor, HEADER_BYTES + offset, num_bytes)
@@ -107,6 +131,8 @@ class L1File:
         """Saves the frames and `index` for the next start. No frame may change afterwards. Raises OSError."""
         if self.is_cut():
             raise OSError(errno.EIO, "another program cut it short")
+        if self._is_removed():
+            raise OSError(errno.ENOENT, "another program removed it")
         with open(self.descriptor, "r+b", closefd=False) as file:
             file.seek(self._end)
             file.write(index)
@@ -120,10 +146,15 @@ class L1File:
         info = os.fstat(self.descriptor)
         if not stat.S_ISREG(info.st_mode):
             raise StartError(f"--l1-path {self.path} is not a regular file: name one, or a new file")
-        if info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) & 0o077:
+        if info.st_uid != os.geteuid():
             raise StartError(
-                f"--l1-path {self.path} must belong to user id {os.geteuid()} and be closed to all others: "
-                f"run 'chmod 600 {self.path}' as that user, or name another file"
+                f"--l1-path {self.path} belongs to user {user_name(info.st_uid)}: start the server as that "
+                "user, or name another file"
+            )
+        if stat.S_IMODE(info.st_mode) & 0o077:
+            raise StartError(
+                f"--l1-path {self.path} is open to other users: run 'chmod 600 {self.path}', or name "
+                "another file"
             )
 
     def _lock(self) -> None:
@@ -137,14 +168,15 @@ class L1File:
     def _check_space(self) -> None:
         size_bytes = self.num_frames * FRAME_BYTES
         taken_bytes = os.fstat(self.descriptor).st_blocks * 512
+        # First, because a larger /dev/shm is no advice where memory is short.
+        if self.in_memory:
+            preflight.require(preflight.memory(size_bytes, taken_bytes, *available_bytes()))
         # Without space for all of L1, the part that can be restored is still worth keeping.
         if self.index is None:
             mount, free = mount_point(self.path), free_bytes(self.descriptor)
             preflight.require(
                 preflight.l1_file(self.path, mount, self.in_memory, size_bytes, taken_bytes, free)
             )
-        if self.in_memory:
-            preflight.require(preflight.memory(size_bytes, taken_bytes, *available_bytes()))
 
     def _read(self) -> tuple[bytes | None, str]:
         """Returns the index and "", or None and the reason."""

@@ -70,6 +70,11 @@ class L1Memory:
         return self._populator.populated_bytes if self._populator is not None else 0
 
     @property
+    def failure(self) -> str:
+        """Why a background thread has ended before its time; empty if none has."""
+        return self._populator.failure if self._populator is not None else ""
+
+    @property
     def pinned_bytes(self) -> int:
         return self.pins.pinned_bytes if self.pins is not None else 0
 

@@ -88,6 +88,8 @@ class Populator:
         ]
         self.populated_bytes = 0
         """The bytes of L1 that have memory so far or, with a file, reserved space."""
+        self.failure = ""
+        """Why one of the threads has ended, if that was an error."""
 
     def start(self) -> None:
         for thread in self._threads:
@@ -103,8 +105,17 @@ class Populator:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self, number: int) -> None:
-        # On Linux this sets the niceness of this thread alone: engines and copies come first.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        try:
+            self._fill(number)
+        except BaseException as error:
+            self.failure = f"a thread that fills L1 has ended ({error!r})"
+            raise  # into the log, with its traceback
+
+    def _fill(self, number: int) -> None:
+        # On Linux this is the niceness of this thread alone: engines and copies come first. Only root may
+        # lower a niceness again.
+        if os.getpriority(os.PRIO_PROCESS, thread := threading.get_native_id()) < NICENESS:
+            os.setpriority(os.PRIO_PROCESS, thread, NICENESS)
         for unit in self._units():
             pins = self._pins if self._pins is not None and self._pins.prepare(unit // UNIT_BYTES) else None
             for offset in range(unit, min(unit + UNIT_BYTES, self._num_bytes), PIECE_BYTES):

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from lmcache_client.contract.endpoint import check_runtime_directory, runtime_directory
+from lmcache_client.contract.endpoint import check_runtime_directory
 from lmcache_server.errors import StartError
 
 logger = logging.getLogger(__name__)
@@ -62,27 +62,59 @@ class Claim:
 @contextlib.contextmanager
 def claimed(path: Path, port: int) -> Iterator[Claim]:
     """Own the Unix socket at `path` inside the context. Raises StartError."""
-    directory = runtime_directory()
     with contextlib.ExitStack() as stack:
         try:
-            directory.mkdir(mode=0o700, parents=False, exist_ok=True)
-            check_runtime_directory(directory, must_own=True)
-            shared = _opened(stack, directory, os.O_RDONLY | os.O_DIRECTORY)
-            lock = _opened(stack, directory / f"{port}.lock", os.O_RDWR | os.O_CREAT)
-            # systemd-tmpfiles leaves a locked directory alone.
-            with contextlib.suppress(OSError):
-                fcntl.flock(shared, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise _in_use(path, port) from None
-            if _is_stale(path, port):
+            lock = path.with_suffix(".lock")
+            while not _locked(stack, lock):
+                pass
+            if _is_stale(path):
                 path.unlink()
-            claim = Claim(path, directory / f"{port}.lock")
+            claim = Claim(path, lock)
+        except BlockingIOError:
+            raise StartError(
+                f"port {port} is in use: another lmcache server of this user has {path}; "
+                "stop it, or choose another --port"
+            ) from None
         except OSError as error:
-            raise StartError(f"cannot use {directory} for the socket: {error}") from error
+            raise StartError(f"cannot use {path.parent} for the socket: {error}") from error
         stack.callback(lambda: path.unlink(missing_ok=True) if claim.is_ours() else None)
         yield claim
+
+
+def _locked(stack: contextlib.ExitStack, path: Path) -> bool:
+    """False if a server that ended just now has removed the file or the directory. Raises OSError;
+    BlockingIOError if another server has the lock."""
+    path.parent.mkdir(mode=0o700, parents=False, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as opened:
+        check_runtime_directory(path.parent, must_own=True)
+        shared = _opened(opened, path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        lock = _opened(opened, path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        # systemd-tmpfiles leaves a locked directory alone.
+        with contextlib.suppress(OSError):
+            fcntl.flock(shared, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Another server may already have locked a new file at the same path.
+        if is_ours := _is_at(path, lock):
+            opened.callback(_remove, path, lock)
+            stack.push(opened.pop_all())
+        return is_ours
+    return False
+
+
+def _remove(path: Path, lock: int) -> None:
+    """Removes a file that is locked until later. Where it stayed, commands of other users would look for a
+    server."""
+    with contextlib.suppress(OSError):
+        if _is_at(path, lock):
+            path.unlink()
+        if not os.environ.get("LMCACHE_RUNTIME_DIR"):
+            path.parent.rmdir()  # if it is empty
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
+    return False
 
 
 def _opened(stack: contextlib.ExitStack, path: Path, flags: int) -> int:
@@ -91,8 +123,8 @@ def _opened(stack: contextlib.ExitStack, path: Path, flags: int) -> int:
     return descriptor
 
 
-def _is_stale(path: Path, port: int) -> bool:
-    """Whether a server that crashed has left its socket. Raises StartError if a server listens there: it
+def _is_stale(path: Path) -> bool:
+    """Whether a server that crashed has left its socket. Raises BlockingIOError if a server listens there: it
     still runs, although somebody removed its lock file."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
@@ -102,16 +134,7 @@ def _is_stale(path: Path, port: int) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
-            probe.connect(str(path))
+            probe.connect(str(path))  # BlockingIOError: its queue is full
         except ConnectionRefusedError:
             return True
-        except BlockingIOError:  # its queue is full
-            pass
-    raise _in_use(path, port)
-
-
-def _in_use(path: Path, port: int) -> StartError:
-    return StartError(
-        f"port {port} is in use: another lmcache server of this user has {path}; "
-        "stop it, or choose another --port"
-    )
+    raise BlockingIOError

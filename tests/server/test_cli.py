@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from harness.processes import rss_bytes
 from harness.waiting import PATIENCE_S
 
 from lmcache_server import app
-from lmcache_server.commands import ends
+from lmcache_server.commands import ends, nearby
 from lmcache_server.commands.status import explanation, summary
 from lmcache_server.config import FLAGS, Config, flag_name, variable_name
 from lmcache_server.errors import StartError
@@ -195,9 +196,12 @@ def test_no_server(capsys):
     for host in HOSTS:
         for command in ("ping", "status", "clear", "bench"):
             line = sentence(capsys, 1, command, "--port", "5903", "--timeout-s", "0.2", *host)
-            assert re.fullmatch(
-                r"lmcache: no lmcache server answers at \S+5903\S*: (start one with|one is in) .*", line
+            start = (
+                f"start one with 'lmcache server{' --host 127.0.0.1' if host else ''} --port 5903', or pass"
             )
+            assert re.match(rf"lmcache: no lmcache server answers at \S+5903\S*: {start} the --host", line)
+    line = sentence(capsys, 1, "status", "--host", "no-such-host.invalid")
+    assert line.startswith("lmcache: cannot find the address of --host no-such-host.invalid (")
 
 
 def test_a_host_that_no_address_can_have(capsys):
@@ -206,7 +210,7 @@ def test_a_host_that_no_address_can_have(capsys):
             code, output, errors = in_process(capsys, command, "--host", host, "--timeout-s", "0.1")
             assert (output, errors.count("\n")) == ("", 1)
             assert code in (1, 2)
-            said = ["--host"] if code == 2 else ["pass another --host or --port", "no lmcache server answers"]
+            said = ["--host"] if code == 2 else ["pass another --host", "no lmcache server answers"]
             assert any(each in errors for each in said), (host, command, errors)
 
 
@@ -221,7 +225,35 @@ def test_a_socket_directory_that_others_may_enter_or_nobody_can_look_at(capsys, 
     )
 
 
+def test_of_another_user_s_server_nothing_is_suggested_that_changes_it(monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    for sudo, prefix in (("/usr/bin/sudo", "run 'sudo -u root env "), (None, "as root, run '")):
+        monkeypatch.setattr(shutil, "which", {"sudo": sudo}.get)
+        for words, kept in (
+            ("clear --tiers", "status"),
+            ("pin a", "status"),
+            ("status --json", "status --json"),
+        ):
+            monkeypatch.setattr(sys, "argv", ["lmcache", *words.split(), "--port", "7", "--host=x"])
+            command = f"LMCACHE_RUNTIME_DIR=/run/lmcache {sys.executable} -m lmcache_server {kept} --port 7'"
+            assert nearby.again(Path("/run/lmcache"), 0, 7) == prefix + command
+    monkeypatch.setattr(sys, "argv", ["lmcache", "clear", "--tiers"])
+    own = nearby.again(Path("/run/lmcache"), 12345, 5555)
+    assert own == "run 'LMCACHE_RUNTIME_DIR=/run/lmcache lmcache clear --tiers'"
+
+
 # -- a real server --------------------------------------------------------------------------------------
+
+
+def test_a_server_that_runs_but_does_not_answer(capsys):
+    with running() as (process, _, url):
+        port = url.rpartition(":")[2]
+        line = refused_start("--http-port", port, "--port", "5902")
+        assert line.endswith("stop the lmcache server that uses this port, or choose another --http-port")
+        process.send_signal(signal.SIGSTOP)
+        for command in ("ping", "status", "clear"):
+            line = sentence(capsys, 1, command, "--port", PORT, "--timeout-s", "0.2")
+            assert f"{PORT}.sock, process {process.pid}, does not answer in time: see its log and" in line
 
 
 @pytest.mark.parametrize(("host", "number"), [*zip(HOSTS, (signal.SIGTERM, signal.SIGINT), strict=True)])
@@ -345,7 +377,7 @@ REPORT = {
     "explained": [
         {"engine": "engine-1", "namespace": "0123456789abcdef", "model": "m", "fields": {"weights": "ab"}}
     ],
-    "tokens": {"computed": 10, "hit": 30, "miss": 10, "tail": 1}, "hit_rate": 0.75, "test_hit_tokens": 512,
+    "tokens": {"computed": 10, "hit": 30, "miss": 10, "tail": 1}, "hit_rate": 0.75, "test_hit_tokens": 51200,
     "demand": {"exact_bytes": None, "windows": dict.fromkeys(("hour", "day", "start"), WINDOW)},
     "objects": {"stored": 5, "present": 2, "busy": 0, "no_room": 1, "once": 0, "quota": 0, "failed": 0},
 }  # fmt: skip
@@ -377,7 +409,7 @@ def test_a_status_of_everything_that_can_be_shown():
     for part in (
         "1.2.3", "25.0 %", "75.0 %", "some/model", "0123456789ab", "chunk size 256", "sliding window", "512",
         "1.5 KiB", "engine-1", "rank 1", "pid 77", "30 hit, 10 missed: 3 never stored, 7 evicted\n",
-        "tests (bench, verify, self-tests): 512 tokens hit, counted apart\n",
+        "tests (bench, verify, self-tests): 51,200 tokens hit, counted apart\n",
         "pinned as 'prompts.jsonl': 3 chunks, 3.0 MiB",
         "tier valkey://one:6379: FAILING: it is on fire; read 12 objects, 3.0 MiB; wrote 30, 1.0 GiB; "
         "4 wait; 2 gone, 1 damaged, 6 without room, 7 dropped, 8 not written\n",

@@ -68,7 +68,7 @@ def test_a_key_is_made_for_its_user_alone_and_never_twice(tmp_path: Path, capsys
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     text = path.read_text()
     assert len(bytes.fromhex(text)) == 32
-    assert f"{path} exists: remove it first" in sentence(capsys, 1, "key", str(path))
+    assert f"{path} exists and may be in use: name another file" in sentence(capsys, 1, "key", str(path))
     (tmp_path / "link").symlink_to(tmp_path / "target")
     assert "exists" in sentence(capsys, 1, "key", str(tmp_path / "link")), "it follows no link"
     assert "No such file" in sentence(capsys, 1, "key", str(tmp_path / "none" / "key"))

@@ -5,14 +5,18 @@ import contextlib
 import json
 import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from harness.peer import Peer
+from harness.processes import environment
 from harness.rawclient import TIMEOUT_S, RawEngine, chain, group
 from harness.server import LMCacheServer
-from harness.waiting import wait_until
+from harness.waiting import PATIENCE_S, wait_until
 from msgspec import structs
 
 from lmcache_client.channel import ChannelError
@@ -166,3 +170,36 @@ def test_who_reads_later_learns_how_many_lines_were_dropped(unread: tuple[LMCach
     assert MAX_LINES <= lines <= LINES - int(match[1])
     assert server.terminate() == 0
     wait_until(lambda: notice() and heard.endswith(b" INFO stopping with 0 sessions open\n"))
+
+
+NICE = shutil.which("nice") or "nice"
+
+
+def test_l1_is_filled_by_a_server_that_may_not_lower_its_niceness() -> None:
+    with LMCacheServer(l1_size_gb=0.02, without_capability=23, through=(NICE, "-n", "15")) as server:
+        server.wait_until_populated()
+
+
+_NEVER_FILLED = """
+import sys
+from lmcache_server.commands import cli
+from lmcache_server.l1 import populate
+populate._populate_piece = lambda address, num_bytes: [][0]
+sys.argv[1:] = "server --l1-size-gb 0.02 --http-port 0".split()
+cli.main()
+"""
+
+
+def test_a_server_whose_memory_is_not_filled_ends_with_an_error(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _NEVER_FILLED],
+        env=environment({"LMCACHE_RUNTIME_DIR": str(tmp_path / "run")}),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 1
+    assert "a thread that fills L1 has ended (IndexError('list index out of range')): this server ends" in (
+        done.stderr
+    )

@@ -1,14 +1,19 @@
 """The files of a running server are removed, by hand or by a program that tidies up /tmp."""
 
+import contextlib
 import fcntl
 import os
 import time
 from pathlib import Path
 
 import pytest
+from harness.processes import free_port
 from harness.server import LMCacheServer
+from harness.tiers import in_threads
 
-from lmcache_server.net.claim import Claim
+from lmcache_server.errors import StartError
+from lmcache_server.net import claim as module
+from lmcache_server.net.claim import Claim, claimed
 
 
 def file(server: LMCacheServer, kind: str) -> Path:
@@ -70,3 +75,94 @@ def test_the_files_never_look_old(tmp_path: Path) -> None:
         claim.tick(now_s)
         assert min(lock.stat().st_mtime, path.stat().st_mtime) > time.time() - 1000
     claim.listening.close()
+
+
+def test_a_server_leaves_no_file_when_it_stops_or_cannot_start(
+    server: LMCacheServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (Path(server.runtime_dir) / "an engine's").touch()
+    other = server.beside()
+    other.flags |= {"port": (port := free_port()), "http_port": server.http_port}
+    other.port = port
+    with pytest.raises(RuntimeError, match="cannot listen on"):
+        other.start()  # at the same port for HTTP
+    assert not file(other, "lock").exists()
+    assert server.terminate() == 0
+    assert [each.name for each in Path(server.runtime_dir).iterdir()] == ["an engine's"]
+    monkeypatch.delenv("LMCACHE_RUNTIME_DIR", raising=False)
+    with claimed(tmp_path / "run/1.sock", 1) as claim:
+        claim.listening.close()
+        assert (tmp_path / "run/1.lock").exists()
+    assert not (tmp_path / "run").exists(), "the server made it"
+
+
+def test_of_servers_that_start_while_others_stop_one_has_the_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LMCACHE_RUNTIME_DIR", raising=False)
+    path, owners, most, won = tmp_path / "run/1.sock", [0], [0], []
+
+    def start_and_stop(number: int) -> None:
+        with claimed(path, 1) as claim:
+            owners.append(number)
+            most.append(len(owners))
+            won.append(claim.is_ours())
+            owners.pop()
+            claim.listening.close()
+
+    def work(number: int) -> None:
+        while len(won) < 500:
+            with contextlib.suppress(StartError):
+                start_and_stop(number)
+
+    in_threads(4, work)
+    assert max(most) == 2
+    assert all(won)
+    assert not path.parent.exists()
+
+
+def test_a_lock_on_a_file_that_was_removed_meanwhile_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, real = tmp_path / "1.lock", module.fcntl.flock
+    tmp_path.chmod(0o700)
+
+    def locked_late(descriptor: int, kind: int) -> None:
+        real(descriptor, kind)
+        if kind & fcntl.LOCK_EX:
+            monkeypatch.undo()
+            lock.unlink()
+            lock.touch()
+
+    monkeypatch.setattr(module.fcntl, "flock", locked_late)
+    with claimed(tmp_path / "1.sock", 1) as claim, lock.open() as other:
+        claim.listening.close()
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_the_file_of_l1_is_not_saved_once_it_is_removed() -> None:
+    path = Path(f"/dev/shm/lmcache-test-{os.getpid()}-lost.l1")
+    try:
+        with LMCacheServer(l1_size_gb=0.02, l1_path=path, key_file="/none") as server:
+            path.unlink()
+            server.wait_for_log(f"{path} was removed, so the cache will not be saved: restart this server")
+            assert server.terminate() == 0
+            log = server.log.read_text()
+            assert "the cache is not saved, so the next start will be empty" in log
+            assert "saved 0 chunks" not in log
+            assert log.count("--key-file has no effect without --host") == 1
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def test_a_tier_whose_directory_was_renamed_is_not_cleared(tmp_path: Path) -> None:
+    tier = tmp_path / "tier"
+    with LMCacheServer(l1_size_gb=0.02, tier=f"dir://{tier}?size_gb=0.01") as server:
+        assert server.cli("clear", "--tiers").returncode == 0
+        tier.rename(tmp_path / "renamed")
+        done = server.cli("clear", "--tiers")
+        assert (done.returncode, "it was removed, renamed or unmounted" in done.stderr) == (1, True), done
+        tier.mkdir(mode=0o700)
+        done = server.cli("clear", "--tiers")
+        assert (done.returncode, f"the directory {tier} is another one" in done.stderr) == (1, True), done

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -118,14 +119,20 @@ def test_an_admin_is_told_the_command_that_reaches_the_server_of_another_user(tm
             code, line = typed(user, nowhere, "status")
             assert (code, f": one is in {server.runtime_dir}: run '{command}'" in line) == (1, True), line
         code, line = typed(OTHER, nowhere, "status")
-        sudo = "sudo -u nobody env "
-        may_be = f"one may be in {server.runtime_dir}: run '{sudo}LMCACHE_RUNTIME_DIR={server.runtime_dir} "
-        assert (code, may_be in line) == (1, True), line
+        where = f"LMCACHE_RUNTIME_DIR={server.runtime_dir} {sys.executable} -m lmcache_server "
+        run = "run 'sudo -u nobody env " if shutil.which("sudo") else "as root, run '"
+        asked = f"status --port {server.port}'\n"
+        start = (
+            f"start one with 'lmcache server --port {server.port}', or pass the --host and --port that it "
+        )
+        may_be = f"was started with; another user's may be in {server.runtime_dir}: {run}{where}{asked}"
+        assert (code, line.endswith(start + may_be)) == (1, True), line
+        assert typed(OTHER, nowhere, "clear", "--tiers")[1].endswith(start + may_be)
         code, line = typed(OTHER, server.runtime_dir, "status", "--json")
         assert code == 1
         assert line == (
-            f"lmcache: {server.runtime_dir} belongs to user nobody: run '{sudo}"
-            f"{command.replace('status', 'status --json')}'\n"
+            f"lmcache: {server.runtime_dir} belongs to user nobody: {run}{where}"
+            f"{asked.replace('status', 'status --json')}"
         )
 
         # The server itself, and an engine, never use what another user can change.

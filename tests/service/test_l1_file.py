@@ -119,7 +119,7 @@ def test_what_is_no_file_or_not_ours_is_refused(tmp_path):
     link.symlink_to(finished(tmp_path / "l1"))
     assert sentence(link).endswith("it is a symbolic link; name the file that it leads to")
     assert sentence(tmp_path / "none/l1") == (
-        f'there is no directory for --l1-path {tmp_path}/none/l1: mkdir -p "$(dirname {tmp_path}/none/l1)"'
+        f"there is no directory for --l1-path {tmp_path}/none/l1: mkdir -p {tmp_path}/none"
     )
     assert sentence(Path("/proc/x")).endswith("/proc/x: no file can be made in /proc; name one in /dev/shm")
     os.mkfifo(tmp_path / "fifo", 0o600)
@@ -129,7 +129,7 @@ def test_what_is_no_file_or_not_ours_is_refused(tmp_path):
     (tmp_path / "l1").chmod(0o600)
     if os.geteuid() == 0:  # only root can give a file away
         os.chown(tmp_path / "l1", 12345, -1)
-        assert "must belong to user id 0 and be closed to all others" in sentence(tmp_path / "l1")
+        assert "belongs to user id 12345: start the server as that user" in sentence(tmp_path / "l1")
         os.chown(tmp_path / "l1", 0, -1)
     with opened(tmp_path / "l1") as file:
         assert file.index == INDEX, "refusals change nothing"
@@ -269,6 +269,8 @@ def test_what_the_file_system_cannot_hold_is_refused_with_both_figures(mounted):
         f"--l1-size-gb asks for 1.00 GB, but 0.01 GB are available (the file system of {directory}/l1, "
         f"{directory}): sudo mount -o remount,size=2G {directory}  (docker: --shm-size 2g)"
     )
+    assert not list(directory.iterdir()), "no empty file stays"
+    assert sentence(directory / "l1", 1 << 60).endswith("engines need some, too; or free memory)")
 
 
 def test_a_limit_of_file_sizes_is_named(tmp_path):

@@ -95,7 +95,7 @@ def _server(server: Address) -> tuple[dict[str, Any], Check]:
     try:
         report = control.report(server, TIMEOUT_S, explain=True)
     except control.UnreachableError as error:
-        return {}, Check("server", WARN, f"no server answers at {error.endpoint}", "lmcache server")
+        return {}, Check("server", WARN, f"no server answers at {error.endpoint}", error.advice)
     except control.ControlError as error:
         return {}, Check("server", FAIL, str(error))
     return report, checks.server(report["version"], address(*server))
@@ -125,7 +125,9 @@ def _file_room(path: str, l1_bytes: int, has_gpu: bool) -> list[Check]:
     if not in_memory:
         return [room, preflight.disk_file(path, has_gpu, os.uname().release)]
     memory = preflight.memory(l1_bytes, taken_bytes, *machine.available_bytes())
-    return [room, memory, checks.transparent_huge_pages(_text(_THP_OF_FILES), _THP_OF_FILES)]
+    # More than that cannot be had by a larger /dev/shm.
+    rooms = [memory] if memory.verdict == FAIL else [room, memory]
+    return [*rooms, checks.transparent_huge_pages(_text(_THP_OF_FILES), _THP_OF_FILES)]
 
 
 def _limits(pid: int) -> dict[str, int]:

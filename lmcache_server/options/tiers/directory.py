@@ -66,6 +66,8 @@ class Directory:
         return Usage(self._catalog.used_bytes, self._size_bytes, len(self._catalog), self._evicted_records)
 
     def present(self, names: Sequence[str]) -> Sequence[bool]:
+        with self._explained("use"):
+            self._check_place()
         if self._listed and not self._shared:
             return self._catalog.present(names, time.time() - self._max_age_s)
         with self._explained("read"):
@@ -90,6 +92,8 @@ class Directory:
 
     def write(self, name: str, pieces: Sequence[memoryview]) -> bool:
         path, num_bytes = path_of(name), sum(piece.nbytes for piece in pieces)
+        with self._explained("write to"):
+            self._check_place()
         with self._lock, self._explained("write to"):
             if (victims := self._victims(num_bytes)) is None:
                 return False
@@ -132,6 +136,7 @@ class Directory:
 
     def clear(self, prefix: str) -> None:
         with self._explained("read"):
+            self._check_place()
             names = [name for name, _ in folders.records(self._files) if name.startswith(prefix)]
         self.remove(names)
 
@@ -143,6 +148,11 @@ class Directory:
         with contextlib.suppress(OSError), self._opened:
             if self._listed and not self._shared:
                 folders.save_order(self._root, self._catalog.order())
+
+    def _check_place(self) -> None:
+        """Raises TierError if the next server will not find what is written here. Raises OSError."""
+        if not os.path.samestat(os.stat(self._path), os.fstat(self._root)):
+            raise TierError(f"the directory {self._path} is another one since the start: restart the server")
 
     def _is_young(self, status: os.stat_result) -> bool:
         return time.time() - status.st_mtime <= self._max_age_s

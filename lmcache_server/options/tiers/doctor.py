@@ -6,8 +6,10 @@ import io
 import logging
 import mmap
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from lmcache_server.errors import StartError
@@ -15,6 +17,7 @@ from lmcache_server.host.preflight import FAIL, OK, WARN, Check
 from lmcache_server.host.units import GB_BYTES, size
 from lmcache_server.options.tiers import urls
 from lmcache_server.options.tiers.base import Tier, TierError
+from lmcache_server.options.tiers.folders import explained
 from lmcache_server.options.tiers.record import read_key
 
 WAIT_S = 30.0
@@ -38,7 +41,7 @@ def checks(values: Mapping[str, Any], running: Mapping[str, Any]) -> list[Check]
             found.append(Check(name, OK, f"{text}: the running server uses it, so it was not tried"))
         else:
             found.append(_within(name, url, _tried))
-        if url.scheme == "dir":
+        if url.scheme == "dir" and found[-1].verdict != FAIL:
             found.append(_within(f"{name}, room", url, _room))
     return found
 
@@ -64,11 +67,18 @@ def _tried(name: str, url: urls.TierUrl) -> Check:
     logger = logging.getLogger("lmcache_server.options.tiers")
     logger.addHandler(handler)
     logger.propagate = False
+    made = contextlib.ExitStack()
     try:
         if url.options.key_file:
             read_key(url.options.key_file)
         if url.scheme == "dir":  # shared and without limits, nothing else there is deleted or listed
             url = dataclasses.replace(url, parameters={"size_gb": WITHOUT_LIMIT_GB, "shared": True})
+            parent = os.path.dirname(url.place.rstrip("/"))
+            if os.path.isdir(parent) and not os.path.lexists(url.place):
+                # What root would leave there, the server's user could not use.
+                with explained(f"cannot make the directory {url.place}"):
+                    place = made.enter_context(tempfile.TemporaryDirectory(prefix="lmcache-", dir=parent))
+                url = dataclasses.replace(url, place=place)
         if url.scheme == "mooncake":  # and nothing of this memory goes there
             url = dataclasses.replace(url, parameters={**url.parameters, "segment_gb": 0})
         with contextlib.closing(urls.open_tier(url)) as tier:
@@ -77,6 +87,7 @@ def _tried(name: str, url: urls.TierUrl) -> Check:
         finding, _, fix = str(error).partition(": ")
         return Check(name, FAIL, finding, fix)
     finally:
+        made.close()
         logger.removeHandler(handler)
         logger.propagate = True
     if advice := warnings.getvalue().strip():
@@ -106,15 +117,18 @@ def _round_trip(tier: Tier) -> None:
 
 
 def _room(name: str, url: urls.TierUrl) -> Check:
-    """Whether the file system is as large as the tier may become."""
+    """Whether there is room for what the tier may become."""
     path = url.place
     while not os.path.isdir(path):
         path = os.path.dirname(path)
     space, wanted = os.statvfs(path), int(url.parameters["size_gb"] * GB_BYTES)
     free, whole = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
     shown = f"{size(free)} of {size(whole)} are free, for {size(wanted)} of records"
-    if wanted > whole * (1 - FREE_PART):
-        return Check(name, WARN, shown, f"size_gb={int(whole * (1 - FREE_PART) / GB_BYTES)} or less")
-    if free < whole * FREE_PART:
-        return Check(name, WARN, f"{shown}, but 2 % must stay free", "free space on this file system")
+    room = free - int(whole * FREE_PART)
+    for record in Path(url.place).glob("[0-9a-f][0-9a-f]/*.kv") if wanted > room else ():
+        with contextlib.suppress(FileNotFoundError):  # a server has evicted it
+            room += record.lstat().st_size
+    if wanted > room:
+        fix = f"size_gb={max(room * 100 // GB_BYTES, 0) / 100:g} or less, or free space there"
+        return Check(name, WARN, f"{shown}; 2 % must stay free", fix)
     return Check(name, OK, shown)

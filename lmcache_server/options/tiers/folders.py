@@ -25,7 +25,7 @@ _ADVICE = {
     errno.EROFS: "its file system is read-only: remount it, or name another one",
     errno.EACCES: _OWNER,
     errno.EPERM: _OWNER,
-    errno.ENOENT: "it was removed or unmounted: restore it and restart the server",
+    errno.ENOENT: "it was removed, renamed or unmounted: restore it and restart the server",
     errno.ESTALE: "its file server has replaced it: restart the server",
     errno.EIO: "the disk fails: see the kernel's log (dmesg)",
     errno.ENOLCK: "its file system has no locks: mount it with locks",
@@ -63,10 +63,11 @@ def open_root(path: str, shared: bool, opened: contextlib.ExitStack) -> int:
     opened.callback(os.close, root)
     found = os.fstat(root)
     if found.st_mode & 0o022:
-        raise TierError(
-            f"other users may write to the directory {path} and so change records: "
-            f"chmod 700 {path}, or name a new subdirectory of it"
-        )
+        fix = f"name a new subdirectory of it, such as {os.path.join(path, 'lmcache')}"
+        # Whoever follows this as root would close /tmp to all others.
+        is_free = found.st_uid == os.geteuid() and not found.st_mode & stat.S_ISVTX and not os.listdir(root)
+        fix = f"chmod 700 {path}, or {fix}" if is_free else fix
+        raise TierError(f"other users may write to the directory {path} and so change records: {fix}")
     if found.st_uid not in (0, os.geteuid()):
         raise TierError(f"the owner of the directory {path} is another user and may change records: {_OWNER}")
     if not _lock(root, LOCK, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, opened):

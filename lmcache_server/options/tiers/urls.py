@@ -217,6 +217,7 @@ def _number(text: str) -> float | None:
 
 
 _NUMBER = _Kind("a number above 0", _number)
+_SECONDS = _Kind("seconds, such as 604800 for a week", _number)
 _FLAG = _Kind("0 or 1", {"0": False, "1": True}.get)
 _ENDPOINT = _Kind("an address such as https://host:9000", _matching(r"https?://[\w.:/\[\]-]+"))
 _OBJECTS = {"endpoint": _ENDPOINT, "allow_http": _FLAG}
@@ -229,7 +230,7 @@ _OPTIONS = {
     "key_file": _Kind("a whole path", _matching(r"/[^\0]+")),
 }
 _SCHEMES = {
-    "dir": {"size_gb": _NUMBER, "shared": _FLAG, "max_age": _NUMBER},
+    "dir": {"size_gb": _NUMBER, "shared": _FLAG, "max_age": _SECONDS},
     "valkey": {"cluster": _FLAG, "tls": _FLAG},
     "s3": {**_OBJECTS, "region": _REGION},
     "az": _OBJECTS,

@@ -126,7 +126,13 @@ def test_what_is_no_directory_or_one_that_others_may_change_or_own_is_refused(op
         assert str(path) in fails(partial(open_at, path))
     (tmp_path / "tier").mkdir(mode=0o700)
     (tmp_path / "tier").chmod(0o777)
-    assert "chmod 700" in fails(open_at)
+    subdirectory = f"name a new subdirectory of it, such as {tmp_path}/tier/lmcache"
+    assert fails(open_at).endswith(f": chmod 700 {tmp_path}/tier, or {subdirectory}")
+    (tmp_path / "tier").chmod(0o1777)
+    assert fails(open_at).endswith(f": {subdirectory}"), "as /tmp"
+    (tmp_path / "tier").chmod(0o777)
+    (tmp_path / "tier/file").touch()
+    assert fails(open_at).endswith(f": {subdirectory}"), "somebody uses it"
     if os.geteuid() == 0:  # only root can give a directory away
         (tmp_path / "tier").chmod(0o755)
         os.chown(tmp_path / "tier", 65534, 65534)

@@ -56,6 +56,7 @@ MISTAKES = {
     "needs size_gb": ["dir:///a"],
     "size_gb='': it must be a number above 0": ["dir:///a?size_gb="],
     "a number above 0": [f"dir:///a?size_gb={number}" for number in ("0", "-1", "inf", "nan")],
+    "it must be seconds, such as 604800 for a week": ["dir:///a?size_gb=1&max_age=7d"],
     "size_gb twice": ["dir:///a?size_gb=1&size_gb=2"],
     "did you mean size_gb?": ["dir:///a?size_bg=1"],
     "the names are size_gb, shared, max_age, write, ": ["dir:///a?zzzzzz=1"],
