@@ -43,7 +43,8 @@ class Lender:
         if self._thread is not None:
             self._descriptors = ()
             self._path.unlink(missing_ok=True)
-            self._socket.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # its thread has seen that already
+                self._socket.shutdown(socket.SHUT_RDWR)
             self._thread.join()
 
     def _work(self) -> None:

@@ -67,7 +67,7 @@ def test_what_a_failing_tier_may_have_is_missed_because_of_it() -> None:
         engine.lookup(chain(range(99_000, 99_512), 16))
         missed = {**NONE, "tier_down": 1024}
         assert series(server, "lmcache_missed_tokens_total", "model") == missed
-        assert "1024 perhaps in a tier that is left alone" in server.cli("status").stdout
+        assert "1,024 perhaps in a tier that is left alone" in server.cli("status").stdout
 
 
 def test_requests_of_lmcache_verify_are_no_traffic() -> None:
