@@ -1,5 +1,4 @@
-"""The hints of a request about its prompt: the `lmcache.*` keys of its kv_transfer_params, and vLLM's typed
-hints, which say the same."""
+"""The hints of a request: the `lmcache.*` keys of its kv_transfer_params, and vLLM's typed hints."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,8 +32,7 @@ class Hints:
 
     def read(self, request: "Request") -> tuple[dict[str, Any], int]:
         """The hints of this request, by key, and how many others it has."""
-        hints: dict[str, Any] = {}
-        ignored: list[tuple[str, object]] = []
+        hints, ignored = dict[str, Any](), list[tuple[str, object]]()
         for key, value in (*self._typed(request), *self._own(request.kv_transfer_params)):
             if key in self._known and self._known[key].fits(value):
                 hints[key] = value
@@ -43,7 +41,7 @@ class Hints:
         if ignored and not self._has_warned:
             self._has_warned = True
             known = ", ".join(f"{name!r} ({hint.what})" for name, hint in self._known.items()) or "left out"
-            text = "lmcache: ignored %.60r: %.60r in the kv_transfer_params of a request: the hints are %s"
+            text = "lmcache: ignored the hint %.60r: %.60r of a request: in its kv_transfer_params may be %s"
             logger.warning(f"{text} (later ones are ignored silently)", *ignored[0], known)
         return hints, len(ignored)
 
@@ -53,6 +51,8 @@ class Hints:
 
     def _typed(self, request: "Request") -> Iterator[tuple[str, object]]:
         for action in request.kv_hints.actions if request.kv_hints else ():
-            key = self._actions.get(action.action_type, "")
-            field = self._known[key].field if key else ""
-            yield key or action.action_type, action.payload.get(field) if field else True
+            if key := self._actions.get(action.action_type):
+                field = self._known[key].field
+                yield key, action.payload.get(field) if field else True
+            else:
+                yield f"action {action.action_type}", action.payload

@@ -15,15 +15,16 @@ RETAIN = f"{PREFIX}retain_s"
 TIMEOUT_S = 10.0
 
 
-def _fits(value: object) -> bool:
-    return type(value) is int and 1 <= value <= MAX_RETAIN_S
-
-
 class Retention(Option):
     """The server is told when the request ends: what it brought is stored by then, or is about to be."""
 
     HINTS: ClassVar[Mapping[str, Hint]] = {
-        RETAIN: Hint(f"seconds, from 1 to {MAX_RETAIN_S}", _fits, "retain", "seconds")
+        RETAIN: Hint(
+            f"seconds, from 1 to {MAX_RETAIN_S}",
+            lambda value: type(value) is int and 1 <= value <= MAX_RETAIN_S,
+            action="retain",
+            field="seconds",
+        )
     }
 
     def __init__(self, engine: Engine, wanted: Any) -> None:

@@ -183,7 +183,7 @@ def _connected(server: Address, timeout_s: float) -> Iterator[Connection]:
         if server.host:
             socket.getaddrinfo(host_name(server.host), server.port)
         connection = SYSTEM.connect(endpoint)
-    except OSError as error:
+    except socket.gaierror as error:
         raise ControlError(
             f"cannot find the address of --host {server.host} ({error.strerror}): pass another --host"
         ) from error

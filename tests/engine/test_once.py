@@ -84,8 +84,8 @@ def test_a_hint_that_is_not_understood_is_ignored_with_one_warning(
         assert (result.external_tokens, result.output) == (2 * CHUNK, plain.output)
     (result,) = served(engine, [first], transfer={"lmcache.load": False})
     assert (result.external_tokens, result.local_tokens, result.output) == (0, 0, plain.output)
-    assert engine.log.read_text().count("kv_transfer_params") == 1
-    assert "ignored 'lmcache.once': 'yes'" in engine.log.read_text()
+    assert engine.log.read_text().count("ignored the hint") == 1
+    assert "ignored the hint 'lmcache.once': 'yes' of a request" in engine.log.read_text()
 
 
 def test_the_hint_comes_through_the_openai_api() -> None:

@@ -72,6 +72,7 @@ def test_a_typed_hint_says_what_a_key_says(action: str, payload: dict, hints: di
     ("action", "payload"),
     [
         ("prefetch", {}),
+        ("lmcache.load", {}),
         ("", {}),
         ("retain", {}),
         ("retain", {"seconds": 0}),

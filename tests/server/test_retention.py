@@ -10,6 +10,7 @@ from test_warm_restart import CHUNK_FRAMES, CHUNKS, Prompt, new_engine
 from lmcache_client.contract.control import Retain
 from lmcache_client.contract.messages import Done
 from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.options.retention.server import MAX_KEYS
 
 PROMPTS = 16
 """So many fit into L1, of which four may be retained."""
@@ -107,3 +108,24 @@ def test_a_conversation_that_goes_on_is_retained_once(engine: RawEngine) -> None
     flood(engine)
     assert [each.held_chunks() for each in prompts] == [CHUNKS] * 4
     assert counted(engine, "given_up") == 0
+
+
+def test_what_clients_ask_for_takes_bounded_memory(engine: RawEngine) -> None:
+    """Also if it is the same chain again and again, each time a shorter part of it and for a shorter time."""
+    keys = chain([0] * (MAX_KEYS * engine.chunk_size), engine.chunk_size)
+    for number in range(16):
+        asked = Retain(keys[: MAX_KEYS // 4 - number], 3600 - number)
+        assert engine.scheduler.call(asked, TIMEOUT_S) == Done()
+    assert (counted(engine, "asked"), counted(engine, "given_up")) == (16, 12)
+    retain(Numbered(engine, 1))
+    assert engine.scheduler.call(Retain((*keys, *keys[:5]), 3600), TIMEOUT_S) == Done()
+    assert counted(engine, "given_up") == 13, "it is cut where it alone takes all the room"
+
+
+def test_a_later_request_does_not_shorten_the_time(engine: RawEngine) -> None:
+    prompt = Numbered(engine, 0)
+    prompt.store()
+    retain(prompt)
+    retain(prompt, 1)
+    assert counted(engine, "asked") == 1
+    engine.server.wait_for_metric("lmcache_retained_chunks", CHUNKS)
