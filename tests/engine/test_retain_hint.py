@@ -48,6 +48,26 @@ def test_an_agent_that_pauses_finds_its_prompt_again(server: LMCacheServer) -> N
             assert again.output == (local if served else own).output
 
 
+def test_the_next_turn_finds_the_retained_answer_too(server: LMCacheServer) -> None:
+    paused = prompt(6 * CHUNK + 20, 3)
+    with Engine("llama", server=server, block_size=CHUNK) as engine:
+        for hint, served in ((None, 0), (RETAIN, 7 * CHUNK)):
+            server.clear()
+            assert engine.reset_prefix_cache()
+            turn = [*paused, *engine.run(paused, CHUNK, transfer=hint).tokens, *prompt(20, 4)]
+            for number in range(60):
+                engine.run(prompt(6 * CHUNK + 20, 200 + number), 1)
+            assert engine.reset_prefix_cache()
+            result = engine.run(turn)
+            assert result.external_tokens == served
+            if served:
+                server.clear()
+                assert engine.reset_prefix_cache()
+                engine.run(paused, CHUNK)
+                local = engine.run(turn)
+                assert (local.local_tokens, local.output) == (served, result.output)
+
+
 def read(action: str, payload: dict[str, Any], params: dict[str, Any] | None = None) -> tuple[dict, int]:
     hints = Hints({key: hint for option in classes().values() for key, hint in option.HINTS.items()})
     envelope = KvHintsEnvelope("1", "message", [KvHintAction("1", action, "1", payload)])
