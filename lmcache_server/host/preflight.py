@@ -50,9 +50,7 @@ def memory(l1_bytes: int, taken_bytes: int, available_bytes: int, reason: str) -
         need = f"for {size(missing)} of L1" if missing else "beside L1, which has its memory"
         return Check("memory", OK, f"{size(available_bytes)} available {need} ({reason})")
     # An engine may start only later, and needs memory, too.
-    fix = _smaller(
-        available_bytes + taken_bytes, "free memory", 50, "half of it, for engines need some, too; "
-    )
+    fix = _smaller(available_bytes + taken_bytes, "free memory", 50, "half, because engines need some, too; ")
     also = ""
     if missing <= available_bytes:
         also = f", which takes {size(beside)} more for page tables and the index"

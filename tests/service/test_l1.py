@@ -148,7 +148,7 @@ def test_a_process_that_is_started_copies_none_of_it(open_l1):
             100 * GB_BYTES,
             3 * GB_BYTES // 2,
             r"--l1-size-gb asks for 100.00 GB, but 1.50 GB are available \(a test\): pass "
-            r"--l1-size-gb 0.75  \(half of it, for engines need some, too; or free memory\)",
+            r"--l1-size-gb 0.75  \(half, because engines need some, too; or free memory\)",
         ),
         (1 << 60, 1 << 62, "the system refuses a mapping of .* GB .*: ask for less.*"),
     ],
