@@ -15,13 +15,13 @@ steps.
 SECTIONS = {
     "Flags of the server": (
         "flags",
-        """If you pass a flag that is *missing* or *not needed*, the server does not start, and its error
-names the flag.""",
+        "The server does not start with a flag that is not *the same* here. Its error says what to do.",
     ),
     "Keys": (
         "keys",
         """These are keys of `kv_connector_extra_config`. A key with *no effect* is ignored, with one line in
-the log. A key that is *missing* or *not needed* stops vLLM with an error, before it loads the weights.""",
+the log. Any other key that is not *the same* here stops vLLM before it loads the weights. The last line of
+its log says what to do.""",
     ),
     "Environment": (
         "variables",
