@@ -162,4 +162,4 @@ def test_a_decode_engine_computes_what_does_not_come(apart: Apart) -> None:
             assert decode.reset_prefix_cache()
             decode.run(prompt(2 * chunk + 10, 33), 1, transfer=wrong)
         assert apart.questions() == asked + 7, "each asked once"
-        assert decode.log.read_text().count("of a request: the hints are") == 1
+        assert decode.log.read_text().count("ignored the hint") == 1
