@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -90,7 +91,7 @@ def paths(driver: Driver, total: int, times: int) -> list[tuple[Any, ...]]:
                 row: list[Any] = [f"{page_bytes // KIB} KiB", number]
                 for load in (False, True):
                     source, destination = (local, places) if load else (places, local)
-                    engine = lambda: driver.copy_batch(destination, source, length, stream)  # noqa: E731
+                    engine = partial(driver.batch(destination, source, length), 0, len(length), stream)
                     ours = lambda: kernel.launch(source, destination, length, stream)  # noqa: E731
                     for submit in (engine, ours):
                         repeat = max(1, min(64 * MIB, total) // (number * page_bytes))

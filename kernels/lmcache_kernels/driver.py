@@ -9,6 +9,7 @@ import ctypes
 import functools
 import json
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_ulonglong, c_void_p
 from pathlib import Path
@@ -276,30 +277,41 @@ class Driver:
         """Enqueues one copy; the driver recognises host memory by its address."""
         self._call("cuMemcpyAsync", destination, source, num_bytes, stream)
 
-    def copy_batch(
+    def batch(
         self,
         destination: NDArray[np.uint64],
         source: NDArray[np.uint64],
         length: NDArray[np.uint64],
-        stream: int,
         *,
         in_order: bool = True,
-    ) -> None:
-        """Enqueues copies in one call if the driver can (CUDA 12.8), otherwise one by one. The order of the
-        copies is undefined. Without `in_order`, the sources may be read before the stream comes to the
-        copies, so nothing in the stream may still write to them. The arrays may change when this returns."""
+    ) -> Callable[[int, int, int], None]:
+        """Prepares copies. Returns a function of (first, last, stream), which enqueues those from number
+        `first` to before `last`: in one call if the driver can (CUDA 12.8), otherwise one by one.
+
+        The order of the copies is undefined. Without `in_order`, the sources may be read before the stream
+        comes to the copies, so nothing in the stream may still write to them."""
         if self._batch is None:
-            for to, at, size in zip(destination.tolist(), source.tolist(), length.tolist(), strict=True):
-                self.copy(to, at, size, stream)
-            return
+            rows = list(zip(destination.tolist(), source.tolist(), length.tolist(), strict=True))
+
+            def one_by_one(first: int, last: int, stream: int) -> None:
+                for row in rows[first:last]:
+                    self.copy(*row, stream)
+
+            return one_by_one
         arrays = [np.ascontiguousarray(array, np.uint64) for array in (destination, source, length)]
-        attributes = _CopyAttributes(_STREAM_ORDER if in_order else _ANY_ORDER)
-        first, failed = c_size_t(0), c_size_t(-1)  # -1 stays if the error is that of no single copy
         addresses = [array.ctypes.data for array in arrays]
-        order = [ctypes.byref(attributes), ctypes.byref(first), 1]
-        code = self._batch(*addresses, len(length), *order, ctypes.byref(failed), stream)
-        which = f" (copy {failed.value} of {len(length)})" if failed.value < len(length) else ""
-        self._check(f"cuMemcpyBatchAsync{which}", code)
+        attributes = _CopyAttributes(_STREAM_ORDER if in_order else _ANY_ORDER)
+        order = [ctypes.byref(attributes), ctypes.byref(c_size_t(0)), 1]
+
+        def enqueue(first: int, last: int, stream: int) -> None:
+            at = [address + first * arrays[0].itemsize for address in addresses]
+            failed = c_size_t(-1)  # stays if the error is that of no single copy
+            code = self._batch(*at, last - first, *order, ctypes.byref(failed), stream)
+            if code:
+                which = f" (copy {failed.value} of {last - first})" if failed.value < last - first else ""
+                self._check(f"cuMemcpyBatchAsync{which}", code)
+
+        return enqueue
 
     def _find_batch(self) -> Any:
         address, status = c_void_p(), c_int()

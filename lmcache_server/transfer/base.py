@@ -1,6 +1,6 @@
 """The types that copies share: a mapping is one worker's memory, a job is one copy, an outcome its result."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from lmcache_server.transfer.plan import Pieces
@@ -40,10 +40,6 @@ class Mapping(Protocol):
     def lanes(self) -> Sequence[Sequence[bool]]: ...
 
     @property
-    def slice_bytes(self) -> dict[bool, int]:
-        """The bytes of one `copy`, by direction."""
-
-    @property
     def bases(self) -> Sequence[int]:
         """The addresses of its buffers for a copy, once it is open."""
 
@@ -55,8 +51,9 @@ class Mapping(Protocol):
         """Makes the memory accessible; returns the bytes at each place where the nonce should be. Raises
         CopyError."""
 
-    def copy(self, pieces: Pieces, *, load: bool) -> None:
-        """Copies the pieces, or only starts to. Raises CopyError."""
+    def copies(self, whole: Pieces, *, load: bool) -> Iterable[tuple[int, Callable[[], object]]]:
+        """What copies a job, slice by slice: the bytes of each slice, and a function that copies it, or only
+        begins to. Both raise CopyError."""
 
     def num_begun(self, *, load: bool) -> int:
         """How many copies in this direction have been begun."""

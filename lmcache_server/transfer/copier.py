@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from lmcache_server.transfer.base import CopyError, Mapping, Opened, Outcome
 from lmcache_server.transfer.jobs import CopyJob
-from lmcache_server.transfer.plan import slices
 
 _Waiting = tuple[CopyJob, "asyncio.Future[Outcome]"]
 
@@ -123,13 +122,13 @@ class CopyWorker:
         error: Exception | None = None
         num_bytes = 0
         try:
-            for part in slices(job.build(), self._mapping.slice_bytes[job.load]):
+            for slice_bytes, copy in self._mapping.copies(job.build(), load=job.load):
                 if not (job.load or self._is_late):
                     self._let_loads_overtake()
                 if self._closing or not self._alive():
                     raise _ended()
-                self._mapping.copy(part, load=job.load)
-                num_bytes += part.num_bytes
+                copy()
+                num_bytes += slice_bytes
                 if before is not None:
                     self._end(before)
                     before = None

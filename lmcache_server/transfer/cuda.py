@@ -1,7 +1,7 @@
 """Copies between pinned L1 and another process's memory on a GPU, which is mapped by its handles."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
@@ -12,9 +12,9 @@ from lmcache_kernels.page_copy import PageCopy
 from lmcache_server.transfer.base import CopyError, HandleError, NoAccessError
 from lmcache_server.transfer.gpus import Gpu, Gpus, LostGpuError
 from lmcache_server.transfer.lent import lent
-from lmcache_server.transfer.paths import batches
+from lmcache_server.transfer.paths import batches, joined
 from lmcache_server.transfer.pins import Pins
-from lmcache_server.transfer.plan import Pieces
+from lmcache_server.transfer.plan import Pieces, slices
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class CudaMapping:
 
     lanes = ((True,), (False,))
     # Between two slices of stores come the few bytes that the engine itself copies to the host in each step.
-    slice_bytes: ClassVar = {True: 32 << 20, False: 8 << 20}
+    _slice_bytes: ClassVar = {True: 32 << 20, False: 8 << 20}
 
     def __init__(self, memory: Memory, gpus: Gpus, pins: Pins) -> None:
         self.bases: list[int] = []
@@ -100,24 +100,43 @@ class CudaMapping:
         with lent(self._memory.pid, descriptor) as own:
             return gpu.driver.map_descriptor(own, num_bytes, gpu.ordinal)
 
-    def copy(self, pieces: Pieces, *, load: bool) -> None:
+    def copies(self, whole: Pieces, *, load: bool) -> Iterator[tuple[int, Callable[[], object]]]:
+        """As in Mapping. All copy threads share one interpreter, so what a slice costs here is kept small."""
+        assert self._gpu is not None
+        gpu, lane, slice_bytes = self._gpu, self._lanes[load], self._slice_bytes[load]
+        if gpu.lost:
+            raise LostGpuError(gpu.lost)
+        try:
+            pieces = self._pins.ensure(joined(whole, slice_bytes))
+        finally:
+            # To pin, this thread may have entered another GPU's context.
+            self._enter(load)
+        ends = (pieces.remote, pieces.local) if load else (pieces.local, pieces.remote)
+        batch = gpu.driver.batch(*ends, pieces.length, in_order=not load)
+        for first, last, num_bytes in slices(pieces.length, slice_bytes):
+            enqueue = partial(batch, first, last, lane.stream)
+            if load and self._kernel is not None:
+                part = Pieces(*(array[first:last] for array in pieces))
+                enqueue = partial(self._load_with, self._kernel, part, lane.stream)
+            yield num_bytes, partial(self._begin, enqueue, load)
+
+    def _load_with(self, kernel: PageCopy, part: Pieces, stream: int) -> None:
+        assert self._gpu is not None
+        for batch in batches(part):
+            local, remote, length = batch.pieces
+            if batch.by_kernel:
+                kernel.launch(local, remote, length, stream)
+            else:
+                self._gpu.driver.batch(remote, local, length, in_order=False)(0, len(length), stream)
+
+    def _begin(self, enqueue: Callable[[], object], load: bool) -> None:
         """Enqueues a slice, then waits for the one before it."""
         assert self._gpu is not None
         gpu, lane = self._gpu, self._lanes[load]
         if gpu.lost:
             raise LostGpuError(gpu.lost)
-        self._pins.ensure(pieces)
         try:
-            gpu.enter()
-            for batch in batches(
-                pieces, borders=self._pins.borders, kernel=load and self._kernel is not None
-            ):
-                local, remote, length = batch.pieces
-                ends = (remote, local) if load else (local, remote)
-                if batch.by_kernel and self._kernel is not None:
-                    self._kernel.launch(ends[1], ends[0], length, lane.stream)
-                else:
-                    gpu.driver.copy_batch(*ends, length, lane.stream, in_order=not load)
+            enqueue()
             gpu.driver.record(lane.events[-1], lane.stream)
         except Exception as error:
             # This also waits for what has been enqueued and no event stands for.
@@ -126,6 +145,13 @@ class CudaMapping:
         lane.num_begun += 1
         if not lane.events:
             self.finish(lane.num_ended + 1, load=load)
+
+    def _enter(self, load: bool) -> None:
+        assert self._gpu is not None
+        try:
+            self._gpu.enter()
+        except CudaError as error:
+            raise self._gpu.check(error, self._lanes[load].stream) from error
 
     def num_begun(self, *, load: bool) -> int:
         return self._lanes[load].num_begun
@@ -138,8 +164,6 @@ class CudaMapping:
             event = lane.waiting.pop(0)
             lane.events.append(event)
             try:
-                # A copy that failed to pin has left another context current.
-                self._gpu.enter()
                 self._gpu.driver.wait_for(event)
             except CudaError as error:
                 raise self._gpu.check(error, lane.stream) from error

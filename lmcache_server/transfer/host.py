@@ -8,14 +8,15 @@ import contextlib
 import ctypes
 import errno
 import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import ClassVar
+from functools import partial
 
 import numpy as np
 
 from lmcache_client.contract.messages import NONCE_BYTES, Memory
 from lmcache_server.transfer.base import CopyError, NoAccessError
-from lmcache_server.transfer.plan import U64, Pieces, merged
+from lmcache_server.transfer.plan import U64, Pieces, merged, slices
 
 MAX_PIECES = 1024
 """The kernel's IOV_MAX: how many pieces each side of one call may have."""
@@ -81,10 +82,9 @@ def read(pid: int, address: int, num_bytes: int) -> bytes:
 
 
 class HostMapping:
-    """The memory of another process; see `transfer.base.Mapping`. `copy` returns when the copy has ended."""
+    """The memory of another process; see `transfer.base.Mapping`. Its copies have ended when they return."""
 
     lanes = ((True, False),)
-    slice_bytes: ClassVar = {True: SLICE_BYTES, False: SLICE_BYTES}
     lost = False
 
     def __init__(self, memory: Memory) -> None:
@@ -105,7 +105,11 @@ class HostMapping:
             read(pid, start + size - 1, 1)
         return [self._nonce]
 
-    def copy(self, pieces: Pieces, *, load: bool) -> None:
+    def copies(self, whole: Pieces, *, load: bool) -> Iterator[tuple[int, Callable[[], object]]]:
+        for first, last, num_bytes in slices(whole.length, SLICE_BYTES):
+            yield num_bytes, partial(self._copy, Pieces(*(array[first:last] for array in whole)), load)
+
+    def _copy(self, pieces: Pieces, load: bool) -> None:
         """Copies in two threads if there is enough for both, because an engine waits for its loads and cannot
         reuse the blocks of its stores until they have ended."""
         half, parts = int(np.searchsorted(np.cumsum(pieces.length), pieces.num_bytes // 2)), [pieces]

@@ -10,14 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from lmcache_kernels.page_copy import MAX_PIECES
-from lmcache_server.transfer.plan import U64, Pieces, cut, merged
+from lmcache_server.transfer.plan import Pieces, merged, slice_numbers
 
 SMALL_BYTES = 28 << 10
 """Shorter pieces count as small. docs/gpu.md says where the figure comes from."""
 MIN_KERNEL_PIECES = 32
 """Fewer small pieces are not worth a launch of the kernel: on an H200, 16 were not, and 64 were."""
-
-NO_BORDERS: U64 = np.zeros(0, np.uint64)
 
 
 class Batch(NamedTuple):
@@ -27,22 +25,21 @@ class Batch(NamedTuple):
     pieces: Pieces
 
 
+def joined(whole: Pieces, slice_bytes: int) -> Pieces:
+    """The same bytes in as few pieces as possible, none of which is joined with one of another slice."""
+    apart = np.diff(slice_numbers(whole.length, slice_bytes)) > 0
+    length, local, remote = merged(whole.length, whole.local, whole.remote, apart=apart)
+    return Pieces(local, remote, length)
+
+
 def batches(
-    whole: Pieces,
-    *,
-    borders: U64 = NO_BORDERS,
-    kernel: bool = True,
-    small_bytes: int = SMALL_BYTES,
-    max_batch_pieces: int = MAX_PIECES,
+    whole: Pieces, *, small_bytes: int = SMALL_BYTES, max_batch_pieces: int = MAX_PIECES
 ) -> Iterator[Batch]:
-    """Splits `whole` into batches that may run in any order or at the same time. Without `kernel` the copy
-    engine gets all of them. No piece crosses one of `borders`, which are addresses in L1."""
-    length, local, remote = merged(whole.length, whole.local, whole.remote)
-    joined = Pieces(*cut(local, remote, length, borders))
-    small = joined.length < np.uint64(small_bytes)
-    if not kernel or np.count_nonzero(small) < MIN_KERNEL_PIECES:
+    """Splits joined pieces into batches that may run in any order or at the same time."""
+    small = whole.length < np.uint64(small_bytes)
+    if np.count_nonzero(small) < MIN_KERNEL_PIECES:
         small[:] = False
     for by_kernel in (False, True):
-        chosen = Pieces(*(array[small == by_kernel] for array in joined))
+        chosen = Pieces(*(array[small == by_kernel] for array in whole))
         for first in range(0, len(chosen.length), max_batch_pieces):
             yield Batch(by_kernel, Pieces(*(array[first : first + max_batch_pieces] for array in chosen)))

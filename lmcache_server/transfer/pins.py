@@ -18,7 +18,7 @@ from lmcache_server.host.machine import move_to
 from lmcache_server.host.units import GB_BYTES
 from lmcache_server.transfer.base import CopyError
 from lmcache_server.transfer.gpus import Gpus, LostGpuError
-from lmcache_server.transfer.plan import Pieces, cut
+from lmcache_server.transfer.plan import U64, Pieces, cut
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Pins:
         count = -(-num_bytes // unit_bytes)
         self._pinned = np.zeros(count, dtype=bool)
         self._locks = [threading.Lock() for _ in range(count)]
-        self.borders = np.arange(1, count, dtype=np.uint64) * np.uint64(unit_bytes) + np.uint64(address)
+        self._borders = np.arange(1, count, dtype=np.uint64) * np.uint64(unit_bytes) + np.uint64(address)
         self._lock = threading.Lock()
         self.pinned_bytes = 0
         self._retry_s = 0.0
@@ -85,10 +85,12 @@ class Pins:
         rest = np.flatnonzero(~self._pinned).tolist()
         return self._gpus.available and all(map(self.pin_unit, rest))
 
-    def ensure(self, pieces: Pieces) -> None:
-        """Pins every unit that these pieces touch. Raises CopyError."""
-        local, _, _ = cut(*pieces, self.borders)
-        indexes = (local - np.uint64(self._address)) // np.uint64(self._unit_bytes)
+    def ensure(self, pieces: Pieces) -> Pieces:
+        """Pins every unit that these pieces touch. Returns them cut where a unit ends. Raises CopyError."""
+        indexes = self._units(pieces.local)
+        if np.any(indexes != self._units(pieces.local + pieces.length - np.uint64(1))):
+            pieces = Pieces(*cut(*pieces, self._borders))
+            indexes = self._units(pieces.local)
         try:
             for index in np.unique(indexes[~self._pinned[indexes]]).tolist():
                 self._pin(index)
@@ -97,6 +99,11 @@ class Pins:
             self._refused = True
             self._tell()
             raise
+        return pieces
+
+    def _units(self, local: U64) -> U64:
+        numbers: U64 = (local - np.uint64(self._address)) // np.uint64(self._unit_bytes)
+        return numbers
 
     def _tell(self) -> None:
         frames = self._unit_bytes // FRAME_BYTES

@@ -5,7 +5,6 @@ in region r the page of the k-th block of an object starts at
 `num_blocks * (page bytes of the regions before r) + k * (page bytes of r)`.
 """
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -146,25 +145,38 @@ def _addresses(inside: U64, runs: Runs, l1_address: int, frame_bytes: int) -> U6
 
 def join(parts: Sequence[Pieces]) -> Pieces:
     """The pieces of several objects, one object after the other."""
+    if len(parts) == 1:
+        return parts[0]
     return Pieces(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
-def slices(whole: Pieces, slice_bytes: int) -> list[Pieces]:
-    """Splits the pieces into slices of about `slice_bytes`. No piece is cut."""
-    ends = np.cumsum(whole.length)
-    cuts = [0]
-    while cuts[-1] < len(ends):
-        done = int(ends[cuts[-1] - 1]) if cuts[-1] else 0
-        following = int(np.searchsorted(ends, np.uint64(done + slice_bytes), side="right"))
-        cuts.append(max(following, cuts[-1] + 1))
-    return [Pieces(*(array[a:b] for array in whole)) for a, b in itertools.pairwise(cuts)]
+def slice_numbers(length: U64, slice_bytes: int) -> U64:
+    """Of each piece, the number of the slice in which its first byte lies. A slice has `slice_bytes`."""
+    numbers: U64 = (np.cumsum(length) - length) // np.uint64(slice_bytes)
+    return numbers
 
 
-def merged(length: U64, *addresses: U64) -> tuple[U64, ...]:
-    """(lengths, addresses ...) with each run of pieces that are adjacent at all `addresses` as one piece."""
+def slices(length: U64, slice_bytes: int) -> list[tuple[int, int, int]]:
+    """Splits pieces of these lengths into slices of about `slice_bytes`: of each, its first piece, the one
+    behind its last, and its bytes. No piece is cut."""
+    if not len(length):
+        return []
+    none = np.uint64(1 << 63)
+    starts = np.flatnonzero(np.diff(slice_numbers(length, slice_bytes), prepend=none))
+    bounds, sizes = [*starts.tolist(), len(length)], np.add.reduceat(length, starts).tolist()
+    return [(*bounds[at : at + 2], size) for at, size in enumerate(sizes)]
+
+
+def merged(length: U64, *addresses: U64, apart: NDArray[np.bool_] | None = None) -> tuple[U64, ...]:
+    """(lengths, addresses ...) with each run of pieces that are adjacent at all `addresses` as one piece.
+    `apart` says of each piece but the first whether it stays apart from the one before."""
     if not len(length):
         return length, *addresses
     fresh = np.ones(len(length), dtype=bool)
-    fresh[1:] = np.any([address[1:] != address[:-1] + length[:-1] for address in addresses], axis=0)
+    fresh[1:] = False if apart is None else apart
+    for address in addresses:
+        fresh[1:] |= address[1:] != address[:-1] + length[:-1]
+    if fresh.all():
+        return length, *addresses
     first = np.flatnonzero(fresh)
     return np.add.reduceat(length, first), *(address[first] for address in addresses)

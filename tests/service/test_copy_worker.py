@@ -10,7 +10,7 @@ from harness.waiting import PATIENCE_S
 
 from lmcache_server.transfer.base import CopyError
 from lmcache_server.transfer.copier import CopyWorker
-from lmcache_server.transfer.plan import Pieces
+from lmcache_server.transfer.plan import Pieces, slices
 
 SLICE_BYTES = 1 << 20
 TIMEOUT_S = PATIENCE_S
@@ -57,6 +57,11 @@ class Harness:
 
     def close(self):
         self.calls.append("closed")
+
+    def copies(self, whole, *, load):
+        for first, last, num_bytes in slices(whole.length, self.slice_bytes[load]):
+            part = Pieces(*(array[first:last] for array in whole))
+            yield num_bytes, lambda part=part: self.copy(part, load=load)
 
     def copy(self, part, *, load):
         self.started.put(int(part.local[0]))

@@ -86,6 +86,11 @@ def mapped(child):
     return host.HostMapping(Memory(child.pid, ((child.address, len(child.view)),), child.address))
 
 
+def copy_all(mapping, whole, *, load):
+    for _, copy in mapping.copies(whole, load=load):
+        copy()
+
+
 def one_piece(local, remote, length):
     return Pieces(*(np.array([value], np.uint64) for value in (local, remote, length)))
 
@@ -95,9 +100,9 @@ def round_trip(child, l1, page, *regions):
     child.view[:] = before = some_bytes(len(child.view))
     plan = pieces(page, regions, (child.address,), l1.base_address, FRAME_BYTES)
     mapping = mapped(child)
-    mapping.copy(plan, load=False)
+    copy_all(mapping, plan, load=False)
     child.view[:] = bytes(len(child.view))
-    mapping.copy(plan, load=True)
+    copy_all(mapping, plan, load=True)
     mapping.close()
     expected = bytearray(len(child.view))
     for region in regions:
@@ -160,7 +165,7 @@ def test_a_piece_that_is_not_mapped_is_a_copy_error_in_either_thread(child, l1, 
         local = [l1.base_address + number * MIB for number in range(count)]
         plan = Pieces(*(np.array(values, np.uint64) for values in (local, remote, [MIB] * count)))
         with pytest.raises(CopyError, match=f"copying memory of process {child.pid} failed"):
-            mapping.copy(plan, load=load)
+            copy_all(mapping, plan, load=load)
     mapping.close()
 
 
@@ -243,7 +248,7 @@ def test_memory_of_a_program_executed_after_the_proof_is_not_touched(tmp_path, l
         mapping = host.HostMapping(Memory(child.pid, ((address, MIB),), address))
         assert mapping.open() == [b"\1" * 32]
         whole = one_piece(l1.base_address, address, MIB)
-        mapping.copy(whole, load=False)
+        copy_all(mapping, whole, load=False)
         ctypes.memset(l1.base_address, 2, MIB)
         child.stdin.write(b"go\n")
         child.stdin.flush()
@@ -251,7 +256,7 @@ def test_memory_of_a_program_executed_after_the_proof_is_not_touched(tmp_path, l
         assert host.read(child.pid, address, 1) == b"\1", "the kernel would let the server"
         for load in (True, False):
             with pytest.raises(CopyError, match="no longer has the memory that it registered"):
-                mapping.copy(whole, load=load)
+                copy_all(mapping, whole, load=load)
         mapping.close()
     assert path.read_bytes() == b"\1" * MIB
     assert ctypes.string_at(l1.base_address, MIB) == b"\2" * MIB

@@ -4,7 +4,7 @@ A GPU that hangs, or memory whose pages the kernel waits for, looks like this to
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from desk import CHUNK_SIZE, Desk, identity, load, store
@@ -28,10 +28,10 @@ class Hung:
         reached, go_on = threading.Event(), self.go_on
 
         class Hanging(HostMapping):
-            def copy(self, pieces: Pieces, *, load: bool) -> None:
+            def copies(self, whole: Pieces, *, load: bool) -> Iterator[tuple[int, Callable[[], object]]]:
                 reached.set()
                 assert go_on.wait(60)
-                super().copy(pieces, load=load)
+                yield from super().copies(whole, load=load)
 
         def copier(name: str, memory: Memory, _alive: object) -> CopyWorker:
             kind = Hanging if name == "copy-engine 0-0" else HostMapping

@@ -168,9 +168,9 @@ def test_a_wrong_batch_is_refused_and_copies_nothing_and_says_which_copy_is_wron
     nowhere = 4096  # what lies behind the device's memory, the system decides
     target = np.array([device, device + 4096, nowhere], np.uint64)
     with pytest.raises(CudaError, match=r"^cuMemcpyBatchAsync \(copy 2 of 3\): invalid argument"):
-        driver.copy_batch(target, source, length, stream)
+        driver.batch(target, source, length)(0, len(length), stream)
     with pytest.raises(CudaError, match=r"^cuMemcpyBatchAsync: invalid argument"):
-        driver.copy_batch(target, source, length, 0)
+        driver.batch(target, source, length)(0, len(length), 0)
 
 
 @on_stand_in(version=12070)
@@ -279,7 +279,7 @@ def test_only_a_batch_out_of_order_may_read_its_sources_before_its_turn() -> Non
     for in_order, found in ((True, 9), (False, 5)):
         host[:] = 5
         keep_busy(driver, stream)
-        driver.copy_batch(target, source, length, stream, in_order=in_order)
+        driver.batch(target, source, length, in_order=in_order)(0, len(length), stream)
         host[:] = 9
         driver.synchronize(stream)
         assert set(driver.read(device, 4096)) == {found}

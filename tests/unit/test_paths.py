@@ -5,10 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_client.contract.geometry import Region
-from lmcache_server.transfer.paths import MIN_KERNEL_PIECES, SMALL_BYTES, batches
+from lmcache_server.transfer.gpus import Gpus
+from lmcache_server.transfer.paths import MIN_KERNEL_PIECES, SMALL_BYTES, batches, joined
+from lmcache_server.transfer.pins import Pins
 from lmcache_server.transfer.plan import ObjectCopy, Pieces, pieces
 
 L1_ADDRESS, ENGINE_ADDRESS = 1 << 40, 1 << 44
+SLICE_BYTES = 8 << 20
 
 
 def as_pieces(rows) -> Pieces:
@@ -24,11 +27,14 @@ def moves(found: Pieces) -> list[tuple[int, int]]:
     return [(local + i, remote + i) for local, remote, length in rows(found) for i in range(length)]
 
 
-def joined(found: Pieces) -> list[tuple[int, int, int]]:
-    """The same pieces from the definition: joined with the one before where both sides go on."""
-    result = []
+def by_definition(found: Pieces, slice_bytes: int) -> list[tuple[int, int, int]]:
+    """The same pieces: joined with the one before where both sides go on in one slice."""
+    result, start, number = [], 0, -1
     for local, remote, length in rows(found):
-        if result and (local, remote) == tuple(result[-1][side] + result[-1][2] for side in (0, 1)):
+        before, number = number, start // slice_bytes
+        start += length
+        goes_on = result and (local, remote) == tuple(result[-1][side] + result[-1][2] for side in (0, 1))
+        if goes_on and number == before:
             result[-1] = (*result[-1][:2], result[-1][2] + length)
         else:
             result.append((local, remote, length))
@@ -51,10 +57,11 @@ def piece_lists(draw):
 @given(piece_lists(), st.integers(0, 40), st.integers(1, 30))
 @settings(max_examples=300, deadline=None)
 def test_every_byte_goes_once_by_the_path_of_its_piece(whole, small_bytes, max_batch_pieces):
-    found = list(batches(whole, small_bytes=small_bytes, max_batch_pieces=max_batch_pieces))
+    once = joined(whole, SLICE_BYTES)
+    found = list(batches(once, small_bytes=small_bytes, max_batch_pieces=max_batch_pieces))
     assert sorted(move for batch in found for move in moves(batch.pieces)) == sorted(moves(whole))
     assert all(0 < len(batch.pieces.length) <= max_batch_pieces for batch in found)
-    expected = joined(whole)
+    expected = rows(once)
     small = [piece for piece in expected if piece[2] < small_bytes]
     if len(small) < MIN_KERNEL_PIECES:
         small = []
@@ -63,20 +70,10 @@ def test_every_byte_goes_once_by_the_path_of_its_piece(whole, small_bytes, max_b
     assert by_engine == [piece for piece in expected if piece not in small]
 
 
-@given(piece_lists(), st.lists(st.integers(0, 400), max_size=4))
+@given(piece_lists(), st.integers(1, 100))
 @settings(max_examples=300, deadline=None)
-def test_no_piece_lies_over_a_border(whole, places):
-    """Though pieces that touch there are joined."""
-    borders = np.array(sorted({L1_ADDRESS + place for place in places}), np.uint64)
-    found = [row for batch in batches(whole, borders=borders) for row in rows(batch.pieces)]
-    expected = []
-    for local, remote, length in joined(whole):
-        start = 0
-        for border in [*borders.tolist(), local + length]:
-            if start < border - local <= length:
-                expected.append((local + start, remote + start, border - local - start))
-                start = border - local
-    assert sorted(found) == sorted(expected)
+def test_pieces_are_joined_inside_their_slice(whole, slice_bytes):
+    assert rows(joined(whole, slice_bytes)) == by_definition(whole, slice_bytes)
 
 
 def copies_of(region_bytes, block_ids, regions=1):
@@ -84,7 +81,8 @@ def copies_of(region_bytes, block_ids, regions=1):
     some regions."""
     planes = tuple(Region(0, plane << 20, region_bytes, region_bytes) for plane in range(regions))
     page = ObjectCopy(((0, 64),), len(block_ids), 0, block_ids)
-    (batch,) = batches(pieces(page, planes, (ENGINE_ADDRESS,), L1_ADDRESS, 64 << 10))
+    whole = pieces(page, planes, (ENGINE_ADDRESS,), L1_ADDRESS, 64 << 10)
+    (batch,) = batches(joined(whole, SLICE_BYTES))
     return batch.by_kernel, batch.pieces.length.tolist()
 
 
@@ -96,3 +94,14 @@ def test_large_pieces_go_by_the_copy_engine_and_many_small_ones_by_one_launch_of
     assert not copies_of(SMALL_BYTES, scattered)[0]
     assert not copies_of(SMALL_BYTES - 1, scattered[1:])[0]
     assert not list(batches(as_pieces([])))
+
+
+@given(piece_lists(), st.integers(1, 60))
+@settings(max_examples=300, deadline=None)
+def test_no_piece_lies_over_the_border_of_two_pinned_units(whole, unit_bytes):
+    pins = Pins(Gpus(), L1_ADDRESS, 1200, unit_bytes)
+    pins._pinned[:] = True
+    found = pins.ensure(whole)
+    assert moves(found) == moves(whole)
+    for local, _, length in rows(found):
+        assert (local - L1_ADDRESS) // unit_bytes == (local + length - 1 - L1_ADDRESS) // unit_bytes

@@ -91,9 +91,23 @@ def test_objects_together_give_the_moves_of_each(case, others):
 @settings(max_examples=100, deadline=None)
 def test_slices_keep_every_piece_and_their_order(several, slice_bytes):
     whole = join([pieces(*case, L1_ADDRESS, FRAME_BYTES) for case in several])
-    parts = slices(whole, slice_bytes)
-    assert [move for part in parts for move in moves(part)] == moves(whole)
-    assert all(part.num_bytes <= slice_bytes or len(part.length) == 1 for part in parts)
+    parts = slices(whole.length, slice_bytes)
+    assert [place for first, last, _ in parts for place in range(first, last)] == list(
+        range(len(whole.length))
+    )
+    start = 0
+    for first, last, num_bytes in parts:
+        sizes = [int(length) for length in whole.length[first:last]]
+        assert sum(sizes) == num_bytes > 0
+        assert (start + num_bytes - sizes[-1]) // slice_bytes == start // slice_bytes, (
+            "all begin in one slice"
+        )
+        start += num_bytes
+        assert start == int(whole.length.sum()) or start // slice_bytes != (start - num_bytes) // slice_bytes
+
+
+def test_nothing_has_no_slices():
+    assert slices(np.zeros(0, np.uint64), 8) == []
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 4)), max_size=20))

@@ -140,7 +140,7 @@ class _Trial:
 
     def _batch(self, to: int, at: int) -> None:
         destination, source, length = _pieces(to, at)
-        self._driver.copy_batch(destination, source, length, self._stream)
+        self._driver.batch(destination, source, length)(0, len(length), self._stream)
 
     def _kernel(self) -> str:
         try:

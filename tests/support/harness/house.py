@@ -63,8 +63,8 @@ FACES = (
 )
 TOOLS = (COMMANDS, "lmcache_server/__main__.py")
 BUDGETS = {
-    "base": Budget(13136, "what a byte or a decision goes through, without options"),
-    "path": Budget(17758, "the same with every option"),
+    "base": Budget(13210, "what a byte or a decision goes through, without options"),
+    "path": Budget(17832, "the same with every option"),
     "faces": Budget(1944, "what configures and watches it"),
     "tools": Budget(3474, "the command lmcache"),
 }
