@@ -23,7 +23,7 @@ from section import RESULTS
 BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parent
 ORDER = (
-    *("engine", "copies", "mapped", "lookup", "start"),
+    *("engine", "steps", "copies", "null_driver", "mapped", "lookup", "start"),
     *("index", "replay", "admission", "conversations", "once", "answers", "tiers", "tier_peer"),
 )
 OWN_OUTPUT = ("index", "replay", "admission", "conversations", "once", "answers")

@@ -1,7 +1,7 @@
 """The objects that a step of the engine completes and that are worth storing."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
@@ -45,10 +45,22 @@ class Offers:
         """vLLM's, as soon as the scheduler has it."""
         self._admissions: dict[int, Admission] = {}
         """By chunk size: a server that was restarted may have another one."""
+        self._generation = 0
 
-    def of_step(self, output: "SchedulerOutput", tracked_of: Callable[[str], Tracked | None]) -> list[Offer]:
-        """The objects that are complete after this step. `tracked_of` finds a request by its id."""
-        return [*self._computed(output, tracked_of), *self._states(output, tracked_of)]
+    def of_step(
+        self,
+        output: "SchedulerOutput",
+        requests: Mapping[str, Tracked],
+        tracked_of: Callable[[str], Tracked | None],
+        generation: int,
+    ) -> list[Offer]:
+        """The objects that are complete after this step. `tracked_of` brings one of the `requests` up to date
+        with the registration of this `generation`."""
+        if generation != self._generation:
+            self._generation = generation
+            for tracked in requests.values():
+                tracked.due_tokens = 0
+        return [*self._computed(output, requests, tracked_of), *self._states(output, tracked_of)]
 
     def tables(self, of_all: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """The block tables of these groups, among those of all groups of vLLM."""
@@ -65,26 +77,31 @@ class Offers:
         return self._admissions[chunk_size]
 
     def _computed(
-        self, output: "SchedulerOutput", tracked_of: Callable[[str], Tracked | None]
+        self,
+        output: "SchedulerOutput",
+        requests: Mapping[str, Tracked],
+        tracked_of: Callable[[str], Tracked | None],
     ) -> Iterable[Offer]:
         """The objects of attention groups."""
         new = {r.req_id: r.num_computed_tokens for r in output.scheduled_new_reqs}
-        cached = output.scheduled_cached_reqs
-        computed_before = {**new, **dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))}
-        for request_id, scheduled in output.num_scheduled_tokens.items():
+        cached, scheduled, due = output.scheduled_cached_reqs, output.num_scheduled_tokens, list(new.items())
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            # Most requests decode, and complete nothing in most steps.
+            if request_id in requests and computed + scheduled[request_id] >= requests[request_id].due_tokens:
+                due.append((request_id, computed))
+        for request_id, computed in due:
             if (tracked := tracked_of(request_id)) is None:
                 continue
-            computed, chunk_size = computed_before[request_id], tracked.chunk_size
+            chunk_size = tracked.chunk_size
             if request_id in new and not computed % chunk_size:
                 # Other prompts also share the beginning that only the engine's own prefix cache had.
                 tracked.known = max(tracked.known, computed // chunk_size)
             # Tokens beyond num_tokens are drafts or not sampled yet, so their KV may change.
-            computed = min(computed + scheduled, tracked.request.num_tokens - tracked.lookahead)
-            complete = computed // chunk_size
-            # The second costs more, and most steps complete nothing.
-            if complete <= tracked.next_chunk or tracked.most_chunks <= tracked.next_chunk:
+            whole = min(computed + scheduled[request_id], tracked.request.num_tokens - tracked.lookahead)
+            complete = min(whole // chunk_size, tracked.most_chunks)
+            if complete <= tracked.next_chunk:
+                tracked.due_tokens = (tracked.next_chunk + 1) * chunk_size
                 continue
-            complete = min(complete, tracked.most_chunks)
             state = output.kv_connector_block_state
             tables = state.get_block_ids(request_id) if state is not None else None
             if tables is None:
@@ -92,7 +109,7 @@ class Offers:
             keys, tables = tracked.keys_of(complete), self.tables(tables)
             for chunk in range(tracked.next_chunk, complete):
                 yield from self._chunk(tracked, tables, chunk, keys)
-            tracked.next_chunk = complete
+            tracked.next_chunk, tracked.due_tokens = complete, (complete + 1) * chunk_size
 
     def _chunk(
         self, tracked: Tracked, tables: Sequence[Sequence[int]], chunk: int, keys: Sequence[bytes]

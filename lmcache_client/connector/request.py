@@ -90,6 +90,8 @@ class Tracked:
     """The number of leading chunks that the server or the engine had when the prompt came."""
     next_chunk: int = 0
     """Chunks before this one have been offered for storing."""
+    due_tokens: int = 0
+    """With fewer computed tokens, no further chunk is complete."""
     loading: int = 0
     """The number of tokens of the load in flight."""
     loading_since_s: float = 0.0
@@ -128,7 +130,7 @@ class Tracked:
         self.held, self.known = (), 0
         if self.chunk_size != chunk_size:
             self.chunk_size = chunk_size
-            self.keys, self.mm_index, self.next_chunk = [], 0, 0
+            self.keys, self.mm_index, self.next_chunk, self.due_tokens = [], 0, 0, 0
 
     @property
     def prompt(self) -> Prompt:

@@ -212,7 +212,9 @@ class SchedulerSide:
         metadata = StepMetadata(loads=self._queued, idle=idle)
         self._queued = []
         if self._stores and self.channel.ready:
-            for requests, store in stores(self._offers.of_step(output, self.lookups.current)):
+            known, generation = self.lookups.requests, self.channel.generation
+            offered = self._offers.of_step(output, known, self.lookups.current, generation)
+            for requests, store in stores(offered):
                 if job := self.held.store_job(store):
                     metadata.stores.append(job)
                     for option in self.options:

@@ -169,7 +169,8 @@ class WorkerSide:
             self.channel.poll(waited_for, IDLE_WAIT_S)
             if waited_for is None or not waited_for.settled:
                 self.channel.system.sleep(IDLE_WAIT_S)
-        self.channel.poll()
+        if self._jobs:
+            self.channel.poll()
         failure = self._failure()
         for job_id, item in list(self._jobs.items()):
             if item.pending is None and failure:

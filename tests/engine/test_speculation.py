@@ -277,12 +277,13 @@ def test_a_chunk_is_stored_once_the_tokens_that_its_key_covers_are_known() -> No
     request = Request("r", list(range(32)), SamplingParams(max_tokens=4), None)
     tracked = Tracked(request, lookahead=1)
     tracked.reset(1, 16)
+    known = {"r": tracked}
     offers = Offers((GroupSpec(FULL, 16, 0, "", ()),), (), None)
 
     def step(computed: int, scheduled: int) -> int:
         tables = {"r": ([1, 2, 3],)}.get
         output = step_output({"r": scheduled}, cached=[("r", computed)], tables=tables)
-        return len(offers.of_step(output, {"r": tracked}.get))
+        return len(offers.of_step(output, known, known.get, 1))
 
     assert step(0, 32) == 1, "the token behind the second chunk is not sampled yet"
     request.append_output_token_ids([5])
@@ -294,9 +295,10 @@ def test_a_chunk_without_all_of_its_blocks_is_not_stored() -> None:
     """vLLM puts block 0 where a request has no block."""
     tracked = Tracked(Request("r", list(range(32)), SamplingParams(max_tokens=4), None))
     tracked.reset(1, 16)
+    known = {"r": tracked}
     offers = Offers((GroupSpec(FULL, 16, 0, "", ()),), (), None)
     output = step_output({"r": 32}, cached=[("r", 0)], tables={"r": ([0, 2],)}.get)
-    ((_, stored),) = offers.of_step(output, {"r": tracked}.get)
+    ((_, stored),) = offers.of_step(output, known, known.get, 1)
     assert stored.block_ids == (2,)
 
 

@@ -232,6 +232,7 @@ def test_a_state_is_stored_only_if_no_draft_can_have_moved_it(group_id: int) -> 
     request.append_output_token_ids(list(range(100, 120)))
     tracked = Tracked(request)
     tracked.reset(1, 16)
+    known = {"r": tracked}
     pool = BlockPool(8, True, 16)
     (block,) = pool.get_new_blocks(1)
     offers = Offers((GroupSpec(RECURRENT, 16, 0, "", ()),), (), None, True, (group_id,))
@@ -239,7 +240,7 @@ def test_a_state_is_stored_only_if_no_draft_can_have_moved_it(group_id: int) -> 
 
     def stored(tokens: int, group_id: int = group_id) -> int:
         output = step_output({}, states={"r": [(group_id, block.block_id, tokens)]})
-        return len(offers.of_step(output, {"r": tracked}.get))
+        return len(offers.of_step(output, known, known.get, 1))
 
     def hashed(chunk: int) -> None:
         block.reset_hash()

@@ -1,0 +1,133 @@
+"""What the connector takes from an engine's step in which requests only decode: both sides, called as vLLM calls
+them, with a real server. One token of each request is computed in each step.
+"""
+
+import os
+import time
+from itertools import count
+from typing import Any
+
+from harness.rawclient import RawEngine, group
+from harness.served import step_output
+from harness.server import LMCacheServer
+from harness.waiting import PATIENCE_S, wait_until
+from section import Section, median, micros
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from lmcache_client.connector.metadata import StepMetadata, WorkerReport
+from lmcache_client.connector.scheduler import SchedulerSide
+from lmcache_client.connector.settings import Settings
+from lmcache_client.connector.worker import WorkerSide
+
+BLOCK, CHUNK = 16, 256
+PROMPT = 4_096 + BLOCK
+BLOCKS = 512
+STEPS = 2 * CHUNK
+"""Each request completes two chunks in them."""
+REQUESTS = (1, 8, 64, 256)
+MAX_US = {64: 50, 256: 80}
+_names = count()
+
+
+class Engine:
+    """The connector of an engine with one worker, between one server and `requests` requests that decode."""
+
+    def __init__(self, server: LMCacheServer, requests: int) -> None:
+        raw = RawEngine(server.address, [group(block_size=BLOCK)], num_blocks=BLOCKS)
+        settings = Settings(port=server.port)
+        self.worker = WorkerSide(settings, f"steps-{requests}", 0, raw.model, raw.geometry, raw.export)
+        wanted = {"handover": True, "hints": True}
+        self.side = SchedulerSide(settings, f"steps-{requests}", raw.groups, 1, True, True, wanted=wanted)
+        self.side.bind(BlockPool(BLOCKS, enable_caching=False, hash_block_size=BLOCK))
+        for each in (self.worker, self.side):
+            each.start()
+            wait_until(lambda each=each: each.channel.ready, PATIENCE_S)  # type: ignore[misc]
+        # All have the same blocks: their bytes are of no interest.
+        self.tables = {
+            f"request {next(_names)}": (list(range(1, 1 + (PROMPT + STEPS) // BLOCK)),)
+            for _ in range(requests)
+        }
+        self.requests = list[Request]()
+        for number, name in enumerate(self.tables):
+            prompt = [number] * PROMPT
+            self.requests.append(Request(name, prompt, SamplingParams(max_tokens=STEPS), None))
+            self.side.new_request(self.requests[-1])
+        self.step(
+            step_output(
+                dict.fromkeys(self.tables, PROMPT), new=[(n, 0) for n in self.tables], tables=self.table
+            )
+        )
+        self.settle()
+
+    def table(self, name: str) -> Any:
+        return self.tables[name]
+
+    def decode(self, number: int) -> tuple[float, float]:
+        for request in self.requests:
+            request.append_output_token_ids(number % 1000)
+        names, before = list(self.tables), PROMPT + number
+        cached = [(name, before) for name in names]
+        return self.step(step_output(dict.fromkeys(names, 1), cached=cached, tables=self.table))
+
+    def step(self, output: Any) -> tuple[float, float]:
+        """CPU seconds that the scheduler's side and the worker's took."""
+        start = time.thread_time()
+        metadata: StepMetadata = self.side.step(output)
+        between = time.thread_time()
+        self.worker.submit(metadata.loads)
+        self.worker.submit(metadata.stores)
+        results = self.worker.collect(metadata.idle)
+        told = KVConnectorOutput(
+            kv_connector_worker_meta=WorkerReport(results.settled) if results.settled else None
+        )
+        self.worker.stats.take()
+        after = time.thread_time()
+        self.side.worker_output(told)
+        self.side.take_stats()
+        return between - start + time.thread_time() - after, after - between
+
+    def settle(self) -> None:
+        def settled() -> bool:
+            self.step(step_output({}))
+            return not self.side.has_work()
+
+        wait_until(settled, PATIENCE_S)
+
+    def close(self) -> None:
+        self.settle()
+        self.side.channel.close()
+        self.worker.close()
+
+
+def main() -> None:
+    section = Section(
+        "steps",
+        "Steps of decoding requests",
+        f"CPU of the connector in one step, {STEPS} steps in which each request computes one token. In two of them "
+        "each request completes a chunk; the mean has those, too.",
+    )
+    rows = []
+    with LMCacheServer(chunk_size=CHUNK, l1_size_gb=0.5) as server:
+        os.environ["LMCACHE_RUNTIME_DIR"] = server.runtime_dir
+        for requests in REQUESTS:
+            engine = Engine(server, requests)
+            found = [engine.decode(number) for number in range(STEPS)]
+            engine.close()
+            whole = [scheduler + worker for scheduler, worker in found]
+            parts = [median([each[side] for each in found]) for side in (0, 1)]
+            mean = sum(whole) / len(whole)
+            rows.append((str(requests), *map(micros, parts), micros(median(whole)), micros(mean)))
+            if requests in MAX_US:
+                limit = MAX_US[requests]
+                took = median(whole)
+                section.bar(
+                    f"{requests} requests: at most {limit} µs a step", micros(took), took <= limit / 1e6
+                )
+    section.table("", ["requests", "scheduler", "worker", "both, median", "both, mean"], rows)
+    section.save()
+
+
+main()
