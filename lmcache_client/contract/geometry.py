@@ -92,6 +92,9 @@ class GroupSpec(Wire, frozen=True):
     def stored_blocks(self, chunk_index: int, chunk_size: int) -> range:
         """The block positions that this group stores for chunk `chunk_index`: all that a resume at the
         end of the chunk, or at any later chunk boundary, can need. May be empty."""
+        if self.kind == FULL:
+            blocks = chunk_size // self.block_size
+            return range(chunk_index * blocks, (chunk_index + 1) * blocks)
         end = (chunk_index + 1) * chunk_size
         needed = self.needed_blocks(end)
         return range(max(needed.start, chunk_index * chunk_size // self.block_size), needed.stop)

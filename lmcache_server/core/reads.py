@@ -1,6 +1,7 @@
 """Plans which frames a load reads, and in which order."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lmcache_server.core.index import Chunk
 from lmcache_server.core.layout import Layout
@@ -8,8 +9,7 @@ from lmcache_server.core.leases import Lease
 from lmcache_server.core.pool import Runs
 
 
-@dataclass(frozen=True)
-class ReadPart:
+class ReadPart(NamedTuple):
     """Some pages of one object: `pages` blocks from position `first_page` among the `num_blocks` it holds.
     `checksums` has the checksums of all its pages."""
 
@@ -51,8 +51,7 @@ def _plan_group(
     first = layout.first_needed_chunk(group, lease.resume_tokens, computed_tokens)
     if first < lease.first_chunk:
         return None
-    parts = []
-    position = needed.start
+    parts, position = list[ReadPart](), needed.start
     for index in range(first, lease.resume_tokens // layout.chunk_size):
         blocks = spec.stored_blocks(index, layout.chunk_size)
         chunk = lease.chunks[index - lease.first_chunk]
@@ -60,8 +59,7 @@ def _plan_group(
         if stored is None or stored.num_blocks != len(blocks) or position not in blocks:
             return None
         pages = min(blocks.stop, needed.stop) - position
-        first_page = position - blocks.start
-        part = ReadPart(group, chunk, stored.runs, stored.num_blocks, first_page, pages, stored.checksums)
-        parts.append(part)
+        where = stored.runs, stored.num_blocks, position - blocks.start
+        parts.append(ReadPart(group, chunk, *where, pages, stored.checksums))
         position += pages
     return parts if position == needed.stop else None

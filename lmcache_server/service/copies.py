@@ -4,7 +4,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from itertools import islice
 
 from msgspec.structs import asdict
 
@@ -101,9 +100,10 @@ class Copies:
         dropped."""
         reserved: list[tuple[StoreObject, Reservation]] = []
         present, refused = 0, Counter[NotReserved]()
+        block_bytes = [group.block_bytes for group in shard.geometry.groups]
         for wanted in message.objects:
             count = len(wanted.block_ids)
-            num_bytes = shard.geometry.groups[wanted.group].block_bytes * count
+            num_bytes = block_bytes[wanted.group] * count
             if not num_bytes:
                 present += 1
                 continue
@@ -117,8 +117,8 @@ class Copies:
             self._count("objects_total", number, whose, outcome=why.value)
             if why in ADVICE:
                 self._fail("store dropped", shard, ADVICE[why], number)
-        there = refused[NotReserved.PRESENT] + refused[NotReserved.BUSY]
-        return reserved, present + there, refused.total() - there
+        present += refused.pop(NotReserved.PRESENT, 0) + refused.pop(NotReserved.BUSY, 0)
+        return reserved, present, refused.total()
 
     def _end_reservations(
         self,
@@ -250,11 +250,10 @@ class Copies:
 def _parts(read: Read, block_ids: Sequence[Sequence[int]]) -> list[tuple[int, ObjectCopy]]:
     """The parts of a read with their blocks. `block_ids` lists the blocks of each group, in the order of that
     group's parts."""
-    rest = [iter(ids) for ids in block_ids]
-    parts = []
-    for part in read.parts:
-        ids = list(islice(rest[part.group], part.pages))
-        parts.append((part.group, ObjectCopy(part.runs, part.num_blocks, part.first_page, ids)))
+    parts, used = list[tuple[int, ObjectCopy]](), [0] * len(block_ids)
+    for group, _, runs, num_blocks, first_page, pages, _ in read.parts:
+        first, used[group] = used[group], used[group] + pages
+        parts.append((group, ObjectCopy(runs, num_blocks, first_page, block_ids[group][first : used[group]])))
     return parts
 
 
