@@ -212,9 +212,8 @@ class SchedulerSide:
         metadata = StepMetadata(loads=self._queued, idle=idle)
         self._queued = []
         if self._stores and self.channel.ready:
-            known, generation = self.lookups.requests, self.channel.generation
-            offered = self._offers.of_step(output, known, self.lookups.current, generation)
-            for requests, store in stores(offered):
+            whose = self.lookups.requests, self.lookups.current, self.channel.generation
+            for requests, store in stores(self._offers.of_step(output, *whose)):
                 if job := self.held.store_job(store):
                     metadata.stores.append(job)
                     for option in self.options:

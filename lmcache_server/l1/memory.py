@@ -148,7 +148,8 @@ def _map_hugetlb(num_bytes: int, allocate: Allocate) -> tuple[int, mmap.mmap]:
     info = memory_info()
     page_bytes = info.get("Hugepagesize", 2 << 20)
     try:
-        return allocate(-(-num_bytes // page_bytes) * page_bytes, _MAP_HUGETLB)
+        descriptor, mapping = allocate(-(-num_bytes // page_bytes) * page_bytes, _MAP_HUGETLB)
+        return descriptor, _advised(mapping)
     except OSError as error:
         preflight.require(preflight.huge_pages(info, num_bytes))
         raise StartError(

@@ -117,17 +117,8 @@ class CudaMapping:
             enqueue = partial(batch, first, last, lane.stream)
             if load and self._kernel is not None:
                 part = Pieces(*(array[first:last] for array in pieces))
-                enqueue = partial(self._load_with, self._kernel, part, lane.stream)
+                enqueue = partial(_load_with, gpu.driver, self._kernel, part, lane.stream)
             yield num_bytes, partial(self._begin, enqueue, load)
-
-    def _load_with(self, kernel: PageCopy, part: Pieces, stream: int) -> None:
-        assert self._gpu is not None
-        for batch in batches(part):
-            local, remote, length = batch.pieces
-            if batch.by_kernel:
-                kernel.launch(local, remote, length, stream)
-            else:
-                self._gpu.driver.batch(remote, local, length, in_order=False)(0, len(length), stream)
 
     def _begin(self, enqueue: Callable[[], object], load: bool) -> None:
         """Enqueues a slice, then waits for the one before it."""
@@ -187,6 +178,14 @@ class CudaMapping:
                 steps.append(partial(gpu.driver.unmap, address, handle[1]))
         for step in steps:
             _attempt(step, gpu)
+
+
+def _load_with(driver: Driver, kernel: PageCopy, part: Pieces, stream: int) -> None:
+    for by_kernel, (local, remote, length) in batches(part):
+        if by_kernel:
+            kernel.launch(local, remote, length, stream)
+        else:
+            driver.batch(remote, local, length, in_order=False)(0, len(length), stream)
 
 
 def _open_handle(driver: Driver, handle: bytes) -> int:

@@ -135,10 +135,22 @@ def test_a_thread_moves_near_a_gpu_before_it_populates_a_unit_and_pins_it_there(
 def test_a_process_that_is_started_copies_none_of_it(open_l1):
     """Not even its page tables: of 100 GB that would stop the event loop for seconds."""
     l1 = open_l1(2 * GB_BYTES // 1024)
+    assert "dc" in flags_at(l1.base_address), "do not copy on fork"
+
+
+def flags_at(address):
+    """The kernel's flags of the mapping that begins there."""
     maps = Path("/proc/self/smaps").read_text()
-    own = maps[maps.index(f"{l1.base_address:x}-") :]
-    flags = next(line for line in own.splitlines() if line.startswith("VmFlags:")).split()
-    assert "dc" in flags, "do not copy on fork"
+    own = maps[maps.index(f"{address:x}-") :]
+    return next(line for line in own.splitlines() if line.startswith("VmFlags:")).split()
+
+
+def test_no_core_dump_has_it(open_l1):
+    assert "dd" in flags_at(open_l1(GB_BYTES // 1024).base_address)
+    # A machine of the tests has no huge pages.
+    allocate = lambda num_bytes, _flags: (-1, mmap.mmap(-1, num_bytes))  # noqa: E731
+    _, mapping = l1_memory._map_hugetlb(MIB, allocate)
+    assert "dd" in flags_at(ctypes.addressof(ctypes.c_char.from_buffer(mapping)))
 
 
 @pytest.mark.parametrize(
