@@ -314,8 +314,9 @@ class Driver:
         return enqueue
 
     def _find_batch(self) -> Any:
-        address, status = c_void_p(), c_int()
-        name = b"cuMemcpyBatchAsync"
+        address, status, name = c_void_p(), c_int(), b"cuMemcpyBatchAsync"
+        if os.environ.get("LMCACHE_MP_BATCHED_COPIES") == "0":
+            return None
         code = self._library.cuGetProcAddress_v2(
             name, ctypes.byref(address), _BATCH_VERSION, 0, ctypes.byref(status)
         )

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Offer = tuple[Tracked, StoreObject]
 """A request, and an object of it."""
+Finds = Callable[[str], Tracked | None]
 
 
 class Offers:
@@ -48,11 +49,7 @@ class Offers:
         self._generation = 0
 
     def of_step(
-        self,
-        output: "SchedulerOutput",
-        requests: Mapping[str, Tracked],
-        tracked_of: Callable[[str], Tracked | None],
-        generation: int,
+        self, output: "SchedulerOutput", requests: Mapping[str, Tracked], tracked_of: Finds, generation: int
     ) -> list[Offer]:
         """The objects that are complete after this step. `tracked_of` brings one of the `requests` up to date
         with the registration of this `generation`."""
@@ -77,10 +74,7 @@ class Offers:
         return self._admissions[chunk_size]
 
     def _computed(
-        self,
-        output: "SchedulerOutput",
-        requests: Mapping[str, Tracked],
-        tracked_of: Callable[[str], Tracked | None],
+        self, output: "SchedulerOutput", requests: Mapping[str, Tracked], tracked_of: Finds
     ) -> Iterable[Offer]:
         """The objects of attention groups."""
         new = {r.req_id: r.num_computed_tokens for r in output.scheduled_new_reqs}
@@ -126,9 +120,7 @@ class Offers:
             if len(block_ids) == len(positions) and all(block_ids):
                 yield tracked, chunk_object(keys, chunk, index, block_ids, tracked.tenant)
 
-    def _states(
-        self, output: "SchedulerOutput", tracked_of: Callable[[str], Tracked | None]
-    ) -> Iterable[Offer]:
+    def _states(self, output: "SchedulerOutput", tracked_of: Finds) -> Iterable[Offer]:
         """The recurrent states that vLLM offers in this step, each with its exact block."""
         state = output.kv_connector_block_state
         if state is None:

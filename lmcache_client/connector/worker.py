@@ -142,8 +142,15 @@ class WorkerSide:
 
     def sleep(self) -> None:
         """Has the server give back the memory, which vLLM will free. Until `wake`, nothing is copied."""
-        self.is_asleep = True
+        self.is_asleep, started_s = True, self._system.now_s()
         self.channel.close(GIVE_BACK_S)
+        if self._system.now_s() - started_s >= GIVE_BACK_S:
+            text = (
+                "lmcache: after %d s the server at %s still has the memory of this engine, which sleeps now"
+            )
+            logger.warning(
+                f"{text}: if waking up fails for lack of memory, restart it", GIVE_BACK_S, self._address
+            )
         self.client.export.close()
         self._end_jobs()
 

@@ -75,3 +75,27 @@ def test_a_worker_without_a_server_has_taken_its_memory_back(monkeypatch: pytest
         assert export._proof._bytes.raw != nothing
         worker.close()
         raw.close()
+
+
+@pytest.mark.parametrize("stands_still", [False, True])
+def test_a_server_that_does_not_give_memory_back_in_time_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stands_still: bool
+) -> None:
+    """An engine that sleeps frees memory that the server may still have."""
+    monkeypatch.setattr("vllm.logger.logger.propagate", True)
+    monkeypatch.setattr("lmcache_client.connector.worker.GIVE_BACK_S", 0.5 if stands_still else 60.0)
+    with LMCacheServer(l1_size_gb=0.05) as server:
+        monkeypatch.setenv("LMCACHE_RUNTIME_DIR", server.runtime_dir)
+        raw = RawEngine(server.address, [group()])
+        worker = WorkerSide(Settings(port=server.port), "engine", 0, raw.model, raw.geometry, raw.export)
+        worker.start()
+        wait_until(lambda: worker.channel.ready, what="the worker has joined")
+        if stands_still:
+            stop(server.pid)
+        worker.sleep()
+        go_on(server.pid)
+        said = [each.getMessage() for each in caplog.records if "restart it" in each.getMessage()]
+        assert len(said) == stands_still
+        assert all(f"the server at {server.address} still has the memory" in each for each in said)
+        worker.close()
+        raw.close()

@@ -180,6 +180,21 @@ def test_an_older_driver_has_no_batches() -> None:
     assert driver._batch is None
 
 
+@on_stand_in()
+def test_batches_can_be_turned_off() -> None:
+    assert Driver()._batch is not None
+    os.environ["LMCACHE_MP_BATCHED_COPIES"] = "0"
+    driver, device, host, stream = at_work()
+    host[: 2 * 4096] = 3
+    places = np.array([0, 4096], np.uint64)
+    target, source = places + np.uint64(device), places + np.uint64(host.ctypes.data)
+    before = counted()
+    driver.batch(target, source, np.full(2, 4096, np.uint64))(0, 2, stream)
+    driver.synchronize(stream)
+    assert (counted().batches - before.batches, counted().copies - before.copies) == (0, 2)
+    assert driver.read(device, 2 * 4096) == bytes([3]) * 2 * 4096
+
+
 @on_stand_in(delay_us=LATE)
 def test_the_kernel_reads_its_table_and_its_pages_when_it_runs() -> None:
     driver, device, host, stream = at_work()
