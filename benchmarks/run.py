@@ -24,7 +24,7 @@ BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parent
 ORDER = (
     *("engine", "steps", "copies", "null_driver", "mapped", "lookup", "start"),
-    *("index", "replay", "admission", "conversations", "once", "answers", "tiers", "tier_peer"),
+    *("index", "replay", "admission", "conversations", "once", "answers", "agents", "tiers", "tier_peer"),
 )
 OWN_OUTPUT = ("index", "replay", "admission", "conversations", "once", "answers")
 TIMEOUT_S = 1800
