@@ -19,7 +19,7 @@ from harness.paths import LOGS, ROOT
 from harness.waiting import wait_until
 
 TAIL_BYTES = 6000
-PORTS = (20_000, 32_000)
+PORTS, WORKERS = (20_000, 32_000), 12
 _numbers = itertools.count()
 # A tiny model is too small for two threads: one of them always spins while it waits for the other. One thread
 # and two do not compute the same bits, so all engines have this number. vLLM must not bind their workers to
@@ -37,8 +37,9 @@ _TETHER = (
 
 def free_port() -> int:
     """A TCP port that nobody uses at the moment. Until the caller uses it, the kernel gives it to no
-    connection: those get higher ports."""
-    for port in random.sample(range(*PORTS), 1000):
+    connection: those get higher ports. Workers of the test run choose among different ones."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", f"gw{WORKERS - 1}").removeprefix("gw")) % WORKERS
+    for port in random.sample(range(*PORTS)[worker::WORKERS], 500):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
