@@ -60,3 +60,8 @@ def test_a_request_whose_blocks_are_not_told_is_looked_at_again() -> None:
     one = Decoding()
     assert not one.step(16, has_tables=False)
     assert one.step() == [0, 1]
+
+
+def test_a_prompt_that_is_computed_in_parts_is_looked_at_again() -> None:
+    one = Decoding()
+    assert [one.step(6), one.step(6), one.step(4)] == [[], [0], [1]]
