@@ -36,6 +36,10 @@ class EngineProcess:
             from harness import recurrent_kernels
 
             recurrent_kernels.supply()
+        if arguments.pop("second_runner", False):
+            from harness import second_runner
+
+            second_runner.supply()
         if scratch := arguments.pop("scratch", None):
             from harness import scratch_layers
 
