@@ -9,9 +9,11 @@ and nowhere else.
 import importlib
 import inspect
 import os
+import pkgutil
 import re
 import sys
-from types import FunctionType
+from dataclasses import replace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 PACKAGES = ("vllm.v1.worker.gpu.", "vllm.v1.worker.utils.", "vllm.v1.worker.mamba_utils.")
@@ -21,9 +23,11 @@ KERNEL = re.compile(r"^@triton\.jit(?:\([^)]*\))?\ndef (\w+)", re.M)
 
 def supply() -> None:
     """From now on, engines of this process have the second model runner; call before one is made."""
-    import vllm.v1.worker.cpu.model_runner  # noqa: F401
     from vllm.config import vllm as config
-    from vllm.v1.worker import gpu_worker
+    from vllm.v1.worker import gpu, gpu_worker, mamba_utils
+
+    for each in pkgutil.walk_packages(gpu.__path__, f"{gpu.__name__}."):
+        importlib.import_module(each.name)
 
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     # Only what asks for the runner is told so: the models' own kernels have other replacements on a CPU.
@@ -40,6 +44,21 @@ def supply() -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, FunctionType) and value in interpreted:
                 setattr(module, name, interpreted[value])
+    _patch_once(triton, next(iter(interpreted)))
+    # Programs of the grid that share a copy. Here, one does not wait for the others.
+    mamba_utils._TEMPORAL_TILES = 1
+
+
+def _patch_once(triton: Any, kernel: FunctionType) -> None:
+    """The interpreter changes Triton's language before each kernel and back after it, which takes longer than
+    most kernels do. Nothing else here uses the language."""
+    interpreter = triton.runtime.interpreter
+    for each in (kernel, triton.language.standard.sum.fn):
+        interpreter._patch_lang(each)
+    interpreter._patch_lang = lambda _: SimpleNamespace(restore=lambda: None)
+    interpreter.interpreter_builder.options = replace(
+        interpreter.interpreter_builder.options, sanitize_overflow=False
+    )
 
 
 def _interpreting_triton() -> Any:
