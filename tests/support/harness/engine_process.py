@@ -276,6 +276,8 @@ class EngineProcess:
             "free_blocks": pool.get_num_free_blocks(),
             "replayed_tokens": getattr(scheduler, "prefix_replay_tokens", 0),
             "max_num_batched_tokens": scheduler.scheduler_config.max_num_batched_tokens,
+            "scheduler": type(scheduler).__name__,
+            "runner": self.llm.collective_rpc(_runner)[0],
         }
 
     def do_kill_server_at_load(self, pid: int) -> None:
@@ -356,6 +358,10 @@ def _replace_when_loaded(directory: Path) -> None:
         file.write_bytes(content)
 
     DefaultModelLoader.load_weights = load_and_replace
+
+
+def _runner(worker: Any) -> str:
+    return type(getattr(worker, "worker", worker).model_runner).__module__
 
 
 def _make_room_for_intermediate_tensors(worker: Any) -> None:

@@ -32,6 +32,7 @@ def supply() -> None:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     # Only what asks for the runner is told so: the models' own kernels have other replacements on a CPU.
     config.HAS_TRITON = gpu_worker.HAS_TRITON = True
+    _keep_async_scheduling()
     triton = _interpreting_triton()
     modules = [sys.modules[name] for name in list(sys.modules) if f"{name}.".startswith(PACKAGES)]
     interpreted = {}
@@ -47,6 +48,21 @@ def supply() -> None:
     _patch_once(triton, next(iter(interpreted)))
     # Programs of the grid that share a copy. Here, one does not wait for the others.
     mamba_utils._TEMPORAL_TILES = 1
+
+
+def _keep_async_scheduling() -> None:
+    """vLLM schedules a step before it has the output of the last one, as it does on GPUs; on a CPU it would
+    see no use in that."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: Any, config: Any) -> None:
+        wanted = config.scheduler_config.async_scheduling
+        original(cls, config)
+        config.scheduler_config.async_scheduling = wanted
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
 def _patch_once(triton: Any, kernel: FunctionType) -> None:
