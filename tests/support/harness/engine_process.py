@@ -412,8 +412,11 @@ def _kv_digest(worker: Any) -> str:
     import torch
 
     digest = hashlib.sha256()
-    for cache in getattr(worker, "worker", worker).model_runner.kv_caches:
-        digest.update(cache[1:].contiguous().view(torch.uint8).numpy().tobytes())
+    layers = getattr(worker, "worker", worker).model_runner.vllm_config.compilation_config.static_forward_context
+    for name in sorted(layers):
+        cache = getattr(layers[name], "kv_cache", ())
+        for each in cache if isinstance(cache, list | tuple) else [cache]:
+            digest.update(each[1:].contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
