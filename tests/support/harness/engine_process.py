@@ -233,6 +233,10 @@ class EngineProcess:
     def do_pause(self, mode: str) -> None:
         """As a weight update does: pause, clear all caches, and go on. Raises what vLLM raises."""
         core = self._core()
+        core.pause_scheduler(mode=mode, clear_cache=False)
+        # A core in a process of its own waits for the steps that are under way; this one would fail.
+        while core.batch_queue:
+            self._step()
         core.pause_scheduler(mode=mode, clear_cache=True)
         core.resume_scheduler()
 
