@@ -18,6 +18,7 @@ from harness.drafters import target_path
 from harness.engine import MODEL_DEFAULTS, Engine, Result
 from harness.lanes import all_but
 from harness.prompts import prompt
+from harness.runners import SECOND
 from harness.served import served, step_output
 from harness.server import LMCacheServer
 from harness.speculation import NGRAM, again, ask, ask_while_the_server_dies, forget, own
@@ -39,6 +40,8 @@ CHUNK = 256
 DRAFTS = 3
 ANSWER = 24
 LONG_ANSWER = 150
+SECOND_RUNNER = ", second runner"
+"""Without asynchronous scheduling, because there its drafts never leave the worker."""
 """So long that it crosses the end of a chunk."""
 
 
@@ -50,6 +53,7 @@ class Kind(NamedTuple):
     lookahead: int = 0
     guesses: bool = True
     seed: int = 1
+    runner: dict[str, Any] = {}
 
     @property
     def ends_early(self) -> bool:
@@ -63,7 +67,7 @@ class Kind(NamedTuple):
             # So that vLLM keeps the windows of an answer, too.
             arguments["prefix_cache_retention_interval"] = None
         arguments |= MODEL_DEFAULTS.get(self.target, {})
-        arguments |= {"speculative_config": drafter, "max_model_len": 2048}
+        arguments |= {"speculative_config": drafter, "max_model_len": 2048, **self.runner}
         # On a busy machine, an answer can take long.
         arguments.setdefault("extra_config", {"lmcache.mp.lookup_timeout_s": 100})
         return Engine(target, server=server, **arguments)
@@ -71,6 +75,8 @@ class Kind(NamedTuple):
 
 def kind_of(name: str) -> Kind:
     """Its parts are made when a test needs them."""
+    if name.endswith(SECOND_RUNNER):
+        return kind_of(name.removesuffix(SECOND_RUNNER))._replace(runner={**SECOND, "async_scheduling": False})
     return {
         "llama, EAGLE": lambda: Kind("llama", {"method": "eagle", "model": str(drafters.eagle_path())}, 1),
         # Of other prompts it guesses nothing right.
@@ -96,6 +102,8 @@ def kind_of(name: str) -> Kind:
 
 
 KINDS = (
+    *("llama, EAGLE, second runner", "gemma3, n-gram, second runner"),
+    *("llama, EAGLE-3, second runner", "llama, DFlash, second runner", "llama, Medusa, second runner", "llama, draft model, second runner","MiMo, MTP, second runner", "MiMo, three MTP modules, second runner","gptoss, n-gram, second runner"),
     *("llama, EAGLE", "llama, EAGLE-3", "llama, DFlash", "llama, Medusa", "llama, draft model"),
     *("llama, suffix", "MiMo, MTP", "MiMo, three MTP modules", "gemma3, n-gram", "gptoss, n-gram"),
 )

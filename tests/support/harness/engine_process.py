@@ -32,14 +32,17 @@ class EngineProcess:
         from vllm import LLM
 
         sys.path.append(str(Path(__file__).resolve().parent.parent))
-        if "speculative_config" in arguments:
-            from harness import recurrent_kernels
-
-            recurrent_kernels.supply()
-        if arguments.pop("second_runner", False):
+        is_second = arguments.pop("second_runner", False)
+        if is_second:
             from harness import second_runner
 
             second_runner.supply()
+        if "speculative_config" in arguments:
+            from harness import recurrent_kernels
+
+            recurrent_kernels.mend()
+            if not is_second:
+                recurrent_kernels.supply()
         if scratch := arguments.pop("scratch", None):
             from harness import scratch_layers
 
@@ -88,7 +91,17 @@ class EngineProcess:
         processor.process_outputs = process_outputs
 
     def _watch_drafts(self) -> None:
-        """Keep what the drafter gives to the scheduler."""
+        """Keep what the drafter gives to the scheduler, or in the second runner to the next step."""
+        runner = self._core().model_executor.driver_worker.worker.model_runner
+        if handler := getattr(runner, "draft_tokens_handler", None):
+            kept = handler.set_draft_tokens
+
+            def set_draft_tokens(batch: Any, drafts: Any) -> None:
+                self.drafts += drafts.tolist()
+                kept(batch, drafts)
+
+            handler.set_draft_tokens = set_draft_tokens
+            return
         scheduler = self._core().scheduler
         original = scheduler.update_draft_token_ids
 

@@ -26,20 +26,23 @@ def supply() -> None:
     from vllm.config import vllm as config
     from vllm.v1.worker import gpu, gpu_worker, mamba_utils
 
-    for each in pkgutil.walk_packages(gpu.__path__, f"{gpu.__name__}."):
-        importlib.import_module(each.name)
+    for package in pkgutil.walk_packages(gpu.__path__, f"{gpu.__name__}."):
+        importlib.import_module(package.name)
+    from vllm.v1.worker.gpu.spec_decode.ngram import speculator
 
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    # Only what asks for the runner is told so: the models' own kernels have other replacements on a CPU.
-    config.HAS_TRITON = gpu_worker.HAS_TRITON = True
+    # Only the runner is told so: the models' own kernels have other replacements on a CPU.
+    for each in (config, gpu_worker, speculator):
+        each.HAS_TRITON = True
     _keep_async_scheduling()
     triton = _interpreting_triton()
     modules = [sys.modules[name] for name in list(sys.modules) if f"{name}.".startswith(PACKAGES)]
     interpreted = {}
     for module in filter(lambda module: hasattr(module, "tl"), modules):
         for name in KERNEL.findall(inspect.getsource(module)):
-            kernel = getattr(module, name)
-            interpreted[kernel] = triton.runtime.interpreter.InterpretedFunction(kernel)
+            # vLLM has replaced a few by functions in C++.
+            if isinstance(kernel := getattr(module, name), FunctionType):
+                interpreted[kernel] = triton.runtime.interpreter.InterpretedFunction(kernel)
         vars(module).update(tl=triton.language, triton=triton)
     for module in modules:
         for name, value in list(vars(module).items()):
