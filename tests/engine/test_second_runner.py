@@ -14,7 +14,6 @@ from harness.served import served
 from harness.server import LMCacheServer
 
 
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[LMCacheServer]:
     with LMCacheServer(l1_size_gb=0.1) as running:

@@ -429,7 +429,9 @@ def _kv_digest(worker: Any) -> str:
     import torch
 
     digest = hashlib.sha256()
-    layers = getattr(worker, "worker", worker).model_runner.vllm_config.compilation_config.static_forward_context
+    layers = getattr(
+        worker, "worker", worker
+    ).model_runner.vllm_config.compilation_config.static_forward_context
     for name in sorted(layers):
         cache = getattr(layers[name], "kv_cache", ())
         for each in cache if isinstance(cache, list | tuple) else [cache]:

@@ -12,6 +12,7 @@ import os
 import pkgutil
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -75,9 +76,25 @@ def _patch_once(triton: Any, kernel: FunctionType) -> None:
     for each in (kernel, triton.language.standard.sum.fn):
         interpreter._patch_lang(each)
     interpreter._patch_lang = lambda _: SimpleNamespace(restore=lambda: None)
+    # Masks that come of comparing single numbers are not of the type that it expects.
+    for name in ("create_masked_load", "create_masked_store"):
+        setattr(
+            interpreter.InterpreterBuilder, name, _with_mask(getattr(interpreter.InterpreterBuilder, name))
+        )
     interpreter.interpreter_builder.options = replace(
         interpreter.interpreter_builder.options, sanitize_overflow=False
     )
+
+
+def _with_mask(operation: Callable[..., Any]) -> Callable[..., Any]:
+    place = list(inspect.signature(operation).parameters).index("mask")
+
+    def masked(*arguments: Any) -> Any:
+        mask = arguments[place]
+        mask.data = mask.data.astype(bool)
+        return operation(*arguments)
+
+    return masked
 
 
 def _interpreting_triton() -> Any:
