@@ -1,7 +1,7 @@
 """vLLM's second model runner, which GPUs use: it does as the first one does, and is served as exactly.
 
-On a CPU, Triton's interpreter runs its kernels (harness/second_runner.py). Tests of models, of lost servers and
-of preemption have it too: those that get a `runner`, or a case that ends with `second`.
+On a CPU, Triton's interpreter runs its kernels (harness/second_runner.py). Tests of models, drafters, lost
+servers, preemption and resets have it too: those that get a `runner`, or a case that ends with `second`.
 """
 
 from collections.abc import Iterator

@@ -53,7 +53,7 @@ class Kind(NamedTuple):
     lookahead: int = 0
     guesses: bool = True
     seed: int = 1
-    runner: dict[str, Any] = {}
+    on_second: bool = False
 
     @property
     def ends_early(self) -> bool:
@@ -67,7 +67,9 @@ class Kind(NamedTuple):
             # So that vLLM keeps the windows of an answer, too.
             arguments["prefix_cache_retention_interval"] = None
         arguments |= MODEL_DEFAULTS.get(self.target, {})
-        arguments |= {"speculative_config": drafter, "max_model_len": 2048, **self.runner}
+        arguments |= {"speculative_config": drafter, "max_model_len": 2048}
+        if self.on_second:
+            arguments |= {**SECOND, "async_scheduling": False}
         # On a busy machine, an answer can take long.
         arguments.setdefault("extra_config", {"lmcache.mp.lookup_timeout_s": 100})
         return Engine(target, server=server, **arguments)
@@ -76,9 +78,7 @@ class Kind(NamedTuple):
 def kind_of(name: str) -> Kind:
     """Its parts are made when a test needs them."""
     if name.endswith(SECOND_RUNNER):
-        return kind_of(name.removesuffix(SECOND_RUNNER))._replace(
-            runner={**SECOND, "async_scheduling": False}
-        )
+        return kind_of(name.removesuffix(SECOND_RUNNER))._replace(on_second=True)
     return {
         "llama, EAGLE": lambda: Kind("llama", {"method": "eagle", "model": str(drafters.eagle_path())}, 1),
         # Of other prompts it guesses nothing right.
