@@ -1,9 +1,9 @@
 """vLLM's second model runner ("V2", which GPUs use) on a CPU.
 
-It prepares every step with kernels in Triton's language, and no compiler of Triton makes code for a CPU here.
-Triton itself brings an interpreter for debugging: it runs the same source, one program of the grid after the
-other, on the same addresses. So no kernel is written anew: vLLM's own run. All this in the engine's process,
-and nowhere else.
+It prepares every step with kernels in Triton's language, which Triton compiles for GPUs alone. But Triton has
+an interpreter to debug kernels: it runs the same source, one program of the grid after the other, at the same
+addresses. So vLLM's own kernels run here, and none is written anew. All this in the engine's process, and
+nowhere else.
 """
 
 import importlib
@@ -36,27 +36,13 @@ def supply() -> None:
     for each in (config, gpu_worker, speculator):
         each.HAS_TRITON = True
     _keep_async_scheduling()
-    triton = _interpreting_triton()
-    modules = [sys.modules[name] for name in list(sys.modules) if f"{name}.".startswith(PACKAGES)]
-    interpreted = {}
-    for module in filter(lambda module: hasattr(module, "tl"), modules):
-        for name in KERNEL.findall(inspect.getsource(module)):
-            # vLLM has replaced a few by functions in C++.
-            if isinstance(kernel := getattr(module, name), FunctionType):
-                interpreted[kernel] = triton.runtime.interpreter.InterpretedFunction(kernel)
-        vars(module).update(tl=triton.language, triton=triton)
-    for module in modules:
-        for name, value in list(vars(module).items()):
-            if isinstance(value, FunctionType) and value in interpreted:
-                setattr(module, name, interpreted[value])
-    _patch_once(triton, next(iter(interpreted)))
+    _interpret(_triton())
     # Programs of the grid that share a copy. Here, one does not wait for the others.
     mamba_utils._TEMPORAL_TILES = 1
 
 
 def _keep_async_scheduling() -> None:
-    """vLLM schedules a step before it has the output of the last one, as it does on GPUs; on a CPU it would
-    see no use in that."""
+    """As on GPUs, vLLM plans a step before it has the output of the last one. On a CPU it would not."""
     from vllm.platforms.cpu import CpuPlatform
 
     original = CpuPlatform.check_and_update_config.__func__
@@ -69,41 +55,50 @@ def _keep_async_scheduling() -> None:
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
-def _patch_once(triton: Any, kernel: FunctionType) -> None:
-    """The interpreter changes Triton's language before each kernel and back after it, which takes longer than
-    most kernels do. Nothing else here uses the language."""
-    interpreter = triton.runtime.interpreter
-    for each in (kernel, triton.language.standard.sum.fn):
-        interpreter._patch_lang(each)
+def _triton() -> Any:
+    """Triton, imported anew: whether it compiles or interprets is decided when it is imported."""
+    for name in [name for name in sys.modules if f"{name}.".startswith("triton.")]:
+        if not name.startswith("triton._C"):
+            del sys.modules[name]
+    os.environ["TRITON_INTERPRET"] = "1"
+    triton = importlib.import_module("triton")
+    _mend(importlib.import_module("triton.runtime.interpreter"), triton.language)
+    return triton
+
+
+def _mend(interpreter: Any, language: Any) -> None:
+    # It changes Triton's language before each kernel and back after it, which takes longer than most kernels
+    # do. Nothing else here uses the language.
+    for namespace in ({"tl": language}, {"core": language.core}):
+        interpreter._patch_lang(SimpleNamespace(__globals__=namespace))
     interpreter._patch_lang = lambda _: SimpleNamespace(restore=lambda: None)
-    # Masks that come of comparing single numbers are not of the type that it expects.
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    # A mask that comes of comparing single numbers is not of the type that it expects.
     for name in ("create_masked_load", "create_masked_store"):
-        setattr(
-            interpreter.InterpreterBuilder, name, _with_mask(getattr(interpreter.InterpreterBuilder, name))
-        )
-    interpreter.interpreter_builder.options = replace(
-        interpreter.interpreter_builder.options, sanitize_overflow=False
-    )
+        setattr(type(builder), name, _with_mask(getattr(builder, name)))
 
 
 def _with_mask(operation: Callable[..., Any]) -> Callable[..., Any]:
     place = list(inspect.signature(operation).parameters).index("mask")
 
-    def masked(*arguments: Any) -> Any:
-        mask = arguments[place]
-        mask.data = mask.data.astype(bool)
+    def masked(_builder: Any, *arguments: Any) -> Any:
+        arguments[place].data = arguments[place].data.astype(bool)
         return operation(*arguments)
 
     return masked
 
 
-def _interpreting_triton() -> Any:
-    """Triton, imported anew: what it is for is decided when it is imported."""
-    for name in [name for name in sys.modules if name == "triton" or name.startswith("triton.")]:
-        if not name.startswith("triton._C"):
-            del sys.modules[name]
-    os.environ["TRITON_INTERPRET"] = "1"
-    triton = importlib.import_module("triton")
-    importlib.import_module("triton.language")
-    importlib.import_module("triton.runtime.interpreter")
-    return triton
+def _interpret(triton: Any) -> None:
+    """Each kernel that vLLM has not replaced by a function in C++ is interpreted from now on."""
+    modules = [sys.modules[name] for name in list(sys.modules) if f"{name}.".startswith(PACKAGES)]
+    interpreted = {}
+    for module in filter(lambda module: hasattr(module, "tl"), modules):
+        for name in KERNEL.findall(inspect.getsource(module)):
+            if isinstance(kernel := getattr(module, name), FunctionType):
+                interpreted[kernel] = triton.runtime.interpreter.InterpretedFunction(kernel)
+        vars(module).update(tl=triton.language, triton=triton)
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, FunctionType) and value in interpreted:
+                setattr(module, name, interpreted[value])
