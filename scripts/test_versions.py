@@ -20,6 +20,7 @@ HISTORIES = 40
 # Two tests of each version at a time, because tests also wait.
 WORKERS = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 MODELS = ("llama", "gemma3", "gemma4-32", "gptoss", "llama4", "qwen3next", "qwen35", "falconh1")
+SECOND = ("llama", "gemma3", "qwen3next")
 TESTS = (
     "test_versions.py",
     "test_account.py",
@@ -39,15 +40,24 @@ TESTS = (
     "test_serving.py::test_three_processes_find_the_connector_by_its_bare_name",
     "test_serving.py::test_salts_and_equal_prompts_share_only_with_themselves",
     "test_serving.py::test_an_engine_outlives_the_server_and_uses_it_when_it_is_there",
-    "test_serving.py::test_a_promise_that_is_broken_is_recomputed",
+    "test_serving.py::test_a_promise_that_is_broken_is_recomputed[first]",
     "test_traps.py::test_recurrent_prompts_that_share_prefixes_of_many_lengths",
-    "test_traps.py::test_preemption_under_load_finishes_and_leaks_no_block",
+    "test_traps.py::test_preemption_under_load_finishes_and_leaks_no_block[first]",
     "test_roles.py::test_an_adapter_never_gets_the_kv_of_another_or_of_the_base_model",
     "test_parallel.py::test_ranks_and_stages_store_and_restore_their_shards[qwen3next-tensor_parallel_size]",
     "test_handover.py::test_a_decode_engine_goes_on_where_a_prefill_engine_ended[qwen3next-apart]",
     "test_several_servers.py::test_servers_that_disagree_are_of_use_as_far_as_both_go",
     "test_once.py::test_a_batch_that_will_not_come_back_leaves_the_chats_where_they_are",
     "test_statistics.py::test_loads_and_stores_are_in_vllms_log_and_metrics",
+)
+
+OF_NEWEST = (
+    "test_other_vllm.py",
+    # vLLM's second model runner, which `make test` also runs.
+    "test_second_runner.py",
+    *(f"test_models.py::test_model_is_restored_exactly[{model}-second]" for model in SECOND),
+    "test_serving.py::test_a_promise_that_is_broken_is_recomputed[second]",
+    "test_traps.py::test_preemption_under_load_finishes_and_leaks_no_block[second]",
 )
 
 
@@ -69,8 +79,7 @@ def run(version: str) -> tuple[int, str]:
     """The tests, then the simulated histories, in the environment of one version: the first exit code that is
     not 0, or 0, and what was said."""
     python = str(ROOT / ".venv" / "thin" / version / "bin" / "python")
-    changed = ("test_other_vllm.py",) if version == NEWEST else ()
-    tests = [f"tests/engine/{test}" for test in (*TESTS, *changed)]
+    tests = [f"tests/engine/{test}" for test in (*TESTS, *(OF_NEWEST if version == NEWEST else ()))]
     histories = ["--seeds", str(HISTORIES), "--jobs", "1"]
     code, said = 0, f"== vLLM {version}\n"
     for directory, module in (

@@ -11,10 +11,11 @@ from harness.device import ON_GPU
 from harness.engine import Engine
 from harness.lanes import all_but
 from harness.prompts import prompt
+from harness.runners import SECOND
 from harness.served import chunk_size, served
 from harness.server import LMCacheServer
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma3": {},
     "gemma3-32": {"block_size": 32},
@@ -39,6 +40,11 @@ CASES = {
 }
 
 
+# With vLLM's second model runner, which GPUs use, each kind of model once.
+CASES |= {f"{case}-second": {**options, **SECOND} for case, options in CASES.items() if "-32" not in case}
+OFTEN = ("llama-second", "gemma3-second", "qwen3next-second")
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[LMCacheServer]:
     # As users run it: the pieces of all objects are computed at once, which --checksums does not do.
@@ -58,10 +64,15 @@ Exp."""
 
 # Of blocks of another size, a model with windows and a recurrent one are enough every time.
 @pytest.mark.parametrize(
-    "case", all_but(CASES, *(f"{each}-32" for each in ("gemma4", "gptoss", "llama4", "qwen35", "falconh1")))
+    "case",
+    all_but(
+        CASES,
+        *(f"{each}-32" for each in ("gemma4", "gptoss", "llama4", "qwen35", "falconh1")),
+        *(each for each in CASES if each.endswith("-second") and each not in OFTEN),
+    ),
 )
 def test_model_is_restored_exactly(server: LMCacheServer, case: str) -> None:
-    check_model(server, case.removesuffix("-32"), CASES[case])
+    check_model(server, case.partition("-")[0], CASES[case])
 
 
 @pytest.mark.parametrize("case", all_but(SCRATCH, "gemma3-ring", "qwen3next-ring"))
@@ -158,13 +169,14 @@ def test_a_window_larger_than_the_chunk() -> None:
 
 
 # Windows and states are stored where requests resume: at ends of prompts and where prompts part.
-FORKS = ("gemma3", "gptoss", "llama4", "qwen3next", "falconh1")
+FORKS = ("gemma3", "gptoss", "llama4", "qwen3next", "falconh1", "gemma3-second", "qwen3next-second")
 
 
-@pytest.mark.parametrize("model", all_but(FORKS, "gptoss", "llama4", "falconh1"))
-def test_a_conversation_a_new_answer_and_a_second_fork_are_served(server: LMCacheServer, model: str) -> None:
+@pytest.mark.parametrize("case", all_but(FORKS, "gptoss", "llama4", "falconh1", "qwen3next-second"))
+def test_a_conversation_a_new_answer_and_a_second_fork_are_served(server: LMCacheServer, case: str) -> None:
     server.clear()
-    with Engine(model, server=server, **CASES[f"{model}-32"]) as engine:
+    model, _, runner = case.partition("-")
+    with Engine(model, server=server, **CASES[f"{model}-32"], **(SECOND if runner else {})) as engine:
         chunk = chunk_size(server)
         first = prompt(3 * chunk + 20, 1)
         asked = engine.run(first, 4)

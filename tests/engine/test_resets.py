@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness.api_server import ApiServer
 from harness.engine import Engine
 from harness.prompts import prompt
 from harness.routers import post
+from harness.runners import on_both_runners
 from harness.served import held_blocks, served, stopped
 from harness.server import LMCacheServer
 
@@ -28,11 +30,12 @@ def assert_new(engine: Engine, number: int) -> None:
     assert served(engine, prompt(700, number), 512).output == computed.output
 
 
+@on_both_runners
 @pytest.mark.parametrize("mode", ["abort", "keep"])
 def test_pages_of_old_weights_are_not_served_to_new_ones(
-    server: LMCacheServer, start_engine: Callable[..., Engine], mode: str
+    server: LMCacheServer, start_engine: Callable[..., Engine], mode: str, runner: dict[str, Any]
 ) -> None:
-    engine = start_engine("llama", server=server)
+    engine = start_engine("llama", server=server, **runner)
     old = engine.run(TOKENS)
     names = engine.submit([prompt(900, 2)], 40)
     engine.step(4)
@@ -48,11 +51,12 @@ def test_pages_of_old_weights_are_not_served_to_new_ones(
     assert held_blocks(engine) == 0
 
 
+@on_both_runners
 def test_a_request_that_goes_on_over_a_reset_stores_nothing_more(
-    server: LMCacheServer, start_engine: Callable[..., Engine]
+    server: LMCacheServer, start_engine: Callable[..., Engine], runner: dict[str, Any]
 ) -> None:
     """vLLM resets nothing while requests run, unless it preempts them, but it asks its connector to."""
-    engine = start_engine("llama", server=server)
+    engine = start_engine("llama", server=server, **runner)
     names = engine.submit([TOKENS], 40)
     engine.step(4)
     assert not engine.reset_prefix_cache(reset_connector=True)

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness.engine import Engine, EngineError
 from harness.prompts import prompt
+from harness.runners import on_both_runners
 from harness.served import held_blocks, served
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
@@ -117,10 +119,11 @@ def test_an_engine_outlives_the_server_and_uses_it_when_it_is_there(tmp_path: Pa
             assert served(engine, cached, 0).output == cold.output
 
 
-def test_a_promise_that_is_broken_is_recomputed() -> None:
+@on_both_runners
+def test_a_promise_that_is_broken_is_recomputed(runner: dict[str, Any]) -> None:
     """The server dies between the lookup and the load; more than one group; vLLM's default policy."""
     cached = prompt(700, 6)
-    with LMCacheServer(l1_size_gb=0.1) as dying, Engine("gemma3", server=dying) as engine:
+    with LMCacheServer(l1_size_gb=0.1) as dying, Engine("gemma3", server=dying, **runner) as engine:
         cold = engine.run(cached)
         served(engine, cached, 512)
         engine.call("kill_server_at_load", pid=dying.pid)

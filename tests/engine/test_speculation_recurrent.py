@@ -15,6 +15,7 @@ import pytest
 from harness.drafters import recurrent_path
 from harness.engine import MODEL_DEFAULTS, Engine, Result
 from harness.prompts import prompt
+from harness.runners import SECOND
 from harness.served import held_blocks, step_output
 from harness.server import LMCacheServer
 from harness.speculation import NGRAM, Answer, again, ask, ask_while_the_server_dies, forget, own
@@ -121,6 +122,18 @@ def test_the_head_of_qwen3next_resumes_here_and_in_another_engine() -> None:
             assert_nothing_is_held(engine, server)
         with speculating("qwen3next", "mtp", server) as engine:
             assert again(engine, tokens, ANSWER, 3 * chunk).said == cold.said
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_the_head_of_qwen35_resumes_with_the_second_runner() -> None:
+    second = {**SECOND, "async_scheduling": False}
+    with LMCacheServer(checksums=False) as server, speculating("qwen35", "mtp", server, **second) as engine:
+        chunk = engine.info()["unified_block_size"]
+        assert engine.compare_stored(prompt(4 * chunk + 40, 3), 3 * chunk) > 10_000
+        said = engine.run(prompt(4 * chunk + 90, 1), 99).tokens
+        resumed(engine, server, [*prompt(4 * chunk + 90, 1), *said, said[0]], 3 * chunk)
+        assert_nothing_is_held(engine, server)
 
 
 def resumed(engine: Engine, server: LMCacheServer, tokens: list[int], end: int) -> Answer:

@@ -1,10 +1,12 @@
 """Situations in which other caches of this kind were seen to lose or corrupt what they hold."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from harness.engine import Engine
 from harness.prompts import prompt
+from harness.runners import on_both_runners
 from harness.served import held_blocks, served
 from harness.server import LMCacheServer
 
@@ -124,9 +126,13 @@ def test_lookups_that_are_never_consumed_leave_no_lease(server: LMCacheServer) -
         served(engine, cached, 1024)
 
 
-def test_preemption_under_load_finishes_and_leaks_no_block(server: LMCacheServer) -> None:
+@on_both_runners
+def test_preemption_under_load_finishes_and_leaks_no_block(
+    server: LMCacheServer, runner: dict[str, Any]
+) -> None:
     """Their answers grow into another block, of which there are not enough."""
-    with Engine("gemma3", server=server, num_gpu_blocks_override=60, max_model_len=2048) as engine:
+    few = {"num_gpu_blocks_override": 60, "max_model_len": 2048}
+    with Engine("gemma3", server=server, **few, **runner) as engine:
         prompts = [prompt(1010, 50 + i) for i in range(6)]
         for _ in range(2):
             results = engine.generate(prompts, 30)

@@ -94,9 +94,9 @@ class Engine:
     With `server`, LMCacheMPConnector is configured to use it. With `other_servers`, the configuration in
     `extra_config` names more; it must have joined them all. `extra_config` adds to or replaces
     kv_connector_extra_config and `connector` other fields of kv_transfer_config. `scratch` are kinds of
-    scratch_layers.py; the weights in the directory `replaced` change as soon as they are loaded; `changed` is
-    a change to vLLM, of changed_vllm.py. Further keyword arguments go to `vllm.LLM`; None leaves vLLM's
-    default.
+    scratch_layers.py; `second_runner` gives vLLM its second model runner; the weights in the directory
+    `replaced` change as soon as they are loaded; `changed` is a change to vLLM, of changed_vllm.py. Further
+    keyword arguments go to `vllm.LLM`; None leaves vLLM's default.
 
     Unless `joins` is False, it waits until the engine has joined a server that runs, or is refused, because
     what is computed before is not stored. It is forked from a process that has imported vLLM already. `cold`

@@ -32,10 +32,17 @@ class EngineProcess:
         from vllm import LLM
 
         sys.path.append(str(Path(__file__).resolve().parent.parent))
+        is_second = arguments.pop("second_runner", False)
+        if is_second:
+            from harness import second_runner
+
+            second_runner.supply()
         if "speculative_config" in arguments:
             from harness import recurrent_kernels
 
-            recurrent_kernels.supply()
+            recurrent_kernels.mend()
+            if not is_second:
+                recurrent_kernels.supply()
         if scratch := arguments.pop("scratch", None):
             from harness import scratch_layers
 
@@ -84,7 +91,17 @@ class EngineProcess:
         processor.process_outputs = process_outputs
 
     def _watch_drafts(self) -> None:
-        """Keep what the drafter gives to the scheduler."""
+        """Keep what the drafter gives to the scheduler, or in the second runner to the next step."""
+        runner = self._core().model_executor.driver_worker.worker.model_runner
+        if handler := getattr(runner, "draft_tokens_handler", None):
+            kept = handler.set_draft_tokens
+
+            def set_draft_tokens(batch: Any, drafts: Any) -> None:
+                self.drafts += drafts.tolist()
+                kept(batch, drafts)
+
+            handler.set_draft_tokens = set_draft_tokens
+            return
         scheduler = self._core().scheduler
         original = scheduler.update_draft_token_ids
 
@@ -229,6 +246,10 @@ class EngineProcess:
     def do_pause(self, mode: str) -> None:
         """As a weight update does: pause, clear all caches, and go on. Raises what vLLM raises."""
         core = self._core()
+        core.pause_scheduler(mode=mode, clear_cache=False)
+        # A core in a process of its own waits for the steps that are under way; this one would fail.
+        while core.batch_queue:
+            self._step()
         core.pause_scheduler(mode=mode, clear_cache=True)
         core.resume_scheduler()
 
@@ -272,6 +293,8 @@ class EngineProcess:
             "free_blocks": pool.get_num_free_blocks(),
             "replayed_tokens": getattr(scheduler, "prefix_replay_tokens", 0),
             "max_num_batched_tokens": scheduler.scheduler_config.max_num_batched_tokens,
+            "scheduler": type(scheduler).__name__,
+            "runner": self.llm.collective_rpc(_runner)[0],
         }
 
     def do_kill_server_at_load(self, pid: int) -> None:
@@ -354,6 +377,10 @@ def _replace_when_loaded(directory: Path) -> None:
     DefaultModelLoader.load_weights = load_and_replace
 
 
+def _runner(worker: Any) -> str:
+    return type(getattr(worker, "worker", worker).model_runner).__module__
+
+
 def _make_room_for_intermediate_tensors(worker: Any) -> None:
     """In a worker: what vLLM 0.32 does on the side of its warm-up, which it skips on a CPU, so that without
     this no pipeline runs there."""
@@ -402,8 +429,13 @@ def _kv_digest(worker: Any) -> str:
     import torch
 
     digest = hashlib.sha256()
-    for cache in getattr(worker, "worker", worker).model_runner.kv_caches:
-        digest.update(cache[1:].contiguous().view(torch.uint8).numpy().tobytes())
+    layers = getattr(
+        worker, "worker", worker
+    ).model_runner.vllm_config.compilation_config.static_forward_context
+    for name in sorted(layers):
+        cache = getattr(layers[name], "kv_cache", ())
+        for each in cache if isinstance(cache, list | tuple) else [cache]:
+            digest.update(each[1:].contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -19,6 +19,10 @@ def supply() -> None:
 
     mamba_utils.precopy_mamba_align_fused_kernel = _Launched(_precopy)
     mamba_utils.postprocess_mamba_fused_kernel = _Launched(_postprocess)
+
+
+def mend() -> None:
+    """Mend the convolutions of recurrent layers; call before the engine is made."""
     _mend_gated_delta_net()
     _mend_mamba()
 
