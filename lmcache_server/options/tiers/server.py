@@ -44,6 +44,10 @@ class Server(Option):
                {"tier": _NUMBERS, "direction": ("read", "write"), "outcome": _OUTCOMES}),
         Metric(Counter, "lmcache_tier_bytes_total", "Payload bytes read from and written to a tier.",
                {"tier": _NUMBERS, "direction": ("read", "write")}),
+        Metric(Gauge, "lmcache_tier_stored_bytes",
+               "Bytes that records took in a tier that were read or written since the start. Over those of "
+               "lmcache_tier_bytes_total, this is what compress= leaves.",
+               {"tier": _NUMBERS, "direction": ("read", "write")}),
         Metric(Counter, "lmcache_tier_fetches_total",
                "Lookups that asked the tiers: ended in time, answered before the end (late), or not worth "
                "the wait, because computing was faster (slow, counted besides).",
@@ -82,6 +86,10 @@ class Server(Option):
             is_open = functools.partial(getattr, tier.breaker, "is_open")
             metrics.gauge("lmcache_tier_failing", is_open, tier=tier.label)
             metrics.gauge("lmcache_tier_waiting_objects", tier.backlog.__len__, tier=tier.label)
+            stored = tier.worker.compressor.stored_bytes
+            for way in stored:
+                is_now = functools.partial(stored.__getitem__, way)
+                metrics.gauge("lmcache_tier_stored_bytes", is_now, tier=tier.label, direction=way)
             for name in Usage._fields:
                 metrics.gauge(f"lmcache_tier_{name}", functools.partial(_usage, tier, name), tier=tier.label)
 
@@ -156,6 +164,7 @@ class Server(Option):
             "read_bytes": int(size(direction="read")),
             "written_objects": writes,
             "written_bytes": int(size(direction="write")),
+            "stored_bytes": tier.worker.compressor.stored_bytes["write"],
             **(usage._asdict() if (usage := tier.worker.usage) else dict.fromkeys(Usage._fields)),
         }
 
@@ -170,7 +179,8 @@ def _state(number: int, url: urls.TierUrl, l1: L1Memory) -> TierState:
     area = l1.area if url.shares_l1 else None
     open_tier, rates = functools.partial(urls.open_tier, url, area), Rates(*url.options.rates)
     loop = asyncio.get_running_loop()
-    worker = TierWorker(f"tier-{number + 1}", open_tier, loop, rates, _cipher(url))
+    settings = loop, rates, _cipher(url)
+    worker = TierWorker(f"tier-{number + 1}", open_tier, *settings, compress=urls.compress(url))
     return TierState(number, url.text, url.options.write == urls.COLD, worker)
 
 

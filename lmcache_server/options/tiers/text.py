@@ -15,7 +15,7 @@ LOST = {
 }  # fmt: skip
 """What happened to objects of a tier that were not read or written."""
 _TIER = json_object(
-    "url failing", "read_bytes written_bytes waiting_objects",
+    "url failing", "read_bytes written_bytes stored_bytes waiting_objects",
     **dict.fromkeys(("used_bytes", "capacity_bytes", "records", "evicted_records"), Natural | None),
     read_objects=json_object("", "read gone damaged failed"),
     written_objects=json_object("", "written full evicted dropped failed"),
@@ -37,8 +37,11 @@ def _line(tier: dict[str, Any]) -> str:
     if tier["used_bytes"] is not None:
         of = f"{size(tier['used_bytes'])} of {size(tier['capacity_bytes'])}"
         holds = f"holds {of} in {tier['records']} records, {tier['evicted_records']} evicted; "
+    smaller = ""
+    if 0 < tier["stored_bytes"] < tier["written_bytes"]:
+        smaller = f" as {size(tier['stored_bytes'])} ({tier['stored_bytes'] / tier['written_bytes']:.2f})"
     return (
         f"tier {tier['url']}: {state}; {holds}read {read['read']} objects, {size(tier['read_bytes'])}; "
-        f"wrote {written['written']}, {size(tier['written_bytes'])}; {tier['waiting_objects']} wait"
+        f"wrote {written['written']}, {size(tier['written_bytes'])}{smaller}; {tier['waiting_objects']} wait"
         f"{'; ' if lost else ''}{', '.join(lost)}"
     )
