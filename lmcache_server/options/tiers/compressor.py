@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lmcache_server.options.tiers.compression import AUTO, OFF, SEGMENT_BYTES, ZSTD, compress, expand
 from lmcache_server.options.tiers.pieces import first, size
-from lmcache_server.options.tiers.record import Label
+from lmcache_server.options.tiers.record import Label, compressed_bytes
 from lmcache_server.options.tiers.speed import Speed
 
 LEAST_GAIN = 0.1
@@ -48,13 +48,14 @@ class Compressor:
             return []
         group = label.namespace, label.bit
         if len(self._groups) >= MAX_GROUPS or time.monotonic() > self._again_s:
-            self._groups, self._again_s = {}, time.monotonic() + TRY_AGAIN_S
+            self._groups, self._expanded = {}, Speed()
+            self._again_s = time.monotonic() + TRY_AGAIN_S
         element_bytes, share = self._groups[group] = self._groups.get(group) or self._try(payload)
         is_wanted = self._setting != AUTO or pays(share, self._store_bytes_per_s, self._expanded.bytes_per_s)
         if not element_bytes or not is_wanted:
             return []
         body = compress(payload, self._method, element_bytes)
-        share = size(body) / label.record_bytes
+        share = compressed_bytes(body) / label.record_bytes
         is_smaller = share <= 1 - LEAST_GAIN
         self._groups[group] = element_bytes if is_smaller else 0, share
         return body if is_smaller else []

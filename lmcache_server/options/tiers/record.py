@@ -94,7 +94,7 @@ class Record:
         """Make the pieces the record of the payload, or of its compressed `body`."""
         end, digested = self._end, self.pieces[:-1]
         if body:
-            end, digested = _memory(size(body) + _TRAILER_BYTES), self.payload
+            end, digested = _memory(compressed_bytes(body)), self.payload
             gather(body, end)
             self.pieces = [end]
         else:
@@ -131,7 +131,7 @@ class EncryptedRecord:
 
     def seal(self, body: Sequence[memoryview] = ()) -> None:
         if body:
-            self.pieces = [_memory(size(body) + _TRAILER_BYTES)]
+            self.pieces = [_memory(compressed_bytes(body))]
         (memory,), content = self.pieces, body or self.payload
         head, nonce = self.label.head(ENCRYPTED, bool(body)), os.urandom(_NONCE_BYTES)
         padding = bytes(len(memory) - _TRAILER_BYTES - size(content))
@@ -167,6 +167,11 @@ def read_key(path: str) -> RecordCipher:
     return RecordCipher(AESGCM(content), hashlib.sha256(b"lmcache-mp key" + content).hexdigest()[:8])
 
 
+def compressed_bytes(body: Sequence[memoryview]) -> int:
+    """The size of the record that has this body."""
+    return -(-(size(body) + _TRAILER_BYTES) // PAGE_BYTES) * PAGE_BYTES
+
+
 def _expand(label: Label, body: memoryview, payload: Sequence[memoryview]) -> None:
     try:
         expand(body, payload)
@@ -182,8 +187,7 @@ def _digest(content: Sequence[memoryview], end: memoryview) -> bytes:
 
 
 def _memory(num_bytes: int) -> memoryview:
-    """Whole pages: O_DIRECT needs them."""
-    return memoryview(mmap.mmap(-1, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES))
+    return memoryview(mmap.mmap(-1, num_bytes))  # O_DIRECT needs whole pages
 
 
 def _view(address: int, num_bytes: int) -> memoryview:

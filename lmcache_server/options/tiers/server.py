@@ -176,11 +176,12 @@ def _usage(tier: TierState, name: str) -> int:
 def _state(number: int, url: urls.TierUrl, l1: L1Memory) -> TierState:
     """A tier that is not open yet. Raises StartError if a package is missing, or if a key cannot be read."""
     urls.check_installed(url)
+    compress = urls.compress(url)
     area = l1.area if url.shares_l1 else None
     open_tier, rates = functools.partial(urls.open_tier, url, area), Rates(*url.options.rates)
     loop = asyncio.get_running_loop()
     settings = loop, rates, _cipher(url)
-    worker = TierWorker(f"tier-{number + 1}", open_tier, *settings, compress=urls.compress(url))
+    worker = TierWorker(f"tier-{number + 1}", open_tier, *settings, compress=compress)
     return TierState(number, url.text, url.options.write == urls.COLD, worker)
 
 

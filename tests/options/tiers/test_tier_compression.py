@@ -110,10 +110,14 @@ def test_a_record_comes_back_whatever_the_runs_and_any_changed_bit_is_found(
     for element in ELEMENTS:
         whole = sealed(content, cipher, method, element)
         assert len(whole) % 4096 == 0
+        if len(whole) >= label(len(content)).record_bytes:
+            assert (method, element) == ("lz4", 1)
+            break
+        last = whole
         for runs in ((), (64 * KIB,), (SEGMENT_BYTES, 4096), (4096,) * 9, (SEGMENT_BYTES - 4096,)):
             assert opened(whole, label(len(content)), cipher, *runs) == content, (element, runs)
-    draw = np.random.default_rng(3)
-    places = {0, 1, 2, 4, 8, 16, 24, 36, 37, 38, 39, 40, 44, 48, len(whole) - 1, len(whole) - 100}
+    draw, whole = np.random.default_rng(3), last
+    places = {0, 1, 2, 4, 8, 16, 24, 36, 37, 38, 39, 40, 44, 48, len(whole) - 1, len(whole) - 17}
     unnoticed = 0
     for place in places | set(draw.integers(0, len(whole), 60).tolist()):
         changed = bytearray(whole)
@@ -145,7 +149,8 @@ def test_a_body_gives_back_what_was_compressed(num_bytes: int, make: Callable[[i
 def test_a_record_that_is_cut_is_damaged(cipher: RecordCipher | None) -> None:
     content = values(300 * KIB)
     whole = sealed(content, cipher)
-    plain = record_of(label(len(content)), Memory(len(content)).fill(content), cipher)
+    memory = Memory(len(content)).fill(content)
+    plain = record_of(label(len(content)), memory, cipher)
     plain.seal()
     for cut in (4096, len(whole) - 4096, len(whole) - 1, 20, 1):
         for each in (whole, b"".join(plain.pieces)):
@@ -223,7 +228,7 @@ def test_a_group_that_does_not_shrink_is_tried_once(monkeypatch: pytest.MonkeyPa
     assert not made.body(label(size, bit=1), [still])
     assert not made.body(label(size, bit=1), [floats]), "it has stopped shrinking"
     assert asked == [(size, 2)]
-    assert not Compressor("zstd").body(label(4000), [floats[:4000]]), "a record has whole pages"
+    assert not Compressor("zstd").body(label(100), [floats[:100]]), "a record has whole pages"
 
 
 def test_auto_compares_what_a_read_takes() -> None:
@@ -231,7 +236,7 @@ def test_auto_compares_what_a_read_takes() -> None:
     assert pays(0.67, 200e6, 1e9)
     assert not pays(0.67, 200e6, 0.4e9)
     assert not pays(0.67, 2e9, 1e9)
-    assert not pays(0.89, 200e6, 100e9), "a tenth of the time, or it is not worth it"
+    assert not pays(0.9, 200e6, 100e9), "a tenth of the time, or it is not worth it"
     assert not pays(0.95, 1e6, 100e9)
     assert not pays(0.5, 0, 1e9)
     assert not pays(0.5, 1e9, 0), "nobody knows how fast it is"
@@ -313,5 +318,5 @@ def test_the_status_says_how_much_smaller_records_are() -> None:
         "written_objects": dict.fromkeys(("written", "full", "evicted", "dropped", "failed"), 3),
         "written_bytes": 30 << 20, "stored_bytes": 20 << 20,
     }  # fmt: skip
-    assert "wrote 3, 30.0 MB as 20.0 MB (0.67); 0 wait" in text.lines({"tiers": [tier]})[0]
-    assert "30.0 MB; 0 wait" in text.lines({"tiers": [{**tier, "stored_bytes": 31 << 20}]})[0]
+    assert "wrote 3, 30.0 MiB as 20.0 MiB (0.67); 0 wait" in text.lines({"tiers": [tier]})[0]
+    assert "30.0 MiB; 0 wait" in text.lines({"tiers": [{**tier, "stored_bytes": 31 << 20}]})[0]
