@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.pieces import gather, size, spread
 
 INSTALL = "run pip install '.[compress]' in this project's directory"
@@ -25,10 +26,6 @@ _HEADER = struct.Struct("<BBHIQQ")
 _BLOSC_HEADER = struct.Struct("<BBBBIII")
 
 
-class NotInstalledError(Exception):
-    """A compressed record cannot be read without the package."""
-
-
 def is_installed() -> bool:
     return importlib.util.find_spec("blosc") is not None
 
@@ -38,7 +35,7 @@ def _blosc() -> Any:
     try:
         import blosc
     except ImportError as error:
-        raise NotInstalledError(f"its records are compressed: {INSTALL}") from error
+        raise TierError(f"its records are compressed: {INSTALL}") from error
     blosc.set_nthreads(1)
     blosc.set_releasegil(True)
     blosc.set_blocksize(_BLOCK_BYTES)
@@ -60,7 +57,7 @@ def compress(views: Sequence[memoryview], method: str, element_bytes: int) -> li
 
 def expand(body: memoryview, views: Sequence[memoryview]) -> None:
     """Fills the views with the object. Raises ValueError if that is not exactly what the body has, before
-    anything of another size is made; NotInstalledError."""
+    anything of another size is made; TierError without the package."""
     if body.nbytes < _HEADER.size:
         raise ValueError("no header")
     number, element_bytes, zero, count, body_bytes, plain_bytes = _HEADER.unpack_from(body)

@@ -60,17 +60,15 @@ class Compressor:
         self._groups[group] = element_bytes if is_smaller else 0, share
         return body if is_smaller else []
 
-    def was_read(self, label: Label, num_bytes: int, seconds: float) -> None:
-        """A record of so many bytes was read, and not expanded yet."""
+    def was_read(self, label: Label, num_bytes: int, read_s: float, opened_s: float) -> None:
+        """A record of so many bytes was read and then opened, in so many seconds each."""
+        share = num_bytes / label.record_bytes
         with self._lock:
             self.stored_bytes["read"] += num_bytes
-            self.read_share += (num_bytes / label.record_bytes - self.read_share) / 8
-            self._reads.add(num_bytes, seconds, 0.0)
-
-    def was_expanded(self, label: Label, num_bytes: int, seconds: float) -> None:
-        if num_bytes < label.record_bytes:
-            with self._lock:
-                self._expanded.add(label.num_bytes, seconds, 0.0)
+            self.read_share += (share - self.read_share) / 8
+            self._reads.add(num_bytes, read_s, 0.0)
+            if share < 1:
+                self._expanded.add(label.num_bytes, opened_s, 0.0)
 
     def was_written(self, num_bytes: int, seconds: float) -> None:
         with self._lock:

@@ -104,7 +104,7 @@ class Record:
 
     def open(self, num_bytes: int) -> None:
         """Complete the payload from the first `num_bytes` of the pieces. Raises DamagedRecordError,
-        NotInstalledError."""
+        TierError."""
         end, digested, compressed = self._end, self.pieces[:-1], num_bytes < self.label.record_bytes
         if compressed:
             end, digested = _memory(num_bytes), self.payload
@@ -140,7 +140,7 @@ class EncryptedRecord:
         memory[:] = b"".join(parts)
 
     def open(self, num_bytes: int) -> None:
-        """Decrypts the payload. Raises DamagedRecordError, NotInstalledError."""
+        """Decrypts the payload. Raises DamagedRecordError, TierError."""
         from cryptography.exceptions import InvalidTag
 
         memory, compressed = self.pieces[0][:num_bytes], num_bytes < self.label.record_bytes

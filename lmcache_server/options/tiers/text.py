@@ -37,9 +37,8 @@ def _line(tier: dict[str, Any]) -> str:
     if tier["used_bytes"] is not None:
         of = f"{size(tier['used_bytes'])} of {size(tier['capacity_bytes'])}"
         holds = f"holds {of} in {tier['records']} records, {tier['evicted_records']} evicted; "
-    smaller = ""
-    if 0 < tier["stored_bytes"] < tier["written_bytes"]:
-        smaller = f" as {size(tier['stored_bytes'])} ({tier['stored_bytes'] / tier['written_bytes']:.2f})"
+    share = tier["stored_bytes"] / max(tier["written_bytes"], 1)
+    smaller = f" as {size(tier['stored_bytes'])} ({share:.2f})" if 0 < share < 1 else ""
     return (
         f"tier {tier['url']}: {state}; {holds}read {read['read']} objects, {size(tier['read_bytes'])}; "
         f"wrote {written['written']}, {size(tier['written_bytes'])}{smaller}; {tier['waiting_objects']} wait"

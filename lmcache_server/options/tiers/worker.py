@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import threading
 import time
 import traceback
@@ -11,12 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from lmcache_server.options.tiers.base import Tier, TierError, Usage
-from lmcache_server.options.tiers.compression import OFF, NotInstalledError
+from lmcache_server.options.tiers.compression import OFF
 from lmcache_server.options.tiers.compressor import Compressor
 from lmcache_server.options.tiers.pieces import size
 from lmcache_server.options.tiers.record import DamagedRecordError, EncryptedRecord, Label, Record
-
-logger = logging.getLogger(__name__)
 
 READERS, ASKERS, WRITERS = 4, 2, 2
 STUCK_S = 5.0
@@ -134,8 +131,6 @@ class TierWorker:
         self._rates = rates
         self._cipher = cipher
         self.compressor = Compressor(compress)
-        self._name = name
-        self._is_warned = False
 
     def open(self) -> "asyncio.Future[Tier]":
         return self._reads.submit(self._opened)
@@ -222,18 +217,12 @@ class TierWorker:
             return None
         self._rates.read.give_back(max(label.num_bytes - num_bytes, 0))
         read_s = time.monotonic()
-        self.compressor.was_read(label, num_bytes, read_s - began_s)
         try:
             record.open(num_bytes)
         except DamagedRecordError:
             tier.remove((name,))
             raise
-        except NotInstalledError as error:
-            if not self._is_warned:
-                logger.warning("%(tier)s: %(reason)s", {"tier": self._name, "reason": str(error)})
-            self._is_warned = True
-            return None
-        self.compressor.was_expanded(label, num_bytes, time.monotonic() - read_s)
+        self.compressor.was_read(label, num_bytes, read_s - began_s, time.monotonic() - read_s)
         return arrived()
 
     def _named(self, name: str) -> str:

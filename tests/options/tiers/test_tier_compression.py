@@ -16,6 +16,7 @@ from harness.tiers import InMemory
 
 from lmcache_server.options.tiers import compression, text
 from lmcache_server.options.tiers import compressor as compressor_module
+from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.compression import METHODS, SEGMENT_BYTES, compress, expand
 from lmcache_server.options.tiers.compressor import ELEMENTS, Compressor, pays
 from lmcache_server.options.tiers.record import (
@@ -249,13 +250,13 @@ def test_auto_begins_with_what_writes_took_and_then_goes_by_reads() -> None:
     made.was_written(size, size / 20e6)
     assert made.body(what, content)
     for _ in range(20):
-        made.was_read(what, size, size / 50e9)
+        made.was_read(what, what.record_bytes, size / 50e9, 1.0)
     assert not made.body(what, content)
     for _ in range(20):
-        made.was_read(what, size, size / 20e6)
+        made.was_read(what, what.record_bytes, size / 20e6, 1.0)
     assert made.body(what, content)
     for _ in range(20):
-        made.was_expanded(what, size // 2, size / 10e6)
+        made.was_read(what, size // 2, size / 2 / 20e6, size / 10e6)
     assert not made.body(what, content)
     made._again_s = 0.0
     assert made.body(what, content), "the machine was busy; it is tried again"
@@ -294,8 +295,8 @@ def test_whoever_reads_gets_the_same_bytes_and_limits_count_what_is_moved(
         worker.close(5.0)
 
 
-def test_without_the_package_a_compressed_record_is_absent_and_stays(
-    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_without_the_package_a_compressed_record_is_an_error_that_says_what_to_do_and_stays(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier, done, size = InMemory(), loop.run_until_complete, 300 * KIB
     writer = TierWorker("tier", lambda: tier, loop, Rates(), compress="zstd")
@@ -303,9 +304,8 @@ def test_without_the_package_a_compressed_record_is_absent_and_stays(
     assert done(writer.write(label(size), memory.runs)) == "written"
     compression._blosc.cache_clear()
     monkeypatch.setitem(sys.modules, "blosc", None)
-    for _ in range(3):
-        assert done(writer.read(label(size), memory.runs, lambda: b"")) is None
-    assert caplog.messages == [f"tier: its records are compressed: {compression.INSTALL}"]
+    with pytest.raises(TierError, match=r"are compressed: run pip install '.\[compress\]'"):
+        done(writer.read(label(size), memory.runs, lambda: b""))
     monkeypatch.undo()
     assert done(writer.read(label(size), memory.runs, lambda: b"sums")) == b"sums"
     writer.close(5.0)
