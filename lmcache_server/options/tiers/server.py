@@ -44,9 +44,9 @@ class Server(Option):
                {"tier": _NUMBERS, "direction": ("read", "write"), "outcome": _OUTCOMES}),
         Metric(Counter, "lmcache_tier_bytes_total", "Payload bytes read from and written to a tier.",
                {"tier": _NUMBERS, "direction": ("read", "write")}),
-        Metric(Gauge, "lmcache_tier_stored_bytes",
-               "Bytes that records took in a tier that were read or written since the start. Over those of "
-               "lmcache_tier_bytes_total, this is what compress= leaves.",
+        Metric(Counter, "lmcache_tier_stored_bytes_total",
+               "What the records take in the tier that were read and written: less than the payload if they are "
+               "compressed. Counted once a second.",
                {"tier": _NUMBERS, "direction": ("read", "write")}),
         Metric(Counter, "lmcache_tier_fetches_total",
                "Lookups that asked the tiers: ended in time, answered before the end (late), or not worth "
@@ -86,10 +86,6 @@ class Server(Option):
             is_open = functools.partial(getattr, tier.breaker, "is_open")
             metrics.gauge("lmcache_tier_failing", is_open, tier=tier.label)
             metrics.gauge("lmcache_tier_waiting_objects", tier.backlog.__len__, tier=tier.label)
-            stored = tier.worker.compressor.stored_bytes
-            for way in stored:
-                is_now = functools.partial(stored.__getitem__, way)
-                metrics.gauge("lmcache_tier_stored_bytes", is_now, tier=tier.label, direction=way)
             for name in Usage._fields:
                 metrics.gauge(f"lmcache_tier_{name}", functools.partial(_usage, tier, name), tier=tier.label)
 
