@@ -25,6 +25,7 @@ ROOT = BENCH.parent
 ORDER = (
     *("engine", "copies", "mapped", "lookup", "start"),
     *("index", "replay", "admission", "conversations", "once", "answers", "tiers", "tier_peer"),
+    "compression",
 )
 OWN_OUTPUT = ("index", "replay", "admission", "conversations", "once", "answers")
 TIMEOUT_S = 1800

@@ -45,8 +45,8 @@ class Server(Option):
         Metric(Counter, "lmcache_tier_bytes_total", "Payload bytes read from and written to a tier.",
                {"tier": _NUMBERS, "direction": ("read", "write")}),
         Metric(Counter, "lmcache_tier_stored_bytes_total",
-               "What the records take in the tier that were read and written: less than the payload if they are "
-               "compressed. Counted once a second.",
+               "What these records take in the tier: less than their payload if they are compressed. Counted "
+               "once a second.",
                {"tier": _NUMBERS, "direction": ("read", "write")}),
         Metric(Counter, "lmcache_tier_fetches_total",
                "Lookups that asked the tiers: ended in time, answered before the end (late), or not worth "
