@@ -30,13 +30,11 @@ def lines(report: dict[str, Any]) -> list[str]:
 def _line(tier: dict[str, Any]) -> str:
     read, written = tier["read_objects"], tier["written_objects"]
     state = f"FAILING: {tier['failing']}" if tier["failing"] else "works"
-    lost = [
-        f"{tier[way][each]} {text}" for way in LOST for each, text in LOST[way].items() if tier[way][each]
-    ]
+    lost = [f"{tier[way][key]} {text}" for way in LOST for key, text in LOST[way].items() if tier[way][key]]
     holds = ""
     if tier["used_bytes"] is not None:
-        of = f"{size(tier['used_bytes'])} of {size(tier['capacity_bytes'])}"
-        holds = f"holds {of} in {tier['records']} records, {tier['evicted_records']} evicted; "
+        holds = f"holds {size(tier['used_bytes'])} of {size(tier['capacity_bytes'])} "
+        holds += f"in {tier['records']} records, {tier['evicted_records']} evicted; "
     share = tier["stored_bytes"] / max(tier["written_bytes"], 1)
     smaller = f" as {size(tier['stored_bytes'])} ({share:.2f})" if 0 < share < 1 else ""
     return (
