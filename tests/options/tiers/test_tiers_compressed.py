@@ -12,6 +12,7 @@ from harness.exercise import GROUPS, exercise, restored, wait_until_found
 from harness.proxy import Proxy
 from harness.rawclient import RawEngine
 from harness.server import LMCacheServer
+from harness.waiting import wait_until
 from numpy.typing import NDArray
 
 SHARES = {"zstd": 0.75, "lz4": 0.9}
@@ -75,11 +76,10 @@ def test_records_are_smaller_and_a_server_that_compresses_nothing_reads_them(
         objects = two.tier()["read_objects"]
         assert objects.pop("read") > 0
         assert not any(objects.values())
-        payload = two.metrics()['lmcache_tier_bytes_total{direction="read",tier="1"}']
-        two.wait_for_metric(
-            'lmcache_tier_stored_bytes_total{direction="read",tier="1"}', one.tier()["stored_bytes"]
-        )
-        assert payload == tier["written_bytes"]
+        moved = two.metrics()['lmcache_tier_bytes_total{direction="read",tier="1"}']
+        stored = 'lmcache_tier_stored_bytes_total{direction="read",tier="1"}'
+        # It is counted once a second.
+        wait_until(lambda: 0.9 * share < two.metrics()[stored] / moved < SHARES[method])
 
 
 def test_no_damaged_compressed_record_is_served(tmp_path: Path) -> None:
