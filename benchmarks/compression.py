@@ -22,12 +22,12 @@ from harness.waiting import get, wait_until
 from section import ROOT, Section, median, millis
 from systems import Probe
 
-L1_GB = 0.32
-PROMPTS, LENGTH, TAIL = 7, 3072, 24
-AGAIN = 3
+L1_GB = 0.21
+PROMPTS, LENGTH, TAIL = 6, 2048, 24
+AGAIN = 2
 UNCOUNTED = 1
 """Until a server has fetched once, it waits for a fetch only 5 % of the time that computing takes."""
-STORES = {200: ("off", "auto", "lz4"), 0: ("off", "auto")}
+STORES = {200: ("off", "auto"), 0: ("off", "auto")}
 """By MB/s, where 0 is as fast as it comes: the settings."""
 MAX_SHARE, MAX_TIME, NOT_SLOWER = 0.70, 0.75, 1.05
 
