@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from lmcache_server.options.tiers.compression import AUTO, OFF, SEGMENT_BYTES, ZSTD, compress, expand
 from lmcache_server.options.tiers.pieces import first, size
 from lmcache_server.options.tiers.record import Label, compressed_bytes
-from lmcache_server.options.tiers.speed import Speed
 
 LEAST_GAIN = 0.1
 """What does not shrink by so much is left alone, and `auto` wants to save so much of the time of a read."""
 ELEMENTS = (2, 4, 1)
+FADES = 0.95
 TRIES = 3
 """Once alone would often measure another thread's turn."""
 MAX_GROUPS, TRY_AGAIN_S = 4096, 60.0
@@ -26,6 +26,17 @@ def pays(share: float, read_bytes_per_s: float, expand_bytes_per_s: float) -> bo
     return share / read_bytes_per_s + 1 / expand_bytes_per_s < (1 - LEAST_GAIN) / read_bytes_per_s
 
 
+class Peak:
+    """The fastest of the last calls. The others waited for each other, or for a processor, and two rates that
+    were measured beside other work cannot be compared."""
+
+    def __init__(self) -> None:
+        self.bytes_per_s = 0.0
+
+    def add(self, num_bytes: int, seconds: float) -> None:
+        self.bytes_per_s = max(num_bytes / max(seconds, 1e-6), FADES * self.bytes_per_s)
+
+
 class Compressor:
     """`setting` is compress= of the tier. Threads of the tier call it.
 
@@ -37,7 +48,7 @@ class Compressor:
         self._groups: dict[tuple[bytes, int], tuple[int, float]] = {}
         """By namespace and number of the object: the size of an element, or 0 if it is left alone, and what
         share of the bytes is left."""
-        self._reads, self._writes, self._expanded = Speed(), Speed(), Speed()
+        self._reads, self._writes, self._expanded = Peak(), Peak(), Peak()
         self._again_s = 0.0
         self._lock = threading.Lock()
         self.stored_bytes = {"read": 0, "write": 0}
@@ -50,7 +61,7 @@ class Compressor:
             return []
         group = label.namespace, label.bit
         if len(self._groups) >= MAX_GROUPS or time.monotonic() > self._again_s:
-            self._groups, self._expanded = {}, Speed()
+            self._groups, self._expanded = {}, Peak()
             self._again_s = time.monotonic() + TRY_AGAIN_S
         element_bytes, share = self._groups[group] = self._groups.get(group) or self._try(payload)
         is_wanted = self._setting != AUTO or pays(share, self._store_bytes_per_s, self._expanded.bytes_per_s)
@@ -68,14 +79,14 @@ class Compressor:
         with self._lock:
             self.stored_bytes["read"] += num_bytes
             self.read_share += (share - self.read_share) / 8
-            self._reads.add(num_bytes, read_s, 0.0)
+            self._reads.add(num_bytes, read_s)
             if share < 1:
-                self._expanded.add(label.num_bytes, opened_s, 0.0)
+                self._expanded.add(label.num_bytes, opened_s)
 
     def was_written(self, num_bytes: int, seconds: float) -> None:
         with self._lock:
             self.stored_bytes["write"] += num_bytes
-            self._writes.add(num_bytes, seconds, 0.0)
+            self._writes.add(num_bytes, seconds)
 
     @property
     def _store_bytes_per_s(self) -> float:
@@ -95,5 +106,5 @@ class Compressor:
             expand(body, [into])
             seconds.append(time.perf_counter() - began_s)
         with self._lock:
-            self._expanded.add(size(sample), min(seconds), 0.0)
+            self._expanded.add(size(sample), min(seconds))
         return best, share

@@ -249,13 +249,13 @@ def test_auto_begins_with_what_writes_took_and_then_goes_by_reads() -> None:
     assert not made.body(what, content), "the first tells how fast the tier is"
     made.was_written(size, size / 20e6)
     assert made.body(what, content)
-    for _ in range(20):
+    for _ in range(200):
         made.was_read(what, what.record_bytes, size / 50e9, 1.0)
     assert not made.body(what, content)
-    for _ in range(20):
+    for _ in range(200):
         made.was_read(what, what.record_bytes, size / 20e6, 1.0)
     assert made.body(what, content)
-    for _ in range(20):
+    for _ in range(200):
         made.was_read(what, size // 2, size / 2 / 20e6, size / 10e6)
     assert not made.body(what, content)
     made._again_s = 0.0

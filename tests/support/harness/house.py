@@ -64,7 +64,7 @@ FACES = (
 TOOLS = (COMMANDS, "lmcache_server/__main__.py")
 BUDGETS = {
     "base": Budget(13136, "what a byte or a decision goes through, without options"),
-    "path": Budget(18090, "the same with every option"),
+    "path": Budget(18100, "the same with every option"),
     "faces": Budget(1944, "what configures and watches it"),
     "tools": Budget(3475, "the command lmcache"),
 }

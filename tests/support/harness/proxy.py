@@ -89,7 +89,7 @@ class Proxy:
             now_s = time.monotonic()
             # What was slept too long is made up for.
             self._next_s[is_answer] = (
-                max(now_s - 0.01, self._next_s[is_answer]) + num_bytes / self.bytes_per_s
+                max(now_s - 0.003, self._next_s[is_answer]) + num_bytes / self.bytes_per_s
             )
             return max(self._next_s[is_answer] - now_s, 0.0)
 
