@@ -25,7 +25,7 @@ help:
 	@echo "make simulate  SEEDS=1000 histories of the real core in a simulated world, from seed FIRST=0 on"
 	@echo "make simulate-bugs  does the simulation find each bug that is put in? with which seed?"
 	@echo "make soak      SECONDS=600 of clients that come, fail and are killed: what does the server keep?"
-	@echo "make fuzz      SECONDS=600 each of mutated messages, replies, HTTP requests, L1 files, options"
+	@echo "make fuzz      SECONDS=600 each of mutated messages, replies, HTTP requests, L1 files, options, records"
 	@echo "make fleet     three hosts in network namespaces, a shared store and a router, and their faults (root)"
 	@echo "make docs      the site of docs/, into .cache/site; any warning is an error (make docs-serve shows it)"
 	@echo "make verified-models  lmcache verify on each kind of model: writes docs/verified-models.md"
@@ -179,7 +179,7 @@ simulate: install
 
 SECONDS ?= 600
 fuzz: install
-	for target in decoder router pages files options replies; do (cd tests/support && \
+	for target in decoder router pages files options replies records; do (cd tests/support && \
 		PYTHONPATH=../..:../../kernels ../../$(BIN)/python -m fuzz $$target $(SECONDS)) || exit 1; done
 
 # The seeds that find each bug that is put in on purpose, for FOUND_BY in tests/simulation/bugs.py.

@@ -25,6 +25,7 @@ ROOT = BENCH.parent
 ORDER = (
     *("engine", "steps", "copies", "null_driver", "mapped", "lookup", "start"),
     *("index", "replay", "admission", "conversations", "once", "answers", "agents", "tiers", "tier_peer"),
+    "compression",
 )
 OWN_OUTPUT = ("index", "replay", "admission", "conversations", "once", "answers")
 TIMEOUT_S = 1800

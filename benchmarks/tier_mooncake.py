@@ -69,8 +69,7 @@ def tier_rates(tier: Tier, address: int) -> tuple[float, float]:
         assert tier.write(record.label.name, record.pieces)
 
     def load(record: Record) -> None:
-        assert tier.read(record.label.name, record.pieces)
-        record.open()
+        record.open(tier.read(record.label.name, record.pieces))
 
     rates = []
     for records, call in ((written, write), (read, load)):

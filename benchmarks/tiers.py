@@ -98,9 +98,9 @@ def put_by(tier: Tier) -> Call:
 def get_by(tier: Tier) -> Call:
     def get(name: str, part: memoryview) -> bool:
         record = tier_record(name, part)
-        if not tier.read(name, record.pieces):
+        if not (num_bytes := tier.read(name, record.pieces)):
             return False
-        record.open()
+        record.open(num_bytes)
         return True
 
     return get

@@ -36,6 +36,8 @@ PORTIONS: dict[str, tuple[int, int, str]] = {
     "options": (500, 6, "taken refused"),
     "replies": (700, 20, "ready refused down found unreadable"),
 }
+if "tiers" in NAMES:
+    PORTIONS["records"] = 4000, 12, "whole damaged"
 """Of each target: how many inputs, how many changes in each, and what must come of ten of them at least."""
 
 
@@ -111,8 +113,13 @@ FAULTS = {
     "options": (config._TEXT, "func", str),
     "replies": (channel.Channel, "_is_over", lambda *_: True),
 }
+if "tiers" in NAMES:
+    from lmcache_server.options.tiers import record
+
+    FAULTS["records"] = record, "_digest", lambda _content, end: bytes(end[-16:])
 """Types are not checked; nothing is answered; an impossible port in a Host header is a ValueError; the bits
-of a chunk are believed; control characters are taken; a broken connection means that the server has ended."""
+of a chunk are believed; control characters are taken; a broken connection means that the server has ended;
+every digest is right."""
 
 
 @pytest.mark.parametrize("what", FAULTS)

@@ -12,7 +12,7 @@ from lmcache_server.options.tiers.worker import TierWorker
 
 
 def _records_not_checked() -> None:
-    def trusting(self: Record) -> None:
+    def trusting(self: Record, num_bytes: int) -> None:
         self._rest[:] = self._end[: len(self._rest)]
 
     Record.open = trusting  # type: ignore[method-assign]

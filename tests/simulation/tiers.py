@@ -90,7 +90,7 @@ class StoreClient:
             return [False] * len(names)
         return [name in self._store.records for name in names]
 
-    def read(self, name: str, pieces: Sequence[memoryview]) -> bool:
+    def read(self, name: str, pieces: Sequence[memoryview]) -> int:
         store, draw = self._store, self._store.world.random
         store.check()
         if store.strikes("vanishing"):
@@ -100,11 +100,11 @@ class StoreClient:
         if store.strikes("truncating"):
             # The end of the pieces stays as it was; some stores do not even say so.
             _fill(pieces, record[: draw.randrange(size)])
-            return draw.random() < 0.5
+            return size if draw.random() < 0.5 else 0
         if others := store.strikes("swapping") and [*store.records]:
             life, record = store.records[draw.choice(others)]
         if len(record) != size:
-            return False
+            return 0
         if store.strikes("spoiling"):
             # Zeros would change nothing where a record is padded.
             at = draw.choice((draw.randrange(64), size - 1 - draw.randrange(64)))
@@ -112,7 +112,7 @@ class StoreClient:
         _fill(pieces, record)
         store.world.count("records read")
         store.world.count("records read in a later life", int(life < self._life))
-        return True
+        return size
 
     def write(self, name: str, pieces: Sequence[memoryview]) -> bool:
         self._store.check()

@@ -22,9 +22,9 @@ class Tier(Protocol):
     def present(self, names: Sequence[str]) -> Sequence[bool]:
         """Which records may be there. A hint: they may be gone when they are read."""
 
-    def read(self, name: str, pieces: Sequence[memoryview]) -> bool:
-        """Fill the pieces with a record. False if there is none of exactly that size; what the pieces contain
-        is then undefined."""
+    def read(self, name: str, pieces: Sequence[memoryview]) -> int:
+        """Fill the pieces with a record, from their start on. Its bytes; 0 if there is none, or none that
+        fits, and what the pieces contain is then undefined."""
 
     def write(self, name: str, pieces: Sequence[memoryview]) -> bool:
         """Keep a record whole or not at all. False if the tier has no room for it."""

@@ -74,18 +74,18 @@ class Directory:
             found = [self._files.stat(path_of(name)) for name in names]
         return [status is not None and self._is_young(status) for status in found]
 
-    def read(self, name: str, pieces: Sequence[memoryview]) -> bool:
+    def read(self, name: str, pieces: Sequence[memoryview]) -> int:
         path = path_of(name)
         with self._lock:
             self._catalog.use(name)
         try:
             with self._explained("read"):
-                if self._files.read(path, pieces, self._is_young):
-                    return True
+                if num_bytes := self._files.read(path, pieces, self._is_young):
+                    return num_bytes
                 with self._lock:
                     if self._files.stat(path) is None:  # somebody else has deleted it
                         self._catalog.pop(name)
-                return False
+                return 0
         finally:
             with self._lock:
                 self._catalog.release(name)

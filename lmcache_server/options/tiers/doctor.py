@@ -69,6 +69,7 @@ def _tried(name: str, url: urls.TierUrl) -> Check:
     logger.propagate = False
     made = contextlib.ExitStack()
     try:
+        urls.compress(url)
         if url.options.key_file:
             read_key(url.options.key_file)
         if url.scheme == "dir":  # shared and without limits, nothing else there is deleted or listed

@@ -9,9 +9,10 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+from lmcache_server.options.tiers.pieces import PAGE_BYTES, first, fits
+
 MAX_PIECES = 1024
 """Of one system call (IOV_MAX)."""
-PAGE_BYTES = 4096
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 _NO_FILE = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EACCES, errno.EIO, *_NO_DIRECT)
@@ -48,7 +49,7 @@ class Files:
             try:
                 self.direct = os.O_DIRECT
                 self.write(name, [page])
-                return self.read(name, [page], lambda _: True)
+                return bool(self.read(name, [page], lambda _: True))
             except OSError as error:
                 if error.errno not in (*_NO_DIRECT, *FULL):
                     raise
@@ -65,22 +66,22 @@ class Files:
         finally:
             os.close(file)
 
-    def read(self, path: str, pieces: Sequence[memoryview], wanted: Callable[[os.stat_result], bool]) -> bool:
-        """Fill the pieces. False unless there is a file of exactly their size that is `wanted` and opens."""
+    def read(self, path: str, pieces: Sequence[memoryview], wanted: Callable[[os.stat_result], bool]) -> int:
+        """Fill the pieces, from their start on. The bytes of the file; 0 unless it is `wanted`, has whole
+        pages that fit, and opens."""
         try:
             file = self._open(path, _READ)
         except OSError as error:
             if error.errno in _NO_FILE:
-                return False
+                return 0
             raise
         try:
             status = os.fstat(file)
-            num_bytes = sum(piece.nbytes for piece in pieces)
-            if status.st_size != num_bytes or not os.path.isfile(file) or not wanted(status):
-                return False
-            done = _transfer(os.preadv, file, pieces)
+            if not fits(status.st_size, pieces) or not os.path.isfile(file) or not wanted(status):
+                return 0
+            done = _transfer(os.preadv, file, first(pieces, status.st_size))
             self._forget_pages(file)
-            return done == num_bytes
+            return done if done == status.st_size else 0
         finally:
             os.close(file)
 

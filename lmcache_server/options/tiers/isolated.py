@@ -23,7 +23,7 @@ import msgspec
 
 from lmcache_server.l1.area import Area, shared_memory
 from lmcache_server.options.tiers.base import TierError, checked_name
-from lmcache_server.options.tiers.pieces import gather, spread
+from lmcache_server.options.tiers.pieces import gather, size, spread
 from lmcache_server.options.tiers.wire import L1, MAX_BYTES, MAX_NAMES, Call, Part, Reply, Request
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class _Channel:
 
     def move(self, call: Call, name: str, pieces: Sequence[memoryview], timeout_s: float) -> bool:
         """Read or write a record."""
-        is_small = _size(pieces) < SMALL_BYTES * len(pieces)
+        is_small = size(pieces) < SMALL_BYTES * len(pieces)
         parts: list[Part] = []
         others: list[memoryview] = []
         for piece in pieces:
@@ -93,9 +93,9 @@ class _Channel:
             if parts and parts[-1].area != L1:
                 parts[-1] = parts[-1]._replace(num_bytes=parts[-1].num_bytes + piece.nbytes)
             else:
-                parts.append(Part(self._area, _size(others), piece.nbytes))
+                parts.append(Part(self._area, size(others), piece.nbytes))
             others.append(piece)
-        buffer = self._own(_size(others))
+        buffer = self._own(size(others))
         if call == "write":
             gather(others, buffer)
         (done,) = self.ask(Request(call, [name], parts), timeout_s) or [False]
@@ -232,8 +232,9 @@ class Isolated:
             found += answer
         return found
 
-    def read(self, name: str, pieces: Sequence[memoryview]) -> bool:
-        return self._move("read", name, pieces)
+    def read(self, name: str, pieces: Sequence[memoryview]) -> int:
+        """Never a smaller record: these clients read what has exactly the size of their memory."""
+        return size(pieces) if self._move("read", name, pieces) else 0
 
     def write(self, name: str, pieces: Sequence[memoryview]) -> bool:
         return self._move("write", name, pieces)
@@ -251,7 +252,7 @@ class Isolated:
                 process.end()
 
     def _move(self, call: Call, name: str, pieces: Sequence[memoryview]) -> bool:
-        timeout_s = CALL_S + _size(pieces) / SLOWEST_BYTES_PER_S
+        timeout_s = CALL_S + size(pieces) / SLOWEST_BYTES_PER_S
         checked_name(name)
         return self._call(lambda channel: channel.move(call, name, pieces, timeout_s))
 
@@ -312,10 +313,6 @@ class Isolated:
         except TierError as error:
             values = {"tier": self._where, "reason": str(error)}
             logger.warning("%(tier)s gets no memory of this machine: %(reason)s", values)
-
-
-def _size(pieces: Sequence[memoryview]) -> int:
-    return sum(piece.nbytes for piece in pieces)
 
 
 def _address(piece: memoryview) -> int:

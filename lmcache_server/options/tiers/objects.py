@@ -14,7 +14,7 @@ from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from lmcache_server.options.tiers.base import TierError, checked_name
-from lmcache_server.options.tiers.pieces import spread
+from lmcache_server.options.tiers.pieces import first, fits, spread
 
 CONNECT_S, SILENCE_S, ATTEMPT_S = 1.0, 2.0, 10.0
 """An attempt fails if it has no connection after the first, if nothing comes for the second, and after the
@@ -90,24 +90,24 @@ class Objects:
             asked = sorted({low + (high - low) * part // PROBES for part in range(PROBES)})
         return [True] * low + [False] * (len(names) - low)
 
-    def read(self, name: str, pieces: Sequence[memoryview]) -> bool:
+    def read(self, name: str, pieces: Sequence[memoryview]) -> int:
         path = self._path(name)
-        num_bytes = sum(piece.nbytes for piece in pieces)
         with self._explained():
             try:
                 found = obstore.get(self._store, path)
-                if found.meta["size"] != num_bytes:
+                num_bytes = int(found.meta["size"])
+                if not fits(num_bytes, pieces):
                     # Maybe another host answered: delete nothing. The next store replaces the record.
                     self._remember_absent(name)
-                    return False
+                    return 0
                 content = memoryview(found.bytes())
             except FileNotFoundError:
                 self._remember_absent(name)
-                return False
+                return 0
         if content.nbytes != num_bytes:
-            return False
-        spread(content, pieces)
-        return True
+            return 0
+        spread(content, first(pieces, num_bytes))
+        return num_bytes
 
     def write(self, name: str, pieces: Sequence[memoryview]) -> bool:
         path = self._path(name)

@@ -4,6 +4,9 @@ The payload's whole 4 KiB pages are read and written where they are in L1. The e
 rest and the trailer: magic, namespace, key, number of the object, of its blocks and of its bytes, a nonce
 (zero), and the XXH3-128 of all that comes before. XXH3 finds damage, not forgery.
 
+A compressed record is shorter: it has the body that compression.py describes, and at its end the trailer. Its
+digest is of the payload and the trailer.
+
 With a secret key, all but the trailer is encrypted (AES-256-GCM), and the digest is GCM's tag. Nobody can
 forge that without the key.
 """
@@ -20,9 +23,11 @@ from typing import Any, NamedTuple
 import xxhash
 
 from lmcache_client.contract import key_file
+from lmcache_server.options.tiers.compression import expand
+from lmcache_server.options.tiers.pieces import PAGE_BYTES, first, gather, size, spread
 
-PAGE_BYTES = 4096
 PLAIN, ENCRYPTED = b"LMCMP-R1", b"LMCMP-E1"
+_COMPRESSED = {PLAIN: b"LMCMP-C1", ENCRYPTED: b"LMCMP-X1"}
 _HEAD = struct.Struct("<8s32s32sIIQ")
 _NONCE_BYTES, _DIGEST_BYTES = 12, 16
 _SEAL_BYTES = _NONCE_BYTES + _DIGEST_BYTES
@@ -53,8 +58,14 @@ class Label:
         """The size of the end block, whole pages."""
         return -(-(self.num_bytes % PAGE_BYTES + _TRAILER_BYTES) // PAGE_BYTES) * PAGE_BYTES
 
-    def head(self, magic: bytes) -> bytes:
+    @property
+    def record_bytes(self) -> int:
+        """The size of a record that is not compressed. Every other is smaller."""
+        return self.num_bytes // PAGE_BYTES * PAGE_BYTES + self.end_bytes
+
+    def head(self, magic: bytes, compressed: bool) -> bytes:
         """The trailer up to the nonce."""
+        magic = _COMPRESSED[magic] if compressed else magic
         return _HEAD.pack(magic, self.namespace, self.key, self.bit, self.num_blocks, self.num_bytes)
 
 
@@ -71,33 +82,42 @@ class Record:
 
     def __init__(self, label: Label, payload: Sequence[tuple[int, int]]) -> None:
         self.label = label
-        self._end = memoryview(mmap.mmap(-1, label.end_bytes))  # O_DIRECT needs whole pages
+        self.payload = [_view(start, length) for start, length in payload]
+        self._end = _memory(label.end_bytes)
         rest = label.num_bytes % PAGE_BYTES
-        *runs, (address, size) = payload
-        self._rest = _view(address + size - rest, rest)
-        whole = [*runs, (address, size - rest)]
+        *runs, (address, last) = payload
+        self._rest = _view(address + last - rest, rest)
+        whole = [*runs, (address, last - rest)]
         self.pieces = [*(_view(start, length) for start, length in whole if length), self._end]
 
-    def seal(self) -> None:
-        """Fill the end block."""
-        self._end[: len(self._rest)] = self._rest
-        self._end[-_TRAILER_BYTES:-_SEAL_BYTES] = self.label.head(PLAIN)
-        self._end[-_DIGEST_BYTES:] = self._digest()
+    def seal(self, body: Sequence[memoryview] = ()) -> None:
+        """Make the pieces the record of the payload, or of its compressed `body`."""
+        end, digested = self._end, self.pieces[:-1]
+        if body:
+            end, digested = _memory(compressed_bytes(body)), self.payload
+            gather(body, end)
+            self.pieces = [end]
+        else:
+            end[: len(self._rest)] = self._rest
+        end[-_TRAILER_BYTES:-_SEAL_BYTES] = self.label.head(PLAIN, bool(body))
+        end[-_DIGEST_BYTES:] = _digest(digested, end[-_TRAILER_BYTES:] if body else end)
 
-    def open(self) -> None:
-        """Complete the payload from the end block. Raises DamagedRecordError."""
-        if self._end[-_TRAILER_BYTES:-_SEAL_BYTES] != self.label.head(PLAIN):
+    def open(self, num_bytes: int) -> None:
+        """Complete the payload from the first `num_bytes` of the pieces. Raises DamagedRecordError,
+        TierError."""
+        end, digested, compressed = self._end, self.pieces[:-1], num_bytes < self.label.record_bytes
+        if compressed:
+            end, digested = _memory(num_bytes), self.payload
+            gather(first(self.pieces, num_bytes), end)
+        if end[-_TRAILER_BYTES:-_SEAL_BYTES] != self.label.head(PLAIN, compressed):
             raise DamagedRecordError(f"record {self.label.name} says that it is another object's")
-        if self._end[-_DIGEST_BYTES:] != self._digest():
+        if compressed:
+            _expand(self.label, end[:-_TRAILER_BYTES], self.payload)
+            end = end[-_TRAILER_BYTES:]
+        if end[-_DIGEST_BYTES:] != _digest(digested, end):
             raise DamagedRecordError(f"record {self.label.name} is damaged")
-        self._rest[:] = self._end[: len(self._rest)]
-
-    def _digest(self) -> bytes:
-        digest = xxhash.xxh3_128()
-        for piece in self.pieces[:-1]:
-            digest.update(piece)
-        digest.update(self._end[:-_DIGEST_BYTES])
-        return bytes(digest.digest())
+        if not compressed:
+            self._rest[:] = self._end[: len(self._rest)]
 
 
 class EncryptedRecord:
@@ -106,32 +126,35 @@ class EncryptedRecord:
     def __init__(self, label: Label, payload: Sequence[tuple[int, int]], cipher: RecordCipher) -> None:
         self.label = label
         self._cipher = cipher
-        self._payload = [_view(start, length) for start, length in payload]
-        whole = label.num_bytes // PAGE_BYTES * PAGE_BYTES
-        self._memory = memoryview(mmap.mmap(-1, whole + label.end_bytes))
-        self.pieces = [self._memory]
+        self.payload = [_view(start, length) for start, length in payload]
+        self.pieces = [_memory(label.record_bytes)]
 
-    def seal(self) -> None:
-        head, nonce = self.label.head(ENCRYPTED), os.urandom(_NONCE_BYTES)
-        padding = bytes(len(self._memory) - _TRAILER_BYTES - self.label.num_bytes)
-        secret = self._cipher.aead.encrypt(nonce, b"".join([*self._payload, padding]), head)
+    def seal(self, body: Sequence[memoryview] = ()) -> None:
+        if body:
+            self.pieces = [_memory(compressed_bytes(body))]
+        (memory,), content = self.pieces, body or self.payload
+        head, nonce = self.label.head(ENCRYPTED, bool(body)), os.urandom(_NONCE_BYTES)
+        padding = bytes(len(memory) - _TRAILER_BYTES - size(content))
+        secret = self._cipher.aead.encrypt(nonce, b"".join([*content, padding]), head)
         parts = (secret[:-_DIGEST_BYTES], head, nonce, secret[-_DIGEST_BYTES:])
-        self._memory[:] = b"".join(parts)
+        memory[:] = b"".join(parts)
 
-    def open(self) -> None:
-        """Decrypts the payload. Raises DamagedRecordError."""
+    def open(self, num_bytes: int) -> None:
+        """Decrypts the payload. Raises DamagedRecordError, TierError."""
         from cryptography.exceptions import InvalidTag
 
-        trailer = bytes(self._memory[-_TRAILER_BYTES:])
-        head, nonce = self.label.head(ENCRYPTED), trailer[-_SEAL_BYTES:-_DIGEST_BYTES]
-        secret = b"".join((self._memory[:-_TRAILER_BYTES], trailer[-_DIGEST_BYTES:]))
+        memory, compressed = self.pieces[0][:num_bytes], num_bytes < self.label.record_bytes
+        trailer = bytes(memory[-_TRAILER_BYTES:])
+        head, nonce = self.label.head(ENCRYPTED, compressed), trailer[-_SEAL_BYTES:-_DIGEST_BYTES]
+        secret = b"".join((memory[:-_TRAILER_BYTES], trailer[-_DIGEST_BYTES:]))
         try:
             plain = memoryview(self._cipher.aead.decrypt(nonce, secret, head))
-        except InvalidTag:
+        except (InvalidTag, ValueError):  # too short for a nonce
             raise DamagedRecordError(f"record {self.label.name} is damaged, or of another key_file") from None
-        for view in self._payload:
-            view[:] = plain[: len(view)]
-            plain = plain[len(view) :]
+        if compressed:
+            _expand(self.label, plain, self.payload)
+        else:
+            spread(plain, self.payload)
 
 
 def read_key(path: str) -> RecordCipher:
@@ -144,5 +167,28 @@ def read_key(path: str) -> RecordCipher:
     return RecordCipher(AESGCM(content), hashlib.sha256(b"lmcache-mp key" + content).hexdigest()[:8])
 
 
-def _view(address: int, size: int) -> memoryview:
-    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+def compressed_bytes(body: Sequence[memoryview]) -> int:
+    """The size of the record that has this body."""
+    return -(-(size(body) + _TRAILER_BYTES) // PAGE_BYTES) * PAGE_BYTES
+
+
+def _expand(label: Label, body: memoryview, payload: Sequence[memoryview]) -> None:
+    try:
+        expand(body, payload)
+    except ValueError as error:
+        raise DamagedRecordError(f"record {label.name} cannot be expanded: {error}") from error
+
+
+def _digest(content: Sequence[memoryview], end: memoryview) -> bytes:
+    digest = xxhash.xxh3_128()
+    for piece in [*content, end[:-_DIGEST_BYTES]]:
+        digest.update(piece)
+    return bytes(digest.digest())
+
+
+def _memory(num_bytes: int) -> memoryview:
+    return memoryview(mmap.mmap(-1, num_bytes))  # O_DIRECT needs whole pages
+
+
+def _view(address: int, num_bytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")

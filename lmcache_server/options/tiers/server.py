@@ -44,6 +44,10 @@ class Server(Option):
                {"tier": _NUMBERS, "direction": ("read", "write"), "outcome": _OUTCOMES}),
         Metric(Counter, "lmcache_tier_bytes_total", "Payload bytes read from and written to a tier.",
                {"tier": _NUMBERS, "direction": ("read", "write")}),
+        Metric(Counter, "lmcache_tier_stored_bytes_total",
+               "What these records take in the tier: less than their payload if they are compressed. Counted "
+               "once a second.",
+               {"tier": _NUMBERS, "direction": ("read", "write")}),
         Metric(Counter, "lmcache_tier_fetches_total",
                "Lookups that asked the tiers: ended in time, answered before the end (late), or not worth "
                "the wait, because computing was faster (slow, counted besides).",
@@ -156,6 +160,7 @@ class Server(Option):
             "read_bytes": int(size(direction="read")),
             "written_objects": writes,
             "written_bytes": int(size(direction="write")),
+            "stored_bytes": tier.worker.compressor.stored_bytes["write"],
             **(usage._asdict() if (usage := tier.worker.usage) else dict.fromkeys(Usage._fields)),
         }
 
@@ -167,10 +172,12 @@ def _usage(tier: TierState, name: str) -> int:
 def _state(number: int, url: urls.TierUrl, l1: L1Memory) -> TierState:
     """A tier that is not open yet. Raises StartError if a package is missing, or if a key cannot be read."""
     urls.check_installed(url)
+    compress = urls.compress(url)
     area = l1.area if url.shares_l1 else None
     open_tier, rates = functools.partial(urls.open_tier, url, area), Rates(*url.options.rates)
     loop = asyncio.get_running_loop()
-    worker = TierWorker(f"tier-{number + 1}", open_tier, loop, rates, _cipher(url))
+    settings = loop, rates, _cipher(url)
+    worker = TierWorker(f"tier-{number + 1}", open_tier, *settings, compress=compress)
     return TierState(number, url.text, url.options.write == urls.COLD, worker)
 
 

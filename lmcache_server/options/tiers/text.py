@@ -15,7 +15,7 @@ LOST = {
 }  # fmt: skip
 """What happened to objects of a tier that were not read or written."""
 _TIER = json_object(
-    "url failing", "read_bytes written_bytes waiting_objects",
+    "url failing", "read_bytes written_bytes stored_bytes waiting_objects",
     **dict.fromkeys(("used_bytes", "capacity_bytes", "records", "evicted_records"), Natural | None),
     read_objects=json_object("", "read gone damaged failed"),
     written_objects=json_object("", "written full evicted dropped failed"),
@@ -30,15 +30,15 @@ def lines(report: dict[str, Any]) -> list[str]:
 def _line(tier: dict[str, Any]) -> str:
     read, written = tier["read_objects"], tier["written_objects"]
     state = f"FAILING: {tier['failing']}" if tier["failing"] else "works"
-    lost = [
-        f"{tier[way][each]} {text}" for way in LOST for each, text in LOST[way].items() if tier[way][each]
-    ]
+    lost = [f"{tier[way][key]} {text}" for way in LOST for key, text in LOST[way].items() if tier[way][key]]
     holds = ""
     if tier["used_bytes"] is not None:
-        of = f"{size(tier['used_bytes'])} of {size(tier['capacity_bytes'])}"
-        holds = f"holds {of} in {tier['records']} records, {tier['evicted_records']} evicted; "
+        holds = f"holds {size(tier['used_bytes'])} of {size(tier['capacity_bytes'])} "
+        holds += f"in {tier['records']} records, {tier['evicted_records']} evicted; "
+    share = tier["stored_bytes"] / max(tier["written_bytes"], 1)
+    smaller = f" as {size(tier['stored_bytes'])} ({share:.2f})" if 0 < share < 1 else ""
     return (
         f"tier {tier['url']}: {state}; {holds}read {read['read']} objects, {size(tier['read_bytes'])}; "
-        f"wrote {written['written']}, {size(tier['written_bytes'])}; {tier['waiting_objects']} wait"
+        f"wrote {written['written']}, {size(tier['written_bytes'])}{smaller}; {tier['waiting_objects']} wait"
         f"{'; ' if lost else ''}{', '.join(lost)}"
     )

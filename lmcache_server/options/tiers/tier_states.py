@@ -87,6 +87,9 @@ class Tiers:
             if (restarts := tier.worker.restarts) > tier.restarts:
                 more, tier.restarts = restarts - tier.restarts, restarts
                 self._metrics.count("lmcache_tier_helper_restarts_total", more, tier=tier.label)
+            for way, stored in tier.worker.compressor.stored_bytes.items():
+                metric, labels = "lmcache_tier_stored_bytes_total", {"tier": tier.label, "direction": way}
+                self._metrics.count(metric, stored - self._metrics.value(metric, **labels), **labels)
             if tier.worker.is_stuck():
                 if not tier.breaker.is_open:
                     self.failed(tier, TierError("all its calls hang"), hangs=True)

@@ -10,6 +10,7 @@ and for each the fields of TierOptions. Passwords and keys come from the environ
 
 import difflib
 import importlib.util
+import logging
 import math
 import os
 import re
@@ -21,11 +22,15 @@ from urllib.parse import unquote
 from lmcache_server.errors import StartError
 from lmcache_server.host.units import GB_BYTES
 from lmcache_server.l1.area import Area
+from lmcache_server.options.tiers import compression
 from lmcache_server.options.tiers.base import Tier
+
+logger = logging.getLogger(__name__)
 
 _EXTRAS = {"valkey": "valkey", "s3": "s3", "az": "s3", "gs": "s3", "mooncake": "mooncake"}
 _PACKAGES = {"valkey": "glide_sync", "s3": "obstore", "mooncake": "mooncake"}
 COMMIT, COLD = WRITES = ("commit", "cold")
+_SETTINGS = (compression.OFF, compression.AUTO, *compression.METHODS)
 VALKEY_PORT, MOONCAKE_PORT = 6379, 50051
 USERNAME_VARIABLE, PASSWORD_VARIABLE = "LMCACHE_VALKEY_USERNAME", "LMCACHE_VALKEY_PASSWORD"
 
@@ -42,6 +47,7 @@ class TierOptions:
     write_tb_day: float | None = None
     """In 10**12 bytes."""
     key_file: str | None = None
+    compress: str = compression.OFF
 
     @property
     def rates(self) -> tuple[float, float, float]:
@@ -93,8 +99,10 @@ def parse(url: str) -> TierUrl:
     if problem := _problem(scheme, place, values):
         raise _wrong(url, problem)
     options = {each.name: values.pop(each.name) for each in fields(TierOptions) if each.name in values}
-    default = COLD if scheme == "dir" and not values.get("shared") else COMMIT
-    return TierUrl(url, scheme, place, values, TierOptions(**{"write": default, **options}))
+    default = {"write": COLD if scheme == "dir" and not values.get("shared") else COMMIT}
+    if scheme not in ("dir", "mooncake"):
+        default["compress"] = compression.AUTO
+    return TierUrl(url, scheme, place, values, TierOptions(**{**default, **options}))
 
 
 def check_installed(url: TierUrl) -> None:
@@ -102,6 +110,17 @@ def check_installed(url: TierUrl) -> None:
     extra = _EXTRAS.get(url.scheme)
     if extra and importlib.util.find_spec(_PACKAGES[extra]) is None:
         raise _not_installed(url)
+
+
+def compress(url: TierUrl) -> str:
+    """How records are compressed. Raises StartError if the package for that is not installed."""
+    if url.options.compress == compression.OFF or compression.is_installed():
+        return url.options.compress
+    reason = f"compress={url.options.compress} needs the package blosc: {compression.INSTALL}"
+    if url.options.compress != compression.AUTO:
+        raise _wrong(url.text, f"cannot be used: {reason}")
+    logger.warning("%(tier)s is not compressed: %(reason)s", {"tier": url.text, "reason": reason})
+    return compression.OFF
 
 
 def open_tier(url: TierUrl, l1: Area | None = None) -> Tier:
@@ -220,7 +239,8 @@ _NUMBER = _Kind("a number above 0", _number)
 _SECONDS = _Kind("seconds, such as 604800 for a week", _number)
 _FLAG = _Kind("0 or 1", {"0": False, "1": True}.get)
 _ENDPOINT = _Kind("an address such as https://host:9000", _matching(r"https?://[\w.:/\[\]-]+"))
-_OBJECTS = {"endpoint": _ENDPOINT, "allow_http": _FLAG}
+_COMPRESS = _Kind(" or ".join(_SETTINGS), {name: name for name in _SETTINGS}.get)
+_OBJECTS = {"endpoint": _ENDPOINT, "allow_http": _FLAG, "compress": _COMPRESS}
 _REGION = _Kind("a region's name", _matching(r"[\w-]+"))
 _OPTIONS = {
     "write": _Kind(" or ".join(WRITES), {name: name for name in WRITES}.get),
@@ -230,8 +250,8 @@ _OPTIONS = {
     "key_file": _Kind("a whole path", _matching(r"/[^\0]+")),
 }
 _SCHEMES = {
-    "dir": {"size_gb": _NUMBER, "shared": _FLAG, "max_age": _SECONDS},
-    "valkey": {"cluster": _FLAG, "tls": _FLAG},
+    "dir": {"size_gb": _NUMBER, "shared": _FLAG, "max_age": _SECONDS, "compress": _COMPRESS},
+    "valkey": {"cluster": _FLAG, "tls": _FLAG, "compress": _COMPRESS},
     "s3": {**_OBJECTS, "region": _REGION},
     "az": _OBJECTS,
     "gs": _OBJECTS,

@@ -12,7 +12,7 @@ from typing import Any
 import glide_sync as glide
 
 from lmcache_server.options.tiers.base import TierError, checked_name
-from lmcache_server.options.tiers.pieces import gather, spread
+from lmcache_server.options.tiers.pieces import first, fits, gather, size, spread
 
 logger = logging.getLogger(__name__)
 
@@ -88,15 +88,16 @@ class Valkey:
                 found += map(bool, send(batch, raise_on_error=True))
         return found
 
-    def read(self, name: str, pieces: Sequence[memoryview]) -> bool:
+    def read(self, name: str, pieces: Sequence[memoryview]) -> int:
         buffer, key = self._contiguous(pieces), _key(name)
         with self._asked() as client:
             # `get` would read a longer value into memory before it compares the sizes.
-            if client.strlen(key) != buffer.nbytes or client.get(key, buffer=buffer) is None:
-                return False
+            num_bytes = int(client.strlen(key))
+            if not fits(num_bytes, pieces) or client.get(key, buffer=buffer[:num_bytes]) is None:
+                return 0
         if len(pieces) > 1:
-            spread(buffer, pieces)
-        return True
+            spread(buffer, first(pieces, num_bytes))
+        return num_bytes
 
     def write(self, name: str, pieces: Sequence[memoryview]) -> bool:
         key, buffer = _key(name), self._contiguous(pieces)
@@ -140,7 +141,7 @@ class Valkey:
         """The only piece, or memory of this thread for all of them."""
         if len(pieces) == 1:
             return pieces[0]
-        num_bytes = sum(piece.nbytes for piece in pieces)
+        num_bytes = size(pieces)
         scratch: memoryview | None = getattr(self._scratch, "memory", None)
         if scratch is None or scratch.nbytes < num_bytes:
             scratch = self._scratch.memory = memoryview(bytearray(num_bytes))

@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from lmcache_server.options.tiers.base import Tier, TierError, Usage
+from lmcache_server.options.tiers.compression import OFF
+from lmcache_server.options.tiers.compressor import Compressor
+from lmcache_server.options.tiers.pieces import size
 from lmcache_server.options.tiers.record import DamagedRecordError, EncryptedRecord, Label, Record
 
 READERS, ASKERS, WRITERS = 4, 2, 2
@@ -105,7 +108,8 @@ class Lane:
 class TierWorker:
     """One tier with its threads: reads wait for no writes, and questions for neither. `open_tier` is called
     in a thread when the tier is first needed, and again while it fails. With a `cipher`, records are
-    encrypted. Futures may fail with TierError, and those of `read` with DamagedRecordError."""
+    encrypted; `compress` says which are compressed first. Futures may fail with TierError, and those of
+    `read` with DamagedRecordError."""
 
     def __init__(
         self,
@@ -115,6 +119,7 @@ class TierWorker:
         rates: "Rates",
         cipher: Any = None,
         lane: type[Lane] = Lane,
+        compress: str = OFF,
     ) -> None:
         self._open_tier = open_tier
         self._tier: Tier | None = None
@@ -125,6 +130,7 @@ class TierWorker:
         self._lanes = (self._reads, self._asks, self._writes)
         self._rates = rates
         self._cipher = cipher
+        self.compressor = Compressor(compress)
 
     def open(self) -> "asyncio.Future[Tier]":
         return self._reads.submit(self._opened)
@@ -166,7 +172,7 @@ class TierWorker:
 
     def read_delay_s(self, num_bytes: int) -> float:
         """How long reads of so many bytes wait because of a limit."""
-        return self._rates.read.delay_s(num_bytes)
+        return self._rates.read.delay_s(int(num_bytes * self.compressor.read_share))
 
     def is_stuck(self) -> bool:
         return any(lane.is_stuck() for lane in self._lanes)
@@ -200,18 +206,23 @@ class TierWorker:
             return self._tier
 
     def _read(self, label: Label, payload: Payload, arrived: Callable[[], bytes]) -> bytes | None:
+        began_s = time.monotonic()
         self._rates.read.take(label.num_bytes, self._reads)
         record, tier = self._record(label, payload), self._opened()
         name = self._named(label.name)
-        if not tier.read(name, record.pieces):
+        num_bytes = tier.read(name, record.pieces)
+        if not num_bytes:
             if tier.present((name,))[0]:  # with another size: it would be found again
                 tier.remove((name,))
             return None
+        self._rates.read.give_back(max(label.num_bytes - num_bytes, 0))
+        read_s = time.monotonic()
         try:
-            record.open()
+            record.open(num_bytes)
         except DamagedRecordError:
             tier.remove((name,))
             raise
+        self.compressor.was_read(label, num_bytes, read_s - began_s, time.monotonic() - read_s)
         return arrived()
 
     def _named(self, name: str) -> str:
@@ -226,11 +237,15 @@ class TierWorker:
         name = self._named(label.name)
         if tier.present((name,))[0]:
             return "present"
-        self._rates.write.take(label.num_bytes, self._writes)
-        self._rates.daily.take(label.num_bytes, self._writes)
         record = self._record(label, payload)
-        record.seal()
-        return "written" if tier.write(name, record.pieces) else "full"
+        record.seal(self.compressor.body(label, record.payload))
+        num_bytes, began_s = size(record.pieces), time.monotonic()
+        for pace in (self._rates.write, self._rates.daily):
+            pace.take(min(num_bytes, label.num_bytes), self._writes)
+        if not tier.write(name, record.pieces):
+            return "full"
+        self.compressor.was_written(num_bytes, time.monotonic() - began_s)
+        return "written"
 
 
 class Pace:
@@ -253,6 +268,11 @@ class Pace:
             self._left = min(self._left + (now_s - self._filled_s) * self._rate, self._burst)
             self._filled_s = now_s
             return max((num_bytes - self._left) / self._rate, 0.0)
+
+    def give_back(self, num_bytes: int) -> None:
+        """So many bytes that were taken were not moved."""
+        with self._lock:
+            self._left += num_bytes
 
     def take(self, num_bytes: int, lane: Lane) -> None:
         """Waits until so many bytes may go. Raises TierError if the lane closes first."""

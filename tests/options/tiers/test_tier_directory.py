@@ -248,7 +248,7 @@ def test_files_that_somebody_deletes_while_it_runs_are_none(open_at, tmp_path):
     assert all_kept(tier, names, 256)
 
 
-def test_a_truncated_file_is_none_and_a_changed_one_comes_as_it_is(open_at, tmp_path):
+def test_a_truncated_file_is_none_and_one_of_whole_pages_comes_as_it_is(open_at, tmp_path):
     tier = open_at()
     assert tier.write("a", memory(3, seed=1))
     (path,) = files(tmp_path / "tier")
@@ -258,9 +258,10 @@ def test_a_truncated_file_is_none_and_a_changed_one_comes_as_it_is(open_at, tmp_
     assert tier.read("a", into), "what it contains is checked by its trailer, not here"
     assert bytes(into[0][:7]) == b"changed"
     os.truncate(path, 2 * 4096)
-    assert not tier.read("a", memory(3))
-    os.truncate(path, 0)
-    assert not tier.read("a", memory(3))
+    assert tier.read("a", memory(3)) == 2 * 4096
+    for num_bytes in (2 * 4096 - 1, 1, 0):
+        os.truncate(path, num_bytes)
+        assert not tier.read("a", memory(3))
 
     def cut(_: os.stat_result) -> bool:
         os.truncate(path, 4096)
@@ -341,7 +342,7 @@ def test_old_records_are_gone(open_at, tmp_path, monkeypatch):
         os.utime(old, (1, time.time() - 4000))
         tier = open_at(path, shared=shared, max_age_s=3600.0)
         assert sum(tier.present(["0", "1"])) == 1
-        assert sum(tier.read(name, memory(1)) for name in "01") == 1
+        assert [tier.read(name, memory(1)) > 0 for name in "01"].count(True) == 1
         wait_until(lambda old=old: not old.exists())
         assert young.exists()
 

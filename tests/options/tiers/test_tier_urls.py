@@ -30,12 +30,13 @@ def test_what_urls_mean():
     url = parse("valkey://h1:6379,h2,[::1]:7000?cluster=1&tls=1&read_mb_s=100&write=cold")
     assert urls._addresses(url.place) == [("h1", 6379), ("h2", 6379), ("::1", 7000)]
     assert url.parameters == {"cluster": True, "tls": True}
-    assert url.options == TierOptions("cold", read_mb_s=100.0)
+    assert url.options == TierOptions("cold", read_mb_s=100.0, compress="auto")
     url = parse("s3://bucket/some/prefix?endpoint=https%3A%2F%2Fhost:9000&region=eu-1")
     assert url.place == "bucket/some/prefix"
     assert url.parameters == {"endpoint": "https://host:9000", "region": "eu-1"}
     assert parse("az://container?endpoint=http://127.0.0.1:1/account&allow_http=1").place == "container"
-    assert parse("gs://bucket").options == TierOptions("commit")
+    assert parse("gs://bucket").options == TierOptions("commit", compress="auto")
+    assert parse("az://a?compress=off").options == TierOptions("commit")
     url = parse("mooncake://master?protocol=rdma&segment_gb=64&devices=mlx5_0,mlx5_1&host=10.0.0.1")
     devices = {"devices": "mlx5_0,mlx5_1", "host": "10.0.0.1"}
     assert url.place == "master"
@@ -46,8 +47,9 @@ def test_what_urls_mean():
     # What is shared is written on commit.
     shared = ("dir:///a?size_gb=1&shared=1", "valkey://a", "s3://a", "az://a", "gs://a", "mooncake://a")
     assert {parse(url).options.write for url in shared} == {"commit"}
-    every = "write=commit&read_mb_s=1&write_mb_s=2.5&write_tb_day=3&key_file=/run/key"
-    expected = TierOptions("commit", 1.0, 2.5, 3.0, "/run/key")
+    assert parse("mooncake://a").options.compress == "off"
+    every = "write=commit&read_mb_s=1&write_mb_s=2.5&write_tb_day=3&key_file=/run/key&compress=zstd"
+    expected = TierOptions("commit", 1.0, 2.5, 3.0, "/run/key", "zstd")
     assert parse(f"dir:///a?size_gb=1&{every}").options == expected
 
 
@@ -59,7 +61,9 @@ MISTAKES = {
     "it must be seconds, such as 604800 for a week": ["dir:///a?size_gb=1&max_age=7d"],
     "size_gb twice": ["dir:///a?size_gb=1&size_gb=2"],
     "did you mean size_gb?": ["dir:///a?size_bg=1"],
-    "the names are size_gb, shared, max_age, write, ": ["dir:///a?zzzzzz=1"],
+    "the names are size_gb, shared, max_age, compress, write, ": ["dir:///a?zzzzzz=1"],
+    "it must be off or auto or zstd or lz4": ["valkey://a?compress=gzip"],
+    "unknown parameter 'compress'": ["mooncake://a?compress=zstd"],
     "it must be 0 or 1": ["dir:///a?size_gb=1&shared=yes"],
     "dir:///path": ["dir://nvme/a?size_gb=1", "dir:///?size_gb=1"],
     "cannot be printed": ["dir:///a%0Ab?size_gb=1"],
@@ -125,12 +129,26 @@ def test_a_missing_package_is_named_with_its_extra(url, package, extra, monkeypa
         option(url)
 
 
+def test_without_blosc_a_named_method_is_refused_and_auto_says_once_that_it_is_off(monkeypatch, caplog):
+    monkeypatch.setattr(urls.compression, "is_installed", lambda: False)
+    named = parse("dir:///a?size_gb=1&compress=lz4")
+    with pytest.raises(StartError, match=r"dir:///a' .*compress=lz4 needs .*pip install '\.\[compress\]'"):
+        option(named.text)
+    assert "\n" not in caplog.text
+    assert urls.compress(parse("s3://a")) == "off"
+    (line,) = caplog.messages
+    assert line.startswith(
+        "s3://a is not compressed: compress=auto needs the package blosc: run pip install "
+    )
+    assert urls.compress(parse("dir:///a?size_gb=1")) == urls.compress(parse("s3://a?compress=off")) == "off"
+
+
 def test_a_directory_opens_and_needs_no_extra(tmp_path):
     code = (
         "import sys\n"
         "from lmcache_server.options.tiers.urls import open_tier, parse\n"
         "open_tier(parse(sys.argv[1])).close()\n"
-        "assert not {'glide_sync', 'obstore'} & set(sys.modules)\n"
+        "assert not {'glide_sync', 'obstore', 'blosc'} & set(sys.modules)\n"
     )
     url = f"dir://{tmp_path}/tier?size_gb=0.5&max_age=60"
     subprocess.run([sys.executable, "-c", code, url], check=True)

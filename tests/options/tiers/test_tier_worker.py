@@ -79,7 +79,7 @@ def test_a_record_comes_back_and_any_changed_byte_is_found(size: int, cipher: Re
         for piece in read.pieces:
             piece[:] = data[: len(piece)]
             data = data[len(piece) :]
-        read.open()
+        read.open(len(whole))
         return other.content
 
     assert opened(whole, label(size)) == content
@@ -92,7 +92,7 @@ def test_a_record_comes_back_and_any_changed_byte_is_found(size: int, cipher: Re
         other_key = record_of(label(size), Memory(size), RecordCipher(AESGCM(b"2" * 32), "two"))
         other_key.pieces[0][:] = whole
         with pytest.raises(DamagedRecordError):
-            other_key.open()
+            other_key.open(len(whole))
     for other in ({"key": b"j" * 32}, {"namespace": b"m" * 32}, {"bit": 2}, {"num_blocks": 1}):
         with pytest.raises(DamagedRecordError):
             opened(whole, label(size, **other))
@@ -220,7 +220,7 @@ def test_a_call_that_waits_for_its_limit_does_not_count_as_hanging(
     loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     monkeypatch.setattr(worker_module, "WRITERS", 1)
-    worker = TierWorker("tier", InMemory, loop, Rates(write_mb_s=0.05))
+    worker, memory = TierWorker("tier", InMemory, loop, Rates(write_mb_s=0.05)), Memory(500_000)
     stuck: list[bool] = []
 
     def slept() -> None:
@@ -231,7 +231,7 @@ def test_a_call_that_waits_for_its_limit_does_not_count_as_hanging(
     # It would take 9 s, in steps of 0.1 s; the server ends after 8 s.
     clock.slept = slept
     with pytest.raises(TierError):
-        loop.run_until_complete(worker.write(label(500_000), Memory(500_000).runs))
+        loop.run_until_complete(worker.write(label(500_000), memory.runs))
     assert 80 * worker_module.PAUSE_S > worker_module.STUCK_S
     assert len(stuck) >= 80
     assert not any(stuck)

@@ -55,11 +55,11 @@ class Store(InMemory):
         self.asked += 1
         return found
 
-    def read(self, name: str, pieces: Sequence[memoryview]) -> bool:
+    def read(self, name: str, pieces: Sequence[memoryview]) -> int:
         if HANGS.hex() in name:
             self.hangs.set()
             self.opened.wait()
-            return False
+            return 0
         assert self.waits != "read" or self.opened.wait(PATIENCE_S)
         return super().read(name, pieces)
 

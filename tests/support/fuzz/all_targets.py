@@ -17,6 +17,12 @@ def _router() -> Iterator[RouterTarget]:
         yield target
 
 
+def _records() -> AbstractContextManager[Target]:
+    from fuzz.records import RecordsTarget
+
+    return closing(RecordsTarget())
+
+
 TARGETS: dict[str, Callable[[], AbstractContextManager[Target]]] = {
     "decoder": lambda: closing(DecoderTarget()),
     "router": _router,
@@ -24,4 +30,5 @@ TARGETS: dict[str, Callable[[], AbstractContextManager[Target]]] = {
     "files": lambda: closing(FilesTarget()),
     "options": lambda: closing(OptionsTarget()),
     "replies": lambda: closing(RepliesTarget()),
+    "records": _records,
 }

@@ -18,6 +18,10 @@ class Proxy:
         self._store_port = store_port
         self.delay_s = 0.0
         """Each piece that the store sends arrives so much later."""
+        self.bytes_per_s = 0.0
+        """So much passes each way, of all connections together; 0 for no limit."""
+        self._next_s = {False: 0.0, True: 0.0}
+        self._lock = threading.Lock()
         self.cut_bytes: int | None = None
         """A connection ends when the store has sent so many bytes at once, in the middle of a record."""
         self.cuts = 0
@@ -66,6 +70,7 @@ class Proxy:
                 if time.monotonic() - began_s > 0.1:  # the store was silent: another answer
                     passed = 0
                 began_s = time.monotonic()
+                time.sleep(self._wait_s(len(piece), is_answer))
                 if is_answer:
                     time.sleep(self.delay_s)
                     passed += len(piece)
@@ -76,6 +81,17 @@ class Proxy:
                 target.sendall(piece)
         for each in (source, target):
             self._end(each)
+
+    def _wait_s(self, num_bytes: int, is_answer: bool) -> float:
+        if not self.bytes_per_s:
+            return 0.0
+        with self._lock:
+            now_s = time.monotonic()
+            # What was slept too long is made up for.
+            self._next_s[is_answer] = (
+                max(now_s - 0.003, self._next_s[is_answer]) + num_bytes / self.bytes_per_s
+            )
+            return max(self._next_s[is_answer] - now_s, 0.0)
 
     def _end(self, end: socket.socket) -> None:
         with contextlib.suppress(OSError):
