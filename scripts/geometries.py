@@ -96,7 +96,7 @@ def pretend_gpu() -> None:
         num_compute_units = staticmethod(lambda device_id=0: 132)
 
     platforms._current_platform = H100()
-    torch.cuda.Stream = torch.cuda.Event = lambda *_, **__: SimpleNamespace(cuda_stream=0)
+    torch.cuda.Stream = torch.cuda.Event = type("Stream", (), {"cuda_stream": 0, "__init__": lambda *_, **__: None})
     # Asked while modules are imported.
     for name in ("cutlass_scaled_mm_supports_block_fp8", "cutlass_scaled_mm_supports_fp8"):
         setattr(torch.ops._C, name, lambda *_: True)
@@ -131,7 +131,7 @@ def join_group(rank_of: int) -> None:
         with tempfile.TemporaryDirectory() as directory:
             where = f"file://{directory}/rendezvous"
             parallel_state.init_distributed_environment(1, 0, where, 0, "gloo")
-        parallel_state.initialize_model_parallel()
+            parallel_state.initialize_model_parallel()
     parallel_state.get_tp_group().world_size = rank_of
 
 
@@ -320,8 +320,8 @@ def row(server: Any, name: str, entry: dict[str, Any]) -> str:
         f"{chunk:,}",
         f"{sum(token):,.0f}",
         f"{sum(holders[i] * each for i, each in zip(full, token, strict=True)):,.0f}",
-        f"{resume:,}" if resume else "-",
-        f"{tokens / 1e6:,.1f} million",
+        f"{resume / 2**20:,.1f} MiB" if resume else "-",
+        f"{round(tokens, -4):,}",
     )
     return f"| {' | '.join(cells)} |\n"
 
