@@ -82,6 +82,9 @@ def pretend_gpu() -> None:
     for name in ("_C_stable_libtorch", "vllm_flash_attn", "vllm_flash_attn.flash_attn_interface"):
         module = sys.modules[f"vllm.{name}"] = Missing(f"vllm.{name}")
         module.__spec__ = ModuleSpec(f"vllm.{name}", None)
+    for name in ("cuda", "cuda.bindings", "cuda.bindings.driver", "cuda.bindings.runtime"):
+        sys.modules[name] = Missing(name)
+        sys.modules[name].__spec__ = ModuleSpec(name, None)
     platforms.vllm_version_matches_substr = lambda _: False  # with it, Triton's decorators stay
     from vllm.platforms import cuda
     from vllm.platforms.interface import DeviceCapability
@@ -96,7 +99,9 @@ def pretend_gpu() -> None:
         num_compute_units = staticmethod(lambda device_id=0: 132)
 
     platforms._current_platform = H100()
-    torch.cuda.Stream = torch.cuda.Event = type("Stream", (), {"cuda_stream": 0, "__init__": lambda *_, **__: None})
+    torch.cuda.Stream = torch.cuda.Event = type(
+        "Stream", (), {"cuda_stream": 0, "__init__": lambda *_, **__: None}
+    )
     # Asked while modules are imported.
     for name in ("cutlass_scaled_mm_supports_block_fp8", "cutlass_scaled_mm_supports_fp8"):
         setattr(torch.ops._C, name, lambda *_: True)
@@ -163,16 +168,16 @@ def planned(entry: dict[str, Any]) -> tuple[Any, Any]:
                 kv_role="kv_both",
             ),
         ).create_engine_config()
-    with set_current_vllm_config(vllm_config):
-        join_group(entry["tp"])
-        with set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
-            initialize_model(vllm_config=vllm_config)
-        current_platform.update_block_size_for_backend(vllm_config)
-        runner = SimpleNamespace(vllm_config=vllm_config, shared_kv_cache_layers={})
-        specs = GPUModelRunner.get_kv_cache_spec(runner)
-        layouts = [each.name for each in get_supported_kv_cache_layouts(list(backends(vllm_config)))]
-        resolve_kv_cache_layout(vllm_config, [layouts], specs.values())
-        (plan,) = get_kv_cache_configs(vllm_config, [specs], [60 << 30])
+        with set_current_vllm_config(vllm_config):
+            join_group(entry["tp"])
+            with set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
+                initialize_model(vllm_config=vllm_config)
+            current_platform.update_block_size_for_backend(vllm_config)
+            runner = SimpleNamespace(vllm_config=vllm_config, shared_kv_cache_layers={})
+            specs = GPUModelRunner.get_kv_cache_spec(runner)
+            layouts = [each.name for each in get_supported_kv_cache_layouts(list(backends(vllm_config)))]
+            resolve_kv_cache_layout(vllm_config, [layouts], specs.values())
+            (plan,) = get_kv_cache_configs(vllm_config, [specs], [60 << 30])
     return vllm_config, plan
 
 
@@ -268,7 +273,9 @@ def exchanged(server: Any, name: str, tp: int, vllm_config: Any, plan: Any) -> d
     for engine in engines:
         engine.close()
     if (said["chunk_size"], said["world_size"], found.resume_tokens) != (chunk, tp, chunk):
-        raise SystemExit(f"{name}: the server has another chunk size, number of ranks or hit: {said}, {found}")
+        raise SystemExit(
+            f"{name}: the server has another chunk size, number of ranks or hit: {said}, {found}"
+        )
     return said
 
 
