@@ -1,11 +1,11 @@
-"""Writes docs/geometries.md: how the KV caches of published models lie in L1, without a GPU and without weights.
+"""Writes docs/geometries.md: the sizes of the KV caches of published models, without a GPU or weights.
 
     PYTHONPATH=.:kernels python scripts/geometries.py > docs/geometries.md
 
-geometries.json has what decides the KV cache of each model's configuration. vLLM's own code builds one rank's
-layers on the meta device as for an H100, and plans their KV cache. The connector's code translates the plan, and
-each rank registers a cache of a few blocks at a real server, stores a chunk and loads it. With names, only their
-rows are printed.
+geometries.json has what decides the KV cache of each model's configuration. vLLM's own code builds one
+rank's layers on the meta device as for an H100, and plans their KV cache. The connector's code translates
+the plan, and each rank registers a cache of a few blocks at a real server, stores a chunk and loads it.
+With names, only their rows are printed.
 """
 
 import json
@@ -37,54 +37,54 @@ NAMES = {"full": "full", "sliding_window": "sliding window", "chunked_local": "c
 RECURRENT = {"GDN_ATTN": "Gated DeltaNet", "MAMBA2_ATTN": "Mamba-2"}
 HEAD = """# Sizes of published models
 
-What chunk size does a model have, how many bytes does a token take, and how many tokens does L1 hold? vLLM {vllm}
-planned the KV cache of each model here from the model's configuration, and a real server accepted it: each rank
-stored a chunk and loaded it again, every byte the same. **No GPU and no weights took part**: the table shows sizes,
-not speed, and no answer of these models was checked.
+What chunk size does a model have, how many bytes does a token take, and how many tokens does L1 hold? vLLM
+{vllm} planned the KV cache of each model here from the model's configuration, and a real server accepted it:
+each rank stored a chunk and loaded it again, every byte the same. **No GPU and no weights took part**: the
+table shows sizes, not speed, and no answer of these models was checked.
 
 | model | TP | groups | chunk | bytes of a token, rank | all ranks | bytes to resume | tokens in {l1} GB |
 |---|---|---|---|---|---|---|---|
 """
 FOOT = """
-* **TP** is `--tensor-parallel-size`. More ranks do not make a token smaller, unless each head has its own rank already:
-  then ranks hold copies. MLA is the same on all ranks, and the server stores it once.
-* **groups**: how vLLM divides the layers, with the number of layers of each group. **chunk**: in tokens, with
-  `--chunk-size auto`. No model here needs a number.
+* **TP** is `--tensor-parallel-size`. Ranks share the heads of keys and values; if there are more ranks than
+  heads, some hold copies, and each copy is stored. MLA is the same on all ranks, and is stored once.
+* **groups**: how vLLM divides the layers, with the number of layers of each group. **chunk**: in tokens,
+  with `--chunk-size auto`. No model here needs a number.
 * **bytes of a token**: full attention and MLA, for one rank, and for all ranks as the server stores them.
-* **bytes to resume**: the windows or states of all ranks at one place where a request can resume; at most so much, if
-  that depends on the place.
-* **tokens in {l1} GB**: prompts of {prompt:,} tokens that have nothing in common, in `lmcache server --l1-size-gb {l1}`
-  (1 GB is 2^30 bytes), with what the connector stores
-  [where a request can resume](hybrid-models.md#where-a-request-can-resume). Prompts that share a beginning take less.
+* **bytes to resume**: the windows or states of all ranks at one place where a request can resume; at most so
+  much, if that depends on the place.
+* **tokens in {l1} GB**: prompts of {prompt:,} tokens that have nothing in common, in `lmcache server
+  --l1-size-gb {l1}` (1 GB is 2^30 bytes), with what the connector stores [where a request can
+  resume](hybrid-models.md#where-a-request-can-resume). Prompts that share a beginning take less.
 
-All is in bfloat16, with vLLM's defaults for an H100: it chooses a block of 16 tokens, or 64 or 256 where the attention
-backend needs that, and enlarges it if a state must fit into it. `--kv-cache-dtype fp8` halves the bytes of a token, and
-changes the chunk size of a model with states. So does another TP. Speculative decoding adds layers.
+Models are in bfloat16, with vLLM's defaults for an H100; DeepSeek-V4 packs its cache into 8 bits, and some
+states are in float32. vLLM starts from a block of 16 tokens, or of 64 or 256 where the attention backend
+needs that, and enlarges it until a state fits. Another TP, `--block-size` or `--kv-cache-dtype` changes the
+sizes, and of a model with states also the chunk. Speculative decoding adds layers.
 
-Your own model: `lmcache status` shows its groups, its chunk size and the room for it while an engine is connected.
-After an hour of traffic, [`lmcache plan`](tuning.md#how-large) says what more memory would bring.
+Your own model: `lmcache status` shows its groups, its chunk size and the room for it while an engine is
+connected. After an hour of traffic, [`lmcache plan`](tuning.md#how-large) says what more memory would bring.
 
-`scripts/geometries.py` writes this page. `scripts/geometries.json` has the configurations, and where each comes from.
+`scripts/geometries.py` writes this page. `scripts/geometries.json` has the configurations, and where each
+comes from.
 """
 
 
 def pretend_gpu() -> None:
-    """Makes vLLM plan as on an H100. What the CPU build lacks is only compiled code, which never runs here."""
+    """Makes vLLM plan as on an H100. The CPU build only lacks compiled code, which never runs here."""
 
     class Missing(types.ModuleType):
-        __path__: list[str] = []
+        __path__ = ()
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("__"):
                 raise AttributeError(name)
             return lambda *_, **__: True
 
-    for name in ("_C_stable_libtorch", "vllm_flash_attn", "vllm_flash_attn.flash_attn_interface"):
+    names = ("_C_stable_libtorch", "vllm_flash_attn", "vllm_flash_attn.flash_attn_interface")
+    for name in (*names, "model_executor.layers.minimax_rms_norm.lamport_workspace"):
         module = sys.modules[f"vllm.{name}"] = Missing(f"vllm.{name}")
         module.__spec__ = ModuleSpec(f"vllm.{name}", None)
-    for name in ("cuda", "cuda.bindings", "cuda.bindings.driver", "cuda.bindings.runtime"):
-        sys.modules[name] = Missing(name)
-        sys.modules[name].__spec__ = ModuleSpec(name, None)
     platforms.vllm_version_matches_substr = lambda _: False  # with it, Triton's decorators stay
     from vllm.platforms import cuda
     from vllm.platforms.interface import DeviceCapability

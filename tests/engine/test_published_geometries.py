@@ -24,8 +24,7 @@ def printed(*names: str) -> str:
             "PYTHONPATH": f"{ROOT}:{ROOT}/kernels:{ROOT}/tests/support",
             "OMP_NUM_THREADS": "1",
         },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         check=False,
     )
