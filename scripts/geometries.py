@@ -31,6 +31,7 @@ import vllm.platforms as platforms  # noqa: E402
 from torch._ops import _OpNamespace  # noqa: E402
 
 DATA = Path(__file__).with_suffix(".json")
+RENDEZVOUS = tempfile.TemporaryDirectory()
 L1_GB = 100
 PROMPT_TOKENS = 32_768
 NAMES = {"full": "full", "sliding_window": "sliding window", "chunked_local": "chunked-local"}
@@ -133,10 +134,10 @@ def join_group(rank_of: int) -> None:
     from vllm.distributed import parallel_state
 
     if not torch.distributed.is_initialized():
-        with tempfile.TemporaryDirectory() as directory:
-            where = f"file://{directory}/rendezvous"
-            parallel_state.init_distributed_environment(1, 0, where, 0, "gloo")
-            parallel_state.initialize_model_parallel()
+        where = f"file://{RENDEZVOUS.name}/file"
+        parallel_state.init_distributed_environment(1, 0, where, 0, "gloo")
+    parallel_state.destroy_model_parallel()  # which groups there are depends on the model
+    parallel_state.initialize_model_parallel()
     parallel_state.get_tp_group().world_size = rank_of
 
 
