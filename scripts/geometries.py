@@ -66,8 +66,9 @@ sizes, and of a model with states also the chunk. Speculative decoding adds laye
 Your own model: `lmcache status` shows its groups, its chunk size and the room for it while an engine is
 connected. After an hour of traffic, [`lmcache plan`](tuning.md#how-large) says what more memory would bring.
 
-`scripts/geometries.py` writes this page. `scripts/geometries.json` has the configurations, and where each
-comes from.
+`scripts/geometries.py` writes this page. **The published configurations were not at hand.** Those in
+`scripts/geometries.json` are defaults of transformers, quotes of other repositories, or written from memory;
+it says which. If yours differs, its sizes do, too.
 """
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 Offer = tuple[Tracked, StoreObject]
 """A request, and an object of it."""
 Finds = Callable[[str], Tracked | None]
+"""Finds a request by its id."""
 
 
 class Offers:

@@ -145,11 +145,10 @@ class WorkerSide:
         self.is_asleep, started_s = True, self._system.now_s()
         self.channel.close(GIVE_BACK_S)
         if self._system.now_s() - started_s >= GIVE_BACK_S:
-            text = (
-                "lmcache: after %d s the server at %s still has the memory of this engine, which sleeps now"
-            )
             logger.warning(
-                f"{text}: if waking up fails for lack of memory, restart it", GIVE_BACK_S, self._address
+                "lmcache: the server at %s was told %d s ago to give this engine's memory back, and may still "
+                "have it: if vLLM cannot wake up for lack of memory, restart the server",
+                *(self._address, GIVE_BACK_S),
             )
         self.client.export.close()
         self._end_jobs()

@@ -92,7 +92,7 @@ class GroupSpec(Wire, frozen=True):
     def stored_blocks(self, chunk_index: int, chunk_size: int) -> range:
         """The block positions that this group stores for chunk `chunk_index`: all that a resume at the
         end of the chunk, or at any later chunk boundary, can need. May be empty."""
-        if self.kind == FULL:
+        if self.kind == FULL:  # asked for each chunk of each load
             blocks = chunk_size // self.block_size
             return range(chunk_index * blocks, (chunk_index + 1) * blocks)
         end = (chunk_index + 1) * chunk_size
