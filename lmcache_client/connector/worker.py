@@ -146,8 +146,8 @@ class WorkerSide:
         self.channel.close(GIVE_BACK_S)
         if self._system.now_s() - started_s >= GIVE_BACK_S:
             logger.warning(
-                "lmcache: the server at %s was told %d s ago to give this engine's memory back, and may still "
-                "have it: if vLLM cannot wake up for lack of memory, restart the server",
+                "lmcache: the server at %s was told %d s ago to give this engine's memory back, and may "
+                "still have it: if vLLM cannot wake up for lack of memory, restart the server",
                 *(self._address, GIVE_BACK_S),
             )
         self.client.export.close()
