@@ -32,7 +32,7 @@ _COMPUTE_MODE, _COMPUTE_MAJOR, _COMPUTE_MINOR, _HOST_POINTER = 20, 75, 76, 91
 _CAPTURE_RELAXED = 2
 _BATCH_VERSION = 12080
 _STREAM_ORDER, _ANY_ORDER = 1, 3
-_POSIX_DESCRIPTOR, _ON_DEVICE, _READ_AND_WRITE = 1, 1, 3
+_POSIX_DESCRIPTOR, _PINNED, _ON_DEVICE, _READ_AND_WRITE = 1, 1, 1, 3
 
 _U64 = c_ulonglong
 
@@ -67,6 +67,15 @@ class _Access(ctypes.Structure):
     """CUmemAccessDesc: who may do what with a mapping."""
 
     _fields_ = (("location_type", c_int), ("ordinal", c_int), ("flags", c_int))
+
+
+class _Allocation(ctypes.Structure):
+    """CUmemAllocationProp: what to allocate, and how it may be shared. The rest stays empty."""
+
+    _fields_ = (
+        *((name, c_int) for name in ("kind", "shared", "location_type", "ordinal")),
+        ("rest", _U64 * 2),
+    )
 
 
 class Driver:
@@ -207,10 +216,21 @@ class Driver:
         os.set_inheritable(descriptor.value, False)
         return descriptor.value
 
+    def allocate_shareable(self, num_bytes: int, ordinal: int) -> int:
+        """The address of new memory of the virtual memory API, as vLLM's sleep mode has it, on the device
+        `ordinal`. `num_bytes` is a multiple of 2 MiB. `unmap` frees it."""
+        wanted = _Allocation(_PINNED, _POSIX_DESCRIPTOR, _ON_DEVICE, ordinal)
+        return self._map(
+            self._out("cuMemCreate", _U64, num_bytes, ctypes.byref(wanted), 0), num_bytes, ordinal
+        )
+
     def map_descriptor(self, descriptor: int, num_bytes: int, ordinal: int) -> int:
         """Maps the allocation of another process that `descriptor` stands for and returns its address, for
         the device `ordinal`. The descriptor may be closed then. After an error, nothing of it is left."""
         handle = self._out("cuMemImportFromShareableHandle", _U64, descriptor, _POSIX_DESCRIPTOR)
+        return self._map(handle, num_bytes, ordinal)
+
+    def _map(self, handle: int, num_bytes: int, ordinal: int) -> int:
         with ExitStack() as undo:
             # The mapping keeps the allocation.
             undo.callback(self._call, "cuMemRelease", handle)
@@ -225,7 +245,7 @@ class Driver:
         return address
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Undoes `map_descriptor`."""
+        """Undoes `map_descriptor` or `allocate_shareable`."""
         self._call("cuMemUnmap", address, num_bytes)
         self._call("cuMemAddressFree", address, num_bytes)
 

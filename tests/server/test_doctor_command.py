@@ -102,6 +102,7 @@ STEPS = (
     "copy",
     "copy in batches",
     "copy by kernel",
+    "memory of sleep mode",
 )
 
 
@@ -125,6 +126,11 @@ def test_each_gpu_is_tried_step_by_step_and_a_failing_step_says_what_helps(tmp_p
     failed = found["GPU 00FF:01:00.0, context"]
     assert (failed["verdict"], failed["fix"].split("  ")[0]) == ("fail", "nvidia-smi -c 0")
     assert "CUDA error 46" in failed["finding"]
+    assert not list(tmp_path.glob("*.memory"))
+    (tmp_path / "no-cuMemCreate").touch()
+    *good, refused = tried({**standin.environment(tmp_path), **variables}).values()
+    assert [check["verdict"] for check in good] == ["ok"] * 7
+    assert (refused["verdict"], refused["fix"][:10]) == ("warn", "start vLLM")
     found = tried({**standin.environment(tmp_path, pin_limit=1 << 20), **variables})
     *good, failed = found.values()
     assert [check["verdict"] for check in good] == ["ok"] * 3

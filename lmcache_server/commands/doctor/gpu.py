@@ -15,29 +15,44 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from lmcache_client.contract.endpoint import lending_path
 from lmcache_kernels.driver import CudaError, Driver
 from lmcache_kernels.page_copy import KernelError, PageCopy, compiled
-from lmcache_server.host.preflight import FAIL, OK, Check
+from lmcache_server.host.preflight import FAIL, OK, WARN, Check
 from lmcache_server.transfer.base import CopyError
+from lmcache_server.transfer.lent import lent
 
 NUM_BYTES = 64 << 20
 PIECE_BYTES = 64 << 10
 ANSWER_S = 60.0
 _ENGINE = f"""
 import hashlib, sys
+from lmcache_client.memory.lending import Lender
 from lmcache_kernels.driver import CudaError, Driver
 try:
-    driver = Driver()
-    driver.enter(driver.retain_context(int(sys.argv[1])))
-    address = driver.allocate({NUM_BYTES})
-    driver.write(address, bytes({NUM_BYTES}))
-    print(driver.ipc_handle(address).hex(), flush=True)
-    for _ in sys.stdin:
-        print(hashlib.sha256(driver.read(address, {NUM_BYTES})).hexdigest(), flush=True)
+    driver, ordinal = Driver(), int(sys.argv[1])
+    driver.enter(driver.retain_context(ordinal))
+    for line in sys.stdin:
+        if line == "handle\\n":
+            address = driver.allocate({NUM_BYTES})
+            answer = driver.ipc_handle(address).hex()
+        elif line == "descriptor\\n":
+            address = driver.allocate_shareable({NUM_BYTES}, ordinal)
+            answer = driver.export_descriptor(address)
+            Lender([answer]).listen()
+        else:
+            answer = hashlib.sha256(driver.read(address, {NUM_BYTES})).hexdigest()
+        if len(line) > 1:
+            driver.write(address, bytes({NUM_BYTES}))
+        print(answer, flush=True)
 except CudaError as error:
     print("error", error, flush=True)
 """
-"""In the place of an engine: exports memory, and for each line that it reads prints a digest of it."""
+"""In the place of an engine: makes memory of the kind that it reads. For each empty line, prints a digest of
+the last one."""
+
+SLEEP_MODE = "memory of sleep mode"
+UNCACHED = "start vLLM without --enable-sleep-mode and --enable-cumem-allocator, or it runs uncached"
 
 DEVICE_UNAVAILABLE = 46
 BY_CODE = {
@@ -62,6 +77,7 @@ class _Trial:
             ("copy", partial(self._copy_both_ways, self._single), ""),
             ("copy in batches", partial(self._copy_both_ways, self._batch), ""),
             ("copy by kernel", self._kernel, "leave out --gpu-kernel"),
+            (SLEEP_MODE, self._sleep_mode, UNCACHED),
         ]
         self._driver, self._ordinal, self._stack = driver, ordinal, stack
         self._host = np.frombuffer(mmap.mmap(-1, NUM_BYTES), np.uint8)
@@ -92,11 +108,14 @@ class _Trial:
         self._stack.callback(child.kill)
         self._stack.callback(watch.cancel)
         self._child = child
-        self._handle = bytes.fromhex(self._answer())
+        self._handle = bytes.fromhex(self._answer("handle"))
         return ""
 
-    def _answer(self) -> str:
+    def _answer(self, question: str = "") -> str:
+        assert self._child.stdin is not None
         assert self._child.stdout is not None
+        with suppress(BrokenPipeError):  # it has said why it ended
+            print(question, file=self._child.stdin, flush=True)
         line = self._child.stdout.readline().strip()
         if not line or line.startswith("error"):
             raise CopyError(f"in the process of the engine: {line or 'it has ended'}")
@@ -128,9 +147,6 @@ class _Trial:
             if to == host and digest != self._digest:
                 raise CopyError("other bytes arrived from the GPU than were there")
             self._digest = digest
-        assert self._child.stdin is not None
-        self._child.stdin.write("\n")
-        self._child.stdin.flush()
         if self._answer() != self._digest:
             raise CopyError("other bytes arrived on the GPU than were sent")
         return f"{times[0]} from the GPU, {times[1]} to it"
@@ -156,6 +172,15 @@ class _Trial:
 
         return self._copy_both_ways(launch)
 
+    def _sleep_mode(self) -> str:
+        self._stack.callback(lending_path(self._child.pid).unlink, missing_ok=True)
+        descriptor = int(self._answer("descriptor"))
+        with lent(self._child.pid, descriptor) as copy:
+            self._address = self._driver.map_descriptor(copy, NUM_BYTES, self._ordinal)
+        self._later(self._driver.unmap, self._address, NUM_BYTES)
+        self._digest = hashlib.sha256(bytes(NUM_BYTES)).hexdigest()
+        return self._copy_both_ways(self._single)
+
 
 def _pieces(to: int, at: int) -> tuple[_U64, _U64, _U64]:
     """Destinations, sources and lengths of copies that are NUM_BYTES together."""
@@ -174,7 +199,8 @@ def try_gpus(driver: Driver) -> Iterator[Check]:
                     found = step()
                 except (CudaError, OSError, CopyError) as error:
                     code = error.code if isinstance(error, CudaError) else 0
-                    yield Check(f"{name}, {what}", FAIL, str(error), BY_CODE.get(code, fix))
+                    verdict = WARN if what == SLEEP_MODE else FAIL
+                    yield Check(f"{name}, {what}", verdict, str(error), BY_CODE.get(code, fix))
                     break
                 milliseconds = 1000 * (time.perf_counter() - started_s)
                 yield Check(f"{name}, {what}", OK, f"{found}{', ' if found else ''}{milliseconds:.0f} ms")
