@@ -3,13 +3,14 @@
 Nothing here blocks vLLM's scheduler, except for at most a millisecond in a step.
 """
 
+from logging import DEBUG
 from typing import TYPE_CHECKING
 
 from lmcache_client.connector import stats
 from lmcache_client.connector.early_lookups import EarlyLookups, is_enough, is_stale
-from lmcache_client.connector.log import trace
+from lmcache_client.connector.log import logger, trace
 from lmcache_client.connector.option import Engine, Options
-from lmcache_client.connector.request import Asking, PrefillSpeed, Promised, Tracked, fits
+from lmcache_client.connector.request import Asking, PrefillSpeed, Promised, Tracked, fits, why_not_more
 from lmcache_client.connector.stats import TransferStats
 from lmcache_client.contract.admission import known_chunks
 from lmcache_client.contract.geometry import RECURRENT
@@ -131,7 +132,10 @@ class Lookups:
             return None
         tracked.held, tracked.known = found.held, known_chunks(self._groups, found.held)
         tracked.state = promised = Promised(found, asked.computed, asked.since_s, answered_s, asked.is_early)
-        trace(tracked.request.request_id, "can be resumed at %d tokens", found.resume_tokens)
+        if logger.isEnabledFor(DEBUG):
+            why = why_not_more(self._groups, self.chunk_size, found, asked)
+            text, resume = "can be resumed at %d of %d tokens" + (why and ": " + why), found.resume_tokens
+            trace(tracked.request.request_id, text, resume, asked.limit)
         if computed < asked.computed:
             # The engine has lost tokens meanwhile, so the promise is too small: ask again.
             self.release(tracked)

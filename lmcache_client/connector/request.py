@@ -11,6 +11,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from lmcache_client.channel import Pending
 from lmcache_client.contract.admission import Prompt
 from lmcache_client.contract.geometry import GroupSpec
+from lmcache_client.contract.hits import group_ends
 from lmcache_client.contract.keys import MAX_CHUNKS, ROOT_KEY, chunk_keys, tenant_id
 from lmcache_client.contract.messages import MAX_NAME, Found
 
@@ -189,3 +190,12 @@ def fits(found: Found, groups: Sequence[GroupSpec], chunk_size: int, limit: int)
     """Whether an answer fits its question, which asked for a resume point up to `limit`."""
     is_point = found.resume_tokens <= limit and not found.resume_tokens % chunk_size
     return is_point and len(found.held) == len(groups)
+
+
+def why_not_more(groups: Sequence[GroupSpec], chunk_size: int, found: Found, asked: Asking) -> str:
+    """The groups that end the hit of an answer that fits, in words; empty if it reaches the limit."""
+    ends = group_ends(groups, chunk_size, found.held, asked.computed, asked.limit)
+    named = enumerate(zip(groups, ends, strict=True))
+    return ", ".join(
+        f"group {n} ({spec.kind}) ends at {end}" for n, (spec, end) in named if end < asked.limit
+    )

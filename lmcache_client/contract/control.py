@@ -5,10 +5,14 @@ from typing import Annotated
 from msgspec import Meta
 
 from lmcache_client.contract.codec import Natural, Wire
+from lmcache_client.contract.geometry import MAX_GROUPS
 from lmcache_client.contract.keys import Keys
 
 MAX_RETAIN_S = 86400
 Missed = Annotated[tuple[tuple[Annotated[str, Meta(max_length=32)], Natural], ...], Meta(max_length=16)]
+
+
+Short = Annotated[tuple[tuple[Natural, Natural, tuple[Natural, ...]], ...], Meta(max_length=MAX_GROUPS)]
 
 
 class Inspect(Wire, frozen=True, tag=27):
@@ -22,11 +26,14 @@ class Inspect(Wire, frozen=True, tag=27):
 
 class Inspected(Wire, frozen=True, tag=28):
     """`resume_tokens` and `held` are those of Found. `missed` has the tokens between there and the limit by
-    reason, as (reason, tokens) pairs."""
+    reason, as (reason, tokens) pairs. `short` has the groups that cannot be restored up to the limit: how far
+    each could be alone, and the ranks that have not stored their part of the first chunk behind that of which
+    others have."""
 
     resume_tokens: Natural
     held: tuple[bytes, ...]
     missed: Missed
+    short: Short = ()
 
 
 class Follow(Wire, frozen=True, tag=32):

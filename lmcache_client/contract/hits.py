@@ -50,6 +50,26 @@ def _last_missing(
     return -1
 
 
+def group_ends(
+    groups: Sequence[GroupSpec],
+    chunk_size: int,
+    held: Sequence[bytes],
+    computed_tokens: int,
+    limit_tokens: int,
+) -> tuple[int, ...]:
+    """How far each group alone can be restored, in tokens. `held` has, per group, a bitmap as in Found.
+
+    The hit ends before the limit if one of these ends does: that group is the reason.
+    """
+    ends = []
+    for group, bitmap in zip(groups, held, strict=True):
+        digits = f"{int.from_bytes(bitmap, 'little'):b}"[::-1].ljust(limit_tokens // chunk_size, "0")
+        flags = [digit == "1" for digit in digits]
+        point = resume_point([group], chunk_size, [flags], computed_tokens, limit_tokens)
+        ends.append(max(point, computed_tokens))
+    return tuple(ends)
+
+
 def fetch_patience_s(num_tokens: int) -> float:
     """How many seconds a lookup for so many tokens may wait for tiers. Both sides use this."""
     return min(30.0, 2.0 + num_tokens / 10_000)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.tracing import extract_trace_context, instrument_manual
 
 from lmcache_client.connector.option import Engine, Option
-from lmcache_client.connector.request import Asking, Tracked
+from lmcache_client.connector.request import Asking, Tracked, fits, why_not_more
 from lmcache_client.contract.messages import Found, StoreObject
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ class Spans(Option):
 
     def __init__(self, engine: Engine, wanted: Any) -> None:
         super().__init__(engine, wanted)
+        self._groups = engine.groups
         self._stores: dict[int, list[Headers]] = {}
         """By job, the headers of the requests of each store under way."""
 
@@ -38,6 +39,8 @@ class Spans(Option):
         attributes: dict[str, object] = {"error": str(asked.lookup.error)}
         if isinstance(found, Found):
             attributes = {"computed_tokens": asked.computed, "resume_tokens": found.resume_tokens}
+            if fits(found, self._groups, tracked.chunk_size, asked.limit):
+                attributes["why"] = why_not_more(self._groups, tracked.chunk_size, found, asked)
             attributes |= {f"missed_tokens.{reason}": number for reason, number in found.missed}
         self._add(tracked, "lookup", now_s - asked.since_s, attributes)
 

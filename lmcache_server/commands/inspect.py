@@ -10,7 +10,7 @@ from lmcache_server.commands.control import ControlError
 from lmcache_server.commands.status import group_name, reasons
 from lmcache_server.host.logs import printable
 
-SHOWN_GAPS = 4
+SHOWN_GAPS, SHOWN_RANKS = 4, 8
 
 Ask = Callable[[Inspect], Inspected]
 
@@ -55,9 +55,12 @@ def look(ask: Ask, name: str, tokens: Sequence[int], salt: str, namespace: dict[
     found = ask(Inspect(namespace["engines"][0], keys, limit))
     if len(found.held) != len(groups) or found.resume_tokens > limit:
         raise ControlError("the lmcache server's answer does not fit the question: restart it and ask again")
+    short = {group: (end, list(ranks)) for group, end, ranks in found.short}
     shown = [
-        {"kind": group_name(group), "where": "l1"} | _held(bits, len(keys), size)
-        for group, bits in zip(groups, found.held, strict=True)
+        {"kind": group_name(group), "where": "l1"}
+        | _held(bits, len(keys), size)
+        | dict(zip(("resume_tokens", "waits_for_ranks"), short.get(index, (limit, [])), strict=True))
+        for index, (group, bits) in enumerate(zip(groups, found.held, strict=True))
     ]
     names = {each: namespace[each] for each in ("model", "namespace", "chunk_size")}
     numbers = {"tokens": len(tokens), "limit_tokens": limit, "resume_tokens": found.resume_tokens}
@@ -99,8 +102,17 @@ def text(row: dict[str, Any]) -> str:
             f"  group {index}: {group['kind']}, in {group['where'].upper()}: {group['held_chunks']} of "
             f"{group['chunks']} chunks, the first {group['leading_tokens']:,} tokens without a gap"
             + _gaps(missing)
+            + _why(group, row["limit_tokens"])
         )
     return "\n".join(map(printable, lines))
+
+
+def _why(group: dict[str, Any], limit_tokens: int) -> str:
+    if group["resume_tokens"] == limit_tokens:
+        return ""
+    ranks = ", ".join(map(str, group["waits_for_ranks"][:SHOWN_RANKS]))
+    waits = f", not stored by rank {ranks}" if ranks else ""
+    return f"; alone, it could be restored up to {group['resume_tokens']:,}{waits}"
 
 
 def _gaps(missing: list[list[int]]) -> str:

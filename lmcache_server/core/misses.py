@@ -4,9 +4,10 @@ import functools
 import operator
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from lmcache_client.contract.geometry import FULL
+from lmcache_client.contract.hits import group_ends
 from lmcache_server.core.layout import Layout
 
 REASONS = ("not_stored", "evicted", "tier_down", "tier_late", "no_state", "partial")
@@ -65,6 +66,19 @@ def missed_tokens(
     tokens = {NO_STATE: ends[0] - start, reason: ends[1] - ends[0], NOT_STORED: limit - ends[1]}
     tokens[TIER_LATE] = late
     return {reason: number for reason, number in tokens.items() if number}
+
+
+def short_groups(
+    layout: Layout, held: Sequence[bytes], ready: Sequence[int], limit: int
+) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """As `short` of Inspected. `ready` has, per chunk, the bits of its ready objects."""
+    size = layout.chunk_size
+    for group, end in enumerate(group_ends(layout.groups, size, held, 0, limit)):
+        if end // size < limit // size:
+            mask = layout.masks[group]
+            behind = (bits for bits in ready[end // size : limit // size] if bits & mask not in (0, mask))
+            bits = next(behind, mask)
+            yield group, end, tuple(r for r in layout.holders[group] if not bits >> layout.bit(group, r) & 1)
 
 
 def _held_chunks(layout: Layout, held: Sequence[bytes], first: int) -> int:

@@ -55,7 +55,7 @@ def check_the_last_request_can_be_followed(engine: Engine, server: LMCacheServer
     followed = told[-1][0]
     sentences = [re.sub(r"\d+ objects|job \d+", "n", each) for name, each in told if name == followed]
     assert sentences == [
-        "can be resumed at 512 tokens",
+        "can be resumed at 512 of 512 tokens",
         "loading 512 tokens, n",
         "its load of 512 tokens ended",
         "ended",

@@ -21,16 +21,16 @@ def inspect(desk: Desk, *numbers: int, engine: str = "engine 0") -> Message | No
 
 
 def test_it_tells_what_a_lookup_would_find_and_why_not_more(serving: Desk) -> None:
-    assert inspect(serving, 1, 2) == Inspected(0, (b"\0",), (("not_stored", 2 * CHUNK_SIZE),))
+    size, nothing = CHUNK_SIZE, ((0, 0, ()),)
+    fresh = Inspected(0, (b"\0",), (("not_stored", 2 * size),), nothing)
+    assert inspect(serving, 1, 2) == fresh
     serving.stored(1, 2, 4)
-    size = CHUNK_SIZE
-    assert inspect(serving, 1, 2, 3, 4) == Inspected(2 * size, (b"\x0b",), (("not_stored", 2 * size),))
+    missed = (("not_stored", 2 * size),)
+    assert inspect(serving, 1, 2, 3, 4) == Inspected(2 * size, (b"\x0b",), missed, ((0, 2 * size, ()),))
     assert inspect(serving, 1, 2) == Inspected(2 * size, (b"\x03",), ())
-    assert inspect(serving, 1, 2, engine="engine 1") == Inspected(0, (b"\0",), (("not_stored", 2 * size),)), (
-        "another model"
-    )
+    assert inspect(serving, 1, 2, engine="engine 1") == fresh, "another model"
     evict_everything(serving)
-    assert inspect(serving, 1, 2) == Inspected(0, (b"\0",), (("evicted", 2 * size),))
+    assert inspect(serving, 1, 2) == Inspected(0, (b"\0",), (("evicted", 2 * size),), nothing)
     assert inspect(serving) == Inspected(0, (b"",), ())
 
 

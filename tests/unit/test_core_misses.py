@@ -4,8 +4,10 @@ import random
 
 import pytest
 
-from lmcache_client.contract.geometry import FULL, RECURRENT, GroupSpec
+from lmcache_client.contract.geometry import FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
+from lmcache_client.contract.hits import group_ends, resume_point
 from lmcache_server.core.cache import Cache, Layout, Reservation
+from lmcache_server.core.layout import bitmap
 from lmcache_server.core.misses import (
     EVICTED,
     NO_STATE,
@@ -15,6 +17,7 @@ from lmcache_server.core.misses import (
     TIER_LATE,
     Evicted,
     missed_tokens,
+    short_groups,
 )
 
 CHUNK = 16
@@ -117,3 +120,36 @@ def test_the_memory_of_evicted_chunks_is_bounded_and_takes_none_for_another():
     assert 1 << 9 < remembered <= 1 << 10
     assert not any(evicted.has(b"m" * 32, key) for key in keys)
     assert not any(evicted.has(b"n" * 32, key) for key in chain(5000, seed=1))
+
+
+def short(cache, layout, keys):
+    chain, hit = cache.find(layout, keys, 0, len(keys) * CHUNK)
+    ready = [chunk.ready if chunk else 0 for chunk in chain]
+    return hit.resume_tokens, list(short_groups(layout, hit.held, ready, len(keys) * CHUNK))
+
+
+def test_the_groups_that_end_a_hit_and_the_ranks_that_it_waits_for():
+    cache, keys = Cache(1, 100), chain(4)
+    assert short(cache, HYBRID, keys) == (0, [(0, 0, ()), (1, 0, ())])
+    store(cache, HYBRID, keys)
+    store(cache, HYBRID, keys[:3], group=1, first=2)
+    assert short(cache, HYBRID, keys) == (3 * CHUNK, [(1, 3 * CHUNK, ())]), "the state of the last is missing"
+    store(cache, HYBRID, keys, group=1, first=3)
+    assert short(cache, HYBRID, keys) == (4 * CHUNK, [])
+    store(cache, TWO_RANKS, keys[:3])
+    store(cache, TWO_RANKS, keys[:1], rank=1)
+    assert short(cache, TWO_RANKS, keys) == (CHUNK, [(0, CHUNK, (1,))])
+
+
+def test_a_hit_ends_early_exactly_if_a_group_alone_does():
+    generator, window = random.Random(5), GroupSpec(SLIDING_WINDOW, CHUNK, 2 * CHUNK + 1, "", ())
+    groups, seen = (ATTENTION, window, STATE), set()
+    for _ in range(500):
+        present = [bytes(generator.random() < 0.8 for _ in range(6)) for _ in groups]
+        computed, limit = (CHUNK * each for each in sorted(generator.sample(range(7), 2)))
+        ends = group_ends(groups, CHUNK, list(map(bitmap, present)), computed, limit)
+        found = max(resume_point(groups, CHUNK, present, computed, limit), computed)
+        assert (found == limit) == (min(ends) == limit)
+        assert computed <= found <= min(ends)
+        seen.add(found == limit)
+    assert seen == {False, True}

@@ -60,7 +60,7 @@ def test_a_key_is_of_token_ids_and_the_first_one_of_the_salt_as_vllm_has_it() ->
 
 def test_what_is_held_of_each_group_and_why_no_more() -> None:
     missed = (("no_state", 4), ("evicted", 8))
-    row, _ = look(Inspected(4, (b"\x03", b"\x0a"), missed))
+    row, _ = look(Inspected(4, (b"\x03", b"\x0a"), missed, ((0, 8, ()),)))
     assert json.loads(json.dumps(row)) == row
     assert (row["tokens"], row["limit_tokens"], row["resume_tokens"]) == (17, 16, 4)
     assert row["missed"] == {"no_state": 4, "evicted": 8}
@@ -68,17 +68,26 @@ def test_what_is_held_of_each_group_and_why_no_more() -> None:
     assert full == {
         **{"kind": "full", "where": "l1", "chunks": 4, "held_chunks": 2},
         **{"leading_tokens": 8, "missing_tokens": [[8, 16]]},
+        **{"resume_tokens": 8, "waits_for_ranks": []},
     }
+    assert (window["resume_tokens"], window["waits_for_ranks"]) == (16, [])
     assert (window["kind"], window["leading_tokens"]) == ("sliding window of 512 tokens", 0)
     assert window["missing_tokens"] == [[0, 4], [8, 12]]
     assert not inspect.is_whole(row)
     assert inspect.text(row).splitlines() == [
         "line 1: 17 tokens, some/model, namespace 0123456789ab",
         "  4 of 16 tokens can be restored, 8 evicted, 4 without a window or state",
-        "  group 0: full, in L1: 2 of 4 chunks, the first 8 tokens without a gap; missing: 8 to 16",
+        "  group 0: full, in L1: 2 of 4 chunks, the first 8 tokens without a gap; missing: 8 to 16; "
+        "alone, it could be restored up to 8",
         "  group 1: sliding window of 512 tokens, in L1: 2 of 4 chunks, the first 0 tokens without a gap; "
         "missing: 8 to 12",
     ]
+
+
+def test_ranks_that_have_not_stored_their_part_are_named() -> None:
+    row, _ = look(Inspected(4, (b"\x0f", b"\x01"), (("partial", 12),), ((1, 4, (1, 3)),)))
+    assert row["groups"][1]["waits_for_ranks"] == [1, 3]
+    assert inspect.text(row).endswith("restored up to 4, not stored by rank 1, 3")
 
 
 def test_a_prompt_is_whole_if_all_that_vllm_loads_can_be_restored() -> None:
