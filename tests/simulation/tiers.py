@@ -170,9 +170,12 @@ class Lane:
     def num_running(self) -> int:
         return len(self._running_since_s)
 
+    def num_hanging(self) -> int:
+        now_s = self.server.world.now_s
+        return sum(now_s - since_s > STUCK_S for since_s in self._running_since_s.values())
+
     def is_stuck(self) -> bool:
-        since_s = self._running_since_s.values()
-        return len(since_s) == self._threads and self.server.world.now_s - max(since_s) > STUCK_S
+        return self.num_hanging() == self._threads
 
     def fail_waiting(self, reason: str) -> None:
         while self._waiting:

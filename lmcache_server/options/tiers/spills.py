@@ -181,7 +181,9 @@ class Spills:
         """Starts writing what waits, as far as there is room."""
         gone = 0
         while tier.backlog and tier.writing < WRITES_AT_ONCE and gone < MAX_GONE and not self._is_paused:
-            if tier.writing and self._spilling_frames > self._cache.total_frames // SPILL_SHARE:
+            # What hangs holds its frames, perhaps forever: beside it, one object at a time is written.
+            busy = tier.writing > tier.worker.writes_hanging
+            if busy and self._spilling_frames > self._cache.total_frames // SPILL_SHARE:
                 return
             if tier.breaker.is_open:
                 return

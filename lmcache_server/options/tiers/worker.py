@@ -57,10 +57,13 @@ class Lane:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def is_stuck(self) -> bool:
-        """Whether every thread has been in its call for more than STUCK_S seconds."""
+    def num_hanging(self) -> int:
+        """How many threads have been in their call for more than STUCK_S seconds."""
         now_s = time.monotonic()
-        return all(since_s and now_s - since_s > STUCK_S for since_s in self._running_since_s)
+        return sum(1 for since_s in self._running_since_s if since_s and now_s - since_s > STUCK_S)
+
+    def is_stuck(self) -> bool:
+        return self.num_hanging() == len(self._running_since_s)
 
     def is_busy(self) -> bool:
         return any(self._running_since_s)
@@ -173,6 +176,10 @@ class TierWorker:
     def read_delay_s(self, num_bytes: int) -> float:
         """How long reads of so many bytes wait because of a limit."""
         return self._rates.read.delay_s(int(num_bytes * self.compressor.read_share))
+
+    @property
+    def writes_hanging(self) -> int:
+        return self._writes.num_hanging()
 
     def is_stuck(self) -> bool:
         return any(lane.is_stuck() for lane in self._lanes)

@@ -8,6 +8,7 @@ from tier_rig import LAYOUT, Rig, key, option, with_rig
 
 from lmcache_server.options.tiers import server, urls
 from lmcache_server.options.tiers import spills as spills_module
+from lmcache_server.options.tiers import worker as worker_module
 from lmcache_server.options.tiers.spills import SLICE_CHUNKS, SPILL_SHARE
 
 FRAMES = 40
@@ -40,6 +41,22 @@ async def test_what_is_being_written_takes_a_twentieth_of_l1(rig: Rig) -> None:
     await rest(rig)
     assert written(rig) == 10
     assert rig.spills._spilling_frames == 0
+
+
+@with_rig(FRAMES)
+async def test_a_write_that_hangs_holds_up_no_other(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although it holds all frames that may be written at once."""
+    monkeypatch.setattr(spills_module, "SPILL_SHARE", FRAMES + 1)
+    monkeypatch.setattr(worker_module, "STUCK_S", 1.0)
+    hangs, write = iter([True]), rig.store.write
+    monkeypatch.setattr(
+        rig.store, "write", lambda *call: (next(hangs, False) and rig.store.opened.wait(), write(*call))[1]
+    )
+    rig.keep(*range(10))
+    while written(rig) < 9:
+        rig.spills.tick()
+        await rig.system.wait([rig.system.future()], 0.01)
+    assert rig.tier.writing == rig.spills._spilling_frames == 1
 
 
 @with_rig(FRAMES, waits="write")
