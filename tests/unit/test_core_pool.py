@@ -28,16 +28,6 @@ def test_a_fresh_pool_gives_one_run_per_object_and_all_or_nothing():
     assert pool.allocate(8) == ((0, 8),), "growth extends the last free run"
 
 
-def test_an_object_is_spread_over_runs_when_no_run_fits():
-    pool = FramePool(9)
-    taken = [pool.allocate(3) for _ in range(3)]
-    pool.free(taken[0])
-    pool.free(taken[2])
-    runs = pool.allocate(6)
-    assert sorted(runs) == [(0, 3), (6, 3)]
-    pool.check_integrity()
-
-
 def test_what_is_set_aside_is_given_to_nobody_until_it_is_back():
     pool = FramePool(20)
     first, second = pool.allocate(4), pool.allocate(6)

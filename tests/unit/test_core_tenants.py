@@ -42,19 +42,6 @@ def held(cache: Cache, *names: int) -> list[str]:
     return [stored_chunks(cache, chain(4, name)) for name in names]
 
 
-def test_a_full_tenant_evicts_its_own_coldest_though_others_are_colder_and_there_is_room() -> None:
-    cache = with_quota(100, quota=8)
-    store(cache, chain(4, 1))
-    store(cache, chain(4, 2), B)
-    store(cache, chain(4, 3), A)
-    store(cache, chain(4, 4), A)
-    cache.touch(PLAIN.namespace, chain(4, 3))
-    assert store(cache, chain(2, 5), A) is None
-    assert held(cache, 1, 2, 3, 4) == ["1111", "1111", "1111", "1100"], "a tail goes before its head"
-    assert (cache.evicted_chunks, cache.quota_evicted_chunks, cache.evicted_ages_s) == (2, 2, [])
-    assert {each.name: each.frames for each in cache.tenants} == {A: 8, B: 4}
-
-
 def test_one_salt_can_have_another_quota_and_without_a_salt_there_is_none() -> None:
     cache = with_quota(100, quota=2, a=4)
     store(cache, chain(2, 1), A)
@@ -65,24 +52,6 @@ def test_one_salt_can_have_another_quota_and_without_a_salt_there_is_none() -> N
     assert held(cache, 4) == ["1100"], "a chain longer than its quota keeps its head"
     assert store(cache, chain(9, 5)) is None
     assert {each.name for each in cache.tenants} == {A, B}
-
-
-def test_a_smaller_quota_after_a_restart_is_reached_step_by_step() -> None:
-    """A tenant far above its quota does not lose everything in one store, during which others would wait."""
-    before = with_quota(100, quota=50)
-    for name in range(10):
-        store(before, chain(4, name), A)
-    cache = with_quota(0, quota=4)
-    cache.restore(before.snapshot(0.0), 0.0)
-    cache.check_integrity()
-    assert [(each.name, each.frames) for each in cache.tenants] == [(A, 40)]
-    for name, left in enumerate((39, 38, 37), 20):
-        assert store(cache, chain(1, name), A) is None
-        assert next(iter(cache.tenants)).frames == left
-    for name in range(30, 80):
-        assert store(cache, chain(1, name), A) is None
-    assert next(iter(cache.tenants)).frames == 4
-    assert held(cache, 79, 78, 77, 76, 75) == ["1000"] * 4 + ["0000"]
 
 
 @pytest.mark.parametrize("quota", [15, 20, 1000])
