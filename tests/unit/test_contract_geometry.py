@@ -1,4 +1,5 @@
-"""Sizes and needs: what an object holds suffices for every resume point that may ask for it."""
+"""Sizes and needs: what an object holds suffices for every resume point that may ask for it. Resume points
+agree with their definition."""
 
 import math
 
@@ -21,6 +22,7 @@ from lmcache_client.contract.geometry import (
     chunk_size_warning,
     resolve_chunk_size,
 )
+from lmcache_client.contract.hits import resume_point
 
 
 def group(kind, block_size, window=0, regions=()):
@@ -28,10 +30,10 @@ def group(kind, block_size, window=0, regions=()):
 
 
 @st.composite
-def groups(draw):
+def groups(draw, block_sizes=(1, 2, 4, 16, 48), most_window=200):
     kind = draw(st.sampled_from(KINDS))
-    window = draw(st.integers(1, 200)) if kind in (SLIDING_WINDOW, CHUNKED_LOCAL) else 0
-    return group(kind, draw(st.sampled_from((1, 2, 4, 16, 48))), window)
+    window = draw(st.integers(1, most_window)) if kind in (SLIDING_WINDOW, CHUNKED_LOCAL) else 0
+    return group(kind, draw(st.sampled_from(block_sizes)), window)
 
 
 @settings(deadline=None)
@@ -61,25 +63,6 @@ def test_what_the_engine_holds_itself_is_not_needed(spec, resume_blocks, compute
 def test_the_first_needed_token_never_moves_back(spec, tokens, more_tokens):
     """The search of hits.py rests on it."""
     assert spec.first_needed_token(tokens) <= spec.first_needed_token(tokens + more_tokens)
-
-
-@pytest.mark.parametrize(
-    ("spec", "resume_tokens", "expected"),
-    [
-        (group(FULL, 16), 64, range(0, 4)),
-        (group(SLIDING_WINDOW, 16, 17), 64, range(3, 4)),
-        (group(SLIDING_WINDOW, 16, 18), 64, range(2, 4)),
-        (group(SLIDING_WINDOW, 16, 1000), 64, range(0, 4)),
-        (group(SLIDING_WINDOW, 16, 1), 64, range(4, 4)),
-        (group(CHUNKED_LOCAL, 16, 48), 64, range(3, 4)),
-        (group(CHUNKED_LOCAL, 16, 32), 64, range(4, 4)),
-        (group(CHUNKED_LOCAL, 16, 40), 64, range(2, 4)),
-        (group(RECURRENT, 16), 64, range(3, 4)),
-        (group(RECURRENT, 16), 0, range(0, 0)),
-    ],
-)
-def test_needed_blocks(spec, resume_tokens, expected):
-    assert spec.needed_blocks(resume_tokens) == expected
 
 
 ATTENTION, ONE_PAGE = group(FULL, 16), (Region(0, 0, 1, 1),)
@@ -173,3 +156,67 @@ def test_a_chunk_size_that_loses_resume_points_gets_a_warning():
     assert "2 of 3 such boundaries" in chunk_size_warning(144, recurrent)
     assert chunk_size_warning(48, recurrent) == ""
     assert chunk_size_warning(256, [group(FULL, 16)]) == ""
+
+
+# -- resume points, tried out one by one ---------------------------------------------------------------------
+
+
+def first_needed_token(spec, resume_tokens):
+    """Section "what a group needs", written down a second time."""
+    if spec.kind == FULL:
+        return 0
+    if spec.kind == SLIDING_WINDOW:
+        return resume_tokens - spec.window + 1
+    if spec.kind == CHUNKED_LOCAL:
+        return resume_tokens - resume_tokens % spec.window
+    return resume_tokens - 1
+
+
+def can_resume(specs, chunk_size, present, computed_tokens, resume_tokens):
+    """Token by token: whoever needs a token needs the whole block, and so the object it is in."""
+    for spec, flags in zip(specs, present, strict=True):
+        for token in range(resume_tokens):
+            block = token // spec.block_size
+            touched = any(
+                max(first_needed_token(spec, resume_tokens), computed_tokens) <= each < resume_tokens
+                for each in range(block * spec.block_size, (block + 1) * spec.block_size)
+            )
+            if touched and not flags[token // chunk_size]:
+                return False
+    return True
+
+
+def naive_resume_point(specs, chunk_size, present, computed_tokens, limit_tokens):
+    chunks = len(present[0])
+    points = [
+        point
+        for point in range(chunk_size, chunks * chunk_size + 1, chunk_size)
+        if computed_tokens < point <= limit_tokens
+        and can_resume(specs, chunk_size, present, computed_tokens, point)
+    ]
+    return max(points, default=0)
+
+
+@st.composite
+def chains(draw):
+    """(groups, chunk size, presence, computed tokens, limit tokens)"""
+    specs = draw(st.lists(groups((2, 4, 8), 40), min_size=1, max_size=4))
+    chunk_size = 8 * draw(st.integers(1, 3))
+    chunks = draw(st.integers(0, 6))
+    flags = st.lists(st.sampled_from((True, True, True, False)), min_size=chunks, max_size=chunks)
+    present = [draw(flags) for _ in specs]
+    return specs, chunk_size, present, 8 * draw(st.integers(0, 10)), draw(st.integers(0, 7 * chunk_size))
+
+
+@settings(deadline=None)
+@given(chains())
+def test_the_resume_point_is_the_largest_that_works(chain):
+    assert resume_point(*chain) == naive_resume_point(*chain)
+
+
+def test_a_chain_of_many_misses_is_searched_quickly():
+    specs = [group(FULL, 16), group(SLIDING_WINDOW, 16, 512), group(RECURRENT, 16)]
+    chunks = 1 << 16
+    alternating = bytes([1, 0] * (chunks // 2))
+    present = [bytes([1]) * chunks, alternating, alternating]
+    assert resume_point(specs, 16, present, 0, 16 * chunks) == 16
