@@ -125,7 +125,7 @@ BUGS: dict[str, tuple[Any, ...]] = {
     "changed_weights_named_by_their_new_content": (36, (weights, "is_older", constant(True))),
     "weights_of_one_engine_only_are_of_all": (36, (translate, "_own", constant("of an engine"))),
 }
-"""Of each: a seed that finds it, and what it changes: of what, which attribute, and how to make the bug of it.
+"""Of each: a seed that finds it, and what it changes: of what, which attribute, and how to spoil it.
 When a seed no longer finds its bug, `make simulate-bugs` says which one does."""
 
 if "tiers" in NAMES:
