@@ -157,9 +157,7 @@ def test_a_reply_that_cannot_be_read_ends_the_session_and_is_said_once(hostile: 
         wait_until(lambda: pending.settled and channel.ready, what="the server is greeted again")
 
 
-def test_a_request_whose_connection_broke_is_settled_no_sooner_than_its_server_is_done(
-    tmp_path: Path,
-) -> None:
+def test_a_request_whose_connection_broke_is_settled_no_sooner_than_its_server_is_done(tmp_path):
     """A server that lives may still copy. That another one answers at its address says nothing about it."""
     tmp_path.chmod(0o700)
     another = bytes(range(1, 17))

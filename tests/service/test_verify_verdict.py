@@ -248,9 +248,7 @@ def test_log_probabilities_that_are_no_numbers_are_as_wrong_as_can_be() -> None:
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])
-def test_each_prompt_has_its_line_as_it_ends(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_prompt_has_its_line_as_it_ends(flags, tmp_path, capsys, monkeypatch):
     """With --json on stderr, so that stdout is JSON alone."""
     monkeypatch.setattr(run, "COUNT_TIMEOUT_S", 0.0)
     pages = {

@@ -74,9 +74,7 @@ def test_an_engine_that_is_not_cached_is_counted_as_such(desk: Desk) -> None:
     assert counts == [1, 0]
 
 
-def test_a_line_of_the_log_has_a_bounded_part_of_a_models_name(
-    desk: Desk, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_line_of_the_log_has_a_bounded_part_of_a_models_name(desk, caplog):
     caplog.set_level(logging.INFO)
     engine_0(desk, "m" * 4096)
     (line,) = (record.getMessage() for record in caplog.records if "is registered" in record.getMessage())
@@ -85,9 +83,7 @@ def test_a_line_of_the_log_has_a_bounded_part_of_a_models_name(
 
 
 @pytest.mark.parametrize("is_visible", [True, False])
-def test_for_memory_on_a_gpu_the_process_is_watched_that_the_kernel_names(
-    desk: Desk, is_visible: bool
-) -> None:
+def test_for_memory_on_a_gpu_the_process_is_watched_that_the_kernel_names(desk, is_visible):
     """In another process namespace, the client's own number may be that of a stranger, who may end."""
     honest, alive = desk.memory, []
     registry = desk.target.router.registry

@@ -102,9 +102,7 @@ def test_a_page_of_several_runs_says_so_in_every_section_and_one_of_one_run_name
     assert re.findall(r"Measured in the run of (\w+)\.", text) == ["Monday", "Tuesday"]
 
 
-def test_named_benchmarks_leave_the_page_as_it_is(
-    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_named_benchmarks_leave_the_page_as_it_is(page, monkeypatch, capsys):
     page.write_text("the page of a whole run")
     stored(run.RESULTS, [engine(), replay()])
     asked = []

@@ -100,9 +100,7 @@ def test_a_chunk_is_known_if_all_of_full_attention_has_it(bitmaps: list[bytes]) 
     fork=st.integers(0, 60),
     interval=st.integers(2, 40),
 )
-def test_every_place_where_requests_resume_has_all_its_objects(
-    group: GroupSpec, end: int, fork: int, interval: int
-) -> None:
+def test_every_place_where_requests_resume_has_all_its_objects(group, end, fork, interval):
     chunks = 64
     stored = admitted(group, Prompt(end, fork), chunks, interval)
     for resume in {end, fork, *range(interval, chunks, interval), *range(end, chunks)}:

@@ -56,9 +56,7 @@ def test_one_salt_can_have_another_quota_and_without_a_salt_there_is_none() -> N
 
 @pytest.mark.parametrize("quota", [15, 20, 1000])
 @pytest.mark.parametrize("step", [1, 4, 10])
-def test_a_prompt_longer_than_its_quota_keeps_its_beginning_however_it_is_stored(
-    quota: int, step: int
-) -> None:
+def test_a_prompt_longer_than_its_quota_keeps_its_beginning_however_it_is_stored(quota, step):
     """An engine stores what each of its steps has computed, whatever became of the steps before."""
     cache, keys = with_quota(25, quota), chain(40, 1)
     for start in [*range(0, 40, step)] * 3:

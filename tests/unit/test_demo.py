@@ -97,9 +97,7 @@ def left(demo: ModuleType) -> list[int]:
     return [pid for service in demo.started for pid in group_members(service._process.pid)]
 
 
-def test_it_says_what_will_happen_numbers_its_steps_and_ends_with_what_to_do_next(
-    demo: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_says_what_will_happen_numbers_its_steps_and_ends_with_what_to_do_next(demo, capsys):
     code = demo.main()
     said = capsys.readouterr().out
     assert code == 0, said
@@ -152,9 +150,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", ["vLLM without connector", "second vLLM"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_vllm_that_fails_ends_the_demo_with_a_sentence(
-    demo: ModuleType, name: str, fault: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_vllm_that_fails_ends_the_demo_with_a_sentence(demo, name, fault, capsys):
     demo.faults[name] = fault
     assert demo.main() == 1
     said = capsys.readouterr().err
@@ -166,9 +162,7 @@ def test_a_vllm_that_fails_ends_the_demo_with_a_sentence(
     assert not left(demo)
 
 
-def test_a_server_that_is_killed_by_somebody_else_ends_the_demo_with_a_sentence(
-    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_is_killed_by_somebody_else_ends_the_demo_with_a_sentence(demo, monkeypatch, capsys):
     ask = demo.ask
 
     def ask_and_kill(vllm: object, messages: object, *tokens: int) -> object:

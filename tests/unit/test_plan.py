@@ -1,4 +1,4 @@
-"""Pieces of a copy: every byte of every page is moved once, between the right two places and by one path, large
+"""Pieces of a copy: every byte of every page is moved once, between the right places and by one path, large
 pieces by the copy engine and many small ones by the kernel. Each page has its own checksum."""
 
 import zlib

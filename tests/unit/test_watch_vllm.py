@@ -91,9 +91,7 @@ def test_a_changed_body_is_shown_with_what_changed_in_it(report: Report) -> None
         ("~blocks", ("len(blocks)", "blocks.number"), 1),
     ],
 )
-def test_defaults_decorators_arguments_and_setters_count(
-    report: Report, name: str, old_and_new: tuple[str, str], changed: int
-) -> None:
+def test_defaults_decorators_arguments_and_setters_count(report, name, old_and_new, changed):
     code, lines = report(OLD.replace(*old_and_new), name)
     assert code == changed
     assert lines[-1] == f"{1 - changed} same, {changed} changed, 0 gone, 0 new"
