@@ -65,6 +65,25 @@ def test_the_first_needed_token_never_moves_back(spec, tokens, more_tokens):
     assert spec.first_needed_token(tokens) <= spec.first_needed_token(tokens + more_tokens)
 
 
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (group(FULL, 16), range(0, 4)),
+        (group(SLIDING_WINDOW, 16, 17), range(3, 4)),
+        (group(SLIDING_WINDOW, 16, 18), range(2, 4)),
+        (group(SLIDING_WINDOW, 16, 1000), range(0, 4)),
+        (group(SLIDING_WINDOW, 16, 1), range(4, 4)),
+        (group(CHUNKED_LOCAL, 16, 48), range(3, 4)),
+        (group(CHUNKED_LOCAL, 16, 32), range(4, 4)),
+        (group(CHUNKED_LOCAL, 16, 40), range(2, 4)),
+        (group(RECURRENT, 16), range(3, 4)),
+    ],
+)
+def test_what_a_resume_at_64_tokens_needs(spec, expected):
+    assert spec.needed_blocks(64) == expected
+    assert spec.needed_blocks(0) == range(0)
+
+
 ATTENTION, ONE_PAGE = group(FULL, 16), (Region(0, 0, 1, 1),)
 PRIMES = [group(FULL, size) for size in (4099, 4111)]
 
@@ -208,7 +227,7 @@ def chains(draw):
     return specs, chunk_size, present, 8 * draw(st.integers(0, 10)), draw(st.integers(0, 7 * chunk_size))
 
 
-@settings(deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(chains())
 def test_the_resume_point_is_the_largest_that_works(chain):
     assert resume_point(*chain) == naive_resume_point(*chain)

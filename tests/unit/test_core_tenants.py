@@ -25,12 +25,10 @@ def with_quota(frames: float, quota: float, **others: float) -> Cache:
     return Cache(FRAME_BYTES, int(frames), quotas_gb=Limits(FRAME_BYTES * quota / GB_BYTES, named))
 
 
-def store(
-    cache: Cache, keys: list[bytes], tenant: bytes = b"", frames: int = 1, once: bool = False
-) -> NotReserved | None:
+def store(cache: Cache, keys: list[bytes], tenant: bytes = b"") -> NotReserved | None:
     """Stores a chain until an object is not reserved; returns why."""
     for key, parent in zip(keys, [ROOT_KEY, *keys], strict=False):
-        got = cache.reserve(PLAIN, key, 0, 0, 1, frames * FRAME_BYTES, parent, once, tenant)
+        got = cache.reserve(PLAIN, key, 0, 0, 1, FRAME_BYTES, parent, tenant=tenant)
         if not isinstance(got, Reservation):
             return got
         cache.commit(got)
@@ -64,9 +62,8 @@ def test_a_prompt_longer_than_its_quota_keeps_its_beginning_however_it_is_stored
             cache.reserve(PLAIN, key, 0, 0, 1, FRAME_BYTES, parent, tenant=A)
             for key, parent in list(zip(keys, [ROOT_KEY, *keys], strict=False))[start : start + step]
         ]
-        for each in got:
-            if isinstance(each, Reservation):
-                cache.commit(each)
+        for each in (each for each in got if isinstance(each, Reservation)):
+            cache.commit(each)
         cache.check_integrity()
     there = min(quota, 25)
     assert stored_chunks(cache, keys) == "1" * there + "0" * (40 - there)
@@ -134,13 +131,10 @@ def test_the_quota_of_a_tenant(text: str, quota: float) -> None:
     assert limits.quotas_gb(text).of(A) == quota
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "4 GB", "4,", "4,ca9781=2", "4,some-salt=2", "4,5", "inf"])
-def test_what_is_no_quota(text: str) -> None:
-    with pytest.raises(ValueError):
-        limits.quotas_gb(text)
-
-
-def test_a_tenant_is_known_by_a_digest_of_its_salt() -> None:
+def test_what_is_no_quota_and_by_which_digest_of_its_salt_a_tenant_is_known() -> None:
+    for text in ("0", "-1", "4 GB", "4,", "4,ca9781=2", "4,some-salt=2", "4,5", "inf"):
+        with pytest.raises(ValueError):
+            limits.quotas_gb(text)
     assert tenant_id("a").hex() == "ca978112ca1bbdcafac231b39a23dc4d"
     assert tenant_id("") == tenant_id(None) == b""
     assert len(tenant_id("\udc80")) == 16
