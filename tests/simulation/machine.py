@@ -37,6 +37,7 @@ if "tiers" in NAMES:
     from simulation import tiers
 
 TICK_S = 1.0
+OVER = CopyError("the session of this memory has ended")
 CHECKED = 4
 """After so many turns of the server's loop everything is counted again: that takes long."""
 
@@ -142,7 +143,7 @@ class Copier:
     def submit(self, job: CopyJob) -> Future:
         end = Future(self._server)
         if self.closed:
-            self._end(end, CopyError("the session of this memory has ended"), 0)
+            self._end(end, OVER, 0)
         else:
             self._waiting[job.load].append((job, end))
             self._go_on()
@@ -153,16 +154,15 @@ class Copier:
         if not self.closed:
             self.closed = True
             for queue in self._waiting.values():
-                for _, end in queue:
-                    self._end(end, CopyError("the session of this memory has ended"), 0)
-                queue.clear()
+                while queue:
+                    self._end(queue.popleft()[1], OVER, 0)
             if not self._busy:
                 self._give_up()
         return self.ended
 
     def _give_up(self) -> None:
         for _, end, _, _ in self._running:
-            self._end(end, CopyError("the session of this memory has ended"), 0)
+            self._end(end, OVER, 0)
         self._running.clear()
         self._server.run_soon(self.ended.set_result, None)
 
@@ -289,19 +289,11 @@ class SimulatedServer:
         config = Config(
             chunk_size=setup.chunk_size, lease_s=setup.lease_s, checksums=True, of_options=of_options
         )
-        metrics = Metrics()
         makers: list[Any] = parts("server", "Server")
         if "tiers" in NAMES:
             makers[makers.index(TiersServer)] = functools.partial(tiers.option, setup.stores, self, life)
-        self.router, _ = assemble(
-            config,
-            self.cache,
-            self.l1,
-            metrics,
-            self._send,
-            self,  # type: ignore[arg-type]
-            makers=makers,
-        )
+        system: Any = self
+        self.router, _ = assemble(config, self.cache, self.l1, Metrics(), self._send, system, makers=makers)
         self.router._for_sessions[Lookup] = self._timed(self.router.lookups.lookup)
         register = self.router.registry.register
         self.router._for_sessions[Register] = lambda session, message, _bytes: register(
@@ -500,8 +492,8 @@ class SimulatedServer:
     def arrived(self, link: Link, frame: bytes) -> None:
         self.run_soon(self._receive, link.identity, frame)
 
-    def ended(self, link: Link) -> None:
-        self.run_soon(self._disconnected, link.identity)
+    def ended(self, identity: bytes) -> None:
+        self.run_soon(self._disconnected, identity)
 
     def _receive(self, identity: bytes, frame: bytes) -> None:
         # The listener drops what a new client sent whose connection has ended.

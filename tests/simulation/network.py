@@ -3,7 +3,7 @@
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from lmcache_client.contract.control import StatusReport
 from lmcache_client.contract.messages import (
@@ -22,17 +22,10 @@ from lmcache_client.contract.messages import (
 from lmcache_client.transport import ConnectionLostError
 from simulation.world import Event, Lock, Process, Task, World
 
+if TYPE_CHECKING:
+    from simulation.machine import SimulatedServer
+
 RECONNECT_S = 0.1
-
-
-class Server(Protocol):
-    """Whoever listens at an address."""
-
-    process: Process
-
-    def accepted(self, link: "Link") -> None: ...
-    def arrived(self, link: "Link", frame: bytes) -> None: ...
-    def ended(self, link: "Link") -> None: ...
 
 
 class Network:
@@ -41,7 +34,7 @@ class Network:
     def __init__(self, world: World, host: str = "simulated") -> None:
         self.world = world
         self.host = host
-        self.listener: Server | None = None
+        self.listener: SimulatedServer | None = None
         self.links: list[Link] = []
         self.delay_s = 0.0002
         self.reply_loss = 0.0
@@ -73,7 +66,7 @@ class Link:
         self.world = network.world
         self.process = process
         self.identity = b""
-        self.server: Server | None = None
+        self.server: SimulatedServer | None = None
         """Whom it is connected to."""
         self._closed = False
         self._is_up = False
@@ -142,11 +135,11 @@ class Link:
             self._events.append(False)
             self.world.after(RECONNECT_S, self._try)
 
-    def _tell_server(self, server: Server, identity: bytes) -> None:
+    def _tell_server(self, server: "SimulatedServer", identity: bytes) -> None:
         if not server.process.killed:
-            server.ended(_Ended(identity))  # type: ignore[arg-type]
+            server.ended(identity)
 
-    def _arrive(self, server: Server, frame: bytes) -> None:
+    def _arrive(self, server: "SimulatedServer", frame: bytes) -> None:
         # What was on its way when the connection broke is lost.
         if self._is_up and self.server is server and not server.process.killed:
             server.arrived(self, frame)
@@ -177,10 +170,8 @@ def nonsense(frame: bytes, draw: random.Random) -> bytes:
     boot_id, request_id, reply = decode_reply(frame)
     if (how := draw.randrange(6)) < 2:
         return frame[: draw.randrange(len(frame))] if how else draw.randbytes(30)
-    many, held = (
-        draw.choice((0, 3, 8, 16, 1 << 40)),
-        tuple(draw.randbytes(draw.randrange(3)) for _ in range(2)),
-    )
+    many = draw.choice((0, 3, 8, 16, 1 << 40))
+    held = tuple(draw.randbytes(draw.randrange(3)) for _ in range(2))
     found = Found(many, draw.randrange(9), 1, held[: draw.randrange(3)])
     if isinstance(reply, Found) and draw.random() < 0.5:
         return encode_reply(boot_id, request_id, found)
@@ -190,11 +181,6 @@ def nonsense(frame: bytes, draw: random.Random) -> bytes:
         StatusReport(("nonsense",)), Refused(draw.choice(("overloaded", "copy_failed", "?")), "nonsense"),
     )  # fmt: skip
     return encode_reply(boot_id, request_id, draw.choice(answers))
-
-
-class _Ended:
-    def __init__(self, identity: bytes) -> None:
-        self.identity = identity
 
 
 class Watched:
