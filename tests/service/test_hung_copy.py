@@ -65,6 +65,14 @@ def test_others_look_up_store_and_load_while_a_copy_hangs(desk: Desk, hung: Hung
     assert desk.wait(hung.store) == Stored(1, 0, 0)
 
 
+def test_goodbye_is_answered_when_the_copy_has_ended(desk: Desk, hung: Hung) -> None:
+    goodbye = desk.send(0, Goodbye())
+    desk.lookup(1, 1)
+    assert goodbye not in desk.replies
+    hung.go_on.set()
+    assert desk.wait(goodbye) == Done()
+
+
 @pytest.mark.parametrize("is_known", [True, False])
 def test_the_end_of_a_session_whose_copy_hangs_stops_nobody_and_frees_no_frame(desk, hung, is_known):
     """The server may not know that the connection is gone whose client comes again, and reuses its memory."""
@@ -106,14 +114,6 @@ def test_a_connection_that_greets_as_two_clients_has_one_session(desk, hung, mon
     hung.go_on.set()
     assert isinstance(desk.wait(greeting), Welcome)
     assert other in dropped, "or its leases and its descriptor would stay for ever"
-
-
-def test_goodbye_is_answered_when_the_copy_has_ended(desk: Desk, hung: Hung) -> None:
-    goodbye = desk.send(0, Goodbye())
-    desk.lookup(1, 1)
-    assert goodbye not in desk.replies
-    hung.go_on.set()
-    assert desk.wait(goodbye) == Done()
 
 
 def test_the_end_of_the_server_does_not_wait_for_ever(desk: Desk, hung: Hung) -> None:

@@ -50,6 +50,8 @@ def test_a_scheduler_is_answered_with_the_layout_that_it_joined_and_no_other(des
     engine_0(desk)
     desk.stored(1)
     desk.hello(4)
+    for who in (0, 4):
+        assert is_refused(desk.ask(who, question(1)), messages.NOT_REGISTERED), "it has joined no engine"
     assert isinstance(desk.ask(4, Join("engine 0")), Joined)
     assert desk.has(4, 1)
     desk.leave(0)
@@ -57,13 +59,6 @@ def test_a_scheduler_is_answered_with_the_layout_that_it_joined_and_no_other(des
     assert is_refused(desk.ask(4, question(1)), messages.NOT_REGISTERED)
     assert isinstance(desk.ask(4, Join("engine 0")), Joined)
     assert not desk.has(4, 1)
-
-
-def test_who_joined_no_engine_looks_up_nothing(desk: Desk) -> None:
-    engine_0(desk)
-    desk.hello(4)
-    for who in (0, 4):
-        assert is_refused(desk.ask(who, question(1)), messages.NOT_REGISTERED)
 
 
 def test_an_engine_that_is_not_cached_is_counted_as_such(desk: Desk) -> None:
