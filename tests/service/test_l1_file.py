@@ -259,7 +259,7 @@ def test_a_crash_between_any_two_steps_of_a_clean_stop_starts_empty(tmp_path, mo
 # -- space ----------------------------------------------------------------------------------------------
 
 
-def test_what_the_file_system_or_a_limit_cannot_hold_is_refused_with_both_figures(mounted, tmp_path):
+def test_what_the_file_system_cannot_hold_is_refused_with_both_figures_and_a_limit_named(mounted, tmp_path):
     directory = mounted("size=8m")
     assert sentence(directory / "l1", 1 << 30) == (
         f"--l1-size-gb asks for 1.00 GB, but 0.01 GB are available (the file system of {directory}/l1, "

@@ -352,9 +352,7 @@ computed = st.just(0) | st.integers(0, 12)
 limits = st.just(1 << 20) | st.integers(0, CHAIN_CHUNKS * CHUNK_SIZE + 5)
 quotas = st.just(math.inf) | st.integers(0, 40)
 """In frames."""
-questions = dict(
-    layout=layouts, branch=branches, count=counts, computed=computed, session=sessions, once=flags
-)
+questions = {"layout": layouts, "branch": branches, "count": counts, "session": sessions, "once": flags}
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -422,7 +420,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.reservations.append((got, expected, place))
         return got
 
-    @rule(**questions)
+    @rule(computed=computed, **questions)
     def store_a_chain_and_look_it_up(self, layout, branch, count, computed, session, once):
         for index, (of, spec) in itertools.product(range(count), enumerate(layout.groups)):
             for shard in writers(layout, of) if spec.stored_blocks(index, CHUNK_SIZE) else ():
@@ -453,7 +451,7 @@ class CacheMachine(RuleBasedStateMachine):
         del chunk.objects[own]
         self.model.unpin(chunk)
 
-    @rule(limit=limits, **questions)
+    @rule(computed=computed, limit=limits, **questions)
     def lookup(self, layout, branch, count, computed, limit, session, once):
         keys, computed, model = chain_keys(branch)[:count], computed * UNIFIED, self.model
         hit = self.cache.lookup(layout, keys, computed, limit, session, self.now_s, once)
