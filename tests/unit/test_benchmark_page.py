@@ -114,8 +114,7 @@ def test_named_benchmarks_leave_the_page_as_it_is(page, monkeypatch, capsys):
 
 
 def test_all_results_of_a_whole_run_have_its_name(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("first", "second")
-    folder = page.parent / "programs"
+    names, folder = ("first", "second"), page.parent / "programs"
     folder.mkdir()
     for name in names:
         result = run.RESULTS / f"{name}.json"
