@@ -8,16 +8,7 @@ import pytest
 from desk import Desk, is_refused, load, store
 
 from lmcache_client.contract import messages
-from lmcache_client.contract.messages import (
-    Challenge,
-    Done,
-    Goodbye,
-    Message,
-    Prove,
-    Refused,
-    Stored,
-    Welcome,
-)
+from lmcache_client.contract.messages import Challenge, Done, Goodbye, Prove, Refused, Stored, Welcome
 from lmcache_server.service import registry
 from lmcache_server.service.registry import MAX_JOBS, MAX_SESSIONS, MAX_WAITING_BYTES, MAX_WORKERS
 
@@ -29,7 +20,7 @@ def worker(desk: Desk) -> Desk:
     return desk
 
 
-def refused(reply: Message | None) -> bool:
+def refused(reply: messages.Message | None) -> bool:
     assert reply is None or isinstance(reply, Stored) or is_refused(reply, messages.OVERLOADED), reply
     return isinstance(reply, Refused)
 

@@ -25,15 +25,8 @@ from lmcache_client.connector.request import Promised
 from lmcache_client.connector.scheduler import IDLE_WAIT_S, SchedulerSide
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.worker import WorkerSide
-from lmcache_client.contract.geometry import (
-    CHUNKED_LOCAL,
-    RECURRENT,
-    SLIDING_WINDOW,
-    Geometry,
-    GroupSpec,
-    Region,
-    unified_block_size,
-)
+from lmcache_client.contract import geometry
+from lmcache_client.contract.geometry import CHUNKED_LOCAL, RECURRENT, SLIDING_WINDOW, Geometry, GroupSpec
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.memory.host import HostExport
 from simulation.network import ClientSystem, Network
@@ -180,7 +173,7 @@ class Engine:
         )
         self.scheduler.bind(self.pool)
         self.groups = bare
-        self.unified = unified_block_size(bare)
+        self.unified = geometry.unified_block_size(bare)
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -192,7 +185,7 @@ class Engine:
         for kind, size, window in self.model.groups:
             regions = []
             for page_bytes in self.model.page_bytes:
-                regions.append(Region(0, offset, page_bytes, page_bytes))
+                regions.append(geometry.Region(0, offset, page_bytes, page_bytes))
                 offset += num_blocks * page_bytes
             groups.append(GroupSpec(kind, size, window, self.origin.layout(), tuple(regions)))
         return Geometry(tuple(groups), num_blocks)

@@ -5,20 +5,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from lmcache_client.contract import messages
 from lmcache_client.contract.control import StatusReport
-from lmcache_client.contract.messages import (
-    BOOT_ID_BYTES,
-    INTERNAL,
-    Challenge,
-    Cleared,
-    Found,
-    Joined,
-    Message,
-    Refused,
-    Registered,
-    decode_reply,
-    encode_reply,
-)
+from lmcache_client.contract.messages import Found, Message, decode_reply, encode_reply
 from lmcache_client.transport import ConnectionLostError
 from simulation.world import Event, Lock, Process, Task, World
 
@@ -148,8 +137,10 @@ class Link:
 
     def reply(self, frame: bytes) -> None:
         boot_id, _, reply = decode_reply(frame)
-        assert len(boot_id) == BOOT_ID_BYTES
-        assert not (isinstance(reply, Refused) and reply.code == INTERNAL), "the server failed on a request"
+        assert len(boot_id) == messages.BOOT_ID_BYTES
+        assert not (isinstance(reply, messages.Refused) and reply.code == messages.INTERNAL), (
+            "the server failed on a request"
+        )
         if self.world.chance(self.network.reply_loss):
             self.world.count("replies lost")
             return
@@ -176,9 +167,10 @@ def nonsense(frame: bytes, draw: random.Random) -> bytes:
     if isinstance(reply, Found) and draw.random() < 0.5:
         return encode_reply(boot_id, request_id, found)
     answers: tuple[Message, ...] = (
-        found, Joined(draw.random() < 0.5, many),
-        Registered(many, "nonsense"), Challenge(draw.randbytes(draw.randrange(40))), Cleared(many),
-        StatusReport(("nonsense",)), Refused(draw.choice(("overloaded", "copy_failed", "?")), "nonsense"),
+        found, messages.Joined(draw.random() < 0.5, many),
+        messages.Registered(many, "nonsense"), messages.Challenge(draw.randbytes(draw.randrange(40))),
+        messages.Cleared(many), StatusReport(("nonsense",)),
+        messages.Refused(draw.choice(("overloaded", "copy_failed", "?")), "nonsense"),
     )  # fmt: skip
     return encode_reply(boot_id, request_id, draw.choice(answers))
 

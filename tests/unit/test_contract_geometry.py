@@ -9,19 +9,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from lmcache_client.contract import geometry as contract
-from lmcache_client.contract.geometry import (
-    CHUNKED_LOCAL,
-    FULL,
-    KINDS,
-    RECURRENT,
-    SLIDING_WINDOW,
-    Geometry,
-    GeometryError,
-    GroupSpec,
-    Region,
-    chunk_size_warning,
-    resolve_chunk_size,
-)
+from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
 from lmcache_client.contract.hits import resume_point
 
 
@@ -31,7 +19,7 @@ def group(kind, block_size, window=0, regions=()):
 
 @st.composite
 def groups(draw, block_sizes=(1, 2, 4, 16, 48), most_window=200):
-    kind = draw(st.sampled_from(KINDS))
+    kind = draw(st.sampled_from(contract.KINDS))
     window = draw(st.integers(1, most_window)) if kind in (SLIDING_WINDOW, CHUNKED_LOCAL) else 0
     return group(kind, draw(st.sampled_from(block_sizes)), window)
 
@@ -84,7 +72,7 @@ def test_what_a_resume_at_64_tokens_needs(spec, expected):
     assert spec.needed_blocks(0) == range(0)
 
 
-ATTENTION, ONE_PAGE = group(FULL, 16), (Region(0, 0, 1, 1),)
+ATTENTION, ONE_PAGE = group(FULL, 16), (contract.Region(0, 0, 1, 1),)
 PRIMES = [group(FULL, size) for size in (4099, 4111)]
 
 
@@ -98,34 +86,34 @@ PRIMES = [group(FULL, size) for size in (4099, 4111)]
         (lambda: group(RECURRENT, 16, 8), "window 8 does not fit"),
         (lambda: group(SLIDING_WINDOW, 16, 0), "window 0 does not fit"),
         (lambda: group(CHUNKED_LOCAL, 16, -1), "window -1 does not fit"),
-        (lambda: Geometry((), 8), "1 to 64 KV cache groups"),
-        (lambda: Geometry((ATTENTION,) * (contract.MAX_GROUPS + 1), 8), "1 to 64"),
-        (lambda: Geometry((ATTENTION,), 1), "2 to .* blocks, not 1"),
-        (lambda: resolve_chunk_size(None, PRIMES), r"no common multiple up to .*--block-size"),
-        (lambda: resolve_chunk_size(1 << 20, PRIMES), r"no common multiple up to .*--block-size"),
+        (lambda: contract.Geometry((), 8), "1 to 64 KV cache groups"),
+        (lambda: contract.Geometry((ATTENTION,) * (contract.MAX_GROUPS + 1), 8), "1 to 64"),
+        (lambda: contract.Geometry((ATTENTION,), 1), "2 to .* blocks, not 1"),
+        (lambda: contract.resolve_chunk_size(None, PRIMES), r"no common multiple up to .*--block-size"),
+        (lambda: contract.resolve_chunk_size(1 << 20, PRIMES), r"no common multiple up to .*--block-size"),
     ],
 )
 def test_what_is_impossible_is_refused(impossible, message):
-    with pytest.raises(GeometryError, match=message):
+    with pytest.raises(contract.GeometryError, match=message):
         impossible()
 
 
 def test_regions_are_counted_over_all_groups():
     half = group(FULL, 16, regions=ONE_PAGE * (contract.MAX_REGIONS // 2))
-    Geometry((half, half), 8)
-    with pytest.raises(GeometryError, match=f"at most {contract.MAX_REGIONS} regions"):
-        Geometry((half, half, group(FULL, 16, regions=ONE_PAGE)), 8)
+    contract.Geometry((half, half), 8)
+    with pytest.raises(contract.GeometryError, match=f"at most {contract.MAX_REGIONS} regions"):
+        contract.Geometry((half, half, group(FULL, 16, regions=ONE_PAGE)), 8)
 
 
 def test_sizes_of_a_hybrid_model():
-    regions = (Region(0, 0, 400, 100), Region(1, 50, 400, 30))
-    geometry = Geometry((group(FULL, 16, regions=regions), group(RECURRENT, 48)), 10)
+    regions = (contract.Region(0, 0, 400, 100), contract.Region(1, 50, 400, 30))
+    geometry = contract.Geometry((group(FULL, 16, regions=regions), group(RECURRENT, 48)), 10)
     assert contract.unified_block_size(geometry.groups) == 48
     assert geometry.groups[0].block_bytes == 130
     assert geometry.groups[1].block_bytes == 0
 
 
-PAGES = Region(buffer=0, offset=10, stride_bytes=100, page_bytes=50)
+PAGES = contract.Region(buffer=0, offset=10, stride_bytes=100, page_bytes=50)
 
 
 @pytest.mark.parametrize(
@@ -141,9 +129,9 @@ PAGES = Region(buffer=0, offset=10, stride_bytes=100, page_bytes=50)
     ],
 )
 def test_pages_may_reach_the_last_byte_of_a_buffer_and_no_further(change, buffer_bytes, message):
-    Geometry((group(FULL, 16, regions=[PAGES]),), 10).check_buffers((960,))
-    geometry = Geometry((group(FULL, 16, regions=[structs.replace(PAGES, **change)]),), 10)
-    with pytest.raises(GeometryError, match=message):
+    contract.Geometry((group(FULL, 16, regions=[PAGES]),), 10).check_buffers((960,))
+    geometry = contract.Geometry((group(FULL, 16, regions=[structs.replace(PAGES, **change)]),), 10)
+    with pytest.raises(contract.GeometryError, match=message):
         geometry.check_buffers(buffer_bytes)
 
 
@@ -151,30 +139,27 @@ def test_pages_may_reach_the_last_byte_of_a_buffer_and_no_further(change, buffer
 @given(st.lists(groups(), min_size=1, max_size=4))
 def test_auto_is_the_smallest_valid_size_from_256_tokens_on_unless_states_end_inside_it(specs):
     unified = math.lcm(*(spec.block_size for spec in specs))
-    size = resolve_chunk_size(None, specs)
+    size = contract.resolve_chunk_size(None, specs)
     assert size % unified == 0
     assert contract.AUTO_CHUNK_TOKENS == 256
     recurrent = any(spec.kind == RECURRENT for spec in specs)
     assert size == unified if recurrent else size - unified < contract.AUTO_CHUNK_TOKENS <= size
-    assert chunk_size_warning(size, specs) == ""
+    assert contract.chunk_size_warning(size, specs) == ""
 
 
-def test_a_chunk_size_that_does_not_fit_is_refused_with_the_fix():
+def test_a_chunk_size_that_does_not_fit_is_refused_with_the_fix_and_one_that_loses_points_gets_a_warning():
     specs = [group(FULL, 16), group(FULL, 48)]
     asked = r"chunk size 100 is not .* size 48: start the server without --chunk-size, or with 144 \(or 96\)"
-    with pytest.raises(GeometryError, match=asked):
-        resolve_chunk_size(100, specs)
+    with pytest.raises(contract.GeometryError, match=asked):
+        contract.resolve_chunk_size(100, specs)
     asked = "unified block size 48: start the server without --chunk-size, or with 48"
-    with pytest.raises(GeometryError, match=asked):
-        resolve_chunk_size(20, specs)
-
-
-def test_a_chunk_size_that_loses_resume_points_gets_a_warning():
+    with pytest.raises(contract.GeometryError, match=asked):
+        contract.resolve_chunk_size(20, specs)
     recurrent = [group(FULL, 16), group(RECURRENT, 48)]
-    assert resolve_chunk_size(144, recurrent) == 144
-    assert "2 of 3 such boundaries" in chunk_size_warning(144, recurrent)
-    assert chunk_size_warning(48, recurrent) == ""
-    assert chunk_size_warning(256, [group(FULL, 16)]) == ""
+    assert contract.resolve_chunk_size(144, recurrent) == 144
+    assert "2 of 3 such boundaries" in contract.chunk_size_warning(144, recurrent)
+    assert contract.chunk_size_warning(48, recurrent) == ""
+    assert contract.chunk_size_warning(256, [group(FULL, 16)]) == ""
 
 
 # -- resume points, tried out one by one ---------------------------------------------------------------------

@@ -93,6 +93,26 @@ def test_a_read_is_refused_unless_it_is_what_was_promised():
     cache.check_integrity()
 
 
+def test_a_store_that_ends_after_clear_is_dropped():
+    cache = Cache(FRAME_BYTES, 3)
+    (key,) = chain(1)
+    before = reserve(cache, key)
+    assert cache.clear() == 1
+    after = reserve(cache, key)
+    cache.commit(before)
+    assert (cache.used_frames, cache.reserved_frames) == (0, 1)
+    cache.commit(after)
+    assert lookup(cache, [key]).resume_tokens == CHUNK_SIZE
+    cache.check_integrity()
+    # Its frames are free then, even while the chunk is leased.
+    late = reserve(cache, key, layout(groups=2), of=1)
+    cache.clear()
+    cache.commit(late)
+    assert (cache.used_frames, cache.free_frames) == (1, 2)
+    cache.drop_owner(SESSION)
+    assert cache.free_frames == 3
+
+
 def test_ages_at_eviction_are_kept_but_bounded(monkeypatch):
     monkeypatch.setattr(chunks_module, "MAX_EVICTED_AGES", 2)
     cache = Cache(FRAME_BYTES, 3)
