@@ -182,7 +182,7 @@ fuzz: install
 	for target in decoder router pages files options replies records; do (cd tests/support && \
 		PYTHONPATH=../..:../../kernels ../../$(BIN)/python -m fuzz $$target $(SECONDS)) || exit 1; done
 
-# The seeds that find each bug that is put in on purpose, for FOUND_BY in tests/simulation/bugs.py.
+# The seeds that find each bug that is put in on purpose, for tests/simulation/bugs.py and bugs_of_tiers.py.
 simulate-bugs: install
 	PYTHONPATH=tests:.:kernels $(BIN)/python -m simulation --seeds 4000 --bugs
 

@@ -18,7 +18,7 @@ from lmcache_client.contract import messages
 from lmcache_client.contract.codec import pack
 from lmcache_client.contract.messages import Done, Found, Hello, Ping, Refused, Welcome
 from lmcache_client.engine import Scheduler
-from lmcache_client.transport import Connection, Process, System
+from lmcache_client.transport import Connection, Process
 
 LONG_S = 60.0
 
@@ -77,6 +77,11 @@ def test_an_engine_hears_that_the_server_is_of_another_version(hostile: HostileS
         assert isinstance(channel.refusal, RefusedError)
         assert channel.refusal.code == messages.WRONG_VERSION
         assert "install the same version of lmcache-mp" in str(channel.refusal)
+    # What a server writes is cut and made plain.
+    error = str(RefusedError(Refused("x", "no\x1b[2J\nno" * 1000)))
+    assert error.startswith("no [2J no")
+    assert len(error) == messages.MAX_REASON
+    assert error.isprintable()
 
 
 def test_the_kernel_says_who_may_read_this_process(hostile: HostileServer) -> None:
@@ -84,13 +89,6 @@ def test_the_kernel_says_who_may_read_this_process(hostile: HostileServer) -> No
     hostile.lies[Hello] = says(Welcome(BOOT_ID, 1, "x", 1))
     with channel_to(hostile) as channel:
         assert channel.server_pid == os.getpid()
-
-
-def test_what_a_server_writes_is_cut_and_made_plain() -> None:
-    error = str(RefusedError(Refused("x", "no\x1b[2J\nno" * 1000)))
-    assert error.startswith("no [2J no")
-    assert len(error) == messages.MAX_REASON
-    assert error.isprintable()
 
 
 def test_a_thread_that_waits_for_a_reply_keeps_no_other_from_asking(hostile: HostileServer) -> None:
@@ -157,9 +155,7 @@ def test_a_reply_that_cannot_be_read_ends_the_session_and_is_said_once(hostile: 
         wait_until(lambda: pending.settled and channel.ready, what="the server is greeted again")
 
 
-def test_a_request_whose_connection_broke_is_settled_no_sooner_than_its_server_is_done(
-    tmp_path: Path,
-) -> None:
+def test_a_request_whose_connection_broke_is_settled_no_sooner_than_its_server_is_done(tmp_path):
     """A server that lives may still copy. That another one answers at its address says nothing about it."""
     tmp_path.chmod(0o700)
     another = bytes(range(1, 17))
@@ -181,20 +177,12 @@ def test_a_request_whose_connection_broke_is_settled_no_sooner_than_its_server_i
             wait_until(lambda: pending.settled, what="its own server has greeted this client again")
 
 
-class EndlessConnection(Connection):
-    """Has always one more frame."""
-
-    def receive(self) -> bytes | None:
-        return messages.encode_reply(bytes(16), 1 << 40, Done())
-
-
-class EndlessSystem(System):
-    def connect(self, address: str) -> Connection:
-        return EndlessConnection(address)
-
-
-def test_a_server_that_never_stops_talking_does_not_stop_the_engine(tmp_path: Path) -> None:
-    channel = Channel(f"ipc://{tmp_path}/socket", lambda _channel: None, system=EndlessSystem())
+def test_a_server_that_never_stops_talking_does_not_stop_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frame = messages.encode_reply(bytes(16), 1 << 40, Done())
+    monkeypatch.setattr(Connection, "receive", lambda _: frame)
+    channel = Channel(f"ipc://{tmp_path}/socket", lambda _channel: None)
     poll = threading.Thread(target=channel.poll, daemon=True)
     poll.start()
     poll.join(LONG_S)

@@ -8,27 +8,24 @@ from lmcache_client.contract.keys import tenant_id
 from lmcache_client.contract.messages import Clear, Cleared, Store
 
 
-def test_a_scheduler_clears_its_own_namespace_and_no_other(desk: Desk) -> None:
+def test_a_scheduler_clears_its_own_namespace_and_who_greeted_everything_if_he_says_so(
+    desk: Desk,
+) -> None:
     desk.join(0)
     desk.join(1)
     desk.join(2, "another model")
     for who in (0, 2):
         desk.stored(1, who=who)
-    assert desk.ask(1, Clear()) == Cleared(1)
-    assert not desk.has(0, 1)
-    assert desk.has(2, 1), "another model keeps its pages"
-
-
-def test_only_a_client_that_greeted_clears_and_everything_only_if_it_says_so(desk: Desk) -> None:
-    desk.join(0)
-    desk.stored(1)
     for everything in (False, True):
         assert is_refused(desk.ask(5, Clear(everything)), messages.NOT_REGISTERED)
     desk.hello(5)
     assert is_refused(desk.ask(5, Clear()), messages.NOT_REGISTERED)
     assert desk.has(0, 1)
-    assert desk.ask(5, Clear(everything=True)) == Cleared(1)
+    assert desk.ask(1, Clear()) == Cleared(1)
     assert not desk.has(0, 1)
+    assert desk.has(2, 1), "another model keeps its pages"
+    assert desk.ask(5, Clear(everything=True)) == Cleared(1)
+    assert not desk.has(2, 1)
 
 
 def test_one_model_or_one_namespace_is_cleared_and_no_other(desk: Desk) -> None:

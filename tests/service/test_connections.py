@@ -70,9 +70,7 @@ def router() -> Iterator[Router]:
 
 
 @pytest.mark.parametrize("read_before", [0, 1])
-def test_frames_of_a_client_that_hung_up_are_not_taken_for_those_of_the_next(
-    router: Router, read_before: int
-) -> None:
+def test_frames_of_a_client_that_hung_up_are_not_taken_for_those_of_the_next(router, read_before):
     """The next client's connection has the number of the last one's, some of whose frames still wait."""
     with socket.socket(socket.AF_UNIX) as first, socket.socket(socket.AF_UNIX) as second:
         router.connect(first, frames=6)

@@ -160,7 +160,12 @@ def test_nothing_is_copied_once_the_process_is_dead(harness):
     assert isinstance(error, CopyError)
 
 
-def test_a_failed_copy_fails_its_job_and_no_other(harness):
+def test_a_copy_that_fails_or_cannot_be_planned_fails_its_job_and_no_other(harness):
+    def explode():
+        raise RuntimeError("no plan")
+
+    harness.submit(1, 0, load=True, build=explode)
+    assert str(harness.wait_for_end()[1]) == "no plan"
     harness.fail_with = CopyError("broken")
     harness.go_on(3)
     harness.submit(1, 2, load=False)
@@ -168,17 +173,6 @@ def test_a_failed_copy_fails_its_job_and_no_other(harness):
     harness.fail_with = None
     harness.submit(2, 2, load=False)
     assert harness.wait_for_end() == (2, None, 2 * SLICE_BYTES)
-
-
-def test_a_job_that_cannot_be_planned_fails_and_the_thread_lives(harness):
-    def explode():
-        raise RuntimeError("no plan")
-
-    harness.submit(1, 0, load=True, build=explode)
-    assert str(harness.wait_for_end()[1]) == "no plan"
-    harness.go_on(1)
-    harness.submit(2, 1, load=True)
-    assert harness.wait_for_end()[:2] == (2, None)
 
 
 def test_closing_finishes_the_slice_and_fails_the_rest(harness):
@@ -197,13 +191,6 @@ def test_closing_finishes_the_slice_and_fails_the_rest(harness):
     assert harness.copied == [1]
 
 
-def test_what_is_where_the_nonce_should_be_is_told_once_and_a_job_after_the_end_fails_at_once(harness):
-    assert harness.worker.opened.result(TIMEOUT_S) == (None, [b"nonce"])
-    harness.worker.close().result(TIMEOUT_S)
-    harness.submit(1, 1, load=True)
-    assert isinstance(harness.wait_for_end()[1], CopyError)
-
-
 def test_memory_that_cannot_be_opened_is_told_and_closed():
     class Sealed(Harness):
         def open(self):
@@ -218,6 +205,7 @@ def test_memory_that_cannot_be_opened_is_told_and_closed():
 
 def test_every_end_comes_after_that_of_its_copies_and_the_memory_is_closed_last(harness):
     """A copy may only have begun when `copy` returns, and go on after another has failed."""
+    assert harness.worker.opened.result(TIMEOUT_S) == (None, [b"nonce"])
     harness.go_on(5)
     harness.submit(1, 2, load=True)
     harness.wait_for_end()
@@ -228,6 +216,8 @@ def test_every_end_comes_after_that_of_its_copies_and_the_memory_is_closed_last(
     assert harness.calls[1:] == [("finished", False, 2)]
     harness.worker.close().result(TIMEOUT_S)
     assert harness.calls[2:] == ["closed"]
+    harness.submit(3, 1, load=True)
+    assert isinstance(harness.wait_for_end()[1], CopyError), "at once"
 
 
 def test_loads_and_stores_are_under_way_at_the_same_time(late):

@@ -123,20 +123,6 @@ def test_pages_of_every_size_come_back_exactly(child, l1, page_bytes):
         round_trip(child, l1, page, Region(0, 0, stride, page_bytes))
 
 
-def test_pages_come_back_exactly_from_scattered_frames(child, l1):
-    runs = ((9, 4), (2, 3), (100, 1), (5, 2), (30, 10))
-    page = ObjectCopy(runs, 20, 0, tuple(range(1, 21)))
-    round_trip(child, l1, page, Region(0, 11, 50_000, 40_001), Region(0, 40_100, 50_000, 9_000))
-
-
-def test_the_bytes_in_l1_have_the_documented_order(child, l1):
-    page = ObjectCopy(((1, 1),), 2, 0, (4, 2))
-    before = round_trip(child, l1, page, Region(0, 0, 100, 10), Region(0, 50, 100, 20))
-    stored = ctypes.string_at(l1.base_address + FRAME_BYTES, 60)
-    pages = [before[400:410], before[200:210], before[450:470], before[250:270]]
-    assert stored == b"".join(pages)
-
-
 @pytest.mark.parametrize("stride", [1, 3])
 def test_more_pieces_than_one_call_takes(child, l1, stride):
     count = 5 * host.MAX_PIECES + 17
@@ -149,11 +135,6 @@ def test_calls_are_cut_at_the_same_byte_on_both_sides(child, l1, monkeypatch):
     monkeypatch.setattr(host, "MAX_PIECES", 3)
     page = ObjectCopy(((9, 2), (2, 3)), 20, 0, tuple(range(20, 0, -1)))
     round_trip(child, l1, page, Region(0, 3, 11_000, 10_007))
-
-
-def test_nothing_to_copy_is_no_error(child):
-    empty = np.zeros(0, np.uint64)
-    host.copy(child.pid, Pieces(empty, empty, empty), load=True)
 
 
 @pytest.mark.parametrize("load", [False, True])

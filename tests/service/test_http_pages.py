@@ -99,7 +99,7 @@ def get(server, path, method="GET", **headers):
         return response.status, response.headers["Content-Type"], response.read()
 
 
-def test_each_page(server):
+def test_each_page_is_there_to_be_read(server):
     text = "text/plain; charset=utf-8"
     metrics = b"lmcache_chunks 0\n"
     assert get(server, "/metrics") == (200, "text/plain; version=0.0.4; charset=utf-8", metrics)
@@ -112,9 +112,7 @@ def test_each_page(server):
     status, _, body = get(server, "/nothing")
     assert (status, body) == (404, f"not found: lmcache server: {' '.join(ROUTES)}\n".encode())
     assert get(server, "/../etc/passwd")[0] == 404
-
-
-def test_only_get_and_head(server):
+    # Only to read.
     assert get(server, "/status", "HEAD") == (200, "application/json", b"")
     for method in ("POST", "DELETE", "OPTIONS", "MAKE"):
         code, kind, body = get(server, "/status", method)
@@ -141,12 +139,6 @@ def test_what_is_no_request_is_told_so(server, request_, code):
     assert answer.endswith(b"\n")
 
 
-def test_a_client_that_sends_nothing_more_gets_all_of_a_long_answer():
-    long = pages.Answer(b"x" * 10_000_000)
-    with serving({"/": lambda: long}) as server:
-        assert say(server, b"GET / HTTP/1.0\r\n\r\n").endswith(long.body)
-
-
 def test_a_page_of_another_name_cannot_read(server):
     """A stranger's page may have its own name lead here (DNS rebinding); it says so in Host."""
     port = address(server)[1]
@@ -157,9 +149,7 @@ def test_a_page_of_another_name_cannot_read(server):
         assert (code, b"--http-host" in body) == (403, True), host
     answer = say(server, b"GET /status HTTP/1.0\r\n\r\n")
     assert answer.endswith(b"{}"), "old clients and probes send no Host"
-
-
-def test_other_machines_may_use_a_name_without_a_dot_and_the_one_that_was_given():
+    # Other machines may use a name without a dot, and the one that was given.
     with serving(host="0.0.0.0") as server:
         assert get(server, "/status", Host="lmcache:8080")[0] == 200, "as Prometheus does beside a container"
         assert get(server, "/status", Host="lmcache.evil.example")[0] == 403
@@ -174,7 +164,7 @@ def test_a_page_of_another_site_cannot_start_a_test(server):
     assert get(server, "/status", Sec_Fetch_Site="cross-site")[0] == 200, "as by a link"
 
 
-def test_no_answer_is_kept_and_the_page_may_load_nothing(server):
+def test_the_page_is_one_file_may_load_nothing_and_no_answer_is_kept(server):
     connection = http.client.HTTPConnection(*address(server), timeout=PATIENCE_S)
     with contextlib.closing(connection):
         connection.request("GET", "/")
@@ -184,9 +174,6 @@ def test_no_answer_is_kept_and_the_page_may_load_nothing(server):
     policy = headers["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe" not in policy
-
-
-def test_the_page_is_one_file():
     page = pages.PAGE.body.decode()
     assert len(page.splitlines()) <= 400
     assert not re.search(
@@ -330,10 +317,12 @@ def test_a_request_that_came_while_the_server_stood_still_is_answered(monkeypatc
             assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 OK")
 
 
-def test_who_does_not_read_is_ended(monkeypatch):
+def test_who_reads_gets_all_of_a_long_answer_and_who_does_not_is_ended(monkeypatch):
     monkeypatch.setattr(pages, "TIMEOUT_S", 0.5)
     long = pages.Answer(b"x" * 50_000_000)
     with serving({"/": lambda: long}) as server, connected(server) as connection:
+        assert say(server, b"GET / HTTP/1.0\r\n\r\n").endswith(long.body)
+        wait_until(lambda: len(server._connections) == 1, what="that one is over")
         connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
         wait_until(lambda: server._connections, what="the connection is there")
         wait_until(lambda: not server._connections, what="the connection is ended")

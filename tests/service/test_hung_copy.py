@@ -65,10 +65,16 @@ def test_others_look_up_store_and_load_while_a_copy_hangs(desk: Desk, hung: Hung
     assert desk.wait(hung.store) == Stored(1, 0, 0)
 
 
+def test_goodbye_is_answered_when_the_copy_has_ended(desk: Desk, hung: Hung) -> None:
+    goodbye = desk.send(0, Goodbye())
+    desk.lookup(1, 1)
+    assert goodbye not in desk.replies
+    hung.go_on.set()
+    assert desk.wait(goodbye) == Done()
+
+
 @pytest.mark.parametrize("is_known", [True, False])
-def test_the_end_of_a_session_whose_copy_hangs_stops_nobody_and_frees_no_frame(
-    desk: Desk, hung: Hung, is_known: bool
-) -> None:
+def test_the_end_of_a_session_whose_copy_hangs_stops_nobody_and_frees_no_frame(desk, hung, is_known):
     """The server may not know that the connection is gone whose client comes again, and reuses its memory."""
     reserved = desk.frames()[1]
     assert reserved > 0
@@ -97,9 +103,7 @@ def test_a_client_that_hangs_up_while_its_greeting_waits_leaves_no_session(desk:
     assert len(desk.target.router.registry.sessions) == 1
 
 
-def test_a_connection_that_greets_as_two_clients_has_one_session(
-    desk: Desk, hung: Hung, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_that_greets_as_two_clients_has_one_session(desk, hung, monkeypatch):
     registry, dropped = desk.target.router.registry, []
     drop = registry.drop
     monkeypatch.setattr(registry, "drop", lambda session, why: (dropped.append(session), drop(session, why)))
@@ -112,14 +116,6 @@ def test_a_connection_that_greets_as_two_clients_has_one_session(
     assert other in dropped, "or its leases and its descriptor would stay for ever"
 
 
-def test_goodbye_is_answered_when_the_copy_has_ended(desk: Desk, hung: Hung) -> None:
-    goodbye = desk.send(0, Goodbye())
-    desk.lookup(1, 1)
-    assert goodbye not in desk.replies
-    hung.go_on.set()
-    assert desk.wait(goodbye) == Done()
-
-
 def test_the_end_of_the_server_does_not_wait_for_ever(desk: Desk, hung: Hung) -> None:
     desk.target.router.registry.close()
     assert not desk.target.loop.run_until_complete(desk.target.system.all_ended(0.2))
@@ -127,9 +123,7 @@ def test_the_end_of_the_server_does_not_wait_for_ever(desk: Desk, hung: Hung) ->
     desk.target.router.registry._closed = False
 
 
-def test_a_fault_between_two_checksums_gives_all_frames_back(
-    desk: Desk, hung: Hung, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_between_two_checksums_gives_all_frames_back(desk, hung, monkeypatch):
     hung.end()
     calls = iter((b"\0" * 64, None))
 
@@ -144,9 +138,7 @@ def test_a_fault_between_two_checksums_gives_all_frames_back(
     assert desk.frames()[1] == 0
 
 
-def test_a_greeting_that_its_client_gave_up_does_not_wait_for_a_copy_that_hangs(
-    desk: Desk, hung: Hung, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_greeting_that_its_client_gave_up_does_not_wait_for_a_copy_that_hangs(desk, hung, monkeypatch):
     """A client that gets no answer greets again every few seconds, for as long as the copy hangs."""
     monkeypatch.setattr(registry_module, "SILENT_SESSION_S", 0.01)
     desk.leave(0)

@@ -83,8 +83,6 @@ def test_it_agrees_with_a_lookup(serving: Desk) -> None:
 @pytest.mark.parametrize(
     ("said", "tokens"), [("1", 1), ("12", 12), ("", 0), ("-1", 0), ("x", 0), ("²", 0), ("9" * 4096, 0)]
 )
-def test_whatever_an_engine_says_of_its_lookahead_the_report_has_a_small_number(
-    said: str, tokens: int
-) -> None:
+def test_whatever_an_engine_says_of_its_lookahead_the_report_has_a_small_number(said, tokens):
     model = ModelTag("m", (("lookahead", said),), 1, 1)
     assert namespace_summary(model, Layout(b"", 16, (), ()), 0)["lookahead_tokens"] == tokens

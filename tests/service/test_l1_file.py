@@ -64,14 +64,11 @@ def mounted(tmp_path, stack):
     return lambda *options: stack.enter_context(disks.mounted(tmp_path / next(names), *options))
 
 
-def test_a_new_file_is_closed_to_others_and_has_no_index(tmp_path):
-    with opened(tmp_path / "l1") as file:
-        assert (file.index, file.reason) == (None, "")
-        info = os.stat(tmp_path / "l1")
-        assert (info.st_mode & 0o777, info.st_size) == (0o600, END)
-
-
 def test_frames_and_index_come_back_and_the_index_once_only(tmp_path):
+    with opened(tmp_path / "new") as file:
+        assert (file.index, file.reason) == (None, "")
+        info = os.stat(tmp_path / "new")
+        assert (info.st_mode & 0o777, info.st_size) == (0o600, END), "closed to others"
     path = finished(tmp_path / "l1")
     with opened(path) as file:
         assert (file.index, file.reason) == (INDEX, "")
@@ -135,13 +132,12 @@ def test_what_is_no_file_or_not_ours_is_refused(tmp_path):
         assert file.index == INDEX, "refusals change nothing"
 
 
-def test_a_read_only_file_system_is_refused(mounted):
+def test_file_systems_that_cannot_hold_the_file_are_refused_and_a_ramfs_has_no_size_of_its_own(mounted):
     assert sentence(mounted("ro") / "l1").endswith("its file system is read-only; name a file on another")
-
-
-def test_a_file_of_huge_pages_is_refused(mounted):
     path = mounted("pagesize=2M", "hugetlbfs") / "l1"
     assert "is on hugetlbfs, which cannot hold the file: name a file in /dev/shm" in sentence(path)
+    with opened(mounted("mode=700", "ramfs") / "l1", 1 << 20) as file:
+        assert file.in_memory
 
 
 def rewritten(path, position, content):
@@ -263,7 +259,7 @@ def test_a_crash_between_any_two_steps_of_a_clean_stop_starts_empty(tmp_path, mo
 # -- space ----------------------------------------------------------------------------------------------
 
 
-def test_what_the_file_system_cannot_hold_is_refused_with_both_figures(mounted):
+def test_what_the_file_system_cannot_hold_is_refused_with_both_figures_and_a_limit_named(mounted, tmp_path):
     directory = mounted("size=8m")
     assert sentence(directory / "l1", 1 << 30) == (
         f"--l1-size-gb asks for 1.00 GB, but 0.01 GB are available (the file system of {directory}/l1, "
@@ -271,19 +267,11 @@ def test_what_the_file_system_cannot_hold_is_refused_with_both_figures(mounted):
     )
     assert not list(directory.iterdir()), "no empty file stays"
     assert sentence(directory / "l1", 1 << 60).endswith("engines need some, too; or free memory)")
-
-
-def test_a_limit_of_file_sizes_is_named(tmp_path):
     with disks.largest_file(1 << 20):
         assert sentence(tmp_path / "l1", 4 << 20) == (
             f"cannot use --l1-path {tmp_path}/l1: it would exceed the limit of file sizes; raise that "
             "(ulimit -f), or lower --l1-size-gb"
         )
-
-
-def test_a_ramfs_has_no_size_of_its_own(mounted):
-    with opened(mounted("mode=700", "ramfs") / "l1", 1 << 20) as file:
-        assert file.in_memory
 
 
 def test_a_memory_file_system_takes_memory_that_must_be_there(mounted, monkeypatch):

@@ -2,22 +2,13 @@
 with copies that end when the test says so."""
 
 import os
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 from desk import Desk, is_refused, load, store
 
 from lmcache_client.contract import messages
-from lmcache_client.contract.messages import (
-    Challenge,
-    Done,
-    Goodbye,
-    Message,
-    Prove,
-    Refused,
-    Stored,
-    Welcome,
-)
+from lmcache_client.contract.messages import Challenge, Done, Goodbye, Prove, Refused, Stored, Welcome
 from lmcache_server.service import registry
 from lmcache_server.service.registry import MAX_JOBS, MAX_SESSIONS, MAX_WAITING_BYTES, MAX_WORKERS
 
@@ -29,7 +20,7 @@ def worker(desk: Desk) -> Desk:
     return desk
 
 
-def refused(reply: Message | None) -> bool:
+def refused(reply: messages.Message | None) -> bool:
     assert reply is None or isinstance(reply, Stored) or is_refused(reply, messages.OVERLOADED), reply
     return isinstance(reply, Refused)
 
@@ -63,24 +54,19 @@ def test_copies_that_wait_are_bounded_by_the_bytes_of_their_requests(worker: Des
     assert not refused(worker.ask(0, message))
 
 
-def test_sessions_are_bounded(desk: Desk) -> None:
-    for who in range(MAX_SESSIONS):
-        assert isinstance(desk.hello(who), Welcome)
-    assert refused(desk.hello(MAX_SESSIONS))
-    assert isinstance(desk.hello(5), Welcome), "who is there already may greet again"
-    desk.ask(7, Goodbye())
-    assert isinstance(desk.hello(MAX_SESSIONS), Welcome)
-
-
-def test_workers_are_bounded(desk: Desk) -> None:
-    for who in range(MAX_WORKERS):
+@pytest.mark.parametrize(
+    ("ask", "most", "taken"), [(Desk.hello, MAX_SESSIONS, Welcome), (Desk.register, MAX_WORKERS, Challenge)]
+)
+def test_sessions_and_workers_are_bounded(desk: Desk, ask: Any, most: int, taken: type) -> None:
+    for who in range(most):
         desk.hello(who)
-        assert isinstance(desk.register(who), Challenge)
-    desk.hello(MAX_WORKERS)
-    assert refused(desk.register(MAX_WORKERS))
-    assert isinstance(desk.register(3), Challenge), "who is registered may do so again"
-    desk.ask(9, Goodbye())
-    assert isinstance(desk.register(MAX_WORKERS), Challenge)
+        assert isinstance(ask(desk, who), taken)
+    desk.hello(most)
+    assert refused(ask(desk, most))
+    assert isinstance(ask(desk, 5), taken), "who is there already may do so again"
+    desk.ask(7, Goodbye())
+    desk.hello(most)
+    assert isinstance(ask(desk, most), taken)
 
 
 def test_models_that_come_and_go_are_forgotten(desk: Desk) -> None:

@@ -1,10 +1,14 @@
-"""What the report says of the server: readiness, and a history of what was counted."""
+"""What the report says of the server: readiness, what was counted, and how many tokens L1 holds."""
 
 import pytest
 from fuzz.targets import RouterTarget
 
+from lmcache_client.contract.geometry import FULL, RECURRENT, SLIDING_WINDOW, Geometry, GroupSpec, Region
+from lmcache_client.contract.keys import ModelTag
+from lmcache_client.contract.messages import Memory
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.service.sessions import Engine, Shard
 from lmcache_server.telemetry.history import INTERVAL_S
 from lmcache_server.transfer.gpus import Gpus
 from lmcache_server.transfer.pins import Pins
@@ -17,16 +21,13 @@ def target():
     one.close()
 
 
-def test_it_is_ready_with_the_first_frame(target):
+def test_it_is_ready_with_the_first_frame_unless_nothing_can_be_pinned_for_gpus(target):
     report = target.report
     assert report.unready() == ""
     report.cache = Cache(FRAME_BYTES, 0)
     assert report.unready().startswith("L1 has no memory yet")
     report.cache.grow(1)
     assert report.unready() == ""
-
-
-def test_it_is_not_ready_when_nothing_can_be_pinned_for_gpus(target):
     pins = target.l1.pins = Pins(Gpus(), target.l1.base_address, target.l1.num_bytes, FRAME_BYTES)
     assert target.report.unready() == "", "copies pin what they need"
     pins.failure = "allow locked memory"
@@ -80,3 +81,37 @@ def test_gauges_are_what_the_report_says(target):
         assert value(f"lmcache_l1_{name}_bytes") == l1[f"{name}_bytes"]
     target.report.cache.grow(1)
     assert value("lmcache_l1_capacity_bytes") == l1["total_bytes"] + FRAME_BYTES
+
+
+# -- how many tokens L1 holds ----------------------------------------------------------------------------
+
+PAGE_BYTES = 64 << 10
+
+
+def group(kind, window=0, replicated=False):
+    regions = (Region(0, 0, PAGE_BYTES, PAGE_BYTES), Region(0, PAGE_BYTES * 64, PAGE_BYTES, PAGE_BYTES))
+    return GroupSpec(kind, 16, window, "", regions, replicated)
+
+
+def capacity(*groups, ranks=1, frames=3200):
+    model = ModelTag("model", (), ranks, 1)
+    made = Engine("engine", model, False)
+    for rank in range(ranks):
+        memory = Memory(1, ((0, 2 * PAGE_BYTES * 64),), 0)
+        made.shards[rank] = Shard("engine", rank, model, Geometry(groups, 64), memory, 256, b"", False)
+    made.complete()
+    return made.capacity_tokens(frames * FRAME_BYTES, FRAME_BYTES)
+
+
+def test_a_chunk_takes_its_pages_of_all_layers_on_all_ranks():
+    # 16 blocks of two layers, a frame each.
+    assert capacity(group(FULL)) == 100 * 256
+    assert capacity(group(FULL), ranks=2) == 50 * 256
+    assert capacity(group(FULL, replicated=True), ranks=2) == 100 * 256, "one of them stores for both"
+    assert capacity(group(FULL), frames=31) == 0
+
+
+def test_windows_and_states_count_only_where_there_is_nothing_else():
+    window, state = group(SLIDING_WINDOW, 64), group(RECURRENT)
+    assert capacity(group(FULL), window, state) == 100 * 256
+    assert capacity(window, state) == 50 * 256

@@ -6,7 +6,6 @@ See tests/support/standin/cuda.cpp; order is tested in test_standin_order.py.
 import concurrent.futures
 import contextlib
 import ctypes
-import logging
 import mmap
 import os
 import threading
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -160,10 +160,8 @@ def test_copies_want_their_host_memory_in_one_registration() -> None:
 @on_stand_in(devices=3, visible="2,0,7,1")
 def test_what_follows_a_device_that_is_not_there_is_not_there_either() -> None:
     driver = Driver()
-    assert [driver.pci_bus_id(ordinal) for ordinal in range(driver.num_devices())] == [
-        "00FF:02:00.0",
-        "00FF:00:00.0",
-    ]
+    found = [driver.pci_bus_id(ordinal) for ordinal in range(driver.num_devices())]
+    assert found == ["00FF:02:00.0", "00FF:00:00.0"]
 
 
 @on_stand_in(devices=0)
@@ -242,19 +240,8 @@ class Mapped:
     def pieces(self, *offsets: int, num_bytes: int = 4096) -> Pieces:
         """From these places in L1 to the same ones of the memory, modulo its size, or back."""
         places = np.array(offsets, np.uint64)
-        local, remote = (
-            places + np.uint64(self.l1.ctypes.data),
-            places % MIB + np.uint64(self.mapping.bases[0]),
-        )
-        return Pieces(local, remote, np.full_like(local, num_bytes))
-
-    def copy(self, pieces: Pieces, *, load: bool) -> None:
-        for _, copy in self.mapping.copies(pieces, load=load):
-            copy()
-
-    def close(self) -> None:
-        self.mapping.close()
-        self.exporter.kill()
+        remote = places % MIB + np.uint64(self.mapping.bases[0])
+        return Pieces(places + np.uint64(self.l1.ctypes.data), remote, np.full_like(places, num_bytes))
 
     @contextlib.contextmanager
     def worker(self) -> Iterator[Callable[[bool, Callable[[], Pieces]], Any]]:
@@ -272,27 +259,20 @@ class Mapped:
 def test_a_slice_whose_event_cannot_be_recorded_costs_no_event() -> None:
     it = Mapped(4096)
     it.mapping.open()
-    slice_, driver, failing = it.pieces(0), it.gpus.driver, 3
-    record = driver.record
-
-    def recording(event: int, stream: int) -> None:
-        nonlocal failing
-        failing -= 1
-        if failing >= 0:
-            raise CudaError("cuEventRecord", 1, "invalid argument")
-        record(event, stream)
-
-    driver.record = recording  # type: ignore[method-assign]
-    for _ in range(3):
-        with pytest.raises(CopyError, match="cuEventRecord"):
-            it.copy(slice_, load=False)
-        it.mapping.finish(0, load=False)
+    (copy,) = (copy for _, copy in it.mapping.copies(it.pieces(0), load=False))
+    fails = Mock(side_effect=CudaError("cuEventRecord", 1, "invalid argument"))
+    with patch.object(it.gpus.driver, "record", fails):
+        for _ in range(3):
+            with pytest.raises(CopyError, match="cuEventRecord"):
+                copy()
+            it.mapping.finish(0, load=False)
     for _ in range(4):
-        it.copy(slice_, load=False)
+        copy()
     it.mapping.finish(4, load=False)
     assert (it.l1 == 7).all()
     assert len(set(it.mapping._lanes[False].events)) == 2
-    it.close()
+    it.mapping.close()
+    it.exporter.kill()
 
 
 def file_of(name: str) -> Path:
@@ -305,13 +285,12 @@ def test_a_driver_that_cannot_start_yet_starts_later() -> None:
     late = file_of("no-start")
     late.touch()
     gpus = Gpus()
-    lines: list[logging.LogRecord] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpus_logger, "handle", lines.append)
+    with patch.object(gpus_logger, "handle") as log:
         assert not gpus.available
         with pytest.raises(NoAccessError, match=r"cuInit: .*\(CUDA error 999\).*nvidia-modprobe -u -c 0"):
             _ = gpus.driver
-    assert ["nvidia-modprobe" in line.getMessage() for line in lines] == [True], "once"
+    (line,) = (call.args[0] for call in log.mock_calls)
+    assert "nvidia-modprobe" in line.getMessage(), "once"
     late.unlink()
     assert gpus.available
 
@@ -407,8 +386,7 @@ def test_what_the_registration_itself_refuses_is_said_to_need_locked_memory() ->
 def nodes_of_gpus(*nodes: set[int]) -> Iterator[None]:
     """The processors near each GPU."""
     near = lambda bus_id: nodes[int(bus_id.split(":")[1], 16)]  # noqa: E731
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lmcache_server.transfer.gpus.local_processors", near)
+    with patch("lmcache_server.transfer.gpus.local_processors", near):
         yield
 
 
@@ -450,21 +428,15 @@ def test_both_copy_threads_stay_near_their_gpu() -> None:
 def test_a_store_goes_in_small_slices_and_only_a_load_may_be_read_out_of_order() -> None:
     """A small slice lets the engine's own few bytes through soon."""
     it = Mapped(64 * MIB)
-    orders, prepare = [], it.gpus.driver.batch
-
-    def batch(*arguments: Any, in_order: bool) -> Any:
-        orders.append(in_order)
-        return prepare(*arguments, in_order=in_order)
-
-    it.gpus.driver.batch = batch  # type: ignore[method-assign]
-    with it.worker() as submit:
+    driver = it.gpus.driver
+    with it.worker() as submit, patch.object(driver, "batch", side_effect=driver.batch) as batch:
         pieces = it.pieces(*range(0, 64 * MIB, MIB), num_bytes=MIB)
         for load, count in ((False, 8), (True, 2)):
             before = counted().batches
             assert submit(load, lambda: pieces).result(PATIENCE_S).error is None
             assert counted().batches - before == count
-            assert orders == [not load], "planned once"
-            orders.clear()
+            assert [call.kwargs for call in batch.mock_calls] == [{"in_order": not load}], "planned once"
+            batch.reset_mock()
 
 
 @on_stand_in()

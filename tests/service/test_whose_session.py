@@ -50,6 +50,8 @@ def test_a_scheduler_is_answered_with_the_layout_that_it_joined_and_no_other(des
     engine_0(desk)
     desk.stored(1)
     desk.hello(4)
+    for who in (0, 4):
+        assert is_refused(desk.ask(who, question(1)), messages.NOT_REGISTERED), "it has joined no engine"
     assert isinstance(desk.ask(4, Join("engine 0")), Joined)
     assert desk.has(4, 1)
     desk.leave(0)
@@ -57,13 +59,6 @@ def test_a_scheduler_is_answered_with_the_layout_that_it_joined_and_no_other(des
     assert is_refused(desk.ask(4, question(1)), messages.NOT_REGISTERED)
     assert isinstance(desk.ask(4, Join("engine 0")), Joined)
     assert not desk.has(4, 1)
-
-
-def test_who_joined_no_engine_looks_up_nothing(desk: Desk) -> None:
-    engine_0(desk)
-    desk.hello(4)
-    for who in (0, 4):
-        assert is_refused(desk.ask(who, question(1)), messages.NOT_REGISTERED)
 
 
 def test_an_engine_that_is_not_cached_is_counted_as_such(desk: Desk) -> None:
@@ -74,9 +69,7 @@ def test_an_engine_that_is_not_cached_is_counted_as_such(desk: Desk) -> None:
     assert counts == [1, 0]
 
 
-def test_a_line_of_the_log_has_a_bounded_part_of_a_models_name(
-    desk: Desk, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_line_of_the_log_has_a_bounded_part_of_a_models_name(desk, caplog):
     caplog.set_level(logging.INFO)
     engine_0(desk, "m" * 4096)
     (line,) = (record.getMessage() for record in caplog.records if "is registered" in record.getMessage())
@@ -85,9 +78,7 @@ def test_a_line_of_the_log_has_a_bounded_part_of_a_models_name(
 
 
 @pytest.mark.parametrize("is_visible", [True, False])
-def test_for_memory_on_a_gpu_the_process_is_watched_that_the_kernel_names(
-    desk: Desk, is_visible: bool
-) -> None:
+def test_for_memory_on_a_gpu_the_process_is_watched_that_the_kernel_names(desk, is_visible):
     """In another process namespace, the client's own number may be that of a stranger, who may end."""
     honest, alive = desk.memory, []
     registry = desk.target.router.registry

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from simulation import origins
-from simulation.bugs import BUGS, FOUND_BY
+from simulation.bugs import BUGS, put_in
 from simulation.scenario import Scenario
 
 ENOUGH_SEEDS = 20
@@ -54,7 +54,8 @@ def run_seeds(
     # A killed server never starts what was about to run.
     warnings.filterwarnings("ignore", "coroutine .* was never awaited")
     # Tasks that wait when a world ends keep it alive: a process ends after 24 worlds.
-    with context.Pool(arguments.jobs, initializer=BUGS.get(bug), maxtasksperchild=6) as pool:
+    begin = functools.partial(put_in, bug) if bug else None
+    with context.Pool(arguments.jobs, initializer=begin, maxtasksperchild=6) as pool:
         work = functools.partial(run_seed, trace=arguments.trace)
         for seed, wrong, counted in pool.imap_unordered(work, seeds, chunksize=4):
             counts.update(counted)
@@ -79,7 +80,8 @@ def find_bugs(arguments: argparse.Namespace) -> int:
     """Put in one bug after the other; 1 if some is not found. The seed that found it last comes first."""
     missed = 0
     for bug in arguments.bugs or BUGS:
-        last = FOUND_BY[bug]
+        last, *changes = BUGS[bug]
+        assert all(hasattr(owner, name) for owner, name, _ in changes), f"{bug} changes nothing that exists"
         failed, _ = run_seeds(arguments, range(last, last + 1), bug)
         if not failed:
             print(f"{bug}: seed {last} does not find it any more", flush=True)

@@ -25,15 +25,8 @@ from lmcache_client.connector.request import Promised
 from lmcache_client.connector.scheduler import IDLE_WAIT_S, SchedulerSide
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.worker import WorkerSide
-from lmcache_client.contract.geometry import (
-    CHUNKED_LOCAL,
-    RECURRENT,
-    SLIDING_WINDOW,
-    Geometry,
-    GroupSpec,
-    Region,
-    unified_block_size,
-)
+from lmcache_client.contract import geometry
+from lmcache_client.contract.geometry import CHUNKED_LOCAL, RECURRENT, SLIDING_WINDOW, Geometry, GroupSpec
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.memory.host import HostExport
 from simulation.network import ClientSystem, Network
@@ -180,7 +173,7 @@ class Engine:
         )
         self.scheduler.bind(self.pool)
         self.groups = bare
-        self.unified = unified_block_size(bare)
+        self.unified = geometry.unified_block_size(bare)
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -192,7 +185,7 @@ class Engine:
         for kind, size, window in self.model.groups:
             regions = []
             for page_bytes in self.model.page_bytes:
-                regions.append(Region(0, offset, page_bytes, page_bytes))
+                regions.append(geometry.Region(0, offset, page_bytes, page_bytes))
                 offset += num_blocks * page_bytes
             groups.append(GroupSpec(kind, size, window, self.origin.layout(), tuple(regions)))
         return Geometry(tuple(groups), num_blocks)
@@ -206,26 +199,23 @@ class Engine:
                     yield self._memory[rank][start : start + page_bytes]
                 offset += self.pool.num_gpu_blocks * page_bytes
 
-    def _identity(self, mark: int, rank: int, group: int) -> list[bytes]:
-        return _digests(self.weights[rank], mark, rank, group, self.model.page_bytes)
+    def _content(self, group: int, block: int, mark: int) -> Iterator[tuple[int, Any, bytes]]:
+        """Rank, page, and what must be in it."""
+        for rank in range(self.model.ranks):
+            right = _digests(self.weights[rank], mark, rank, group, self.model.page_bytes)
+            pages = self._pages(rank, group, block)
+            yield from zip((rank,) * len(right), pages, right, strict=True)
 
     def _write(self, group: int, block: int, mark: int) -> None:
         self._computed.add(mark)
-        for rank in range(self.model.ranks):
-            for page, right in zip(
-                self._pages(rank, group, block), self._identity(mark, rank, group), strict=True
-            ):
-                page[:] = np.frombuffer(right, dtype=np.uint8)
+        for _, page, right in self._content(group, block, mark):
+            page[:] = np.frombuffer(right, dtype=np.uint8)
 
     def _check(self, group: int, block: int, mark: int, what: str) -> None:
         assert block, f"{what}: a block that is needed is the null block"
-        for rank in range(self.model.ranks):
-            for page, right in zip(
-                self._pages(rank, group, block), self._identity(mark, rank, group), strict=True
-            ):
-                assert page.tobytes() == right, (
-                    f"WRONG BYTES: {what}, rank {rank} group {group} block {block}"
-                )
+        for rank, page, right in self._content(group, block, mark):
+            where = f"rank {rank} group {group} block {block}"
+            assert page.tobytes() == right, f"WRONG BYTES: {what}, {where}"
 
     def _mark(self, sequence: Running, tokens: int) -> int:
         """What stands for the first `tokens` tokens of this tenant's sequence."""

@@ -8,7 +8,7 @@ import functools
 import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -37,6 +37,7 @@ if "tiers" in NAMES:
     from simulation import tiers
 
 TICK_S = 1.0
+OVER = CopyError("the session of this memory has ended")
 CHECKED = 4
 """After so many turns of the server's loop everything is counted again: that takes long."""
 
@@ -57,6 +58,19 @@ class Faults:
         """What the copies waited for has come."""
         while self.hung:
             self.hung[0]()
+
+
+class Setup(NamedTuple):
+    """What every life of a server is started with. Engines of the model `ephemeral` register as such."""
+
+    num_frames: int
+    chunk_size: int
+    lease_s: float
+    faults: Faults
+    ephemeral: str
+    max_age_s: float
+    stores: Sequence[Any]
+    """Its tiers."""
 
 
 class L1:
@@ -129,7 +143,7 @@ class Copier:
     def submit(self, job: CopyJob) -> Future:
         end = Future(self._server)
         if self.closed:
-            self._end(end, CopyError("the session of this memory has ended"), 0)
+            self._end(end, OVER, 0)
         else:
             self._waiting[job.load].append((job, end))
             self._go_on()
@@ -140,16 +154,15 @@ class Copier:
         if not self.closed:
             self.closed = True
             for queue in self._waiting.values():
-                for _, end in queue:
-                    self._end(end, CopyError("the session of this memory has ended"), 0)
-                queue.clear()
+                while queue:
+                    self._end(queue.popleft()[1], OVER, 0)
             if not self._busy:
                 self._give_up()
         return self.ended
 
     def _give_up(self) -> None:
         for _, end, _, _ in self._running:
-            self._end(end, CopyError("the session of this memory has ended"), 0)
+            self._end(end, OVER, 0)
         self._running.clear()
         self._server.run_soon(self.ended.set_result, None)
 
@@ -252,25 +265,12 @@ class Copier:
 class SimulatedServer:
     """One life of the server, from its start to its kill; its own `lmcache_server.service.system.System`."""
 
-    def __init__(
-        self,
-        network: Network,
-        process: Process,
-        num_frames: int,
-        chunk_size: int,
-        lease_s: float,
-        faults: Faults,
-        ephemeral: str = "",
-        max_age_s: float = math.inf,
-        stores: Sequence[Any] = (),
-        life: int = 0,
-    ) -> None:
-        """Engines of the model `ephemeral` register as such. `stores` are the tiers of this life."""
+    def __init__(self, network: Network, process: Process, setup: Setup, life: int) -> None:
         self.network = network
         self.world: World = network.world
         self.process = process
         self.pid = process.pid
-        self.faults = faults
+        self.faults = setup.faults
         self.hidden: set[int] = set()
         """Process ids that mean nothing to the server."""
         self.copiers: list[Copier] = []
@@ -281,29 +281,23 @@ class SimulatedServer:
         self._turns = 0
         self.at_next_load: Callable[[], object] | None = None
         self.is_ending = False
-        self.cache = Cache(FRAME_BYTES, num_frames, lease_s)
-        self.l1 = L1(num_frames)
-        self.max_age_s = max_age_s if "max_age" in NAMES else math.inf
-        max_age = f"{max_age_s:g}s" if max_age_s < math.inf else ""
+        self.cache = Cache(FRAME_BYTES, setup.num_frames, setup.lease_s)
+        self.l1 = L1(setup.num_frames)
+        self.max_age_s = setup.max_age_s if "max_age" in NAMES else math.inf
+        max_age = f"{setup.max_age_s:g}s" if setup.max_age_s < math.inf else ""
         of_options = {"max_age": max_age} if "max_age" in NAMES else {}
-        config = Config(chunk_size=chunk_size, lease_s=lease_s, checksums=True, of_options=of_options)
-        metrics = Metrics()
+        config = Config(
+            chunk_size=setup.chunk_size, lease_s=setup.lease_s, checksums=True, of_options=of_options
+        )
         makers: list[Any] = parts("server", "Server")
         if "tiers" in NAMES:
-            makers[makers.index(TiersServer)] = functools.partial(tiers.option, stores, self, life)
-        self.router, _ = assemble(
-            config,
-            self.cache,
-            self.l1,
-            metrics,
-            self._send,
-            self,  # type: ignore[arg-type]
-            makers=makers,
-        )
+            makers[makers.index(TiersServer)] = functools.partial(tiers.option, setup.stores, self, life)
+        system: Any = self
+        self.router, _ = assemble(config, self.cache, self.l1, Metrics(), self._send, system, makers=makers)
         self.router._for_sessions[Lookup] = self._timed(self.router.lookups.lookup)
         register = self.router.registry.register
         self.router._for_sessions[Register] = lambda session, message, _bytes: register(
-            session, replace(message, ephemeral=message.model.model == ephemeral)
+            session, replace(message, ephemeral=message.model.model == setup.ephemeral)
         )
         self.pinned: dict[str, dict[Chunk, int]] = {}
         """What was pinned under each name and must still be there: chunks, and the bits of their objects."""
@@ -498,8 +492,8 @@ class SimulatedServer:
     def arrived(self, link: Link, frame: bytes) -> None:
         self.run_soon(self._receive, link.identity, frame)
 
-    def ended(self, link: Link) -> None:
-        self.run_soon(self._disconnected, link.identity)
+    def ended(self, identity: bytes) -> None:
+        self.run_soon(self._disconnected, identity)
 
     def _receive(self, identity: bytes, frame: bytes) -> None:
         # The listener drops what a new client sent whose connection has ended.

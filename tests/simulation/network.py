@@ -3,36 +3,18 @@
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
+from lmcache_client.contract import messages
 from lmcache_client.contract.control import StatusReport
-from lmcache_client.contract.messages import (
-    BOOT_ID_BYTES,
-    INTERNAL,
-    Challenge,
-    Cleared,
-    Found,
-    Joined,
-    Message,
-    Refused,
-    Registered,
-    decode_reply,
-    encode_reply,
-)
+from lmcache_client.contract.messages import Found, Message, decode_reply, encode_reply
 from lmcache_client.transport import ConnectionLostError
 from simulation.world import Event, Lock, Process, Task, World
 
+if TYPE_CHECKING:
+    from simulation.machine import SimulatedServer
+
 RECONNECT_S = 0.1
-
-
-class Server(Protocol):
-    """Whoever listens at an address."""
-
-    process: Process
-
-    def accepted(self, link: "Link") -> None: ...
-    def arrived(self, link: "Link", frame: bytes) -> None: ...
-    def ended(self, link: "Link") -> None: ...
 
 
 class Network:
@@ -41,7 +23,7 @@ class Network:
     def __init__(self, world: World, host: str = "simulated") -> None:
         self.world = world
         self.host = host
-        self.listener: Server | None = None
+        self.listener: SimulatedServer | None = None
         self.links: list[Link] = []
         self.delay_s = 0.0002
         self.reply_loss = 0.0
@@ -73,7 +55,7 @@ class Link:
         self.world = network.world
         self.process = process
         self.identity = b""
-        self.server: Server | None = None
+        self.server: SimulatedServer | None = None
         """Whom it is connected to."""
         self._closed = False
         self._is_up = False
@@ -142,11 +124,11 @@ class Link:
             self._events.append(False)
             self.world.after(RECONNECT_S, self._try)
 
-    def _tell_server(self, server: Server, identity: bytes) -> None:
+    def _tell_server(self, server: "SimulatedServer", identity: bytes) -> None:
         if not server.process.killed:
-            server.ended(_Ended(identity))  # type: ignore[arg-type]
+            server.ended(identity)
 
-    def _arrive(self, server: Server, frame: bytes) -> None:
+    def _arrive(self, server: "SimulatedServer", frame: bytes) -> None:
         # What was on its way when the connection broke is lost.
         if self._is_up and self.server is server and not server.process.killed:
             server.arrived(self, frame)
@@ -155,8 +137,10 @@ class Link:
 
     def reply(self, frame: bytes) -> None:
         boot_id, _, reply = decode_reply(frame)
-        assert len(boot_id) == BOOT_ID_BYTES
-        assert not (isinstance(reply, Refused) and reply.code == INTERNAL), "the server failed on a request"
+        assert len(boot_id) == messages.BOOT_ID_BYTES
+        assert not (isinstance(reply, messages.Refused) and reply.code == messages.INTERNAL), (
+            "the server failed on a request"
+        )
         if self.world.chance(self.network.reply_loss):
             self.world.count("replies lost")
             return
@@ -177,24 +161,18 @@ def nonsense(frame: bytes, draw: random.Random) -> bytes:
     boot_id, request_id, reply = decode_reply(frame)
     if (how := draw.randrange(6)) < 2:
         return frame[: draw.randrange(len(frame))] if how else draw.randbytes(30)
-    many, held = (
-        draw.choice((0, 3, 8, 16, 1 << 40)),
-        tuple(draw.randbytes(draw.randrange(3)) for _ in range(2)),
-    )
+    many = draw.choice((0, 3, 8, 16, 1 << 40))
+    held = tuple(draw.randbytes(draw.randrange(3)) for _ in range(2))
     found = Found(many, draw.randrange(9), 1, held[: draw.randrange(3)])
     if isinstance(reply, Found) and draw.random() < 0.5:
         return encode_reply(boot_id, request_id, found)
     answers: tuple[Message, ...] = (
-        found, Joined(draw.random() < 0.5, many),
-        Registered(many, "nonsense"), Challenge(draw.randbytes(draw.randrange(40))), Cleared(many),
-        StatusReport(("nonsense",)), Refused(draw.choice(("overloaded", "copy_failed", "?")), "nonsense"),
+        found, messages.Joined(draw.random() < 0.5, many),
+        messages.Registered(many, "nonsense"), messages.Challenge(draw.randbytes(draw.randrange(40))),
+        messages.Cleared(many), StatusReport(("nonsense",)),
+        messages.Refused(draw.choice(("overloaded", "copy_failed", "?")), "nonsense"),
     )  # fmt: skip
     return encode_reply(boot_id, request_id, draw.choice(answers))
-
-
-class _Ended:
-    def __init__(self, identity: bytes) -> None:
-        self.identity = identity
 
 
 class Watched:

@@ -15,7 +15,7 @@ from lmcache_client.engine import RELEASE_S
 from lmcache_server.options import NAMES
 from simulation.drafts import DraftingEngine
 from simulation.engine import LOAD_TIMEOUT_S, Engine, Model, Origin
-from simulation.machine import TICK_S, Faults, SimulatedServer
+from simulation.machine import TICK_S, Faults, Setup, SimulatedServer
 from simulation.network import Link, Network
 from simulation.origins import LATEST_S, MIXED, Disk
 from simulation.world import Process, World
@@ -85,10 +85,7 @@ class Scenario:
         self.hosts = [Host(Network(self.world, name)) for name in names]
         self.faults = Faults()
         self.engines: list[Engine] = []
-        self.frames = draw.choice((6, 12, 24, 60))
-        self.ephemeral = "" if seed % 4 else "two"
-        self.max_age_s = math.inf if seed % 5 else 3.0
-        self.lease_s = draw.choice((2.0, 20.0, 120.0))
+        frames, lease_s = draw.choice((6, 12, 24, 60)), draw.choice((2.0, 20.0, 120.0))
         self.same_ids = draw.choice((0.0, 0.0, 0.0, 0.5))
         """How many engines have the engine_id of another one that runs."""
         shapes = draw.sample(SHAPES, 2)
@@ -113,13 +110,15 @@ class Scenario:
         self.replaces = seed % REPLACING == REPLACING - 3
         self.stores = _stores(self.world) if seed % 5 in TIERED and not self.replaces else []
         self.salts = SALTS[1::2] if self.stores else SALTS
-        self.frames = max(self.frames, 24) if self.stores else self.frames
+        frames = max(frames, 24) if self.stores else frames
         del self.prompts[3 if self.stores else 5 :]
         if self.disk is not None:
             # So that an engine finds what others have stored.
             self.salts = SALTS[:1]
-            self.frames = 60
+            frames = 60
             del self.prompts[2:]
+        ephemeral, max_age_s = "" if seed % 4 else "two", math.inf if seed % 5 else 3.0
+        self.setup = Setup(frames, CHUNK_TOKENS, lease_s, self.faults, ephemeral, max_age_s, self.stores)
 
     # -- who there is -----------------------------------------------------------------------------
 
@@ -139,20 +138,7 @@ class Scenario:
             return
         process = self._process(f"server {len(host.lives)} of {host.network.host}")
         self.world.note(f"start {process.name}")
-        host.lives.append(
-            SimulatedServer(
-                host.network,
-                process,
-                self.frames,
-                CHUNK_TOKENS,
-                self.lease_s,
-                self.faults,
-                self.ephemeral,
-                self.max_age_s,
-                self.stores,
-                len(host.lives),
-            )
-        )
+        host.lives.append(SimulatedServer(host.network, process, self.setup, len(host.lives)))
 
     @property
     def servers(self) -> list[SimulatedServer]:

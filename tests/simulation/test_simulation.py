@@ -1,6 +1,5 @@
 """The real server core and connector in a simulated world: thousands of histories with faults."""
 
-import inspect
 import os
 import re
 import subprocess
@@ -9,7 +8,6 @@ import sys
 import pytest
 from harness.paths import ROOT
 
-from simulation import bugs
 from simulation.bugs import BUGS
 
 pytestmark = pytest.mark.timeout(1800)
@@ -22,6 +20,20 @@ BUG_SEEDS = 200
 IN_A_TIER = 777051
 """A seed in which engines among unlike ones load what others have stored from a tier, which is rare. If a
 change of the simulation loses that, take another."""
+
+
+LEAST = {
+    1 / 2: "servers killed, servers stopped, servers ended, engines killed, connections broken",
+    1 / 10: "tokens loaded, hits of early lookups, loads failed, preemptions, aborts, clock jumps, "
+    "replies lost, resets, pins, records read, records read in a later life, records written, tier faults, "
+    "lookups that wait for tiers, drafts accepted, drafts rejected, scratch blocks moved, "
+    "states copied after a step, weights replaced, weights named by their content, "
+    "weights of one engine only, workers that register late",
+    # Engines that are alike share pages, though others of their model's name are not.
+    1 / 50: "replies of nonsense, copies hung, engine ids given twice, hosts cut off, "
+    "loads from several servers, loads from another engine, loads from another engine among unlike ones",
+}
+"""How many of each there must be in a seed, on average."""
 
 
 def simulated(hash_seed: int, *arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -59,50 +71,8 @@ def test_no_seed_gives_a_wrong_byte_a_leak_or_a_hang(histories: "subprocess.Comp
     counts = {what: int(count) for count, what in re.findall(r"(\d+) ([a-z ]+)", fixed)}
     # Otherwise the histories would be of a cache that serves nothing, or in which nothing goes wrong. What is
     # rare is not among each few seeds, so it is counted in those that are always the same.
-    for what in (
-        "tokens loaded",
-        "hits of early lookups",
-        "loads failed",
-        "preemptions",
-        "aborts",
-        "clock jumps",
-        "replies lost",
-        "resets",
-        "pins",
-        "records read",
-        "records read in a later life",
-        "records written",
-        "tier faults",
-        "lookups that wait for tiers",
-        "drafts accepted",
-        "drafts rejected",
-        "scratch blocks moved",
-        "states copied after a step",
-        "weights replaced",
-        "weights named by their content",
-        "weights of one engine only",
-        "workers that register late",
-    ):
-        assert counts[what] > SEEDS / 10, said
-    for what in (
-        "replies of nonsense",
-        "copies hung",
-        "engine ids given twice",
-        "hosts cut off",
-        "loads from several servers",
-        "loads from another engine",
-        # Engines that are alike share pages, though others of their model's name are not.
-        "loads from another engine among unlike ones",
-    ):
-        assert counts[what] > SEEDS / 50, said
-    for what in (
-        "servers killed",
-        "servers stopped",
-        "servers ended",
-        "engines killed",
-        "connections broken",
-    ):
-        assert counts[what] > SEEDS / 2, said
+    for least, what in LEAST.items():
+        assert not [each for each in what.split(", ") if counts.get(each, 0) <= least * SEEDS], said
 
 
 def test_a_seed_reproduces(
@@ -123,13 +93,3 @@ def test_a_seed_reproduces(
 def test_the_simulation_finds_bugs(with_bugs: "subprocess.CompletedProcess[str]") -> None:
     assert with_bugs.returncode == 0, with_bugs.stdout + with_bugs.stderr
     assert with_bugs.stdout.count("found by seed") == len(BUGS) > 0
-
-
-def test_every_bug_replaces_something_that_exists() -> None:
-    """Otherwise the simulation would look for a bug that is not there."""
-    source = inspect.getsource(bugs)
-    replaced = re.findall(r"^ +([A-Za-z_.]+)\.(\w+)(?:, .*)? = ", source, re.MULTILINE)
-    assert len(replaced) >= len(BUGS) / 2
-    for owner, name in replaced:
-        found = vars(bugs).get(owner)
-        assert found is None or hasattr(found, name), f"{owner}.{name}"

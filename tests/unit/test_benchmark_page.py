@@ -102,9 +102,7 @@ def test_a_page_of_several_runs_says_so_in_every_section_and_one_of_one_run_name
     assert re.findall(r"Measured in the run of (\w+)\.", text) == ["Monday", "Tuesday"]
 
 
-def test_named_benchmarks_leave_the_page_as_it_is(
-    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_named_benchmarks_leave_the_page_as_it_is(page, monkeypatch, capsys):
     page.write_text("the page of a whole run")
     stored(run.RESULTS, [engine(), replay()])
     asked = []
@@ -116,8 +114,7 @@ def test_named_benchmarks_leave_the_page_as_it_is(
 
 
 def test_all_results_of_a_whole_run_have_its_name(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("first", "second")
-    folder = page.parent / "programs"
+    names, folder = ("first", "second"), page.parent / "programs"
     folder.mkdir()
     for name in names:
         result = run.RESULTS / f"{name}.json"

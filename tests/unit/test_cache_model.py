@@ -352,6 +352,7 @@ computed = st.just(0) | st.integers(0, 12)
 limits = st.just(1 << 20) | st.integers(0, CHAIN_CHUNKS * CHUNK_SIZE + 5)
 quotas = st.just(math.inf) | st.integers(0, 40)
 """In frames."""
+questions = {"layout": layouts, "branch": branches, "count": counts, "session": sessions, "once": flags}
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -419,7 +420,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.reservations.append((got, expected, place))
         return got
 
-    @rule(layout=layouts, branch=branches, count=counts, computed=computed, session=sessions, once=flags)
+    @rule(computed=computed, **questions)
     def store_a_chain_and_look_it_up(self, layout, branch, count, computed, session, once):
         for index, (of, spec) in itertools.product(range(count), enumerate(layout.groups)):
             for shard in writers(layout, of) if spec.stored_blocks(index, CHUNK_SIZE) else ():
@@ -450,22 +451,14 @@ class CacheMachine(RuleBasedStateMachine):
         del chunk.objects[own]
         self.model.unpin(chunk)
 
-    @rule(
-        layout=layouts,
-        branch=branches,
-        chunks=counts,
-        computed=computed,
-        limit=limits,
-        session=sessions,
-        once=flags,
-    )
-    def lookup(self, layout, branch, chunks, computed, limit, session, once):
-        keys, computed, model = chain_keys(branch)[:chunks], computed * UNIFIED, self.model
+    @rule(computed=computed, limit=limits, **questions)
+    def lookup(self, layout, branch, count, computed, limit, session, once):
+        keys, computed, model = chain_keys(branch)[:count], computed * UNIFIED, self.model
         hit = self.cache.lookup(layout, keys, computed, limit, session, self.now_s, once)
         for of, bitmap in enumerate(hit.held):
             held = [model.is_held(layout, key, index, of) for index, key in enumerate(keys)]
             assert bitmap == sum(flag << bit for bit, flag in enumerate(held)).to_bytes(
-                (chunks + 7) // 8, "little"
+                (count + 7) // 8, "little"
             )
         assert hit.resume_tokens == model.resume_point(layout, keys, computed, limit)
         assert (hit.lease_id != 0) == (hit.resume_tokens != 0)

@@ -66,37 +66,27 @@ def test_every_option_can_be_set_in_each_way(tmp_path):
     assert load(*flags) == expected
     assert load(environment={variable_name(name): text for name, text in texts.items()}) == expected
     assert of_file(tmp_path, "\n".join(f"{name} = {text}" for name, text in written.items())) == expected
-    texts = {name: f'"{text}"' for name, text in texts.items()}
-    assert of_file(tmp_path, "\n".join(f"{name} = {text}" for name, text in texts.items())) == expected
-
-
-def test_chunk_size_auto(tmp_path):
-    for text in ("auto", "AUTO", " auto "):
+    for text in ("auto", " AUTO "):
         assert load("--chunk-size", text).chunk_size is None
         assert of_file(tmp_path, f'chunk_size = "{text}"').chunk_size is None
+    texts = {name: f'"{text}"' for name, text in texts.items()}
+    assert of_file(tmp_path, "\n".join(f"{name} = {text}" for name, text in texts.items())) == expected
 
 
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("port", "abc", "--port must be an integer from 1 to 65535, not 'abc'"),
         ("port", "0", "--port must be an integer from 1 to 65535, not '0'"),
         ("http_port", "65536", "--http-port must be an integer from 0 to 65535, not '65536'"),
         ("chunk_size", "0", "--chunk-size must be auto, or an integer from 1 to 4194304, not '0'"),
         ("chunk_size", "2.5", "--chunk-size must be auto, or an integer from 1 to 4194304, not '2.5'"),
         ("l1_size_gb", "0", "--l1-size-gb must be a number from 0.001 to 100000, not '0'"),
         ("l1_size_gb", "nan", "--l1-size-gb must be a number from 0.001 to 100000, not 'nan'"),
-        ("l1_size_gb", "inf", "--l1-size-gb must be a number from 0.001 to 100000, not 'inf'"),
         ("lease_s", "0.5", "--lease-s must be a number from 1 to 86400, not '0.5'"),
-        (
-            "quota_gb",
-            "a b=4",
-            "--quota-gb must be a number of GB such as 4, or 4,0b5d5f2cbd9c=16, not 'a b=4'",
-        ),
+        ("quota_gb", "a b", "--quota-gb must be a number of GB such as 4, or 4,0b5d5f2cbd9c=16, not 'a b'"),
         ("eviction_policy", "FIFO", "--eviction-policy must be LRU, not 'FIFO'"),
         ("log_level", "loud", "--log-level must be one of debug, info, warning, error, not 'loud'"),
         ("host", "\udcff", "--host must be text that can be printed, not '\\udcff'"),
-        ("http_host", "a\udc80", "--http-host must be text that can be printed, not 'a\\udc80'"),
         ("l1_path", "a\nb", "--l1-path must be text that can be printed, not 'a\\nb'"),
         ("port", "9" * 5000, "--port must be an integer from 1 to 65535, not '999999999999...9999999999999'"),
     ],
@@ -115,10 +105,8 @@ def test_a_bad_variable_is_named():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("port = 'x'", "port in {path} must be an integer from 1 to 65535, not 'x'"),
         ("port = true", "port in {path} must be an integer from 1 to 65535, not True"),
         ("port = 5.0", "port in {path} must be an integer from 1 to 65535, not 5.0"),
-        ("port = [1]", "port in {path} must be an integer from 1 to 65535, not [1]"),
         ("port" + ".a" * 5000 + " = 1", "port in {path} must be an integer from 1 to 65535, not {{'a': {{"),
         ("port = 0x" + "f" * 5000, "port in {path} must be an integer from 1 to 65535, not a number"),
         ("lease_s = true", "lease_s in {path} must be a number from 1 to 86400, not True"),
@@ -126,8 +114,6 @@ def test_a_bad_variable_is_named():
         ("lease_s = 1" + "0" * 400, "lease_s in {path} must be a number from 1 to 86400, not 1000"),
         ("host = 7", "host in {path} must be text that can be printed, not 7"),
         ('host = "\\u0000"', "host in {path} must be text that can be printed, not '\\x00'"),
-        ('l1_path = "/a\\u0000"', "l1_path in {path} must be text that can be printed, not '/a\\x00'"),
-        ("allow_remote = 1", "allow_remote in {path} must be true or false, not 1"),
         ("log_level = 1979-05-27", "log_level in {path} must be one of debug, info, warning, error, not "),
         ("checksums = 'maybe'", "checksums in {path} must be true or false, not 'maybe'"),
         ("chunk-size = 3", "unknown key 'chunk-size' in {path}: did you mean chunk_size?"),
@@ -184,19 +170,16 @@ def test_other_machines_are_let_in_only_by_an_explicit_flag(name):
     assert "--http-host 0.0.0.0" in sentence("--http-host", "0.0.0.0", "--key-file", "/run/key")
 
 
-def test_http_needs_an_address():
+def test_what_cannot_be_is_one_sentence():
+    assert sentence("--l1-path", "/dev/shm/l1", LMCACHE_L1_HUGETLB="yes") == (
+        "--l1-path and --l1-hugetlb cannot be combined: leave one of them out"
+    )
     # ZeroMQ and the system would take no name at all for all addresses.
     for name, hosts in {"--http-host": ("", "/", "[]", "tcp://"), "--host": ("/", "[]", "tcp:///")}.items():
         for host in hosts:
             for more in ([], ["--allow-remote"]):
                 said = sentence(name, host, *more)
                 assert said == f"{name} must name an address, for example 127.0.0.1", host
-
-
-def test_a_file_has_no_huge_pages_of_its_own():
-    assert sentence("--l1-path", "/dev/shm/l1", LMCACHE_L1_HUGETLB="yes") == (
-        "--l1-path and --l1-hugetlb cannot be combined: leave one of them out"
-    )
 
 
 def test_commands_read_only_what_they_need(monkeypatch, tmp_path):

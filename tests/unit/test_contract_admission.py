@@ -4,13 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_client.contract.admission import (
-    Admission,
-    Prompt,
-    checkpoint_interval,
-    known_chunks,
-    stored_factor,
-)
+from lmcache_client.contract import admission
+from lmcache_client.contract.admission import Admission, Prompt, checkpoint_interval
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
 
 CHUNK = 512
@@ -78,9 +73,9 @@ def test_checkpoints_take_a_twentieth_of_the_bytes_of_full_attention() -> None:
     assert checkpoint_interval((ATTENTION, WINDOW, STATE), (1, 5, state_bytes), CHUNK) == 260
     assert checkpoint_interval((ATTENTION, STATE), (1, 1), CHUNK) == 2
     # The price of storing everything.
-    assert stored_factor((ATTENTION, STATE), (1, state_bytes), CHUNK) == 4.0
-    assert stored_factor((ATTENTION, WINDOW), (1, 5), CHUNK) == 6.0
-    assert stored_factor((STATE,), (1,), CHUNK) == 0.0
+    assert admission.stored_factor((ATTENTION, STATE), (1, state_bytes), CHUNK) == 4.0
+    assert admission.stored_factor((ATTENTION, WINDOW), (1, 5), CHUNK) == 6.0
+    assert admission.stored_factor((STATE,), (1,), CHUNK) == 0.0
 
 
 @given(st.lists(st.binary(max_size=4), min_size=2, max_size=2))
@@ -90,8 +85,8 @@ def test_a_chunk_is_known_if_all_of_full_attention_has_it(bitmaps: list[bytes]) 
     expected = 0
     while all(expected // 8 < len(bits) and bits[expected // 8] >> expected % 8 & 1 for bits in bitmaps):
         expected += 1
-    assert known_chunks(groups, held) == expected
-    assert known_chunks((WINDOW,), (b"\xff",)) == 0
+    assert admission.known_chunks(groups, held) == expected
+    assert admission.known_chunks((WINDOW,), (b"\xff",)) == 0
 
 
 @given(
@@ -100,9 +95,7 @@ def test_a_chunk_is_known_if_all_of_full_attention_has_it(bitmaps: list[bytes]) 
     fork=st.integers(0, 60),
     interval=st.integers(2, 40),
 )
-def test_every_place_where_requests_resume_has_all_its_objects(
-    group: GroupSpec, end: int, fork: int, interval: int
-) -> None:
+def test_every_place_where_requests_resume_has_all_its_objects(group, end, fork, interval):
     chunks = 64
     stored = admitted(group, Prompt(end, fork), chunks, interval)
     for resume in {end, fork, *range(interval, chunks, interval), *range(end, chunks)}:

@@ -6,14 +6,7 @@ import msgpack
 import pytest
 
 from lmcache_client.contract import codec
-from lmcache_client.contract.codec import (
-    MAX_ARRAYS,
-    MAX_MESSAGE_BYTES,
-    MAX_TEXT,
-    Natural,
-    ProtocolError,
-    Wire,
-)
+from lmcache_client.contract.codec import Natural, ProtocolError, Wire
 
 
 class Inner(Wire, frozen=True):
@@ -78,13 +71,13 @@ def test_a_field_of_another_type_is_refused(position, value, message):
         msgpack.packb({"a": 1}),
         msgpack.packb(msgpack.ExtType(5, b"x")),
         msgpack.packb(msgpack.Timestamp(1)),
-        msgpack.packb("x" * (MAX_TEXT + 1)),
+        msgpack.packb("x" * (codec.MAX_TEXT + 1)),
         b"\xa1\xff",
         b"\xdd\xff\xff\xff\xff",
         b"\xc6\xff\xff\xff\xff",
         b"\x91" * 5000,
-        bytes(MAX_MESSAGE_BYTES + 1),
-        msgpack.packb([[]] * MAX_ARRAYS),
+        bytes(codec.MAX_MESSAGE_BYTES + 1),
+        msgpack.packb([[]] * codec.MAX_ARRAYS),
     ],
     ids=["nothing", "reserved", "cut off", "more", "map", "extension", "timestamp", "long text", "not utf-8",
          "huge array", "huge blob", "deep", "long", "many arrays"],
@@ -96,9 +89,13 @@ def test_what_is_no_plain_data_within_bounds_is_refused(data):
 
 def test_a_message_takes_little_more_memory_than_its_bound():
     """The worst that fits: arrays that are empty, numbers that are objects, texts of two characters."""
-    for worst in ([[]] * (MAX_ARRAYS - 1), [1 << 15] * (MAX_MESSAGE_BYTES // 3 - 9), ["ab"] * 1_390_000):
+    for worst in (
+        [[]] * (codec.MAX_ARRAYS - 1),
+        [1 << 15] * (codec.MAX_MESSAGE_BYTES // 3 - 9),
+        ["ab"] * 1_390_000,
+    ):
         frame = msgpack.packb(worst)
-        assert len(frame) <= MAX_MESSAGE_BYTES
+        assert len(frame) <= codec.MAX_MESSAGE_BYTES
         tracemalloc.start()
         codec.unpack(frame)
         _, peak_bytes = tracemalloc.get_traced_memory()

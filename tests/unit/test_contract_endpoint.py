@@ -8,13 +8,8 @@ from pathlib import Path
 import pytest
 
 from lmcache_client.contract import endpoint
-from lmcache_client.contract.endpoint import (
-    EndpointError,
-    address,
-    check_runtime_directory,
-    peer_pid,
-    start_command,
-)
+from lmcache_client.contract.endpoint import EndpointError, address, split, start_command
+from lmcache_client.contract.key_file import read_key
 
 
 @pytest.mark.parametrize(
@@ -65,19 +60,19 @@ def test_the_runtime_directory_is_a_directory_of_ones_own_that_nobody_else_may_e
     for mode in (0o750, 0o701, 0o777):
         tmp_path.chmod(mode)
         with pytest.raises(EndpointError, match="chmod 700"):
-            check_runtime_directory(tmp_path)
+            endpoint.check_runtime_directory(tmp_path)
     tmp_path.chmod(0o700)
-    check_runtime_directory(tmp_path)
+    endpoint.check_runtime_directory(tmp_path)
     link, file = tmp_path / "link", tmp_path / "file"
     link.symlink_to(tmp_path)
     file.touch(mode=0o600)
     for path in (link, file):
         with pytest.raises(EndpointError, match="is no directory: set LMCACHE_RUNTIME_DIR"):
-            check_runtime_directory(path)
+            endpoint.check_runtime_directory(path)
     mine = tmp_path.stat().st_uid
     monkeypatch.setattr(os, "getuid", lambda: mine + 1)
     with pytest.raises(EndpointError, match=r"belongs to user .* LMCACHE_RUNTIME_DIR"):
-        check_runtime_directory(tmp_path)
+        endpoint.check_runtime_directory(tmp_path)
 
 
 def test_root_may_use_a_directory_of_another_user_that_it_has_named(tmp_path, monkeypatch):
@@ -87,11 +82,11 @@ def test_root_may_use_a_directory_of_another_user_that_it_has_named(tmp_path, mo
     monkeypatch.setattr(os, "getuid", lambda: 0)
     monkeypatch.delenv("LMCACHE_RUNTIME_DIR", raising=False)
     with pytest.raises(EndpointError, match="belongs to user id 1234567"):
-        check_runtime_directory(tmp_path)
+        endpoint.check_runtime_directory(tmp_path)
     monkeypatch.setenv("LMCACHE_RUNTIME_DIR", str(tmp_path))
-    check_runtime_directory(tmp_path)
+    endpoint.check_runtime_directory(tmp_path)
     with pytest.raises(EndpointError, match="belongs to user id 1234567"):
-        check_runtime_directory(tmp_path, must_own=True)
+        endpoint.check_runtime_directory(tmp_path, must_own=True)
 
 
 def test_the_kernel_knows_the_peer_of_a_unix_socket_alone(tmp_path):
@@ -100,15 +95,75 @@ def test_the_kernel_knows_the_peer_of_a_unix_socket_alone(tmp_path):
         listener.listen()
         client.connect(str(tmp_path / "socket"))
         descriptor = client.fileno()
-        assert peer_pid(descriptor) == os.getpid()
+        assert endpoint.peer_pid(descriptor) == os.getpid()
         assert client.fileno() == descriptor, "it is still open"
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as client:
         client.connect(listener.getsockname())
-        assert peer_pid(client.fileno()) is None
+        assert endpoint.peer_pid(client.fileno()) is None
 
 
 def test_a_peer_that_cannot_be_asked_is_nobody_not_unknown():
     """A server that took it for unknown would let a client register memory that is not its own."""
     with open(os.devnull) as file:
         for descriptor in (-1, file.fileno()):
-            assert peer_pid(descriptor) == 0
+            assert endpoint.peer_pid(descriptor) == 0
+
+
+# -- the key file ----------------------------------------------------------------------------------------
+
+KEY = bytes(range(32))
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "key"
+    file.touch(0o600)
+    file.write_bytes(KEY)
+    return str(file)
+
+
+def test_a_key_is_32_bytes_or_64_digits(path):
+    for content in (KEY, KEY.hex().encode(), KEY.hex().upper().encode() + b"\r\n"):
+        Path(path).write_bytes(content)
+        assert read_key(path) == KEY
+    for content in (b"", KEY[1:], KEY + b"\n", KEY.hex().encode()[1:], b"\xff" * 64, bytes(1 << 20)):
+        Path(path).write_bytes(content)
+        with pytest.raises(ValueError, match=f"{path} must have 32 bytes"):
+            read_key(path)
+    with pytest.raises(ValueError, match=r"none: No such file"):
+        read_key(path + "none")
+    with pytest.raises(ValueError, match="Is a directory"):
+        read_key(os.path.dirname(path))
+
+
+@pytest.mark.parametrize("mode", [0o440, 0o640])
+def test_nobody_else_may_read_or_change_it_but_a_group_as_kubernetes_mounts_it(mode, path, monkeypatch):
+    for others in (0o604, 0o660, 0o620, 0o601):
+        os.chmod(path, others)
+        with pytest.raises(ValueError, match=f"chmod 600 {path}"):
+            read_key(path)
+    os.chmod(path, mode)
+    group = os.stat(path).st_gid
+    for own, others in ((group, []), (group + 1, [group])):
+        monkeypatch.setattr(os, "getegid", lambda own=own: own)
+        monkeypatch.setattr(os, "getgroups", lambda others=others: others)
+        assert read_key(path) == KEY
+    monkeypatch.setattr(os, "getgroups", list)
+    with pytest.raises(ValueError, match="only its groups may also read it"):
+        read_key(path)
+
+
+def test_an_address_names_the_key_file_of_tcp(path, monkeypatch):
+    with_key = address("10.0.0.1", 5555, path)
+    assert with_key == f"tcp://10.0.0.1:5555?key_file={path}"
+    plain, key = split(with_key)
+    assert plain == "tcp://10.0.0.1:5555"
+    assert len(key) == 32
+    assert key != KEY, "a tier that has the same file has another key"
+    assert start_command(with_key) == f"lmcache server --host 10.0.0.1 --port 5555 --key-file {path}"
+    assert split(address("10.0.0.1", 5555)) == ("tcp://10.0.0.1:5555", b"")
+    monkeypatch.chdir(os.path.dirname(path))
+    assert address("10.0.0.1", 5555, "key") == with_key, "another process reads it, too"
+    assert address("", 5555, "none").startswith("ipc://"), "a Unix socket needs no key"
+    with pytest.raises(EndpointError, match=r"cannot use the key file: .*none: No such file"):
+        address("10.0.0.1", 5555, "none")

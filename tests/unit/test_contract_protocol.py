@@ -11,15 +11,7 @@ from lmcache_client.contract import messages as wire
 from lmcache_client.contract.codec import ProtocolError
 from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import MAX_CHUNKS, MAX_DETAILS, ROOT_KEY, ModelTag
-from lmcache_client.contract.messages import (
-    BadRequestError,
-    Memory,
-    Release,
-    Store,
-    StoreObject,
-    decode_request,
-    encode_request,
-)
+from lmcache_client.contract.messages import Release, Store, decode_request, encode_request
 
 MESSAGES = typing.get_args(wire.Message)
 BOOT_ID = bytes(range(wire.BOOT_ID_BYTES))
@@ -50,18 +42,15 @@ def test_every_message_has_a_code_of_its_own():
         ([MESSAGES.index(wire.Pin), b"name", "r" * 16], "Expected `str`, got `bytes`"),
         ([MESSAGES.index(wire.Pin), "n" * 65, "r" * 16], "`str` of length <= 64"),
         ([MESSAGES.index(wire.Pin), "name", "r" * 15], "`str` of length >= 16"),
-        ([MESSAGES.index(wire.Pin), "name", ""], "`str` of length >= 16"),
         ([MESSAGES.index(wire.Pin), "name", "r" * 65], "`str` of length <= 64"),
         ([MESSAGES.index(wire.Unpin), "n" * 65], "`str` of length <= 64"),
-        ([MESSAGES.index(wire.Unpin), 7], "Expected `str`, got `int`"),
         ([99], "unknown message code 99"),
-        ([-1], "unknown message code -1"),
         ([True], "unknown message code True"),
         (["Ping"], "unknown message code 'Ping'"),
     ],
 )
 def test_a_bad_request_is_answered_with_what_is_wrong(content, message):
-    with pytest.raises(BadRequestError, match=message) as caught:
+    with pytest.raises(wire.BadRequestError, match=message) as caught:
         decode_request(codec.pack([wire.PROTOCOL_VERSION, 9, content]))
     assert (caught.value.request_id, caught.value.code) == (9, wire.BAD_REQUEST)
 
@@ -69,7 +58,7 @@ def test_a_bad_request_is_answered_with_what_is_wrong(content, message):
 def test_another_version_is_told_apart_whatever_follows():
     for rest in ([], [0, []]):
         frame = msgpack.packb([wire.PROTOCOL_VERSION + 1, 3, *rest])
-        with pytest.raises(BadRequestError, match="install the same version") as caught:
+        with pytest.raises(wire.BadRequestError, match="install the same version") as caught:
             decode_request(frame)
         assert (caught.value.request_id, caught.value.code) == (3, wire.WRONG_VERSION)
         with pytest.raises(ProtocolError, match="install the same version"):
@@ -86,9 +75,9 @@ def test_an_envelope_that_is_wrong_is_refused_and_answered_only_if_it_can_be():
     ):
         with pytest.raises(ProtocolError, match="not an lmcache-mp message") as caught:
             decode_request(codec.pack(envelope))
-        assert not isinstance(caught.value, BadRequestError), envelope
+        assert not isinstance(caught.value, wire.BadRequestError), envelope
     for rest in ([], [[19], 0]):
-        with pytest.raises(BadRequestError, match="expected 3 parts"):
+        with pytest.raises(wire.BadRequestError, match="expected 3 parts"):
             decode_request(codec.pack([version, 1, *rest]))
     for boot_id in (b"", BOOT_ID[:-1], BOOT_ID + b"\0", "x" * 16, None):
         with pytest.raises(ProtocolError, match="carries a boot id"):
@@ -98,24 +87,27 @@ def test_an_envelope_that_is_wrong_is_refused_and_answered_only_if_it_can_be():
 def test_keys_are_counted_and_measured():
     decode_request(encode_request(1, Release((), (bytes(32),) * MAX_CHUNKS)))
     for bad in ((bytes(32),) * (MAX_CHUNKS + 1), (bytes(31),), (bytes(33),), (b"",)):
-        with pytest.raises(BadRequestError, match="of length"):
+        with pytest.raises(wire.BadRequestError, match="of length"):
             decode_request(encode_request(1, Release((), bad)))
-    for bad_object in (StoreObject(b"short", ROOT_KEY, 0, 0, ()), StoreObject(ROOT_KEY, b"short", 0, 0, ())):
-        with pytest.raises(BadRequestError, match="of length >= 32"):
+    for bad_object in (
+        wire.StoreObject(b"short", ROOT_KEY, 0, 0, ()),
+        wire.StoreObject(ROOT_KEY, b"short", 0, 0, ()),
+    ):
+        with pytest.raises(wire.BadRequestError, match="of length >= 32"):
             decode_request(encode_request(1, Store((bad_object,))))
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (Store((StoreObject(ROOT_KEY, ROOT_KEY, 0, 0, ()),) * (wire.MAX_OBJECTS + 1)), "<= 4096"),
-        (Store((StoreObject(ROOT_KEY, ROOT_KEY, 0, 0, (), bytes(17)),)), "<= 16"),
+        (Store((wire.StoreObject(ROOT_KEY, ROOT_KEY, 0, 0, ()),) * (wire.MAX_OBJECTS + 1)), "<= 4096"),
+        (Store((wire.StoreObject(ROOT_KEY, ROOT_KEY, 0, 0, (), bytes(17)),)), "<= 16"),
         (Release((1,) * (wire.MAX_LEASES + 1), ()), "<= 4096"),
-        (Memory(1, ((1, 1),) * (wire.MAX_BUFFERS + 1), 1), "<= 1024"),
-        (Memory(1, ((1, 1), (1, 0)), 1), ">= 1"),
-        (Memory(1, ((1, 99),), 1, bytes(16), (b"short",)), ">= 64"),
-        (Memory(1, ((1, 99),), 1, bytes(16), descriptors=((1 << 31, 100),)), "<= 2147483647"),
-        (Memory(1, ((1, 99),), 1, bytes(16), descriptors=((-1, 100),)), ">= 0"),
+        (wire.Memory(1, ((1, 1),) * (wire.MAX_BUFFERS + 1), 1), "<= 1024"),
+        (wire.Memory(1, ((1, 1), (1, 0)), 1), ">= 1"),
+        (wire.Memory(1, ((1, 99),), 1, bytes(16), (b"short",)), ">= 64"),
+        (wire.Memory(1, ((1, 99),), 1, bytes(16), descriptors=((1 << 31, 100),)), "<= 2147483647"),
+        (wire.Memory(1, ((1, 99),), 1, bytes(16), descriptors=((-1, 100),)), ">= 0"),
         (ModelTag("m" * 4097, (), 1, 1), "<= 4096"),
         (ModelTag("m", (("n", "v" * 4097),), 1, 1), "<= 4096"),
         (ModelTag("m", (("n", "v"),) * (MAX_DETAILS + 1), 1, 1), "<= 512"),
@@ -138,9 +130,9 @@ def test_what_a_message_may_hold_is_bounded(value, message):
 )
 def test_a_worker_shares_whole_allocations_by_one_kind_of_handle(lie, sentence):
     honest = {"device": bytes(16), "descriptors": ((3, 200),)}
-    Memory(1, ((100, 100),), 0, **honest)
+    wire.Memory(1, ((100, 100),), 0, **honest)
     with pytest.raises(ProtocolError, match=sentence):
-        Memory(1, ((100, 100),), 0, **{**honest, **lie})
+        wire.Memory(1, ((100, 100),), 0, **{**honest, **lie})
 
 
 def test_what_does_not_fit_together_is_refused():
@@ -159,10 +151,10 @@ def test_the_largest_legitimate_messages_fit():
         7,
         ModelTag("m" * 200, (("configuration", "c" * 64),) * 9, 8, 1),
         Geometry((GroupSpec("full", 16, 0, "t" * 8000, regions),) * 4, 1 << 20),
-        Memory(1 << 22, ((1 << 46, 1 << 40),) * 100, 1 << 46),
+        wire.Memory(1 << 22, ((1 << 46, 1 << 40),) * 100, 1 << 46),
     )
     chain = (bytes(32),) * MAX_CHUNKS
-    each = StoreObject(bytes(32), bytes(32), MAX_CHUNKS - 1, 3, (1 << 20,) * 64, bytes(16))
+    each = wire.StoreObject(bytes(32), bytes(32), MAX_CHUNKS - 1, 3, (1 << 20,) * 64, bytes(16))
     for message in (
         register,
         wire.Lookup("r", chain, 0, 0, 1),

@@ -1,31 +1,30 @@
-"""What test_cache_model.py does not show of the cache, which drives all its decisions in any order, and some
-examples to read."""
+"""What test_cache_model.py does not show of the cache. That one drives all its decisions in any order."""
 
 import dataclasses
+import itertools
 import sys
 import tracemalloc
 
 import pytest
 
-from lmcache_client.contract.geometry import FULL, SLIDING_WINDOW, GroupSpec
+from lmcache_client.contract.geometry import FULL, GroupSpec
 from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_server.core import chunks as chunks_module
-from lmcache_server.core.cache import ONCE_SHARE, Cache, Layout, NotReserved, Reservation
+from lmcache_server.core import leases, named_pins
+from lmcache_server.core.cache import Cache, Layout, NotReserved
 from lmcache_server.core.index import Chunk
+from lmcache_server.core.leases import LEASE_COST, MAX_COST, MAX_SESSION_COST
+from lmcache_server.core.named_pins import MAX_NAMES, PinError
 from lmcache_server.core.packed import StoredObject
 
 FRAME_BYTES = 100
 CHUNK_SIZE = 16
-SESSION, STRANGER = 7, 8
+SESSION, OTHER = 7, 8
 
 
-def group(kind=FULL, block_size=16, window=0):
-    return GroupSpec(kind, block_size, window, "", ())
-
-
-def layout(*groups, holders=None, namespace=b"ns"):
-    groups = groups or (group(),)
-    return Layout(namespace, CHUNK_SIZE, groups, holders or ((0,),) * len(groups))
+def layout(groups=1, shards=1):
+    group = GroupSpec(FULL, CHUNK_SIZE, 0, "", ())
+    return Layout(b"ns", CHUNK_SIZE, (group,) * groups, (tuple(range(shards)),) * groups)
 
 
 PLAIN = layout()
@@ -35,36 +34,23 @@ def chain(count, name=0):
     return [bytes([name, index]) * 16 for index in range(count)]
 
 
-def reserve(cache, key, index=0, where=PLAIN, of=0, shard=0, frames=1):
-    blocks = len(where.groups[of].stored_blocks(index, where.chunk_size))
-    return cache.reserve(where, key, of, shard, blocks, frames * FRAME_BYTES)
+def reserve(cache, key, where=PLAIN, of=0, shard=0, frames=1):
+    return cache.reserve(where, key, of, shard, 1, frames * FRAME_BYTES)
 
 
-def store(cache, keys, where=PLAIN, frames=1):
-    """Stores all objects of a chain."""
-    for index, key in enumerate(keys):
-        for of, ranks in enumerate(where.holders):
-            for shard in ranks:
-                if where.groups[of].stored_blocks(index, where.chunk_size):
-                    reservation = reserve(cache, key, index, where, of, shard, frames)
-                    assert isinstance(reservation, Reservation)
-                    cache.commit(reservation)
+def store(cache, keys):
+    for key in keys:
+        cache.commit(reserve(cache, key))
     cache.check_integrity()
 
 
-def lookup(cache, keys, where=PLAIN, computed=0, limit=1 << 20, now_s=0.0, once=False):
-    return cache.lookup(where, keys, computed, limit, SESSION, now_s, once)
+def lookup(cache, keys, session=SESSION, limit=1 << 20, now_s=0.0):
+    return cache.lookup(PLAIN, keys, 0, limit, session, now_s)
 
 
-def open_read(cache, hit, where=PLAIN, shard=0, computed=0):
-    lease = cache._leases.get(hit.lease_id)
-    key = lease.chunks[-1].key if lease else b""
-    return cache.open_read(hit.lease_id, key, shard, hit.resume_tokens, computed, where)
-
-
-def stored_chunks(cache, keys, where=PLAIN):
+def stored_chunks(cache, keys):
     """Which of these chunks are present, as text."""
-    held = lookup(cache, keys, where, limit=0).held[0]
+    held = lookup(cache, keys, limit=0).held[0]
     return "".join(str(held[index // 8] >> index % 8 & 1) for index in range(len(keys)))
 
 
@@ -85,52 +71,6 @@ def test_an_object_has_one_writer_who_ends_once():
         Cache(0)
 
 
-@pytest.mark.parametrize("where", [PLAIN, layout(group(SLIDING_WINDOW, 16, 17))], ids=["full", "window"])
-def test_a_lookup_makes_the_chain_recently_used_even_what_a_window_does_not_need(where):
-    cache = Cache(FRAME_BYTES, 8)
-    old, new = chain(4), chain(4, name=1)
-    store(cache, old, where)
-    store(cache, new, where)
-    cache.release(lookup(cache, old, where).lease_id, SESSION)
-    store(cache, chain(4, name=2), where)
-    assert stored_chunks(cache, new, where) == "0000"
-    assert stored_chunks(cache, old, where) == "1111"
-
-
-def test_leased_chunks_are_never_evicted():
-    cache = Cache(FRAME_BYTES, 4)
-    keys, others = chain(4), chain(1, name=1)
-    store(cache, keys)
-    hit = lookup(cache, keys, limit=3 * CHUNK_SIZE)
-    assert hit.resume_tokens == 3 * CHUNK_SIZE
-    assert reserve(cache, others[0], frames=2) is NotReserved.NO_ROOM
-    assert cache.evicted_chunks == 0
-    store(cache, others)
-    assert stored_chunks(cache, keys) == "1110"
-    assert cache.release(hit.lease_id, SESSION)
-    assert isinstance(reserve(cache, chain(1, name=2)[0], frames=4), Reservation)
-    assert (cache.evicted_chunks, cache.evicted_bytes) == (5, 5 * FRAME_BYTES)
-
-
-def test_a_burst_larger_than_the_pool_loses_no_store_that_fits():
-    cache = Cache(FRAME_BYTES, 10)
-    for burst in range(50):
-        store(cache, chain(7, name=burst), frames=1 + burst % 10)
-    assert cache.evicted_chunks == 350 - cache.num_chunks
-
-
-def test_a_lease_ends_at_its_deadline():
-    cache = Cache(FRAME_BYTES, 10, lease_s=5.0)
-    store(cache, chain(1))
-    early, late = lookup(cache, chain(1), now_s=10.0), lookup(cache, chain(1), now_s=12.0)
-    assert cache.expire(14.9) == 0
-    assert cache.expire(15.0) == 1
-    assert open_read(cache, early) is None
-    assert open_read(cache, late) is not None
-    assert cache.expire(100.0) == 1
-    assert cache.num_leases == 0
-
-
 def test_a_read_is_refused_unless_it_is_what_was_promised():
     cache = Cache(FRAME_BYTES, 100)
     store(cache, chain(3))
@@ -148,22 +88,8 @@ def test_a_read_is_refused_unless_it_is_what_was_promised():
     assert cache.num_readers == 1
     (other,) = chain(1, name=1)
     cache.commit(cache.reserve(PLAIN, other, 0, 0, 2, FRAME_BYTES))
-    assert open_read(cache, lookup(cache, [other])) is None, "an object of another size"
-    cache.check_integrity()
-
-
-def test_what_is_being_written_to_a_tier_outlives_eviction_and_clear():
-    cache = Cache(FRAME_BYTES, 2)
-    for key in chain(2):
-        store(cache, [key])
-    oldest = cache.chunk(PLAIN.namespace, chain(1)[0])
-    assert cache.open_spill(oldest, 0) is not None
-    store(cache, chain(1, name=1))
-    assert [stored_chunks(cache, [key]) for key in chain(2)] == ["1", "0"], "the other one made room"
-    cache.clear()
-    assert (cache.num_chunks, cache.used_frames, cache.free_frames) == (0, 1, 1)
-    cache.close_spill(oldest)
-    assert (cache.used_frames, cache.free_frames) == (0, 2)
+    lease = lookup(cache, [other]).lease_id
+    assert cache.open_read(lease, other, 0, CHUNK_SIZE, 0, PLAIN) is None, "an object of another size"
     cache.check_integrity()
 
 
@@ -179,7 +105,7 @@ def test_a_store_that_ends_after_clear_is_dropped():
     assert lookup(cache, [key]).resume_tokens == CHUNK_SIZE
     cache.check_integrity()
     # Its frames are free then, even while the chunk is leased.
-    late = reserve(cache, key, 0, layout(group(), group()), of=1)
+    late = reserve(cache, key, layout(groups=2), of=1)
     cache.clear()
     cache.commit(late)
     assert (cache.used_frames, cache.free_frames) == (1, 2)
@@ -224,15 +150,14 @@ def test_objects_are_packed_without_loss():
 @pytest.mark.skipif(sys.implementation.name != "cpython", reason="measures CPython's objects")
 @pytest.mark.parametrize(("groups", "shards", "most_bytes"), [(1, 1, 350), (4, 2, 450)])
 def test_a_chunk_costs_little_memory(groups, shards, most_bytes):
-    where = layout(*[group()] * groups, holders=(tuple(range(shards)),) * groups)
-    count = 1000
+    where, count = layout(groups, shards), 1000
     cache = Cache(FRAME_BYTES, count * groups * shards)
     keys = [index.to_bytes(32, "big") for index in range(count)]
     tracemalloc.start()
     for key in keys:
         for of in range(groups):
             for shard in range(shards):
-                cache.commit(reserve(cache, key, 0, where, of, shard))
+                cache.commit(reserve(cache, key, where, of, shard))
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert used / count < most_bytes
@@ -241,34 +166,11 @@ def test_a_chunk_costs_little_memory(groups, shards, most_bytes):
 # -- prompts that will not come back ---------------------------------------------------------------------
 
 
-def store_once(cache, keys, frames=1):
-    """Offers a chain that will not come back; returns how much of it was stored."""
-    for index, (key, parent) in enumerate(zip(keys, [ROOT_KEY, *keys], strict=False)):
-        bits = cache.reserve(PLAIN, key, 0, 0, 1, frames * FRAME_BYTES, parent, once=True)
-        if bits is NotReserved.ONCE:
-            return index
-        cache.commit(bits)
-    cache.check_integrity()
-    return len(keys)
-
-
-def test_what_is_written_counts_in_the_share_of_what_will_not_come_back():
-    cache = Cache(FRAME_BYTES, 100)
-    store(cache, [bytes([1, index]) * 16 for index in range(100)])
-    results = [cache.reserve(PLAIN, key, 0, 0, 1, FRAME_BYTES, once=True) for key in chain(50, name=2)]
-    assert sum(isinstance(each, Reservation) for each in results) == 100 // ONCE_SHARE
-    assert results[-1] is NotReserved.ONCE
-
-
-def test_a_beginning_that_such_prompts_share_outlives_their_ends():
-    cache = Cache(FRAME_BYTES, 100)
-    store(cache, [bytes([1, index]) * 16 for index in range(100)])
-    beginning = chain(3, name=2)
-    for name in range(10, 20):
-        hit = lookup(cache, [*beginning, *chain(2, name)], once=True)
-        assert hit.resume_tokens == (3 * CHUNK_SIZE if name > 10 else 0)
-        cache.release(hit.lease_id, SESSION)
-        assert store_once(cache, [*beginning, *chain(2, name)][hit.resume_tokens // CHUNK_SIZE :])
+def store_once(cache, keys):
+    for key, parent in zip(keys, [ROOT_KEY, *keys], strict=False):
+        reservation = cache.reserve(PLAIN, key, 0, 0, 1, FRAME_BYTES, parent, once=True)
+        if reservation is not NotReserved.ONCE:
+            cache.commit(reservation)
 
 
 def test_a_prompt_that_comes_back_after_all_is_kept_like_any_other():
@@ -282,27 +184,112 @@ def test_a_prompt_that_comes_back_after_all_is_kept_like_any_other():
     assert cache.evicted_ages_s == [], "the age of what was not to be kept says nothing about the size of L1"
 
 
-@pytest.mark.parametrize("once", [False, True])
-def test_an_answer_is_kept_from_the_moment_a_prompt_that_may_come_back_reads_it(once):
-    cache = Cache(FRAME_BYTES, 20)
-    prompt, answer = chain(6, name=1)[:2], chain(6, name=1)[2:]
-    store(cache, chain(4, name=3))
-    store(cache, prompt)
-    for key, parent in zip(answer, [prompt[-1], *answer], strict=False):
-        cache.commit(cache.reserve(PLAIN, key, 0, 0, 1, FRAME_BYTES, parent, once=True))
-    hit = lookup(cache, [*prompt, *answer], once=once)
-    assert hit.resume_tokens == 6 * CHUNK_SIZE
-    cache.release(hit.lease_id, SESSION)
+# -- leases are bounded ------------------------------------------------------------------------------------
+
+
+def filled(chunks):
+    """A cache with one chain of chunks."""
+    cache = Cache(FRAME_BYTES, chunks)
+    keys = [number.to_bytes(32, "big") for number in range(chunks)]
+    store(cache, keys)
+    return cache, keys
+
+
+def leased(cache, keys, session):
+    return lookup(cache, keys, session).lease_id
+
+
+def lives(cache, lease_id):
+    return cache._leases.get(lease_id) is not None
+
+
+def test_the_leases_of_a_session_are_bounded_by_their_number_and_by_their_chunks():
+    cache, keys = filled(1)
+    modest = leased(cache, keys, OTHER)
+    granted = [leased(cache, keys, SESSION) for _ in range(10_000)]
+    assert cache.num_leases == 1 + MAX_SESSION_COST // (LEASE_COST + 1)
+    assert lives(cache, modest)
+    assert lives(cache, granted[-1]), "the newest promise holds"
+    assert not lives(cache, granted[0])
     cache.check_integrity()
-    store(cache, chain(14, name=2))
-    assert stored_chunks(cache, [*prompt, *answer]) == ("110000" if once else "111111")
+    assert cache.drop_owner(SESSION) == cache.num_leases + 4079
+    cache.drop_owner(OTHER)
+    assert cache.num_leases == 0
+    cache.check_integrity()
+    cache, keys = filled(1 << 14)
+    for _ in range(200):
+        leased(cache, keys, SESSION)
+    assert cache.num_leases == MAX_SESSION_COST // (LEASE_COST + len(keys))
+    cache.check_integrity()
 
 
-def test_a_child_that_may_come_back_keeps_its_parent():
-    cache = Cache(FRAME_BYTES, 20)
-    (parent, child) = chain(2, name=1)
-    store_once(cache, [parent])
-    cache.commit(cache.reserve(PLAIN, child, 0, 0, 1, FRAME_BYTES, parent))
-    store_once(cache, chain(18, name=2))
-    store(cache, chain(18, name=3))
-    assert stored_chunks(cache, [parent, child]) == "11"
+def test_many_sessions_are_bounded_together_and_the_largest_gives_way(monkeypatch):
+    monkeypatch.setattr(leases, "MAX_COST", 4 * (LEASE_COST + 8))
+    cache, keys = filled(8)
+    modest = leased(cache, keys, OTHER)
+    first = leased(cache, keys, SESSION)
+    second = leased(cache, keys, SESSION)
+    strangers = [leased(cache, keys, session) for session in range(20, 22)]
+    assert not lives(cache, first)
+    assert all(lives(cache, each) for each in (second, modest, *strangers))
+    cache.check_integrity()
+
+
+def test_a_lease_that_made_room_loads_nothing(monkeypatch):
+    monkeypatch.setattr(leases, "MAX_SESSION_COST", 2 * (LEASE_COST + 1))
+    cache, keys = filled(1)
+    granted = [leased(cache, keys, SESSION) for _ in range(3)]
+    reads = [cache.open_read(each, keys[0], 0, CHUNK_SIZE, 0, PLAIN) for each in granted]
+    assert [read is not None for read in reads] == [False, True, True]
+
+
+def test_the_bounds_leave_room():
+    longest = LEASE_COST + (1 << 16)
+    assert MAX_SESSION_COST // longest >= 15
+    assert MAX_SESSION_COST // (LEASE_COST + 128_000 // 256) >= 1024, "prompts of 128,000 tokens"
+    assert MAX_COST >= 16 * MAX_SESSION_COST
+
+
+def test_releasing_in_any_order_keeps_count():
+    cache, keys = filled(4)
+    for order in itertools.permutations(range(4)):
+        granted = [leased(cache, keys[: 1 + number], SESSION) for number in range(4)]
+        for number in order:
+            assert cache.release(granted[number], SESSION)
+    assert cache._leases._cost == 0
+    assert not cache._leases._by_owner
+
+
+# -- pins ------------------------------------------------------------------------------------------------
+
+
+def test_half_of_l1_can_be_pinned_and_no_frame_more():
+    cache = Cache(FRAME_BYTES, 11)
+    keys = chain(6)
+    store(cache, keys)
+    with pytest.raises(PinError, match=r"55 % of L1 would be pinned, .* --l1-size-gb"):
+        cache.pin("mine", b"ns", keys)
+    assert len(cache.named_pins) == 0
+    cache.pin("mine", b"ns", keys[:5])
+    with pytest.raises(PinError, match="at most half"):
+        cache.pin("mine", b"ns", keys[5:])
+    cache.pin("yours", b"ns", keys[:5])
+    assert cache.named_pins.frames == 5, "a second name takes no memory"
+
+
+def test_names_and_chunks_of_pins_are_bounded(monkeypatch):
+    cache, keys = Cache(FRAME_BYTES, 10), chain(4)
+    store(cache, keys)
+    cache.pin("0", b"ns", keys)
+    for number in range(1, MAX_NAMES):
+        cache.pin(str(number), b"ns", keys)
+    with pytest.raises(PinError, match="64 names are pinned already"):
+        cache.pin("one more", b"ns", keys)
+    cache.pin("0", b"ns", keys)
+    assert len(cache.named_pins.names) == MAX_NAMES
+    monkeypatch.setattr(named_pins, "MAX_PINNED", 4 * MAX_NAMES - 1)
+    cache.unpin("1")
+    with pytest.raises(PinError, match="255 chunks can be pinned in all"):
+        cache.pin("1", b"ns", keys)
+    cache.pin("1", b"ns", keys[1:])
+    cache.check_integrity()

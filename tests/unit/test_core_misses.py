@@ -6,19 +6,10 @@ import pytest
 
 from lmcache_client.contract.geometry import FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
 from lmcache_client.contract.hits import group_ends, resume_point
+from lmcache_server.core import misses
 from lmcache_server.core.cache import Cache, Layout, Reservation
 from lmcache_server.core.layout import bitmap
-from lmcache_server.core.misses import (
-    EVICTED,
-    NO_STATE,
-    NOT_STORED,
-    PARTIAL,
-    REASONS,
-    TIER_LATE,
-    Evicted,
-    missed_tokens,
-    short_groups,
-)
+from lmcache_server.core.misses import EVICTED, NO_STATE, NOT_STORED, PARTIAL, TIER_LATE, short_groups
 
 CHUNK = 16
 SESSION = 1
@@ -48,10 +39,10 @@ def missed(cache, layout, keys, computed=0):
     hit = cache.lookup(layout, keys, computed, limit, SESSION, 0.0)
     cache.drop_owner(SESSION)
     start = max(hit.resume_tokens, computed)
-    found = missed_tokens(
+    found = misses.missed_tokens(
         layout, keys, hit.held, start, limit, cache.evicted, lambda key: cache.is_partial(layout, key)
     )
-    assert set(found) <= set(REASONS)
+    assert set(found) <= set(misses.REASONS)
     assert sum(found.values()) == limit - start
     return found
 
@@ -88,12 +79,12 @@ def test_full_attention_without_a_state_to_resume_from():
 
 
 def test_what_tiers_have_and_did_not_bring():
-    cache, keys, evicted = Cache(1, 100), chain(8), Evicted()
+    cache, keys, evicted = Cache(1, 100), chain(8), misses.Evicted()
     store(cache, PLAIN, keys[:2])
     _, hit = cache.find(PLAIN, keys, 0, 8 * CHUNK)
     start = hit.resume_tokens
     for in_tiers, late in ((0, 0), (start, 0), (5 * CHUNK, 3 * CHUNK), (9 * CHUNK, 6 * CHUNK)):
-        found = missed_tokens(
+        found = misses.missed_tokens(
             PLAIN, keys, hit.held, start, 8 * CHUNK, evicted, lambda _: False, in_tiers=in_tiers
         )
         expected = {TIER_LATE: late, NOT_STORED: 6 * CHUNK - late}
@@ -112,7 +103,7 @@ def test_ranks_that_disagree():
 
 
 def test_the_memory_of_evicted_chunks_is_bounded_and_takes_none_for_another():
-    evicted, keys = Evicted(slots=1 << 10), chain(5000)
+    evicted, keys = misses.Evicted(slots=1 << 10), chain(5000)
     for key in keys:
         evicted.add(b"n" * 32, key)
     assert all(evicted.has(b"n" * 32, key) for key in keys[-10:])

@@ -74,8 +74,6 @@ CONSTANTS = {
     "sizeof(CUuuid)": cuda.UUID_BYTES,
     "sizeof(CUipcMemHandle)": ctypes.sizeof(cuda._IpcHandle),
 }
-
-
 BATCH_CONSTANTS = {
     "CU_MEMCPY_SRC_ACCESS_ORDER_STREAM": cuda._STREAM_ORDER,
     "CU_MEMCPY_SRC_ACCESS_ORDER_ANY": cuda._ANY_ORDER,

@@ -97,9 +97,7 @@ def left(demo: ModuleType) -> list[int]:
     return [pid for service in demo.started for pid in group_members(service._process.pid)]
 
 
-def test_it_says_what_will_happen_numbers_its_steps_and_ends_with_what_to_do_next(
-    demo: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_says_what_will_happen_numbers_its_steps_and_ends_with_what_to_do_next(demo, capsys):
     code = demo.main()
     said = capsys.readouterr().out
     assert code == 0, said
@@ -152,9 +150,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", ["vLLM without connector", "second vLLM"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_vllm_that_fails_ends_the_demo_with_a_sentence(
-    demo: ModuleType, name: str, fault: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_vllm_that_fails_ends_the_demo_with_a_sentence(demo, name, fault, capsys):
     demo.faults[name] = fault
     assert demo.main() == 1
     said = capsys.readouterr().err
@@ -166,9 +162,7 @@ def test_a_vllm_that_fails_ends_the_demo_with_a_sentence(
     assert not left(demo)
 
 
-def test_a_server_that_is_killed_by_somebody_else_ends_the_demo_with_a_sentence(
-    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_is_killed_by_somebody_else_ends_the_demo_with_a_sentence(demo, monkeypatch, capsys):
     ask = demo.ask
 
     def ask_and_kill(vllm: object, messages: object, *tokens: int) -> object:
@@ -189,7 +183,7 @@ def test_a_server_that_is_killed_by_somebody_else_ends_the_demo_with_a_sentence(
 def test_the_table_and_what_it_proves(demo: ModuleType) -> None:
     reference = demo.Answer("text", 2.8, 1759, 0)
     rows = [
-        demo.Row("turn 1", demo.Answer("text", 2.8, 1759, 0), reference, 0),
+        demo.Row("turn 1", reference, reference, 0),
         demo.Row("turn 1, reset", demo.Answer("text", 0.5, 1759, 1600), reference, 1536, "after a reset"),
     ]
     hybrid = demo.Exact(*(demo.Answer("h", 0.1, 1800, 0, [1.0]),) * 3, 1792)
@@ -203,14 +197,14 @@ def test_the_table_and_what_it_proves(demo: ModuleType) -> None:
 
 def test_a_busy_machine_is_told_by_what_nothing_can_speed_up(demo: ModuleType) -> None:
     reference = demo.Answer("text", 2.0, 1759, 0)
+    served = demo.Row("reset", demo.Answer("text", 0.1, 1759, 1600), reference, 1536, "after a reset")
 
-    def rows(seconds: float) -> list[object]:
-        served = demo.Row("reset", demo.Answer("text", 0.1, 1759, 1600), reference, 1536, "after a reset")
-        return [demo.Row("turn 1", demo.Answer("text", seconds, 1759, 0), reference, 0), served]
+    def busy(seconds: float) -> str:
+        return demo.busy([demo.Row("turn 1", demo.Answer("text", seconds, 1759, 0), reference, 0), served])
 
-    assert demo.busy(rows(2.4)) == demo.busy(rows(1.7)) == ""
-    assert "took 2.0 times as long" in demo.busy(rows(4.0))
-    assert "took 0.5 times as long" in demo.busy(rows(1.0))
+    assert busy(2.4) == busy(1.7) == ""
+    assert "took 2.0 times as long" in busy(4.0)
+    assert "took 0.5 times as long" in busy(1.0)
 
 
 def test_a_time_is_the_median_and_a_wrong_text_is_never_left_out(demo: ModuleType) -> None:

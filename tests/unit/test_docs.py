@@ -199,9 +199,9 @@ def test_what_is_said_of_the_simulation_is_so() -> None:
     assert f"`make test` runs {2 * seeds} seeds" in text
     assert f"(`.ci/run`), {seeds} of the {2 * seeds} are others in each run" in text
     assert "SIMULATION_FIRST=$(($(date" in (ROOT / ".ci" / "run").read_text()
-    bugs = (ROOT / "tests" / "simulation" / "bugs.py").read_text().partition("\nFOUND_BY = ")[2]
+    bugs = "".join((ROOT / f"tests/simulation/{each}.py").read_text() for each in ("bugs", "bugs_of_tiers"))
     (number,) = re.findall(r"must also find each of (\d+) deliberate bugs", text)
-    assert int(number) == len(re.findall(r'^ +"\w+": \d+,$', bugs, re.MULTILINE))
+    assert int(number) == len(re.findall(r'^    "\w+": \(\s*\d+,', bugs, re.MULTILINE))
 
 
 def test_each_invariant_has_a_test_named_after_it() -> None:

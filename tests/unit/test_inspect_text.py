@@ -106,10 +106,12 @@ def test_many_gaps_are_counted_in_text_and_listed_in_json() -> None:
     assert "missing: 0 to 4, 8 to 12, 16 to 20, 24 to 28 and 4 more" in inspect.text(row)
 
 
-def test_an_answer_that_does_not_fit_is_one_sentence() -> None:
+def test_an_answer_that_does_not_fit_is_one_sentence_and_names_of_others_cannot_move_the_cursor() -> None:
     for resume_tokens, held in ((0, (b"",)), (0, (b"",) * 3), (20, (b"", b""))):
         with pytest.raises(ControlError, match="does not fit the question"):
             look(Inspected(resume_tokens, held, ()))
+    row, _ = look(Inspected(0, (b"", b""), ()), model="a\x1b[2J\nb")
+    assert all(line.isprintable() for line in inspect.text(row).splitlines())
 
 
 def test_only_namespaces_with_engines_that_match_are_looked_at() -> None:
@@ -126,8 +128,3 @@ def test_only_namespaces_with_engines_that_match_are_looked_at() -> None:
         inspect.chosen(report, "", "012x")
     with pytest.raises(ControlError, match=r"^no engine is connected"):
         inspect.chosen({"namespaces": [idle]}, "", "")
-
-
-def test_names_of_others_cannot_move_the_cursor() -> None:
-    row, _ = look(Inspected(0, (b"", b""), ()), model="a\x1b[2J\nb")
-    assert all(line.isprintable() for line in inspect.text(row).splitlines())

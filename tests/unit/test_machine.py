@@ -1,4 +1,5 @@
-"""Available memory: the machine's, or what the tightest cgroup above this process leaves."""
+"""Available memory: the machine's, or what the tightest cgroup above this process leaves. Whose memory
+the server may open."""
 
 import os
 import subprocess
@@ -6,6 +7,8 @@ import subprocess
 import pytest
 
 from lmcache_server.host.machine import available_bytes, is_descendant, local_processors, memory_info
+from lmcache_server.service import memory_owner
+from lmcache_server.service.memory_owner import closed_to
 
 MIB = 1 << 20
 
@@ -77,3 +80,23 @@ def test_a_process_descends_from_itself_and_from_what_started_it():
         child.kill()
     for pid in (0, 2, child.pid):
         assert not is_descendant(pid, 0), "a process that is not visible has started nothing"
+
+
+def test_what_differs_is_named(monkeypatch):
+    assert closed_to(None) == (
+        "both need the same user and, in containers, a shared process namespace (--pid=host)"
+    )
+    assert "in a process namespace that the server does not see: share it (docker: --pid=host" in closed_to(0)
+    with subprocess.Popen(["sleep", "1000"]) as client:
+        try:
+            assert closed_to(client.pid).startswith("user and process namespace are the same")
+            monkeypatch.setattr(memory_owner, "process_namespace", str)
+            assert "in another process namespace than the server: share it" in closed_to(client.pid)
+            user = os.geteuid()
+            monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+            assert closed_to(client.pid) == (
+                f"vLLM runs as user {user}, the server as user {user + 1}: run both as one user"
+            )
+        finally:
+            client.kill()
+    assert closed_to(client.pid) == "its process has ended"

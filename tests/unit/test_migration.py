@@ -49,19 +49,6 @@ def test_the_page_is_what_the_script_prints() -> None:
     )
 
 
-@pytest.mark.parametrize(("heading", "kind"), KINDS.items())
-def test_the_page_shows_the_table(heading: str, kind: str) -> None:
-    page = (ROOT / "docs" / "lmcache-names.md").read_text()
-    section = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    rows = []
-    for names, here, why in table(kind):
-        shown = here if here in (SAME, MISSING, NOT_NEEDED, NO_EFFECT) else f"`{here}`"
-        rows.append(
-            f"| {', '.join(f'`{name}`' for name in names)} | {shown} | {why} |".replace("|  |", "| |")
-        )
-    assert re.findall(r"^\| `.*\|$", section, re.MULTILINE) == rows
-
-
 OFFERED = {
     # What a page offers: how LMCache's names and this page's words speak of it, and what that page says.
     r"kv[-_. ]event": ("several-machines.md", "--kv-events-config"),

@@ -1,4 +1,7 @@
-"""Pieces of a copy: every byte of every page is moved exactly once, between the right two places."""
+"""Pieces of a copy: every byte of every page is moved once, between the right places and by one path, large
+pieces by the copy engine and many small ones by the kernel. Each page has its own checksum."""
+
+import zlib
 
 import numpy as np
 import pytest
@@ -6,19 +9,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_client.contract.geometry import Region
+from lmcache_server.transfer.checksums import DamagedError, check, checksums
+from lmcache_server.transfer.gpus import Gpus
+from lmcache_server.transfer.paths import MIN_KERNEL_PIECES, SMALL_BYTES, batches, joined
+from lmcache_server.transfer.pins import Pins
 from lmcache_server.transfer.plan import ObjectCopy, Pieces, join, merged, pieces, pieces_of_all, slices
 
 FRAME_BYTES = 16
-L1_ADDRESS = 1 << 40
+L1_ADDRESS, ENGINE_ADDRESS = 1 << 40, 1 << 44
+SLICE_BYTES = 8 << 20
+
+
+def rows(found: Pieces) -> list[tuple[int, int, int]]:
+    return [tuple(int(value) for value in row) for row in zip(*found, strict=True)]
 
 
 def moves(found: Pieces) -> list[tuple[int, int]]:
     """(L1 address, engine address) of every single byte, in the order of the pieces."""
-    return [
-        (int(local) + i, int(remote) + i)
-        for local, remote, length in zip(*found, strict=True)
-        for i in range(int(length))
-    ]
+    return [(local + i, remote + i) for local, remote, length in rows(found) for i in range(length)]
 
 
 def expected_moves(page: ObjectCopy, regions, bases) -> list[tuple[int, int]]:
@@ -134,3 +142,154 @@ def test_pages_beyond_the_object_are_an_error_not_a_write_into_the_next_one():
         pieces_of_all([right, short], region, (0,), L1_ADDRESS, FRAME_BYTES)
     # A shard without layers of a group moves nothing.
     assert pieces(short, (), (0,), L1_ADDRESS, FRAME_BYTES).num_bytes == 0
+
+
+# -- paths -----------------------------------------------------------------------------------------------
+
+
+def as_pieces(rows) -> Pieces:
+    return Pieces(*(np.array([row[side] for row in rows], dtype=np.uint64) for side in range(3)))
+
+
+def by_definition(found: Pieces, slice_bytes: int) -> list[tuple[int, int, int]]:
+    """The same pieces: joined with the one before where both sides go on in one slice."""
+    result, start, number = [], 0, -1
+    for local, remote, length in rows(found):
+        before, number = number, start // slice_bytes
+        start += length
+        goes_on = result and (local, remote) == tuple(result[-1][side] + result[-1][2] for side in (0, 1))
+        if goes_on and number == before:
+            result[-1] = (*result[-1][:2], result[-1][2] + length)
+        else:
+            result.append((local, remote, length))
+    return result
+
+
+@st.composite
+def piece_lists(draw):
+    """Pieces with and without gaps before them, on each side alone and on both."""
+    steps = st.tuples(st.integers(1, 12), st.sampled_from([0, 0, 3]), st.sampled_from([0, 0, 5]))
+    local, remote, result = L1_ADDRESS, ENGINE_ADDRESS, []
+    count = draw(st.integers(0, 60))
+    for length, local_gap, remote_gap in draw(st.lists(steps, min_size=count, max_size=count)):
+        local, remote = local + local_gap, remote + remote_gap
+        result.append((local, remote, length))
+        local, remote = local + length, remote + length
+    return as_pieces(result)
+
+
+@given(piece_lists(), st.integers(0, 40), st.integers(1, 30))
+@settings(max_examples=300, deadline=None)
+def test_every_byte_goes_once_by_the_path_of_its_piece(whole, small_bytes, max_batch_pieces):
+    once = joined(whole, SLICE_BYTES)
+    found = list(batches(once, small_bytes=small_bytes, max_batch_pieces=max_batch_pieces))
+    assert sorted(move for batch in found for move in moves(batch.pieces)) == sorted(moves(whole))
+    assert all(0 < len(batch.pieces.length) <= max_batch_pieces for batch in found)
+    expected = rows(once)
+    small = [piece for piece in expected if piece[2] < small_bytes]
+    if len(small) < MIN_KERNEL_PIECES:
+        small = []
+    assert [row for batch in found if batch.by_kernel for row in rows(batch.pieces)] == small
+    by_engine = [row for batch in found if not batch.by_kernel for row in rows(batch.pieces)]
+    assert by_engine == [piece for piece in expected if piece not in small]
+
+
+@given(piece_lists(), st.integers(1, 100))
+@settings(max_examples=300, deadline=None)
+def test_pieces_are_joined_inside_their_slice(whole, slice_bytes):
+    assert rows(joined(whole, slice_bytes)) == by_definition(whole, slice_bytes)
+
+
+def copies_of(region_bytes, block_ids, regions=1):
+    """(whether the kernel copies them, their lengths) of blocks, each of which has so many bytes in each of
+    some regions."""
+    planes = tuple(Region(0, plane << 20, region_bytes, region_bytes) for plane in range(regions))
+    page = ObjectCopy(((0, 64),), len(block_ids), 0, block_ids)
+    whole = pieces(page, planes, (ENGINE_ADDRESS,), L1_ADDRESS, 64 << 10)
+    (batch,) = batches(joined(whole, SLICE_BYTES))
+    return batch.by_kernel, batch.pieces.length.tolist()
+
+
+def test_large_pieces_go_by_the_copy_engine_and_many_small_ones_by_one_launch_of_the_kernel():
+    assert copies_of(16 << 10, tuple(range(5, 37))) == (False, [32 * (16 << 10)]), "blocks in a row are one"
+    assert copies_of(16 << 10, tuple(range(1, 64, 2)), regions=2) == (True, [16 << 10] * 64)
+    scattered = tuple(range(1, 2 * MIN_KERNEL_PIECES, 2))
+    assert copies_of(SMALL_BYTES - 1, scattered)[0]
+    assert not copies_of(SMALL_BYTES, scattered)[0]
+    assert not copies_of(SMALL_BYTES - 1, scattered[1:])[0]
+    assert not list(batches(as_pieces([])))
+
+
+@given(piece_lists(), st.integers(1, 60))
+@settings(max_examples=300, deadline=None)
+def test_no_piece_lies_over_the_border_of_two_pinned_units(whole, unit_bytes):
+    pins = Pins(Gpus(), L1_ADDRESS, 1200, unit_bytes)
+    pins._pinned[:] = True
+    found = pins.ensure(whole)
+    assert moves(found) == moves(whole)
+    for local, _, length in rows(found):
+        assert (local - L1_ADDRESS) // unit_bytes == (local + length - 1 - L1_ADDRESS) // unit_bytes
+
+
+# -- checksums -------------------------------------------------------------------------------------------
+
+
+@st.composite
+def objects(draw):
+    sizes = draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
+    num_blocks = draw(st.integers(1, 5))
+    needed = -(-num_blocks * sum(sizes) // FRAME_BYTES)
+    frames = draw(st.permutations(range(needed + 3)))[:needed]
+    return sizes, num_blocks, tuple((frame, 1) for frame in frames)
+
+
+def regions_of(sizes):
+    return tuple(Region(0, 0, size, size) for size in sizes)
+
+
+@settings(max_examples=300)
+@given(objects(), st.data())
+def test_a_changed_byte_is_found_where_it_is_read_and_only_there(case, data):
+    sizes, num_blocks, runs = case
+    regions = regions_of(sizes)
+    memory = np.random.default_rng(1).integers(0, 256, (max(f for f, _ in runs) + 1) * FRAME_BYTES, np.uint8)
+    base = int(memory.ctypes.data)
+
+    def read(first, count):
+        page = ObjectCopy(runs, num_blocks, first, tuple(range(1, count + 1)))
+        return page, pieces(page, regions, (0,), base, FRAME_BYTES)
+
+    whole, found = read(0, num_blocks)
+    stored = checksums(found, whole, regions)
+    inside = np.concatenate([memory[f * FRAME_BYTES : (f + 1) * FRAME_BYTES] for f, _ in runs])
+    expected, offset = [], 0
+    for size in sizes:
+        for _ in range(num_blocks):
+            expected.append(zlib.crc32(inside[offset : offset + size].tobytes()))
+            offset += size
+    assert np.frombuffer(stored, dtype="<u4").tolist() == expected
+
+    # One byte of the page of one block in one region changes.
+    region = data.draw(st.integers(0, len(sizes) - 1))
+    block = data.draw(st.integers(0, num_blocks - 1))
+    at = (
+        num_blocks * sum(sizes[:region])
+        + block * sizes[region]
+        + data.draw(st.integers(0, sizes[region] - 1))
+    )
+    frame = runs[at // FRAME_BYTES][0]
+    memory[frame * FRAME_BYTES + at % FRAME_BYTES] ^= 1 << data.draw(st.integers(0, 7))
+    first = data.draw(st.integers(0, num_blocks - 1))
+    count = data.draw(st.integers(1, num_blocks - first))
+    page, found = read(first, count)
+    if first <= block < first + count:
+        with pytest.raises(DamagedError, match=f"block {block} in region {region} is damaged") as error:
+            check(7, found, page, regions, stored)
+        assert error.value.part == 7
+    else:
+        check(7, found, page, regions, stored)
+    check(7, found, page, regions, b"")
+    for shape in (stored + bytes(4 * num_blocks), stored[: -4 * num_blocks], b"1"):
+        if shape:
+            with pytest.raises(DamagedError):
+                check(7, found, page, regions, shape)

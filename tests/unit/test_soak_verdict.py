@@ -17,12 +17,6 @@ def run(**last: int) -> list[Sample]:
     return samples
 
 
-def test_a_run_in_which_nothing_stays_is_good() -> None:
-    samples = run()
-    samples.insert(10, dataclasses.replace(REST, at_s=95.0, at_rest=False, threads=40, sessions=9, leases=5))
-    assert faults(samples) == []
-
-
 @pytest.mark.parametrize("name", ["descriptors", "threads", "sessions", "leases", "readers"])
 def test_what_is_there_at_rest_and_was_not_at_the_start_is_a_fault(name: str) -> None:
     (fault,) = faults(run(**{name: getattr(REST, name) + 1}))
@@ -41,6 +35,9 @@ def test_memory_that_grows_is_a_fault_and_one_noisy_rest_is_none() -> None:
     assert "under load" in faults(run(rss_bytes=REST.rss_bytes + MAX_PEAK_BYTES + 1))[0]
 
 
-def test_samples_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_a_run_in_which_nothing_stays_is_good_and_is_read_as_it_was_written(tmp_path: Path) -> None:
+    samples = run()
+    samples.insert(10, dataclasses.replace(REST, at_s=95.0, at_rest=False, threads=40, sessions=9, leases=5))
+    assert faults(samples) == []
     write(tmp_path / "samples.csv", run())
     assert read(tmp_path / "samples.csv") == run()
