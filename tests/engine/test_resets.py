@@ -9,7 +9,7 @@ from harness.api_server import ApiServer
 from harness.engine import Engine
 from harness.prompts import prompt
 from harness.routers import post
-from harness.runners import on_both_runners
+from harness.runners import SECOND
 from harness.served import held_blocks, served, stopped
 from harness.server import LMCacheServer
 
@@ -30,8 +30,9 @@ def assert_new(engine: Engine, number: int) -> None:
     assert served(engine, prompt(700, number), 512).output == computed.output
 
 
-@on_both_runners
-@pytest.mark.parametrize("mode", ["abort", "keep"])
+@pytest.mark.parametrize(
+    ("mode", "runner"), [("abort", {}), ("keep", SECOND), pytest.param("keep", {}, marks=pytest.mark.long)]
+)
 def test_pages_of_old_weights_are_not_served_to_new_ones(
     server: LMCacheServer, start_engine: Callable[..., Engine], mode: str, runner: dict[str, Any]
 ) -> None:
@@ -51,12 +52,11 @@ def test_pages_of_old_weights_are_not_served_to_new_ones(
     assert held_blocks(engine) == 0
 
 
-@on_both_runners
 def test_a_request_that_goes_on_over_a_reset_stores_nothing_more(
-    server: LMCacheServer, start_engine: Callable[..., Engine], runner: dict[str, Any]
+    server: LMCacheServer, start_engine: Callable[..., Engine]
 ) -> None:
     """vLLM resets nothing while requests run, unless it preempts them, but it asks its connector to."""
-    engine = start_engine("llama", server=server, **runner)
+    engine = start_engine("llama", server=server)
     names = engine.submit([TOKENS], 40)
     engine.step(4)
     assert not engine.reset_prefix_cache(reset_connector=True)

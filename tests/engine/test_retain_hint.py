@@ -26,46 +26,25 @@ def server() -> Iterator[LMCacheServer]:
         yield running
 
 
-def test_an_agent_that_pauses_finds_its_prompt_again(server: LMCacheServer) -> None:
-    paused, other = prompt(6 * CHUNK + 20, 1), prompt(6 * CHUNK + 20, 2)
-    flood = [prompt(6 * CHUNK + 20, 100 + number) for number in range(20)]
-    with Engine("gemma3", server=server, block_size=CHUNK) as engine:
-        own = engine.run(paused)
-        # What vLLM resumes with by itself is the answer that a load must give.
-        local = engine.run(paused)
-        assert local.local_tokens == 6 * CHUNK
-        for hint, served in ((None, 0), (RETAIN, 6 * CHUNK)):
-            server.clear()
-            assert engine.reset_prefix_cache()
-            assert engine.run(paused, transfer=hint).output == own.output
-            engine.run(other)
-            for each in flood:
-                engine.run(each, 1)
-            assert engine.reset_prefix_cache()
-            assert engine.run(other, 1).external_tokens == 0, "the flood is larger than L1"
-            again = engine.run(paused)
-            assert again.external_tokens == served
-            assert again.output == (local if served else own).output
-
-
-def test_the_next_turn_finds_the_retained_answer_too(server: LMCacheServer) -> None:
-    paused = prompt(6 * CHUNK + 20, 3)
+def test_an_agent_that_pauses_finds_its_prompt_and_the_answer_again(server: LMCacheServer) -> None:
+    paused, other = (prompt(6 * CHUNK + 20, number) for number in (1, 2))
     with Engine("llama", server=server, block_size=CHUNK) as engine:
         for hint, served in ((None, 0), (RETAIN, 7 * CHUNK)):
             server.clear()
             assert engine.reset_prefix_cache()
             turn = [*paused, *engine.run(paused, CHUNK, transfer=hint).tokens, *prompt(20, 4)]
+            engine.run(other)
             for number in range(60):
                 engine.run(prompt(6 * CHUNK + 20, 200 + number), 1)
             assert engine.reset_prefix_cache()
+            assert engine.run(other, 1).external_tokens == 0, "the flood is larger than L1"
             result = engine.run(turn)
             assert result.external_tokens == served
-            if served:
-                server.clear()
-                assert engine.reset_prefix_cache()
-                engine.run(paused, CHUNK)
-                local = engine.run(turn)
-                assert (local.local_tokens, local.output) == (served, result.output)
+        server.clear()
+        assert engine.reset_prefix_cache()
+        engine.run(paused, CHUNK)
+        local = engine.run(turn)
+        assert (local.local_tokens, local.output) == (served, result.output)
 
 
 def read(action: str, payload: dict[str, Any], params: dict[str, Any] | None = None) -> tuple[dict, int]:
@@ -88,19 +67,11 @@ def test_a_typed_hint_says_what_a_key_says(action: str, payload: dict, hints: di
     assert read(action, payload) == (hints, 0)
 
 
-@pytest.mark.parametrize(
-    ("action", "payload"),
-    [
-        ("prefetch", {}),
-        ("lmcache.load", {}),
-        ("", {}),
-        ("retain", {}),
-        ("retain", {"seconds": 0}),
-        ("retain", {"seconds": 1e9}),
-        ("retain", {"seconds": True}),
-        ("no_store", {"after_tokens": "all"}),
-    ],
-)
+WRONG = [("retain", {"seconds": value}) for value in (0, 1e9, True)]
+UNKNOWN = [(action, {}) for action in ("prefetch", "lmcache.load", "", "retain")]
+
+
+@pytest.mark.parametrize(("action", "payload"), [*UNKNOWN, *WRONG, ("no_store", {"after_tokens": "all"})])
 def test_an_unknown_or_wrong_typed_hint_is_ignored_and_counted(action: str, payload: dict) -> None:
     assert read(action, payload, {"lmcache.once": True, "another": 1}) == ({"lmcache.once": True}, 1)
     assert read(action, payload, {"lmcache.twice": True}) == ({}, 2)

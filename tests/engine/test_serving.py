@@ -131,3 +131,17 @@ def test_a_promise_that_is_broken_is_recomputed(runner: dict[str, Any]) -> None:
         assert result.finish_reason == "length"
         assert result.output == cold.output
         assert held_blocks(engine) == 0
+
+
+def test_vllms_own_flags_for_offloading_reach_the_connector_and_the_size_is_compared() -> None:
+    """--kv-offloading-backend lmcache and a size."""
+    cached = prompt(700, 1)
+    flags = {"kv_offloading_backend": "lmcache", "kv_offloading_size": 2.0}
+    with LMCacheServer(l1_size_gb=0.06) as server, Engine("llama", server=server, **flags) as engine:
+        cold = served(engine, cached, 0)
+        assert engine.reset_prefix_cache()
+        assert served(engine, cached, 512).output == cold.output
+        log = engine.log.read_text()
+    assert "--kv-offloading-size asks for 2 GB, but the server has 0.06: start it with --l1-size-gb 2" in log
+    assert "LMCacheMPConnector is that of lmcache-mp" in log
+    assert " have room for about " in log
