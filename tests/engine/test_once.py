@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from harness.api_server import ApiServer
 from harness.engine import Engine, Result
 from harness.prompts import prompt
 from harness.server import LMCacheServer
@@ -86,18 +85,3 @@ def test_a_hint_that_is_not_understood_is_ignored_with_one_warning(
     assert (result.external_tokens, result.local_tokens, result.output) == (0, 0, plain.output)
     assert engine.log.read_text().count("ignored the hint") == 1
     assert "ignored the hint 'lmcache.once': 'yes' of a request" in engine.log.read_text()
-
-
-def test_the_hint_comes_through_the_openai_api() -> None:
-    with (
-        LMCacheServer(l1_size_gb=2 / 1024, chunk_size=CHUNK) as small,
-        ApiServer("llama", small, "--block-size", str(CHUNK)) as vllm,
-    ):
-        for number in range(9):
-            vllm.complete(prompt(4 * CHUNK + 20, number), max_tokens=1)
-        small.wait_until(lambda l1: l1["free_bytes"] == 0)
-        assert small.metrics()[LEFT_OUT] == 0
-        first = prompt(4 * CHUNK + 20, 10)
-        tokens = vllm.complete(first, kv_transfer_params=ONCE)
-        small.wait_until(lambda _: small.metrics()[LEFT_OUT] > 0)
-        assert vllm.complete(first, kv_transfer_params={"lmcache.once": None}) == tokens
