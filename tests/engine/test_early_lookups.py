@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from harness.rawclient import RawEngine, group
 from harness.served import step_output, stopped
-from harness.server import LMCacheServer
+from harness.server import LMCacheServer, server_of_a_file
 from harness.waiting import PATIENCE_S, wait_until
 from vllm import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
@@ -130,10 +130,7 @@ class Engine:
         return int(self.server.metrics()['lmcache_requests_total{op="lookup",outcome="ok"}'])
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[LMCacheServer]:
-    with LMCacheServer(l1_size_gb=0.05, chunk_size=CHUNK) as server:
-        yield server
+server = server_of_a_file(l1_size_gb=0.05, chunk_size=CHUNK)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import fcntl
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from harness.engine import Engine, Result
 from harness.models import model_path
 from harness.prompts import prompt
 from harness.served import served
-from harness.server import LMCacheServer
+from harness.server import LMCacheServer, server_of_a_file
 from safetensors.torch import load_file, save_file
 
 TOKENS = prompt(700, 3)
@@ -65,10 +64,7 @@ if "avx512f" in Path("/proc/cpuinfo").read_text():
     FAMILIES["llama"].different["the precision of the KV cache"] = {"kv_cache_dtype": "fp8"}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[LMCacheServer]:
-    with LMCacheServer(l1_size_gb=0.1) as running:
-        yield running
+server = server_of_a_file(l1_size_gb=0.1)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

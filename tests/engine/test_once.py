@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from harness.engine import Engine, Result
 from harness.prompts import prompt
-from harness.server import LMCacheServer
+from harness.served import from_own_cache
+from harness.server import LMCacheServer, server_of_a_file
 
 ONCE = {"lmcache.once": True}
 CHUNK = 32
@@ -14,11 +15,8 @@ LEFT_OUT = 'lmcache_objects_total{outcome="once"}'
 CHATS = [prompt(4 * CHUNK + 20, number) for number in range(15)]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[LMCacheServer]:
-    """Room for 64 chunks of the tiny model; a twentieth of it may go to prompts that will not come back."""
-    with LMCacheServer(l1_size_gb=4 / 1024, chunk_size=CHUNK) as running:
-        yield running
+server = server_of_a_file(l1_size_gb=4 / 1024, chunk_size=CHUNK)
+"""Room for 64 chunks of the tiny model; a twentieth of it may go to prompts that will not come back."""
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +61,7 @@ def test_a_batch_that_will_not_come_back_leaves_the_chats_where_they_are(
     assert served(engine, CHATS[:1])[0].external_tokens == 0, "the hint made the difference"
 
     for each, result in zip(sharing, results, strict=True):
-        server.clear()
-        served(engine, [beginning + [5]])
-        server.clear()
-        # From its own prefix cache the engine resumes at the same token, and rounds the same way.
-        local = engine.run(each)
-        assert (local.external_tokens, local.local_tokens) == (0, 2 * CHUNK)
+        local = from_own_cache(engine, server, each, 2 * CHUNK, [*beginning, 5])
         assert not result.external_tokens or local.output == result.output
 
 

@@ -1,6 +1,6 @@
 """vLLM resets its cache, as for a weight update: what was computed before serves nobody any more."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,13 @@ from harness.prompts import prompt
 from harness.routers import post
 from harness.runners import SECOND
 from harness.served import held_blocks, served, stopped
-from harness.server import LMCacheServer
+from harness.server import LMCacheServer, server_of_a_test
 
 TOKENS = prompt(700, 1)
 STORED = 'lmcache_objects_total{outcome="stored"}'
 
 
-@pytest.fixture
-def server() -> Iterator[LMCacheServer]:
-    with LMCacheServer(l1_size_gb=0.06) as running:
-        yield running
+server = server_of_a_test(l1_size_gb=0.06)
 
 
 def assert_new(engine: Engine, number: int) -> None:

@@ -1,6 +1,5 @@
 """What a user of vLLM sees of the connector: names, restarts, sharing, refusals."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ from harness.engine import Engine, EngineError
 from harness.prompts import prompt
 from harness.runners import on_both_runners
 from harness.served import held_blocks, served
-from harness.server import LMCacheServer
+from harness.server import LMCacheServer, server_of_a_file
 from harness.waiting import wait_until
 
 from lmcache_client.contract.keys import tenant_id
@@ -17,10 +16,7 @@ from lmcache_client.contract.keys import tenant_id
 MEMORY = 16 << 20
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[LMCacheServer]:
-    with LMCacheServer(l1_size_gb=0.1) as running:
-        yield running
+server = server_of_a_file(l1_size_gb=0.1)
 
 
 def test_three_processes_find_the_connector_by_its_bare_name(server: LMCacheServer) -> None:

@@ -14,7 +14,7 @@ import pytest
 from harness.paths import ROOT
 from harness.processes import group_members
 from harness.rawclient import RawEngine, chain, group
-from harness.server import LMCacheServer
+from harness.server import LMCacheServer, server_of_a_file
 from harness.waiting import PATIENCE_S, wait_until
 
 from lmcache_client.contract.messages import Done, Load
@@ -29,10 +29,7 @@ COPIES = ("--only", "store,load")
 LOOKUPS = [f"lookup_{chunks}" for chunks in (1, 8, 64, 512)]
 
 
-@pytest.fixture(scope="module")
-def server():
-    with LMCacheServer() as running:
-        yield running
+server = server_of_a_file()
 
 
 def copied(server, direction):

@@ -127,11 +127,12 @@ def test_beside_a_client_that_floods_others_are_answered_and_memory_is_bounded(
     bystander = new_engine(server.address, f"beside {kind}")
     exercise(bystander, 1)
     before, handled = server.rss_bytes(), server.answered()
-    with client(FLOODER, server.address, kind):
+    with client(FLOODER, server.address, kind) as flooder:
         for _ in range(LOOKUPS):
             bystander.end(bystander.lookup(keys_of(bystander, 2)))
         wait_until(lambda: server.answered() > handled + 2 * LOOKUPS + 20, what="it is a flood")
         peak = server.rss_bytes()
+        assert flooder.popen.poll() is None
     assert peak - before < MOST_RSS_BYTES
     server.wait_at_rest(sessions=2)
     exercise(bystander, 2)

@@ -6,7 +6,7 @@ import socket
 import pytest
 from harness.browser import chromium
 from harness.rawclient import TIMEOUT_S, RawEngine, chain, group
-from harness.server import LMCacheServer
+from harness.server import LMCacheServer, server_of_a_file
 from harness.waiting import wait_until
 
 from lmcache_client.channel import ChannelError
@@ -23,11 +23,8 @@ def browser():
         yield running
 
 
-@pytest.fixture(scope="module")
-def idle():
-    """A server that nobody has used."""
-    with LMCacheServer(l1_size_gb=0.1) as server:
-        yield server
+idle = server_of_a_file(l1_size_gb=0.1)
+"""A server that nobody has used."""
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,11 @@ import sys
 import tempfile
 import time
 import urllib.error
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness.processes import (
@@ -278,6 +279,21 @@ class LMCacheServer:
     def _remove(self) -> None:
         self.kill()
         shutil.rmtree(self.runtime_dir, ignore_errors=True)
+
+
+def server_of_a_file(**flags: Any) -> Any:
+    """A fixture: a server with these options for all tests of a file."""
+    return pytest.fixture(lambda: (yield from _running(flags)), scope="module")
+
+
+def server_of_a_test(**flags: Any) -> Any:
+    """A fixture: a server with these options for one test."""
+    return pytest.fixture(lambda: (yield from _running(flags)))
+
+
+def _running(flags: dict[str, Any]) -> Iterator[LMCacheServer]:
+    with LMCacheServer(**flags) as server:
+        yield server
 
 
 def refusal(**flags: Any) -> str:
