@@ -62,7 +62,7 @@ def test_only_mla_of_two_ranks_is_stored_once(server: LMCacheServer, model: str)
     copies = 1 if model == "dsv2" else 2
     with two_ranks(model, server, tensor_parallel_size=2) as engine:
         engine.run(CACHED)
-        assert len(set(engine.kv_digests())) == copies, "whether both ranks hold the same bytes"
+        assert len(set(engine.call("kv_digests"))) == copies, "whether both ranks hold the same bytes"
         namespace = namespace_of_two(server)
         (group,) = namespace["groups"]
         assert group["replicated"] == (copies == 1)

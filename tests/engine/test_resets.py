@@ -40,7 +40,7 @@ def test_pages_of_old_weights_are_not_served_to_new_ones(
     server.wait_until(lambda l1: l1["ready_bytes"] > 0)
     engine.pause(mode)
     server.wait_until(lambda l1: l1["ready_bytes"] == 0)
-    engine.change_weights()
+    engine.call("change_weights")
     if mode == "keep":
         assert len(engine.collect(names)[0].tokens) == 40
     assert_new(engine, 1)
@@ -67,8 +67,8 @@ NAMED = {"lmcache.mp.weights_name": "policy"}
 
 def update(engine: Engine, version: str) -> None:
     engine.pause()
-    engine.change_weights()
-    engine.set_weight_version(version)
+    engine.call("change_weights")
+    engine.call("set_weight_version", version=version)
 
 
 def test_engines_share_the_pages_of_a_weight_version(server: LMCacheServer) -> None:
@@ -115,7 +115,7 @@ def test_a_weight_version_that_comes_too_late_or_says_nothing_new_is_no_name(ser
     with Engine("llama", server=server, extra_config=NAMED) as engine:
         engine.pause()
         engine.run(prompt(700, 2))
-        engine.set_weight_version("step 1")
+        engine.call("set_weight_version", version="step 1")
         served(engine, TOKENS, 0)
     with Engine("llama", server=server) as engine:
         update(engine, "step 1")
@@ -133,7 +133,7 @@ def test_a_reset_succeeds_while_the_server_is_stopped_and_holds_a_store(
         held = held_blocks(engine)
         assert held > 0, "a store is under way"
         engine.pause()
-        engine.change_weights()
+        engine.call("change_weights")
         assert held_blocks(engine) == held, "its blocks are held as before"
     server.wait_for_metric(STORED, before + 2)
     for number in (1, 2):
@@ -154,7 +154,7 @@ def test_a_reset_succeeds_without_a_server_and_holds_for_the_next(tmp_path: Path
                 end()
                 assert engine.reset_prefix_cache()
                 engine.pause()
-                engine.change_weights()
+                engine.call("change_weights")
                 server.start()
                 server.wait_for_engine()
                 assert_new(engine, 1)

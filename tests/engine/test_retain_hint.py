@@ -69,3 +69,8 @@ UNKNOWN = [(action, {}) for action in ("prefetch", "lmcache.load", "", "retain")
 def test_an_unknown_or_wrong_typed_hint_is_ignored_and_counted(action: str, payload: dict) -> None:
     assert read(action, payload, {"lmcache.once": True, "another": 1}) == ({"lmcache.once": True}, 1)
     assert read(action, payload, {"lmcache.twice": True}) == ({}, 2)
+
+
+@pytest.mark.parametrize("value", [-1, True, 2**31 + 1, 1.5, "512", None])
+def test_no_request_waits_for_a_wrong_number_of_tokens(value: object) -> None:
+    assert read("demote", {}, {"lmcache.wait_tokens": value}) == ({"lmcache.once": True}, 1)
