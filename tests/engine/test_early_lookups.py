@@ -66,7 +66,6 @@ class Engine:
         self.worker.close()
 
     def arrives(self, seed: int, **transfer: object) -> Request:
-        """A request with the prompt that `seed` stands for."""
         self._requests += 1
         prompt = list(range(seed * TOKENS, (seed + 1) * TOKENS))
         params = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": transfer})
@@ -122,11 +121,9 @@ class Engine:
         return (self.server.tokens("computed"), self.server.tokens("hit"), self.server.tokens("miss"))
 
     def wait_until_counted(self, before: tuple[int, ...], *more: int) -> None:
-        """Until the server has counted so many tokens more."""
         wait_until(lambda: [a - b for a, b in zip(self.tokens(), before, strict=True)] == [*more], PATIENCE_S)
 
     def lookups(self) -> int:
-        """How many lookups the server has answered."""
         return int(self.server.metrics()['lmcache_requests_total{op="lookup",outcome="ok"}'])
 
 

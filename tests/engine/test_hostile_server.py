@@ -220,7 +220,6 @@ ALWAYS = [type(each).__name__ for each in EXAMPLES] + [*BENT] + [f"refused as {c
 
 
 def lies_about(kind: type[Any]) -> dict[str, Any]:
-    """The lies to tell in answer to this kind of message, by their names."""
     word = RIGHT[kind].__name__.lower()
     names = [*ALWAYS, *(name for name in WRONG if name.startswith((word, "held", "not joined", "a process")))]
     return {name: LIES[name] for name in names}

@@ -103,7 +103,6 @@ def copied(tmp_path: Path) -> Path:
 
 
 def settle() -> None:
-    """Files that are as young as a process may have changed while it ran."""
     time.sleep(0.05)
 
 

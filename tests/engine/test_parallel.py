@@ -72,7 +72,6 @@ def test_only_mla_of_two_ranks_is_stored_once(server: LMCacheServer, model: str)
 
 
 def by_replica(api: ApiServer, name: str) -> list[float]:
-    """A counter of the connector in vLLM's /metrics, per replica."""
     samples = [
         sample
         for family in text_string_to_metric_families(api.get("/metrics"))

@@ -68,7 +68,6 @@ def evicted_prompts(router: Router, engines: Sequence[ApiServer]) -> tuple[list[
     stored = 'lmcache_objects_total{outcome="stored"}'
 
     def heard(url: str) -> None:
-        """The router knows all that this engine has said: events come in order."""
 
         def knows_the_last() -> bool:
             before, last = len(router.credits()), text(2 * BLOCK + 1)

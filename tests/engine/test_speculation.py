@@ -76,7 +76,6 @@ class Kind(NamedTuple):
 
 
 def kind_of(name: str) -> Kind:
-    """Its parts are made when a test needs them."""
     if name.endswith(SECOND_RUNNER):
         return kind_of(name.removesuffix(SECOND_RUNNER))._replace(on_second=True)
     return {

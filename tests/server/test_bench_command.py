@@ -255,7 +255,6 @@ def started(server, *arguments):
 
 
 def last_words(process):
-    """What a bench says when it has ended, with all of its processes."""
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert "Traceback" not in errors
     wait_until(lambda: not group_members(process.pid), what="all processes of the bench have ended")

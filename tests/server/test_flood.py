@@ -18,7 +18,6 @@ MOST_RSS_BYTES = 200 << 20
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LMCacheServer]:
-    """One for all tests of this file."""
     with LMCacheServer(l1_size_gb=0.1) as running:
         running.wait_until_populated()
         yield running

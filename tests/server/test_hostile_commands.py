@@ -111,7 +111,6 @@ def test_ping_measures_one_request_on_an_open_connection(
 
 
 def without(path: str) -> Any:
-    """The report without one of its fields."""
     report: Any = json.loads(json.dumps(REPORT))
     *way, last = path.split(".")
     part = report

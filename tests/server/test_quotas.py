@@ -39,7 +39,6 @@ class Salted(Prompt):
 
 
 def tenants(server: LMCacheServer) -> dict[str, int]:
-    """The bytes of each."""
     return {each["tenant"]: each["bytes"] for each in server.status()["tenants"]}
 
 

@@ -52,7 +52,6 @@ def new_engine(server: LMCacheServer) -> RawEngine:
 
 
 def reconnect(engine: RawEngine, server: LMCacheServer) -> None:
-    """Wait until the engine has registered with this life of the server."""
     boot_id, channels = server.status()["boot_id"], (engine.worker, engine.scheduler)
     wait_until(
         lambda: all(each.ready and each.boot_id and each.boot_id.hex() == boot_id for each in channels),

@@ -50,7 +50,6 @@ async def fetched(rig: Rig, each: bytes) -> bool:
 
 
 def fetching(rig: Rig, keys: Sequence[bytes]) -> "asyncio.Task[int]":
-    """A lookup of a chain that would take an engine a minute."""
     tokens = 16 * len(keys)
     message = Lookup("", tuple(keys), 0, tokens, tokens + 1, 1)
     return asyncio.create_task(rig.fetches.fetch(LAYOUT, SHARDS, message, 0, [rig.tier]))

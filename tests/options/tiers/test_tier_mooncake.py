@@ -65,7 +65,6 @@ def helper(server: LMCacheServer) -> int:
 
 
 def is_ready(pid: int) -> bool:
-    """Whether a helper has mapped L1, or has ended."""
     try:
         return "lmcache-l1" in Path(f"/proc/{pid}/maps").read_text()
     except OSError:

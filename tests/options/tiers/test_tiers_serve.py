@@ -31,7 +31,6 @@ CASES = {
 
 @contextlib.contextmanager
 def tier(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of a tier."""
     for name, value in stores.SECRETS.items():
         monkeypatch.setenv(name, value)
     if kind == "dir":

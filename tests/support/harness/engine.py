@@ -306,7 +306,6 @@ class Engine:
         return [_result(each) for each in results]
 
     def run(self, prompt: Prompt, max_tokens: int = 8, **options: Any) -> Result:
-        """Serve one prompt alone; options as for `generate`."""
         return self.generate([prompt], max_tokens, **options)[0]
 
     def submit(

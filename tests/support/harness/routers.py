@@ -25,14 +25,12 @@ def needs(package: str) -> None:
 
 
 def post(url: str, body: Any) -> Any:
-    """The JSON with which this URL answers JSON."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as response:
         return json.load(response)
 
 
 def ask(url: str, prompt: str, max_tokens: int = 2) -> str:
-    """What an engine or a router completes this prompt with."""
     question = {
         "model": "tiny",
         "prompt": prompt,

@@ -55,7 +55,6 @@ def chunk_size(server: LMCacheServer) -> int:
 
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """A process that does nothing meanwhile."""
     stop(pid)
     try:
         yield
