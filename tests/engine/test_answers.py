@@ -101,9 +101,9 @@ def test_less_is_stored_if_the_user_says_so(server: LMCacheServer, engine: Engin
 
 def test_an_answer_of_a_model_with_windows() -> None:
     with LMCacheServer() as large, Engine("gemma3", server=large) as running:
-        tokens = prompt(600, 1)
-        second = chat(tokens, running.run(tokens, 600))
+        tokens = prompt(300, 1)
+        second = chat(tokens, running.run(tokens, 300))
         found = served(running, second)
-        assert found.external_tokens > 1000, "nearly all of the answer, too"
+        assert found.external_tokens > 500, "nearly all of the answer, too"
         resume = found.external_tokens
         assert found.output == from_own_cache(running, large, second, resume, second[: resume + 1]).output
