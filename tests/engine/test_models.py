@@ -201,26 +201,3 @@ def test_a_prompt_that_left_the_engines_own_cache_leaves_a_fork(server: LMCacheS
         assert engine.run(parting[0]).local_tokens == 4 * chunk
         restored = served(engine, parting[1], 4 * chunk)
         assert restored.output == from_own_cache(engine, server, parting[1], 4 * chunk, first).output
-
-
-def test_everything_is_stored_when_the_user_says_so(server: LMCacheServer) -> None:
-    stored, parted = {}, {}
-    for everything in (False, True):
-        server.clear()
-        settings = {"lmcache.mp.store_everything": everything}
-        with Engine("gemma3", server=server, block_size=32, extra_config=settings) as engine:
-            chunk = chunk_size(server)
-            first = prompt(5 * chunk + 5, 4)
-            engine.run(first, 1)
-            stored[everything] = server.status()["l1"]["ready_bytes"]
-            parting = [*first[: 2 * chunk], *prompt(chunk, 5)]
-            parted[everything] = served(engine, parting, 2 * chunk if everything else 0)
-    # With a snapshot at every boundary, vLLM resumes there by itself.
-    with Engine("gemma3", block_size=32, prefix_cache_retention_interval=None) as alone:
-        assert alone.run(parting).output == parted[False].output
-        assert alone.reset_prefix_cache()
-        alone.run(first, 1)
-        local = alone.run(parting)
-        assert local.local_tokens == 2 * chunk
-    assert parted[True].output == local.output, "what was restored is what was computed"
-    assert stored[True] > 1.5 * stored[False]
