@@ -9,11 +9,15 @@ import itertools
 import json
 import random
 import sys
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
+
+import msgspec
+import zmq
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "support")]
@@ -22,12 +26,36 @@ import demo_model  # noqa: E402
 from harness.api_server import ApiServer  # noqa: E402
 from harness.paths import LOGS, MODELS  # noqa: E402
 from harness.processes import free_port  # noqa: E402
-from harness.routers import Router, VllmRouter, WithoutOurs, post  # noqa: E402
+from harness.routers import Router, VllmRouter, post  # noqa: E402
 from harness.server import LMCacheServer  # noqa: E402
 
 BLOCK, PROMPTS, ROUNDS = 32, 12, 2
 WORDS = (ROOT / "scripts" / "demo_text.txt").read_text(encoding="utf-8").split()
 CHOOSE = random.Random(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+
+
+class WithoutOurs(threading.Thread):
+    """Publishes at `port` what an engine publishes, without the events of medium CPU."""
+
+    def __init__(self, events_port: int) -> None:
+        super().__init__(daemon=True)
+        self.port = free_port()
+        self.announced = 0
+        """Blocks that are stored in medium CPU, so far."""
+        self._from, self._to = (zmq.Context.instance().socket(kind) for kind in (zmq.SUB, zmq.PUB))
+        self._from.connect(f"tcp://127.0.0.1:{events_port}")
+        self._from.subscribe(b"")
+        self._to.bind(f"tcp://127.0.0.1:{self.port}")
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            topic, number, payload = self._from.recv_multipart()
+            batch = msgspec.msgpack.decode(payload)
+            ours = [event for event in batch[1] if event.get("medium") == "CPU"]
+            batch[1] = [event for event in batch[1] if event not in ours]
+            self.announced += sum(len(each["block_hashes"]) for each in ours if each["type"] == "BlockStored")
+            self._to.send_multipart([topic, number, msgspec.msgpack.encode(batch)])
 
 
 def ask(url: str, prompt: str) -> tuple[str, int, int]:

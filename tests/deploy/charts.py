@@ -22,14 +22,12 @@ def load(path: Path) -> Manifest:
 
 
 def rendered(given: Manifest) -> dict[str, str]:
-    """The files that the chart makes of values, by name."""
     with tools.module("helm_python.chart").Chart.load(CHART) as chart:
         files: dict[str, str] = chart.render(given, name="cache", namespace="ai")
     return files
 
 
 def render(given: Manifest) -> list[Manifest]:
-    """The manifests of the chart, in no order."""
     return [
         each for name, text in rendered(given).items() if name.endswith(".yaml") for each in load_all(text)
     ]
@@ -44,7 +42,6 @@ def patch_for_engines(given: Manifest) -> Manifest:
 
 
 def assert_valid(manifests: Iterable[Manifest]) -> None:
-    """For the oldest and the newest Kubernetes that is named."""
     for manifest in manifests:
         for version in KUBERNETES:
             tools.module("kubernetes_validate").validate(manifest, version, strict=True)

@@ -5,7 +5,6 @@ from typing import Any
 
 
 def run(*command: object, **options: Any) -> str:
-    """What the program wrote to its standard output."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     done = subprocess.run(list(map(str, command)), text=True, check=False, **options)
     assert done.returncode == 0, done.stdout + (done.stderr or "")

@@ -24,6 +24,7 @@ from lmcache_server.options.tiers import urls
 
 SHAPES = ("default", "gpu", "sidecar", "everything")
 each_shape = pytest.mark.parametrize("shape", SHAPES)
+SYSTEM = "is a whole disk, or a directory of the system"
 MONITORED = {name: {"enabled": True} for name in ("serviceMonitor", "prometheusRule", "dashboard")}
 
 
@@ -65,7 +66,14 @@ def test_the_chart_is_clean_and_every_manifest_is_valid(shape):
     manifests = render(values(shape))
     kinds = {each["kind"] for each in manifests}
     charts.assert_valid(each for each in manifests if each["kind"] not in custom)
-    assert "Service" in kinds
+    templates = [each["spec"]["template"] for each in manifests if "template" in each.get("spec", {})]
+    services = [each["spec"] for each in manifests if each["kind"] == "Service"]
+    assert services
+    for service in services:
+        selector = service["selector"].items()
+        (selected,) = [each for each in templates if selector <= each["metadata"]["labels"].items()]
+        ports = {port["name"] for one in selected["spec"]["containers"] for port in one["ports"]}
+        assert {port["targetPort"] for port in service["ports"]} <= ports, "the pods have the port"
     if shape != "everything":
         # A plain cluster knows all of it, without the CustomResourceDefinitions of an operator.
         assert {each["apiVersion"] for each in manifests} <= {"v1", "apps/v1"}
@@ -157,7 +165,8 @@ def the_server(given: dict[str, Any]) -> charts.Manifest:
 
 @pytest.mark.parametrize(("size_gb", "limit_mib"), [(10.5, 12_854), (1000, 1_031_168)])
 def test_memory_covers_l1_and_what_grows_with_it(size_gb, limit_mib):
-    server = the_server({"l1SizeGb": size_gb})
+    server = the_server({"l1SizeGb": size_gb, "gpu": {"enabled": size_gb == 1000}})
+    assert server["image"] == f"lmcache-mp:{VERSION}", "one image, also for GPUs"
     assert f"--l1-size-gb={size_gb}" in server["args"]
     assert server["resources"]["limits"]["memory"] == f"{limit_mib}Mi"
     assert server["resources"]["requests"] == server["resources"]["limits"] | {"cpu": "1"}
@@ -205,12 +214,6 @@ def test_vllm_on_cpus_has_as_many_threads_as_its_pod_has_processors():
     assert given["OMP_NUM_THREADS"] == engine["resources"]["requests"]["cpu"]
 
 
-def test_one_image_serves_gpus_and_cpus():
-    assert the_server({"gpu": {"enabled": True}})["image"] == f"lmcache-mp:{VERSION}"
-    assert the_server({})["image"] == f"lmcache-mp:{VERSION}"
-    assert the_server({"image": {"tag": "other"}})["image"] == "lmcache-mp:other"
-
-
 @pytest.mark.parametrize("shape", ["default", "sidecar"])
 def test_a_network_policy_lets_only_the_named_peers_reach_http(shape):
     peer = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
@@ -241,17 +244,6 @@ def test_the_patch_for_engines_gives_them_what_the_charts_own_engine_has():
     assert volume["name"] == mount["name"]
     # An engine must start on a node without a server, too.
     assert volume["hostPath"]["type"] == "DirectoryOrCreate"
-
-
-def test_services_select_pods_that_have_the_port():
-    for shape in SHAPES:
-        manifests = render(values(shape))
-        templates = [each["spec"]["template"] for each in manifests if "template" in each.get("spec", {})]
-        for service in (each["spec"] for each in manifests if each["kind"] == "Service"):
-            selector = service["selector"].items()
-            (selected,) = [each for each in templates if selector <= each["metadata"]["labels"].items()]
-            ports = {port["name"] for one in selected["spec"]["containers"] for port in one["ports"]}
-            assert {port["targetPort"] for port in service["ports"]} <= ports
 
 
 def test_the_service_monitor_finds_the_metrics_under_the_name_of_the_alerts():
@@ -290,15 +282,9 @@ def test_alerts_and_dashboard_are_the_files_of_the_repository():
         ({"tier": {"hostPath": "nvme", "sizeGb": 1}}, "hostPath"),
         ({"tier": {"hostPath": "/nvme"}}, "sizeGb"),
         ({"tier": {"hostPath": "/nvme/x", "sizeGB": 1}}, "sizeGB"),
-        (
-            {"tier": {"hostPath": "/nvme", "sizeGb": 1}},
-            "tier.hostPath /nvme is a whole disk, or a directory of the system",
-        ),
-        ({"l1HostPath": "/dev/shm/"}, "l1HostPath /dev/shm/ is a whole disk, or a directory of the system"),
-        (
-            {"socket": {"hostPath": "/run"}},
-            "socket.hostPath /run is a whole disk, or a directory of the system",
-        ),
+        ({"tier": {"hostPath": "/nvme", "sizeGb": 1}}, f"tier.hostPath /nvme {SYSTEM}"),
+        ({"l1HostPath": "/dev/shm/"}, f"l1HostPath /dev/shm/ {SYSTEM}"),
+        ({"socket": {"hostPath": "/run"}}, f"socket.hostPath /run {SYSTEM}"),
         ({"tier": {"hostPath": "/run/lmcache-mp", "sizeGb": 1}}, "are one directory"),
         ({"tier": {"sizeGb": 20}}, "set tier.hostPath"),
         ({"http": {"host": "127.0.0.1"}}, "http.host"),

@@ -16,7 +16,6 @@ PAGES = [page for page in pages.pages() if any(block.is_executed for block in pa
 
 @pytest.fixture(scope="module")
 def demo_model() -> None:
-    """The model that `make demo` leaves behind; made once, in about a minute."""
     script = runpy.run_path(str(ROOT / "scripts" / "demo_model.py"))
     if script["model_directory"](MODELS) is None:
         script["convert_into"](MODELS, new_log("demo-model"))

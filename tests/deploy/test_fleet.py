@@ -31,7 +31,6 @@ STORES = {"valkey": "servers.yaml", "mooncake": "mooncake-servers.yaml"}
 
 
 def manifests(store: str = "") -> list[Manifest]:
-    """Engines and router, or a store."""
     return charts.load_all((DEPLOY / "fleet" / f"{store or 'fleet'}.yaml").read_text())
 
 
@@ -58,7 +57,6 @@ def pod(kind: str, name: str, store: str = "") -> Manifest:
 
 
 def composed(store: str = "valkey", password: str | None = "secret") -> dict[str, Any]:
-    """The services with a store, as compose sees them."""
     files = [argument for name in ("fleet", f"fleet.{store}") for argument in ("-f", f"{name}.yaml")]
     environment = {**os.environ, "VALKEY_PASSWORD": password or ""}
     command = [tools.find("docker-compose"), *files, "config", "--format", "json"]

@@ -20,7 +20,6 @@ VARIANTS = {"cpu": ["compose.yaml"], "gpu": ["compose.yaml", "compose.gpu.yaml"]
 
 
 def resolved(variant: str) -> dict[str, Any]:
-    """The services of a variant, as compose sees them."""
     files = [argument for name in VARIANTS[variant] for argument in ("-f", DEPLOY / "compose" / name)]
     found = run(tools.find("docker-compose"), *files, "config", "--format", "json")
     services: dict[str, Any] = json.loads(found)["services"]

@@ -76,7 +76,6 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def installed(python: Path, indexes: str, cpu_index: str) -> tuple[str, dict[str, str]]:
-    """What the script says, and what is then installed: versions by name."""
     if before := list_of(python).keys() - {"pip", "setuptools"}:
         subprocess.run([python, "-m", "pip", "uninstall", "-qy", *before], check=True)
     environment = {"PATH": os.environ["PATH"], "PIP_CONFIG_FILE": os.devnull, "TORCH_CPU_INDEX": cpu_index}

@@ -128,7 +128,6 @@ class Prometheus:
             raise AssertionError(f"{parameters}: {error.read().decode()}") from error
 
     def samples(self, expression: str, at_s: float | None = None) -> list[float]:
-        """The values now, or at a time."""
         found = self.ask("query", query=expression, time=str(at_s or time.time()))
         assert found["resultType"] == "vector", expression
         return [float(each["value"][1]) for each in found["result"]]

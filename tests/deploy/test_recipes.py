@@ -50,14 +50,12 @@ def test_the_servers_are_one_on_each_node_and_valid() -> None:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_the_pods_of_engines_are_valid_and_have_what_the_patch_of_the_chart_gives(name: str) -> None:
+def test_the_pods_of_engines_are_valid_fit_the_patch_of_the_chart_and_vllm_takes_their_options(
+    name: str,
+) -> None:
     template = {"template": {"spec": engine(name)}}
     charts.assert_valid([{"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "a"}, **template}])
     charts.assert_patched(engine(name), charts.patch_for_engines(load("servers")))
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_vllm_takes_the_options(name: str) -> None:
     _, parsed, endpoint = vllm_flags(engine(name)["containers"][0]["args"])
     (server,) = [each for each in containers(render(load("servers"))) if each["name"] == "lmcache"]
     assert f"--port={parsed.port}" in server["args"]

@@ -70,7 +70,6 @@ def test_it_has_what_the_server_needs_and_its_configuration_file_is_accepted():
 
 
 def allowed_calls(group: str) -> set[str]:
-    """The system calls of one of systemd's groups."""
     listed = run(tools.find("systemd-analyze"), "syscall-filter", "--no-pager", group)
     lines = [line.strip() for line in listed.splitlines()[1:]]
     names = {line for line in lines if line and not line.startswith(("#", "@"))}

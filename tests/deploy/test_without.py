@@ -13,7 +13,7 @@ from harness.paths import CACHE, ROOT
 from lmcache_client import options as of_connector
 from lmcache_server import options as of_server
 
-HISTORIES = 20
+HISTORIES = 10
 NAMES = sorted({*of_server.NAMES, *of_connector.NAMES})
 # Pages describe the whole product, with every option. The stand-in of a driver uses nothing of the server.
 # The demo, and the longest tests of the contract and the core, are about files that see no option.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from harness.rawclient import RawEngine, group
 from harness.served import step_output, stopped
-from harness.server import LMCacheServer
+from harness.server import LMCacheServer, server_of_a_file
 from harness.waiting import PATIENCE_S, wait_until
 from vllm import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
@@ -66,7 +66,6 @@ class Engine:
         self.worker.close()
 
     def arrives(self, seed: int, **transfer: object) -> Request:
-        """A request with the prompt that `seed` stands for."""
         self._requests += 1
         prompt = list(range(seed * TOKENS, (seed + 1) * TOKENS))
         params = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": transfer})
@@ -122,18 +121,13 @@ class Engine:
         return (self.server.tokens("computed"), self.server.tokens("hit"), self.server.tokens("miss"))
 
     def wait_until_counted(self, before: tuple[int, ...], *more: int) -> None:
-        """Until the server has counted so many tokens more."""
         wait_until(lambda: [a - b for a, b in zip(self.tokens(), before, strict=True)] == [*more], PATIENCE_S)
 
     def lookups(self) -> int:
-        """How many lookups the server has answered."""
         return int(self.server.metrics()['lmcache_requests_total{op="lookup",outcome="ok"}'])
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[LMCacheServer]:
-    with LMCacheServer(l1_size_gb=0.05, chunk_size=CHUNK) as server:
-        yield server
+server = server_of_a_file(l1_size_gb=0.05, chunk_size=CHUNK)
 
 
 @pytest.fixture

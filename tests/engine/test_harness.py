@@ -1,26 +1,16 @@
 """The tests' own tools: engines say why they fail, and never outlive the tests."""
 
-import importlib.util
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
-import pytest
-from harness.engine import Engine, EngineError
-from harness.paths import SUPPORT, TESTS
+from harness.engine import Engine
+from harness.paths import SUPPORT
 from harness.processes import group_members
 from harness.prompts import prompt
 from harness.waiting import wait_until
-
-
-def test_vllm_is_not_shadowed_by_a_directory_of_tests() -> None:
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
-    assert not Path(spec.origin).is_relative_to(TESTS)
 
 
 def test_engine_in_three_processes_and_its_end() -> None:
@@ -32,11 +22,6 @@ def test_engine_in_three_processes_and_its_end() -> None:
         assert engine.corrupt_kv() == 64 << 20
         engine.kill()
     assert group_members(group) == []
-
-
-def test_engine_that_cannot_start_says_why() -> None:
-    with pytest.raises(EngineError, match="block_size"), Engine("llama", block_size=-1):
-        pass
 
 
 def test_engine_dies_with_the_tests_and_a_cold_one_computes_what_a_forked_one_does() -> None:

@@ -7,7 +7,6 @@ request is served, and once the server is honest again the engine uses it and ho
 """
 
 import functools
-import os
 import tempfile
 import threading
 import time
@@ -21,8 +20,6 @@ import pytest
 from harness.hostile import BENT, CHUNK_SIZE, EXAMPLES, LIES, REFUSALS, WRONG, HostileServer, honest
 from harness.served import step_output
 from harness.waiting import PATIENCE_S, wait_until
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
@@ -35,7 +32,6 @@ from lmcache_client.connector.metadata import StoreJob, WorkerReport
 from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.worker import WorkerSide
-from lmcache_client.contract import messages
 from lmcache_client.contract.geometry import FULL, RECURRENT, Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.messages import (
@@ -224,7 +220,6 @@ ALWAYS = [type(each).__name__ for each in EXAMPLES] + [*BENT] + [f"refused as {c
 
 
 def lies_about(kind: type[Any]) -> dict[str, Any]:
-    """The lies to tell in answer to this kind of message, by their names."""
     word = RIGHT[kind].__name__.lower()
     names = [*ALWAYS, *(name for name in WRONG if name.startswith((word, "held", "not joined", "a process")))]
     return {name: LIES[name] for name in names}
@@ -301,38 +296,6 @@ def test_a_server_that_settles_no_store_has_at_most_half_of_the_blocks() -> None
     assert held.settled(first.job_id, 1) is not None
     assert pool.get_num_free_blocks() == all_blocks - 2
     assert stored(3) is not None
-
-
-REPLIES = st.one_of(st.none(), st.sampled_from(sorted(LIES)), st.binary(max_size=40), st.integers(0, 1 << 16))
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(script=st.lists(REPLIES, min_size=1, max_size=25))
-def test_no_sequence_of_replies_harms_an_engine(script: list[Any]) -> None:
-    """None is an honest reply, a number one with a byte changed, bytes are all that is sent."""
-    with tempfile.TemporaryDirectory(prefix="lmc-") as directory:
-        os.environ["LMCACHE_RUNTIME_DIR"] = directory
-        with HostileServer(Path(directory), num_groups=2) as hostile, Steps() as steps:
-            lies = iter(script)
-
-            def answer(number: int, message: Any) -> Any:
-                lie = next(lies, None)
-                if isinstance(lie, str):
-                    return LIES[lie](number, message)
-                if isinstance(lie, bytes):
-                    return [[lie]]
-                if isinstance(lie, int):
-                    frame = bytearray(messages.encode_reply(bytes(16), number, honest(message, num_groups=2)))
-                    frame[lie % len(frame)] ^= 1 + lie % 255
-                    return [[bytes(frame)]]
-                return None
-
-            hostile.script = answer
-            for _ in range(4):
-                steps.request()
-            hostile.script = lambda _number, _message: None
-            wait_until(steps.is_served, PATIENCE_S, "the engine is served again")
-            wait_until(steps.is_whole, PATIENCE_S, "no block is held any more")
 
 
 # The thread that waits for the GPU dies. It, the connector and the channel are real here. CUDA is not,

@@ -45,7 +45,6 @@ class Router:
         self.heard = 0
 
     def listen(self, wait_ms: int = 100) -> None:
-        """Applies everything that has arrived."""
         while self._socket.poll(wait_ms):
             _topic, _number, payload = self._socket.recv_multipart()
             self.heard += 1

@@ -157,7 +157,6 @@ def test_beside_a_connector_that_wishes_for_another_layout_it_has_no_wish(wish):
 
 
 def block_sizes(layout, *specs):
-    """The block sizes of vLLM's groups for 4 layers of each spec."""
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         cache_config=SimpleNamespace(get_resolved_kv_cache_layout=lambda: KVCacheLayout[layout]),

@@ -1,6 +1,5 @@
 """Long prompts: as many tokens as users have, on models that are small enough for it."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,7 +7,7 @@ from harness.engine import Engine
 from harness.lanes import all_but
 from harness.prompts import prompt
 from harness.served import chunk_size, held_blocks, served
-from harness.server import LMCacheServer
+from harness.server import LMCacheServer, server_of_a_file
 
 LENGTHS = {"20,000": 20_000, "100,000": 100_500}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -24,10 +23,7 @@ ANSWER = 80
 """Tokens of an answer: beside each other, answers outgrow the engine's memory."""
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[LMCacheServer]:
-    with LMCacheServer(l1_size_gb=0.5) as running:
-        yield running
+server = server_of_a_file(l1_size_gb=0.5)
 
 
 @pytest.mark.parametrize("length", all_but(LENGTHS, "100,000"))

@@ -3,7 +3,6 @@
 Every case states first that tokens came from the server, then that tokens and logprobs are equal.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ from harness.engine import Engine
 from harness.lanes import all_but
 from harness.prompts import prompt
 from harness.runners import SECOND
-from harness.served import chunk_size, served
-from harness.server import LMCacheServer
+from harness.served import chunk_size, from_own_cache, served
+from harness.server import LMCacheServer, server_of_a_file
 
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -45,11 +44,8 @@ CASES |= {f"{case}-second": {**options, **SECOND} for case, options in CASES.ite
 OFTEN = ("llama-second", "gemma3-second", "qwen3next-second")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[LMCacheServer]:
-    # As users run it: the pieces of all objects are computed at once, which --checksums does not do.
-    with LMCacheServer(l1_size_gb=0.2, checksums=False) as running:
-        yield running
+# As users run it: the pieces of all objects are computed at once, which --checksums does not do.
+server = server_of_a_file(l1_size_gb=0.2, checksums=False)
 
 
 SCRATCH_SPECS = {"ring": "CircularBufferSpec", "replayed": "SlidingWindowMLASpec"}
@@ -128,14 +124,7 @@ def check_model(server: LMCacheServer, model: str, options: dict[str, Any]) -> N
         # A growing conversation: the answer and a new question on top of what is stored.
         longer = [*cached, *cold.tokens, *prompt(300, 2)]
         grown = served(engine, longer, stored)
-        server.clear()
-        assert engine.reset_prefix_cache()
-        engine.run(cached)
-        engine.run(cached)
-        server.clear()
-        local = engine.run(longer)
-        assert (local.external_tokens, local.local_tokens) == (0, stored)
-        assert grown.output == local.output
+        assert grown.output == from_own_cache(engine, server, longer, stored, cached, cached).output
 
 
 def test_mla_is_stored_as_it_was_computed(server: LMCacheServer) -> None:
@@ -197,14 +186,7 @@ def test_a_conversation_a_new_answer_and_a_second_fork_are_served(server: LMCach
         served(engine, parting[1], shared)
         third = served(engine, parting[2], shared)
 
-        server.clear()
-        assert engine.reset_prefix_cache()
-        engine.run(parting[0])
-        engine.run(parting[1])
-        server.clear()
-        local = engine.run(parting[2])
-        assert (local.external_tokens, local.local_tokens) == (0, shared)
-        assert third.output == local.output
+        assert third.output == from_own_cache(engine, server, parting[2], shared, *parting[:2]).output
 
 
 def test_a_prompt_that_left_the_engines_own_cache_leaves_a_fork(server: LMCacheServer) -> None:
@@ -218,32 +200,4 @@ def test_a_prompt_that_left_the_engines_own_cache_leaves_a_fork(server: LMCacheS
         parting = [[*first[:-5], *prompt(3 * chunk + 5, 20 + i)] for i in range(2)]
         assert engine.run(parting[0]).local_tokens == 4 * chunk
         restored = served(engine, parting[1], 4 * chunk)
-        server.clear()
-        served(engine, first, 0, 1)
-        server.clear()
-        local = engine.run(parting[1])
-        assert (local.external_tokens, local.local_tokens) == (0, 4 * chunk)
-        assert restored.output == local.output
-
-
-def test_everything_is_stored_when_the_user_says_so(server: LMCacheServer) -> None:
-    stored, parted = {}, {}
-    for everything in (False, True):
-        server.clear()
-        settings = {"lmcache.mp.store_everything": everything}
-        with Engine("gemma3", server=server, block_size=32, extra_config=settings) as engine:
-            chunk = chunk_size(server)
-            first = prompt(5 * chunk + 5, 4)
-            engine.run(first, 1)
-            stored[everything] = server.status()["l1"]["ready_bytes"]
-            parting = [*first[: 2 * chunk], *prompt(chunk, 5)]
-            parted[everything] = served(engine, parting, 2 * chunk if everything else 0)
-    # With a snapshot at every boundary, vLLM resumes there by itself.
-    with Engine("gemma3", block_size=32, prefix_cache_retention_interval=None) as alone:
-        assert alone.run(parting).output == parted[False].output
-        assert alone.reset_prefix_cache()
-        alone.run(first, 1)
-        local = alone.run(parting)
-        assert local.local_tokens == 2 * chunk
-    assert parted[True].output == local.output, "what was restored is what was computed"
-    assert stored[True] > 1.5 * stored[False]
+        assert restored.output == from_own_cache(engine, server, parting[1], 4 * chunk, first).output

@@ -74,7 +74,6 @@ def decoded(engine: Engine, tokens: list[int], transfer: dict[str, Any]) -> Resu
 
 
 def settle(*engines: Engine) -> None:
-    """Until neither connector holds a block."""
     for engine in engines:
         engine.settle()
         wait_until(lambda: held_blocks(engine) == 0)  # noqa: B023

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from harness.api_server import ApiServer
 from harness.engine import Engine, Result
 from harness.prompts import prompt
-from harness.server import LMCacheServer
+from harness.served import from_own_cache
+from harness.server import LMCacheServer, server_of_a_file
 
 ONCE = {"lmcache.once": True}
 CHUNK = 32
@@ -15,11 +15,8 @@ LEFT_OUT = 'lmcache_objects_total{outcome="once"}'
 CHATS = [prompt(4 * CHUNK + 20, number) for number in range(15)]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[LMCacheServer]:
-    """Room for 64 chunks of the tiny model; a twentieth of it may go to prompts that will not come back."""
-    with LMCacheServer(l1_size_gb=4 / 1024, chunk_size=CHUNK) as running:
-        yield running
+server = server_of_a_file(l1_size_gb=4 / 1024, chunk_size=CHUNK)
+"""Room for 64 chunks of the tiny model; a twentieth of it may go to prompts that will not come back."""
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +61,7 @@ def test_a_batch_that_will_not_come_back_leaves_the_chats_where_they_are(
     assert served(engine, CHATS[:1])[0].external_tokens == 0, "the hint made the difference"
 
     for each, result in zip(sharing, results, strict=True):
-        server.clear()
-        served(engine, [beginning + [5]])
-        server.clear()
-        # From its own prefix cache the engine resumes at the same token, and rounds the same way.
-        local = engine.run(each)
-        assert (local.external_tokens, local.local_tokens) == (0, 2 * CHUNK)
+        local = from_own_cache(engine, server, each, 2 * CHUNK, [*beginning, 5])
         assert not result.external_tokens or local.output == result.output
 
 
@@ -86,18 +78,3 @@ def test_a_hint_that_is_not_understood_is_ignored_with_one_warning(
     assert (result.external_tokens, result.local_tokens, result.output) == (0, 0, plain.output)
     assert engine.log.read_text().count("ignored the hint") == 1
     assert "ignored the hint 'lmcache.once': 'yes' of a request" in engine.log.read_text()
-
-
-def test_the_hint_comes_through_the_openai_api() -> None:
-    with (
-        LMCacheServer(l1_size_gb=2 / 1024, chunk_size=CHUNK) as small,
-        ApiServer("llama", small, "--block-size", str(CHUNK)) as vllm,
-    ):
-        for number in range(9):
-            vllm.complete(prompt(4 * CHUNK + 20, number), max_tokens=1)
-        small.wait_until(lambda l1: l1["free_bytes"] == 0)
-        assert small.metrics()[LEFT_OUT] == 0
-        first = prompt(4 * CHUNK + 20, 10)
-        tokens = vllm.complete(first, kv_transfer_params=ONCE)
-        small.wait_until(lambda _: small.metrics()[LEFT_OUT] > 0)
-        assert vllm.complete(first, kv_transfer_params={"lmcache.once": None}) == tokens

@@ -1,6 +1,5 @@
 """Several workers in one engine, each with shards of its own; and replicas, which share what they store."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,7 +7,7 @@ from harness.api_server import ApiServer
 from harness.engine import Engine
 from harness.prompts import prompt
 from harness.served import served
-from harness.server import LMCacheServer
+from harness.server import LMCacheServer, server_of_a_test
 from harness.waiting import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -19,10 +18,7 @@ PATIENT = {"lmcache.mp.lookup_timeout_s": 100}
 """Two ranks and the server on two cores: an answer can take long."""
 
 
-@pytest.fixture
-def server() -> Iterator[LMCacheServer]:
-    with LMCacheServer(l1_size_gb=0.1) as running:
-        yield running
+server = server_of_a_test(l1_size_gb=0.1)
 
 
 def two_ranks(model: str, server: LMCacheServer, **llm: Any) -> Engine:
@@ -66,7 +62,7 @@ def test_only_mla_of_two_ranks_is_stored_once(server: LMCacheServer, model: str)
     copies = 1 if model == "dsv2" else 2
     with two_ranks(model, server, tensor_parallel_size=2) as engine:
         engine.run(CACHED)
-        assert len(set(engine.kv_digests())) == copies, "whether both ranks hold the same bytes"
+        assert len(set(engine.call("kv_digests"))) == copies, "whether both ranks hold the same bytes"
         namespace = namespace_of_two(server)
         (group,) = namespace["groups"]
         assert group["replicated"] == (copies == 1)
@@ -76,7 +72,6 @@ def test_only_mla_of_two_ranks_is_stored_once(server: LMCacheServer, model: str)
 
 
 def by_replica(api: ApiServer, name: str) -> list[float]:
-    """A counter of the connector in vLLM's /metrics, per replica."""
     samples = [
         sample
         for family in text_string_to_metric_families(api.get("/metrics"))

@@ -1,6 +1,6 @@
 """vLLM resets its cache, as for a weight update: what was computed before serves nobody any more."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +9,15 @@ from harness.api_server import ApiServer
 from harness.engine import Engine
 from harness.prompts import prompt
 from harness.routers import post
-from harness.runners import on_both_runners
+from harness.runners import SECOND
 from harness.served import held_blocks, served, stopped
-from harness.server import LMCacheServer
+from harness.server import LMCacheServer, server_of_a_test
 
 TOKENS = prompt(700, 1)
 STORED = 'lmcache_objects_total{outcome="stored"}'
 
 
-@pytest.fixture
-def server() -> Iterator[LMCacheServer]:
-    with LMCacheServer(l1_size_gb=0.06) as running:
-        yield running
+server = server_of_a_test(l1_size_gb=0.06)
 
 
 def assert_new(engine: Engine, number: int) -> None:
@@ -30,8 +27,9 @@ def assert_new(engine: Engine, number: int) -> None:
     assert served(engine, prompt(700, number), 512).output == computed.output
 
 
-@on_both_runners
-@pytest.mark.parametrize("mode", ["abort", "keep"])
+@pytest.mark.parametrize(
+    ("mode", "runner"), [("abort", {}), ("keep", SECOND), pytest.param("keep", {}, marks=pytest.mark.long)]
+)
 def test_pages_of_old_weights_are_not_served_to_new_ones(
     server: LMCacheServer, start_engine: Callable[..., Engine], mode: str, runner: dict[str, Any]
 ) -> None:
@@ -42,7 +40,7 @@ def test_pages_of_old_weights_are_not_served_to_new_ones(
     server.wait_until(lambda l1: l1["ready_bytes"] > 0)
     engine.pause(mode)
     server.wait_until(lambda l1: l1["ready_bytes"] == 0)
-    engine.change_weights()
+    engine.call("change_weights")
     if mode == "keep":
         assert len(engine.collect(names)[0].tokens) == 40
     assert_new(engine, 1)
@@ -51,12 +49,11 @@ def test_pages_of_old_weights_are_not_served_to_new_ones(
     assert held_blocks(engine) == 0
 
 
-@on_both_runners
 def test_a_request_that_goes_on_over_a_reset_stores_nothing_more(
-    server: LMCacheServer, start_engine: Callable[..., Engine], runner: dict[str, Any]
+    server: LMCacheServer, start_engine: Callable[..., Engine]
 ) -> None:
     """vLLM resets nothing while requests run, unless it preempts them, but it asks its connector to."""
-    engine = start_engine("llama", server=server, **runner)
+    engine = start_engine("llama", server=server)
     names = engine.submit([TOKENS], 40)
     engine.step(4)
     assert not engine.reset_prefix_cache(reset_connector=True)
@@ -70,8 +67,8 @@ NAMED = {"lmcache.mp.weights_name": "policy"}
 
 def update(engine: Engine, version: str) -> None:
     engine.pause()
-    engine.change_weights()
-    engine.set_weight_version(version)
+    engine.call("change_weights")
+    engine.call("set_weight_version", version=version)
 
 
 def test_engines_share_the_pages_of_a_weight_version(server: LMCacheServer) -> None:
@@ -118,7 +115,7 @@ def test_a_weight_version_that_comes_too_late_or_says_nothing_new_is_no_name(ser
     with Engine("llama", server=server, extra_config=NAMED) as engine:
         engine.pause()
         engine.run(prompt(700, 2))
-        engine.set_weight_version("step 1")
+        engine.call("set_weight_version", version="step 1")
         served(engine, TOKENS, 0)
     with Engine("llama", server=server) as engine:
         update(engine, "step 1")
@@ -136,7 +133,7 @@ def test_a_reset_succeeds_while_the_server_is_stopped_and_holds_a_store(
         held = held_blocks(engine)
         assert held > 0, "a store is under way"
         engine.pause()
-        engine.change_weights()
+        engine.call("change_weights")
         assert held_blocks(engine) == held, "its blocks are held as before"
     server.wait_for_metric(STORED, before + 2)
     for number in (1, 2):
@@ -157,7 +154,7 @@ def test_a_reset_succeeds_without_a_server_and_holds_for_the_next(tmp_path: Path
                 end()
                 assert engine.reset_prefix_cache()
                 engine.pause()
-                engine.change_weights()
+                engine.call("change_weights")
                 server.start()
                 server.wait_for_engine()
                 assert_new(engine, 1)

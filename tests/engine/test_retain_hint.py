@@ -1,13 +1,13 @@
 """A request may say that its prompt comes back later: others are evicted before it. vLLM's typed hints say
 what the keys in kv_transfer_params say."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from harness.engine import Engine
 from harness.prompts import prompt
-from harness.server import LMCacheServer
+from harness.served import from_own_cache
+from harness.server import LMCacheServer, server_of_a_file
 from vllm import SamplingParams
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.request import Request
@@ -19,53 +19,26 @@ CHUNK = 32
 RETAIN = {"lmcache.retain_s": 600}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[LMCacheServer]:
-    """A quarter of it has room for a prompt."""
-    with LMCacheServer(l1_size_gb=8 / 1024, chunk_size=CHUNK) as running:
-        yield running
+server = server_of_a_file(l1_size_gb=8 / 1024, chunk_size=CHUNK)
+"""A quarter of it has room for a prompt."""
 
 
-def test_an_agent_that_pauses_finds_its_prompt_again(server: LMCacheServer) -> None:
-    paused, other = prompt(6 * CHUNK + 20, 1), prompt(6 * CHUNK + 20, 2)
-    flood = [prompt(6 * CHUNK + 20, 100 + number) for number in range(20)]
-    with Engine("gemma3", server=server, block_size=CHUNK) as engine:
-        own = engine.run(paused)
-        # What vLLM resumes with by itself is the answer that a load must give.
-        local = engine.run(paused)
-        assert local.local_tokens == 6 * CHUNK
-        for hint, served in ((None, 0), (RETAIN, 6 * CHUNK)):
-            server.clear()
-            assert engine.reset_prefix_cache()
-            assert engine.run(paused, transfer=hint).output == own.output
-            engine.run(other)
-            for each in flood:
-                engine.run(each, 1)
-            assert engine.reset_prefix_cache()
-            assert engine.run(other, 1).external_tokens == 0, "the flood is larger than L1"
-            again = engine.run(paused)
-            assert again.external_tokens == served
-            assert again.output == (local if served else own).output
-
-
-def test_the_next_turn_finds_the_retained_answer_too(server: LMCacheServer) -> None:
-    paused = prompt(6 * CHUNK + 20, 3)
+def test_an_agent_that_pauses_finds_its_prompt_and_the_answer_again(server: LMCacheServer) -> None:
+    paused, other = (prompt(6 * CHUNK + 20, number) for number in (1, 2))
     with Engine("llama", server=server, block_size=CHUNK) as engine:
         for hint, served in ((None, 0), (RETAIN, 7 * CHUNK)):
             server.clear()
             assert engine.reset_prefix_cache()
             turn = [*paused, *engine.run(paused, CHUNK, transfer=hint).tokens, *prompt(20, 4)]
+            engine.run(other)
             for number in range(60):
                 engine.run(prompt(6 * CHUNK + 20, 200 + number), 1)
             assert engine.reset_prefix_cache()
+            assert engine.run(other, 1).external_tokens == 0, "the flood is larger than L1"
             result = engine.run(turn)
             assert result.external_tokens == served
-            if served:
-                server.clear()
-                assert engine.reset_prefix_cache()
-                engine.run(paused, CHUNK)
-                local = engine.run(turn)
-                assert (local.local_tokens, local.output) == (served, result.output)
+        local = from_own_cache(engine, server, turn, served, [*turn[:-20], 5])
+        assert local.output == result.output
 
 
 def read(action: str, payload: dict[str, Any], params: dict[str, Any] | None = None) -> tuple[dict, int]:
@@ -88,19 +61,16 @@ def test_a_typed_hint_says_what_a_key_says(action: str, payload: dict, hints: di
     assert read(action, payload) == (hints, 0)
 
 
-@pytest.mark.parametrize(
-    ("action", "payload"),
-    [
-        ("prefetch", {}),
-        ("lmcache.load", {}),
-        ("", {}),
-        ("retain", {}),
-        ("retain", {"seconds": 0}),
-        ("retain", {"seconds": 1e9}),
-        ("retain", {"seconds": True}),
-        ("no_store", {"after_tokens": "all"}),
-    ],
-)
+WRONG = [("retain", {"seconds": value}) for value in (0, 1e9, True)]
+UNKNOWN = [(action, {}) for action in ("prefetch", "lmcache.load", "", "retain")]
+
+
+@pytest.mark.parametrize(("action", "payload"), [*UNKNOWN, *WRONG, ("no_store", {"after_tokens": "all"})])
 def test_an_unknown_or_wrong_typed_hint_is_ignored_and_counted(action: str, payload: dict) -> None:
     assert read(action, payload, {"lmcache.once": True, "another": 1}) == ({"lmcache.once": True}, 1)
     assert read(action, payload, {"lmcache.twice": True}) == ({}, 2)
+
+
+@pytest.mark.parametrize("value", [-1, True, 2**31 + 1, 1.5, "512", None])
+def test_no_request_waits_for_a_wrong_number_of_tokens(value: object) -> None:
+    assert read("demote", {}, {"lmcache.wait_tokens": value}) == ({"lmcache.once": True}, 1)

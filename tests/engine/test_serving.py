@@ -1,6 +1,5 @@
 """What a user of vLLM sees of the connector: names, restarts, sharing, refusals."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ from harness.engine import Engine, EngineError
 from harness.prompts import prompt
 from harness.runners import on_both_runners
 from harness.served import held_blocks, served
-from harness.server import LMCacheServer
+from harness.server import LMCacheServer, server_of_a_file
 from harness.waiting import wait_until
 
 from lmcache_client.contract.keys import tenant_id
@@ -17,10 +16,7 @@ from lmcache_client.contract.keys import tenant_id
 MEMORY = 16 << 20
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[LMCacheServer]:
-    with LMCacheServer(l1_size_gb=0.1) as running:
-        yield running
+server = server_of_a_file(l1_size_gb=0.1)
 
 
 def test_three_processes_find_the_connector_by_its_bare_name(server: LMCacheServer) -> None:
@@ -131,3 +127,17 @@ def test_a_promise_that_is_broken_is_recomputed(runner: dict[str, Any]) -> None:
         assert result.finish_reason == "length"
         assert result.output == cold.output
         assert held_blocks(engine) == 0
+
+
+def test_vllms_own_flags_for_offloading_reach_the_connector_and_the_size_is_compared() -> None:
+    """--kv-offloading-backend lmcache and a size."""
+    cached = prompt(700, 1)
+    flags = {"kv_offloading_backend": "lmcache", "kv_offloading_size": 2.0}
+    with LMCacheServer(l1_size_gb=0.06) as server, Engine("llama", server=server, **flags) as engine:
+        cold = served(engine, cached, 0)
+        assert engine.reset_prefix_cache()
+        assert served(engine, cached, 512).output == cold.output
+        log = engine.log.read_text()
+    assert "--kv-offloading-size asks for 2 GB, but the server has 0.06: start it with --l1-size-gb 2" in log
+    assert "LMCacheMPConnector is that of lmcache-mp" in log
+    assert " have room for about " in log

@@ -7,7 +7,7 @@ changes no token, because the target verifies each draft.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -20,7 +20,7 @@ from harness.lanes import all_but
 from harness.prompts import prompt
 from harness.runners import SECOND
 from harness.served import served, step_output
-from harness.server import LMCacheServer
+from harness.server import LMCacheServer, server_of_a_file
 from harness.speculation import NGRAM, again, ask, ask_while_the_server_dies, forget, own
 from vllm import EngineArgs, SamplingParams
 from vllm import __version__ as VERSION
@@ -76,7 +76,6 @@ class Kind(NamedTuple):
 
 
 def kind_of(name: str) -> Kind:
-    """Its parts are made when a test needs them."""
     if name.endswith(SECOND_RUNNER):
         return kind_of(name.removesuffix(SECOND_RUNNER))._replace(on_second=True)
     return {
@@ -131,10 +130,7 @@ def preempted(engine: Engine, stranger: Sequence[int], tokens: Sequence[int]) ->
     raise AssertionError("vLLM preempted nothing")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[LMCacheServer]:
-    with LMCacheServer(l1_size_gb=0.3, checksums=False) as running:
-        yield running
+server = server_of_a_file(l1_size_gb=0.3, checksums=False)
 
 
 # The server sees nothing in the others that it does not see in these: the KV cache of a drafter, several

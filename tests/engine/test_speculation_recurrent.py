@@ -109,31 +109,22 @@ def test_target_and_drafter_resume_as_from_vllms_own_cache(model: str, kind: str
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_the_head_of_qwen3next_resumes_here_and_in_another_engine() -> None:
-    """It computes slowly on a CPU, so it gets fewer questions."""
+@pytest.mark.parametrize(
+    ("model", "runner"), [("qwen3next", {}), ("qwen35", {**SECOND, "async_scheduling": False})]
+)
+def test_a_head_that_computes_slowly_here_gets_fewer_questions(model: str, runner: dict[str, Any]) -> None:
     with LMCacheServer(l1_size_gb=0.5, checksums=False) as server:
-        with speculating("qwen3next", "mtp", server) as engine:
+        with speculating(model, "mtp", server, **runner) as engine:
             chunk = engine.info()["unified_block_size"]
+            assert engine.compare_stored(prompt(4 * chunk + 40, 3), 3 * chunk) > 10_000
             said = engine.run(prompt(4 * chunk + 90, 1), 99).tokens
             tokens = [*prompt(4 * chunk + 90, 1), *said, said[0]]
             cold = resumed(engine, server, tokens, 3 * chunk)
             forget(engine, server)
             ask(engine, tokens, ANSWER)
             assert_nothing_is_held(engine, server)
-        with speculating("qwen3next", "mtp", server) as engine:
+        with speculating(model, "mtp", server, **runner) as engine:
             assert again(engine, tokens, ANSWER, 3 * chunk).said == cold.said
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_the_head_of_qwen35_resumes_with_the_second_runner() -> None:
-    second = {**SECOND, "async_scheduling": False}
-    with LMCacheServer(checksums=False) as server, speculating("qwen35", "mtp", server, **second) as engine:
-        chunk = engine.info()["unified_block_size"]
-        assert engine.compare_stored(prompt(4 * chunk + 40, 3), 3 * chunk) > 10_000
-        said = engine.run(prompt(4 * chunk + 90, 1), 99).tokens
-        resumed(engine, server, [*prompt(4 * chunk + 90, 1), *said, said[0]], 3 * chunk)
-        assert_nothing_is_held(engine, server)
 
 
 def resumed(engine: Engine, server: LMCacheServer, tokens: list[int], end: int) -> Answer:

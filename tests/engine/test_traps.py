@@ -1,22 +1,17 @@
 """Situations in which other caches of this kind were seen to lose or corrupt what they hold."""
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 from harness.engine import Engine
 from harness.prompts import prompt
 from harness.runners import on_both_runners
 from harness.served import held_blocks, served
-from harness.server import LMCacheServer
+from harness.server import LMCacheServer, server_of_a_file
 
 LOOKUPS = 'lmcache_requests_total{op="lookup",outcome="ok"}'
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[LMCacheServer]:
-    with LMCacheServer(l1_size_gb=0.3) as running:
-        yield running
+server = server_of_a_file(l1_size_gb=0.3)
 
 
 def resumed(engine: Engine, server: LMCacheServer, first: list[int], lengths: tuple[int, ...]) -> list[int]:

@@ -33,7 +33,6 @@ def verify(url: str, *flags: str) -> tuple[int, str, str]:
 
 @contextlib.contextmanager
 def serving(directory: Path, model: str, *flags: str) -> Iterator[tuple[LMCacheServer, str, Path]]:
-    """A server whose L1 is a file, and the URL of vLLM with this model."""
     file = directory / "l1"
     with (
         LMCacheServer(l1_path=str(file), l1_size_gb=L1_BYTES / (1 << 30), checksums=False) as server,

@@ -182,7 +182,6 @@ def test_what_changes_while_it_is_read_has_no_name(tmp_path: Path, monkeypatch: 
     hashed = weights._digest
 
     def exchanged(file: Path) -> str:
-        """Others are there before the files are read."""
         for each in here.iterdir():
             (tmp_path / "new").write_bytes(each.read_bytes() + b"1")
             os.utime(tmp_path / "new", (1, 1))

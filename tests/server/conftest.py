@@ -8,5 +8,4 @@ from harness.server import LMCacheServer
 
 @pytest.fixture
 def server(start_server: Callable[..., LMCacheServer]) -> LMCacheServer:
-    """A small one with its defaults, for one test."""
     return start_server(l1_size_gb=0.06)

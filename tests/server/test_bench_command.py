@@ -14,7 +14,7 @@ import pytest
 from harness.paths import ROOT
 from harness.processes import group_members
 from harness.rawclient import RawEngine, chain, group
-from harness.server import LMCacheServer
+from harness.server import LMCacheServer, server_of_a_file
 from harness.waiting import PATIENCE_S, wait_until
 
 from lmcache_client.contract.messages import Done, Load
@@ -29,10 +29,7 @@ COPIES = ("--only", "store,load")
 LOOKUPS = [f"lookup_{chunks}" for chunks in (1, 8, 64, 512)]
 
 
-@pytest.fixture(scope="module")
-def server():
-    with LMCacheServer() as running:
-        yield running
+server = server_of_a_file()
 
 
 def copied(server, direction):
@@ -91,11 +88,10 @@ def test_the_bytes_are_those_that_the_server_copied(server, groups, stored, rest
     before = [copied(server, direction) for direction in ("store", "load")]
     report, _ = bench(server, *COPIES, *SMALL, "--workers", "2", "--groups", groups)
     moved = [copied(server, each) - b for each, b in zip(("store", "load"), before, strict=True)]
-    results = report["results"]
-    blocks = [stored, restored]
-    assert [results[name]["bytes"] for name in ("store", "load")] == moved
-    assert moved == [2 * 2 * 4 * per_chunk * 2 * 8192 for per_chunk in blocks]
-    assert [results[name]["count"] for name in ("store", "load")] == [4, 4]
+    copies = [report["results"][name] for name in ("store", "load")]
+    assert [each["bytes"] for each in copies] == moved
+    assert moved == [2 * 2 * 4 * per_chunk * 2 * 8192 for per_chunk in (stored, restored)]
+    assert [each["count"] for each in copies] == [4, 4]
 
 
 def test_what_it_announces_is_what_it_stores_until_it_ends(server):
@@ -117,23 +113,6 @@ def test_what_it_announces_is_what_it_stores_until_it_ends(server):
     server.wait_at_rest()
     status = server.status()
     assert (status["l1"]["chunks"], status["l1"]["ready_bytes"], status["namespaces"]) == (0, 0, [])
-
-
-@pytest.mark.parametrize("chunk_size", [1, 544])
-def test_a_server_with_a_chunk_size_of_its_own(chunk_size):
-    with LMCacheServer(l1_size_gb=0.2, chunk_size=chunk_size) as server:
-        report, _ = bench(server, *COPIES, *SMALL, "--groups", "hybrid")
-    assert report["settings"]["chunk_size"] == chunk_size
-    assert all(figures["lost"] == 0 for figures in report["results"].values())
-
-
-def test_text_for_people(server):
-    done = server.cli("bench", *SMALL, "--only", "store")
-    assert done.returncode == 0, done.stderr
-    head, line = done.stdout.splitlines()
-    assert head.split() == ["count", "p50", "p90", "p99", "max", "rate"]
-    assert line.split()[:2] == ["store", "2"]
-    assert line.endswith("GB/s")
 
 
 def test_errors_are_one_sentence(server):
@@ -229,10 +208,11 @@ def test_what_the_server_has_no_room_for_is_said_not_counted():
         assert [report["results"][name]["lost"] for name in ("store", "load")] == [2, 2]
         assert [report["results"][name]["count"] for name in ("store", "load")] == [0, 0]
         text = server.cli("bench", *COPIES, *SMALL).stdout
+        assert text.split()[:6] == ["count", "p50", "p90", "p99", "max", "rate"]
         assert "2 of 2 requests to store are not in these figures" in text
 
 
-@pytest.mark.parametrize("honest", [1, 0, 3])
+@pytest.mark.parametrize("honest", [1, 3])
 def test_copies_that_did_not_happen_are_noticed(server, honest):
     class Deceived(Client):
         """After `honest` of them, loads are answered but not made."""
@@ -275,14 +255,13 @@ def started(server, *arguments):
 
 
 def last_words(process):
-    """What a bench says when it has ended, with all of its processes."""
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert "Traceback" not in errors
     wait_until(lambda: not group_members(process.pid), what="all processes of the bench have ended")
     return errors.splitlines()[-1] if errors else ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_bench_that_is_interrupted_leaves_nothing(server, number):
     process = started(server, "--requests", "100", "--workers", "2")
     # Ctrl-C goes to every process of a terminal; only the command is to mind it.

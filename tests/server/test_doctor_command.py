@@ -35,7 +35,6 @@ on_stand_in = pytest.mark.skipif(
 
 
 def doctor(environment: dict[str, str], *arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
-    """(exit code, checks by name)."""
     done = run_forked("lmcache", ["doctor", "--json", *arguments], environment, 60.0)
     assert not done.stderr
     return done.returncode, {check["name"]: check for check in json.loads(done.stdout)}
@@ -107,7 +106,6 @@ STEPS = (
 
 
 def tried(environment: dict[str, str]) -> dict[str, dict[str, str]]:
-    """The checks of --gpu, by GPU and step."""
     _, found = doctor({**environment, "LMCACHE_L1_SIZE_GB": "0.01"}, "--gpu")
     return {name: check for name, check in found.items() if name.partition(", ")[2] in STEPS}
 
@@ -188,7 +186,6 @@ def test_memory_that_may_not_be_read_is_found_by_trying() -> None:
 
 
 def tiers(tmp_path: Path, *urls: str, **variables: str) -> tuple[int, dict[str, dict[str, str]]]:
-    """The exit code, and the checks of tiers."""
     variables |= {"LMCACHE_RUNTIME_DIR": str(tmp_path), "LMCACHE_L1_SIZE_GB": "0.01"}
     tmp_path.chmod(0o700)
     arguments = [word for url in urls for word in ("--tier", url)]

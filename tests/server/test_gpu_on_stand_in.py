@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 )
 SUITE = "-m pytest -q -c tests/gpu/pytest.ini --rootdir=. --confcutdir=tests/gpu"
 SLOW = {"ORDER_ROUNDS": "60", "BUSY_BYTES": str(4 << 20), "BUSY_COUNT": "8"}
-SMALL = {"KILLS": "1", "READ_ROUNDS": "3", "LARGEST_PAGE": str(1 << 20)}
+SMALL = {"KILLS": "1", "READ_ROUNDS": "3", "ORDER_ROUNDS": "30", "LARGEST_PAGE": str(1 << 20)}
 
 
 def run(environment: dict[str, str], *arguments: str) -> str:

@@ -1,12 +1,10 @@
 """Every command against a server that lies: one clear sentence and an exit code, never a traceback."""
 
-import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,27 +15,16 @@ from harness.cli import clean_environment, in_process, lmcache
 from harness.hostile import LIES, HostileServer, Lie, says
 from test_cli import REPORT
 
-from lmcache_client import channel
 from lmcache_client.contract.control import Inspect, Status, StatusReport
 from lmcache_client.contract.messages import (
     Clear,
-    Goodbye,
     Hello,
-    Join,
-    Load,
-    Lookup,
     Message,
     Ping,
-    Prove,
     Refused,
-    Register,
-    Release,
     Store,
     Unpin,
 )
-from lmcache_server.commands.bench import client as bench_client
-from lmcache_server.commands.bench import crew, run
-from lmcache_server.commands.bench.workload import BenchError
 
 __all__ = ["clean_environment"]
 PORT = "5902"
@@ -111,7 +98,6 @@ def test_ping_measures_one_request_on_an_open_connection(
 
 
 def without(path: str) -> Any:
-    """The report without one of its fields."""
     report: Any = json.loads(json.dumps(REPORT))
     *way, last = path.split(".")
     part = report
@@ -169,46 +155,6 @@ def test_names_that_clients_chose_move_no_cursor_and_begin_no_line(
     hostile.script = says(Refused("x", NAME))
     for command in (["ping"], ["clear"], ["unpin", "mine"], *READING):
         assert error_of(*command) == "lmcache: m\\x1b[2J\\x1b]0;owned\\x07\\nlmcache server 9.9.9"
-
-
-def test_doctor_counts_a_server_that_lies_as_a_failure(
-    capsys: pytest.CaptureFixture[str], hostile: HostileServer
-) -> None:
-    for what in ("Stored", "StatusReport", "garbage", "nested", "silence", "refused as ''"):
-        hostile.lies = {Status: LIES[what]}
-        code, output, errors = in_process(capsys, "doctor", "--port", PORT)
-        assert not errors
-        said = next(line for line in output.splitlines() if "server: " in line)
-        assert said.startswith("fail"), output
-        assert code == 1
-
-
-KINDS = (Hello, Register, Prove, Join, Store, Lookup, Load, Release, Goodbye)
-BENCH_LIES = (
-    "Done", "Found", "Hello", "garbage", "another boot id", "found 9223372036854775807 of lease 0",
-    "refused as 'internal'", "refused as 'not_registered'",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_a_client_of_the_bench_ends_with_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, hostile: HostileServer, kind: type[Message]
-) -> None:
-    """In this process, where each lie takes a moment."""
-    for name, value in (("ANSWER_S", 0.2), ("REGISTER_S", 0.2), ("CONNECT_S", 1.0)):
-        monkeypatch.setattr(bench_client, name, value)
-    for name, value in (("GREET_TIMEOUT_S", 0.2), ("KEEPER_INTERVAL_S", 0.01)):
-        monkeypatch.setattr(channel, name, value)
-    monkeypatch.setattr("lmcache_client.engine.REGISTER_S", 0.2)
-    monkeypatch.setattr(crew, "_start", threading.Barrier(1), raising=False)
-    sizes = {"page_kb": 1, "layers": 1, "groups": "hybrid", "chunks": 1, "requests": 1, "seconds": None}
-    settings = {"workers": 1, "clients": 1, "only": "lookup,store,load", **sizes}
-    crews = run.crews("lmcache bench test", 64, {}, **settings)
-    for what in BENCH_LIES:
-        hostile.lies = {kind: LIES[what]}
-        for each in crews:
-            with contextlib.suppress(BenchError):
-                crew._client(hostile.address, each, 0)
 
 
 def test_the_bench_ends_with_a_sentence(hostile: HostileServer) -> None:

@@ -5,12 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness.exercise import exercise, restored
-from harness.exercise import new_engine as engine_of_exercise
 from harness.rawclient import RawEngine
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
-from test_tiers import wait_until_idle
 from test_warm_restart import CHUNK_FRAMES, CHUNKS, Prompt, new_engine, path, restart_warm
 
 from lmcache_client.contract.keys import tenant_id
@@ -42,7 +39,6 @@ class Salted(Prompt):
 
 
 def tenants(server: LMCacheServer) -> dict[str, int]:
-    """The bytes of each."""
     return {each["tenant"]: each["bytes"] for each in server.status()["tenants"]}
 
 
@@ -113,31 +109,10 @@ def test_a_store_of_a_full_tenant_in_use_is_dropped_and_said(running: LMCacheSer
     another.load()
 
 
-def test_a_full_tenant_that_fetches_from_a_tier_loses_its_own_or_fetches_less(tmp_path: Path) -> None:
-    """A prompt of three chunks takes 22 MiB."""
-    tier = f"dir://{tmp_path}/tier?size_gb=1"
-    with LMCacheServer(l1_size_gb=0.2, tier=tier, quota_gb=f"0.033,{B.hex()}=0.01") as server:
-        engine = engine_of_exercise(server.address, "engine")
-        assert exercise(engine, 9) == 0, "nobody's"
-        whole, nobodys = 3 * engine.chunk_size, server.status()["l1"]["ready_bytes"]
-        engine.tenant = A
-        for expected in (0, whole):
-            for number in (1, 2):
-                assert (restored if expected else exercise)(engine, number) == expected
-                wait_until_idle(server)
-        read = server.tier()["read_objects"]["read"]
-        assert read > 0
-        ready = server.status()["l1"]["ready_bytes"]
-        assert ready == nobodys + tenants(server)[A.hex()], "also what came back"
-        engine.tenant = b""
-        assert exercise(engine, 9) == whole
-        assert server.tier()["read_objects"]["read"] == read, "it was still in L1"
-
-        engine.tenant = B
-        for _ in range(2):
-            assert exercise(engine, 3) < whole
-            wait_until_idle(server)
-        assert tenants(server)[B.hex()] <= 0.01 * (1 << 30)
+def test_a_clear_of_one_salt_says_that_records_stay_in_tiers(tmp_path: Path) -> None:
+    """What a full tenant fetches: options/tiers/test_fetches.py."""
+    with LMCacheServer(l1_size_gb=0.05, tier=f"dir://{tmp_path}/tier?size_gb=1") as server:
+        Salted(new_engine(server), B, 0).store()
         cleared = server.cli("clear", "--salt", B.hex()[:12])
         assert cleared.returncode == 0
         assert "; records stay in dir://" in cleared.stdout

@@ -14,10 +14,8 @@ from msgspec import structs
 
 from lmcache_client.channel import RefusedError
 from lmcache_client.contract import messages
-from lmcache_client.contract.admission import Admission, Prompt, checkpoint_interval, known_chunks
 from lmcache_client.contract.geometry import GroupSpec
-from lmcache_client.contract.messages import Found, Stored, StoreObject
-from lmcache_client.engine import chunk_object
+from lmcache_client.contract.messages import Stored
 
 MLA = group(layers=3, page_bytes=1000, replicated=True)
 FULL = group()
@@ -160,48 +158,6 @@ def test_ranks_that_disagree_shorten_the_hit_and_are_warned_of_once(server: LMCa
     ranks.fill()
     assert ranks.store(1).dropped == 0
     ranks.are_served()
-
-
-def offered(
-    engine: RawEngine, keys: Sequence[bytes], found: Found, tables: Sequence[Sequence[int]]
-) -> list[StoreObject]:
-    """What the connector offers of a prompt after this answer. Its scheduler decides for all ranks."""
-    groups, size = engine.groups, engine.chunk_size
-    interval = checkpoint_interval(groups, [each.block_bytes for each in groups], size)
-    rule, prompt = Admission(groups, size, interval), Prompt(len(keys), known_chunks(groups, found.held))
-    return [
-        chunk_object(keys, chunk, index, tuple(tables[index][i] for i in each.stored_blocks(chunk, size)))
-        for chunk in range(found.resume_tokens // size, len(keys))
-        for index, each in enumerate(groups)
-        if not found.held[index][chunk // 8] >> chunk % 8 & 1 and rule.admits(index, chunk, prompt)
-    ]
-
-
-def test_what_one_rank_dropped_is_offered_again_and_admitted_where_the_known_part_ends(
-    server: LMCacheServer,
-) -> None:
-    ranks = Ranks(server, [[FULL, STATE]] * 2, 2, 6)
-    (first, second), keys, stored, size = ranks.engines, ranks.keys, ranks.tables, ranks.size
-    parting = (*keys[:3], *chain(range(9000, 9000 + size), size))
-    objects = offered(first, keys, first.lookup(keys), stored)
-    assert [each.chunk_index for each in objects if each.group == 1] == [5], "the state at the end alone"
-    assert first.store(objects) == Stored(7, 0, 0)
-    assert second.store([each for each in objects if each.chunk_index < 3]) == Stored(3, 0, 0)
-    for each in (keys, parting):
-        assert first.lookup(each).resume_tokens == 0
-
-    # The same prompt again: to the server it parts from what it has after three chunks.
-    again = offered(first, keys, first.lookup(keys), stored)
-    assert [(each.chunk_index, each.group) for each in again] == [(2, 1), (3, 0), (4, 0), (5, 0), (5, 1)]
-    assert first.store(again) == Stored(1, 4, 0)
-    assert second.store(again) == Stored(5, 0, 0)
-    found = first.lookup(keys)
-    assert offered(first, keys, found, stored) == []
-    first.end(found)
-    ranks.are_served()
-    ranks.fill()
-    ranks.are_served(3)
-    assert first.lookup(parting).resume_tokens == 3 * size
 
 
 @contextmanager

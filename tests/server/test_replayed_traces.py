@@ -31,14 +31,6 @@ def test_every_request_hits_what_the_oracle_says(capacity):
     assert (outcome.dropped > 0) == (capacity < max(len(request.ids) for request in last))
 
 
-def test_the_plan_of_one_server_is_what_servers_of_other_sizes_hit():
-    last, capacity = REQUESTS[-600:], 2_000
-    outcome = replay.replay(last, capacity)
-    for multiple, expected in outcome.planned.items():
-        room = int(multiple * capacity) if multiple < 100 else 1 << 20
-        assert float(replay.rate(last, replay.oracle(last, room)[0])) == pytest.approx(expected, abs=0.001)
-
-
 @pytest.mark.parametrize(
     "arm",
     [

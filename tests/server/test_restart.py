@@ -56,7 +56,6 @@ class Driver(threading.Thread):
 
 
 def are_back(engines: list[RawEngine], generations: list[tuple[int, int]]) -> bool:
-    """Whether every engine has registered and joined anew."""
     return all(
         engine.worker.generation > worker and engine.scheduler.generation > scheduler
         for engine, (worker, scheduler) in zip(engines, generations, strict=True)

@@ -1,6 +1,5 @@
 """Sessions: memory must be proven, deaths and restarts are noticed, nothing is leaked."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -48,34 +47,6 @@ class Blind(System):
 
     def open_process(self, pid: int) -> None:
         return None
-
-
-def test_a_client_without_a_descriptor_does_not_take_a_broken_connection_for_the_end(
-    server: LMCacheServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lmcache_client.channel.OVERDUE_S", 0.5)
-    channel = Channel(server.address, lambda _channel: None, system=Blind())
-    try:
-        channel.start(PATIENCE_S, PATIENCE_S)
-        stop(server.pid)
-        pending = channel.submit(messages.Ping(), 30.0)
-        with channel._lock:
-            channel._break("as if it had not answered everything")
-        time.sleep(1.5)  # three times as long as after the end of a server
-        assert pending.done
-        assert not pending.settled, "a server that is only stopped listens, and can still act on it"
-        go_on(server.pid)
-        wait_until(lambda: pending.settled, what="the server greets the client again")
-        stop(server.pid)
-        second = channel.submit(messages.Ping(), 30.0)
-        monkeypatch.setattr("lmcache_client.channel.OVERDUE_S", PATIENCE_S)
-        server.kill()
-        wait_until(lambda: second.done, what="the connection breaks")
-        assert not second.settled
-        monkeypatch.setattr("lmcache_client.channel.OVERDUE_S", 0.0)
-        wait_until(lambda: second.settled, what="connections have been refused for a while")
-    finally:
-        channel.close()
 
 
 @pytest.mark.parametrize("system", [SYSTEM, Blind()], ids=["seen", "not seen"])

@@ -23,7 +23,7 @@ from lmcache_client.contract.messages import Done, Ping, Refused, Stored
 from lmcache_server.admin.status import SHOWN_BYTES
 from lmcache_server.net.outbox import HIGH_WATER, MAX_BYTES
 
-PAIRS = 6
+PAIRS = 4
 COUNT = 6000
 """Requests whose replies nobody reads."""
 STATUSES = 'lmcache_requests_total{op="status",outcome="ok"}'
@@ -50,7 +50,7 @@ def test_a_client_stopped_in_mid_copy_disturbs_nobody_and_goes_on() -> None:
         bystander, busy = new_engine(server.address, "bystander"), 0
         # On a busy machine a stop seldom meets a copy: then there are more stops.
         for number in range(120):
-            if number >= 12 and busy:
+            if number >= 8 and busy:
                 break
             time.sleep(draw.random() * 0.05)
             stop(stopped.pid)
@@ -165,10 +165,10 @@ def test_a_client_that_never_reads_its_replies_costs_little() -> None:
         bystander = new_engine(server.address, "bystander")
         exercise(bystander, 0)
         before = server.rss_bytes()
-        for kind in ("ping", "status", "store", "lookup"):
+        for kind in ("ping", "lookup"):
             with Peer(server.address) as deaf:
                 deaf.live("store")
-                message = {"ping": Ping(), "status": Status()}.get(kind) or deaf.message(kind)
+                message = Ping() if kind == "ping" else deaf.lookup()
                 answered = server.answered()
                 for _ in range(COUNT):
                     deaf.send(message)

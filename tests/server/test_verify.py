@@ -37,7 +37,6 @@ def damage(server: LMCacheServer, page: bytes) -> None:
 
 
 def store(engine: RawEngine, first: int) -> tuple[bytes, ...]:
-    """Store a prompt of two chunks, with pages of its own; returns its keys."""
     for block in BLOCKS:
         for index in range(2):
             engine.fill(index, block, first + 100 * block + index)

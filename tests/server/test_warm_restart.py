@@ -52,7 +52,6 @@ def new_engine(server: LMCacheServer) -> RawEngine:
 
 
 def reconnect(engine: RawEngine, server: LMCacheServer) -> None:
-    """Wait until the engine has registered with this life of the server."""
     boot_id, channels = server.status()["boot_id"], (engine.worker, engine.scheduler)
     wait_until(
         lambda: all(each.ready and each.boot_id and each.boot_id.hex() == boot_id for each in channels),
@@ -107,13 +106,13 @@ def restart_warm(server: LMCacheServer, engine: RawEngine) -> None:
 
 
 @contextlib.contextmanager
-def changed_index(path: Path, hours: float = 0.0) -> Iterator[Snapshot]:
-    """What a server left in its file, to be changed, as if it had been written so many hours ago."""
+def changed_index(path: Path) -> Iterator[Snapshot]:
+    """What a server left in its file, to be changed."""
     file = L1File(str(path), int(0.05 * GB_BYTES))
     assert file.index is not None
     snapshot, known = restart.decode(file.index, file.num_frames, time.time())
     yield snapshot
-    file.finish(restart.encode(snapshot, known, time.time() - 3600 * hours))
+    file.finish(restart.encode(snapshot, known, time.time()))
     file.close()
 
 
@@ -138,24 +137,6 @@ def test_pages_come_back_exactly_after_a_clean_restart(running: LMCacheServer) -
         assert after["l1"][name] == before["l1"][name] > 0
     running.wait_at_rest(sessions=2)
     running.wait_for_log("restored 4 chunks", 3)
-
-
-def test_the_order_of_eviction_survives(path: Path) -> None:
-    frames = 2 * CHUNKS * CHUNK_FRAMES + CHUNK_FRAMES
-    with LMCacheServer(l1_size_gb=(frames + 0.5) * FRAME_BYTES / GB_BYTES, l1_path=path) as server:
-        engine = new_engine(server)
-        first, second, third = (Prompt(engine, number) for number in range(3))
-        for restarted in (False, True):
-            server.clear()
-            first.store()
-            second.store()
-            first.load()
-            if restarted:
-                restart_warm(server, engine)
-            third.store()
-            assert [each.held_chunks() for each in (first, second, third)] == [4, 1, 4]
-            first.load()
-            assert engine.lookup(second.keys).resume_tokens == engine.chunk_size
 
 
 def test_a_killed_server_starts_empty(running: LMCacheServer) -> None:
@@ -236,22 +217,6 @@ def test_an_object_with_too_few_frames_is_forgotten_after_one_load(
     assert prompt.held_chunks() == CHUNKS - 1
     prompt.store()
     prompt.load()
-
-
-def test_chunks_grow_older_while_no_server_runs(running: LMCacheServer, path: Path) -> None:
-    """A restart makes none young: the file says when it was written, and how old each chunk was."""
-    running.flags["max_age"] = "2h"
-    prompt = Prompt(new_engine(running))
-    prompt.store()
-    for hours, held in ((1.5, CHUNKS), (0.6, 0)):
-        assert running.terminate() == 0
-        with changed_index(path, hours) as snapshot:
-            assert len(snapshot.rows) == CHUNKS
-        running.start()
-        reconnect(prompt.engine, running)
-        assert prompt.held_chunks() == held
-    running.wait_for_log(f"restored {CHUNKS} chunks", 2)
-    running.wait_for_log(f"forgot {CHUNKS} of these chunks, because of --max-age")
 
 
 def test_a_file_outlives_servers_that_are_refused(running: LMCacheServer, path: Path) -> None:

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness.processes import environment
+from harness.processes import environment, run_forked
 from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
+from harness.waiting import PATIENCE_S
 
 from lmcache_client.contract.keys import chunk_keys
 
@@ -108,55 +109,35 @@ def test_an_admin_is_told_the_command_that_reaches_the_server_of_another_user(tm
     with LMCacheServer(l1_size_gb=0.01) as server:
         for name in ("x" * 200, "9" * 200, "1\n2"):
             Path(server.runtime_dir, f"{name}.sock").touch()  # by somebody who means no good
-        os.chown(server.runtime_dir, NOBODY, NOBODY)
-        os.chown(server.address.removeprefix("ipc://"), NOBODY, NOBODY)
+        for path in (server.runtime_dir, server.address.removeprefix("ipc://")):
+            os.chown(path, NOBODY, NOBODY)
         command = f"LMCACHE_RUNTIME_DIR={server.runtime_dir} lmcache status --port {server.port}"
-        assert typed(0, server.runtime_dir, "status")[0] == 0, "root may, where the variable says so"
-        assert typed(NOBODY, server.runtime_dir, "status")[0] == 0
-
         nowhere = "/tmp/lmcache-test-nowhere"
         for user in (0, NOBODY):
+            assert typed(user, server.runtime_dir, "status")[0] == 0, "root may, where the variable says so"
             code, line = typed(user, nowhere, "status")
             assert (code, f": one is in {server.runtime_dir}: run '{command}'" in line) == (1, True), line
-        code, line = typed(OTHER, nowhere, "status")
         where = f"LMCACHE_RUNTIME_DIR={server.runtime_dir} {sys.executable} -m lmcache_server "
         run = "run 'sudo -u nobody env " if shutil.which("sudo") else "as root, run '"
-        asked = f"status --port {server.port}'\n"
-        start = (
-            f"start one with 'lmcache server --port {server.port}', or pass the --host and --port that it "
+        may_be = (
+            f"; another user's may be in {server.runtime_dir}: {run}{where}status --port {server.port}'\n"
         )
-        may_be = f"was started with; another user's may be in {server.runtime_dir}: {run}{where}{asked}"
-        assert (code, line.endswith(start + may_be)) == (1, True), line
-        assert typed(OTHER, nowhere, "clear", "--tiers")[1].endswith(start + may_be)
+        for words in (("status",), ("clear", "--tiers")):
+            code, line = typed(OTHER, nowhere, *words)
+            assert f": start one with 'lmcache server --port {server.port}', or pass the --host" in line
+            assert (code, line.endswith(may_be)) == (1, True), line
+        belongs = f"lmcache: {server.runtime_dir} belongs to user nobody: {run}{where}status --json"
         code, line = typed(OTHER, server.runtime_dir, "status", "--json")
-        assert code == 1
-        assert line == (
-            f"lmcache: {server.runtime_dir} belongs to user nobody: {run}{where}"
-            f"{asked.replace('status', 'status --json')}"
-        )
+        assert (code, line) == (1, f"{belongs} --port {server.port}'\n")
 
         # The server itself, and an engine, never use what another user can change.
         (tmp_path / "link").symlink_to(server.runtime_dir)
+        start = ["server", "--l1-size-gb", "0.01", "--http-port", "0"]
         for directory in (server.runtime_dir, str(tmp_path / "link")):
-            done = subprocess.run(
-                [
-                    sys.executable,
-                    "-m",
-                    "lmcache_server",
-                    "server",
-                    "--l1-size-gb",
-                    "0.01",
-                    "--http-port",
-                    "0",
-                ],
-                env=environment({"LMCACHE_RUNTIME_DIR": directory}),
-                capture_output=True,
-                text=True,
-                check=False,
-            )
+            variables = environment({"LMCACHE_RUNTIME_DIR": directory})
+            done = run_forked("lmcache", start, variables, PATIENCE_S)
             assert done.returncode == 2
-            assert re.search(
-                "belongs to user nobody: run this as that user|is no directory: set", done.stderr
-            )
+            said = "belongs to user nobody: run this as that user|is no directory: set"
+            assert re.search(said, done.stderr)
             assert "remove" not in done.stderr
         os.chown(server.runtime_dir, 0, 0)

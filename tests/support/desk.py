@@ -98,11 +98,9 @@ class Desk:
 
     @property
     def last(self) -> Message:
-        """The reply that came last."""
         return [*self.replies.values()][-1]
 
     def send(self, who: int, message: Message) -> int:
-        """Returns the request's id."""
         self._last_id += 1
         self.target.loop.run_until_complete(self._receive(who, message))
         return self._last_id
@@ -145,18 +143,15 @@ class Desk:
         return self.ask(who, message)
 
     def prove(self, who: int, model: str = "model") -> None:
-        """Makes client `who` the worker of an engine of its own."""
         assert isinstance(self.register(who, model), messages.Challenge)
         assert isinstance(self.answer(who, messages.Prove()), messages.Registered)
 
     def join(self, who: int, model: str = "model") -> None:
-        """Makes client `who` the worker and the scheduler of an engine of its own."""
         assert isinstance(self.hello(who), messages.Welcome)
         self.prove(who, model)
         assert isinstance(self.ask(who, messages.Join(f"engine {who}")), messages.Joined)
 
     def leave(self, who: int) -> None:
-        """The connection of client `who` is lost."""
         self.target.router.disconnected(identity(who))
         self._settle()
 

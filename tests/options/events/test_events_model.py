@@ -224,7 +224,7 @@ class World:
         return found
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("kind", "ranks", "lookahead"), [(0, 1, 0), (0, 2, 0), (1, 1, 0), (0, 1, 1)])
 def test_a_router_holds_what_lookups_would_find(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, seed: int, kind: int, ranks: int, lookahead: int

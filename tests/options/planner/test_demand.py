@@ -1,20 +1,24 @@
-"""What other sizes of L1 would have hit, against caches of those sizes."""
+"""What other sizes of L1 would have hit, against caches of those sizes; and what counts as a lookup."""
 
 import random
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
-from making import new_planner
 
-from lmcache_client.contract.geometry import FULL, RECURRENT, GroupSpec, Region
-from lmcache_client.contract.messages import Lookup
+from lmcache_client.contract.geometry import FULL, RECURRENT, SLIDING_WINDOW, GroupSpec, Region
+from lmcache_client.contract.messages import Lookup, Release
+from lmcache_server.config import Config
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.layout import Layout
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.core.reservation import Reservation
 from lmcache_server.options.planner import demand
 from lmcache_server.options.planner.demand import MOST, MULTIPLES, SIZES, Curve, Demand, Sizes, together
+from lmcache_server.options.planner.server import Server
+from lmcache_server.service.option import Base
+from lmcache_server.telemetry.metrics import Metrics
 
 CHUNK = 16
 PLAIN, SPARSE = Sizes(CHUNK, 3), Sizes(CHUNK, 3, sparse=True)
@@ -89,6 +93,12 @@ def test_every_size_has_the_hits_of_a_ghost_of_that_size(sizes: Sizes, l1_frames
             assert hits(counted)[-1] == expected[-1] or counted.exact_frames() is not None
         assert (counted.exact_frames() is None) == (l1_frames > 30)
         assert so_far(counted).tokens == CHUNK * sum(map(len, requests))
+
+
+def new_planner(cache: Cache) -> Server:
+    """A planner beside a cache, without the rest of a server."""
+    nothing: Any = None
+    return Server(Base(Config(), cache, nothing, nothing, Metrics(), nothing, nothing))
 
 
 def group(kind: str, frames: int) -> GroupSpec:
@@ -250,3 +260,59 @@ def test_a_very_long_lookup_is_counted_in_part(monkeypatch: pytest.MonkeyPatch) 
     assert len(counted._uses) == 4
     look_up(counted, keys[:10])
     assert (so_far(counted).tokens, hits(counted)[-1]) == (8 * CHUNK, 4)
+
+
+ONE = GroupSpec(FULL, CHUNK, 0, "", (Region(0, 0, FRAME_BYTES, FRAME_BYTES),))
+KEYS = tuple(number.to_bytes(32, "little") for number in range(8))
+TOKENS = CHUNK * len(KEYS)
+
+
+def asks(planner: Server, request: str, *groups: GroupSpec) -> Layout:
+    """A request that looks KEYS up."""
+    layout = Layout(b"l" * 32, CHUNK, groups or (ONE,), ((0,),) * max(len(groups), 1))
+    planner.looked_up(1, layout, Lookup(request, KEYS, 0, TOKENS, TOKENS + 1), 0.0)
+    return layout
+
+
+def start(planner: Server) -> tuple[int, float]:
+    window = planner.report(0.0)["demand"]["windows"]["start"]
+    return window["tokens"], window["hit_rates"]["unlimited"]
+
+
+def test_an_l1_that_still_grows_remembers_as_much_as_it_will_need() -> None:
+    cache = Cache(FRAME_BYTES, 0)
+    planner = new_planner(cache)
+    asks(planner, "first")
+    cache.grow(16)
+    for request in ("second", "third"):
+        asks(planner, request)
+    assert start(planner) == (3 * TOKENS, round(2 / 3, 4))
+    assert planner.demand.exact_frames() is None, "nothing was forgotten"
+
+
+def test_a_request_that_asks_in_every_step_counts_once_until_it_ends() -> None:
+    planner = new_planner(Cache(FRAME_BYTES, 16))
+    for _ in range(3):
+        layout = asks(planner, "request")
+    assert start(planner) == (TOKENS, 0.0)
+    planner.released(1, layout, Release((), KEYS, "request"))
+    asks(planner, "request")
+    assert start(planner) == (2 * TOKENS, 0.5)
+
+
+def test_large_windows_do_not_hide_the_hits_of_a_small_l1() -> None:
+    """A quarter of L1 has 100 frames. Eight chunks take 48, of which the windows take 40."""
+    window = GroupSpec(SLIDING_WINDOW, CHUNK, 1024, "", (Region(0, 0, 5 * FRAME_BYTES, 5 * FRAME_BYTES),))
+    cache = Cache(FRAME_BYTES, 400)
+    planner = new_planner(cache)
+    layout = Layout(b"l" * 32, CHUNK, (ONE, window), ((0,), (0,)))
+    for key in KEYS:
+        for number, size in enumerate((FRAME_BYTES, 5 * FRAME_BYTES)):
+            reserved = cache.reserve(layout, key, number, 0, 1, size)
+            assert isinstance(reserved, Reservation)
+            cache.commit(reserved)
+    for request in ("first", "second"):
+        planner.tick(0.0)
+        asks(planner, request, ONE, window)
+    rates = planner.report(0.0)["demand"]["windows"]["start"]["hit_rates"]
+    assert rates["0.25"] == rates["unlimited"] == 0.5

@@ -50,7 +50,6 @@ async def fetched(rig: Rig, each: bytes) -> bool:
 
 
 def fetching(rig: Rig, keys: Sequence[bytes]) -> "asyncio.Task[int]":
-    """A lookup of a chain that would take an engine a minute."""
     tokens = 16 * len(keys)
     message = Lookup("", tuple(keys), 0, tokens, tokens + 1, 1)
     return asyncio.create_task(rig.fetches.fetch(LAYOUT, SHARDS, message, 0, [rig.tier]))
@@ -179,3 +178,26 @@ async def test_what_a_tier_has_given_is_not_offered_to_it_again(rig: Rig) -> Non
     asked = rig.store.asked
     await rig.spills.flush()
     assert rig.store.asked == asked
+
+
+@with_rig(1)
+async def test_a_try_of_a_tier_that_was_left_alone_hangs_and_is_not_the_last(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiers_module, "STUCK_S", 0.05)
+    calls = []
+
+    def first_call_hangs(names: Sequence[str]) -> Sequence[bool]:
+        calls.append(names)
+        if len(calls) == 1:
+            rig.store.opened.wait()
+        return [False] * len(names)
+
+    rig.store.present = first_call_hangs
+    breaker = rig.tier.breaker
+    breaker.open(rig.system.now_s())
+    while breaker.is_open:
+        breaker._retry_s = 0.0  # nobody waits for the next try
+        rig.tiers.tick()
+        await asyncio.sleep(0.02)
+    assert len(calls) > 1

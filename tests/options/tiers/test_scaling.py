@@ -63,13 +63,6 @@ def test_a_store_that_evicts_finds_less() -> None:
     assert rates[0] + 0.05 < rates[1] < rates[2]
 
 
-def test_routing_helps_where_nothing_is_shared() -> None:
-    turns = scaling.run(FLEET, TURNS, ALONE)
-    there = scaling.run(FLEET, THERE, ALONE)
-    assert turns["hit rate"] + 0.05 < there["hit rate"]
-    assert turns["tokens"] == there["tokens"]
-
-
 def test_the_work_of_a_prompt_is_known() -> None:
     llama, hybrid, latent = ports.MODELS
     assert llama.bytes(1) == 327_680

@@ -21,7 +21,6 @@ async def one_writes(rig: Rig) -> None:
 
 
 async def rest(rig: Rig) -> None:
-    """Everything that is left is written."""
     rig.store.opened.set()
     await rig.spills.flush()
     await rig.all_ended()

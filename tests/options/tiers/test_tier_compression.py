@@ -1,18 +1,16 @@
 """Compressed records: equal to the bit, whatever comes back, and only where it pays."""
 
 import asyncio
-import ctypes
 import itertools
-import mmap
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from harness.tiers import InMemory
+from tier_rig import KIB, OTHERS, Memory, each_cipher, label, opened, sealed
 
 from lmcache_server.options.tiers import compression, text
 from lmcache_server.options.tiers import compressor as compressor_module
@@ -21,17 +19,12 @@ from lmcache_server.options.tiers.compression import METHODS, SEGMENT_BYTES, com
 from lmcache_server.options.tiers.compressor import ELEMENTS, Compressor, pays
 from lmcache_server.options.tiers.record import (
     DamagedRecordError,
-    EncryptedRecord,
-    Label,
     Record,
     RecordCipher,
 )
 from lmcache_server.options.tiers.worker import Rates, TierWorker
 
-KIB = 1 << 10
-CIPHERS = (None, RecordCipher(AESGCM(b"1" * 32), "one"))
 SIZES = (1, 4095, 300 * KIB, SEGMENT_BYTES, 2 * SEGMENT_BYTES + 4098)
-GUARD = b"\x5a" * 4096
 
 
 def values(num_bytes: int, seed: int = 1) -> bytes:
@@ -44,65 +37,7 @@ def noise(num_bytes: int) -> bytes:
     return np.random.default_rng(2).bytes(num_bytes)
 
 
-class Memory:
-    """Page-aligned memory for an object, in runs of these sizes and a last one; between them are guards."""
-
-    def __init__(self, num_bytes: int, *runs: int) -> None:
-        sizes = [*itertools.takewhile(lambda size: size, (min(size, num_bytes) for size in runs)), 0]
-        sizes = [size for size in sizes if size < num_bytes]
-        sizes[-1:] = [num_bytes - sum(sizes[:-1])]
-        self._map = mmap.mmap(-1, sum(-(-size // 4096) * 4096 + 4096 for size in sizes))
-        base, offset = ctypes.addressof(ctypes.c_char.from_buffer(self._map)), 0
-        self.runs, self._guards = list[tuple[int, int]](), list[int]()
-        for size in sizes:
-            self.runs.append((base + offset, size))
-            offset += -(-size // 4096) * 4096
-            ctypes.memmove(base + offset, GUARD, len(GUARD))
-            self._guards.append(base + offset)
-            offset += len(GUARD)
-
-    @property
-    def content(self) -> bytes:
-        assert all(ctypes.string_at(guard, len(GUARD)) == GUARD for guard in self._guards)
-        return b"".join(ctypes.string_at(*run) for run in self.runs)
-
-    def fill(self, content: bytes) -> "Memory":
-        for address, size in self.runs:
-            ctypes.memmove(address, content[:size], size)
-            content = content[size:]
-        return self
-
-
-def label(num_bytes: int, **changes: Any) -> Label:
-    given = {"namespace": b"n" * 32, "key": b"k" * 32, "bit": 3, "num_blocks": 2, "num_bytes": num_bytes}
-    return Label(**{**given, **changes})
-
-
-def record_of(what: Label, memory: Memory, cipher: RecordCipher | None) -> Record | EncryptedRecord:
-    return EncryptedRecord(what, memory.runs, cipher) if cipher else Record(what, memory.runs)
-
-
-def sealed(content: bytes, cipher: RecordCipher | None, method: str = "zstd", element: int = 2) -> bytes:
-    memory = Memory(len(content), 64 * KIB, SEGMENT_BYTES).fill(content)
-    record = record_of(label(len(content)), memory, cipher)
-    record.seal(compress(record.payload, method, element))
-    return b"".join(record.pieces)
-
-
-def opened(whole: bytes, what: Label, cipher: RecordCipher | None, *runs: int) -> bytes:
-    memory = Memory(what.num_bytes, *runs)
-    record, rest = record_of(what, memory, cipher), whole
-    for piece in record.pieces:
-        piece[: len(rest)] = rest[: len(piece)]
-        rest = rest[len(piece) :]
-    try:
-        record.open(len(whole))
-    finally:
-        content = memory.content
-    return content
-
-
-@pytest.mark.parametrize("cipher", CIPHERS, ids=["plain", "encrypted"])
+@each_cipher
 @pytest.mark.parametrize("method", METHODS)
 def test_a_record_comes_back_whatever_the_runs_and_any_changed_bit_is_found(
     method: str, cipher: RecordCipher | None
@@ -130,7 +65,7 @@ def test_a_record_comes_back_whatever_the_runs_and_any_changed_bit_is_found(
             continue
         unnoticed += 1
     assert unnoticed < (5 if cipher is None else 1)
-    for other in ({"key": b"j" * 32}, {"namespace": b"m" * 32}, {"bit": 2}, {"num_blocks": 1}):
+    for other in OTHERS:
         with pytest.raises(DamagedRecordError):
             opened(whole, label(len(content), **other), cipher)
 
@@ -146,15 +81,12 @@ def test_a_body_gives_back_what_was_compressed(num_bytes: int, make: Callable[[i
         assert back == content, (method, element)
 
 
-@pytest.mark.parametrize("cipher", CIPHERS, ids=["plain", "encrypted"])
+@each_cipher
 def test_a_record_that_is_cut_is_damaged(cipher: RecordCipher | None) -> None:
     content = values(300 * KIB)
-    whole = sealed(content, cipher)
-    memory = Memory(len(content)).fill(content)
-    plain = record_of(label(len(content)), memory, cipher)
-    plain.seal()
+    whole, plain = sealed(content, cipher, "zstd"), sealed(content, cipher)
     for cut in (4096, len(whole) - 4096, len(whole) - 1, 20, 1):
-        for each in (whole, b"".join(plain.pieces)):
+        for each in (whole, plain):
             with pytest.raises(DamagedRecordError):
                 opened(each[:cut], label(len(content)), cipher)
     with pytest.raises(DamagedRecordError):
@@ -263,14 +195,7 @@ def test_auto_begins_with_what_writes_took_and_then_goes_by_reads() -> None:
     assert not Compressor("off").body(what, content)
 
 
-@pytest.fixture
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    made = asyncio.new_event_loop()
-    yield made
-    made.close()
-
-
-@pytest.mark.parametrize("cipher", CIPHERS, ids=["plain", "encrypted"])
+@each_cipher
 def test_whoever_reads_gets_the_same_bytes_and_limits_count_what_is_moved(
     loop: asyncio.AbstractEventLoop, cipher: RecordCipher | None
 ) -> None:

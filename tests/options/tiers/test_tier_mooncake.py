@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import functools
 import itertools
-import json
 import os
 import random
 import signal
@@ -16,11 +15,10 @@ from pathlib import Path
 
 import pytest
 from harness import stores
-from harness.exercise import exercise, is_served, new_engine, served
-from harness.processes import free_port
+from harness.exercise import exercise, new_engine, served
 from harness.server import LMCacheServer
 from harness.stores import Store
-from harness.waiting import get, wait_until
+from harness.waiting import wait_until
 
 from lmcache_server.l1.area import Area, shared_memory
 from lmcache_server.options.tiers import urls
@@ -67,7 +65,6 @@ def helper(server: LMCacheServer) -> int:
 
 
 def is_ready(pid: int) -> bool:
-    """Whether a helper has mapped L1, or has ended."""
     try:
         return "lmcache-l1" in Path(f"/proc/{pid}/maps").read_text()
     except OSError:
@@ -156,41 +153,6 @@ def test_a_lease_that_runs_out_is_a_failed_call_or_the_right_bytes(mooncake: tup
 
         with pytest.raises(TierError, match="default_kv_lease_ttl"):
             reads_in_vain()
-
-
-def test_truncated_and_foreign_records_are_misses_and_are_removed(tmp_path: Path) -> None:
-    port = free_port()
-
-    def ask(path: str) -> str:
-        return get(f"http://127.0.0.1:{port}/{path}")
-
-    with (
-        stores.mooncake(tmp_path, metrics_port=str(port)) as (master, _),
-        LMCacheServer(l1_size_gb=0.2, tier=url(master)) as server,
-    ):
-        assert served(server, "first", 1) == 0
-        server.wait_until_written()
-        server.kill()
-        keys = sorted(ask("get_all_keys").split())
-        sizes = {key: json.loads(ask(f"query_key?key={key}"))["data"][0]["size_"] for key in keys}
-        assert len(keys) > 3
-        with opened(url(master)) as (tier, l1):
-            for number, key in enumerate(keys):
-                name, other, size = key.removeprefix("lmc1:"), keys[number - 1], sizes[key]
-                whole = l1[:size] if number % 2 else l1[: size // 2 // 4096 * 4096]
-                if number % 2 and sizes[other] == size:
-                    assert tier.read(keys[number].removeprefix("lmc1:"), [whole])
-                    whole[4096:8192] = bytes(4096)  # as a transfer that ended too early leaves them
-                tier.remove([name])
-                assert tier.write(name, [whole])
-        server.start()
-        assert served(server, "second", 1) == 0
-        read = server.tier()["read_objects"]
-        assert read["read"] == 0
-        assert read["damaged"] + read["gone"] > 0
-        server.wait_until_written()
-        server.restart()
-        assert is_served(server, "third", 1), "the server has replaced them"
 
 
 def test_a_holder_that_hangs_costs_a_bounded_time_and_no_frame(mooncake: tuple[Store, Store]) -> None:

@@ -36,7 +36,6 @@ def azure(tmp_path_factory) -> Iterator[Store]:
 
 @pytest.fixture
 def open_at() -> Iterator[Open]:
-    """Opens a tier in a store."""
     tools.module("obstore", "s3")
     from lmcache_server.options.tiers.objects import Objects
 

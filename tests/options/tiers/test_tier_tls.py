@@ -93,7 +93,6 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 @pytest.fixture
 def tls(tmp_path: Path) -> Iterator[tuple[Terminator, Path]]:
-    """Valkey behind TLS, and the file of its certificate."""
     files = certificate(tmp_path)
     with stores.valkey(tmp_path) as store, Terminator(store.port, files) as front:
         yield front, files[0]

@@ -1,17 +1,24 @@
-"""URLs of tiers: what they mean, and one clear sentence for everything that is wrong."""
+"""URLs of tiers and --tier: what they mean, and one clear sentence for everything that is wrong."""
 
+import os
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
+from harness.options import load
+from harness.waiting import PATIENCE_S
 from tier_rig import option
 
 from lmcache_server.config import NO_FLAGS
 from lmcache_server.errors import StartError
-from lmcache_server.options.tiers import urls
+from lmcache_server.host.preflight import FAIL, OK, Check
+from lmcache_server.options.tiers import doctor, urls
 from lmcache_server.options.tiers.urls import TierOptions, open_tier, parse
 
 TIERS = "lmcache_server.options.tiers"
+TWO = ("dir:///a?size_gb=1", "s3://b")
 
 
 def sentence(url: str) -> str:
@@ -153,3 +160,44 @@ def test_a_directory_opens_and_needs_no_extra(tmp_path):
     url = f"dir://{tmp_path}/tier?size_gb=0.5&max_age=60"
     subprocess.run([sys.executable, "-c", code, url], check=True)
     assert (tmp_path / "tier").stat().st_mode & 0o777 == 0o700
+
+
+def of_file(tmp_path: Path, text: str) -> object:
+    path = tmp_path / "lmcache.toml"
+    path.write_text(text)
+    return load("--config", str(path)).of_options["tier"]
+
+
+def test_tiers_can_be_set_in_each_way(tmp_path: Path) -> None:
+    assert load(*(f"--tier={tier}" for tier in TWO)).of_options["tier"] == TWO
+    assert load(environment={"LMCACHE_TIER": " ".join(TWO)}).of_options["tier"] == TWO
+    assert of_file(tmp_path, f"tier = {list(TWO)}") == TWO
+    assert of_file(tmp_path, f'tier = "{TWO[0]}"') == TWO[:1]
+
+
+def test_tiers_are_few_and_chunks_behind_them_have_no_age(tmp_path: Path) -> None:
+    for sentence, *flags in (
+        ("cannot be combined", f"--tier={TWO[0]}", "--max-age=7d"),
+        ("2 times at most", "--tier=a", "--tier=b", "--tier=c"),
+    ):
+        with pytest.raises(StartError, match=sentence):
+            load(*flags)
+    for wrong in ("tier = 1", "tier = [1]", 'tier = ["a", 2]', "tier = {a = 1}"):
+        with pytest.raises(StartError, match="tier in"):
+            of_file(tmp_path, wrong)
+
+
+def test_a_directory_that_hangs_does_not_keep_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the room of a mounted file system whose server is gone."""
+    released, room_of = threading.Event(), os.statvfs
+    monkeypatch.setattr(doctor, "WAIT_S", 0.2)
+    monkeypatch.setattr(doctor, "_tried", lambda name, _url: Check(name, OK, ""))
+    monkeypatch.setattr(os, "statvfs", lambda path: released.wait(PATIENCE_S) and room_of(path))
+    try:
+        _, room = doctor.checks({"tier": [f"dir://{tmp_path}?size_gb=1"]}, {})
+    finally:
+        released.set()
+    assert (room.name, room.verdict) == ("tier 1, room", FAIL)
+    assert "gave no answer" in room.finding

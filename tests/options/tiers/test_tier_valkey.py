@@ -38,7 +38,6 @@ def cluster(tmp_path_factory) -> Iterator[list[Store]]:
 
 @pytest.fixture
 def open_at() -> Iterator[Open]:
-    """Opens a tier at ports."""
     tools.module("glide_sync", "valkey")
     from lmcache_server.options.tiers.valkey import Valkey
 

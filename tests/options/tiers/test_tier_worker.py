@@ -1,11 +1,9 @@
 """Records, and the threads that call a tier."""
 
 import asyncio
-import ctypes
-import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +12,12 @@ import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from harness.tiers import InMemory
 from harness.waiting import PATIENCE_S, wait_until
+from tier_rig import CIPHERS, KIB, OTHERS, Memory, each_cipher, label, opened, sealed
 
 from lmcache_server.options.tiers import worker as worker_module
 from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.record import (
     DamagedRecordError,
-    EncryptedRecord,
-    Label,
-    Record,
     RecordCipher,
     read_key,
 )
@@ -30,72 +26,25 @@ from lmcache_server.options.tiers.worker import Rates, TierWorker
 SIZES = (1, 100, 4096, 4097, 65536, 65536 + 4000, 3 * 65536 - 1)
 
 
-class Memory:
-    """Page-aligned memory for an object of `size` bytes, in two runs."""
-
-    def __init__(self, size: int) -> None:
-        self._map = mmap.mmap(-1, 1 << 20)
-        start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        first = min(size, 65536)
-        self.runs = [(start + (1 << 19), first), *([(start, size - first)] if size > first else [])]
-
-    @property
-    def content(self) -> bytes:
-        return b"".join(ctypes.string_at(*run) for run in self.runs)
-
-    def fill(self, content: bytes) -> None:
-        for address, size in self.runs:
-            ctypes.memmove(address, content[:size], size)
-            content = content[size:]
-
-
-def label(size: int, **changes: Any) -> Label:
-    return Label(
-        **{"namespace": b"n" * 32, "key": b"k" * 32, "bit": 3, "num_blocks": 2, "num_bytes": size} | changes
-    )
-
-
-CIPHERS = (None, RecordCipher(AESGCM(b"1" * 32), "one"))
-
-
-def record_of(what: Label, memory: "Memory", cipher: RecordCipher | None) -> Record | EncryptedRecord:
-    return EncryptedRecord(what, memory.runs, cipher) if cipher else Record(what, memory.runs)
-
-
-@pytest.mark.parametrize("cipher", CIPHERS, ids=["plain", "encrypted"])
+@each_cipher
 @pytest.mark.parametrize("size", SIZES)
 def test_a_record_comes_back_and_any_changed_byte_is_found(size: int, cipher: RecordCipher | None) -> None:
-    memory, content = Memory(size), bytes(number % 251 for number in range(size))
-    memory.fill(content)
-    record = record_of(label(size), memory, cipher)
-    record.seal()
-    whole = b"".join(record.pieces)
+    content = bytes(number % 251 for number in range(size))
+    whole, what = sealed(content, cipher), label(size)
     assert size < 100 or (content in whole) == (cipher is None)
     assert len(whole) % 4096 == 0
-
-    def opened(data: bytes, what: Label) -> bytes:
-        other = Memory(size)
-        read = record_of(what, other, cipher)
-        for piece in read.pieces:
-            piece[:] = data[: len(piece)]
-            data = data[len(piece) :]
-        read.open(len(whole))
-        return other.content
-
-    assert opened(whole, label(size)) == content
+    assert opened(whole, what, cipher, 64 * KIB) == content
     for place in {0, size // 2, size - 1, len(whole) // 2, len(whole) - 17, len(whole) - 1}:
         changed = bytearray(whole)
         changed[place] ^= 4
         with pytest.raises(DamagedRecordError):
-            opened(bytes(changed), label(size))
+            opened(bytes(changed), what, cipher)
     if cipher is not None:
-        other_key = record_of(label(size), Memory(size), RecordCipher(AESGCM(b"2" * 32), "two"))
-        other_key.pieces[0][:] = whole
         with pytest.raises(DamagedRecordError):
-            other_key.open(len(whole))
-    for other in ({"key": b"j" * 32}, {"namespace": b"m" * 32}, {"bit": 2}, {"num_blocks": 1}):
+            opened(whole, what, RecordCipher(AESGCM(b"2" * 32), "two"))
+    for other in OTHERS:
         with pytest.raises(DamagedRecordError):
-            opened(whole, label(size, **other))
+            opened(whole, label(size, **other), cipher)
 
 
 def private(path: Path, content: bytes) -> str:
@@ -143,13 +92,6 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(worker_module, "time", made := Clock())
     return made
-
-
-@pytest.fixture
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    loop = asyncio.new_event_loop()
-    yield loop
-    loop.close()
 
 
 def test_what_is_written_is_read_and_what_is_damaged_is_removed(loop: asyncio.AbstractEventLoop) -> None:

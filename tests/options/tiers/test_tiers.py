@@ -1,6 +1,7 @@
 """What L1 cannot hold or has lost comes back from a tier, byte for byte."""
 
 import contextlib
+import functools
 import itertools
 import os
 import random
@@ -116,18 +117,18 @@ def damage(files: list[Path], way: str, draw: random.Random) -> None:
             path.write_bytes(content[:-4096] if way == "cut" else content + bytes(4096))
 
 
-@pytest.mark.parametrize("shared", [0, 1])
-def test_what_somebody_put_in_place_of_records_costs_only_their_prompt(shared: int, tmp_path: Path) -> None:
+def test_what_somebody_put_in_place_of_records_costs_only_their_prompt(tmp_path: Path) -> None:
     """A FIFO that nobody writes to would hold a thread for ever, and errors in a row would close the tier."""
     directory = tmp_path / "tier"
-    with LMCacheServer(l1_size_gb=0.2, tier=f"dir://{directory}?size_gb=1&shared={shared}") as server:
+    with LMCacheServer(l1_size_gb=0.2, tier=f"dir://{directory}?size_gb=1&shared=1") as server:
         for number in (1, 2):
             assert served(server, f"before {number}", number) == 0
             wait_until_idle(server)
             if number == 1:
                 bad = records(directory)
         server.kill()
-        for path, make in zip(bad, itertools.cycle((os.mkfifo, os.mkdir, _link)), strict=False):
+        links = functools.partial(os.symlink, "/dev/zero")
+        for path, make in zip(bad, itertools.cycle((os.mkfifo, os.mkdir, links)), strict=False):
             path.unlink()
             make(path)
         server.start()
@@ -140,10 +141,6 @@ def test_what_somebody_put_in_place_of_records_costs_only_their_prompt(shared: i
         for number in (1, 2):
             assert restored(new_engine(server.address, f"after {number}"), number) > 0
         assert server.terminate() == 0
-
-
-def _link(path: Path) -> None:
-    path.symlink_to("/dev/zero")
 
 
 def test_a_tier_that_cannot_be_opened_ends_the_start(tmp_path: Path) -> None:
@@ -196,15 +193,6 @@ def restarted(tmp_path: Path, prompts: int, more: str = "") -> Iterator[tuple[LM
         yield server, new_engine(server.address, "second")
 
 
-def test_while_the_speed_of_a_tier_is_unknown_requests_wait_for_a_part_of_what_they_save(
-    tmp_path: Path,
-) -> None:
-    with restarted(tmp_path, 1) as (server, engine):
-        assert resume_tokens(engine, 0, 10**12) == 0
-        assert fetches(server) == [1, 0, 1]
-        wait_until(lambda: resume_tokens(engine, 0, 10**12) == 3 * engine.chunk_size)
-
-
 def test_a_read_that_waits_for_its_limit_delays_no_other_lookup(tmp_path: Path) -> None:
     """The limit also tells how long a fetch will take. Reads of 22 MiB take more than a minute here."""
     with restarted(tmp_path, 1, "&read_mb_s=0.3") as (server, engine):
@@ -215,15 +203,18 @@ def test_a_read_that_waits_for_its_limit_delays_no_other_lookup(tmp_path: Path) 
 
 
 def test_a_fetch_that_takes_longer_than_computing_is_not_waited_for(tmp_path: Path) -> None:
+    """While the speed of a tier is unknown, requests wait for a part of what they save."""
     with restarted(tmp_path, 2) as (server, engine):
         tokens = 3 * engine.chunk_size
-        assert exercise(engine, 0) == tokens, "no speed is known yet"
-        read = server.tier()["read_objects"]["read"]
+        assert resume_tokens(engine, 0, 10**12) == 0
+        assert fetches(server) == [1, 0, 1]
+        wait_until(lambda: resume_tokens(engine, 0, 10**12) == tokens)
+        assert exercise(engine, 0) == tokens
+        late = lambda: server.status()["namespaces"][0]["missed"]["tier_late"]  # noqa: E731
+        before, too_late, read = fetches(server), late(), server.tier()["read_objects"]["read"]
         assert resume_tokens(engine, 1, 10**12) == 0
-        assert fetches(server) == [2, 0, 1]
-        assert server.tier()["read_objects"]["read"] == read
-        (namespace,) = server.status()["namespaces"]
-        assert namespace["missed"]["tier_late"] == tokens
+        assert fetches(server) == [before[0] + 1, 0, before[2] + 1]
+        assert (server.tier()["read_objects"]["read"], late() - too_late) == (read, tokens)
         asked = engine.lookup_message(keys_of(engine, 1))
         asked = structs.replace(asked, prefill_tokens_s=10**12, why=True)
         found = expect(engine.scheduler.wait(engine._scheduler.lookup(asked, 60)), Found)

@@ -1,7 +1,6 @@
 """Real servers with compressed tiers: the same bytes from fewer, whoever reads them."""
 
 import contextlib
-import random
 import re
 from pathlib import Path
 
@@ -48,9 +47,7 @@ def records(directory: Path) -> list[Path]:
     return sorted(path for path in directory.glob("??/*") if path.is_file())
 
 
-@pytest.mark.parametrize(
-    ("kind", "method"), [("dir", "zstd"), ("dir", "lz4"), ("valkey", "zstd"), ("s3", "lz4")]
-)
+@pytest.mark.parametrize(("kind", "method"), [("dir", "zstd"), ("s3", "lz4")])
 def test_records_are_smaller_and_a_server_that_compresses_nothing_reads_them(
     kind: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,34 +77,6 @@ def test_records_are_smaller_and_a_server_that_compresses_nothing_reads_them(
         stored = 'lmcache_tier_stored_bytes_total{direction="read",tier="1"}'
         # It is counted once a second.
         wait_until(lambda: 0.9 * share < two.metrics()[stored] / moved < SHARES[method])
-
-
-def test_no_damaged_compressed_record_is_served(tmp_path: Path) -> None:
-    """Changed at its start, where it says how long all is, and anywhere; cut; or in another's place."""
-    directory, draw = tmp_path / "tier", random.Random(1)
-    with LMCacheServer(l1_size_gb=L1_GB, tier=f"dir://{directory}?size_gb=1&compress=zstd") as server:
-        for number, way in enumerate(("header", "changed", "cut", "swapped")):
-            stores_prompts(server, number).close()
-            server.terminate()
-            contents = [path.read_bytes() for path in records(directory)]
-            for path, content, other in zip(
-                records(directory), contents, contents[1:] + contents[:1], strict=True
-            ):
-                bent = bytearray(content if way != "swapped" else other)
-                if way == "cut":
-                    del bent[-4096:]
-                elif way != "swapped":
-                    bent[draw.randrange(64 if way == "header" else len(bent) // 2)] ^= 1 << draw.randrange(8)
-                path.write_bytes(bent)
-            server.start()
-            engine = new_engine(server, way)
-            # What has no meaning may change: then the prompt is restored, and exercise compares its bytes.
-            assert exercise(engine, number) == 0 or way in ("header", "changed")
-            objects = server.tier()["read_objects"]
-            assert objects["damaged"] > 0, way
-            assert not objects["failed"], way
-            engine.close()
-            server.clear()
 
 
 def test_auto_compresses_what_is_written_once_reads_are_slow(tmp_path: Path) -> None:

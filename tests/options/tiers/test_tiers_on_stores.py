@@ -52,8 +52,7 @@ def test_what_one_server_stored_another_serves_and_a_clear_reaches_the_store(
 
 @pytest.mark.parametrize(
     ("store", "way"),
-    [("valkey", "killed"), ("valkey", "hangs"), ("cluster", "killed"), ("s3", "hangs"), ("az", "hangs")]
-    + [("mooncake", "killed"), ("mooncake", "hangs")],
+    [("valkey", "killed"), ("s3", "hangs"), pytest.param("mooncake", "hangs", marks=pytest.mark.long)],
     indirect=["store"],
 )
 def test_a_store_that_fails_costs_time_until_it_is_left_alone_and_is_used_again(
@@ -89,7 +88,7 @@ def test_a_store_that_fails_costs_time_until_it_is_left_alone_and_is_used_again(
         assert is_served(server, "after", 1)
 
 
-@pytest.mark.parametrize("store", ["valkey", "s3"], indirect=True)
+@pytest.mark.parametrize("store", ["valkey"], indirect=True)
 def test_a_clean_stop_does_not_wait_for_a_store_that_hangs(
     store: tuple[str, list[Store]], start: Callable[..., LMCacheServer]
 ) -> None:
@@ -186,7 +185,9 @@ def through(
             yield server, proxy
 
 
-def test_a_record_that_is_cut_is_not_served(through: tuple[LMCacheServer, Proxy]) -> None:
+def test_records_that_are_cut_are_not_served_and_a_slow_network_costs_no_more_than_the_limit(
+    through: tuple[LMCacheServer, Proxy],
+) -> None:
     server, proxy = through
     proxy.cut_bytes = 1 << 17
     engine = new_engine(server.address, "second")
@@ -200,13 +201,6 @@ def test_a_record_that_is_cut_is_not_served(through: tuple[LMCacheServer, Proxy]
     wait_until(lambda: not server.tier()["failing"] and not server.tier()["waiting_objects"], 90)
     server.restart()
     assert is_served(server, "third", 1), "what the store has was whole"
-
-
-def test_a_slow_network_costs_no_more_than_the_limit_and_its_bytes_are_right(
-    through: tuple[LMCacheServer, Proxy],
-) -> None:
-    server, proxy = through
-    engine = new_engine(server.address, "second")
     # With the longest delay no record arrives in time: it has many pieces.
     for number, proxy.delay_s in ((2, 0.01), (1, 0.5), (3, 0.5)):
         exercise(engine, number)

@@ -31,7 +31,6 @@ CASES = {
 
 @contextlib.contextmanager
 def tier(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of a tier."""
     for name, value in stores.SECRETS.items():
         monkeypatch.setenv(name, value)
     if kind == "dir":
@@ -52,9 +51,8 @@ def test_each_kind_of_model_comes_back_after_l1_is_lost(
 
 
 # Attention, and states in float32 that are no elements of two bytes.
-@pytest.mark.parametrize("model", ["llama", "qwen35"])
-def test_pages_come_back_from_a_compressed_tier(model: str, tmp_path: Path) -> None:
-    written = comes_back(model, f"dir://{tmp_path}/tier?size_gb=1&write=commit&compress=zstd")
+def test_pages_come_back_from_a_compressed_tier(tmp_path: Path) -> None:
+    written = comes_back("qwen35", f"dir://{tmp_path}/tier?size_gb=1&write=commit&compress=zstd")
     assert 0 < written["stored_bytes"] < 0.85 * written["written_bytes"]
 
 

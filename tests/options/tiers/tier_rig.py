@@ -1,13 +1,18 @@
-"""L1 and one tier in this process, with what brings objects from one into the other."""
+"""L1 and one tier in this process, with what brings objects from one into the other; and records."""
 
 import asyncio
+import ctypes
 import inspect
+import itertools
+import mmap
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import uvloop
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from harness.tiers import InMemory
 from harness.waiting import PATIENCE_S
 
@@ -18,7 +23,9 @@ from lmcache_server.core.limits import Limits
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.host.units import GB_BYTES
 from lmcache_server.l1.memory import L1Memory
+from lmcache_server.options.tiers.compression import SEGMENT_BYTES, compress
 from lmcache_server.options.tiers.fetches import Fetches
+from lmcache_server.options.tiers.record import EncryptedRecord, Label, Record, RecordCipher
 from lmcache_server.options.tiers.server import Server
 from lmcache_server.options.tiers.spills import Spills
 from lmcache_server.options.tiers.tier_states import Tiers, TierState
@@ -36,6 +43,75 @@ HANGS = b"\x01" * 32
 
 def key(number: int) -> bytes:
     return number.to_bytes(32, "big")
+
+
+KIB = 1 << 10
+CIPHERS = (None, RecordCipher(AESGCM(b"1" * 32), "one"))
+each_cipher = pytest.mark.parametrize("cipher", CIPHERS, ids=["plain", "encrypted"])
+GUARD = b"\x5a" * 4096
+OTHERS: tuple[dict[str, Any], ...] = (
+    {"key": b"j" * 32}, {"namespace": b"m" * 32}, {"bit": 2}, {"num_blocks": 1},
+)  # fmt: skip
+"""What makes a label that of another object."""
+
+
+class Memory:
+    """Page-aligned memory for an object, in runs of these sizes and a last one; between them are guards."""
+
+    def __init__(self, num_bytes: int, *runs: int) -> None:
+        sizes = [*itertools.takewhile(lambda size: size, (min(size, num_bytes) for size in runs)), 0]
+        sizes = [size for size in sizes if size < num_bytes]
+        sizes[-1:] = [num_bytes - sum(sizes[:-1])]
+        self._map = mmap.mmap(-1, sum(-(-size // 4096) * 4096 + 4096 for size in sizes))
+        base, offset = ctypes.addressof(ctypes.c_char.from_buffer(self._map)), 0
+        self.runs, self._guards = list[tuple[int, int]](), list[int]()
+        for size in sizes:
+            self.runs.append((base + offset, size))
+            offset += -(-size // 4096) * 4096
+            ctypes.memmove(base + offset, GUARD, len(GUARD))
+            self._guards.append(base + offset)
+            offset += len(GUARD)
+
+    @property
+    def content(self) -> bytes:
+        assert all(ctypes.string_at(guard, len(GUARD)) == GUARD for guard in self._guards)
+        return b"".join(ctypes.string_at(*run) for run in self.runs)
+
+    def fill(self, content: bytes) -> "Memory":
+        for address, size in self.runs:
+            ctypes.memmove(address, content[:size], size)
+            content = content[size:]
+        return self
+
+
+def label(num_bytes: int, **changes: Any) -> Label:
+    given = {"namespace": b"n" * 32, "key": b"k" * 32, "bit": 3, "num_blocks": 2, "num_bytes": num_bytes}
+    return Label(**{**given, **changes})
+
+
+def record_of(what: Label, memory: Memory, cipher: RecordCipher | None) -> Record | EncryptedRecord:
+    return EncryptedRecord(what, memory.runs, cipher) if cipher else Record(what, memory.runs)
+
+
+def sealed(content: bytes, cipher: RecordCipher | None, method: str = "", element: int = 2) -> bytes:
+    """A record of an object, compressed if a method is named."""
+    memory = Memory(len(content), 64 * KIB, SEGMENT_BYTES).fill(content)
+    record = record_of(label(len(content)), memory, cipher)
+    record.seal(*([compress(record.payload, method, element)] if method else []))
+    return b"".join(record.pieces)
+
+
+def opened(whole: bytes, what: Label, cipher: RecordCipher | None, *runs: int) -> bytes:
+    memory = Memory(what.num_bytes, *runs)
+    record, rest = record_of(what, memory, cipher), whole
+    for piece in record.pieces:
+        piece[: len(rest)] = rest[: len(piece)]
+        rest = rest[len(piece) :]
+    try:
+        record.open(len(whole))
+    finally:
+        content = memory.content
+    return content
 
 
 class Store(InMemory):

@@ -54,7 +54,6 @@ class Choices:
         return self._data[self._position - count : self._position]
 
     def rest(self) -> bytes:
-        """Everything that is left."""
         return self.take(max(0, len(self._data) - self._position))
 
 

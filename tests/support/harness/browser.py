@@ -19,7 +19,6 @@ _FLAGS = (
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """Playwright's Browser."""
     program = tools.find("chromium", "chromium-browser", "google-chrome")
     with tools.module("playwright.sync_api").sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=list(_FLAGS))

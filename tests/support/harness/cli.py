@@ -23,7 +23,6 @@ def clean_environment(monkeypatch):
 
 
 def lmcache(*arguments):
-    """(exit code, stdout, stderr) of the real command."""
     done = subprocess.run(
         [*LMCACHE, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
@@ -40,7 +39,6 @@ def sentence(capsys, code, *arguments):
 
 
 def in_process(capsys, *arguments):
-    """(exit code, stdout, stderr) of the command, run here."""
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
     output = capsys.readouterr()

@@ -41,6 +41,5 @@ def _state(task: Path) -> str:
 
 
 def cpu_s(pid: int) -> float:
-    """Processor time that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

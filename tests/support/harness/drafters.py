@@ -57,12 +57,10 @@ def dflash_path() -> Path:
 
 
 def mimo_path(modules: int = 1) -> Path:
-    """A model of MiMo's architecture, with modules for multi-token prediction."""
     return _made("llama", f"mimo{modules}", lambda config, weights: _mimo(config, weights, modules))
 
 
 def deepseek_path() -> Path:
-    """DeepSeek-V3 with a module for multi-token prediction."""
     return _made("dsv2", "mtp", _deepseek)
 
 

@@ -306,7 +306,6 @@ class Engine:
         return [_result(each) for each in results]
 
     def run(self, prompt: Prompt, max_tokens: int = 8, **options: Any) -> Result:
-        """Serve one prompt alone; options as for `generate`."""
         return self.generate([prompt], max_tokens, **options)[0]
 
     def submit(
@@ -351,22 +350,9 @@ class Engine:
         """Pause and clear all caches, as before a weight update, and go on. Raises EngineError."""
         self.call("pause", mode=mode)
 
-    def change_weights(self) -> None:
-        """Change the model's weights in place."""
-        self.call("change_weights")
-
-    def set_weight_version(self, version: str) -> None:
-        """Tell vLLM, as a trainer does, which version of its weights it has now."""
-        self.call("set_weight_version", version=version)
-
     def corrupt_kv(self, seed: int = 0, rank: int | None = None) -> int:
         """Overwrite the whole KV cache, or that of one rank, with random numbers; returns its bytes."""
         return int(self.call("corrupt_kv", seed=seed, rank=rank))
-
-    def kv_digests(self) -> list[str]:
-        """Per worker, a digest of the whole KV cache but the null block."""
-        digests: list[str] = self.call("kv_digests")
-        return digests
 
     def compare_stored(self, prompt: Prompt, resume_tokens: int) -> int:
         """Compute a prompt and compare its pages with what the server stored; returns bytes compared."""

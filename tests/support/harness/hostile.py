@@ -83,7 +83,6 @@ def honest(
 
 
 def says(reply: Message) -> Lie:
-    """Gives this reply, whatever was asked."""
     return lambda number, _message: [[messages.encode_reply(BOOT_ID, number, reply)]]
 
 

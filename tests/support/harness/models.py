@@ -21,7 +21,6 @@ NEEDS_TORCHVISION = frozenset({"qwen35"})
 
 
 def configs() -> dict[str, dict[str, Any]]:
-    """The contents of config.json by the model's short name."""
     models = json.loads(CONFIGS.read_text())["models"]
     return {name: entry["config"] for name, entry in models.items()}
 
@@ -84,7 +83,6 @@ def text_model_path(name: str) -> Path:
 
 
 def make(name: str, directory: Path) -> None:
-    """Write config.json and random weights of the model `name`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -74,7 +74,6 @@ def name(page: Path) -> str:
 
 
 def blocks(page: Path) -> list[Block]:
-    """The fenced blocks of a page, in order."""
     text = page.read_text()
     found, end, before = [], 0, ""
     for fence in _FENCE.finditer(text):
@@ -97,7 +96,6 @@ def blocks(page: Path) -> list[Block]:
 
 
 def without_blocks(page: Path) -> str:
-    """The text of a page between its fenced blocks."""
     return _FENCE.sub("", page.read_text())
 
 

@@ -80,7 +80,6 @@ class Peer:
     # -- one message ------------------------------------------------------------------------------
 
     def send(self, message: Message) -> int:
-        """Returns the request's id."""
         self._last_id += 1
         self.socket.send(messages.encode_request(self._last_id, message))
         return self._last_id

@@ -52,7 +52,6 @@ def new_log(name: str) -> Path:
 
 
 def tail(log: Path) -> str:
-    """The end of a log file, for error messages."""
     try:
         content = log.read_bytes()
     except OSError:
@@ -66,7 +65,6 @@ def tethered(command: Sequence[str]) -> list[str]:
 
 
 def rss_bytes(pid: int | str = "self") -> int:
-    """Resident memory of a process."""
     text = Path(f"/proc/{pid}/status").read_text()
     return int(text.split("VmRSS:")[1].split()[0]) << 10
 
@@ -183,7 +181,6 @@ class ChildProcess:
         return self.popen.stdout
 
     def say(self, line: str) -> None:
-        """Write a line to its standard input."""
         self.stdin.write(f"{line}\n".encode())
         self.stdin.flush()
 

@@ -186,7 +186,6 @@ class RawEngine:
         expect(self.scheduler.wait(self._scheduler.release(leases, tuple(keys), self.request_id)), Done)
 
     def close(self, goodbye_s: float = 1.0) -> None:
-        """Does nothing the second time."""
         if self in _open:
             _open.remove(self)
             self.scheduler.close(goodbye_s)

@@ -4,14 +4,10 @@ import json
 import os
 import re
 import sys
-import threading
 import urllib.request
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
-
-import msgspec
-import zmq
 
 from harness import tools
 from harness.api_server import ApiServer
@@ -29,14 +25,12 @@ def needs(package: str) -> None:
 
 
 def post(url: str, body: Any) -> Any:
-    """The JSON with which this URL answers JSON."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as response:
         return json.load(response)
 
 
 def ask(url: str, prompt: str, max_tokens: int = 2) -> str:
-    """What an engine or a router completes this prompt with."""
     question = {
         "model": "tiny",
         "prompt": prompt,
@@ -135,27 +129,3 @@ class PrefillDecodeRouter(Router):
         flags += ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
         flags += ["--prefill", prefill.url, "--decode", decode.url]
         super().__init__("vllm-router", port, "health", "vllm_router.launch_router", *flags)
-
-
-class WithoutOurs(threading.Thread):
-    """Publishes at `port` what an engine publishes, without the events of medium CPU."""
-
-    def __init__(self, events_port: int) -> None:
-        super().__init__(daemon=True)
-        self.port = free_port()
-        self.announced = 0
-        """Blocks that are stored in medium CPU, so far."""
-        self._from, self._to = (zmq.Context.instance().socket(kind) for kind in (zmq.SUB, zmq.PUB))
-        self._from.connect(f"tcp://127.0.0.1:{events_port}")
-        self._from.subscribe(b"")
-        self._to.bind(f"tcp://127.0.0.1:{self.port}")
-        self.start()
-
-    def run(self) -> None:
-        while True:
-            topic, number, payload = self._from.recv_multipart()
-            batch = msgspec.msgpack.decode(payload)
-            ours = [event for event in batch[1] if event.get("medium") == "CPU"]
-            batch[1] = [event for event in batch[1] if event not in ours]
-            self.announced += sum(len(each["block_hashes"]) for each in ours if each["type"] == "BlockStored")
-            self._to.send_multipart([topic, number, msgspec.msgpack.encode(batch)])

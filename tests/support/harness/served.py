@@ -21,6 +21,21 @@ def served(
     return result
 
 
+def from_own_cache(
+    engine: Engine, server: LMCacheServer, tokens: Sequence[int], resume: int, *before: Sequence[int]
+) -> Result:
+    """vLLM's own answer from its prefix cache, into which it has computed the prompts `before`. It resumes at
+    the same token as from the server, and so rounds the same way."""
+    server.clear()
+    assert engine.reset_prefix_cache()
+    for each in before:
+        engine.run(each)
+        server.clear()
+    local = engine.run(tokens)
+    assert (local.external_tokens, local.local_tokens) == (0, resume)
+    return local
+
+
 def held_blocks(engine: Engine) -> int:
     """How many blocks somebody holds, beside vLLM's null block."""
     info = engine.info()
@@ -40,7 +55,6 @@ def chunk_size(server: LMCacheServer) -> int:
 
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """A process that does nothing meanwhile."""
     stop(pid)
     try:
         yield

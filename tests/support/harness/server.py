@@ -7,10 +7,11 @@ import sys
 import tempfile
 import time
 import urllib.error
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness.processes import (
@@ -91,7 +92,6 @@ class LMCacheServer:
             assert "Exception ignored" not in self.log.read_text(errors="replace"), tail(self.log)
 
     def start(self) -> None:
-        """Start it and wait until it is ready."""
         assert self.process is None, "the server is running"
         command = [sys.executable, "-m", "lmcache_server", "server"]
         if self._without_capability is not None:
@@ -147,7 +147,6 @@ class LMCacheServer:
         return samples
 
     def tokens(self, outcome: str = "hit") -> int:
-        """Tokens looked up so far that had this outcome."""
         return int(self.metrics()[f'lmcache_tokens_total{{outcome="{outcome}"}}'])
 
     def status(self) -> dict[str, Any]:
@@ -173,12 +172,10 @@ class LMCacheServer:
     def wait_for_status(
         self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = PATIENCE_S
     ) -> None:
-        """Wait until /status is as the condition wants it."""
         what = lambda: f"the server's status is as it should be; it is {self.status()}"  # noqa: E731
         wait_until(lambda: condition(self.status()), timeout_s, what)
 
     def wait_until(self, condition: Callable[[dict[str, int]], bool], timeout_s: float = PATIENCE_S) -> None:
-        """Wait until what /status says of L1 is as the condition wants it."""
         self.wait_for_status(lambda status: condition(status["l1"]), timeout_s)
 
     def wait_for_metric(self, name: str, value: float, timeout_s: float = PATIENCE_S) -> None:
@@ -195,7 +192,6 @@ class LMCacheServer:
         assert said() == times, f"the log says this more often than {times} times: {text}"
 
     def answered(self) -> float:
-        """How many requests the server has answered so far."""
         metrics = self.metrics()
         return sum(metrics[name] for name in metrics if name.startswith("lmcache_requests_total"))
 
@@ -211,7 +207,6 @@ class LMCacheServer:
         return int(wait_until(served))
 
     def tier(self, number: int = 0) -> Any:
-        """What /status says of a tier."""
         return self.status()["tiers"][number]
 
     def wait_until_written(self) -> None:
@@ -252,7 +247,6 @@ class LMCacheServer:
             raise RuntimeError(f"lmcache clear failed: {result.stdout}{result.stderr}\n{tail(self.log)}")
 
     def kill(self) -> None:
-        """End it as a crash would."""
         if self.process is not None:
             self.process.kill()
             self.process = None
@@ -278,6 +272,21 @@ class LMCacheServer:
     def _remove(self) -> None:
         self.kill()
         shutil.rmtree(self.runtime_dir, ignore_errors=True)
+
+
+def server_of_a_file(**flags: Any) -> Any:
+    """A fixture: a server with these options for all tests of a file."""
+    return pytest.fixture(lambda: (yield from _running(flags)), scope="module")
+
+
+def server_of_a_test(**flags: Any) -> Any:
+    """A fixture: a server with these options for one test."""
+    return pytest.fixture(lambda: (yield from _running(flags)))
+
+
+def _running(flags: dict[str, Any]) -> Iterator[LMCacheServer]:
+    with LMCacheServer(**flags) as server:
+        yield server
 
 
 def refusal(**flags: Any) -> str:

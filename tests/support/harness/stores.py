@@ -94,7 +94,6 @@ def valkey(folder: Path, **settings: str) -> Store:
 
 
 def ask(port: int, command: str) -> str:
-    """The answer of a Valkey server to a command."""
     with socket.create_connection(("127.0.0.1", port), 10) as connection:
         connection.sendall(f"{command}\r\n".encode())
         return connection.recv(1 << 16).decode()
@@ -102,7 +101,6 @@ def ask(port: int, command: str) -> str:
 
 @contextlib.contextmanager
 def valkey_cluster(folder: Path, nodes: int = 3) -> Iterator[list[Store]]:
-    """A cluster of primaries."""
     with contextlib.ExitStack() as stack:
         stores = []
         for number in range(nodes):
@@ -190,7 +188,6 @@ ACCOUNT_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1
 
 
 def azurite(folder: Path) -> Store:
-    """An Azure Blob server in memory."""
     program = str(find("azurite-blob", get="install npm, then run scripts/install_tools.py"))
     port = free_port()
     command = [

@@ -69,7 +69,6 @@ def fails(call: Callable[[], object]) -> str:
 
 
 def working(call: Callable[[], object]) -> object:
-    """What the call returns; None while the tier fails."""
     try:
         return call()
     except TierError:

@@ -20,7 +20,6 @@ _PLACES = (_TOOLS / "usr/bin", _TOOLS / "azurite/node_modules/.bin", Path(sys.ex
 
 
 def find(*names: str, get: str = "run scripts/install_tools.py") -> Path:
-    """The program of the first of these names that is there."""
     places = (*map(str, _PLACES), None)
     found = next(filter(None, (shutil.which(name, path=place) for name in names for place in places)), None)
     if found is None:
@@ -29,7 +28,6 @@ def find(*names: str, get: str = "run scripts/install_tools.py") -> Path:
 
 
 def module(name: str, extra: str = "deploy") -> Any:
-    """The Python module of this name."""
     try:
         return importlib.import_module(name)
     except ImportError:

@@ -54,7 +54,6 @@ def _body(url: str) -> str:
 
 
 def answers(url: str) -> bool:
-    """Whether somebody answers there with a success."""
     try:
         get(url)
     except (OSError, http.client.HTTPException):

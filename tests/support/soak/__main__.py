@@ -111,7 +111,7 @@ def main() -> int:
     result = summary(samples, crew, metrics, wrong)
     (directory / "summary.json").write_text(json.dumps(result, indent=1) + "\n")
     if importlib.util.find_spec("matplotlib") is not None:
-        draw(directory / "samples.csv", directory / "curve.svg")
+        draw(samples, directory / "curve.svg")
     print(json.dumps(result, indent=1))
     if wrong:
         print(log, "The soak failed:", *wrong, sep="\n")

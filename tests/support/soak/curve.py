@@ -1,12 +1,12 @@
-"""The curve of a soak: `python -m soak.curve SAMPLES.csv CURVE.svg`."""
+"""The curve of a soak."""
 
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from soak.samples import read, warm
+from soak.samples import Sample, warm
 
 
-def draw(samples_path: Path, curve_path: Path) -> None:
+def draw(samples: Sequence[Sample], path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -14,7 +14,6 @@ def draw(samples_path: Path, curve_path: Path) -> None:
     mpl.rcParams["svg.hashsalt"] = "lmcache-mp"
     from matplotlib import pyplot
 
-    samples = read(samples_path)
     figure, (memory, handles) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 5), height_ratios=(2, 1))
     for at_rest, style, label in ((False, "-", "under load"), (True, "o", "no client")):
         some = [each for each in samples if each.at_rest == at_rest]
@@ -32,9 +31,5 @@ def draw(samples_path: Path, curve_path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend()
     figure.tight_layout()
-    figure.savefig(curve_path, metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
-
-
-if __name__ == "__main__":
-    draw(Path(sys.argv[1]), Path(sys.argv[2]))

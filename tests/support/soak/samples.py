@@ -98,7 +98,6 @@ def read(path: Path) -> list[Sample]:
 
 
 def warm(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples after the warm-up."""
     return [each for each in samples if each.at_s >= WARM_UP * samples[-1].at_s]
 
 
