@@ -1,7 +1,7 @@
 """Executes the PTX of a kernel on a CPU, thread after thread, and watches every byte that it reads or writes.
 
-It knows integers, branches, parameters and global memory, because page_copy needs no more. Anything else is an
-error when the text is read: threads that wait for each other would need another machine than this.
+It knows integers, branches, parameters and global memory, because page_copy needs no more. Anything else is
+an error when the text is read: threads that wait for each other would need another machine than this.
 """
 
 import bisect

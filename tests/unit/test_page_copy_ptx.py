@@ -32,8 +32,8 @@ def table(rows):
 
 
 def copy(kernel, pieces, tile_bytes=4096, blocks=2, threads=64):
-    """Has the kernel copy `pieces`, each (place in the sources, place in the destinations, bytes). It may read
-    only them and their table, and must write each of their bytes once, and no other."""
+    """Has the kernel copy `pieces`, each (place in the sources, place in the destinations, bytes). It may
+    read only them and their table, and must write each of their bytes once, and no other."""
     rows = [(SOURCES + start, DESTINATIONS + to, length) for start, to, length in pieces]
     sources = [Range(start, random.Random(start).randbytes(length)) for start, _, length in rows]
     copies = [Range(to, bytes(length), writable=True) for _, to, length in rows]
