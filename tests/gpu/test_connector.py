@@ -10,7 +10,7 @@ from harness.rawclient import chain
 from harness.waiting import PATIENCE_S, wait_until
 from virtual_memory import VirtualMemory
 
-pytest.importorskip("vllm")
+pytest.importorskip("torch")
 
 from lmcache_client.connector.connector import LMCacheMPConnector
 from lmcache_client.connector.metadata import LoadJob, StepMetadata, StoreJob

@@ -1,4 +1,5 @@
-"""Stands in for vLLM where it is not installed, so that the connector's worker side can be tested there.
+"""Stands in for vLLM, and for what comes with it, where they are not installed, so that the connector's worker
+side can be tested there.
 
 It has the modules and names that the connector imports, which it reads from the connector's own source, and
 what surface.json says that the connector uses of them. A class has no behaviour and a function cannot be
@@ -8,6 +9,7 @@ called, except for the few below that the worker side runs through.
 import ast
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import inspect
 import itertools
 import logging
@@ -23,6 +25,7 @@ from harness.paths import ROOT
 from lmcache_client.connector import vllm_surface
 from lmcache_client.contract.version import NEWEST_VLLM
 
+PACKAGES = ("vllm", "huggingface_hub", "pydantic")
 SOURCES = ROOT / "lmcache_client"
 V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 
@@ -59,12 +62,12 @@ BEHAVIOUR: dict[str, Any] = {
 
 
 def used(sources: Path = SOURCES) -> dict[str, set[str]]:
-    """What the files there use of vLLM: for each `module:name`, what they use of it."""
+    """What the files there use of these packages: for each `module:name`, what they use of it."""
     table: dict[str, set[str]] = {place: {*names} for place, names in vllm_surface.used().items()}
     for path in sources.rglob("*.py"):
         places, nodes = {}, [*ast.walk(ast.parse(path.read_text()))]
         for node in nodes:
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
                 places.update({each.asname or each.name: f"{node.module}:{each.name}" for each in node.names})
         for place in places.values():
             table.setdefault(place, set())
@@ -80,7 +83,7 @@ def used(sources: Path = SOURCES) -> dict[str, set[str]]:
 
 def _uncallable(place: str, arguments: str) -> Any:
     def function(*_args: Any, **_named: Any) -> Any:
-        raise NotImplementedError(f"{place} of a vLLM that is not installed")
+        raise NotImplementedError(f"{place} is not installed")
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(each, kind) for each in arguments.split(", ") if each]
@@ -106,10 +109,12 @@ def _made(place: str, members: set[str]) -> Any:
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def __init__(self) -> None:
+    def __init__(self, packages: Sequence[str] = PACKAGES) -> None:
         self.modules: dict[str, dict[str, Any]] = {}
         for place, members in used().items():
             module, _, name = place.partition(":")
+            if module.split(".")[0] not in packages:
+                continue
             for parent in itertools.accumulate(module.split("."), "{}.{}".format):
                 self.modules.setdefault(parent, {})
             self.modules[module][name] = _made(place, members)
@@ -128,4 +133,4 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
-    sys.meta_path.append(Finder())
+    sys.meta_path.append(Finder([each for each in PACKAGES if importlib.util.find_spec(each) is None]))
