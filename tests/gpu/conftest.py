@@ -14,7 +14,6 @@ from harness.server import LMCacheServer
 from lmcache_kernels import driver as cuda
 from lmcache_kernels.driver import Driver
 
-
 vllm_stub.install()
 
 

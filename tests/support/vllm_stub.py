@@ -1,5 +1,5 @@
-"""Stands in for vLLM, and for what comes with it, where they are not installed, so that the connector's worker
-side can be tested there.
+"""Stands in for vLLM and what comes with it, where they are not installed: the connector's worker side can
+be tested there.
 
 It has the modules and names that the connector imports, which it reads from the connector's own source, and
 what surface.json says that the connector uses of them. A class has no behaviour and a function cannot be
@@ -30,7 +30,7 @@ SOURCES = ROOT / "lmcache_client"
 V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 
 
-class KVConnectorBase_V1:  # noqa: N801
+class KVConnectorBase_V1:
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
 
@@ -72,7 +72,11 @@ def used(sources: Path = SOURCES) -> dict[str, set[str]]:
         for place in places.values():
             table.setdefault(place, set())
         for node in nodes:
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in places:
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id in places
+            ):
                 table[places[node.value.id]].add(node.attr)
     modules = {place.partition(":")[0] for place in table}
     for place in [each for each in table if each.replace(":", ".") in modules]:

@@ -33,10 +33,14 @@ print(*(name for name in sys.modules if name.startswith("vllm.")))
 
 
 def test_a_name_that_the_connector_does_not_use_is_missing_in_the_stub(tmp_path):
-    (tmp_path / "new.py").write_text("from vllm.v1 import thing as it\nfrom vllm.v1.thing import other\nit.More")
+    (tmp_path / "new.py").write_text(
+        "from vllm.v1 import thing as it\nfrom vllm.v1.thing import other\nit.More"
+    )
     assert {"vllm.v1.thing:other", "vllm.v1.thing:More"} <= vllm_stub.used(tmp_path).keys()
     assert "vllm.v1.thing:other" not in vllm_stub.used()
-    program = "try: from vllm.v1.request import RequestStatus\nexcept ImportError as error: print('ImportError')"
+    program = (
+        "try: from vllm.v1.request import RequestStatus\nexcept ImportError as error: print('ImportError')"
+    )
     assert run(program) == ["ImportError"]
 
 
