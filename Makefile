@@ -146,10 +146,11 @@ GPU_PYTHON ?= python3
 GPU_TESTS := -m pytest -c tests/gpu/pytest.ini --rootdir=. --confcutdir=tests/gpu
 GPU_PATHS := PYTHONPATH=.:kernels:tests/support:tests/gpu$${PYTHONPATH:+:$$PYTHONPATH}
 
+SANITIZER ?= $(shell command -v compute-sanitizer)
 test-gpu:
 	$(GPU_PATHS) $(GPU_PYTHON) $(GPU_TESTS) tests/gpu
-	@command -v compute-sanitizer >/dev/null || echo "no compute-sanitizer here: memory accesses were not checked"
-	@! command -v compute-sanitizer >/dev/null || $(GPU_PATHS) compute-sanitizer --error-exitcode 9 \
+	@[ -n "$(SANITIZER)" ] || echo "no compute-sanitizer here: memory accesses were not checked"
+	@[ -z "$(SANITIZER)" ] || $(GPU_PATHS) $(SANITIZER) --error-exitcode 9 \
 		--target-processes all $(GPU_PYTHON) $(GPU_TESTS) tests/gpu/test_kernel.py tests/gpu/test_round_trips.py \
 		-k "kernel or launches or 1024 or 65536"
 

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm_stub
 from gpu_engine import GpuEngine, Layout, loaded
 from harness.server import LMCacheServer
 
 from lmcache_kernels import driver as cuda
 from lmcache_kernels.driver import Driver
+
+vllm_stub.install()
 
 
 def pytest_sessionstart() -> None:

@@ -1,49 +1,28 @@
 """The connector's worker side on a GPU: when a step's loads start, seen from the engine's stream."""
 
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import virtual_memory
 from gpu_engine import GpuEngine, allocate, fused, memset
 from harness.rawclient import chain
-from harness.waiting import PATIENCE_S, wait_until
+from harness.waiting import wait_until
 from virtual_memory import VirtualMemory
 
-pytest.importorskip("vllm")
+pytest.importorskip("torch")
 
-from lmcache_client.connector.connector import LMCacheMPConnector
+from hooks import TIMEOUT_S, Hooks
+
 from lmcache_client.connector.metadata import LoadJob, StepMetadata, StoreJob
-from lmcache_client.connector.worker import WorkerSide
-from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_client.contract.messages import Load, Store, StoreObject
 
 CHUNK_SIZE, PAGE_BYTES, BLOCKS = 16, 64 << 10, 64
-TIMEOUT_S = PATIENCE_S
 SCRATCH, SOURCE, LOADED = 1, 2, 3
 
 
-class Steps:
-    """A connector whose hooks are called in vLLM's order. `bind` is followed by the forward pass, and `end`
-    comes behind it."""
-
-    def __init__(self, engine: GpuEngine, address: str) -> None:
-        self.engine = engine
-        side = WorkerSide(
-            SimpleNamespace(address=address, load_timeout_s=TIMEOUT_S, servers={}),
-            engine.engine_id,
-            0,
-            engine.model,
-            Geometry(engine.groups, BLOCKS),
-            engine.export,
-        )
-        side.start()
-        wait_until(lambda: side.channel.ready, TIMEOUT_S, "the worker has joined")
-        self.connector = object.__new__(LMCacheMPConnector)
-        self.connector._worker, self.connector._scheduler, self.connector._idle = side, None, False
-        self.connector._exported = lambda: (side.client.geometry, engine.exported())
-        self.loaded: set[str] = set()
+class Steps(Hooks):
+    """`bind` is followed by the forward pass, and `end` comes behind it."""
 
     def memset(self, block: int, value: int) -> None:
         for region in self.engine.groups[0].regions:
@@ -55,15 +34,6 @@ class Steps:
         for _ in range(200):
             self.memset(SCRATCH, 1)
         self.memset(block, 0)
-
-    def end(self) -> None:
-        self.connector.wait_for_save()
-        self.collect()
-
-    def collect(self) -> None:
-        results = self.connector.get_transfer_results(set())
-        assert not results.failed_recving
-        self.loaded |= results.finished_recving or set()
 
     def load(self, number: int, key: bytes, block: int) -> None:
         """A step with one load. Its forward pass goes on until the load has ended."""
@@ -114,12 +84,8 @@ def steps(server, stack, allocator):
     engine = GpuEngine(server.address, fused(PAGE_BYTES, BLOCKS), BLOCKS, allocate=allocator)
     if isinstance(engine._keeper, VirtualMemory):
         stack.callback(engine._keeper.close)
-    stack.callback(engine.close)
-    one = Steps(engine, server.address)
-    stack.callback(one.connector._worker.close)
-    engine.scheduler.start(TIMEOUT_S, TIMEOUT_S)
-    engine.chunk_size = CHUNK_SIZE
-    wait_until(lambda: engine.scheduler.ready, TIMEOUT_S, "the scheduler has joined")
+    one = Steps(engine, server.address, CHUNK_SIZE)
+    stack.callback(one.close)
     return one
 
 

@@ -5,11 +5,14 @@ nothing about a GPU: see tests/support/standin/cuda.cpp.
 """
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,8 @@ from harness import forks
 from harness.paths import ROOT, SUPPORT
 from harness.server import LMCacheServer, refusal
 from harness.waiting import wait_until
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from lmcache_server.host import machine, preflight
 
@@ -47,6 +52,53 @@ def run(environment: dict[str, str], *arguments: str) -> str:
 def test_the_gpu_suite_passes(tmp_path, size):
     assert "passed" in run(standin.environment(tmp_path, devices=2) | size)
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith(("counters-", "memory-"))]
+
+
+def listed() -> list[str]:
+    """What docs/gpu.md says that the suite needs beside torch and cupy."""
+    (packages,) = re.findall(r"^pip install ([\w -]+)$", (ROOT / "docs/gpu.md").read_text(), re.M)
+    return packages.split()
+
+
+def test_the_packages_that_the_gpu_suite_is_said_to_need_are_those_of_the_server_and_pytest():
+    declared = [re.match(r"[\w-]+", each)[0] for each in metadata.requires("lmcache-mp") if ";" not in each]
+    assert listed() == sorted([*declared, "pytest"])
+
+
+def linked(directory: Path, *distributions: str) -> Path:
+    """A folder with these distributions, which are installed here, and what they need."""
+    directory.mkdir()
+    left, done = [*distributions], set()
+    while left:
+        name = left.pop()
+        if canonicalize_name(name) in done:
+            continue
+        done.add(canonicalize_name(name))
+        found = metadata.distribution(name)
+        for top in {Path(file).parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+            (directory / top).symlink_to(found.locate_file(top))
+        needed = map(Requirement, found.requires or ())
+        left += [each.name for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return directory
+
+
+@pytest.mark.long
+def test_the_whole_suite_passes_with_the_listed_packages_and_without_vllm(tmp_path):
+    """They are carried along, as to a machine without a network, and found by the user's PYTHONPATH."""
+    venv.create(tmp_path / "empty", with_pip=False, symlinks=True)
+    environment = standin.environment(tmp_path / "devices", devices=2) | SLOW | SMALL
+    (tmp_path / "devices").mkdir()
+    carried = linked(tmp_path / "carried", "torch", *listed())
+    assert not (carried / "vllm").exists()
+    environment["PYTHONPATH"] = f"{standin.CUPY}:{carried}"
+    environment.pop(forks.SHARED, None)
+    command = ["make", "test-gpu", f"GPU_PYTHON={tmp_path}/empty/bin/python", "SANITIZER="]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert re.search(r"test_connector.py \.+ ", done.stdout)
+    assert re.search(r"test_logits.py \.+ ", done.stdout)
+    skipped = re.findall(r"^(?:SKIPPED|XFAIL).*: (.*)", done.stdout, re.M)
+    assert set(skipped) <= {"torch has no GPU here"}
 
 
 @pytest.mark.long
