@@ -59,7 +59,7 @@ def _forward(
     cache: torch.Tensor,
     metadata: Any,
     output: torch.Tensor,
-    *_: Any,
+    **_: Any,
 ) -> torch.Tensor:
     if metadata is None:
         return output
