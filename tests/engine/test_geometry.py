@@ -134,6 +134,12 @@ class Cache:
             ),
             compilation_config=SimpleNamespace(static_forward_context={}),
             kv_transfer_config=SimpleNamespace(engine_id="engine"),
+            parallel_config=SimpleNamespace(
+                pipeline_parallel_size=1,
+                decode_context_parallel_size=1,
+                prefill_context_parallel_size=1,
+                rank=0,
+            ),
             instance_id="life",
         )
         self.config: KVCacheConfig = get_kv_cache_config_from_groups(self.vllm_config, case.groups, 1 << 40)
@@ -296,9 +302,6 @@ def vllm_config_of(server: LMCacheServer, cache: Cache) -> SimpleNamespace:
         kv_transfer_config=SimpleNamespace(engine_id="engine", kv_connector_extra_config=extra),
         model_config=SimpleNamespace(model="model"),
         speculative_config=None,
-        parallel_config=SimpleNamespace(
-            pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1, rank=0
-        ),
         **{name: part for name, part in vars(cache.vllm_config).items() if name != "kv_transfer_config"},
     )
 
