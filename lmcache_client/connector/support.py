@@ -49,8 +49,8 @@ def check_vllm(allow_untested: bool) -> None:
 
 
 def block_tokens(spec: "KVCacheSpec", dcp_size: int) -> int:
-    """The tokens that one block of a group covers. With decode context parallelism, the ranks divide those of a
-    sharded group among them, and each holds `spec.block_size` of every block."""
+    """The tokens that one block of a group covers. With decode context parallelism, the ranks divide those of
+    a sharded group among them, and each holds `spec.block_size` of every block."""
     return int(spec.block_size * (dcp_size if spec.dcp_sharded else 1))
 
 

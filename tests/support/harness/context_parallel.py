@@ -1,11 +1,12 @@
 """Decode context parallelism (DCP) on a CPU, for which vLLM has no attention that can do it.
 
-Here each rank keeps the tokens that vLLM's kernels for GPUs would give it (v1/worker/block_table.py), and writes
-them to its pages. Attention gathers the pages of all ranks of the DCP group, brings the tokens into their order
-and computes with torch. So vLLM's own scheduler, block pool, block tables and planning do what they do on GPUs.
-In the engine's process and its workers only.
+Here each rank keeps the tokens that vLLM's kernel for GPUs would give it (v1/worker/block_table.py): the two say
+the same slots. Attention gathers the pages of all ranks of the DCP group, brings the tokens into their order and
+computes with torch. So vLLM's own scheduler, block pool, block tables and planning do what they do on GPUs. In
+the engine's process and its workers only.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def supply(interleave: int) -> None:
 
 
 def _compute_slot_mapping(table: Any, num_reqs: int, starts: torch.Tensor, positions: torch.Tensor) -> None:
-    """As vLLM's kernel of this name: where this rank keeps each token, or PAD_SLOT for those of other ranks."""
+    """Where this rank keeps each token, or PAD_SLOT for those of other ranks."""
     size, dcp, interleave = table.block_size, table.dcp_world_size, table.cp_kv_cache_interleave_size
     lengths = torch.diff(starts[: num_reqs + 1]).to(torch.int64)
     rows = torch.repeat_interleave(torch.arange(num_reqs), lengths)
@@ -64,7 +65,7 @@ def _forward(
     if metadata is None:
         return output
     starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-    for row, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for row, (start, end) in enumerate(itertools.pairwise(starts)):
         if start == end:
             continue
         tokens = _gathered(cache, metadata.block_table[row], lengths[row], impl.interleave)
