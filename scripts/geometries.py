@@ -230,7 +230,7 @@ def exchanged(server: Any, name: str, tp: int, vllm_config: Any, plan: Any) -> d
     from lmcache_client.connector import translate
     from lmcache_client.contract.geometry import resolve_chunk_size
 
-    groups = translate.group_specs(plan)
+    groups = translate.group_specs(plan, 1)
     chunk = resolve_chunk_size(None, groups)
     last, tables = 0, []
     for group in groups:
@@ -300,7 +300,7 @@ def row(server: Any, name: str, entry: dict[str, Any]) -> str:
 
     vllm_config, plan = planned(entry)
     said = exchanged(server, name, entry["tp"], vllm_config, plan)
-    groups, chunk = translate.group_specs(plan), said["chunk_size"]
+    groups, chunk = translate.group_specs(plan, 1), said["chunk_size"]
     block_bytes = [group["block_bytes"] for group in said["groups"]]
     holders = [1 if group["replicated"] else entry["tp"] for group in said["groups"]]
 

@@ -80,10 +80,11 @@ class LMCacheMPConnector(Uncached):
         self._results = Results()
         try:
             support.check_vllm(self._settings.untested_vllm)
-            self._group_ids = support.shared_groups(kv_cache_config)
+            dcp_size = vllm_config.parallel_config.decode_context_parallel_size
+            self._group_ids = support.shared_groups(kv_cache_config, dcp_size)
             kept = [kv_cache_config.kv_cache_groups[index] for index in self._group_ids]
             self._shared = dataclasses.replace(kv_cache_config, kv_cache_groups=kept)
-            groups = translate.group_specs(self._shared)
+            groups = translate.group_specs(self._shared, dcp_size)
             support.check_supported(vllm_config, groups, len(kv_cache_config.kv_cache_groups))
         except (UnsupportedError, GeometryError) as error:
             self._supported = False

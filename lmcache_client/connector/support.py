@@ -48,7 +48,13 @@ def check_vllm(allow_untested: bool) -> None:
         )
 
 
-def shared_groups(config: "KVCacheConfig") -> tuple[int, ...]:
+def block_tokens(spec: "KVCacheSpec", dcp_size: int) -> int:
+    """The tokens that one block of a group covers. With decode context parallelism, the ranks divide those of
+    a sharded group among them, and each holds `spec.block_size` of every block."""
+    return int(spec.block_size * (dcp_size if spec.dcp_sharded else 1))
+
+
+def shared_groups(config: "KVCacheConfig", dcp_size: int) -> tuple[int, ...]:
     """The indexes of the groups whose blocks later requests use.
 
     Two kinds are left out, because vLLM fills them anew for each request: a ring of keys that are not
@@ -65,7 +71,7 @@ def shared_groups(config: "KVCacheConfig") -> tuple[int, ...]:
             shared.append(index)
         elif not _is_ring(spec) and not spec.prefix_replay_tokens:
             raise UnsupportedError(UNSHARED)
-    sizes = [group.kv_cache_spec.block_size for group in config.kv_cache_groups]
+    sizes = [block_tokens(group.kv_cache_spec, dcp_size) for group in config.kv_cache_groups]
     if math.lcm(*(sizes[index] for index in shared)) % math.lcm(*sizes):
         # vLLM's scheduler cuts a hit to a multiple of all block sizes.
         raise UnsupportedError(f"{UNSHARED}, with blocks of another size ({', '.join(map(str, sizes))})")
@@ -109,8 +115,8 @@ def check_supported(vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...], nu
         # vLLM's V1 model runner does not call `wait_for_save` on every pipeline stage, and that call starts
         # the stores.
         raise UnsupportedError("speculative decoding together with pipeline parallelism")
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise UnsupportedError("context parallelism")
+    if parallel.prefill_context_parallel_size > 1:
+        raise UnsupportedError("prefill context parallelism: set --prefill-context-parallel-size 1")
 
 
 def can_resume(vllm_config: "VllmConfig", config: "KVCacheConfig") -> bool:

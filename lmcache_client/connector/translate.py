@@ -19,7 +19,7 @@ from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from lmcache_client.connector.account import content, named, variables
-from lmcache_client.connector.support import UnsupportedError
+from lmcache_client.connector.support import UnsupportedError, block_tokens
 from lmcache_client.connector.weights import fingerprint, local_path, process_started_ns
 from lmcache_client.contract.geometry import (
     CHUNKED_LOCAL,
@@ -56,14 +56,14 @@ def layer_specs(spec: KVCacheSpec) -> Collection[KVCacheSpec]:
     return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
 
 
-def group_specs(config: KVCacheConfig) -> tuple[GroupSpec, ...]:
+def group_specs(config: KVCacheConfig, dcp_size: int) -> tuple[GroupSpec, ...]:
     """The groups without regions and tags, which is enough to know what a resume needs.
 
     They come from each group's first layer, because vLLM shows the scheduler no other. Raises
     UnsupportedError for a group that this project does not restore.
     """
     firsts = [next(iter(layer_specs(group.kv_cache_spec))) for group in config.kv_cache_groups]
-    return tuple(_group(first, "", ()) for first in firsts)
+    return tuple(_group(first, "", (), dcp_size) for first in firsts)
 
 
 def block_bytes(config: KVCacheConfig) -> tuple[int, ...]:
@@ -79,16 +79,19 @@ def event_kinds(config: KVCacheConfig) -> tuple[str, ...]:
     return tuple(kv.get_kv_cache_spec_kind(group.kv_cache_spec).value for group in config.kv_cache_groups)
 
 
-def _group(group_spec: KVCacheSpec, tag: str, regions: tuple[Region, ...]) -> GroupSpec:
+def _group(group_spec: KVCacheSpec, tag: str, regions: tuple[Region, ...], dcp_size: int) -> GroupSpec:
     kinds = {_kind(spec): type(spec).__name__ for spec in layer_specs(group_spec)}
     if len(kinds) > 1:
         raise UnsupportedError(f"layers that differ in one KV cache group ({', '.join(kinds.values())})")
     ((kind, window),) = kinds
-    return GroupSpec(kind, group_spec.block_size, window, tag, regions, _is_replicated(group_spec))
+    tokens = block_tokens(group_spec, dcp_size)
+    # Ranks that divide a block's tokens among them are no replicas.
+    replicated = tokens == group_spec.block_size and _is_replicated(group_spec)
+    return GroupSpec(kind, tokens, window, tag, regions, replicated)
 
 
 def _is_replicated(group_spec: KVCacheSpec) -> bool:
-    """Whether every tensor-parallel rank holds all of this group's KV. vLLM 0.31 to 0.33 only say so for MLA:
+    """Whether every tensor-parallel rank holds all heads of this group. vLLM 0.31 to 0.33 only say so for MLA:
     for grouped-query attention with fewer heads than ranks, their kv_tp_replicas is 1, too."""
     specs = layer_specs(group_spec)
     return all(type(spec) is kv.MLAAttentionSpec and spec.max_tp_shards == 1 for spec in specs)
@@ -118,12 +121,14 @@ def geometry(
     """
     layers_in_order = [layer for tensor in config.kv_cache_tensors for layer in tensor.layers]
     buffers = list(dict.fromkeys(_buffer(kv_caches[layer]) for layer in layers_in_order))
+    dcp_size = vllm_config.parallel_config.decode_context_parallel_size
     regions = _regions(config, kv_caches, buffers)
     groups = []
     for group in config.kv_cache_groups:
         layers = [layer for layer in group.layer_names if layer in regions]
         tag = _group_tag(vllm_config, config, group.kv_cache_spec, layers, kv_caches)
-        groups.append(_group(group.kv_cache_spec, tag, merged([regions[layer] for layer in layers])))
+        merged_regions = merged([regions[layer] for layer in layers])
+        groups.append(_group(group.kv_cache_spec, tag, merged_regions, dcp_size))
     return Geometry(tuple(groups), config.num_blocks), tuple(buffers)
 
 

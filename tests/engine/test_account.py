@@ -79,7 +79,8 @@ FOUND = {
     "CacheConfig": ("cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
     "MultiModalConfig": ("mm_processor_kwargs", "video_pruning_rate", "video_pruning_method"),
     "AttentionConfig": ("backend",),
-    "KVCacheSpec": ("dtype", "dtypes", "shapes", "head_size", "kv_quant_mode"),
+    "ParallelConfig": ("decode_context_parallel_size", "cp_kv_cache_interleave_size"),
+    "KVCacheSpec": ("dtype", "dtypes", "shapes", "head_size", "kv_quant_mode", "dcp_sharded"),
     VARIABLES: ("VLLM_SSM_CONV_STATE_LAYOUT", "VLLM_KV_CACHE_LAYOUT"),
 }
 """Where engines were seen, or are known, to have other bytes."""

@@ -134,6 +134,12 @@ class Cache:
             ),
             compilation_config=SimpleNamespace(static_forward_context={}),
             kv_transfer_config=SimpleNamespace(engine_id="engine"),
+            parallel_config=SimpleNamespace(
+                pipeline_parallel_size=1,
+                decode_context_parallel_size=1,
+                prefill_context_parallel_size=1,
+                rank=0,
+            ),
             instance_id="life",
         )
         self.config: KVCacheConfig = get_kv_cache_config_from_groups(self.vllm_config, case.groups, 1 << 40)
@@ -226,17 +232,17 @@ def test_the_groups_that_vllm_does_not_share_are_left_out(
     """If blocks of a group that is left out do not divide those of the others, nothing is cached."""
     config = KVCacheConfig(NUM_BLOCKS, [], [group(spec, str(at)) for at, spec in enumerate(specs)])
     if shared is not None:
-        assert shared_groups(config) == shared
+        assert shared_groups(config, 1) == shared
         return
     with pytest.raises(UnsupportedError, match=r"not share between requests, with blocks of another size"):
-        shared_groups(config)
+        shared_groups(config, 1)
 
 
 def test_a_group_that_is_no_part_of_a_transfer_is_refused() -> None:
     config = KVCacheConfig(NUM_BLOCKS, [], [group(full()), group(full())])
     config.kv_cache_groups[1].enable_kv_transfer = False
     with pytest.raises(UnsupportedError, match=r"does not share between requests$"):
-        shared_groups(config)
+        shared_groups(config, 1)
 
 
 MIXED = {
@@ -260,7 +266,7 @@ def test_one_layer_that_needs_more_is_noticed_beside_others(what: str) -> None:
     mixed = uniform(**MIXED[what])
     assert UniformTypeKVCacheSpecs.is_uniform_type(mixed.kv_cache_spec.kv_cache_specs)
     ours = Cache(KVCacheLayout.LBNHC, Case([mixed]))
-    assert group_specs(ours.config)[0].kind == ("full" if "plain" in MIXED[what] else "sliding_window")
+    assert group_specs(ours.config, 1)[0].kind == ("full" if "plain" in MIXED[what] else "sliding_window")
     with pytest.raises(
         UnsupportedError, match=f"{what} in one KV cache group|KV cache groups of type {what}"
     ):
@@ -296,9 +302,6 @@ def vllm_config_of(server: LMCacheServer, cache: Cache) -> SimpleNamespace:
         kv_transfer_config=SimpleNamespace(engine_id="engine", kv_connector_extra_config=extra),
         model_config=SimpleNamespace(model="model"),
         speculative_config=None,
-        parallel_config=SimpleNamespace(
-            pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1, rank=0
-        ),
         **{name: part for name, part in vars(cache.vllm_config).items() if name != "kv_transfer_config"},
     )
 

@@ -39,17 +39,23 @@ with warnings.catch_warnings():
         get_kv_cache_coordinator,
     )
 
+    from lmcache_client.connector.translate import group_specs
+
 HASH_BLOCK_SIZE = 2
 
 
-def spec_of(group):
-    """The same group in vLLM's words. Every other window, by its length, is one of MLA."""
+def spec_of(group, dcp_size=1):
+    """The same group in vLLM's words. Every other window, by its length, is one of MLA, and so is full
+    attention with some sizes of blocks. Of `dcp_size` ranks, each has a part of a full block, and all of other
+    ones."""
     heads = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float16}
     if group.kind == FULL:
-        return vllm_specs.FullAttentionSpec(block_size=group.block_size, **heads)
+        kind = vllm_specs.MLAAttentionSpec if group.block_size % 8 else vllm_specs.FullAttentionSpec
+        return kind(block_size=group.block_size // dcp_size, **heads)
     if group.kind == SLIDING_WINDOW:
         kind = vllm_specs.SlidingWindowMLASpec if group.window % 2 else vllm_specs.SlidingWindowSpec
-        return kind(block_size=group.block_size, sliding_window=group.window, **heads)
+        sizes = {"block_size": group.block_size, "sliding_window": group.window}
+        return kind(**sizes, dcp_sharded=dcp_size == 1, **heads)
     if group.kind == CHUNKED_LOCAL:
         return vllm_specs.ChunkedLocalAttentionSpec(
             block_size=group.block_size, attention_chunk_size=group.window, **heads
@@ -63,19 +69,21 @@ def unified_block_size(groups):
     return math.lcm(*(group.block_size for group in groups))
 
 
-def vllm_hit(groups, cached, total_tokens, limit_tokens):
+def vllm_hit(groups, cached, total_tokens, limit_tokens, dcp_size=1):
     """(resume point, per group the positions of the blocks to reuse), by vLLM itself.
 
-    `cached` has, per group, a flag per block.
+    `cached` has, per group, a flag per block. Of the specs, the connector must make these groups.
     """
     config = vllm_specs.KVCacheConfig(
         num_blocks=1 + sum(map(len, cached)),
         kv_cache_tensors=[],
         kv_cache_groups=[
-            vllm_specs.KVCacheGroupSpec([f"layer {number}"], spec_of(group))
+            vllm_specs.KVCacheGroupSpec([f"layer {number}"], spec_of(group, dcp_size))
             for number, group in enumerate(groups)
         ],
     )
+    shapes = [(group.kind, group.block_size, group.window) for group in groups]
+    assert [(each.kind, each.block_size, each.window) for each in group_specs(config, dcp_size)] == shapes
     hash_block_size = groups[0].block_size if len(groups) == 1 else HASH_BLOCK_SIZE
     coordinator = get_kv_cache_coordinator(
         config,
@@ -84,7 +92,7 @@ def vllm_hit(groups, cached, total_tokens, limit_tokens):
         use_eagle=False,
         enable_caching=True,
         enable_kv_cache_events=False,
-        dcp_world_size=1,
+        dcp_world_size=dcp_size,
         pcp_world_size=1,
         scheduler_block_size=unified_block_size(groups),
         hash_block_size=hash_block_size,
@@ -127,9 +135,9 @@ def our_hit(groups, cached, total_tokens, limit_tokens):
 
 
 @st.composite
-def models(draw, one_block_size=False):
+def models(draw, one_block_size=False, kinds=KINDS):
     """Groups that vLLM can serve together."""
-    kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4))
+    kinds = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=4))
     # vLLM wants every group to have the block size of a chunked-local one.
     common = draw(st.sampled_from((4, 6, 8)))
     uneven = CHUNKED_LOCAL not in kinds and not one_block_size and len(kinds) > 1
@@ -210,6 +218,13 @@ def test_half_an_object_may_do_for_vllm_but_what_we_find_is_valid(case):
     assert hit_tokens == max(point for point in points if can_resume(*case[:2], point))
     # So the blocks that a load fills are those which vLLM then reads, no more and no less.
     assert not hit_tokens or positions == [list(group.needed_blocks(hit_tokens)) for group in groups]
+
+
+@settings(max_examples=400, deadline=None)
+@given(cases(models(kinds=(FULL, SLIDING_WINDOW, RECURRENT)), whole_objects=True))
+def test_both_find_the_same_resume_point_where_two_ranks_divide_the_tokens_of_full_blocks(case):
+    """Of windows and states, every rank has all tokens."""
+    assert our_hit(*case) == vllm_hit(*case, dcp_size=2)[0]
 
 
 FULL_OF_4 = GroupSpec(FULL, 4, 0, "", ())

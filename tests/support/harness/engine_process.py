@@ -47,6 +47,10 @@ class EngineProcess:
             from harness import scratch_layers
 
             scratch_layers.supply(scratch)
+        if arguments.get("decode_context_parallel_size", 1) > 1:
+            from harness import context_parallel
+
+            context_parallel.supply(arguments.get("cp_kv_cache_interleave_size", 1))
         if replaced := arguments.pop("replaced", None):
             _replace_when_loaded(Path(replaced))
         if changed := arguments.pop("changed", None):
