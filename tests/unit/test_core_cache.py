@@ -11,7 +11,7 @@ from lmcache_client.contract.geometry import FULL, GroupSpec
 from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_server.core import chunks as chunks_module
 from lmcache_server.core import leases, named_pins
-from lmcache_server.core.cache import Cache, Layout, NotReserved
+from lmcache_server.core.cache import ONCE_SHARE, Cache, Layout, NotReserved, Reservation
 from lmcache_server.core.index import Chunk
 from lmcache_server.core.leases import LEASE_COST, MAX_COST, MAX_SESSION_COST
 from lmcache_server.core.named_pins import MAX_NAMES, PinError
@@ -182,6 +182,14 @@ def test_a_prompt_that_comes_back_after_all_is_kept_like_any_other():
     store(cache, chain(16, name=3))
     assert stored_chunks(cache, chain(4, name=1)) == "1111"
     assert cache.evicted_ages_s == [], "the age of what was not to be kept says nothing about the size of L1"
+
+
+def test_what_is_written_counts_in_the_share_of_what_will_not_come_back():
+    cache = Cache(FRAME_BYTES, 100)
+    store(cache, chain(100))
+    results = [cache.reserve(PLAIN, key, 0, 0, 1, FRAME_BYTES, once=True) for key in chain(50, name=2)]
+    assert sum(isinstance(each, Reservation) for each in results) == 100 // ONCE_SHARE
+    assert results[-1] is NotReserved.ONCE
 
 
 # -- leases are bounded ------------------------------------------------------------------------------------
