@@ -285,6 +285,20 @@ def test_half_of_l1_can_be_pinned_and_no_frame_more():
     assert cache.named_pins.frames == 5, "a second name takes no memory"
 
 
+def test_a_pinned_chunk_grows_only_up_to_half_of_l1():
+    """Otherwise small objects could be pinned, and large ones added to their chunks."""
+    cache, (key,), where = Cache(FRAME_BYTES, 10), chain(1), layout(groups=2, shards=2)
+    cache.commit(reserve(cache, key, where))
+    cache.pin("mine", b"ns", [key])
+    assert reserve(cache, key, where, of=1, frames=5) is NotReserved.NO_ROOM
+    failed = reserve(cache, key, where, of=1, frames=4)
+    assert reserve(cache, key, where, of=1, shard=1) is NotReserved.NO_ROOM, "4 are being written"
+    cache.abort(failed)
+    cache.commit(reserve(cache, key, where, of=1, shard=1, frames=4))
+    assert cache.named_pins.frames == 5
+    cache.check_integrity()
+
+
 def test_names_and_chunks_of_pins_are_bounded(monkeypatch):
     cache, keys = Cache(FRAME_BYTES, 10), chain(4)
     store(cache, keys)

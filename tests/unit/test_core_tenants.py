@@ -46,6 +46,7 @@ def test_one_salt_can_have_another_quota_and_without_a_salt_there_is_none() -> N
     store(cache, chain(2, 2), A)
     store(cache, chain(2, 3), A)
     assert held(cache, 1, 2, 3) == ["0000", "1100", "1100"]
+    assert (cache.evicted_chunks, cache.quota_evicted_chunks, cache.evicted_ages_s) == (2, 2, [])
     assert store(cache, chain(3, 4), B) is NotReserved.QUOTA
     assert held(cache, 4) == ["1100"], "a chain longer than its quota keeps its head"
     assert store(cache, chain(9, 5)) is None
