@@ -251,6 +251,15 @@ def test_a_lease_that_made_room_loads_nothing(monkeypatch):
     assert [read is not None for read in reads] == [False, True, True]
 
 
+def test_only_its_session_can_end_a_lease():
+    cache, keys = filled(1)
+    lease = leased(cache, keys, OTHER)
+    assert not cache.release(lease, SESSION)
+    assert lives(cache, lease)
+    assert cache.release(lease, OTHER)
+    assert not cache.release(lease, OTHER), "once"
+
+
 def test_the_bounds_leave_room():
     longest = LEASE_COST + (1 << 16)
     assert MAX_SESSION_COST // longest >= 15
@@ -297,6 +306,22 @@ def test_a_pinned_chunk_grows_only_up_to_half_of_l1():
     cache.commit(reserve(cache, key, where, of=1, shard=1, frames=4))
     assert cache.named_pins.frames == 5
     cache.check_integrity()
+
+
+def test_a_chunk_that_is_being_written_is_pinned_when_that_has_ended():
+    cache, (key,), where = Cache(FRAME_BYTES, 10), chain(1), layout(groups=2)
+    cache.commit(reserve(cache, key, where))
+    writing = reserve(cache, key, where, of=1, frames=4)
+    cache.pin("mine", b"ns", [key])
+    assert not cache.named_pins.names, "nor is there a name without chunks"
+    cache.abort(writing)
+    cache.pin("mine", b"ns", [key])
+    # A pinned chunk that is forgotten while it grows frees all of it.
+    writing = reserve(cache, key, where, of=1)
+    cache.clear()
+    cache.check_integrity()
+    cache.commit(writing)
+    assert (cache.free_frames, cache.named_pins.frames) == (10, 0)
 
 
 def test_names_and_chunks_of_pins_are_bounded(monkeypatch):
