@@ -11,7 +11,7 @@ from lmcache_client.contract.geometry import FULL, GroupSpec
 from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_server.core import chunks as chunks_module
 from lmcache_server.core import leases, named_pins
-from lmcache_server.core.cache import Cache, Layout, NotReserved
+from lmcache_server.core.cache import ONCE_SHARE, Cache, Layout, NotReserved, Reservation
 from lmcache_server.core.index import Chunk
 from lmcache_server.core.leases import LEASE_COST, MAX_COST, MAX_SESSION_COST
 from lmcache_server.core.named_pins import MAX_NAMES, PinError
@@ -184,6 +184,14 @@ def test_a_prompt_that_comes_back_after_all_is_kept_like_any_other():
     assert cache.evicted_ages_s == [], "the age of what was not to be kept says nothing about the size of L1"
 
 
+def test_what_is_written_counts_in_the_share_of_what_will_not_come_back():
+    cache = Cache(FRAME_BYTES, 100)
+    store(cache, chain(100))
+    results = [cache.reserve(PLAIN, key, 0, 0, 1, FRAME_BYTES, once=True) for key in chain(50, name=2)]
+    assert sum(isinstance(each, Reservation) for each in results) == 100 // ONCE_SHARE
+    assert results[-1] is NotReserved.ONCE
+
+
 # -- leases are bounded ------------------------------------------------------------------------------------
 
 
@@ -243,6 +251,15 @@ def test_a_lease_that_made_room_loads_nothing(monkeypatch):
     assert [read is not None for read in reads] == [False, True, True]
 
 
+def test_only_its_session_can_end_a_lease():
+    cache, keys = filled(1)
+    lease = leased(cache, keys, OTHER)
+    assert not cache.release(lease, SESSION)
+    assert lives(cache, lease)
+    assert cache.release(lease, OTHER)
+    assert not cache.release(lease, OTHER), "once"
+
+
 def test_the_bounds_leave_room():
     longest = LEASE_COST + (1 << 16)
     assert MAX_SESSION_COST // longest >= 15
@@ -275,6 +292,36 @@ def test_half_of_l1_can_be_pinned_and_no_frame_more():
         cache.pin("mine", b"ns", keys[5:])
     cache.pin("yours", b"ns", keys[:5])
     assert cache.named_pins.frames == 5, "a second name takes no memory"
+
+
+def test_a_pinned_chunk_grows_only_up_to_half_of_l1():
+    """Otherwise small objects could be pinned, and large ones added to their chunks."""
+    cache, (key,), where = Cache(FRAME_BYTES, 10), chain(1), layout(groups=2, shards=2)
+    cache.commit(reserve(cache, key, where))
+    cache.pin("mine", b"ns", [key])
+    assert reserve(cache, key, where, of=1, frames=5) is NotReserved.NO_ROOM
+    failed = reserve(cache, key, where, of=1, frames=4)
+    assert reserve(cache, key, where, of=1, shard=1) is NotReserved.NO_ROOM, "4 are being written"
+    cache.abort(failed)
+    cache.commit(reserve(cache, key, where, of=1, shard=1, frames=4))
+    assert cache.named_pins.frames == 5
+    cache.check_integrity()
+
+
+def test_a_chunk_that_is_being_written_is_pinned_when_that_has_ended():
+    cache, (key,), where = Cache(FRAME_BYTES, 10), chain(1), layout(groups=2)
+    cache.commit(reserve(cache, key, where))
+    writing = reserve(cache, key, where, of=1, frames=4)
+    cache.pin("mine", b"ns", [key])
+    assert not cache.named_pins.names, "nor is there a name without chunks"
+    cache.abort(writing)
+    cache.pin("mine", b"ns", [key])
+    # A pinned chunk that is forgotten while it grows frees all of it.
+    writing = reserve(cache, key, where, of=1)
+    cache.clear()
+    cache.check_integrity()
+    cache.commit(writing)
+    assert (cache.free_frames, cache.named_pins.frames) == (10, 0)
 
 
 def test_names_and_chunks_of_pins_are_bounded(monkeypatch):
