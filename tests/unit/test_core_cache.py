@@ -93,6 +93,21 @@ def test_a_read_is_refused_unless_it_is_what_was_promised():
     cache.check_integrity()
 
 
+def test_what_is_being_written_to_a_tier_outlives_eviction_and_clear():
+    cache = Cache(FRAME_BYTES, 2)
+    for key in chain(2):
+        store(cache, [key])
+    oldest = cache.chunk(PLAIN.namespace, chain(1)[0])
+    assert cache.open_spill(oldest, 0) is not None
+    store(cache, chain(1, name=1))
+    assert [stored_chunks(cache, [key]) for key in chain(2)] == ["1", "0"], "the other one made room"
+    cache.clear()
+    assert (cache.num_chunks, cache.used_frames, cache.free_frames) == (0, 1, 1)
+    cache.close_spill(oldest)
+    assert (cache.used_frames, cache.free_frames) == (0, 2)
+    cache.check_integrity()
+
+
 def test_a_store_that_ends_after_clear_is_dropped():
     cache = Cache(FRAME_BYTES, 3)
     (key,) = chain(1)
