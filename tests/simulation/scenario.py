@@ -38,6 +38,8 @@ SHAPES = (
     ((RECURRENT, 8, 0), (FULL, 8, 0), (SLIDING_WINDOW, 4, 6)),
 )
 RECURRENT_SHAPES = tuple(shape for shape in SHAPES if any(kind == RECURRENT for kind, _, _ in shape))
+DIVIDED_SHAPES = ((FULL_8,), (FULL_8, (RECURRENT, 8, 0)), (FULL_8, (RECURRENT, 4, 0)))
+"""Those of which two ranks may divide the tokens of full blocks among them."""
 CHUNK_TOKENS = 8
 SALTS = ("", "", "tenant a", "tenant b")
 TIERED = (1, 3) if "tiers" in NAMES else ()
@@ -100,6 +102,8 @@ class Scenario:
             shape = draw.choice((*SHAPES, *RECURRENT_SHAPES))
             speculation = {"drafts": draw.choice((1, 2, 3)), "lookahead": draw.choice((0, 0, 1))}
             self.models[0] = replace(self.models[0], groups=shape, **speculation)
+        elif seed % 13 not in MIXED and not self.is_split:
+            self._divide(random.Random(f"context parallelism {seed}"))
         self.disk = Disk(self.world, seed) if seed % 13 in MIXED else None
         if self.disk is not None:
             # Only what their origins make of them differs.
@@ -120,6 +124,13 @@ class Scenario:
             self.salts = SALTS[:1]
             self.frames = 60
             del self.prompts[2:]
+
+    def _divide(self, draw: random.Random) -> None:
+        """In some histories, ranks divide the tokens of a block; other engines do so in another way."""
+        if draw.random() < 0.25:
+            one = replace(self.models[0], groups=draw.choice(DIVIDED_SHAPES), ranks=2, dcp=2)
+            self.models = [one, replace(one, name="two", **draw.choice(({"interleave": 2}, {"dcp": 1})))]
+            self.world.count("ranks that divide blocks")
 
     # -- who there is -----------------------------------------------------------------------------
 
