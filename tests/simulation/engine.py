@@ -68,7 +68,7 @@ class Model:
     lookahead: int = 0
     """How many tokens behind a chunk its key covers, too."""
     dcp: int = 1
-    """How many ranks divide the tokens of a full block among them. In `groups`, its size is that of one rank."""
+    """How many ranks divide the tokens of a full block among them. Its size in `groups` is that of one."""
     interleave: int = 1
     """How many neighbouring tokens are on one of these ranks."""
 
