@@ -91,8 +91,8 @@ def _group(group_spec: KVCacheSpec, tag: str, regions: tuple[Region, ...], dcp_s
 
 
 def _is_replicated(group_spec: KVCacheSpec) -> bool:
-    """Whether every tensor-parallel rank holds all heads of this group. vLLM 0.31 to 0.33 only say so for MLA:
-    for grouped-query attention with fewer heads than ranks, their kv_tp_replicas is 1, too."""
+    """Whether every tensor-parallel rank holds all heads of this group. vLLM 0.31 to 0.33 only say so for
+    MLA: for grouped-query attention with fewer heads than ranks, their kv_tp_replicas is 1, too."""
     specs = layer_specs(group_spec)
     return all(type(spec) is kv.MLAAttentionSpec and spec.max_tp_shards == 1 for spec in specs)
 

@@ -46,8 +46,8 @@ HASH_BLOCK_SIZE = 2
 
 def spec_of(group, dcp_size=1):
     """The same group in vLLM's words. Every other window, by its length, is one of MLA, and so is full
-    attention with some sizes of blocks. Of `dcp_size` ranks, each has a part of a full block, and all of other
-    ones."""
+    attention with some sizes of blocks. Each of `dcp_size` ranks has a part of a full block, and all of any
+    other."""
     heads = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float16}
     if group.kind == FULL:
         kind = vllm_specs.MLAAttentionSpec if group.block_size % 8 else vllm_specs.FullAttentionSpec

@@ -15,18 +15,28 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 from vllm import SamplingParams
+from vllm.config import ParallelConfig
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
 from lmcache_client import options
+from lmcache_client.connector.account import named
 from lmcache_client.connector.lookups import LOOKUP_WAIT_S
 from lmcache_client.connector.metadata import WorkerReport
 from lmcache_client.connector.request import Promised
 from lmcache_client.connector.scheduler import IDLE_WAIT_S, SchedulerSide
 from lmcache_client.connector.settings import Settings
+from lmcache_client.connector.support import block_tokens
 from lmcache_client.connector.worker import WorkerSide
 from lmcache_client.contract import geometry
-from lmcache_client.contract.geometry import CHUNKED_LOCAL, RECURRENT, SLIDING_WINDOW, Geometry, GroupSpec
+from lmcache_client.contract.geometry import (
+    CHUNKED_LOCAL,
+    FULL,
+    RECURRENT,
+    SLIDING_WINDOW,
+    Geometry,
+    GroupSpec,
+)
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.memory.host import HostExport
 from simulation.network import ClientSystem, Network
@@ -56,6 +66,24 @@ class Model:
     """The most drafts that a step verifies; none without a drafter."""
     lookahead: int = 0
     """How many tokens behind a chunk its key covers, too."""
+    dcp: int = 1
+    """How many ranks divide the tokens of a full block among them. Its size in `groups` is that of one."""
+    interleave: int = 1
+    """How many neighbouring tokens are on one of these ranks."""
+
+    @property
+    def parallel(self) -> Any:
+        """Of vLLM's configuration, what says so."""
+        return ParallelConfig(
+            tensor_parallel_size=self.ranks,
+            decode_context_parallel_size=self.dcp,
+            cp_kv_cache_interleave_size=self.interleave,
+        )
+
+    def block_tokens(self, kind: str, size: int) -> int:
+        """What the connector says of a block."""
+        spec: Any = SimpleNamespace(block_size=size, dcp_sharded=kind == FULL)
+        return block_tokens(spec, self.dcp)
 
 
 class Origin:
@@ -65,7 +93,8 @@ class Origin:
     """What is said of the loads in its history."""
 
     def tag(self, model: Model) -> ModelTag:
-        return ModelTag(model.name, (("weights", model.weights),), model.ranks, 1)
+        divided = named(model.parallel, "") if model.dcp > 1 else ()
+        return ModelTag(model.name, (("weights", model.weights), *divided), model.ranks, 1)
 
     def layout(self) -> str:
         """The tag of its groups."""
@@ -122,7 +151,8 @@ class Engine:
         self.done = 0
         self.closing = False
         self._aborts = self._resets = 0
-        self.weights = [model.weights] * model.ranks
+        divided = f" {model.interleave} of {model.dcp}" if model.dcp > 1 else ""
+        self.weights = [f"{model.weights}{divided}"] * model.ranks
         """What the pages of each rank depend on, apart from tokens."""
         self._computed: set[int] = set()
         """What stands for the tokens of the pages that it has computed."""
@@ -155,7 +185,10 @@ class Engine:
             )
             for rank, memory in enumerate(self._memory)
         ]
-        bare = tuple(GroupSpec(kind, size, window, "", ()) for kind, size, window in model.groups)
+        bare = tuple(
+            GroupSpec(kind, model.block_tokens(kind, size), window, "", ())
+            for kind, size, window in model.groups
+        )
         self.scheduler = SchedulerSide(
             settings,
             engine_id,
@@ -172,8 +205,12 @@ class Engine:
             system=systems[0],  # type: ignore[arg-type]
         )
         self.scheduler.bind(self.pool)
-        self.groups = bare
-        self.unified = geometry.unified_block_size(bare)
+        # What vLLM's managers say of a block.
+        self.groups = tuple(
+            GroupSpec(kind, size * (model.dcp if kind == FULL else 1), window, "", ())
+            for kind, size, window in model.groups
+        )
+        self.unified = geometry.unified_block_size(self.groups)
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -187,7 +224,8 @@ class Engine:
             for page_bytes in self.model.page_bytes:
                 regions.append(geometry.Region(0, offset, page_bytes, page_bytes))
                 offset += num_blocks * page_bytes
-            groups.append(GroupSpec(kind, size, window, self.origin.layout(), tuple(regions)))
+            tokens = self.model.block_tokens(kind, size)
+            groups.append(GroupSpec(kind, tokens, window, self.origin.layout(), tuple(regions)))
         return Geometry(tuple(groups), num_blocks)
 
     def _pages(self, rank: int, group: int, block: int) -> Iterator[Any]:

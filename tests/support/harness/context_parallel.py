@@ -1,9 +1,9 @@
 """Decode context parallelism (DCP) on a CPU, for which vLLM has no attention that can do it.
 
-Here each rank keeps the tokens that vLLM's kernel for GPUs would give it (v1/worker/block_table.py): the two say
-the same slots. Attention gathers the pages of all ranks of the DCP group, brings the tokens into their order and
-computes with torch. So vLLM's own scheduler, block pool, block tables and planning do what they do on GPUs. In
-the engine's process and its workers only.
+Here each rank keeps the tokens that vLLM's kernel for GPUs would give it (v1/worker/block_table.py).
+Attention gathers the pages of all ranks of the DCP group, brings the tokens into their order and computes
+with torch. So vLLM's own scheduler, block pool, block tables and planning do what they do on GPUs. In the
+engine's process and its workers only.
 """
 
 import itertools
