@@ -63,8 +63,8 @@ FACES = (
 )
 TOOLS = (COMMANDS, "lmcache_server/__main__.py")
 BUDGETS = {
-    "base": Budget(13285, "what a byte or a decision goes through, without options"),
-    "path": Budget(18252, "the same with every option"),
+    "base": Budget(13297, "what a byte or a decision goes through, without options"),
+    "path": Budget(18273, "the same with every option"),
     "faces": Budget(1942, "what configures and watches it"),
     "tools": Budget(3513, "the command lmcache"),
 }
