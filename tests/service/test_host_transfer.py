@@ -137,6 +137,11 @@ def test_calls_are_cut_at_the_same_byte_on_both_sides(child, l1, monkeypatch):
     round_trip(child, l1, page, Region(0, 3, 11_000, 10_007))
 
 
+def test_nothing_to_copy_is_no_error(child):
+    empty = np.zeros(0, np.uint64)
+    host.copy(child.pid, Pieces(empty, empty, empty), load=True)
+
+
 @pytest.mark.parametrize("load", [False, True])
 def test_a_piece_that_is_not_mapped_is_a_copy_error_in_either_thread(child, l1, load):
     mapping = mapped(child)
