@@ -63,8 +63,8 @@ FACES = (
 )
 TOOLS = (COMMANDS, "lmcache_server/__main__.py")
 BUDGETS = {
-    "base": Budget(13229, "what a byte or a decision goes through, without options"),
-    "path": Budget(18193, "the same with every option"),
+    "base": Budget(13241, "what a byte or a decision goes through, without options"),
+    "path": Budget(18205, "the same with every option"),
     "faces": Budget(1942, "what configures and watches it"),
     "tools": Budget(3501, "the command lmcache"),
 }
