@@ -250,11 +250,16 @@ def test_engines_restore_the_tokens_of_both_ranks(own_server: LMCacheServer) -> 
 
 
 def test_states_of_all_tokens_are_restored_beside_them(own_server: LMCacheServer) -> None:
-    """A state is stored where it ends a block of all ranks."""
-    tokens = prompt(1100, 1)
+    """A state is stored where it ends a block of all ranks, which not every prompt leaves by default."""
+    tokens, long, everywhere = prompt(1100, 1), prompt(1400, 2), {"prefix_cache_retention_interval": 512}
     with two_ranks("qwen3next-mqa", own_server, mamba_ssm_cache_dtype="float32") as engine:
         cold = engine.run(tokens)
+        cold_and_long = engine.run(long)
+        assert served(engine, long, 0).tokens == cold_and_long.tokens, "its state ends at 1,280 tokens"
         sizes = [group_of(own_server, kind)["block_size"] for kind in ("full", "recurrent")]
         assert sizes == [512, 256]
     with two_ranks("qwen3next-mqa", own_server, mamba_ssm_cache_dtype="float32") as engine:
         assert served(engine, tokens, 1024).output == cold.output
+    with two_ranks("qwen3next-mqa", own_server, mamba_ssm_cache_dtype="float32", **everywhere) as engine:
+        other = engine.run(prompt(1400, 3))
+        assert served(engine, prompt(1400, 3), 1024).output == other.output
