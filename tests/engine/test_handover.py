@@ -10,7 +10,7 @@ from harness.engine import Engine, Result
 from harness.prompts import prompt
 from harness.served import chunk_size, stopped
 from harness.server import LMCacheServer
-from harness.waiting import wait_until
+from harness.waiting import timed, wait_until
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 HINT = "lmcache.wait_tokens"
@@ -130,8 +130,7 @@ def test_a_decode_engine_waits_for_what_is_on_its_way(apart: Apart) -> None:
         assert restored.external_tokens == 2 * chunk
         assert restored.output == alone(prefill, later, 2 * chunk).output
 
-        # Its own server dies: nobody waits any more. How long a request waits for what does not come:
-        # test_early_lookups.py.
+        # Its own server dies: nobody waits any more.
         lost = prompt(2 * chunk + 10, 23)
         names = waits(lost)
         apart.decode.kill()
@@ -139,3 +138,28 @@ def test_a_decode_engine_waits_for_what_is_on_its_way(apart: Apart) -> None:
         assert computed.external_tokens == 0
         assert computed.output == prefill.run(lost).output
         apart.decode.start()
+
+
+def test_a_decode_engine_computes_what_does_not_come(apart: Apart) -> None:
+    """How long it waits: test_early_lookups.py."""
+    timeout_s = 1.0
+    with apart.decoder("llama", timeout_s) as decode:
+        chunk = chunk_size(apart.decode)
+        for number, hint in enumerate((2 * chunk, 2**31, 2 * chunk)):
+            if number == 2:
+                apart.store.kill()
+            tokens = prompt(2 * chunk + 10, 30 + number)
+            result, took_s = timed(lambda: decode.run(tokens, transfer={HINT: hint}))  # noqa: B023
+            assert number or took_s >= timeout_s, "it waited"
+            assert (result.external_tokens, result.local_tokens) == (0, 0)
+            assert decode.reset_prefix_cache()
+            assert decode.run(tokens).output == result.output
+        apart.store.restart()
+        # Hints that are wrong, and a request for which NixlConnector brings the pages.
+        asked = apart.questions()
+        hints: list[dict[str, Any]] = [{HINT: value} for value in (-1, True, 2**31 + 1, 1.5, "512", None)]
+        for wrong in [*hints, {HINT: 2**31, "do_remote_prefill": True}]:
+            assert decode.reset_prefix_cache()
+            decode.run(prompt(2 * chunk + 10, 33), 1, transfer=wrong)
+        assert apart.questions() == asked + 7, "each asked once"
+        assert decode.log.read_text().count("ignored the hint") == 1

@@ -5,8 +5,9 @@ from collections.abc import Callable
 import pytest
 from harness.engine import Engine
 from harness.prompts import prompt
-from harness.served import served
+from harness.served import served, stopped
 from harness.server import LMCacheServer
+from harness.waiting import wait_until
 
 TWO_RANKS = {"multiprocessing": True, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
 PATIENT = {"lmcache.mp.lookup_timeout_s": 100}
@@ -90,3 +91,28 @@ def test_servers_that_disagree_are_of_use_as_far_as_both_go(servers: list[LMCach
         "qwen3next", server=servers[0], extra_config=host, tensor_parallel_size=2, **TWO_RANKS
     ) as engine:
         assert engine.run(long).external_tokens == 0
+
+
+def test_a_server_that_hangs_or_dies_makes_hits_zero_and_nothing_else(servers: list[LMCacheServer]) -> None:
+    cached = prompt(300, 1)
+    with engine_over("gemma3", servers, {}, tensor_parallel_size=2) as engine:
+        cold = engine.run(cached)
+
+        def is_served() -> bool:
+            assert engine.reset_prefix_cache()
+            again = engine.run(cached)
+            assert again.output == cold.output
+            return again.external_tokens == 256
+
+        wait_until(is_served, what="both servers have it")
+        for lost in servers:
+            with stopped(lost.pid):
+                assert not is_served()
+            wait_until(is_served, what="the server that hung serves")
+            lost.kill()
+            assert not is_served()
+            lost.start()
+            assert not is_served(), "it is empty"
+            wait_until(is_served, what="the server that was restarted serves")
+    for server in servers:
+        server.wait_at_rest()

@@ -9,12 +9,12 @@ from harness.prompts import prompt
 from harness.served import held_blocks
 from harness.server import LMCacheServer
 
-LENGTH, ROUNDS = 1000, 25
+LENGTH = 1000
 PROMPTS = [prompt(LENGTH, seed) for seed in range(3)]
 
 
-@pytest.mark.long  # a kill at the worst moment: test_serving.py
-def test_kills_at_any_moment_change_no_output_and_leak_no_block(server: LMCacheServer) -> None:
+@pytest.mark.parametrize("rounds", [6, pytest.param(25, marks=pytest.mark.long)])
+def test_kills_at_any_moment_change_no_output_and_leak_no_block(server: LMCacheServer, rounds: int) -> None:
     draw = random.Random(7)
     answers: list[tuple[int, str, Result]] = []
     with Engine("gemma3", server=server, block_size=32) as engine:
@@ -23,7 +23,7 @@ def test_kills_at_any_moment_change_no_output_and_leak_no_block(server: LMCacheS
             assert engine.reset_prefix_cache()
             answers.extend((number, said, engine.run(PROMPTS[number])) for number in draw.sample(range(3), 3))
 
-        for round_number in range(ROUNDS):
+        for round_number in range(rounds):
             if round_number % 4 == 0:
                 # It registers again and stores; otherwise the next kill comes first.
                 server.wait_for_engine()
