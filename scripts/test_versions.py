@@ -45,6 +45,7 @@ TESTS = (
     "test_traps.py::test_preemption_under_load_finishes_and_leaks_no_block[first]",
     "test_roles.py::test_an_adapter_never_gets_the_kv_of_another_or_of_the_base_model",
     "test_parallel.py::test_ranks_and_stages_store_and_restore_their_shards[qwen3next-tensor_parallel_size]",
+    "test_context_parallel.py",
     "test_handover.py::test_a_decode_engine_goes_on_where_a_prefill_engine_ended[qwen3next-apart]",
     "test_several_servers.py::test_servers_that_disagree_are_of_use_as_far_as_both_go",
     "test_once.py::test_a_batch_that_will_not_come_back_leaves_the_chats_where_they_are",
