@@ -14,7 +14,7 @@ help:
 	@echo "make test      install, lint and the tests, as continuous integration runs them"
 	@echo "make test-all  that, and what takes long: more models, drafters and seeds, fuzzing, other versions of vLLM"
 	@echo "make stress    FILE=tests/… 20 times beside a load of eight"
-	@echo "make mutants   51 faults, one at a time, and which test finds each (NAMES=\"C1 C2\")"
+	@echo "make mutants   known faults, one at a time, and which test finds each (NAMES=\"C1 C2\")"
 	@echo "make test-versions  what depends on vLLM, on the oldest and the newest version (VLLM=\"0.31.0 0.33.0\")"
 	@echo "make watch-vllm  VLLM=0.34.0: what that version changes in all that the connector relies on"
 	@echo "make bench     side by side with vLLM alone and LMCache: writes docs/benchmarks.md (NAMES=\"lookup start\" only prints)"

@@ -31,7 +31,8 @@ LEAST = {
     "weights of one engine only, workers that register late",
     # Engines that are alike share pages, though others of their model's name are not.
     1 / 50: "replies of nonsense, copies hung, engine ids given twice, hosts cut off, "
-    "loads from several servers, loads from another engine, loads from another engine among unlike ones",
+    "loads from several servers, ranks that divide blocks, loads from another engine, "
+    "loads from another engine among unlike ones",
 }
 """How many of each there must be in a seed, on average."""
 
