@@ -101,7 +101,7 @@ $(STAMPS)/nixl: Makefile | $(STAMPS)/package
 
 LANE := not long
 # Seconds of CPU time of all tests together, with room for a busy machine. Make tests cheaper before you raise it.
-MAX_CPU := 2200
+MAX_CPU := 1700
 # Workers take one file after the other. Two more than there are cores, because tests also wait.
 WORKERS := $(shell expr $$(nproc) + 2)
 PYTEST := -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder --durations=25

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 from harness import drafters
 from harness.drafters import target_path
-from harness.engine import MODEL_DEFAULTS, Engine, Result
+from harness.engine import MODEL_DEFAULTS, Engine, Result, differ_by
 from harness.lanes import all_but
 from harness.prompts import prompt
 from harness.runners import SECOND
@@ -40,6 +40,8 @@ CHUNK = 256
 DRAFTS = 3
 ANSWER = 24
 LONG_ANSWER = 150
+ROUNDING = 0.01
+"""How far logprobs may be apart because prompts are computed at once."""
 SECOND_RUNNER = ", second runner"
 """Without asynchronous scheduling, because there its drafts never leave the worker."""
 """So long that it crosses the end of a chunk."""
@@ -210,9 +212,7 @@ def test_target_and_drafter_are_restored_exactly(server: LMCacheServer, name: st
                 first = other[: resume + BLOCK + kind.lookahead]
             assert answer.all == own(engine, server, other, ANSWER, resume, first).all
         right = [each.result for each in (alone, grown, *shared)]
-        assert [each.tokens for each in together] == [each.tokens for each in right]
-        # Prompts that share short steps are cut elsewhere, and may round otherwise.
-        assert not is_one_group or [each.output for each in together] == [each.output for each in right]
+        assert max(map(differ_by, together, right)) < ROUNDING
         # Only the cold request's chunks, for a fresh engine.
         forget(engine, server)
         ask(engine, tokens, ANSWER)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from harness.drafters import recurrent_path
-from harness.engine import MODEL_DEFAULTS, Engine, Result
+from harness.engine import MODEL_DEFAULTS, Engine, Result, differ_by
 from harness.prompts import prompt
 from harness.runners import SECOND
 from harness.served import held_blocks, step_output
@@ -43,6 +43,9 @@ CASES = [
 ]
 ANSWER = 60
 LONG_ANSWER = 100
+ROUNDING = 0.1
+"""How far logprobs may be apart because prompts are computed at once. A state hands rounding on to all tokens
+behind it."""
 EVERY_STATE: dict[str, Any] = {
     # vLLM then offers the state at every end of a block, also in answers, and the connector wants them all.
     "prefix_cache_retention_interval": None,
@@ -92,7 +95,7 @@ def test_target_and_drafter_resume_as_from_vllms_own_cache(model: str, kind: str
             longer, grown = conversation(engine, server, tokens, end)
             # They share a beginning: the first leaves it, the second its state, the third resumes there.
             shared = [[*prompt(2 * chunk + 10, 1), *prompt(chunk + 190 + i, 10 + i)] for i in range(4)]
-            right = fork(engine, server, shared, 2 * chunk, 1 if model == "falconh1" else ANSWER)
+            right = fork(engine, server, shared, 2 * chunk, model)
             ask(engine, tokens, ANSWER)
             assert_nothing_is_held(engine, server)
         # Another engine has few blocks, and its vLLM also offers states that drafts have made.
@@ -174,7 +177,7 @@ def conversation(
 
 
 def fork(
-    engine: Engine, server: LMCacheServer, shared: list[list[int]], at: int, compared: int
+    engine: Engine, server: LMCacheServer, shared: list[list[int]], at: int, model: str
 ) -> list[tuple[Result, Result]]:
     """Returns vLLM's own answers, one by one and at once."""
     forget(engine, server)
@@ -194,7 +197,8 @@ def fork(
     together = engine.generate(shared, ANSWER)
     assert all(each.external_tokens >= at for each in together)
     for each, *right in zip(together, results, local, strict=True):
-        assert each.tokens[:compared] in [one.tokens[:compared] for one in right]
+        assert each.tokens[0] in [one.tokens[0] for one in right]
+        assert model == "falconh1" or min(differ_by(each, one) for one in right) < ROUNDING
     return list(zip(results, local, strict=True))
 
 

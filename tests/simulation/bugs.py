@@ -96,18 +96,18 @@ BUGS: dict[str, tuple[Any, ...]] = {
     "overdue_never_noticed": (2, (channel, "OVERDUE_S", lambda _: 1e9)),
     "failed_load_offered_again": (18, (SchedulerSide, "worker_output", _forgets_failed_loads)),
     "reset_keeps_the_keys": (1, (SchedulerSide, "reset", _keeps_its_keys)),
-    "promise_outlives_a_reset": (38, (SchedulerSide, "reset", _keeps_its_promises)),
+    "promise_outlives_a_reset": (73, (SchedulerSide, "reset", _keeps_its_promises)),
     "pins_end_with_their_engine": (1, (Cache, "drop_owner", _unpins_first)),
     "old_chunks_kept": (0, (Cache, "forget_old", constant(0))),
     # Of several servers, the one that gives least is believed to speak for all.
     "one_promise_is_enough": (29, (Servers, "_agree", constant(True))),
     "promises_kept_when_one_server_fails": (
-        1403,
+        857,
         (Together, "__init__", lambda made: lambda self, parts, merge, _=None: made(self, parts, merge)),
     ),
     # As the early stages of a pipeline, which learn in the next step which drafts were right.
     "state_stored_before_its_drafts_are_verified": (
-        203,
+        2,
         (DraftingEngine, "_verify", lambda _: Engine._verify),
         (Offers, "_is_final", constant(True)),
     ),

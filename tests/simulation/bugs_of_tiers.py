@@ -58,5 +58,5 @@ OF_TIERS: dict[str, Any] = {
             lambda _: lambda self, chunk, bit: chunk.get(bit) if chunk in self._index else None,
         ),
     ),
-    "lookups_wait_for_whole_fetches": (3, (fetches, "fetch_patience_s", lambda _: lambda _tokens: 60.0)),
+    "lookups_wait_for_whole_fetches": (23, (fetches, "fetch_patience_s", lambda _: lambda _tokens: 60.0)),
 }

@@ -23,11 +23,11 @@ change of the simulation loses that, take another."""
 
 
 LEAST = {
-    1 / 2: "servers killed, servers stopped, servers ended, engines killed, connections broken",
+    1 / 2: "servers killed, servers ended, engines killed, connections broken",
     1 / 10: "tokens loaded, hits of early lookups, loads failed, preemptions, aborts, clock jumps, "
-    "replies lost, resets, pins, records read, records read in a later life, records written, tier faults, "
-    "lookups that wait for tiers, drafts accepted, drafts rejected, scratch blocks moved, "
-    "states copied after a step, weights replaced, weights named by their content, "
+    "replies lost, resets, pins, servers stopped, records read, records read in a later life, "
+    "records written, tier faults, lookups that wait for tiers, drafts accepted, drafts rejected, "
+    "scratch blocks moved, states copied after a step, weights replaced, weights named by their content, "
     "weights of one engine only, workers that register late",
     # Engines that are alike share pages, though others of their model's name are not.
     1 / 50: "replies of nonsense, copies hung, engine ids given twice, hosts cut off, "

@@ -1,6 +1,7 @@
 """A real vLLM engine in a child process, driven from a test."""
 
 import json
+import math
 import os
 import select
 import signal
@@ -81,6 +82,23 @@ class Result:
     def output(self) -> tuple[object, ...]:
         """What must be equal, bit for bit, however the KV cache was come by."""
         return (self.tokens, self.logprobs)
+
+
+def differ_by(one: Result, other: Result) -> float:
+    """How far the logprobs of two answers are apart, up to the end of the shorter one.
+
+    Prompts that are computed at once are rounded otherwise than alone; by how much depends on the processor.
+    Where two tokens were nearly as likely, the answers may go on differently. What comes behind is not
+    compared."""
+    apart = 0.0
+    for token, other_token, *probs in zip(
+        one.tokens, other.tokens, one.logprobs, other.logprobs, strict=False
+    ):
+        left, right = ({token: float.fromhex(value) for token, value in each} for each in probs)
+        apart = max([apart, *(abs(left[each] - right[each]) for each in left.keys() & right.keys())])
+        if token != other_token:
+            return max(apart, left[token] - left.get(other_token, -math.inf))
+    return apart
 
 
 def _result(fields: dict[str, Any]) -> Result:
