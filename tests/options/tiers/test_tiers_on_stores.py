@@ -201,6 +201,7 @@ def test_records_that_are_cut_are_not_served_and_a_slow_network_costs_no_more_th
     wait_until(lambda: not server.tier()["failing"] and not server.tier()["waiting_objects"], 90)
     server.restart()
     assert is_served(server, "third", 1), "what the store has was whole"
+    engine = new_engine(server.address, "fourth")  # the one before may not have noticed the restart
     # With the longest delay no record arrives in time: it has many pieces.
     for number, proxy.delay_s in ((2, 0.01), (1, 0.5), (3, 0.5)):
         exercise(engine, number)
