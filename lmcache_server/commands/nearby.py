@@ -23,6 +23,7 @@ READING = ("status", "ping", "inspect", "doctor")
 
 def instead(endpoint: str) -> str:
     """What to do if no server answers at `endpoint`."""
+    asked = int((re.search(r"/(\d+)\.sock$", endpoint) or [0, DEFAULT_PORT])[1])
     closed = []
     for directory in _directories():
         owner_id = directory.stat().st_uid
@@ -32,21 +33,22 @@ def instead(endpoint: str) -> str:
             closed.append((directory, owner_id))
             continue
         if ports := [int(each[:-5]) for each in names if listener(directory / each) is not None]:
-            return f"one is in {directory}: {again(directory, owner_id, min(ports))}"
+            port = asked if asked in ports else min(ports)
+            return f"one is in {directory}: {again(directory, owner_id, port)}"
+    others = "".join(f"; another user's may be in {each[0]}: {again(*each, asked)}" for each in closed[:1])
     if is_page("127.0.0.1", port := FLAGS["http_port"].default):
-        return f"one is shown at http://127.0.0.1:{port}"
-    port = int((re.search(r"/(\d+)\.sock$", endpoint) or [0, DEFAULT_PORT])[1])
-    others = [f"; another user's may be in {each[0]}: {again(*each, port)}" for each in closed[:1]]
+        return f"one is shown at http://127.0.0.1:{port}{others}"
     start = f"start one with '{start_command(endpoint)}', or pass the --host and --port"
-    return f"{start} that it was started with{''.join(others)}"
+    key = "" if endpoint.startswith("ipc") else " (and the --key-file)"
+    return f"{start}{key} that it was started with{others}"
 
 
 def again(directory: Path, owner_id: int, port: int) -> str:
-    """How this command reaches a server in `directory`, which belongs to user `owner_id`. Of another user's
-    server, nothing is suggested that changes it."""
+    """How this command reaches a server in `directory`, which belongs to user `owner_id`. Whoever asked may
+    have meant another server, so nothing is suggested that changes this one."""
     name = user_name(owner_id) if not user_name(owner_id).startswith("id ") else f"\\#{owner_id}"
     words = list(_without_address(sys.argv[1:]))
-    if os.getuid() != owner_id and (not words or words[0] not in READING):
+    if not words or words[0] not in READING:
         words = ["status"]
     words += ["--port", str(port)] if port != DEFAULT_PORT else []
     variable, arguments = f"LMCACHE_RUNTIME_DIR={shlex.quote(str(directory))}", shlex.join(words)

@@ -230,6 +230,6 @@ def _open(path: str) -> int:
             errno.EISDIR: "it is a directory; name a file in it",
             errno.ELOOP: "it is a symbolic link; name the file that it leads to",
             errno.EROFS: "its file system is read-only; name a file on another",
-            errno.EACCES: "permission denied; change the permissions of the file or of its directory",
+            errno.EACCES: "permission denied; name another or, if no server uses it, change its permissions",
         }.get(error.errno or 0, error.strerror)
         raise StartError(f"cannot open --l1-path {path}: {advice}") from error

@@ -222,7 +222,7 @@ def test_a_socket_directory_that_others_may_enter_or_nobody_can_look_at(capsys, 
     )
 
 
-def test_of_another_user_s_server_nothing_is_suggested_that_changes_it(monkeypatch):
+def test_of_a_server_elsewhere_nothing_is_suggested_that_changes_it(monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     for sudo, prefix in (("/usr/bin/sudo", "run 'sudo -u root env "), (None, "as root, run '")):
         monkeypatch.setattr(shutil, "which", {"sudo": sudo}.get)
@@ -235,8 +235,10 @@ def test_of_another_user_s_server_nothing_is_suggested_that_changes_it(monkeypat
             command = f"LMCACHE_RUNTIME_DIR=/run/lmcache {sys.executable} -m lmcache_server {kept} --port 7'"
             assert nearby.again(Path("/run/lmcache"), 0, 7) == prefix + command
     monkeypatch.setattr(sys, "argv", ["lmcache", "clear", "--tiers"])
-    own = nearby.again(Path("/run/lmcache"), 12345, 5555)
-    assert own == "run 'LMCACHE_RUNTIME_DIR=/run/lmcache lmcache clear --tiers'"
+    for owner_id in (0, 12345):
+        monkeypatch.setattr(os, "getuid", lambda: 12345 - owner_id)  # noqa: B023
+        own = nearby.again(Path("/run/lmcache"), 12345 - owner_id, 5555)
+        assert own == "run 'LMCACHE_RUNTIME_DIR=/run/lmcache lmcache status'"
 
 
 # -- a real server --------------------------------------------------------------------------------------

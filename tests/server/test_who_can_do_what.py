@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -106,7 +107,9 @@ def test_an_admin_is_told_the_command_that_reaches_the_server_of_another_user(tm
         )
         return done.returncode, done.stdout + done.stderr
 
-    with LMCacheServer(l1_size_gb=0.01) as server:
+    with LMCacheServer(l1_size_gb=0.01) as server, socket.socket(socket.AF_UNIX) as another:
+        another.bind(f"{server.runtime_dir}/1.sock")  # of a server at another port than the one asked for
+        another.listen()
         for name in ("x" * 200, "9" * 200, "1\n2"):
             Path(server.runtime_dir, f"{name}.sock").touch()  # by somebody who means no good
         for path in (server.runtime_dir, server.address.removeprefix("ipc://")):
@@ -115,8 +118,9 @@ def test_an_admin_is_told_the_command_that_reaches_the_server_of_another_user(tm
         nowhere = "/tmp/lmcache-test-nowhere"
         for user in (0, NOBODY):
             assert typed(user, server.runtime_dir, "status")[0] == 0, "root may, where the variable says so"
-            code, line = typed(user, nowhere, "status")
-            assert (code, f": one is in {server.runtime_dir}: run '{command}'" in line) == (1, True), line
+            for words in (("status",), ("clear", "--tiers"), ("unpin", "--all")):
+                code, line = typed(user, nowhere, *words)
+                assert (code, f": one is in {server.runtime_dir}: run '{command}'" in line) == (1, True), line
         where = f"LMCACHE_RUNTIME_DIR={server.runtime_dir} {sys.executable} -m lmcache_server "
         run = "run 'sudo -u nobody env " if shutil.which("sudo") else "as root, run '"
         may_be = (

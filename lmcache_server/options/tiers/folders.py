@@ -20,7 +20,7 @@ LOCK, SWEEPER = "lock", "sweeper.lock"
 FOLDERS = [f"{number:02x}" for number in range(256)]
 _ORDER = "order"
 _ENDING = ".kv"
-_OWNER = "give it to the server's user (chown), or name another one"
+_OWNER = "name another one or, if no server uses it, give it to the server's user (chown)"
 _ADVICE = {
     errno.EROFS: "its file system is read-only: remount it, or name another one",
     errno.EACCES: _OWNER,
