@@ -127,8 +127,8 @@ def geometry(
     for group in config.kv_cache_groups:
         layers = [layer for layer in group.layer_names if layer in regions]
         tag = _group_tag(vllm_config, config, group.kv_cache_spec, layers, kv_caches)
-        merged_regions = merged([regions[layer] for layer in layers])
-        groups.append(_group(group.kv_cache_spec, tag, merged_regions, dcp_size))
+        own = merged([regions[layer] for layer in layers])
+        groups.append(_group(group.kv_cache_spec, tag, own, dcp_size))
     return Geometry(tuple(groups), config.num_blocks), tuple(buffers)
 
 

@@ -10,9 +10,7 @@ from lmcache_client.contract.keys import Keys
 
 MAX_RETAIN_S = 86400
 Missed = Annotated[tuple[tuple[Annotated[str, Meta(max_length=32)], Natural], ...], Meta(max_length=16)]
-
-
-Short = Annotated[tuple[tuple[Natural, Natural, tuple[Natural, ...]], ...], Meta(max_length=MAX_GROUPS)]
+Ends = Annotated[tuple[tuple[Natural, Natural, tuple[Natural, ...]], ...], Meta(max_length=MAX_GROUPS)]
 
 
 class Inspect(Wire, frozen=True, tag=27):
@@ -26,14 +24,14 @@ class Inspect(Wire, frozen=True, tag=27):
 
 class Inspected(Wire, frozen=True, tag=28):
     """`resume_tokens` and `held` are those of Found. `missed` has the tokens between there and the limit by
-    reason, as (reason, tokens) pairs. `short` has the groups that cannot be restored up to the limit: how far
-    each could be alone, and the ranks that have not stored their part of the first chunk behind that of which
-    others have."""
+    reason, as (reason, tokens) pairs. `ends` has the groups that end the hit before the limit, as (group,
+    tokens, ranks): how far the group alone could be restored, and which ranks lack their part of the first
+    chunk behind that of which others have theirs."""
 
     resume_tokens: Natural
     held: tuple[bytes, ...]
     missed: Missed
-    short: Short = ()
+    ends: Ends = ()
 
 
 class Follow(Wire, frozen=True, tag=32):

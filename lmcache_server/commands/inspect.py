@@ -55,11 +55,11 @@ def look(ask: Ask, name: str, tokens: Sequence[int], salt: str, namespace: dict[
     found = ask(Inspect(namespace["engines"][0], keys, limit))
     if len(found.held) != len(groups) or found.resume_tokens > limit:
         raise ControlError("the lmcache server's answer does not fit the question: restart it and ask again")
-    short = {group: (end, list(ranks)) for group, end, ranks in found.short}
+    ends = {group: (end, list(ranks)) for group, end, ranks in found.ends}
     shown = [
         {"kind": group_name(group), "where": "l1"}
         | _held(bits, len(keys), size)
-        | dict(zip(("resume_tokens", "waits_for_ranks"), short.get(index, (limit, [])), strict=True))
+        | dict(zip(("resume_tokens", "missing_ranks"), ends.get(index, (limit, [])), strict=True))
         for index, (group, bits) in enumerate(zip(groups, found.held, strict=True))
     ]
     names = {each: namespace[each] for each in ("model", "namespace", "chunk_size")}
@@ -108,11 +108,9 @@ def text(row: dict[str, Any]) -> str:
 
 
 def _why(group: dict[str, Any], limit_tokens: int) -> str:
-    if group["resume_tokens"] == limit_tokens:
-        return ""
-    ranks = ", ".join(map(str, group["waits_for_ranks"][:SHOWN_RANKS]))
-    waits = f", not stored by rank {ranks}" if ranks else ""
-    return f"; alone, it could be restored up to {group['resume_tokens']:,}{waits}"
+    ranks = ", ".join(map(str, group["missing_ranks"][:SHOWN_RANKS]))
+    end, waits = group["resume_tokens"], f", not stored by rank {ranks}" if ranks else ""
+    return f"; alone, it could be restored up to {end:,}{waits}" if end < limit_tokens else ""
 
 
 def _gaps(missing: list[list[int]]) -> str:

@@ -68,10 +68,10 @@ def missed_tokens(
     return {reason: number for reason, number in tokens.items() if number}
 
 
-def short_groups(
+def ending_groups(
     layout: Layout, held: Sequence[bytes], ready: Sequence[int], limit: int
 ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """As `short` of Inspected. `ready` has, per chunk, the bits of its ready objects."""
+    """As `ends` of Inspected. `ready` has, per chunk, the bits of its ready objects."""
     size = layout.chunk_size
     for group, end in enumerate(group_ends(layout.groups, size, held, 0, limit)):
         if end // size < limit // size:

@@ -11,7 +11,7 @@ from lmcache_client.contract import messages
 from lmcache_client.contract.control import Inspect, Inspected
 from lmcache_client.contract.messages import Accept, Done, Found, Lookup, Message, Release
 from lmcache_server.core.cache import Cache, Hit, Layout
-from lmcache_server.core.misses import missed_tokens, short_groups
+from lmcache_server.core.misses import ending_groups, missed_tokens
 from lmcache_server.service.option import Options
 from lmcache_server.service.pinning import Pinning
 from lmcache_server.service.registry import Registry
@@ -168,8 +168,8 @@ class Lookups:
             raise Refusal(messages.BAD_REQUEST, "the keys end before limit_tokens")
         chain, hit = self._cache.find(layout, keys, 0, limit)
         missed = self._missed(layout, keys, hit, 0, limit)
-        short = short_groups(layout, hit.held, [chunk.ready if chunk else 0 for chunk in chain], limit)
-        return Inspected(hit.resume_tokens, hit.held, tuple(missed.items()), tuple(short))
+        ends = ending_groups(layout, hit.held, [chunk.ready if chunk else 0 for chunk in chain], limit)
+        return Inspected(hit.resume_tokens, hit.held, tuple(missed.items()), tuple(ends))
 
     def release(self, session: Session, message: Release) -> Message:
         self._early.pop((session.session_id, message.request_id), None)

@@ -212,6 +212,7 @@ def test_target_and_drafter_are_restored_exactly(server: LMCacheServer, name: st
                 first = other[: resume + BLOCK + kind.lookahead]
             assert answer.all == own(engine, server, other, ANSWER, resume, first).all
         right = [each.result for each in (alone, grown, *shared)]
+        assert [each.tokens for each in together] == [each.tokens for each in right]
         assert max(map(differ_by, together, right)) < ROUNDING
         # Only the cold request's chunks, for a fresh engine.
         forget(engine, server)

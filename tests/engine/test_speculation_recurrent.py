@@ -43,9 +43,10 @@ CASES = [
 ]
 ANSWER = 60
 LONG_ANSWER = 100
-ROUNDING = 0.1
-"""How far logprobs may be apart because prompts are computed at once. A state hands rounding on to all tokens
-behind it."""
+SURE, ROUNDING = 8, 0.005
+"""The server may have a state that is nearer than vLLM's own, and other drafts are accepted then. So how the
+tokens of an answer share steps differs, and how they are rounded. The first ones were equal to the bit; wrong
+pages put each of them 0.026 or more apart."""
 EVERY_STATE: dict[str, Any] = {
     # vLLM then offers the state at every end of a block, also in answers, and the connector wants them all.
     "prefix_cache_retention_interval": None,
@@ -198,7 +199,7 @@ def fork(
     assert all(each.external_tokens >= at for each in together)
     for each, *right in zip(together, results, local, strict=True):
         assert each.tokens[0] in [one.tokens[0] for one in right]
-        assert model == "falconh1" or min(differ_by(each, one) for one in right) < ROUNDING
+        assert model == "falconh1" or min(differ_by(each, one, SURE) for one in right) < ROUNDING
     return list(zip(results, local, strict=True))
 
 

@@ -170,12 +170,13 @@ class Lane:
     def num_running(self) -> int:
         return len(self._running_since_s)
 
+    @property
     def num_hanging(self) -> int:
         now_s = self.server.world.now_s
         return sum(now_s - since_s > STUCK_S for since_s in self._running_since_s.values())
 
     def is_stuck(self) -> bool:
-        return self.num_hanging() == self._threads
+        return self.num_hanging == self._threads
 
     def fail_waiting(self, reason: str) -> None:
         while self._waiting:

@@ -9,7 +9,7 @@ from lmcache_client.contract.hits import group_ends, resume_point
 from lmcache_server.core import misses
 from lmcache_server.core.cache import Cache, Layout, Reservation
 from lmcache_server.core.layout import bitmap
-from lmcache_server.core.misses import EVICTED, NO_STATE, NOT_STORED, PARTIAL, TIER_LATE, short_groups
+from lmcache_server.core.misses import EVICTED, NO_STATE, NOT_STORED, PARTIAL, TIER_LATE, ending_groups
 
 CHUNK = 16
 SESSION = 1
@@ -113,23 +113,25 @@ def test_the_memory_of_evicted_chunks_is_bounded_and_takes_none_for_another():
     assert not any(evicted.has(b"n" * 32, key) for key in chain(5000, seed=1))
 
 
-def short(cache, layout, keys):
+def ending(cache, layout, keys):
     chain, hit = cache.find(layout, keys, 0, len(keys) * CHUNK)
     ready = [chunk.ready if chunk else 0 for chunk in chain]
-    return hit.resume_tokens, list(short_groups(layout, hit.held, ready, len(keys) * CHUNK))
+    return hit.resume_tokens, list(ending_groups(layout, hit.held, ready, len(keys) * CHUNK))
 
 
 def test_the_groups_that_end_a_hit_and_the_ranks_that_it_waits_for():
     cache, keys = Cache(1, 100), chain(4)
-    assert short(cache, HYBRID, keys) == (0, [(0, 0, ()), (1, 0, ())])
+    assert ending(cache, HYBRID, keys) == (0, [(0, 0, ()), (1, 0, ())])
     store(cache, HYBRID, keys)
     store(cache, HYBRID, keys[:3], group=1, first=2)
-    assert short(cache, HYBRID, keys) == (3 * CHUNK, [(1, 3 * CHUNK, ())]), "the state of the last is missing"
+    assert ending(cache, HYBRID, keys) == (3 * CHUNK, [(1, 3 * CHUNK, ())]), (
+        "the state of the last is missing"
+    )
     store(cache, HYBRID, keys, group=1, first=3)
-    assert short(cache, HYBRID, keys) == (4 * CHUNK, [])
+    assert ending(cache, HYBRID, keys) == (4 * CHUNK, [])
     store(cache, TWO_RANKS, keys[:3])
     store(cache, TWO_RANKS, keys[:1], rank=1)
-    assert short(cache, TWO_RANKS, keys) == (CHUNK, [(0, CHUNK, (1,))])
+    assert ending(cache, TWO_RANKS, keys) == (CHUNK, [(0, CHUNK, (1,))])
 
 
 def test_a_hit_ends_early_exactly_if_a_group_alone_does():

@@ -68,9 +68,9 @@ def test_what_is_held_of_each_group_and_why_no_more() -> None:
     assert full == {
         **{"kind": "full", "where": "l1", "chunks": 4, "held_chunks": 2},
         **{"leading_tokens": 8, "missing_tokens": [[8, 16]]},
-        **{"resume_tokens": 8, "waits_for_ranks": []},
+        **{"resume_tokens": 8, "missing_ranks": []},
     }
-    assert (window["resume_tokens"], window["waits_for_ranks"]) == (16, [])
+    assert (window["resume_tokens"], window["missing_ranks"]) == (16, [])
     assert (window["kind"], window["leading_tokens"]) == ("sliding window of 512 tokens", 0)
     assert window["missing_tokens"] == [[0, 4], [8, 12]]
     assert not inspect.is_whole(row)
@@ -86,7 +86,7 @@ def test_what_is_held_of_each_group_and_why_no_more() -> None:
 
 def test_ranks_that_have_not_stored_their_part_are_named() -> None:
     row, _ = look(Inspected(4, (b"\x0f", b"\x01"), (("partial", 12),), ((1, 4, (1, 3)),)))
-    assert row["groups"][1]["waits_for_ranks"] == [1, 3]
+    assert row["groups"][1]["missing_ranks"] == [1, 3]
     assert inspect.text(row).endswith("restored up to 4, not stored by rank 1, 3")
 
 

@@ -57,13 +57,14 @@ class Lane:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
     def num_hanging(self) -> int:
         """How many threads have been in their call for more than STUCK_S seconds."""
         now_s = time.monotonic()
         return sum(1 for since_s in self._running_since_s if since_s and now_s - since_s > STUCK_S)
 
     def is_stuck(self) -> bool:
-        return self.num_hanging() == len(self._running_since_s)
+        return self.num_hanging == len(self._running_since_s)
 
     def is_busy(self) -> bool:
         return any(self._running_since_s)
@@ -179,7 +180,7 @@ class TierWorker:
 
     @property
     def writes_hanging(self) -> int:
-        return self._writes.num_hanging()
+        return self._writes.num_hanging
 
     def is_stuck(self) -> bool:
         return any(lane.is_stuck() for lane in self._lanes)

@@ -84,16 +84,15 @@ class Result:
         return (self.tokens, self.logprobs)
 
 
-def differ_by(one: Result, other: Result) -> float:
-    """How far the logprobs of two answers are apart, up to the end of the shorter one.
+def differ_by(one: Result, other: Result, length: int | None = None) -> float:
+    """How far the logprobs of two answers are apart, in their first `length` tokens or in all that both have.
 
     Prompts that are computed at once are rounded otherwise than alone; by how much depends on the processor.
     Where two tokens were nearly as likely, the answers may go on differently. What comes behind is not
     compared."""
     apart = 0.0
-    for token, other_token, *probs in zip(
-        one.tokens, other.tokens, one.logprobs, other.logprobs, strict=False
-    ):
+    said = zip(one.tokens[:length], other.tokens, one.logprobs, other.logprobs, strict=False)
+    for token, other_token, *probs in said:
         left, right = ({token: float.fromhex(value) for token, value in each} for each in probs)
         apart = max([apart, *(abs(left[each] - right[each]) for each in left.keys() & right.keys())])
         if token != other_token:
