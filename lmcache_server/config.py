@@ -123,8 +123,8 @@ class Config:
         "server asks the system for transparent huge pages.")
     l1_path: str = _flag(
         "", _TEXT, "File that holds the cache, best in a memory file system such as /dev/shm. After a clean "
-        "stop, the next server with the same file and --l1-size-gb restores the whole cache. Without a file, "
-        "the cache ends with the server.", metavar="FILE", show_default="none")
+        "stop, the next server with the same file, and at least this --l1-size-gb, restores the whole cache. "
+        "Without a file, the cache ends with the server.", metavar="FILE", show_default="none")
     checksums: bool = _flag(
         False, click.BOOL, "Take a checksum of every stored page and check it before the page is loaded. A "
         "request that would load a damaged page is recomputed.")

@@ -91,6 +91,8 @@ def address(host: str, port: int, key_file: str = "") -> str:
         split(place)
         return place
     path = runtime_directory() / f"{port}.sock"
+    if not path.is_absolute():
+        raise EndpointError(f"LMCACHE_RUNTIME_DIR={path.parent} must begin with /")
     if not str(path).isprintable():
         raise EndpointError(
             f"{path} cannot be printed: set LMCACHE_RUNTIME_DIR to a directory with a plain name"

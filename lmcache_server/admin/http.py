@@ -99,8 +99,8 @@ class Server:
             reason = getattr(error, "strerror", None) or str(error)
             remedy = "choose another --http-port, above 1023, or another --http-host"
             if getattr(error, "errno", 0) == errno.EADDRINUSE:
-                program = "the lmcache server" if is_page(name, port) else "the program"
-                remedy = f"stop {program} that uses this port, or choose another --http-port"
+                program = "another lmcache server" if is_page(name, port) else "another program"
+                remedy = f"{program} uses this port: choose another --http-port (0 takes a free one)"
             raise StartError(
                 f"cannot listen on {host}:{port} for HTTP: {reason.lower()}; {remedy}"
             ) from error

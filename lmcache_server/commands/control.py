@@ -168,8 +168,8 @@ def _endpoint(server: Address) -> str:
         raise UnreachableError(endpoint) from None
     except OSError as error:
         raise ControlError(
-            f"cannot use {runtime_directory()} for the socket ({error.strerror}): name another directory in "
-            "LMCACHE_RUNTIME_DIR"
+            f"cannot use {runtime_directory()} for the socket ({error.strerror}): set LMCACHE_RUNTIME_DIR to "
+            "the server's directory"
         ) from error
     if not host and not os.path.exists(endpoint.removeprefix("ipc://")):
         raise UnreachableError(endpoint)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lmcache_client.contract.endpoint import peer_pid, start_command, user_name
 from lmcache_client.contract.messages import DEFAULT_PORT
-from lmcache_server.config import FLAGS
+from lmcache_server.config import FLAGS, unknown_variables
 from lmcache_server.host.machine import is_page
 
 SYSTEM_DIRECTORY = Path("/run/lmcache")
@@ -23,6 +23,11 @@ READING = ("status", "ping", "inspect", "doctor")
 
 def instead(endpoint: str) -> str:
     """What to do if no server answers at `endpoint`."""
+    mistyped = [each for each in unknown_variables(os.environ) if "did you mean" in each]
+    return "; ".join([*mistyped[:1], _other_server(endpoint)])
+
+
+def _other_server(endpoint: str) -> str:
     asked = int((re.search(r"/(\d+)\.sock$", endpoint) or [0, DEFAULT_PORT])[1])
     closed = []
     for directory in _directories():

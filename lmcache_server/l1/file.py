@@ -9,6 +9,7 @@ import errno
 import fcntl
 import hashlib
 import logging
+import math
 import mmap
 import os
 import stat
@@ -50,13 +51,14 @@ class L1File:
     new file. `in_memory` says that the file system takes memory, not disk space.
     """
 
-    def __init__(self, path: str, size_bytes: int) -> None:
-        """Opens and locks the file. Raises StartError if it cannot be used, and then leaves its content."""
+    def __init__(self, path: str, size_bytes: int, trial: bool = False) -> None:
+        """Opens and locks the file. Raises StartError if it cannot be used, and then leaves its content.
+        `trial`: the file is there, and nothing is changed."""
         self.path = path
         self.num_frames = size_bytes // FRAME_BYTES
         self._end = HEADER_BYTES + self.num_frames * FRAME_BYTES
         self._was_cut = self._is_lost = False
-        self.descriptor = _open(path)
+        self.descriptor = _open(path, 0 if trial else os.O_CREAT)
         try:
             self._check_owner()
             self._lock()
@@ -67,6 +69,8 @@ class L1File:
                 )
             self.in_memory = kind in MEMORY_FILE_SYSTEMS
             self.index, self.reason = self._read()
+            if trial:
+                return
             try:
                 self._check_space()
             except StartError:
@@ -95,6 +99,9 @@ class L1File:
     def map(self) -> mmap.mmap:
         """Maps the frames. Only frames that have space may be touched: see `allocate`."""
         size_bytes = self._end - HEADER_BYTES
+        # Larger than before; what is saved stays valid until `begin`.
+        if os.fstat(self.descriptor).st_size < self._end:
+            os.ftruncate(self.descriptor, self._end)
         return mmap.mmap(self.descriptor, size_bytes, flags=mmap.MAP_SHARED, offset=HEADER_BYTES)
 
     def is_cut(self) -> bool:
@@ -172,7 +179,7 @@ class L1File:
         if self.in_memory:
             preflight.require(preflight.memory(size_bytes, taken_bytes, *available_bytes()))
         # Without space for all of L1, the part that can be restored is still worth keeping.
-        if self.index is None:
+        if self.index is None or os.fstat(self.descriptor).st_size < self._end:
             mount, free = mount_point(self.path), free_bytes(self.descriptor)
             preflight.require(
                 preflight.l1_file(self.path, mount, self.in_memory, size_bytes, taken_bytes, free)
@@ -193,16 +200,23 @@ class L1File:
         if len(head) != _FIELDS.size + 32 or _sha256(head[:-32]) != head[-32:]:
             return None, "its header is damaged"
         *_, frames, state, index_bytes, digest = _FIELDS.unpack(head[:-32])
-        if frames != self.num_frames:
-            return None, f"it was made for --l1-size-gb {frames * FRAME_BYTES / GB_BYTES:.3g}"
         if state != CLEAN:
             return None, "the previous server did not stop cleanly"
-        if size_bytes != self._end + index_bytes:
-            return None, f"it has {size_bytes} bytes instead of {self._end + index_bytes}"
+        end = HEADER_BYTES + frames * FRAME_BYTES
+        if size_bytes < end + index_bytes:
+            return None, f"it has {size_bytes} bytes instead of {end + index_bytes}"
         with open(self.descriptor, "rb", closefd=False) as file:
-            file.seek(self._end)
+            file.seek(end)
             index = file.read(index_bytes)
-        return (index, "") if _sha256(index) == digest else (None, "its index is damaged")
+        if _sha256(index) != digest:
+            return None, "its index is damaged"
+        if frames > self.num_frames:
+            least = math.ceil(1000 * frames * FRAME_BYTES / GB_BYTES) / 1000
+            raise StartError(
+                f"--l1-path {self.path} holds the cache of a larger L1: pass --l1-size-gb {least:.10g} or "
+                "more or, to start empty, name another file"
+            )
+        return index, ""
 
     def _write_header(self, state: int, index: bytes) -> None:
         fields = _FIELDS.pack(*_VERSION, self.num_frames, state, len(index), _sha256(index))
@@ -214,8 +228,8 @@ def _sha256(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def _open(path: str) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+def _open(path: str, create: int) -> int:
+    flags = os.O_RDWR | create | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         return os.open(path, flags, 0o600)
     except FileNotFoundError as error:

@@ -76,7 +76,9 @@ def claimed(path: Path, port: int) -> Iterator[Claim]:
                 "stop it, or choose another --port"
             ) from None
         except OSError as error:
-            raise StartError(f"cannot use {path.parent} for the socket: {error}") from error
+            make = "" if path.parent.parent.is_dir() else f"mkdir -m 700 -p {path.parent}, or "
+            fix = f"{make}set LMCACHE_RUNTIME_DIR to another directory of this user"
+            raise StartError(f"cannot use {path.parent} for the socket: {error}: {fix}") from error
         stack.callback(lambda: path.unlink(missing_ok=True) if claim.is_ours() else None)
         yield claim
 

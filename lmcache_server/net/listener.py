@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ctypes
+import errno
 import os
 import time
 from collections.abc import Hashable, Iterator
@@ -58,10 +59,12 @@ def bound_listener(config: Config) -> Iterator["Listener"]:
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
-            raise StartError(
-                f"cannot listen on {endpoint}: {os.strerror(error.errno or 0).lower()}; "
-                "stop the program that uses it, or choose another --port or --host"
-            ) from error
+            fix = {
+                errno.EADDRINUSE: "stop the program that uses it, or choose another --port or --host",
+                errno.EACCES: "choose a --port above 1023",
+            }.get(error.errno or 0, "choose another --host: an address of this machine ('ip address')")
+            reason = os.strerror(error.errno or 0).lower()
+            raise StartError(f"cannot listen on {endpoint}: {reason}; {fix}") from error
         listener = Listener(socket, connections, replies, claim)
         listener.endpoint += whole.removeprefix(endpoint)
         yield listener

@@ -349,7 +349,7 @@ def test_the_init_container_gives_the_directory_to_the_user(tmp_path):
     (directories[-1] / "of others").touch()
     done = subprocess.run([*setpriv, shell, options, script], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "is in use: name a directory that holds nothing else" in done.stderr
+    assert done.stderr == "/nvme/lmcache of the node is in use: name a directory that holds nothing else\n"
     assert directories[-1].stat().st_uid == 0
 
 

@@ -217,9 +217,36 @@ def test_a_socket_directory_that_others_may_enter_or_nobody_can_look_at(capsys, 
     assert "chmod 700" in refused_start("--http-port", "0")
     monkeypatch.setenv("LMCACHE_RUNTIME_DIR", "/dev/null/below")
     assert sentence(capsys, 1, "ping") == (
-        "lmcache: cannot use /dev/null/below for the socket (Not a directory): name another directory in "
-        "LMCACHE_RUNTIME_DIR"
+        "lmcache: cannot use /dev/null/below for the socket (Not a directory): set LMCACHE_RUNTIME_DIR to "
+        "the server's directory"
     )
+
+
+def test_what_a_server_says_of_a_place_where_it_cannot_listen(capsys, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "full" / f"{PORT}.sock").mkdir(parents=True)
+    (tmp_path / "full").chmod(0o700)
+    another = "set LMCACHE_RUNTIME_DIR to another directory of this user"
+    for directory, said in {
+        "none/below": f"/none/below': mkdir -m 700 -p {tmp_path}/none/below, or",
+        "file": f"File exists: '{tmp_path}/file':",
+        "full": f"Is a directory: '{tmp_path}/full/{PORT}.sock':",
+    }.items():
+        monkeypatch.setenv("LMCACHE_RUNTIME_DIR", str(tmp_path / directory))
+        line = refused_start("--http-port", "0", "--port", PORT)
+        assert line.startswith(f"lmcache: cannot use {tmp_path}/{directory} for the socket: ")
+        assert line.endswith(f"{said} {another}")
+    monkeypatch.setenv("LMCACHE_RUNTIME_DIR", "below")
+    for line in (refused_start("--http-port", "0", "--port", PORT), sentence(capsys, 1, "ping")):
+        assert line == "lmcache: LMCACHE_RUNTIME_DIR=below must begin with /"
+    line = refused_start("--http-port", "0", "--port", PORT, "--host", "192.0.2.1", "--allow-remote")
+    assert line.endswith("choose another --host: an address of this machine ('ip address')")
+
+
+def test_a_mistyped_variable_is_named_where_no_server_answers(capsys, monkeypatch):
+    monkeypatch.setenv("LMCACHE_PROT", "5560")
+    said = "the environment variable LMCACHE_PROT sets nothing: did you mean LMCACHE_PORT?; start one with"
+    assert said in sentence(capsys, 1, "ping", "--port", PORT)
 
 
 def test_of_a_server_elsewhere_nothing_is_suggested_that_changes_it(monkeypatch):
@@ -248,7 +275,8 @@ def test_a_server_that_runs_but_does_not_answer(capsys):
     with running() as (process, _, url):
         port = url.rpartition(":")[2]
         line = refused_start("--http-port", port, "--port", "5902")
-        assert line.endswith("stop the lmcache server that uses this port, or choose another --http-port")
+        fix = "another lmcache server uses this port: choose another --http-port (0 takes a free one)"
+        assert line.endswith(fix)
         process.send_signal(signal.SIGSTOP)
         for command in ("ping", "status", "clear"):
             line = sentence(capsys, 1, command, "--port", PORT, "--timeout-s", "0.2")

@@ -93,6 +93,26 @@ def test_without_a_server_and_with_a_file_for_which_there_is_no_room(tmp_path: P
     assert (code, found["shared memory"]["fix"]) == (1, f"mkdir -p {tmp_path}/missing")
 
 
+def test_a_file_that_a_server_would_refuse(tmp_path: Path) -> None:
+    path = tmp_path / "l1"
+    path.write_text("a letter")
+    path.chmod(0o600)
+    with LMCacheServer(l1_size_gb=0.05, l1_path=tmp_path / "own") as server:
+        answers, port = {}, str(server.port)
+        for name in ("l1", "own", "new"):
+            _, answers[name] = doctor(server.environment, "--port", port, "--l1-path", str(tmp_path / name))
+        with LMCacheServer(l1_size_gb=0.05) as other:
+            _, answers["taken"] = doctor(other.environment, "--l1-path", str(tmp_path / "own"))
+    assert answers["l1"]["L1 file"]["finding"] == (
+        f"--l1-path {path} is not an lmcache file and is left unchanged"
+    )
+    assert answers["l1"]["L1 file"]["fix"] == "name another file"
+    assert answers["taken"]["L1 file"]["finding"].endswith("own is in use by another lmcache server")
+    assert {answers[name]["L1 file"]["verdict"] for name in ("own", "new")} == {"ok"}
+    assert path.read_text() == "a letter"
+    assert not (tmp_path / "new").exists()
+
+
 STEPS = (
     "context",
     "memory of an engine",

@@ -80,7 +80,7 @@ def test_a_server_and_a_command_want_a_key_file_that_others_cannot_read(
 ) -> None:
     other = made(tmp_path / "open")
     os.chmod(other, 0o644)
-    for path, said in {other: f"chmod 600 {other}", "/none": "/none: No such file or directory"}.items():
+    for path, said in {other: f"chmod 600 {other}", "/none": "make one with 'lmcache key /none'"}.items():
         assert said in refusal(l1_size_gb=0.02, host=HOST, key_file=path)
         assert said in sentence(capsys, 1, "ping", *asked(keyed, "--key-file", path))
 

@@ -184,6 +184,28 @@ def test_a_stop_in_the_middle_of_stores_keeps_only_whole_chunks(running: LMCache
         running.clear()
 
 
+def test_a_larger_l1_has_all_chunks_of_the_smaller_one_and_room_for_more(path: Path) -> None:
+    with LMCacheServer(l1_size_gb=0.05, l1_path=path) as server:
+        server.wait_until_populated()
+        prompt = Prompt(new_engine(server))
+        prompt.store()
+        server.terminate()
+    assert refusal(l1_size_gb=0.04, l1_path=path).startswith(
+        f"lmcache: --l1-path {path} holds the cache of a larger L1: pass --l1-size-gb 0.05 or more "
+    )
+    with LMCacheServer(l1_size_gb=0.1, l1_path=path) as server:
+        server.wait_until_populated()
+        assert server.status()["l1"]["total_bytes"] == int(0.1 * GB_BYTES) // FRAME_BYTES * FRAME_BYTES
+        prompt = Prompt(new_engine(server))
+        prompt.fill()
+        prompt.load()
+        prompts = [Prompt(prompt.engine, number) for number in range(3)]
+        for each in prompts:
+            each.store()
+        for each in prompts:
+            each.load()
+
+
 def test_a_stop_while_the_file_still_grows(path: Path) -> None:
     with LMCacheServer(l1_size_gb=0.5, l1_path=path) as server:
         prompt = Prompt(new_engine(server))

@@ -130,7 +130,7 @@ def test_a_key_is_32_bytes_or_64_digits(path):
         Path(path).write_bytes(content)
         with pytest.raises(ValueError, match=f"{path} must have 32 bytes"):
             read_key(path)
-    with pytest.raises(ValueError, match=r"none: No such file"):
+    with pytest.raises(ValueError, match=r"none: copy it, or make one with"):
         read_key(path + "none")
     with pytest.raises(ValueError, match="Is a directory"):
         read_key(os.path.dirname(path))
@@ -151,6 +151,9 @@ def test_nobody_else_may_read_or_change_it_but_a_group_as_kubernetes_mounts_it(m
     monkeypatch.setattr(os, "getgroups", list)
     with pytest.raises(ValueError, match="only its groups may also read it"):
         read_key(path)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(ValueError, match="it is another user's, so make a copy"):
+        read_key(path)
 
 
 def test_an_address_names_the_key_file_of_tcp(path, monkeypatch):
@@ -165,5 +168,5 @@ def test_an_address_names_the_key_file_of_tcp(path, monkeypatch):
     monkeypatch.chdir(os.path.dirname(path))
     assert address("10.0.0.1", 5555, "key") == with_key, "another process reads it, too"
     assert address("", 5555, "none").startswith("ipc://"), "a Unix socket needs no key"
-    with pytest.raises(EndpointError, match=r"cannot use the key file: .*none: No such file"):
+    with pytest.raises(EndpointError, match=r"cannot use the key file: .*none: copy it, or make one with"):
         address("10.0.0.1", 5555, "none")

@@ -18,9 +18,11 @@ from lmcache_server.commands.doctor import checks
 from lmcache_server.commands.doctor.devices import check_devices, through_server
 from lmcache_server.commands.doctor.gpu import try_gpus
 from lmcache_server.commands.shared_flags import Address
+from lmcache_server.errors import StartError
 from lmcache_server.host import machine, preflight
 from lmcache_server.host.preflight import FAIL, WARN, Check
 from lmcache_server.host.units import GB_BYTES
+from lmcache_server.l1.file import L1File
 from lmcache_server.options import parts
 
 TIMEOUT_S = 10.0
@@ -106,7 +108,8 @@ def _l1_room(
 ) -> list[Check]:
     """Checks for enough room for L1: in memory, in reserved huge pages, or in the file `path`."""
     if path:
-        return _file_room(path, l1_bytes, has_gpu)
+        is_running = report.get("config", {}).get("l1_path") == path
+        return [*_file_room(path, l1_bytes, has_gpu), *(() if is_running else _file_refusal(path, l1_bytes))]
     if hugetlb:
         # A running server already has its pages.
         return [] if report else [preflight.huge_pages(machine.memory_info(), l1_bytes)]
@@ -128,6 +131,19 @@ def _file_room(path: str, l1_bytes: int, has_gpu: bool) -> list[Check]:
     # More than that cannot be had by a larger /dev/shm.
     rooms = [memory] if memory.verdict == FAIL else [room, memory]
     return [*rooms, checks.transparent_huge_pages(_text(_THP_OF_FILES), _THP_OF_FILES)]
+
+
+def _file_refusal(path: str, l1_bytes: int) -> Iterator[Check]:
+    """With what words a server of this user would refuse the file, if it would."""
+    directory = os.path.dirname(os.path.abspath(path))
+    try:
+        if os.path.lexists(path):
+            L1File(path, l1_bytes, trial=True).close()
+        elif os.path.isdir(directory) and not os.access(directory, os.W_OK):
+            raise StartError(f"cannot make --l1-path {path}: name a file where this user may write")
+    except StartError as error:
+        finding, _, fix = str(error).rpartition(": ")
+        yield Check("L1 file", FAIL, finding, fix)
 
 
 def _limits(pid: int) -> dict[str, int]:

@@ -1,7 +1,10 @@
 """A record of all lookups, for `lmcache plan --from`: numbers and shortened digests, but no text."""
 
+import errno
+import fcntl
 import logging
 import os
+import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -16,6 +19,9 @@ MAX_BYTES = 256 << 20
 """A file of this size is renamed to FILE.1, which takes the place of an earlier one."""
 KEY_BYTES = 8
 """The bytes of a key that are recorded."""
+
+_EVENT = re.compile(rb'\[[0-9.e+]+,"(lookup|end)",')
+"""How the line of an event begins."""
 
 _Number = Annotated[int, Meta(ge=0, lt=1 << 40)]
 _Positive = Annotated[int, Meta(gt=0, lt=1 << 40)]
@@ -59,11 +65,17 @@ class Recorder:
         try:
             self._open()
         except OSError as error:
-            raise StartError(f"--record {path}: {error.strerror}") from error
+            raise StartError(f"cannot use --record {path}: {error.strerror}; name another file") from error
 
     def _open(self) -> None:
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._file = os.fdopen(descriptor, "ab", buffering=1 << 16)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(errno.EBUSY, "another server records there") from None
+        if os.fstat(descriptor).st_size and not _EVENT.match(os.pread(descriptor, 64, 0)):
+            raise OSError(errno.EEXIST, "it is no record of a server")
         self._size = self._file.tell()
 
     def add(self, event: Event) -> None:

@@ -1,5 +1,6 @@
 """What the tiers add to the flags of `lmcache server`."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,8 +29,9 @@ def check(values: Mapping[str, Any]) -> None:
 
     if len(values["tier"]) > MAX_TIERS:
         raise StartError(f"--tier can be given {MAX_TIERS} times at most")
-    for tier in values["tier"]:
-        urls.parse(tier)
+    places = [(url.scheme, os.path.normpath(url.place)) for url in map(urls.parse, values["tier"])]
+    if len({*places}) < len(places):
+        raise StartError(f"--tier names {places[0][1]} twice: leave one out")
     if values["tier"] and values.get("max_age"):
         raise StartError(
             "--max-age and --tier cannot be combined: leave one out, because a tier brings old chunks back"

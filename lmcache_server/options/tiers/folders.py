@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 LOCK, SWEEPER = "lock", "sweeper.lock"
 FOLDERS = [f"{number:02x}" for number in range(256)]
-_ORDER = "order"
+_ORDER = "lmcache.order"
 _ENDING = ".kv"
 _OWNER = "name another one or, if no server uses it, give it to the server's user (chown)"
 _ADVICE = {

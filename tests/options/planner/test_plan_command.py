@@ -9,7 +9,7 @@ import pytest
 from harness.cli import clean_environment, in_process, sentence
 from harness.hostile import HostileServer
 from harness.rawclient import RawEngine, chain, group
-from harness.server import LMCacheServer
+from harness.server import LMCacheServer, refusal
 
 __all__ = ["clean_environment"]
 
@@ -48,6 +48,8 @@ def test_a_cache_that_is_too_small_is_told_what_more_memory_would_hit(
             "2 times the memory (32.0 MiB) would raise the hits of the last day from 0.0% to 66.7%." in text
         )
         engine.close()
+        taken = f"lmcache: cannot use --record {record}: another server records there; name another file"
+        assert refusal(l1_size_gb=0.01, record=str(record)) == taken
         server.wait_until(lambda _: len(record.read_bytes().splitlines()) == 2 * 18)
         assert record.stat().st_mode & 0o777 == 0o600
         again = figures(capsys, "--from", str(record), "--l1-size-gb", str(16 / 1024))
@@ -58,6 +60,9 @@ def test_a_file_that_is_no_record_is_one_clear_error(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "record"
+    path.write_text("[1, 2]")
+    assert ": it is no record of a server; " in refusal(l1_size_gb=0.01, record=str(path))
+    assert path.read_text() == "[1, 2]"
     for line in (b"[]", b"no", b'[0,"lookup","n",0,1,false,false,0,0,""]', b"[" * 100_000):
         path.write_bytes(b'[0.0,"end","n",16,1,false,false,0,0,"0011223344556677"]\n' + line + b"\n")
         said = sentence(capsys, 1, "plan", "--from", str(path))

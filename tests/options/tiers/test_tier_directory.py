@@ -297,6 +297,7 @@ def test_files_of_others_are_left_alone(open_at, tmp_path, monkeypatch):
     (one,) = files(root)
     for name in ("Notes.kv", "0 .kv", "0.txt", "a" * 210 + ".kv", ".kv", "1.kv", "kv"):
         (one.parent / name).write_bytes(bytes(MIB))
+    (root / "order").write_text("of the day")
     others = set(files(root)) - {one}
     tier = open_at(size_bytes=MIB)
     assert kept(tier, "0", memory(256, seed=0))
@@ -304,6 +305,8 @@ def test_files_of_others_are_left_alone(open_at, tmp_path, monkeypatch):
     assert list(tier.present(["0", "1", "2"])) == [False, False, True]
     tier.clear("")
     assert set(files(root)) == others
+    tier.close()
+    assert (root / "order").read_text() == "of the day"
 
 
 @pytest.mark.parametrize("order", ["kept", "lost", "damaged"])
@@ -315,7 +318,7 @@ def test_the_order_outlives_a_clean_stop_and_is_never_needed(open_at, tmp_path, 
     for name in used:
         assert tier.read(name, memory(256))
     tier.close()
-    path = tmp_path / "tier" / "order"
+    path = tmp_path / "tier" / "lmcache.order"
     assert path.stat().st_size == 32 * 8
     if order == "lost":
         path.unlink()

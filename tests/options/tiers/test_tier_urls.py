@@ -178,6 +178,7 @@ def test_tiers_can_be_set_in_each_way(tmp_path: Path) -> None:
 def test_tiers_are_few_and_chunks_behind_them_have_no_age(tmp_path: Path) -> None:
     for sentence, *flags in (
         ("cannot be combined", f"--tier={TWO[0]}", "--max-age=7d"),
+        ("names /a twice: leave one out", f"--tier={TWO[0]}", "--tier=dir:///a/?size_gb=2"),
         ("2 times at most", "--tier=a", "--tier=b", "--tier=c"),
     ):
         with pytest.raises(StartError, match=sentence):
