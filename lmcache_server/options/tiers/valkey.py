@@ -54,7 +54,7 @@ class Valkey:
         self._hint = ", and whether this machine trusts its certificate" if tls else ""
         self._scratch = threading.local()
         self._lock = threading.Lock()
-        self._timeouts = 0
+        self._timeouts, self._demoted = 0, False
         self._requests: Counter[Any] = Counter()
         """How many requests run, by client: to close one meanwhile would free memory that they use."""
         glide.Logger.set_logger_config(glide.LogLevel.OFF)
@@ -176,9 +176,9 @@ class Valkey:
     def _asked(self) -> Iterator[Any]:
         """Yields the client for requests. Its errors become a TierError."""
         with self._lock:
-            is_silent = self._timeouts >= TIMEOUTS
-            self._timeouts *= not is_silent
-        if is_silent:
+            renew, self._demoted = self._demoted or self._timeouts >= TIMEOUTS, False
+            self._timeouts *= not renew
+        if renew:
             self._client = self._new_client()
         with self._lock:
             self._requests[client := self._client] += 1
@@ -188,6 +188,8 @@ class Valkey:
             self._timeouts = 0
         except TierError as error:
             self._timeouts += isinstance(error.__cause__, glide.TimeoutError)
+            # A client asks only when it is made which of its servers is the primary.
+            self._demoted |= "ReadOnly" in str(error.__cause__)
             raise
         finally:
             with self._lock:
@@ -211,6 +213,8 @@ class Valkey:
             elif "NOPERM" in text or "PermissionDenied" in text:
                 needed = "INFO, STRLEN, GET, SET, EXISTS, UNLINK, SCAN, and CLUSTER in a cluster"
                 reason = f"forbids this user what a tier needs ({needed}): {text:.200}"
+            elif "ReadOnly" in text or "No primary" in text:
+                reason = "is a replica, which takes no records: add the address of its primary"
             else:
                 reason = f"failed: {text:.300}"
             raise TierError(f"{self._where} {reason}") from error

@@ -155,6 +155,59 @@ def test_a_value_longer_than_its_record_stays_in_the_store(open_at, one):
     assert int(re.findall(r"total_net_output_bytes:(\d+)", ask(one.port, "INFO stats"))[0]) - sent < 1 << 20
 
 
+def follow(replica: Store, primary: Store) -> None:
+    assert "OK" in ask(replica.port, f"REPLICAOF 127.0.0.1 {primary.port}")
+    wait_until(lambda: "master_link_status:up" in ask(replica.port, "INFO replication"), what="a copy")
+
+
+def test_a_replica_that_becomes_the_primary_is_found_with_its_records(open_at, tmp_path):
+    with stores.valkey(tmp_path) as first, stores.valkey(tmp_path) as second:
+        follow(second, first)
+        tier, pages = open_at(first.port, second.port), memory(2, seed=1)
+        assert tier.write("a", pages)
+        wait_until(lambda: ":1" in ask(second.port, "EXISTS lmc1:a"))
+        first.kill()
+        assert "OK" in ask(second.port, "REPLICAOF NO ONE")
+        assert [working(lambda: kept(tier, "a", pages)) for _ in range(4)][-1], "it died"
+        assert tier.write("b", pages)
+        first.restart()
+        follow(first, second)
+        assert "OK" in ask(first.port, "REPLICAOF NO ONE")
+        follow(second, first)
+        assert "is a replica, which takes no records" in fails(lambda: tier.write("c", pages))
+        assert all(tier.present(["a", "b"])), "it is asked as before"
+        assert tier.write("c", pages), "they changed places"
+        assert ask(first.port, "EXISTS lmc1:a lmc1:b lmc1:c") == ":3\r\n"
+
+
+def test_a_replica_without_its_primary_is_refused(open_at, one, tmp_path):
+    with stores.valkey(tmp_path) as replica:
+        follow(replica, one)
+        assert "add the address of its primary" in fails(lambda: open_at(replica.port))
+
+
+def test_a_cluster_fails_over_and_moves_its_slots_without_losing_a_record(open_at, tmp_path):
+    """A replica takes the place of a node that died; then a third of all keys goes to another node."""
+    with stores.valkey_cluster(tmp_path) as nodes, stores.valkey_node(tmp_path, 3) as replica:
+        stores.meet(nodes[0], replica)
+        node_id = ask(nodes[0].port, "CLUSTER MYID").split()[1]
+        wait_until(lambda: "OK" in ask(replica.port, f"CLUSTER REPLICATE {node_id}"))
+        wait_until(lambda: "master_link_status:up" in ask(replica.port, "INFO replication"))
+        tier = open_at(*(node.port for node in nodes), cluster=True)
+        names = [f"{number}" for number in range(60)]
+        fill(tier, names)
+        held = ask(nodes[0].port, "DBSIZE")
+        wait_until(lambda: ask(replica.port, "DBSIZE") == held, what="the replica has all records")
+        nodes[0].kill()
+        wait_until(lambda: "role:master" in ask(replica.port, "INFO replication"), what="a new primary")
+        wait_until(lambda: working(lambda: all(tier.present(names))))
+        assert all(kept(tier, name, memory(1, seed=number)) for number, name in enumerate(names))
+        stores.move_slots(nodes[1], nodes[2])
+        assert ask(nodes[1].port, "DBSIZE") == ":0\r\n"
+        assert all(kept(tier, name, memory(1, seed=number)) for number, name in enumerate(names))
+        assert tier.write("a", memory(1))
+
+
 def test_a_lost_node_takes_only_its_own_records(open_at, tmp_path):
     with stores.valkey_cluster(tmp_path) as nodes:
         tier = open_at(*(node.port for node in nodes), cluster=True)

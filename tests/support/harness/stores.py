@@ -99,26 +99,49 @@ def ask(port: int, command: str) -> str:
         return connection.recv(1 << 16).decode()
 
 
+def valkey_node(folder: Path, number: int) -> Store:
+    settings = {
+        "cluster-enabled": "yes",
+        "cluster-port": str(free_port()),
+        "cluster-node-timeout": "2000",
+        "cluster-config-file": f"nodes-{number}.conf",
+        # What the others still have can be read when one of them is gone.
+        "cluster-require-full-coverage": "no",
+    }
+    return valkey(folder, **settings)
+
+
+def meet(node: Store, other: Store) -> None:
+    bus = ask(other.port, "CONFIG GET cluster-port").split()[-1]
+    assert "OK" in ask(node.port, f"CLUSTER MEET 127.0.0.1 {other.port} {bus}")
+
+
+def move_slots(source: Store, target: Store) -> None:
+    """All slots of one node that have keys go to another node, as the tools do it."""
+    source_id, target_id = (ask(node.port, "CLUSTER MYID").split()[1] for node in (source, target))
+    held = ask(source.port, "KEYS *").split()[2::2]
+    for slot in {ask(source.port, f"CLUSTER KEYSLOT {key}").strip(":\r\n") for key in held}:
+        ask(target.port, f"CLUSTER SETSLOT {slot} IMPORTING {source_id}")
+        ask(source.port, f"CLUSTER SETSLOT {slot} MIGRATING {target_id}")
+        keys = ask(source.port, f"CLUSTER GETKEYSINSLOT {slot} 100").split()[2::2]
+        if keys:
+            assert "OK" in ask(
+                source.port, f'MIGRATE 127.0.0.1 {target.port} "" 0 5000 KEYS {" ".join(keys)}'
+            )
+        for node in (target, source):
+            assert "OK" in ask(node.port, f"CLUSTER SETSLOT {slot} NODE {target_id}")
+
+
 @contextlib.contextmanager
 def valkey_cluster(folder: Path, nodes: int = 3) -> Iterator[list[Store]]:
     with contextlib.ExitStack() as stack:
         stores = []
         for number in range(nodes):
-            settings = {
-                "cluster-enabled": "yes",
-                "cluster-port": str(free_port()),
-                "cluster-node-timeout": "2000",
-            }
-            settings["cluster-config-file"] = f"nodes-{number}.conf"
-            # What the others still have can be read when one of them is gone.
-            settings["cluster-require-full-coverage"] = "no"
-            stores.append(stack.enter_context(valkey(folder, **settings)))
+            stores.append(stack.enter_context(valkey_node(folder, number)))
             start, end = SLOTS * number // nodes, SLOTS * (number + 1) // nodes - 1
             assert "OK" in ask(stores[-1].port, f"CLUSTER ADDSLOTSRANGE {start} {end}")
-            bus = settings["cluster-port"]
-            assert (
-                "OK" in ask(stores[0].port, f"CLUSTER MEET 127.0.0.1 {stores[-1].port} {bus}") or not number
-            )
+            if number:
+                meet(stores[0], stores[-1])
 
         def whole(store: Store) -> bool:
             info = ask(store.port, "CLUSTER INFO")
