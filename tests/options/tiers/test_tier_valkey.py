@@ -155,14 +155,9 @@ def test_a_value_longer_than_its_record_stays_in_the_store(open_at, one):
     assert int(re.findall(r"total_net_output_bytes:(\d+)", ask(one.port, "INFO stats"))[0]) - sent < 1 << 20
 
 
-def follow(replica: Store, primary: Store) -> None:
-    assert "OK" in ask(replica.port, f"REPLICAOF 127.0.0.1 {primary.port}")
-    wait_until(lambda: "master_link_status:up" in ask(replica.port, "INFO replication"), what="a copy")
-
-
 def test_a_replica_that_becomes_the_primary_is_found_with_its_records(open_at, tmp_path):
     with stores.valkey(tmp_path) as first, stores.valkey(tmp_path) as second:
-        follow(second, first)
+        stores.follow(second, first)
         tier, pages = open_at(first.port, second.port), memory(2, seed=1)
         assert tier.write("a", pages)
         wait_until(lambda: ":1" in ask(second.port, "EXISTS lmc1:a"))
@@ -171,9 +166,9 @@ def test_a_replica_that_becomes_the_primary_is_found_with_its_records(open_at, t
         assert [working(lambda: kept(tier, "a", pages)) for _ in range(4)][-1], "it died"
         assert tier.write("b", pages)
         first.restart()
-        follow(first, second)
+        stores.follow(first, second)
         assert "OK" in ask(first.port, "REPLICAOF NO ONE")
-        follow(second, first)
+        stores.follow(second, first)
         assert "is a replica, which takes no records" in fails(lambda: tier.write("c", pages))
         assert all(tier.present(["a", "b"])), "it is asked as before"
         assert tier.write("c", pages), "they changed places"
@@ -182,7 +177,7 @@ def test_a_replica_that_becomes_the_primary_is_found_with_its_records(open_at, t
 
 def test_a_replica_without_its_primary_is_refused(open_at, one, tmp_path):
     with stores.valkey(tmp_path) as replica:
-        follow(replica, one)
+        stores.follow(replica, one)
         assert "add the address of its primary" in fails(lambda: open_at(replica.port))
 
 

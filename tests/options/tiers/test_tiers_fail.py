@@ -4,6 +4,7 @@ Of a store that hangs, it gets them while the store hangs.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from harness import stores
@@ -114,3 +115,27 @@ def test_a_full_store_takes_nothing_and_harms_nothing(setting: Setting) -> None:
         assert setting.engine.reset_prefix_cache()
     wait_until(lambda: sum(setting.tier["written_objects"].values()) > written)
     assert setting.tier["written_objects"]["written"] == written
+
+
+def test_a_replica_that_takes_the_place_of_the_store_serves_on(tmp_path: Path) -> None:
+    with stores.valkey(tmp_path) as first, stores.valkey(tmp_path) as second:
+        stores.follow(second, first)
+        tier = f"valkey://127.0.0.1:{first.port},127.0.0.1:{second.port}"
+        with (
+            LMCacheServer(tier=tier, l1_size_gb=0.1) as server,
+            Engine("qwen3next", server=server, block_size=32) as engine,
+        ):
+            setting = Setting(first, server, engine)
+
+            def is_restored() -> bool:
+                assert server.cli("clear").returncode == 0
+                assert engine.reset_prefix_cache()
+                return setting.check().external_tokens == len(setting.cached) - 10
+
+            wait_until(is_restored, what="the store serves")
+            setting.store = second
+            wait_until(lambda: setting.count() == setting.records, what="the replica has all")
+            first.kill()
+            is_restored()
+            assert "OK" in stores.ask(second.port, "REPLICAOF NO ONE")
+            wait_until(is_restored, what="the replica serves")

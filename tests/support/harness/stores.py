@@ -99,6 +99,11 @@ def ask(port: int, command: str) -> str:
         return connection.recv(1 << 16).decode()
 
 
+def follow(replica: Store, primary: Store) -> None:
+    assert "OK" in ask(replica.port, f"REPLICAOF 127.0.0.1 {primary.port}")
+    wait_until(lambda: "master_link_status:up" in ask(replica.port, "INFO replication"), what="a copy")
+
+
 def valkey_node(folder: Path, number: int) -> Store:
     settings = {
         "cluster-enabled": "yes",
