@@ -339,7 +339,7 @@ def group_names(vllm_config: Any, plan: Any, groups: Any) -> Iterator[str]:
     context, names = vllm_config.compilation_config.static_forward_context, Counter()
     for group, spec in zip(plan.kv_cache_groups, groups, strict=True):
         kind = NAMES.get(spec.kind) or RECURRENT[context[group.layer_names[0]].get_attn_backend().get_name()]
-        if any("MLA" in type(each).__name__ for each in translate_specs(group)):
+        if any("MLA" in type(each).__name__ for each in specs_of(group)):
             kind = "MLA" if spec.kind == "full" else f"MLA {kind}"
         window = f" {spec.window:,}" if spec.window else ""
         names[f"{kind}{window} ({len(group.layer_names)})"] += 1
@@ -347,10 +347,10 @@ def group_names(vllm_config: Any, plan: Any, groups: Any) -> Iterator[str]:
         yield f"{count} x {name}" if count > 1 else name
 
 
-def translate_specs(group: Any) -> Any:
-    from lmcache_client.connector import translate
+def specs_of(group: Any) -> Any:
+    from lmcache_client.connector import support
 
-    return translate.layer_specs(group.kv_cache_spec)
+    return support.layer_specs(group.kv_cache_spec)
 
 
 def rows(names: list[str]) -> Iterator[str]:

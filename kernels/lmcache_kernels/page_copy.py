@@ -28,7 +28,6 @@ _ROW_BYTES = 24
 _TABLES = 4
 """How many launches may be in flight."""
 
-
 CUPY = {12: "'cupy-cuda12x>=13.6' nvidia-cuda-nvrtc-cu12", 13: "'cupy-cuda13x>=13.6' 'nvidia-cuda-nvrtc>=13'"}
 """What the optional dependencies cuda12 and cuda13 install."""
 

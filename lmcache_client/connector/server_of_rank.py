@@ -51,10 +51,8 @@ def places(settings: Settings, world_size: int) -> tuple[Place, ...]:
 
 
 def _place(ranks: str, where: str, key_file: str) -> "Place":
-    numbers, host_port = (
-        re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", ranks),
-        re.fullmatch(r"(?:(.+):)?(\d+)", where),
-    )
+    numbers = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", ranks)
+    host_port = re.fullmatch(r"(?:(.+):)?(\d+)", where)
     first = int(numbers[1]) if numbers else 0
     last = int(numbers[2] or first) if numbers else -1
     if numbers is None or last < first:
@@ -62,11 +60,6 @@ def _place(ranks: str, where: str, key_file: str) -> "Place":
     if host_port is None or not 0 < int(host_port[2]) < 1 << 16:
         raise ValueError(f"{KEY}: {where!r} is not HOST:PORT; an example is {EXAMPLE}")
     return Place(range(first, last + 1), address(host_port[1] or "", int(host_port[2]), key_file))
-
-
-def place_of(rank: int, all_places: tuple[Place, ...]) -> int:
-    """The number of the server that this rank uses."""
-    return next(number for number, place in enumerate(all_places) if rank in place.ranks)
 
 
 def schedulers(

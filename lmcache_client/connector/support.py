@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from vllm import __version__ as VLLM_VERSION
@@ -48,6 +48,11 @@ def check_vllm(allow_untested: bool) -> None:
         )
 
 
+def layer_specs(spec: "KVCacheSpec") -> "Collection[KVCacheSpec]":
+    """The specs of a group's layers: one for all of them, or one for each."""
+    return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
+
+
 def block_tokens(spec: "KVCacheSpec", dcp_size: int) -> int:
     """The tokens that one block of a group covers. With decode context parallelism, the ranks divide those of
     a sharded group among them, and each holds `spec.block_size` of every block."""
@@ -67,20 +72,16 @@ def shared_groups(config: "KVCacheConfig", dcp_size: int) -> tuple[int, ...]:
         spec = group.kv_cache_spec
         if group.host_resident or not group.enable_kv_transfer:
             raise UnsupportedError(UNSHARED)
+        is_ring = all(isinstance(layer, CircularBufferSpec) for layer in layer_specs(spec))
         if spec.prefix_cacheable:
             shared.append(index)
-        elif not _is_ring(spec) and not spec.prefix_replay_tokens:
+        elif not is_ring and not spec.prefix_replay_tokens:
             raise UnsupportedError(UNSHARED)
     sizes = [block_tokens(group.kv_cache_spec, dcp_size) for group in config.kv_cache_groups]
     if math.lcm(*(sizes[index] for index in shared)) % math.lcm(*sizes):
         # vLLM's scheduler cuts a hit to a multiple of all block sizes.
         raise UnsupportedError(f"{UNSHARED}, with blocks of another size ({', '.join(map(str, sizes))})")
     return tuple(shared)
-
-
-def _is_ring(spec: "KVCacheSpec") -> bool:
-    layers = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
-    return all(isinstance(layer, CircularBufferSpec) for layer in layers)
 
 
 def check_supported(vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...], number: int) -> None:

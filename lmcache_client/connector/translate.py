@@ -6,7 +6,7 @@ Interfaces: vLLM's v1/kv_cache_interface.py (KVCacheConfig, KVCacheTensor and th
 import hashlib
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from lmcache_client.connector.account import content, named, variables
-from lmcache_client.connector.support import UnsupportedError, block_tokens
+from lmcache_client.connector.support import UnsupportedError, block_tokens, layer_specs
 from lmcache_client.connector.weights import fingerprint, local_path, process_started_ns
 from lmcache_client.contract.geometry import (
     CHUNKED_LOCAL,
@@ -49,11 +49,6 @@ FULL_SPECS = (kv.FullAttentionSpec, kv.MLAAttentionSpec)
 def layer_spec(spec: KVCacheSpec, layer: str) -> KVCacheSpec:
     """The spec of one layer of a group."""
     return spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-
-
-def layer_specs(spec: KVCacheSpec) -> Collection[KVCacheSpec]:
-    """The specs of a group's layers: one for all of them, or one for each."""
-    return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
 
 
 def group_specs(config: KVCacheConfig, dcp_size: int) -> tuple[GroupSpec, ...]:

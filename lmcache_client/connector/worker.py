@@ -14,7 +14,7 @@ from lmcache_client.channel import Channel, ChannelError, Pending, RefusedError,
 from lmcache_client.connector import stats
 from lmcache_client.connector.log import log_state, logger
 from lmcache_client.connector.metadata import LoadJob, StoreJob
-from lmcache_client.connector.server_of_rank import place_of, places
+from lmcache_client.connector.server_of_rank import places
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import TransferStats
 from lmcache_client.contract import messages
@@ -68,7 +68,7 @@ class WorkerSide:
         self._settings = settings
         self._system = system
         all_places = places(settings, model.world_size)
-        self._place = place_of(rank, all_places)
+        self._place = next(number for number, place in enumerate(all_places) if rank in place.ranks)
         self._address = all_places[self._place].address
         details = (*model.details, *all_places[self._place].details(model.world_size))
         model = msgspec.structs.replace(model, details=details)

@@ -28,7 +28,7 @@ class SelfTest:
     ) -> None:
         size, gpus = [] if chunk_size is None else [str(chunk_size)], ["gpus"] * on_gpus
         self._arguments = [address, *size, *gpus]
-        self._on_gpus = on_gpus
+        self._keep_s, self._deadline_s = (GPUS_KEEP_S, GPUS_DEADLINE_S) if on_gpus else (KEEP_S, DEADLINE_S)
         self._ended = ended
         self._lock = asyncio.Lock()
         self._last_s = -GPUS_KEEP_S
@@ -36,7 +36,7 @@ class SelfTest:
 
     async def result(self) -> Answer:
         async with self._lock:
-            if time.monotonic() - self._last_s >= (GPUS_KEEP_S if self._on_gpus else KEEP_S):
+            if time.monotonic() - self._last_s >= self._keep_s:
                 report = await self._run()
                 self._ended("" if report["ok"] else f"{report['failed']}: {report['error']}")
                 self._last = as_json(report, 200 if report["ok"] else 503)
@@ -44,7 +44,6 @@ class SelfTest:
             return self._last
 
     async def _run(self) -> dict[str, Any]:
-        deadline_s = GPUS_DEADLINE_S if self._on_gpus else DEADLINE_S
         command = [sys.executable, "-m", "lmcache_server.commands.bench.selftest", *self._arguments]
         try:
             # -m adds the working directory to the search path: use one that is on it anyway.
@@ -52,7 +51,7 @@ class SelfTest:
                 *command, cwd=PACKAGES, stdin=DEVNULL, stdout=PIPE, stderr=PIPE
             )
             try:
-                output, errors = await asyncio.wait_for(process.communicate(), deadline_s)
+                output, errors = await asyncio.wait_for(process.communicate(), self._deadline_s)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
@@ -64,7 +63,7 @@ class SelfTest:
         except ValueError:
             reason = "its process did not print JSON"
         except asyncio.TimeoutError:
-            reason = f"its process did not end within {deadline_s:.0f} s"
+            reason = f"its process did not end within {self._deadline_s:.0f} s"
         except OSError as error:
             reason = f"its process could not run: {error}"
         return {"ok": False, "failed": "client", "error": reason}

@@ -21,7 +21,7 @@ from lmcache_server.service.sessions import Session
 from lmcache_server.service.system import System
 from lmcache_server.telemetry.failures import Failures
 from lmcache_server.telemetry.history import History
-from lmcache_server.telemetry.metrics import OBJECTS, TESTS, Metrics
+from lmcache_server.telemetry.metrics import TESTS, Metrics
 
 SHOWN_BYTES = 1 << 17
 """The namespaces of a report take at most so many bytes of JSON, and so do its sessions."""
@@ -45,7 +45,17 @@ class Report:
     def __post_init__(self) -> None:
         self._started_s = self.system.now_s()
         self.history = History()
-        self._declare_gauges()
+        gauge, figures = self.metrics.gauge, self._l1_figures()
+        for name in ("ready_bytes", "reserved_bytes", "free_bytes", "populated_bytes", "pinned_bytes",
+                     "largest_free_bytes"):  # fmt: skip
+            gauge(f"lmcache_l1_{name}", figures[name])
+        gauge("lmcache_l1_capacity_bytes", figures["total_bytes"])
+        for name in ("chunks", "leases", "pinned_chunks", "pinned_chunk_bytes"):
+            gauge(f"lmcache_{name}", figures[name])
+        gauge("lmcache_sessions", lambda: len(self.registry.sessions))
+        gauge("lmcache_namespaces", self._num_namespaces)
+        for kind in ("host", "cuda"):
+            gauge("lmcache_worker_memories", functools.partial(self._memories, kind == "cuda"), kind=kind)
 
     def tick(self) -> None:
         """Once a second: forget unused namespaces, count evictions, record the history."""
@@ -66,8 +76,7 @@ class Report:
             "miss_tokens": metrics.value("lmcache_tokens_total", outcome="miss"),
             "store_bytes": metrics.value("lmcache_transfer_bytes_total", direction="store"),
             "load_bytes": metrics.value("lmcache_transfer_bytes_total", direction="load"),
-            "test_bytes": self._of_tests(moved_by_tests, direction="store")
-            + self._of_tests(moved_by_tests, direction="load"),
+            "test_bytes": sum(self._of_tests(moved_by_tests, direction=way) for way in ("store", "load")),
         }
         self.history.update(self.system.now_s(), totals)
 
@@ -91,13 +100,7 @@ class Report:
         """The data of `lmcache status` and /status, as JSON values; the names tell the units. With `explain`
         also what the namespaces of live engines are made of."""
         now_s = self.system.now_s()
-        tokens = {
-            outcome: int(self.metrics.value("lmcache_tokens_total", outcome=outcome))
-            for outcome in ("computed", "hit", "miss", "tail")
-        }
-        objects = {
-            outcome: int(self.metrics.value("lmcache_objects_total", outcome=outcome)) for outcome in OBJECTS
-        }
+        tokens = self.metrics.values("lmcache_tokens_total", "outcome")
         asked = tokens["hit"] + tokens["miss"]
         namespaces = _shown(self._namespaces())
         sessions = _shown(self._session(session, now_s) for session in self.registry.sessions.values())
@@ -117,7 +120,7 @@ class Report:
             "sessions": sessions,
             "sessions_left_out": len(self.registry.sessions) - len(sessions),
             "tokens": tokens,
-            "objects": objects,
+            "objects": self.metrics.values("lmcache_objects_total", "outcome"),
             "hit_rate": round(tokens["hit"] / asked, 4) if asked else 0.0,
             "test_hit_tokens": int(self._of_tests("lmcache_test_tokens_total", outcome="hit")),
             "failures": self.failures.report(now_s),
@@ -184,8 +187,7 @@ class Report:
         return sorted(known, key=lambda each: not each["engines"])
 
     def _num_namespaces(self) -> int:
-        chunks = self.cache.namespaces()
-        return len(chunks) + sum(namespace not in chunks for namespace in self._engines())
+        return len(self.cache.namespaces().keys() | self._engines().keys())
 
     def _engines(self) -> dict[bytes, list[str]]:
         """The ids of the engines of each namespace that has any."""
@@ -194,19 +196,6 @@ class Report:
             if engine.layout is not None:
                 engines.setdefault(engine.layout.namespace, []).append(engine.engine_id)
         return engines
-
-    def _declare_gauges(self) -> None:
-        gauge, figures = self.metrics.gauge, self._l1_figures()
-        for name in ("ready_bytes", "reserved_bytes", "free_bytes", "populated_bytes", "pinned_bytes",
-                     "largest_free_bytes"):  # fmt: skip
-            gauge(f"lmcache_l1_{name}", figures[name])
-        gauge("lmcache_l1_capacity_bytes", figures["total_bytes"])
-        for name in ("chunks", "leases", "pinned_chunks", "pinned_chunk_bytes"):
-            gauge(f"lmcache_{name}", figures[name])
-        gauge("lmcache_sessions", lambda: len(self.registry.sessions))
-        gauge("lmcache_namespaces", self._num_namespaces)
-        for kind in ("host", "cuda"):
-            gauge("lmcache_worker_memories", functools.partial(self._memories, kind == "cuda"), kind=kind)
 
     def _memories(self, on_gpu: bool) -> int:
         shards = [session.shard for session in self.registry.sessions.values()]

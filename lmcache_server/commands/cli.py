@@ -1,6 +1,8 @@
 """The command `lmcache`. Each subcommand imports what it needs when it runs, so that --help is quick."""
 
+import dataclasses
 import errno
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -65,8 +67,6 @@ def server(**values: Any) -> int:
 )  # fmt: skip
 def status(server: Address, timeout_s: float, as_json: bool, explain: bool, namespace: str) -> None:
     """Print what a server holds: memory, models, sessions, hit rate."""
-    import json
-
     from lmcache_server.commands import control
     from lmcache_server.commands.status import explanation, summary
 
@@ -100,8 +100,6 @@ def clear(
     Without --tiers, their records in tiers stay, and the server fetches from there what is asked for again.
     Pins of forgotten chunks end. A chunk that a request is loading keeps its memory until then.
     """
-    import json
-
     from lmcache_client.contract.messages import MAX_NAME, Clear, Cleared
     from lmcache_server.commands import control
     from lmcache_server.core.limits import is_tenant
@@ -152,9 +150,6 @@ def doctor(context: click.Context, /, server: Address, as_json: bool, try_gpus: 
     It prints one line for each check, and the fix where something is wrong. Run it as the server's user.
     Options that you leave out come from the running server. The exit code is 1 when a check fails.
     """
-    import dataclasses
-    import json
-
     from lmcache_server.commands.doctor.checks import COLOURS
     from lmcache_server.commands.doctor.examine import examine
     from lmcache_server.host.preflight import FAIL
@@ -210,8 +205,6 @@ def bench(server: Address, timeout_s: float, as_json: bool, **settings: Any) -> 
     new chunks replace its old ones: engines lose at most a twentieth of L1. No engine can use the bench's
     chunks, and the server forgets them when the bench ends. Meanwhile the server answers engines more slowly.
     """
-    import json
-
     from lmcache_client.contract.endpoint import address
     from lmcache_server.commands import control
     from lmcache_server.commands.bench import run
@@ -258,8 +251,6 @@ def verify(
 
     The exit code is 1 if answers differ beyond that noise, if it is too large, or if nothing was served.
     """
-    import json
-
     from lmcache_server.commands.verify import prompts, run
     from lmcache_server.commands.verify.engine import VllmServer
 

@@ -1,5 +1,6 @@
 """The commands about what the server holds of prompts: warm, pin, unpin and inspect."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,6 @@ def inspect(
     The exit code is 0 when the server has all that vLLM could load of every prompt, and 1 when not, or after
     an error.
     """
-    import json
-
     from lmcache_client.contract.control import Inspect, Inspected
     from lmcache_server.commands import control
     from lmcache_server.commands import inspect as inspecting

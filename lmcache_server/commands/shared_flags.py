@@ -44,19 +44,15 @@ def addressing(*more: str, **helps: str) -> Callable[[Command], Command]:
 def asking(*more: str, default_s: float = CONTROL_TIMEOUT_S, **helps: str) -> Callable[[Command], Command]:
     """The flags of a command that asks a server and by default waits `default_s` seconds, and these `more`,
     with their `helps`."""
-
-    def decorate(command: Command) -> Command:
-        timeout = click.option(
-            "--timeout-s",
-            type=click.FloatRange(0.01, 3600),
-            default=default_s,
-            show_default=True,
-            metavar="SECONDS",
-            help="Seconds to wait for an answer.",
-        )
-        return addressing(*more, **helps)(timeout(command))
-
-    return decorate
+    timeout = click.option(
+        "--timeout-s",
+        type=click.FloatRange(0.01, 3600),
+        default=default_s,
+        show_default=True,
+        metavar="SECONDS",
+        help="Seconds to wait for an answer.",
+    )
+    return lambda command: addressing(*more, **helps)(timeout(command))
 
 
 control_flags = asking()

@@ -180,16 +180,15 @@ class Chunks:
 
     def _drop_refs(self, chain: Sequence[Chunk]) -> None:
         """The tail first: then a suffix is evicted before its prefix, without which it is useless."""
-        now_s, unused = self._now_s, []
+        now_s = self._now_s
         indexed = self._index.chunks(chain[0].namespace) if chain else {}
         for chunk in reversed(chain):
             if chunk.ref_cnt == 1 and chunk.ready and indexed.get(chunk.key) is chunk:
                 chunk.ref_cnt = chunk.in_tiers = 0
                 chunk.last_used_s = now_s
-                unused.append(chunk)
+                self._order.add(chunk)
             else:
                 self._drop_ref(chunk)
-        self._order.add_all(unused)
 
     def _place(self, chunk: Chunk, parent: bytes) -> Chunk | None:
         """Where a child of `parent` goes in the eviction order: just ahead of the returned chunk, or at the

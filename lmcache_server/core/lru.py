@@ -80,11 +80,6 @@ class EvictionOrder:
         if chunk.tenant is not None:
             chunk.tenant.add(chunk, ahead_of)
 
-    def add_all(self, chunks: Iterable[Chunk]) -> None:
-        """Puts chunks last in their part of the line, the last of them at its very end."""
-        for chunk in chunks:
-            self.add(chunk)
-
     def renew(self, chain: Sequence[Chunk]) -> None:
         """Moves members to the end of their part of the line, the first of them to its very end."""
         last = self._ends.older
@@ -95,7 +90,8 @@ class EvictionOrder:
         else:
             return
         self.remove(chain)
-        self.add_all(reversed(chain))
+        for chunk in reversed(chain):
+            self.add(chunk)
 
     def remove(self, chunks: Iterable[Chunk]) -> None:
         for chunk in chunks:

@@ -1,5 +1,6 @@
 """Memory, file systems, processors and servers of this machine, or of the container that this runs in."""
 
+import contextlib
 import ctypes
 import http.client
 import os
@@ -29,36 +30,27 @@ def memory_info() -> dict[str, int]:
 
 def is_descendant(pid: int, ancestor: int) -> bool:
     """Whether process `pid` is `ancestor`, or was started by it or by one of its descendants. False for 0."""
-    while pid > 1 and pid != ancestor:
-        pid = _parent(pid)
-    return 0 < pid == ancestor
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
+    with contextlib.suppress(OSError):
+        while pid > 1 and pid != ancestor:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return 0 < pid == ancestor
+    return False
 
 
 def process_namespace(pid: int | str) -> str:
     """The process namespace of a process; empty if the process is not visible here, or not this user's."""
-    try:
+    with contextlib.suppress(OSError):
         return os.readlink(f"/proc/{pid}/ns/pid")
-    except OSError:
-        return ""
+    return ""
 
 
 def is_page(host: str, port: int) -> bool:
     """Whether an lmcache server answers there over HTTP."""
     connection = http.client.HTTPConnection(host, port, timeout=HTTP_TIMEOUT_S)
-    try:
+    with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
         connection.request("HEAD", "/healthz")
         return connection.getresponse().getheader("Server") == "lmcache"
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+    return False
 
 
 def file_system_type(path: str | int) -> int:
@@ -85,11 +77,9 @@ def mount_point(path: str) -> str:
 
 def local_processors(pci_bus_id: str, root: Path = Path("/")) -> set[int]:
     """The processors of a device's NUMA node; empty if the system does not say."""
-    try:
-        text = (root / "sys/bus/pci/devices" / pci_bus_id.lower() / "local_cpulist").read_text()
-    except OSError:
-        return set()
-    return numbers(text)
+    with contextlib.suppress(OSError):
+        return numbers((root / "sys/bus/pci/devices" / pci_bus_id.lower() / "local_cpulist").read_text())
+    return set()
 
 
 def move_to(processors: set[int], usable: set[int]) -> None:
@@ -142,14 +132,11 @@ def _left_in_cgroup(directory: Path) -> int:
         ("memory.max", "memory.current", ("inactive_file", "active_file")),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
     ):
-        try:
+        with contextlib.suppress(OSError):
             limit = (directory / limit_name).read_text().strip()
             used = int((directory / used_name).read_text())
             stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-        except OSError:
-            continue
-        if limit == "max" or int(limit) >= UNLIMITED:
-            continue
-        cache = sum(int(stat.get(name, 0)) for name in cache_names)
-        return max(0, int(limit) - max(0, used - cache))
+            if limit != "max" and int(limit) < UNLIMITED:
+                cache = sum(int(stat.get(name, 0)) for name in cache_names)
+                return max(0, int(limit) - max(0, used - cache))
     return UNLIMITED

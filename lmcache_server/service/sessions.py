@@ -114,9 +114,8 @@ class Engine:
         every chunk, only those of models that have nothing else count."""
         if (layout := self.layout) is None:
             return 0
-        groups = [i for i, group in enumerate(layout.groups) if group.kind == FULL] or range(
-            len(layout.groups)
-        )
+        every = range(len(layout.groups))
+        groups = [index for index in every if layout.groups[index].kind == FULL] or every
         taken = 0
         for index in groups:
             blocks = layout.chunk_size // layout.groups[index].block_size

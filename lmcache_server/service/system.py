@@ -89,10 +89,8 @@ class System:
         ScarceError."""
         try:
             descriptor = os.pidfd_open(pid)
-        except OverflowError:
-            return None
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        except (OSError, OverflowError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
                 raise ScarceError from error
             return None
         if descriptor >= descriptors.usable():

@@ -31,8 +31,7 @@ class History:
             return
         self._ended = ended
         for name, total in totals.items():
-            self._growth[name].extend([0.0] * min(new - 1, INTERVALS))
-            self._growth[name].append(total - self._totals[name])
+            self._growth[name] += [0.0] * min(new - 1, INTERVALS) + [total - self._totals[name]]
         self._totals = dict(totals)
 
     def report(self) -> dict[str, Any]:

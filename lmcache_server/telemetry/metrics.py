@@ -163,17 +163,18 @@ class Metrics:
         if namespace not in self._namespaces:
             if len(self._namespaces) >= MAX_NAMESPACES:
                 return self.other
-            names = model[:MAX_MODEL_CHARS], namespace.hex()[:16]
-            self._namespaces[namespace] = self._add_traffic(*names)
+            self._namespaces[namespace] = self._add_traffic(model[:MAX_MODEL_CHARS], namespace.hex()[:16])
         return self._namespaces[namespace]
 
     def of_namespace(self, name: str, label: str, namespace: bytes) -> dict[str, int] | None:
         """A metric of a namespace by the values of `label`; None if it is counted with others."""
         traffic = self._namespaces.get(namespace)
-        if traffic is None:
-            return None
-        values = self._by_model[name][0].labels[label]
-        return {value: int(self.value(name, **traffic.labels, **{label: value})) for value in values}
+        return self.values(name, label, **traffic.labels) if traffic is not None else None
+
+    def values(self, name: str, label: str, **labels: str) -> dict[str, int]:
+        """As `value`, of a metric by model, for each value of `label`."""
+        each_value = self._by_model[name][0].labels[label]
+        return {each: int(self.value(name, **labels, **{label: each})) for each in each_value}
 
     def count(self, name: str, amount: float = 1, **labels: str) -> None:
         self._series[_key(name, labels)].inc(amount)

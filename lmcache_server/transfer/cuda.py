@@ -95,7 +95,12 @@ class CudaMapping:
     def _opened_by(self, handle: bytes | tuple[int, int], gpu: Gpu) -> int:
         """The address of the allocation that this handle, or descriptor and bytes, stands for."""
         if isinstance(handle, bytes):
-            return _open_handle(gpu.driver, handle)
+            try:
+                return gpu.driver.open_handle(handle)
+            except CudaError as error:
+                if error.code in REMEDIES:
+                    raise
+                raise HandleError(f"the server cannot open the worker's GPU memory ({error})") from error
         descriptor, num_bytes = handle
         with lent(self._memory.pid, descriptor) as own:
             return gpu.driver.map_descriptor(own, num_bytes, gpu.ordinal)
@@ -186,15 +191,6 @@ def _load_with(driver: Driver, kernel: PageCopy, part: Pieces, stream: int) -> N
             kernel.launch(local, remote, length, stream)
         else:
             driver.batch(remote, local, length, in_order=False)(0, len(length), stream)
-
-
-def _open_handle(driver: Driver, handle: bytes) -> int:
-    try:
-        return driver.open_handle(handle)
-    except CudaError as error:
-        if error.code in REMEDIES:
-            raise
-        raise HandleError(f"the server cannot open the worker's GPU memory ({error})") from error
 
 
 def _check_range(driver: Driver, base: int, start: int, size: int) -> None:

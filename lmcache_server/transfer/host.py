@@ -98,7 +98,12 @@ class HostMapping:
     def open(self) -> list[bytes]:
         """As in Mapping; also reads the first and the last byte of every buffer."""
         pid = self._memory.pid
-        self._address_space = _opened(pid)
+        try:
+            check_user(pid)
+            self._address_space = os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            same = {errno.ENOENT: errno.ESRCH, errno.EACCES: errno.EPERM}
+            raise _error(pid, same.get(error.errno or 0, error.errno or 0)) from error
         self._nonce = read(pid, self._memory.proof_address, NONCE_BYTES)
         for start, size in self._memory.buffers:
             read(pid, start, 1)
@@ -147,16 +152,6 @@ class HostMapping:
         self._second.shutdown()
         if self._address_space >= 0:
             os.close(self._address_space)
-
-
-def _opened(pid: int) -> int:
-    """A descriptor of the memory of another process of this user; raises CopyError."""
-    try:
-        check_user(pid)
-        return os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        same = {errno.ENOENT: errno.ESRCH, errno.EACCES: errno.EPERM}
-        raise _error(pid, same.get(error.errno or 0, error.errno or 0)) from error
 
 
 def check_user(pid: int) -> None:

@@ -47,9 +47,15 @@ def pieces(
     `bases` are the addresses of the engine's buffers; `Region.buffer` indexes them.
     """
     inside, remote, length = _pages([page], regions, bases, frame_bytes)
-    boundaries = _boundaries(page.runs, frame_bytes)
+    starts, counts = np.array(page.runs, dtype=np.uint64).reshape(-1, 2).T
+    # How many of the object's frames come before each of its runs, which are contiguous.
+    before: U64 = np.cumsum(counts) - counts
+    boundaries = before[1:] * np.uint64(frame_bytes)
     inside, remote, length = cut(inside.ravel(), remote.ravel(), length.ravel(), boundaries)
-    return Pieces(_addresses(inside, page.runs, l1_address, frame_bytes), remote, length)
+    frame, rest = np.divmod(inside, np.uint64(frame_bytes))
+    run = np.searchsorted(before, frame, side="right") - 1
+    local: U64 = np.uint64(l1_address) + (starts[run] + frame - before[run]) * np.uint64(frame_bytes) + rest
+    return Pieces(local, remote, length)
 
 
 def pieces_of_all(
@@ -100,13 +106,6 @@ def _pages(
     return inside, remote, np.broadcast_to(sizes[:, None], remote.shape)
 
 
-def _boundaries(runs: Runs, frame_bytes: int) -> U64:
-    """The positions inside the object where one run of frames ends and the next begins."""
-    counts = np.array([count for _, count in runs], dtype=np.uint64)
-    ends: U64 = np.cumsum(counts)[:-1].astype(np.uint64) * np.uint64(frame_bytes)
-    return ends
-
-
 def cut(inside: U64, remote: U64, length: U64, boundaries: U64) -> tuple[U64, U64, U64]:
     """Cuts pages at `boundaries`, which are positions like `inside`. Most pages cross none.
 
@@ -129,18 +128,6 @@ def cut(inside: U64, remote: U64, length: U64, boundaries: U64) -> tuple[U64, U6
     to_byte: U64 = stop.astype(np.uint64)
     skipped: U64 = from_byte - inside[index]
     return from_byte, remote[index] + skipped, to_byte - from_byte
-
-
-def _addresses(inside: U64, runs: Runs, l1_address: int, frame_bytes: int) -> U64:
-    starts = np.array([start for start, _ in runs], dtype=np.uint64)
-    counts = np.array([count for _, count in runs], dtype=np.uint64)
-    before = (np.cumsum(counts) - counts).astype(np.uint64)
-    frame, rest = np.divmod(inside, np.uint64(frame_bytes))
-    run = np.searchsorted(before, frame, side="right") - 1
-    addresses: U64 = (
-        np.uint64(l1_address) + (starts[run] + frame - before[run]) * np.uint64(frame_bytes) + rest
-    )
-    return addresses
 
 
 def join(parts: Sequence[Pieces]) -> Pieces:

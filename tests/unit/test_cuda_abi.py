@@ -126,7 +126,7 @@ def test_calls_structures_and_constants_are_those_of_the_header(header: Path) ->
 
 
 def test_every_code_that_has_a_remedy_is_held_against_the_header() -> None:
-    with_remedy = {*REMEDIES, *gpus.START_REMEDIES, *gpu.BY_CODE, gpus._NO_DEVICE}
+    with_remedy = {*REMEDIES, *gpus.START_REMEDIES, gpu.DEVICE_UNAVAILABLE, gpus._NO_DEVICE}
     assert with_remedy == set(RESULTS.values())
     assert set(devices._MODES) == set(MODES.values())
 

@@ -42,9 +42,8 @@ def crews(
     lookups_bytes = lookups.request_l1_bytes if "lookup" in wanted else 0
     if requests is None:
         room = MAX_SHARE * l1["total_bytes"] - lookups_bytes
-        if (
-            seconds
-        ):  # Beyond the free part, the server keeps a share of L1 for prompts that will not come back.
+        if seconds:
+            # Beyond the free part, the server keeps a share of L1 for prompts that will not come back.
             room = min(room, max(l1["free_bytes"], l1["total_bytes"] // ONCE_SHARE) - lookups_bytes)
         fitting = int(room / (workers * workload.request_l1_bytes))
         requests = max(1, min(MAX_REQUESTS, fitting))

@@ -1,5 +1,6 @@
 """The checks of GPUs that `lmcache doctor` makes without a context on them: settings, memory, namespaces."""
 
+import contextlib
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -39,24 +40,20 @@ class Management:
     def free_bytes(self, pci_bus_id: str) -> tuple[int, int] | None:
         """(free, total) bytes of a GPU's memory."""
         memory = _Memory()
-        device = self._device(pci_bus_id)
-        if device is None or self._library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
-            return None
-        return int(memory.free), int(memory.total)
+        has_told = self._ask("nvmlDeviceGetMemoryInfo", pci_bus_id, memory)
+        return (int(memory.free), int(memory.total)) if has_told else None
 
     def is_divided(self, pci_bus_id: str) -> bool | None:
         """Whether MIG divides the GPU into instances."""
         current, pending = ctypes.c_uint(), ctypes.c_uint()
-        device = self._device(pci_bus_id)
-        arguments = ctypes.byref(current), ctypes.byref(pending)
-        if device is None or self._library.nvmlDeviceGetMigMode(device, *arguments):
-            return None
-        return bool(current.value)
+        has_told = self._ask("nvmlDeviceGetMigMode", pci_bus_id, current, pending)
+        return bool(current.value) if has_told else None
 
-    def _device(self, pci_bus_id: str) -> ctypes.c_void_p | None:
+    def _ask(self, name: str, pci_bus_id: str, *answers: Any) -> bool:
+        """Calls the function `name` for a GPU, to fill in `answers`. Returns whether it did."""
         device = ctypes.c_void_p()
         failed = self._library.nvmlDeviceGetHandleByPciBusId_v2(pci_bus_id.encode(), ctypes.byref(device))
-        return None if failed else device
+        return not failed and not getattr(self._library, name)(device, *map(ctypes.byref, answers))
 
 
 def check_devices(driver: Driver, report: Mapping[str, Any]) -> list[Check]:
@@ -66,16 +63,17 @@ def check_devices(driver: Driver, report: Mapping[str, Any]) -> list[Check]:
     except (OSError, AttributeError):
         management = None
     found = []
-    try:
+    with contextlib.ExitStack() as stack:
+        if management is not None:
+            stack.callback(management.close)
         for ordinal in range(driver.num_devices()):
-            bus_id = driver.pci_bus_id(ordinal)
-            found.append(compute_mode(bus_id, _mode(driver, ordinal)))
+            bus_id, mode = driver.pci_bus_id(ordinal), 0
+            with contextlib.suppress(CudaError):
+                mode = driver.compute_mode(ordinal)
+            found.append(compute_mode(bus_id, mode))
             if management is not None:
                 found.append(instances(bus_id, management.is_divided(bus_id)))
                 found.append(memory(bus_id, management.free_bytes(bus_id), bool(report)))
-    finally:
-        if management is not None:
-            management.close()
     workers = [each for each in report.get("sessions", ()) if each["role"] == "worker"]
     return [*found, namespaces(report.get("pid", 0), workers)]
 
@@ -89,13 +87,6 @@ def through_server(driver: Driver, endpoint: str, report: Mapping[str, Any]) -> 
             yield Check(name, OK, "pages were stored, restored and compared")
         else:
             yield Check(name, FAIL, f"{found['failed']}: {found['error']}")
-
-
-def _mode(driver: Driver, ordinal: int) -> int:
-    try:
-        return driver.compute_mode(ordinal)
-    except CudaError:
-        return 0
 
 
 def compute_mode(bus_id: str, mode: int) -> Check:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from lmcache_client.contract.endpoint import lending_path
 from lmcache_kernels.driver import CudaError, Driver
 from lmcache_kernels.page_copy import KernelError, PageCopy, compiled
+from lmcache_server.commands.doctor.checks import UNLOCK
 from lmcache_server.host.preflight import FAIL, OK, WARN, Check
 from lmcache_server.transfer.base import CopyError
 from lmcache_server.transfer.lent import lent
@@ -55,11 +56,7 @@ SLEEP_MODE = "memory of sleep mode"
 UNCACHED = "start vLLM without --enable-sleep-mode and --enable-cumem-allocator, or it runs uncached"
 
 DEVICE_UNAVAILABLE = 46
-BY_CODE = {
-    DEVICE_UNAVAILABLE: "nvidia-smi -c 0  (the compute mode lets no further process use this GPU)",
-}
-UNLOCK = "ulimit -l unlimited  (systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1)"
-
+RESET_MODE = "nvidia-smi -c 0  (the compute mode lets no further process use this GPU)"
 
 _U64 = NDArray[np.uint64]
 
@@ -198,9 +195,9 @@ def try_gpus(driver: Driver) -> Iterator[Check]:
                 try:
                     found = step()
                 except (CudaError, OSError, CopyError) as error:
-                    code = error.code if isinstance(error, CudaError) else 0
+                    is_taken = isinstance(error, CudaError) and error.code == DEVICE_UNAVAILABLE
                     verdict = WARN if what == SLEEP_MODE else FAIL
-                    yield Check(f"{name}, {what}", verdict, str(error), BY_CODE.get(code, fix))
+                    yield Check(f"{name}, {what}", verdict, str(error), RESET_MODE if is_taken else fix)
                     break
                 milliseconds = 1000 * (time.perf_counter() - started_s)
                 yield Check(f"{name}, {what}", OK, f"{found}{', ' if found else ''}{milliseconds:.0f} ms")

@@ -51,11 +51,7 @@ def _within(name: str, url: urls.TierUrl, check: Callable[[str, urls.TierUrl], C
     found = [
         Check(name, FAIL, f"{url.text} gave no answer within {WAIT_S:g} s", "see whether the store hangs")
     ]
-
-    def run() -> None:
-        found.append(check(name, url))
-
-    thread = threading.Thread(target=run, daemon=True)
+    thread = threading.Thread(target=lambda: found.append(check(name, url)), daemon=True)
     thread.start()
     thread.join(WAIT_S)
     return found[-1]
