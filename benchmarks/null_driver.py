@@ -31,7 +31,7 @@ from lmcache_server.transfer.copier import CopyWorker  # noqa: E402
 from lmcache_server.transfer.cuda import CudaMapping  # noqa: E402
 from lmcache_server.transfer.gpus import Gpus  # noqa: E402
 from lmcache_server.transfer.jobs import LoadJob, StoreJob  # noqa: E402
-from lmcache_server.transfer.pins import Pins  # noqa: E402
+from lmcache_server.transfer.locked_memory import LockedMemory  # noqa: E402
 from lmcache_server.transfer.plan import ObjectCopy  # noqa: E402
 
 GB = 1e9
@@ -76,14 +76,14 @@ class Machine:
 
     def __init__(self) -> None:
         gpus = Gpus()
-        pins = Pins(gpus, L1_ADDRESS, L1_BYTES, UNIT_BYTES)
-        assert pins.pin_rest()
+        locked = LockedMemory(gpus, L1_ADDRESS, L1_BYTES, UNIT_BYTES)
+        assert locked.pin_rest()
         self._process: Any = Process(os.pidfd_open(os.getpid()), Loop())  # type: ignore[arg-type]
         self._workers = list[Any]()
         for ordinal in range(GPUS):
             uuid = bytes([ordinal + 1]) + bytes(15)
             memory = Memory(os.getpid(), ((0, 1 << 44),), 0, uuid, (bytes(64),))
-            mapping, loop = CudaMapping(memory, gpus, pins), Loop()
+            mapping, loop = CudaMapping(memory, gpus, locked), Loop()
             worker = CopyWorker(f"copy-{ordinal}", mapping, self._process.alive, loop)  # type: ignore[arg-type]
             opened: Any = worker.opened
             assert opened.result(10).error is None, opened.result(10).error

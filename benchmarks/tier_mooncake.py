@@ -24,7 +24,7 @@ from harness.waiting import wait_until
 from lmcache_server.l1.area import Area, shared_memory
 from lmcache_server.options.tiers import urls
 from lmcache_server.options.tiers.base import Tier
-from lmcache_server.options.tiers.record import Label, Record
+from lmcache_server.options.tiers.record_format import Label, Record
 
 MIB = 1 << 20
 ROUNDS, ROUND_S, RECORDS, NAMES = 7, 1, 16, 512

@@ -35,8 +35,8 @@ from section import Section, median
 from lmcache_server.options.tiers.base import Tier
 from lmcache_server.options.tiers.directory import Directory
 from lmcache_server.options.tiers.pieces import spread
-from lmcache_server.options.tiers.record import PAGE_BYTES, Label
-from lmcache_server.options.tiers.record import Record as TierRecord
+from lmcache_server.options.tiers.record_format import PAGE_BYTES, Label
+from lmcache_server.options.tiers.record_format import Record as TierRecord
 
 MIB = 1 << 20
 TOTAL = 128 * MIB

@@ -38,7 +38,7 @@ from lmcache_server.service.system import System
 from lmcache_server.telemetry.failures import Failures
 from lmcache_server.telemetry.metrics import CONTENT_TYPE, Metrics
 from lmcache_server.transfer.gpus import Gpus
-from lmcache_server.transfer.pins import Pins
+from lmcache_server.transfer.locked_memory import LockedMemory
 
 logger = logging.getLogger("lmcache_server")
 
@@ -132,8 +132,8 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
     gpus = Gpus(with_kernel=config.gpu_kernel)
     threading.Thread(target=gpus.compile_kernel, name="gpu-kernel", daemon=True).start()
     lacking = lambda runs: loop.call_soon_threadsafe(cache.set_aside, runs)  # noqa: E731
-    pins = Pins(gpus, l1.base_address, l1.num_bytes, UNIT_BYTES, lacking)
-    system = System(loop, gpus, pins)
+    locked = LockedMemory(gpus, l1.base_address, l1.num_bytes, UNIT_BYTES, lacking)
+    system = System(loop, gpus, locked)
     router, report = assemble(config, cache, l1, metrics, listener.send, system, listener.peer_pid)
     for option in router.options:
         await option.open()
@@ -141,7 +141,7 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
         restart.restore(l1.file, cache, router.registry.known)
         for option in router.options:
             option.restored()
-    l1.fill(cache.total_frames, lambda frames: loop.call_soon_threadsafe(cache.grow, frames), pins)
+    l1.fill(cache.total_frames, lambda frames: loop.call_soon_threadsafe(cache.grow, frames), locked)
     listener.start(router, loop)
 
     selftest = SelfTest(listener.endpoint, config.chunk_size, report.selftest_ended)

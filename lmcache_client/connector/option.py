@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from lmcache_client.connector.hints import Hint
 from lmcache_client.connector.request import Asking, Promised, Tracked
+from lmcache_client.connector.request_keys import Hint
 from lmcache_client.connector.settings import Settings
 from lmcache_client.contract.geometry import GroupSpec
 from lmcache_client.contract.messages import StoreObject

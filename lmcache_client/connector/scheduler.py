@@ -11,13 +11,13 @@ from lmcache_client import options
 from lmcache_client.channel import Channel, Pending
 from lmcache_client.connector import stats
 from lmcache_client.connector.held_blocks import HeldBlocks
-from lmcache_client.connector.hints import Hints
 from lmcache_client.connector.log import logger, trace
 from lmcache_client.connector.lookups import Lookups
 from lmcache_client.connector.metadata import LoadJob, StepMetadata, WorkerReport
 from lmcache_client.connector.offers import Offers, stores
 from lmcache_client.connector.option import Engine, Options
 from lmcache_client.connector.request import Asking, Promised, Tracked
+from lmcache_client.connector.request_keys import Hints
 from lmcache_client.connector.root_key import Root, start_anew
 from lmcache_client.connector.server_of_rank import places, schedulers
 from lmcache_client.connector.settings import Settings

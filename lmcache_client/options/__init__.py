@@ -8,7 +8,7 @@ import importlib
 from typing import Any
 
 NAMES: tuple[str, ...] = (
-    "events",
+    "kv_events",
     "handover",
     "hints",
     "retention",

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lmcache_client.connector.hints import PREFIX, Hint
 from lmcache_client.connector.option import Engine, Option
 from lmcache_client.connector.request import Tracked
+from lmcache_client.connector.request_keys import PREFIX, Hint
 from lmcache_client.contract.control import MAX_RETAIN_S, Retain
 
 if TYPE_CHECKING:

@@ -93,8 +93,8 @@ class Report:
         """Why the server has no memory to serve from yet; empty if it has."""
         if not self.cache.total_frames:
             return "L1 has no memory yet: the first part of its file is being allocated"
-        pins = self.l1.pins
-        return pins.failure if pins is not None and not pins.pinned_bytes else ""
+        locked = self.l1.locked
+        return locked.failure if locked is not None and not locked.pinned_bytes else ""
 
     def status(self, explain: bool = False) -> dict[str, Any]:
         """The data of `lmcache status` and /status, as JSON values; the names tell the units. With `explain`

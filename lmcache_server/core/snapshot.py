@@ -18,7 +18,7 @@ from lmcache_client.contract.messages import PinName
 from lmcache_server.core.index import Chunk, Index
 from lmcache_server.core.lru import EvictionOrder
 from lmcache_server.core.named_pins import NamedPins, PinError
-from lmcache_server.core.packed import CHECKSUM_BYTES, PackedObjects
+from lmcache_server.core.packed import CHECKSUM_BYTES, PackedObjects, StoredObject
 from lmcache_server.core.pool import FramePool, Runs, count_frames
 from lmcache_server.core.tenants import Tenants
 
@@ -102,10 +102,7 @@ def rebuild(snapshot: Snapshot, tenants: Tenants, frame_bytes: int, now_s: float
     try:
         for row in snapshot.rows:
             chunk = _chunk(snapshot.namespaces, tenants, row, now_s)
-            objects = chunk.packed.objects()
-            if not chunk.ready or chunk.ready.bit_count() != len(objects):
-                raise SnapshotError("the bits of a chunk do not match its objects")
-            for stored in objects:
+            for stored in _objects(chunk):
                 frames = count_frames(stored.runs)
                 if -(-stored.num_bytes // frame_bytes) != frames or not frames:
                     raise SnapshotError(f"an object of {stored.num_bytes} bytes has {frames} frames")
@@ -141,3 +138,10 @@ def _chunk(namespaces: Sequence[bytes], tenants: Tenants, row: Row, now_s: float
     chunk.packed = PackedObjects(row.objects)
     chunk.last_used_s = now_s - row.age_s
     return chunk
+
+
+def _objects(chunk: Chunk) -> list[StoredObject]:
+    objects = chunk.packed.objects()
+    if not chunk.ready or chunk.ready.bit_count() != len(objects):
+        raise SnapshotError("the bits of a chunk do not match its objects")
+    return objects

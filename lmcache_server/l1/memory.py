@@ -15,7 +15,7 @@ from lmcache_server.l1.area import Area, shared_memory
 from lmcache_server.l1.file import HEADER_BYTES, L1File
 from lmcache_server.l1.populate import FileSpace, Populator
 from lmcache_server.transfer.base import CopyError
-from lmcache_server.transfer.pins import Pins
+from lmcache_server.transfer.locked_memory import LockedMemory
 
 _MAP_HUGETLB = 0x40000
 Allocate = Callable[[int, int], tuple[int, mmap.mmap]]
@@ -41,7 +41,7 @@ class L1Memory:
         if not self.num_frames:
             raise StartError(f"--l1-size-gb must give at least one frame of {FRAME_BYTES} bytes")
         self.file = file
-        self.pins: Pins | None = None
+        self.locked: LockedMemory | None = None
         """Set by `fill` where GPUs are served."""
         self.is_in_use = False
         """Set if a copy that hangs may still read or write here: then `close` must not unmap."""
@@ -76,7 +76,7 @@ class L1Memory:
 
     @property
     def pinned_bytes(self) -> int:
-        return self.pins.pinned_bytes if self.pins is not None else 0
+        return self.locked.pinned_bytes if self.locked is not None else 0
 
     def check(self) -> None:
         """Raises CopyError if somebody has cut the file short: to touch what is gone would end the server
@@ -90,19 +90,19 @@ class L1Memory:
         self,
         usable_frames: int = 0,
         grow: Callable[[int], object] = lambda _frames: None,
-        pins: Pins | None = None,
+        locked: LockedMemory | None = None,
     ) -> None:
-        """Backs the mapping with memory in the background, and pins it if `pins` has GPUs.
+        """Backs the mapping with memory in the background, and pins it if `locked` has GPUs.
 
         A file first needs its space: without it, a write to the mapping could kill the process. The first
         `usable_frames` frames already have theirs. For further frames a background thread calls
         `grow(frames)`.
         """
-        self.pins = pins
+        self.locked = locked
         space = FileSpace(self.file, self.num_bytes, usable_frames, grow) if self.file is not None else None
         # Populating a file on a disk would read and rewrite all of it.
         populate = self.file is None or self.file.in_memory
-        self._populator = Populator(self.base_address, self.num_bytes, space, populate, pins)
+        self._populator = Populator(self.base_address, self.num_bytes, space, populate, locked)
         self._populator.start()
 
     def stop(self) -> bool:

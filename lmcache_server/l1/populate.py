@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.host.units import GB_BYTES
 from lmcache_server.l1.file import L1File
-from lmcache_server.transfer.pins import RETRY_S, Pins
+from lmcache_server.transfer.locked_memory import RETRY_S, LockedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +71,18 @@ class Populator:
     its `space` is reserved in order."""
 
     def __init__(
-        self, address: int, num_bytes: int, space: FileSpace | None, populate: bool, pins: Pins | None
+        self,
+        address: int,
+        num_bytes: int,
+        space: FileSpace | None,
+        populate: bool,
+        locked: LockedMemory | None,
     ) -> None:
         self._address = address
         self._num_bytes = num_bytes
         self._space = space
         self._populate = populate
-        self._pins = pins
+        self._locked = locked
         self._lock = threading.Lock()
         self._next_offset = 0
         self._stopping = threading.Event()
@@ -117,16 +122,20 @@ class Populator:
         if os.getpriority(os.PRIO_PROCESS, thread := threading.get_native_id()) < NICENESS:
             os.setpriority(os.PRIO_PROCESS, thread, NICENESS)
         for unit in self._units():
-            pins = self._pins if self._pins is not None and self._pins.prepare(unit // UNIT_BYTES) else None
+            locked = (
+                self._locked
+                if self._locked is not None and self._locked.prepare(unit // UNIT_BYTES)
+                else None
+            )
             for offset in range(unit, min(unit + UNIT_BYTES, self._num_bytes), PIECE_BYTES):
                 end = min(offset + PIECE_BYTES, self._num_bytes)
                 if self._stopping.is_set() or (self._space is not None and not self._space.take(offset, end)):
                     return
                 self._back(offset, end)
-            if pins is not None:
-                pins.pin_unit(unit // UNIT_BYTES)
+            if locked is not None:
+                locked.pin_unit(unit // UNIT_BYTES)
         # A GPU may appear or give a context later than at the start of the machine.
-        while number == 0 and self._pins is not None and not self._pins.pin_rest():
+        while number == 0 and self._locked is not None and not self._locked.pin_rest():
             if self._stopping.wait(RETRY_S):
                 return
 

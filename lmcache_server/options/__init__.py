@@ -14,7 +14,7 @@ import importlib.util
 from typing import Any
 
 NAMES: tuple[str, ...] = (
-    "events",
+    "kv_events",
     "max_age",
     "planner",
     "retention",

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from lmcache_client.contract import messages
 from lmcache_client.contract.messages import Memory
 from lmcache_server.host.machine import is_descendant, process_namespace
-from lmcache_server.service.requests import Refusal
+from lmcache_server.service.refusals import Refusal
 from lmcache_server.transfer.base import HandleError
 
 

@@ -6,7 +6,7 @@ from lmcache_client.contract import messages
 from lmcache_client.contract.messages import Pin, Pinned, Release, Unpin, Unpinned
 from lmcache_server.core.cache import Cache, Layout
 from lmcache_server.core.named_pins import PinError
-from lmcache_server.service.requests import Refusal
+from lmcache_server.service.refusals import Refusal
 
 logger = logging.getLogger(__name__)
 

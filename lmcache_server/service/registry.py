@@ -13,7 +13,7 @@ from lmcache_client.contract.version import VERSION
 from lmcache_server.config import Config
 from lmcache_server.core.cache import Cache, Layout
 from lmcache_server.service.memory_owner import explained, with_owner
-from lmcache_server.service.requests import MAX_TEXT, Refusal
+from lmcache_server.service.refusals import MAX_TEXT, Refusal
 from lmcache_server.service.sessions import Engines, Greeting, Session, Shard, namespace_summary
 from lmcache_server.service.system import Process, ScarceError, System
 

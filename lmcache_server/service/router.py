@@ -20,8 +20,8 @@ from lmcache_server.service.copies import Copies
 from lmcache_server.service.lookups import Lookups
 from lmcache_server.service.option import Handler, Options, Reply
 from lmcache_server.service.pinning import Pinning
+from lmcache_server.service.refusals import Refusal, log_request
 from lmcache_server.service.registry import Registry
-from lmcache_server.service.requests import Refusal, log_request
 from lmcache_server.service.sessions import Session
 from lmcache_server.service.system import System
 from lmcache_server.telemetry.failures import Failures

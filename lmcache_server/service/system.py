@@ -17,7 +17,7 @@ from lmcache_server.transfer.copier import CopyWorker
 from lmcache_server.transfer.cuda import CudaMapping
 from lmcache_server.transfer.gpus import Gpus
 from lmcache_server.transfer.host import HostMapping
-from lmcache_server.transfer.pins import Pins
+from lmcache_server.transfer.locked_memory import LockedMemory
 
 
 class ScarceError(Exception):
@@ -51,10 +51,10 @@ class Process:
 
 
 class System:
-    def __init__(self, loop: asyncio.AbstractEventLoop, gpus: Gpus, pins: Pins) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, gpus: Gpus, locked: LockedMemory) -> None:
         self._loop = loop
         self._gpus = gpus
-        self._pins = pins
+        self._locked = locked
         self._tasks: set[asyncio.Task[None]] = set()
         self.pid = os.getpid()
 
@@ -100,5 +100,5 @@ class System:
 
     def copier(self, name: str, memory: Memory, alive: Callable[[], bool]) -> CopyWorker:
         """Starts the thread that copies to and from a worker's memory."""
-        mapping = CudaMapping(memory, self._gpus, self._pins) if memory.device else HostMapping(memory)
+        mapping = CudaMapping(memory, self._gpus, self._locked) if memory.device else HostMapping(memory)
         return CopyWorker(name, mapping, alive, self._loop)

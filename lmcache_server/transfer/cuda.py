@@ -12,8 +12,8 @@ from lmcache_kernels.page_copy import PageCopy
 from lmcache_server.transfer.base import CopyError, HandleError, NoAccessError
 from lmcache_server.transfer.gpus import Gpu, Gpus, LostGpuError
 from lmcache_server.transfer.lent import lent
+from lmcache_server.transfer.locked_memory import LockedMemory
 from lmcache_server.transfer.paths import batches, joined
-from lmcache_server.transfer.pins import Pins
 from lmcache_server.transfer.plan import Pieces, slices
 
 logger = logging.getLogger(__name__)
@@ -47,11 +47,11 @@ class CudaMapping:
     # Between two slices of stores come the few bytes that the engine itself copies to the host in each step.
     _slice_bytes: ClassVar = {True: 32 << 20, False: 8 << 20}
 
-    def __init__(self, memory: Memory, gpus: Gpus, pins: Pins) -> None:
+    def __init__(self, memory: Memory, gpus: Gpus, locked: LockedMemory) -> None:
         self.bases: list[int] = []
         self._memory = memory
         self._gpus = gpus
-        self._pins = pins
+        self._locked = locked
         self._gpu: Gpu | None = None
         self._opened: dict[bytes | tuple[int, int], int] = {}
         """By handle, or by descriptor and bytes, where the allocation is mapped."""
@@ -112,7 +112,7 @@ class CudaMapping:
         if gpu.lost:
             raise LostGpuError(gpu.lost)
         try:
-            pieces = self._pins.ensure(joined(whole, slice_bytes))
+            pieces = self._locked.ensure(joined(whole, slice_bytes))
         finally:
             # To pin, this thread may have entered another GPU's context.
             self._enter(load)

@@ -114,9 +114,9 @@ FAULTS = {
     "replies": (channel.Channel, "_is_over", lambda *_: True),
 }
 if "tiers" in NAMES:
-    from lmcache_server.options.tiers import record
+    from lmcache_server.options.tiers import record_format
 
-    FAULTS["records"] = record, "_digest", lambda _content, end: bytes(end[-16:])
+    FAULTS["records"] = record_format, "_digest", lambda _content, end: bytes(end[-16:])
 """Types are not checked; nothing is answered; an impossible port in a Host header is a ValueError; the bits
 of a chunk are believed; control characters are taken; a broken connection means that the server has ended;
 every digest is right."""

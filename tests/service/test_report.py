@@ -11,7 +11,7 @@ from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.service.sessions import Engine, Shard
 from lmcache_server.telemetry.history import INTERVAL_S
 from lmcache_server.transfer.gpus import Gpus
-from lmcache_server.transfer.pins import Pins
+from lmcache_server.transfer.locked_memory import LockedMemory
 
 
 @pytest.fixture
@@ -28,11 +28,11 @@ def test_it_is_ready_with_the_first_frame_unless_nothing_can_be_pinned_for_gpus(
     assert report.unready().startswith("L1 has no memory yet")
     report.cache.grow(1)
     assert report.unready() == ""
-    pins = target.l1.pins = Pins(Gpus(), target.l1.base_address, target.l1.num_bytes, FRAME_BYTES)
+    locked = target.l1.locked = LockedMemory(Gpus(), target.l1.base_address, target.l1.num_bytes, FRAME_BYTES)
     assert target.report.unready() == "", "copies pin what they need"
-    pins.failure = "allow locked memory"
+    locked.failure = "allow locked memory"
     assert target.report.unready() == "allow locked memory"
-    pins.pinned_bytes = FRAME_BYTES
+    locked.pinned_bytes = FRAME_BYTES
     assert target.report.unready() == ""
 
 

@@ -44,7 +44,7 @@ from lmcache_server.transfer.copier import CopyWorker
 from lmcache_server.transfer.cuda import CudaMapping
 from lmcache_server.transfer.gpus import Gpus
 from lmcache_server.transfer.gpus import logger as gpus_logger
-from lmcache_server.transfer.pins import Pins
+from lmcache_server.transfer.locked_memory import LockedMemory
 from lmcache_server.transfer.plan import Pieces
 
 # -- memory of other processes ---------------------------------------------------------------------------
@@ -231,10 +231,10 @@ class Mapped:
 
     def __init__(self, l1_bytes: int, visible: str = "0") -> None:
         self.exporter, self.gpus, self.l1 = Exporter(visible), Gpus(), host_pages(l1_bytes)
-        pins = Pins(self.gpus, self.l1.ctypes.data, l1_bytes, l1_bytes)
+        locked = LockedMemory(self.gpus, self.l1.ctypes.data, l1_bytes, l1_bytes)
         handles = self.exporter.uuid, (self.exporter.handle,)
         self.mapping = CudaMapping(
-            Memory(self.exporter.process.pid, ((0, MIB),), 0, *handles), self.gpus, pins
+            Memory(self.exporter.process.pid, ((0, MIB),), 0, *handles), self.gpus, locked
         )
 
     def pieces(self, *offsets: int, num_bytes: int = 4096) -> Pieces:
@@ -319,43 +319,43 @@ def test_a_gpu_whose_context_takes_long_keeps_nobody_from_another() -> None:
         assert slow.result(PATIENCE_S).ordinal == 0
 
 
-def pinning(units: int = 2) -> Pins:
-    """The pins of an L1 of so many units."""
+def pinning(units: int = 2) -> LockedMemory:
+    """The locked of an L1 of so many units."""
     l1 = host_pages(4096 * units)
-    pins = Pins(Gpus(), l1.ctypes.data, l1.nbytes, 4096)
-    weakref.finalize(pins, l1.fill, 0)  # which keeps it for as long
-    return pins
+    locked = LockedMemory(Gpus(), l1.ctypes.data, l1.nbytes, 4096)
+    weakref.finalize(locked, l1.fill, 0)  # which keeps it for as long
+    return locked
 
 
 @on_stand_in(devices=3)
 def test_a_gpu_that_gives_no_context_keeps_nothing_from_being_pinned() -> None:
     file_of("no-context-0").touch()
-    pins = pinning()
-    assert pins.pin_rest()
-    assert (pins.pinned_bytes, pins.failure) == (8192, "")
+    locked = pinning()
+    assert locked.pin_rest()
+    assert (locked.pinned_bytes, locked.failure) == (8192, "")
     file_of("no-context-0").unlink()
 
 
 @on_stand_in()
 def test_pinning_is_tried_again_and_a_context_that_is_missing_is_called_so() -> None:
     file_of("no-context-0").touch()
-    pins = pinning()
-    assert not pins.pin_rest()
+    locked = pinning()
+    assert not locked.pin_rest()
     for words in ("cuDevicePrimaryCtxRetain", f"CUDA error {DEVICE_UNAVAILABLE}", "nvidia-smi -c 0"):
-        assert words in pins.failure
-    assert "memlock" not in pins.failure, "that is no cure for it"
+        assert words in locked.failure
+    assert "memlock" not in locked.failure, "that is no cure for it"
     file_of("no-context-0").unlink()
-    assert not pins.pin_rest(), "not before RETRY_S have passed"
-    pins._retry_s = 0.0
-    assert pins.pin_rest()
-    assert pins.failure == ""
+    assert not locked.pin_rest(), "not before RETRY_S have passed"
+    locked._retry_s = 0.0
+    assert locked.pin_rest()
+    assert locked.failure == ""
 
 
 @on_stand_in(devices=2)
 def test_a_gpu_whose_context_has_failed_pins_nothing_and_is_not_tried_again() -> None:
-    pins = pinning(4)
-    assert pins.pin_unit(0)
-    driver, tried = pins._gpus.driver, []
+    locked = pinning(4)
+    assert locked.pin_unit(0)
+    driver, tried = locked._gpus.driver, []
     register = driver.register_host
 
     def registering(address: int, num_bytes: int) -> None:
@@ -364,22 +364,22 @@ def test_a_gpu_whose_context_has_failed_pins_nothing_and_is_not_tried_again() ->
 
     driver.register_host = registering  # type: ignore[method-assign]
     file_of(f"fail-{os.getpid()}-0").touch()
-    assert pins.pin_unit(1)
-    assert pins.pin_unit(2)
-    assert (tried, pins.failure) == ([1, 2, 2], ""), "each time a context, of GPU 0 or 1"
-    assert pins._gpus.enter_any().ordinal == 1
+    assert locked.pin_unit(1)
+    assert locked.pin_unit(2)
+    assert (tried, locked.failure) == ([1, 2, 2], ""), "each time a context, of GPU 0 or 1"
+    assert locked._gpus.enter_any().ordinal == 1
     file_of(f"fail-{os.getpid()}-1").touch()
-    assert not pins.pin_unit(3)
-    assert "has failed for this server" in pins.failure
-    assert "memlock" not in pins.failure, "that is no cure for it"
+    assert not locked.pin_unit(3)
+    assert "has failed for this server" in locked.failure
+    assert "memlock" not in locked.failure, "that is no cure for it"
 
 
 @on_stand_in(pin_limit=4096)
 def test_what_the_registration_itself_refuses_is_said_to_need_locked_memory() -> None:
-    pins = pinning()
-    assert not pins.pin_rest()
-    assert "memlock=-1" in pins.failure
-    assert not pins._gpus.enter_any().lost
+    locked = pinning()
+    assert not locked.pin_rest()
+    assert "memlock=-1" in locked.failure
+    assert not locked._gpus.enter_any().lost
 
 
 @contextlib.contextmanager
@@ -394,12 +394,12 @@ def nodes_of_gpus(*nodes: set[int]) -> Iterator[None]:
 def test_l1_is_spread_over_all_nodes_that_have_a_gpu() -> None:
     """The first four GPUs are on one node, as on most machines with eight."""
     with nodes_of_gpus(*[{0, 1}] * 4, *[{2, 3}] * 4):
-        pins = pinning()
-        gpus, here = pins._gpus, sorted(os.sched_getaffinity(0))
+        locked = pinning()
+        gpus, here = locked._gpus, sorted(os.sched_getaffinity(0))
         assert [gpus.near(number) for number in range(4)] == [{0, 1}, {2, 3}, {0, 1}, {2, 3}]
         gpus.near = lambda number: {here[number % len(here)]}  # type: ignore[method-assign]
         for unit in range(4):
-            assert pins.prepare(unit)
+            assert locked.prepare(unit)
             assert os.sched_getaffinity(0) == gpus.near(unit), "a thread moves on with each unit"
 
 

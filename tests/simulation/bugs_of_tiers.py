@@ -6,7 +6,7 @@ from lmcache_server.core.cache import Cache
 from lmcache_server.options.tiers import fetches
 from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.fetches import Fetches
-from lmcache_server.options.tiers.record import Record
+from lmcache_server.options.tiers.record_format import Record
 from lmcache_server.options.tiers.tier_states import Tiers
 from lmcache_server.options.tiers.worker import TierWorker
 

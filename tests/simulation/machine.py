@@ -21,7 +21,7 @@ from lmcache_server.core.cache import Cache
 from lmcache_server.core.index import Chunk
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.options import NAMES, parts
-from lmcache_server.service.requests import Refusal
+from lmcache_server.service.refusals import Refusal
 from lmcache_server.service.router import Reply
 from lmcache_server.service.sessions import Session
 from lmcache_server.telemetry.metrics import Metrics

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.options.tiers.base import TierError
-from lmcache_server.options.tiers.record import DamagedRecordError, Label
+from lmcache_server.options.tiers.record_format import DamagedRecordError, Label
 from lmcache_server.options.tiers.server import Server
 from lmcache_server.options.tiers.tier_states import READS_AT_ONCE, TierState
 from lmcache_server.options.tiers.worker import STUCK_S, Payload, Rates, TierWorker

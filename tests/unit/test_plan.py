@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from lmcache_client.contract.geometry import Region
 from lmcache_server.transfer.checksums import DamagedError, check, checksums
 from lmcache_server.transfer.gpus import Gpus
+from lmcache_server.transfer.locked_memory import LockedMemory
 from lmcache_server.transfer.paths import MIN_KERNEL_PIECES, SMALL_BYTES, batches, joined
-from lmcache_server.transfer.pins import Pins
 from lmcache_server.transfer.plan import ObjectCopy, Pieces, join, merged, pieces, pieces_of_all, slices
 
 FRAME_BYTES = 16
@@ -223,9 +223,9 @@ def test_large_pieces_go_by_the_copy_engine_and_many_small_ones_by_one_launch_of
 @given(piece_lists(), st.integers(1, 60))
 @settings(max_examples=300, deadline=None)
 def test_no_piece_lies_over_the_border_of_two_pinned_units(whole, unit_bytes):
-    pins = Pins(Gpus(), L1_ADDRESS, 1200, unit_bytes)
-    pins._pinned[:] = True
-    found = pins.ensure(whole)
+    locked = LockedMemory(Gpus(), L1_ADDRESS, 1200, unit_bytes)
+    locked._pinned[:] = True
+    found = locked.ensure(whole)
     assert moves(found) == moves(whole)
     for local, _, length in rows(found):
         assert (local - L1_ADDRESS) // unit_bytes == (local + length - 1 - L1_ADDRESS) // unit_bytes

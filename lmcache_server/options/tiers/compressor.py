@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lmcache_server.options.tiers.compression import AUTO, OFF, SEGMENT_BYTES, ZSTD, compress, expand
 from lmcache_server.options.tiers.pieces import first, size
-from lmcache_server.options.tiers.record import Label, compressed_bytes
+from lmcache_server.options.tiers.record_format import Label, compressed_bytes
 
 LEAST_GAIN = 0.1
 """What does not shrink by so much is left alone, and `auto` wants to save so much of the time of a read."""

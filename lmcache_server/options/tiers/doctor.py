@@ -18,7 +18,7 @@ from lmcache_server.host.units import GB_BYTES, size
 from lmcache_server.options.tiers import urls
 from lmcache_server.options.tiers.base import Tier, TierError
 from lmcache_server.options.tiers.folders import explained
-from lmcache_server.options.tiers.record import read_key
+from lmcache_server.options.tiers.record_format import read_key
 
 WAIT_S = 30.0
 RECORD_BYTES = 8192

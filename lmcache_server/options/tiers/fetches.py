@@ -17,10 +17,10 @@ from lmcache_server.core.pool import FRAME_BYTES, count_frames
 from lmcache_server.l1.memory import L1Memory
 from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.breaker import PRESENT, READ
-from lmcache_server.options.tiers.record import DamagedRecordError, Label
+from lmcache_server.options.tiers.record_format import DamagedRecordError, Label
 from lmcache_server.options.tiers.speed import OLD_S, SLOW_OLD_S
 from lmcache_server.options.tiers.tier_states import Tiers, TierState
-from lmcache_server.options.tiers.wanted import Wanted, wanted
+from lmcache_server.options.tiers.to_fetch import Wanted, wanted
 from lmcache_server.service.sessions import Shard
 from lmcache_server.service.system import System
 from lmcache_server.telemetry.metrics import Metrics

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from lmcache_server.options.tiers.wire import MAX_BYTES, Part, Reply, Request
+from lmcache_server.options.tiers.helper_messages import MAX_BYTES, Part, Reply, Request
 
 _PR_SET_PDEATHSIG = 1
 Memory = Sequence[tuple[int, int]]

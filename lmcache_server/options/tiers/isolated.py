@@ -23,8 +23,8 @@ import msgspec
 
 from lmcache_server.l1.area import Area, shared_memory
 from lmcache_server.options.tiers.base import TierError, checked_name
+from lmcache_server.options.tiers.helper_messages import L1, MAX_BYTES, MAX_NAMES, Call, Part, Reply, Request
 from lmcache_server.options.tiers.pieces import gather, size, spread
-from lmcache_server.options.tiers.wire import L1, MAX_BYTES, MAX_NAMES, Call, Part, Reply, Request
 
 logger = logging.getLogger(__name__)
 

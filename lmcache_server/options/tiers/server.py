@@ -16,7 +16,7 @@ from lmcache_server.l1.memory import L1Memory
 from lmcache_server.options.tiers import urls
 from lmcache_server.options.tiers.base import TierError, Usage
 from lmcache_server.options.tiers.fetches import Fetches
-from lmcache_server.options.tiers.record import read_key
+from lmcache_server.options.tiers.record_format import read_key
 from lmcache_server.options.tiers.spills import Spills
 from lmcache_server.options.tiers.tier_states import Tiers, TierState
 from lmcache_server.options.tiers.worker import Rates, TierWorker

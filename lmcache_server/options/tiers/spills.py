@@ -11,7 +11,7 @@ from lmcache_server.core.packed import StoredObject
 from lmcache_server.core.pool import count_frames
 from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.breaker import WRITE
-from lmcache_server.options.tiers.record import Label
+from lmcache_server.options.tiers.record_format import Label
 from lmcache_server.options.tiers.tier_states import Tiers, TierState
 from lmcache_server.service.system import System
 from lmcache_server.transfer.base import CopyError

@@ -13,7 +13,7 @@ from lmcache_server.l1.memory import L1Memory
 from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.breaker import PRESENT, Breaker
 from lmcache_server.options.tiers.flags import MAX_TIERS
-from lmcache_server.options.tiers.record import Label
+from lmcache_server.options.tiers.record_format import Label
 from lmcache_server.options.tiers.speed import OLD_S, Speed
 from lmcache_server.options.tiers.worker import STUCK_S, TierWorker
 from lmcache_server.service.system import System

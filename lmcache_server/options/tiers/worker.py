@@ -13,7 +13,7 @@ from lmcache_server.options.tiers.base import Tier, TierError, Usage
 from lmcache_server.options.tiers.compression import OFF
 from lmcache_server.options.tiers.compressor import Compressor
 from lmcache_server.options.tiers.pieces import size
-from lmcache_server.options.tiers.record import DamagedRecordError, EncryptedRecord, Label, Record
+from lmcache_server.options.tiers.record_format import DamagedRecordError, EncryptedRecord, Label, Record
 
 READERS, ASKERS, WRITERS = 4, 2, 2
 STUCK_S = 5.0

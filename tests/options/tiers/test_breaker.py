@@ -18,7 +18,7 @@ from lmcache_server.options.tiers.breaker import (
     Breaker,
 )
 from lmcache_server.options.tiers.speed import SLOW_OLD_S, Speed
-from lmcache_server.options.tiers.wanted import wanted
+from lmcache_server.options.tiers.to_fetch import wanted
 
 CHUNK_SIZE = 16
 KEYS = [number.to_bytes(32, "big") for number in range(6)]

@@ -16,7 +16,7 @@ from lmcache_server.core.cache import Layout
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.options.tiers import fetches as fetches_module
 from lmcache_server.options.tiers import tier_states as tiers_module
-from lmcache_server.options.tiers.record import Label
+from lmcache_server.options.tiers.record_format import Label
 from lmcache_server.options.tiers.speed import SLOW_OLD_S
 
 SHARDS: Any = {0: SimpleNamespace(geometry=Geometry((GROUP,), 10))}

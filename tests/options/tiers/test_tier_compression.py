@@ -17,7 +17,7 @@ from lmcache_server.options.tiers import compressor as compressor_module
 from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.compression import METHODS, SEGMENT_BYTES, compress, expand
 from lmcache_server.options.tiers.compressor import ELEMENTS, Compressor, pays
-from lmcache_server.options.tiers.record import (
+from lmcache_server.options.tiers.record_format import (
     DamagedRecordError,
     Record,
     RecordCipher,

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from lmcache_server.options.tiers.helper import Helper
-from lmcache_server.options.tiers.wire import Part, Reply, Request
+from lmcache_server.options.tiers.helper_messages import Part, Reply, Request
 
 AREA = 1 << 12
 INSIDE = [Part(3, 0, AREA), Part(3, 8, AREA - 8), Part(3, AREA, 0)]

@@ -16,7 +16,7 @@ from tier_rig import CIPHERS, KIB, OTHERS, Memory, each_cipher, label, opened, s
 
 from lmcache_server.options.tiers import worker as worker_module
 from lmcache_server.options.tiers.base import TierError
-from lmcache_server.options.tiers.record import (
+from lmcache_server.options.tiers.record_format import (
     DamagedRecordError,
     RecordCipher,
     read_key,

@@ -25,7 +25,7 @@ from lmcache_server.host.units import GB_BYTES
 from lmcache_server.l1.memory import L1Memory
 from lmcache_server.options.tiers.compression import SEGMENT_BYTES, compress
 from lmcache_server.options.tiers.fetches import Fetches
-from lmcache_server.options.tiers.record import EncryptedRecord, Label, Record, RecordCipher
+from lmcache_server.options.tiers.record_format import EncryptedRecord, Label, Record, RecordCipher
 from lmcache_server.options.tiers.server import Server
 from lmcache_server.options.tiers.spills import Spills
 from lmcache_server.options.tiers.tier_states import Tiers, TierState

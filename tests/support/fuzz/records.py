@@ -7,7 +7,7 @@ import numpy as np
 
 from fuzz.choices import Choices, Target
 from lmcache_server.options.tiers.compression import METHODS, compress
-from lmcache_server.options.tiers.record import DamagedRecordError, Label, Record
+from lmcache_server.options.tiers.record_format import DamagedRecordError, Label, Record
 
 PAYLOAD_BYTES = 40_000
 GUARD_BYTES = 4096

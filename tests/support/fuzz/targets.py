@@ -26,7 +26,7 @@ from lmcache_server.service.system import System
 from lmcache_server.telemetry.metrics import Metrics
 from lmcache_server.transfer import host
 from lmcache_server.transfer.gpus import Gpus
-from lmcache_server.transfer.pins import Pins
+from lmcache_server.transfer.locked_memory import LockedMemory
 from lmcache_server.transfer.plan import Pieces
 
 L1_FRAMES = 24
@@ -94,8 +94,8 @@ class RouterTarget(Target):
         self._expected: Counter[tuple[bytes, int]] = Counter()
         self._answered: Counter[tuple[bytes, int]] = Counter()
         self.l1, metrics, gpus = L1Memory(L1_FRAMES * FRAME_BYTES), Metrics(), Gpus()
-        pins = Pins(gpus, self.l1.base_address, self.l1.num_bytes, FRAME_BYTES)
-        system = System(self.loop, gpus, pins)
+        locked = LockedMemory(gpus, self.l1.base_address, self.l1.num_bytes, FRAME_BYTES)
+        system = System(self.loop, gpus, locked)
         system.now_s = lambda: self.now_s  # type: ignore[method-assign]
         self.cache = Cache(FRAME_BYTES, self.l1.num_frames, lease_s=30.0)
         self.system, self.metrics = system, metrics

@@ -63,10 +63,10 @@ FACES = (
 )
 TOOLS = (COMMANDS, "lmcache_server/__main__.py")
 BUDGETS = {
-    "base": Budget(13297, "what a byte or a decision goes through, without options"),
-    "path": Budget(18273, "the same with every option"),
-    "faces": Budget(1942, "what configures and watches it"),
-    "tools": Budget(3513, "the command lmcache"),
+    "base": Budget(13284, "what a byte or a decision goes through, without options"),
+    "path": Budget(18265, "the same with every option"),
+    "faces": Budget(1931, "what configures and watches it"),
+    "tools": Budget(3500, "the command lmcache"),
 }
 
 

@@ -28,10 +28,10 @@ from lmcache_client.contract.geometry import FULL
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.messages import Clear, Found, Lookup, Message, Release, Store
 from lmcache_client.engine import Scheduler, chunk_object
-from lmcache_client.options.events import POLL_S, Events
+from lmcache_client.options.kv_events import POLL_S, Events
 from lmcache_client.servers import Servers
 from lmcache_client.transport import SYSTEM
-from lmcache_server.options.events import followers
+from lmcache_server.options.kv_events import followers
 from lmcache_server.transfer.base import CopyError
 
 BLOCK = 16

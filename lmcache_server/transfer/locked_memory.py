@@ -30,7 +30,7 @@ MEMLOCK = (
 )
 
 
-class Pins:
+class LockedMemory:
     """The units of the `num_bytes` at `address`, and which of them are pinned. Any thread may use it.
 
     No copy may cross the border between two units, because the driver has registered them separately. After a

@@ -7,7 +7,7 @@ from lmcache_client.contract.messages import Message
 from lmcache_server.core.layout import Layout
 from lmcache_server.service.sessions import Session
 from lmcache_server.telemetry.metrics import Metrics, Traffic
-from lmcache_server.telemetry.origins import SELFTEST, VERIFY
+from lmcache_server.telemetry.requests_of_tests import SELFTEST, VERIFY
 
 MAX_TEXT = 300
 """Characters of a value in a line of the log."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from lmcache_client.contract.control import Follow, Followed
 from lmcache_client.contract.messages import Message
-from lmcache_server.options.events.followers import Followers
+from lmcache_server.options.kv_events.followers import Followers
 from lmcache_server.service.option import Base, Handler, Option
 from lmcache_server.service.sessions import Session
 
