@@ -27,7 +27,7 @@ from lmcache_client.contract.geometry import Region  # noqa: E402
 from lmcache_client.contract.messages import Memory  # noqa: E402
 from lmcache_server.core.pool import FRAME_BYTES  # noqa: E402
 from lmcache_server.service.system import Process  # noqa: E402
-from lmcache_server.transfer.copier import CopyWorker  # noqa: E402
+from lmcache_server.transfer.copy_queue import CopyWorker  # noqa: E402
 from lmcache_server.transfer.cuda import CudaMapping  # noqa: E402
 from lmcache_server.transfer.gpus import Gpus  # noqa: E402
 from lmcache_server.transfer.jobs import LoadJob, StoreJob  # noqa: E402

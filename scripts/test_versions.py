@@ -42,6 +42,7 @@ TESTS = (
     "test_serving.py::test_an_engine_outlives_the_server_and_uses_it_when_it_is_there",
     "test_serving.py::test_a_promise_that_is_broken_is_recomputed[first]",
     "test_traps.py::test_recurrent_prompts_that_share_prefixes_of_many_lengths",
+    "test_traps.py::test_pages_that_vllm_damages_where_it_resumes_inside_a_block_reach_no_other_engine",
     "test_traps.py::test_preemption_under_load_finishes_and_leaks_no_block[first]",
     "test_roles.py::test_an_adapter_never_gets_the_kv_of_another_or_of_the_base_model",
     "test_parallel.py::test_ranks_and_stages_store_and_restore_their_shards[qwen3next-tensor_parallel_size]",

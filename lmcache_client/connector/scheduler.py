@@ -23,7 +23,8 @@ from lmcache_client.connector.server_of_rank import places, schedulers
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import TransferStats
 from lmcache_client.connector.weights import Adapters
-from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS, GroupSpec, unified_block_size
+from lmcache_client.contract.chunk_size import unified_block_size
+from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS, GroupSpec
 from lmcache_client.contract.messages import Cleared, Joined
 from lmcache_client.engine import JOIN_S, load_message
 from lmcache_client.servers import Servers

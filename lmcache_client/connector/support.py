@@ -99,12 +99,16 @@ def check_supported(vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...], nu
         # Hashes of earlier tokens are then in no KV cache group.
         raise UnsupportedError("DeepSeek-V4.1 in vLLM's V1 runner: set VLLM_USE_V2_MODEL_RUNNER=1")
     if any(group.kind == RECURRENT for group in groups):
-        mode = vllm_config.cache_config.mamba_cache_mode
-        if mode != "align":
+        cache = vllm_config.cache_config
+        if cache.mamba_cache_mode != "align":
             raise UnsupportedError(
-                f"recurrent layers with mamba_cache_mode={mode!r}: "
+                f"recurrent layers with mamba_cache_mode={cache.mamba_cache_mode!r}: "
                 "keep prefix caching enabled (before vLLM 0.33, also set --mamba-cache-mode align)"
             )
+        if cache.prefix_match_unit and not cache.get_resolved_kv_cache_layout().is_block_outermost:
+            # To resume inside a block vLLM copies it, in such layouts without the end of attention's pages
+            # (copy_kv_cache_blocks_inplace). What it computes from that must reach no other engine.
+            raise UnsupportedError("recurrent layers with --prefix-match-unit, which damages pages: unset it")
         if vllm_config.num_prefill_lookahead_tokens > 1:
             # vLLM then offers a state only in a step after the one that made it.
             raise UnsupportedError("several MTP modules on a model with recurrent layers")

@@ -82,8 +82,7 @@ def is_loopback(host: str) -> bool:
 
 def address(host: str, port: int, key_file: str = "") -> str:
     """The server's address for `split`: TCP if `host` is given, otherwise the Unix socket of `port`, where
-    `key_file` has no effect. Raises EndpointError if the path of the socket is too long for the kernel or
-    cannot be printed, or if the key file cannot be used."""
+    `key_file` has no effect. Raises EndpointError if the socket's path or the key file cannot be used."""
     if host:
         name = host_name(host)
         place = f"tcp://[{name}]:{port}" if ":" in name else f"tcp://{name}:{port}"
@@ -91,16 +90,13 @@ def address(host: str, port: int, key_file: str = "") -> str:
         split(place)
         return place
     path = runtime_directory() / f"{port}.sock"
-    if not path.is_absolute():
-        raise EndpointError(f"LMCACHE_RUNTIME_DIR={path.parent} must begin with /")
-    if not str(path).isprintable():
-        raise EndpointError(
-            f"{path} cannot be printed: set LMCACHE_RUNTIME_DIR to a directory with a plain name"
-        )
-    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
-        raise EndpointError(
-            f"{path} is too long for a socket: set LMCACHE_RUNTIME_DIR to a shorter directory"
-        )
+    faults = {
+        "does not begin with /": not path.is_absolute(),
+        "cannot be printed": not str(path).isprintable(),
+        "is too long for a socket": len(os.fsencode(path)) > MAX_SOCKET_PATH,
+    }
+    for fault in (fault for fault, has_it in faults.items() if has_it):
+        raise EndpointError(f"{path} {fault}: set LMCACHE_RUNTIME_DIR to another directory")
     return f"ipc://{path}"
 
 

@@ -150,8 +150,8 @@ def doctor(context: click.Context, /, server: Address, as_json: bool, try_gpus: 
     It prints one line for each check, and the fix where something is wrong. Run it as the server's user.
     Options that you leave out come from the running server. The exit code is 1 when a check fails.
     """
-    from lmcache_server.commands.doctor.checks import COLOURS
     from lmcache_server.commands.doctor.examine import examine
+    from lmcache_server.commands.doctor.verdicts import COLOURS
     from lmcache_server.host.preflight import FAIL
 
     flags = {name for name in options if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}

@@ -15,8 +15,9 @@ from lmcache_server.core.cache import Cache, Layout, NotReserved, Read, Reservat
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.l1.memory import L1Memory
 from lmcache_server.service.option import Options
-from lmcache_server.service.refusals import Refusal, log_request, traffic
+from lmcache_server.service.refusals import Refusal, log_request
 from lmcache_server.service.registry import Registry
+from lmcache_server.service.requests_of_tests import traffic
 from lmcache_server.service.sessions import Session, Shard
 from lmcache_server.service.system import System
 from lmcache_server.telemetry.failures import Failures

@@ -14,8 +14,9 @@ from lmcache_server.core.cache import Cache, Hit, Layout
 from lmcache_server.core.misses import ending_groups, missed_tokens
 from lmcache_server.service.option import Options
 from lmcache_server.service.pinning import Pinning
-from lmcache_server.service.refusals import Refusal, log_request, traffic
+from lmcache_server.service.refusals import Refusal, log_request
 from lmcache_server.service.registry import Registry
+from lmcache_server.service.requests_of_tests import traffic
 from lmcache_server.service.sessions import Session, Shard
 from lmcache_server.service.system import System
 from lmcache_server.telemetry.metrics import Metrics

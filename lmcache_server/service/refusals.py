@@ -4,10 +4,7 @@ import logging
 from typing import Any
 
 from lmcache_client.contract.messages import Message
-from lmcache_server.core.layout import Layout
 from lmcache_server.service.sessions import Session
-from lmcache_server.telemetry.metrics import Metrics, Traffic
-from lmcache_server.telemetry.requests_of_tests import SELFTEST, VERIFY
 
 MAX_TEXT = 300
 """Characters of a value in a line of the log."""
@@ -21,19 +18,6 @@ class Refusal(Exception):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
-
-
-def is_test(layout: Layout, request_id: str) -> bool:
-    """Whether a self-test, `lmcache bench` or `lmcache verify` has made this request, and not a user."""
-    return layout.ephemeral or VERIFY in request_id
-
-
-def traffic(metrics: Metrics, layout: Layout, request_id: str) -> Traffic:
-    """Where a request of an engine with this layout is counted."""
-    if not is_test(layout, request_id):
-        return metrics.traffic(layout.namespace, layout.model)
-    ephemeral = "selftest" if layout.model.startswith(SELFTEST) else "bench"
-    return Traffic("lmcache_test_", {"test": ephemeral if layout.ephemeral else "verify"})
 
 
 def log_request(

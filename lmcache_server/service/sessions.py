@@ -10,7 +10,7 @@ from lmcache_client.contract.keys import ModelTag, namespace_fields, namespace_i
 from lmcache_client.contract.messages import MAX_NAME, Memory, NotCached
 from lmcache_server.core.layout import Layout
 from lmcache_server.service.system import Process
-from lmcache_server.transfer.copier import CopyWorker
+from lmcache_server.transfer.copy_queue import CopyWorker
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import Any
 
 from lmcache_client.contract.messages import Memory
 from lmcache_server.host import descriptors
-from lmcache_server.transfer.copier import CopyWorker
+from lmcache_server.transfer.copy_queue import CopyWorker
 from lmcache_server.transfer.cuda import CudaMapping
 from lmcache_server.transfer.gpus import Gpus
 from lmcache_server.transfer.host import HostMapping

@@ -300,7 +300,7 @@ def test_what_is_not_proven_is_refused(
     config: Any = SimpleNamespace(
         device_config=SimpleNamespace(device_type="cpu"),
         model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type=model)),
-        cache_config=SimpleNamespace(mamba_cache_mode="align"),
+        cache_config=SimpleNamespace(mamba_cache_mode="align", prefix_match_unit=None),
         num_prefill_lookahead_tokens=lookahead,
         speculative_config=SimpleNamespace(method=method) if method else None,
         parallel_config=SimpleNamespace(**dict.fromkeys(parallel, 1)),

@@ -65,6 +65,26 @@ def test_the_advised_settings_give_a_resume_point_at_every_chunk(server: LMCache
         assert points == [length // 160 * 160 for length in lengths]
 
 
+def test_pages_that_vllm_damages_where_it_resumes_inside_a_block_reach_no_other_engine(
+    server: LMCacheServer,
+) -> None:
+    """If vLLM's own answer is right one day, it has mended its copy, and may be served again."""
+    first = prompt(723, 1)
+    longer = [*first[:715], *prompt(400, 2)]
+    more: dict[str, Any] = {"block_size": 32, "prefix_match_unit": 32}
+    with Engine("qwen3next", server=server, **more) as engine:
+        cold = engine.run(longer)
+        assert engine.reset_prefix_cache()
+        engine.run(first)
+        resumed_inside = engine.run(longer)
+        assert resumed_inside.local_tokens == 704
+        assert resumed_inside.output != cold.output
+        assert "with --prefix-match-unit, which damages pages: unset it" in engine.log.read_text()
+    with Engine("qwen3next", server=server, **more) as engine:
+        result = engine.run(longer)
+        assert (result.external_tokens, result.output) == (0, cold.output)
+
+
 def test_null_blocks_inside_a_chunk_are_never_stored(server: LMCacheServer) -> None:
     """The server is cleared while the engine's own prefix cache is not: the next store sees blocks that
     the sliding window has left behind."""

@@ -9,7 +9,7 @@ import pytest
 from harness.waiting import PATIENCE_S
 
 from lmcache_server.transfer.base import CopyError
-from lmcache_server.transfer.copier import CopyWorker
+from lmcache_server.transfer.copy_queue import CopyWorker
 from lmcache_server.transfer.plan import Pieces, slices
 
 SLICE_BYTES = 1 << 20

@@ -40,7 +40,7 @@ from lmcache_client.contract.messages import Memory
 from lmcache_kernels import driver as cuda
 from lmcache_kernels.driver import CudaError, Driver
 from lmcache_server.transfer.base import CopyError, NoAccessError
-from lmcache_server.transfer.copier import CopyWorker
+from lmcache_server.transfer.copy_queue import CopyWorker
 from lmcache_server.transfer.cuda import CudaMapping
 from lmcache_server.transfer.gpus import Gpus
 from lmcache_server.transfer.gpus import logger as gpus_logger

@@ -45,14 +45,15 @@ def test_no_host_means_a_socket_in_the_runtime_directory(monkeypatch):
     monkeypatch.setenv("LMCACHE_RUNTIME_DIR", "/run/cache")
     assert address("", 5556) == "ipc:///run/cache/5556.sock"
     # Its length counts in bytes.
-    for name, fix in {
-        "/run/" + "x" * 100: "to a shorter directory",
-        "/run/" + "é" * 60: "to a shorter directory",
-        "/run/\udcff": "to a directory with a plain name",
-        "/run/a\nb": "to a directory with a plain name",
+    for name, fault in {
+        "/run/" + "x" * 100: "is too long for a socket",
+        "/run/" + "é" * 60: "is too long for a socket",
+        "/run/\udcff": "cannot be printed",
+        "/run/a\nb": "cannot be printed",
+        "run/a": "does not begin with /",
     }.items():
         monkeypatch.setenv("LMCACHE_RUNTIME_DIR", name)
-        with pytest.raises(EndpointError, match=f"set LMCACHE_RUNTIME_DIR {fix}"):
+        with pytest.raises(EndpointError, match=f"{fault}: set LMCACHE_RUNTIME_DIR to"):
             address("", 5555)
 
 

@@ -14,12 +14,12 @@ import sys
 import time
 from typing import Any
 
-from lmcache_client.contract.geometry import AUTO_CHUNK_TOKENS
+from lmcache_client.contract.chunk_size import AUTO_CHUNK_TOKENS
 from lmcache_client.contract.messages import Done, Found, Stored
 from lmcache_server.commands.bench.client import LOOKUP_WAIT_S, Client, chain
 from lmcache_server.commands.bench.device import driver_here
 from lmcache_server.commands.bench.workload import BenchError, Workload
-from lmcache_server.telemetry.requests_of_tests import SELFTEST
+from lmcache_server.service.requests_of_tests import SELFTEST
 
 DEADLINE_S, GPUS_DEADLINE_S = 8, 90
 CHUNKS = 2

@@ -14,7 +14,7 @@ from lmcache_client.contract.endpoint import address
 from lmcache_client.memory.host import ProofBuffer, allow_tracer
 from lmcache_kernels.driver import CudaError, Driver
 from lmcache_server.commands import control
-from lmcache_server.commands.doctor import checks
+from lmcache_server.commands.doctor import verdicts
 from lmcache_server.commands.doctor.devices import check_devices, through_server
 from lmcache_server.commands.doctor.gpu import try_gpus
 from lmcache_server.commands.shared_flags import Address
@@ -58,21 +58,21 @@ def examine(
     limits = _limits(report.get("pid", 0))
     return [
         answer,
-        checks.connectors(report.get("version", ""), report.get("sessions", ())),
-        checks.names(report.get("explained", ())),
-        checks.vllm(vllm_version),
-        checks.plugin(vllm_version, _plugin_failure(), os.environ.get("VLLM_PLUGINS")),
-        checks.command(find_spec("lmcache") is not None),
+        verdicts.connectors(report.get("version", ""), report.get("sessions", ())),
+        verdicts.names(report.get("explained", ())),
+        verdicts.vllm(vllm_version),
+        verdicts.plugin(vllm_version, _plugin_failure(), os.environ.get("VLLM_PLUGINS")),
+        verdicts.command(find_spec("lmcache") is not None),
         *_l1_room(effective["l1_path"], effective["l1_hugetlb"], l1_bytes, report, bool(gpus)),
-        checks.memlock(limits["Max locked memory"], l1_bytes, len(gpus)),
-        checks.transparent_huge_pages(_text(_THP), _THP),
+        verdicts.memlock(limits["Max locked memory"], l1_bytes, len(gpus)),
+        verdicts.transparent_huge_pages(_text(_THP), _THP),
         preflight.open_files(limits["Max open files"]),
-        checks.ptrace(_text("/proc/sys/kernel/yama/ptrace_scope"), _try_reading()),
-        checks.numa(
+        verdicts.ptrace(_text("/proc/sys/kernel/yama/ptrace_scope"), _try_reading()),
+        verdicts.numa(
             sorted(machine.numbers(_text("/sys/devices/system/node/online") or "0")),
             {gpu: int(_text(f"/sys/bus/pci/devices/{gpu.lower()}/numa_node") or -1) for gpu in gpus},
         ),
-        checks.driver(gpus, version, failure, _has_device_files()),
+        verdicts.driver(gpus, version, failure, _has_device_files()),
         *itertools.chain(*(of(effective, report.get("config", {})) for of in parts("doctor", "checks"))),
         *(check_devices(driver, report) if driver is not None else ()),
         *(_try_all(driver, address(*server), report) if gpu_trial else ()),
@@ -100,7 +100,7 @@ def _server(server: Address) -> tuple[dict[str, Any], Check]:
         return {}, Check("server", WARN, f"no server answers at {error.endpoint}", error.advice)
     except control.ControlError as error:
         return {}, Check("server", FAIL, str(error))
-    return report, checks.server(report["version"], address(*server))
+    return report, verdicts.server(report["version"], address(*server))
 
 
 def _l1_room(
@@ -130,7 +130,7 @@ def _file_room(path: str, l1_bytes: int, has_gpu: bool) -> list[Check]:
     memory = preflight.memory(l1_bytes, taken_bytes, *machine.available_bytes())
     # More than that cannot be had by a larger /dev/shm.
     rooms = [memory] if memory.verdict == FAIL else [room, memory]
-    return [*rooms, checks.transparent_huge_pages(_text(_THP_OF_FILES), _THP_OF_FILES)]
+    return [*rooms, verdicts.transparent_huge_pages(_text(_THP_OF_FILES), _THP_OF_FILES)]
 
 
 def _file_refusal(path: str, l1_bytes: int) -> Iterator[Check]:

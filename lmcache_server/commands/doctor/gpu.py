@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lmcache_client.contract.endpoint import lending_path
 from lmcache_kernels.driver import CudaError, Driver
 from lmcache_kernels.page_copy import KernelError, PageCopy, compiled
-from lmcache_server.commands.doctor.checks import UNLOCK
+from lmcache_server.commands.doctor.verdicts import UNLOCK
 from lmcache_server.host.preflight import FAIL, OK, WARN, Check
 from lmcache_server.transfer.base import CopyError
 from lmcache_server.transfer.lent import lent

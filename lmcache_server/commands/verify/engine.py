@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lmcache_server.errors import CommandError
-from lmcache_server.telemetry.requests_of_tests import VERIFY
+from lmcache_server.service.requests_of_tests import VERIFY
 
 NUM_TOP = 5
 """The number of tokens whose log probabilities are compared at each position."""

@@ -12,7 +12,7 @@ from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.options.planner.demand import SIZES, WINDOWS, Demand, Sizes, rates, together
 from lmcache_server.options.planner.recording import Event, Recorder, shortened
 from lmcache_server.service.option import Base, Option
-from lmcache_server.service.refusals import is_test
+from lmcache_server.service.requests_of_tests import is_test
 from lmcache_server.telemetry.metrics import Metric
 
 MAX_ASKED = 16_384

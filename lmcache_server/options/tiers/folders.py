@@ -147,10 +147,8 @@ def delete_oldest(files: Files, size_bytes: int, before_s: float) -> None:
 
 def save_order(root: int, order: bytes) -> None:
     """For `take_order` of the next server. It never sees a part of it."""
-    new = f"{_ORDER}.new"
-    file = os.open(
-        new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=root
-    )
+    new, flags = f"{_ORDER}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    file = os.open(new, flags, 0o600, dir_fd=root)
     with open(file, "wb") as stream:
         stream.write(order)
     os.rename(new, _ORDER, src_dir_fd=root, dst_dir_fd=root)

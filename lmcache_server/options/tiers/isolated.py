@@ -86,10 +86,11 @@ class _Channel:
         parts: list[Part] = []
         others: list[memoryview] = []
         for piece in pieces:
-            offset = -1 if self._l1 is None or is_small else _address(piece) - self._l1.address
-            if self._l1 is not None and 0 <= offset <= self._l1.num_bytes - piece.nbytes:
-                parts.append(Part(L1, offset, piece.nbytes))
-                continue
+            if self._l1 is not None and not is_small:
+                offset = ctypes.addressof(ctypes.c_char.from_buffer(piece)) - self._l1.address
+                if 0 <= offset <= self._l1.num_bytes - piece.nbytes:
+                    parts.append(Part(L1, offset, piece.nbytes))
+                    continue
             if parts and parts[-1].area != L1:
                 parts[-1] = parts[-1]._replace(num_bytes=parts[-1].num_bytes + piece.nbytes)
             else:
@@ -313,7 +314,3 @@ class Isolated:
         except TierError as error:
             values = {"tier": self._where, "reason": str(error)}
             logger.warning("%(tier)s gets no memory of this machine: %(reason)s", values)
-
-
-def _address(piece: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(piece))

@@ -63,9 +63,9 @@ FACES = (
 )
 TOOLS = (COMMANDS, "lmcache_server/__main__.py")
 BUDGETS = {
-    "base": Budget(13284, "what a byte or a decision goes through, without options"),
-    "path": Budget(18265, "the same with every option"),
-    "faces": Budget(1931, "what configures and watches it"),
+    "base": Budget(13297, "what a byte or a decision goes through, without options"),
+    "path": Budget(18273, "the same with every option"),
+    "faces": Budget(1925, "what configures and watches it"),
     "tools": Budget(3500, "the command lmcache"),
 }
 
