@@ -41,7 +41,7 @@ DRAFTS = 3
 ANSWER = 24
 LONG_ANSWER = 150
 ROUNDING = 0.01
-"""How far logprobs may be apart because prompts are computed at once."""
+"""How far logprobs may be apart because prompts are computed at once, or are of different lengths."""
 SECOND_RUNNER = ", second runner"
 """Without asynchronous scheduling, because there its drafts never leave the worker."""
 """So long that it crosses the end of a chunk."""
@@ -173,7 +173,7 @@ def test_target_and_drafter_are_restored_exactly(server: LMCacheServer, name: st
         engine.corrupt_kv()
         corrupted = [ask(engine, each, ANSWER) for each in (tokens, others[1])]
         assert corrupted[0].result.local_tokens > 0
-        assert corrupted[0].result.output != cold.result.output
+        assert differ_by(corrupted[0].result, cold.result) > 10 * ROUNDING, "wrong pages are far from it"
         assert [each.drafts for each in corrupted] != [cold.drafts, aside.drafts]
 
         # A part held by the engine itself, the rest from the server.
@@ -210,7 +210,10 @@ def test_target_and_drafter_are_restored_exactly(server: LMCacheServer, name: st
             first = tokens if is_one_group and not kind.lookahead else other[: resume + 1]
             if kind.ends_early:
                 first = other[: resume + BLOCK + kind.lookahead]
-            assert answer.all == own(engine, server, other, ANSWER, resume, first).all
+            # vLLM's pages are of a shorter prompt than the server's, and some processors round it otherwise.
+            expected = own(engine, server, other, ANSWER, resume, first)
+            assert (answer.result.tokens, answer.drafts) == (expected.result.tokens, expected.drafts)
+            assert differ_by(answer.result, expected.result) < ROUNDING
         right = [each.result for each in (alone, grown, *shared)]
         assert [each.tokens for each in together] == [each.tokens for each in right]
         assert max(map(differ_by, together, right)) < ROUNDING
@@ -220,6 +223,8 @@ def test_target_and_drafter_are_restored_exactly(server: LMCacheServer, name: st
     # Two prompts fit, and one of their answers; one block is vLLM's null block.
     blocks = 2 * (length // BLOCK + 1) + 2 if is_one_group else None
     with kind.engine(server, num_gpu_blocks_override=blocks) as engine:
+        # Some processors round the first request of a process otherwise.
+        engine.run(prompt(10, 4), 1)
         fresh = ask(engine, tokens, ANSWER)
         assert fresh.result.external_tokens == 4 * CHUNK
         assert fresh.all == alone.all
@@ -230,7 +235,8 @@ def test_target_and_drafter_are_restored_exactly(server: LMCacheServer, name: st
             both = preempted(engine, stranger, tokens)
             # The stranger goes on elsewhere than at the end of a step, and so may round otherwise.
             assert both[0].tokens == strangers.tokens
-            assert both[1].output == alone.result.output
+            assert both[1].tokens == alone.result.tokens
+            assert differ_by(both[1], alone.result) < ROUNDING
 
         failed = ask_while_the_server_dies(engine, server, tokens, ANSWER)
         assert failed.said == cold.said
