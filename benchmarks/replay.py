@@ -198,7 +198,7 @@ def replay(
     numbers, from 0, of those with the hint that their prompt will not come back; `answers` what is generated
     for each, which is the first to be evicted if `answers_once`."""
     with LMCacheServer(l1_size_gb=capacity * FRAME_BYTES / (1 << 30), chunk_size=CHUNK, **flags) as server:
-        server.wait_until(lambda l1: l1["populated_bytes"] == l1["total_bytes"], TIMEOUT_S)
+        server.wait_until_populated()
         if (l1_bytes := server.status()["l1"]["total_bytes"]) != capacity * FRAME_BYTES:
             raise RuntimeError(f"L1 has {l1_bytes} bytes, not room for {capacity} chunks")
         client = Client(server, requests, loads, most_answers=max(map(len, answers), default=0))

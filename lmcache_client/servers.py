@@ -161,7 +161,7 @@ class Servers:
             if not least or rounds == MAX_ROUNDS:
                 self._give_up(found)
                 return _merged(found, first, 0, 0)
-            if self._agree(found, least):
+            if all(each.resume_tokens == least for each in found):
                 return _merged(found, first, least, self._remember(found, together.parts))
             rounds += 1
             keys = question.keys[: least * len(question.keys) // question.limit_tokens]
@@ -175,10 +175,6 @@ class Servers:
 
         together = Together(parts, merge, lambda: self.forget(together))
         return together
-
-    @staticmethod
-    def _agree(found: Sequence[Found], least: int) -> bool:
-        return all(each.resume_tokens == least for each in found)
 
     def _give_up(self, found: Sequence[Found]) -> None:
         for client, each in zip(self.clients, found, strict=True):

@@ -33,7 +33,9 @@ class Hints:
     def read(self, request: "Request") -> tuple[dict[str, Any], int]:
         """The hints of this request, by key, and how many others it has."""
         hints, ignored = dict[str, Any](), list[tuple[str, object]]()
-        for key, value in (*self._typed(request), *self._own(request.kv_transfer_params)):
+        params = request.kv_transfer_params if isinstance(request.kv_transfer_params, Mapping) else {}
+        own = [each for each in params.items() if isinstance(each[0], str) and each[0].startswith(PREFIX)]
+        for key, value in (*self._typed(request), *own):
             if key in self._known and self._known[key].fits(value):
                 hints[key] = value
             else:
@@ -44,10 +46,6 @@ class Hints:
             text = "lmcache: ignored the hint %.60r: %.60r of a request: in its kv_transfer_params may be %s"
             logger.warning(f"{text} (later ones are ignored silently)", *ignored[0], known)
         return hints, len(ignored)
-
-    def _own(self, params: object) -> Iterator[tuple[str, object]]:
-        values = params if isinstance(params, Mapping) else {}
-        return ((key, values[key]) for key in values if isinstance(key, str) and key.startswith(PREFIX))
 
     def _typed(self, request: "Request") -> Iterator[tuple[str, object]]:
         for action in request.kv_hints.actions if request.kv_hints else ():

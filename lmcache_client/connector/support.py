@@ -23,7 +23,7 @@ from lmcache_client.contract.messages import Joined
 from lmcache_client.contract.version import INSTALL_VLLM, VERSION, untested
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import CacheConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 UNSPLIT_BLOCK_SIZES = (16, 32, 64)
@@ -105,10 +105,10 @@ def check_supported(vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...], nu
                 f"recurrent layers with mamba_cache_mode={cache.mamba_cache_mode!r}: "
                 "keep prefix caching enabled (before vLLM 0.33, also set --mamba-cache-mode align)"
             )
-        if cache.prefix_match_unit and not cache.get_resolved_kv_cache_layout().is_block_outermost:
-            # To resume inside a block vLLM copies it, in such layouts without the end of attention's pages
-            # (copy_kv_cache_blocks_inplace). What it computes from that must reach no other engine.
-            raise UnsupportedError("recurrent layers with --prefix-match-unit, which damages pages: unset it")
+        if damages_pages(cache, groups):
+            raise UnsupportedError(
+                "damaged resumes inside a block: unset --prefix-match-unit or set VLLM_KV_CACHE_LAYOUT=BLNHC"
+            )
         if vllm_config.num_prefill_lookahead_tokens > 1:
             # vLLM then offers a state only in a step after the one that made it.
             raise UnsupportedError("several MTP modules on a model with recurrent layers")
@@ -122,6 +122,14 @@ def check_supported(vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...], nu
         raise UnsupportedError("speculative decoding together with pipeline parallelism")
     if parallel.prefill_context_parallel_size > 1:
         raise UnsupportedError("prefill context parallelism: set --prefill-context-parallel-size 1")
+
+
+def damages_pages(cache: "CacheConfig", groups: tuple[GroupSpec, ...]) -> bool:
+    """Whether vLLM resumes recurrent layers inside a block, from a copy without the end of attention's pages
+    (copy_kv_cache_blocks_inplace). What it computes from that must reach no other engine."""
+    unit = cache.prefix_match_unit or math.gcd(*(group.block_size for group in groups))
+    windows = [group.window for group in groups if group.block_size > unit]
+    return bool(windows) and not any(windows) and not cache.get_resolved_kv_cache_layout().is_block_outermost
 
 
 def can_resume(vllm_config: "VllmConfig", config: "KVCacheConfig") -> bool:

@@ -85,7 +85,8 @@ def _digest(file: Path) -> str:
     if file.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", file.name):
         return file.name
     identity, size = _identity(file), file.stat().st_size
-    known = _memory() / hashlib.sha256(repr(identity).encode()).hexdigest()
+    memory = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lmcache-mp" / "digests"
+    known = memory / hashlib.sha256(repr(identity).encode()).hexdigest()
     digest = hashlib.sha256()
     with SLOTS, file.open("rb", buffering=0) as opened:
         if size >= REMEMBERED_BYTES:
@@ -110,10 +111,6 @@ def _digest(file: Path) -> str:
 def _identity(file: Path) -> tuple[int, ...]:
     stat = file.stat()
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
-
-
-def _memory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lmcache-mp" / "digests"
 
 
 class Adapters:

@@ -63,8 +63,9 @@ def bound_listener(config: Config) -> Iterator["Listener"]:
                 errno.EADDRINUSE: "stop the program that uses it, or choose another --port or --host",
                 errno.EACCES: "choose a --port above 1023",
             }.get(error.errno or 0, "choose another --host: an address of this machine ('ip address')")
-            reason = os.strerror(error.errno or 0).lower()
-            raise StartError(f"cannot listen on {endpoint}: {reason}; {fix}") from error
+            raise StartError(
+                f"cannot listen on {endpoint}: {os.strerror(error.errno or 0)}; {fix}"
+            ) from error
         listener = Listener(socket, connections, replies, claim)
         listener.endpoint += whole.removeprefix(endpoint)
         yield listener

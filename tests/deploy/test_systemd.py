@@ -95,10 +95,10 @@ with LMCacheServer(chunk_size=CHUNK_SIZE, l1_size_gb=0.05, through=json.loads(sy
     if sys.argv[2] == "lends":
         os.environ["LMCACHE_RUNTIME_DIR"] = server.runtime_dir
     engine = GpuEngine(server.address, fused(65536, 32), 32, "one", virtual_memory.allocate)
-    engine.worker.start(5, 120)
+    engine.worker.start(120, 120)
     print(engine.worker.refusal or "served")
     if engine.worker.ready:
-        engine.scheduler.start(5, 120)
+        engine.scheduler.start(120, 120)
         free = list(range(1, 32))
         prompt = stored_prompt(engine, 2, free, 1)
         print("restored", restored(engine, *prompt, tables(engine, 2, free)))

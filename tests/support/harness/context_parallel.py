@@ -7,6 +7,7 @@ engine's process and its workers only.
 """
 
 import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,10 @@ def supply(interleave: int) -> None:
     """Call before the engine is made; its workers are forked from this process. `interleave` is the engine's
     cp_kv_cache_interleave_size."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+    from vllm.v1.worker import gpu_model_runner
     from vllm.v1.worker.block_table import BlockTable
+
+    from lmcache_client.connector import support
 
     BlockTable.compute_slot_mapping = _compute_slot_mapping
     CPUAttentionBackendImpl.can_return_lse_for_decode = True  # vLLM refuses to start without
@@ -26,6 +30,9 @@ def supply(interleave: int) -> None:
     CPUAttentionBackendImpl.interleave = interleave
     CPUAttentionBackendImpl.do_kv_cache_update = _write
     CPUAttentionBackendImpl.forward = _forward
+    # With DCP, vLLM resumes inside blocks of hybrid models. Its copy of them is mended here.
+    gpu_model_runner.copy_kv_cache_blocks_inplace = _copy
+    support.damages_pages = lambda *_: False
 
 
 def _compute_slot_mapping(table: Any, num_reqs: int, starts: torch.Tensor, positions: torch.Tensor) -> None:
@@ -40,6 +47,14 @@ def _compute_slot_mapping(table: Any, num_reqs: int, starts: torch.Tensor, posit
     is_own = offset // interleave % dcp == table.dcp_rank
     table.slot_mapping.gpu.fill_(PAD_SLOT)
     table.slot_mapping.gpu[: len(rows)] = torch.where(is_own, slots, PAD_SLOT)
+
+
+def _copy(views: Iterable[torch.Tensor], num_blocks: int, copies: Sequence[Any]) -> None:
+    """All bytes of these blocks, also where views of different lengths begin at the same place."""
+    for view in views:
+        blocks = view.unflatten(0, (num_blocks, -1))
+        for source, target in copies:
+            blocks[target] = blocks[source]
 
 
 def _write(

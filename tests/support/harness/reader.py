@@ -18,7 +18,7 @@ from harness.processes import ChildProcess, environment, free_port, new_log
 from harness.waiting import PATIENCE_S, answers
 
 COMMAND_TIMEOUT_S = 300.0
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = PATIENCE_S
 SERVER = re.compile(r"(\S+=\S+ )*lmcache server ")
 VLLM = re.compile(r"(\S+=\S+ )*\S*python -m vllm\.entrypoints\.openai\.api_server ")

@@ -219,7 +219,8 @@ class LMCacheServer:
         wait_until(is_written)
 
     def wait_until_populated(self) -> None:
-        self.wait_until(lambda l1: l1["populated_bytes"] == l1["total_bytes"])
+        # Beside loops that are not niced, the thread that does it is given seconds of each hour.
+        self.wait_until(lambda l1: l1["populated_bytes"] == l1["total_bytes"], 5 * PATIENCE_S)
 
     def wait_at_rest(self, sessions: int = 0, timeout_s: float = PATIENCE_S) -> None:
         """Wait until only `sessions` sessions are left and nothing is held by any: no lease, no reader, no
