@@ -100,7 +100,8 @@ $(STAMPS)/nixl: Makefile | $(STAMPS)/package
 	@touch $@
 
 LANE := not long
-# Seconds of CPU time of all tests together, with room for a busy machine. Make tests cheaper before you raise it.
+# Seconds of CPU time of all tests together, with room for a busy machine; a slower one is given more
+# (tests/support/harness/cpu_time.py). Make tests cheaper before you raise it.
 MAX_CPU := 1700
 # Workers take one file after the other. Two more than there are cores, because tests also wait.
 WORKERS := $(shell expr $$(nproc) + 2)

@@ -92,7 +92,7 @@ def test_closing_goes_on_without_a_thread_that_hangs_and_leaves_it_its_memory(mo
     """As in a call of a GPU's driver that does not return."""
     monkeypatch.setattr(populate, "STOP_S", 0.5)
     memory, reached, go_on = L1Memory(4 * MIB), threading.Event(), threading.Event()
-    memory.fill(pins=pins(pin_unit=lambda _unit: (reached.set(), go_on.wait(PATIENCE_S))))
+    memory.fill(locked=pins(pin_unit=lambda _unit: (reached.set(), go_on.wait(PATIENCE_S))))
     assert reached.wait(PATIENCE_S)
     assert not memory.stop()
     memory.close()
@@ -120,7 +120,7 @@ def test_a_thread_moves_near_a_gpu_before_it_populates_a_unit_and_pins_it_there(
         return prepare(address, num_bytes)
 
     monkeypatch.setattr(populate, "_populate_piece", populating)
-    memory.fill(pins=pins(lambda unit: note("prepare", unit), lambda unit: note("pin", unit)))
+    memory.fill(locked=pins(lambda unit: note("prepare", unit), lambda unit: note("pin", unit)))
     join(memory)
     for unit in range(4):
         own = [(thread, what) for thread, what, number in calls if number == unit]
