@@ -81,11 +81,11 @@ class LMCacheMPConnector(Uncached):
         try:
             support.check_vllm(self._settings.untested_vllm)
             dcp_size = vllm_config.parallel_config.decode_context_parallel_size
-            self._group_ids = support.shared_groups(kv_cache_config, dcp_size)
+            self._group_ids, sizes = support.shared_groups(kv_cache_config, dcp_size)
             kept = [kv_cache_config.kv_cache_groups[index] for index in self._group_ids]
             self._shared = dataclasses.replace(kv_cache_config, kv_cache_groups=kept)
             groups = translate.group_specs(self._shared, dcp_size)
-            support.check_supported(vllm_config, groups, len(kv_cache_config.kv_cache_groups))
+            support.check_supported(vllm_config, groups, sizes)
         except (UnsupportedError, GeometryError) as error:
             self._supported = False
             if role == KVConnectorRole.SCHEDULER:

@@ -59,8 +59,8 @@ def block_tokens(spec: "KVCacheSpec", dcp_size: int) -> int:
     return int(spec.block_size * (dcp_size if spec.dcp_sharded else 1))
 
 
-def shared_groups(config: "KVCacheConfig", dcp_size: int) -> tuple[int, ...]:
-    """The indexes of the groups whose blocks later requests use.
+def shared_groups(config: "KVCacheConfig", dcp_size: int) -> tuple[tuple[int, ...], list[int]]:
+    """The indexes of the groups whose blocks later requests use, and the tokens of a block in each group.
 
     Two kinds are left out, because vLLM fills them anew for each request: a ring of keys that are not
     compressed yet, which no request needs where it resumes, and windows that vLLM computes again after a hit
@@ -81,20 +81,20 @@ def shared_groups(config: "KVCacheConfig", dcp_size: int) -> tuple[int, ...]:
     if math.lcm(*(sizes[index] for index in shared)) % math.lcm(*sizes):
         # vLLM's scheduler cuts a hit to a multiple of all block sizes.
         raise UnsupportedError(f"{UNSHARED}, with blocks of another size ({', '.join(map(str, sizes))})")
-    return tuple(shared)
+    return tuple(shared), sizes
 
 
-def check_supported(vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...], number: int) -> None:
+def check_supported(vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...], sizes: Sequence[int]) -> None:
     """Raises UnsupportedError if the cache is not proven to restore this model with these settings exactly.
-    vLLM has `number` groups; `groups` are those that it shares between requests."""
+    vLLM's groups have blocks of these sizes; `groups` are those that it shares between requests."""
     device = vllm_config.device_config.device_type
     if device not in ("cpu", "cuda"):
         raise UnsupportedError(f"its KV cache on a {device} device, which this version does not copy")
     draft = vllm_config.speculative_config
-    if draft is not None and draft.method == "draft_model" and number > 1:
+    if draft is not None and draft.method == "draft_model" and len(sizes) > 1:
         # vLLM gives the draft model the blocks of the first group, so it overwrites pages of the model.
         raise UnsupportedError("a draft model beside a model with several KV cache groups")
-    is_v41 = number > len(groups) and vllm_config.model_config.hf_config.model_type == "deepseek_v41"
+    is_v41 = len(sizes) > len(groups) and vllm_config.model_config.hf_config.model_type == "deepseek_v41"
     if is_v41 and not vllm_config.use_v2_model_runner:
         # Hashes of earlier tokens are then in no KV cache group.
         raise UnsupportedError("DeepSeek-V4.1 in vLLM's V1 runner: set VLLM_USE_V2_MODEL_RUNNER=1")
@@ -105,7 +105,7 @@ def check_supported(vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...], nu
                 f"recurrent layers with mamba_cache_mode={cache.mamba_cache_mode!r}: "
                 "keep prefix caching enabled (before vLLM 0.33, also set --mamba-cache-mode align)"
             )
-        if damages_pages(cache, groups):
+        if damages_pages(cache, groups, sizes):
             raise UnsupportedError(
                 "damaged resumes inside a block: unset --prefix-match-unit or set VLLM_KV_CACHE_LAYOUT=BLNHC"
             )
@@ -124,10 +124,10 @@ def check_supported(vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...], nu
         raise UnsupportedError("prefill context parallelism: set --prefill-context-parallel-size 1")
 
 
-def damages_pages(cache: "CacheConfig", groups: tuple[GroupSpec, ...]) -> bool:
+def damages_pages(cache: "CacheConfig", groups: Sequence[GroupSpec], sizes: Sequence[int]) -> bool:
     """Whether vLLM resumes recurrent layers inside a block, from a copy without the end of attention's pages
     (copy_kv_cache_blocks_inplace). What it computes from that must reach no other engine."""
-    unit = cache.prefix_match_unit or math.gcd(*(group.block_size for group in groups))
+    unit = cache.prefix_match_unit or math.gcd(*sizes)
     windows = [group.window for group in groups if group.block_size > unit]
     return bool(windows) and not any(windows) and not cache.get_resolved_kv_cache_layout().is_block_outermost
 

@@ -57,7 +57,7 @@ def config_of(group_specs: Sequence[KVCacheSpec]) -> KVCacheConfig:
 @pytest.mark.parametrize("name", CASES)
 def test_a_block_covers_as_many_tokens_as_vllms_own_managers_say(name: str, dcp_size: int) -> None:
     config = config_of(CASES[name])
-    assert support.shared_groups(config, dcp_size) == tuple(range(len(CASES[name])))
+    assert support.shared_groups(config, dcp_size)[0] == tuple(range(len(CASES[name])))
     groups = translate.group_specs(config, dcp_size)
     vllm_config = SimpleNamespace(
         cache_config=SimpleNamespace(
@@ -104,7 +104,7 @@ def test_a_ring_whose_blocks_do_not_divide_those_of_all_ranks_is_noticed() -> No
         block_size=32, num_kv_heads=1, head_size=32, head_size_v=0, dtype=torch.bfloat16, dcp_sharded=False
     )
     config = config_of([FULL, ring])
-    assert support.shared_groups(config, 2) == (0,)
+    assert support.shared_groups(config, 2)[0] == (0,)
     with pytest.raises(UnsupportedError, match="with blocks of another size"):
         support.shared_groups(config, 1)
 
@@ -118,10 +118,10 @@ def test_prefill_context_parallelism_is_refused() -> None:
         ),
     )
     groups = translate.group_specs(config_of([FULL]), 2)
-    support.check_supported(config, groups, 1)
+    support.check_supported(config, groups, [16])
     config.parallel_config.prefill_context_parallel_size = 2
     with pytest.raises(UnsupportedError, match=r"^prefill context parallelism: set --prefill-context-"):
-        support.check_supported(config, groups, 1)
+        support.check_supported(config, groups, [16])
 
 
 # -- ranks of a real server -------------------------------------------------------------------------------

@@ -307,7 +307,7 @@ def test_what_is_not_proven_is_refused(
         use_v2_model_runner=False,
     )
     with pytest.raises(UnsupportedError, match=reason) if reason else contextlib.nullcontext():
-        check_supported(config, groups, 2)
+        check_supported(config, groups, [16, 16])
     monkeypatch.setattr(support, "VLLM_VERSION", "0.31.0")
     with pytest.raises(UnsupportedError, match=reason_before_032):
-        check_supported(config, groups, 2)
+        check_supported(config, groups, [16, 16])
