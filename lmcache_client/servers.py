@@ -148,8 +148,7 @@ class Servers:
         """Asks all servers. The reply is a Found, whose lease is one of `leases`."""
         limit_s = self.channel.system.now_s() + timeout_s
         parts = [Part.of(each.channel, each.lookup(question, timeout_s)) for each in self.clients]
-        first: list[Found] = []
-        rounds = 1
+        first, rounds = list[Found](), 1
 
         def merge(replies: list[Message]) -> Message | None:
             nonlocal rounds
@@ -159,9 +158,11 @@ class Servers:
             first[:] = first or found
             least = min(each.resume_tokens for each in found)
             if not least or rounds == MAX_ROUNDS:
-                self._give_up(found)
+                for client, each in zip(self.clients, found, strict=True):
+                    if each.lease_id:
+                        client.release((each.lease_id,))
                 return _merged(found, first, 0, 0)
-            if all(each.resume_tokens == least for each in found):
+            if self._agree(found, least):
                 return _merged(found, first, least, self._remember(found, together.parts))
             rounds += 1
             keys = question.keys[: least * len(question.keys) // question.limit_tokens]
@@ -176,10 +177,9 @@ class Servers:
         together = Together(parts, merge, lambda: self.forget(together))
         return together
 
-    def _give_up(self, found: Sequence[Found]) -> None:
-        for client, each in zip(self.clients, found, strict=True):
-            if each.lease_id:
-                client.release((each.lease_id,))
+    @staticmethod
+    def _agree(found: Sequence[Found], least: int) -> bool:
+        return all(each.resume_tokens == least for each in found)
 
     def _remember(self, found: Sequence[Found], parts: Sequence[Part]) -> int:
         number, self._next = self._next, self._next + 1

@@ -194,8 +194,8 @@ def test_a_larger_l1_has_all_chunks_of_the_smaller_one_and_room_for_more(path: P
         f"lmcache: --l1-path {path} holds the cache of a larger L1: pass --l1-size-gb 0.05 or more "
     )
     with LMCacheServer(l1_size_gb=0.1, l1_path=path) as server:
-        server.wait_until_populated()
-        assert server.status()["l1"]["total_bytes"] == int(0.1 * GB_BYTES) // FRAME_BYTES * FRAME_BYTES
+        all_bytes = int(0.1 * GB_BYTES) // FRAME_BYTES * FRAME_BYTES
+        server.wait_until(lambda l1: l1["total_bytes"] == all_bytes)
         prompt = Prompt(new_engine(server))
         prompt.fill()
         prompt.load()

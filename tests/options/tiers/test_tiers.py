@@ -149,7 +149,7 @@ def test_a_tier_that_cannot_be_opened_ends_the_start(tmp_path: Path) -> None:
     (tmp_path / "key").write_bytes(b"6b" * 31)
     for url, *parts in (
         (f"dir://{tmp_path}/file?size_gb=1", "cannot use the directory"),
-        (f"dir://{tmp_path}/tier?size_gb=1&key_file={tmp_path}/none", "cannot read key_file", "No such file"),
+        (f"dir://{tmp_path}/tier?size_gb=1&key_file={tmp_path}/none", "cannot read key_file", "there is no"),
         (f"dir://{tmp_path}/tier?size_gb=1&key_file={tmp_path}/key", "cannot read key_file", "have 32 bytes"),
     ):
         said = refusal(l1_size_gb=0.01, tier=url)

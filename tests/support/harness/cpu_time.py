@@ -7,7 +7,8 @@ machine was; CPU time says what a test costs.
 import functools
 import json
 import os
-import time
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Generator
 from typing import Any
@@ -18,8 +19,15 @@ from harness import forks
 from harness.paths import CACHE
 
 SHOWN = 30
-REFERENCE_S = 0.07
-"""What a million steps of Python take on the machine for which the bound is meant."""
+REFERENCE_S = 0.1
+"""About what STEPS take on a processor of a server, while all of its cores are busy."""
+STEPS = """
+import time
+total = 0
+for number in range(1_000_000):
+    total += number * number
+print(time.process_time())
+"""
 _seconds: Counter[str] = Counter()
 _last = [0.0]
 
@@ -29,17 +37,13 @@ def _now_s() -> float:
     return times.user + times.system + times.children_user + times.children_system + forks.ended_cpu_s
 
 
-def _steps_s() -> float:
-    started_s, total = time.process_time(), 0
-    for number in range(1_000_000):
-        total += number * number
-    return time.process_time() - started_s
-
-
 @functools.cache
 def _bound_s(config: pytest.Config) -> float:
     """The bound on this machine: a slower one, or one whose cores share a processor, is given more."""
-    return (config.getoption("--max-cpu") or 0.0) * max(1.0, min(_steps_s() for _ in range(3)) / REFERENCE_S)
+    command = [sys.executable, "-c", STEPS]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in os.sched_getaffinity(0)]
+    taken_s = sum(float(run.communicate()[0]) for run in runs) / len(runs)
+    return (config.getoption("--max-cpu") or 0.0) * max(1.0, taken_s / REFERENCE_S)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
