@@ -107,7 +107,8 @@ def check_supported(vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...], si
             )
         if damages_pages(cache, groups, sizes):
             raise UnsupportedError(
-                "damaged resumes inside a block: unset --prefix-match-unit or set VLLM_KV_CACHE_LAYOUT=BLNHC"
+                "recurrent layers that vLLM resumes inside a block, where it damages pages: leave out "
+                "--prefix-match-unit and decode context parallelism"
             )
         if vllm_config.num_prefill_lookahead_tokens > 1:
             # vLLM then offers a state only in a step after the one that made it.

@@ -122,11 +122,9 @@ class Populator:
         if os.getpriority(os.PRIO_PROCESS, thread := threading.get_native_id()) < NICENESS:
             os.setpriority(os.PRIO_PROCESS, thread, NICENESS)
         for unit in self._units():
-            locked = (
-                self._locked
-                if self._locked is not None and self._locked.prepare(unit // UNIT_BYTES)
-                else None
-            )
+            locked = self._locked
+            if locked is not None and not locked.prepare(unit // UNIT_BYTES):
+                locked = None
             for offset in range(unit, min(unit + UNIT_BYTES, self._num_bytes), PIECE_BYTES):
                 end = min(offset + PIECE_BYTES, self._num_bytes)
                 if self._stopping.is_set() or (self._space is not None and not self._space.take(offset, end)):

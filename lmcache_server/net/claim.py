@@ -78,7 +78,8 @@ def claimed(path: Path, port: int) -> Iterator[Claim]:
         except OSError as error:
             make = "" if path.parent.parent.is_dir() else f"mkdir -m 700 -p {path.parent}, or "
             fix = f"{make}set LMCACHE_RUNTIME_DIR to another directory of this user"
-            raise StartError(f"cannot use {path.parent} for the socket: {error}: {fix}") from error
+            reason = f"{error.filename or path.parent}: {error.strerror}"
+            raise StartError(f"cannot use {path.parent} for the socket ({reason}): {fix}") from error
         stack.callback(lambda: path.unlink(missing_ok=True) if claim.is_ours() else None)
         yield claim
 

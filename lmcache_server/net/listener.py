@@ -64,7 +64,7 @@ def bound_listener(config: Config) -> Iterator["Listener"]:
                 errno.EACCES: "choose a --port above 1023",
             }.get(error.errno or 0, "choose another --host: an address of this machine ('ip address')")
             raise StartError(
-                f"cannot listen on {endpoint}: {os.strerror(error.errno or 0)}; {fix}"
+                f"cannot listen on {endpoint}: {os.strerror(error.errno or 0).lower()}; {fix}"
             ) from error
         listener = Listener(socket, connections, replies, claim)
         listener.endpoint += whole.removeprefix(endpoint)

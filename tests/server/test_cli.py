@@ -228,13 +228,13 @@ def test_what_a_server_says_of_a_place_where_it_cannot_listen(capsys, monkeypatc
     (tmp_path / "full").chmod(0o700)
     another = "set LMCACHE_RUNTIME_DIR to another directory of this user"
     for directory, said in {
-        "none/below": f"/none/below': mkdir -m 700 -p {tmp_path}/none/below, or",
-        "file": f"File exists: '{tmp_path}/file':",
-        "full": f"Is a directory: '{tmp_path}/full/{PORT}.sock':",
+        "none/below": f"/none/below: No such file or directory): mkdir -m 700 -p {tmp_path}/none/below, or",
+        "file": f"({tmp_path}/file: File exists):",
+        "full": f"({tmp_path}/full/{PORT}.sock: Is a directory):",
     }.items():
         monkeypatch.setenv("LMCACHE_RUNTIME_DIR", str(tmp_path / directory))
         line = refused_start("--http-port", "0", "--port", PORT)
-        assert line.startswith(f"lmcache: cannot use {tmp_path}/{directory} for the socket: ")
+        assert line.startswith(f"lmcache: cannot use {tmp_path}/{directory} for the socket (")
         assert line.endswith(f"{said} {another}")
     monkeypatch.setenv("LMCACHE_RUNTIME_DIR", "below")
     start = refused_start("--http-port", "0", "--port", PORT)

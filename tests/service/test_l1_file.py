@@ -284,6 +284,13 @@ def test_what_the_file_system_cannot_hold_is_refused_with_both_figures_and_a_lim
         )
 
 
+def test_a_larger_l1_for_which_there_is_no_space_leaves_what_was_saved(mounted):
+    path = finished(mounted("size=8m") / "l1")
+    before = path.read_bytes()
+    assert "--l1-size-gb asks for 1.00 GB, but 0.01 GB are available" in sentence(path, 1 << 30)
+    assert path.read_bytes() == before
+
+
 def test_a_memory_file_system_takes_memory_that_must_be_there(mounted, monkeypatch):
     path, available = mounted("size=8m") / "l1", [1 << 20]
     monkeypatch.setattr(l1_file, "available_bytes", lambda: (available[0], "MemAvailable of this machine"))

@@ -320,7 +320,7 @@ def test_a_gpu_whose_context_takes_long_keeps_nobody_from_another() -> None:
 
 
 def pinning(units: int = 2) -> LockedMemory:
-    """The locked of an L1 of so many units."""
+    """The locked memory of an L1 of so many units."""
     l1 = host_pages(4096 * units)
     locked = LockedMemory(Gpus(), l1.ctypes.data, l1.nbytes, 4096)
     weakref.finalize(locked, l1.fill, 0)  # which keeps it for as long

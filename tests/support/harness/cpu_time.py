@@ -39,11 +39,14 @@ def _now_s() -> float:
 
 @functools.cache
 def _bound_s(config: pytest.Config) -> float:
-    """The bound on this machine: a slower one, or one whose cores share a processor, is given more."""
+    """The bound on this machine, 0 if there is none: a slower one, or one whose cores share a processor, is
+    given more."""
+    if not config.getoption("--max-cpu"):
+        return 0.0
     command = [sys.executable, "-c", STEPS]
     runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in os.sched_getaffinity(0)]
     taken_s = sum(float(run.communicate()[0]) for run in runs) / len(runs)
-    return (config.getoption("--max-cpu") or 0.0) * max(1.0, taken_s / REFERENCE_S)
+    return float(config.getoption("--max-cpu")) * max(1.0, taken_s / REFERENCE_S)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
