@@ -1,8 +1,7 @@
 """The client's end of the wire: a DEALER socket with request deadlines and automatic reconnection.
 
-A keeper thread notices when the server disappears or appears, greets it and runs the owner's `on_up`
-(registration). The engine's own thread submits requests and polls for replies. Both threads take turns on
-the socket under a lock that nobody holds while waiting.
+A keeper thread notices when the server comes or goes, greets it and runs the owner's `on_up`. The engine's
+own thread submits requests and polls for replies. Nobody waits while it holds the lock of the socket.
 
 A request has two ends. It is *done* when its owner may stop waiting: a reply came, its deadline passed or
 the connection broke. It is *settled* when its own server can no longer act on it: a reply came, that process
@@ -11,7 +10,6 @@ ended. A process that cannot be seen counts as ended when another server has bee
 nobody. Memory that a request names must not be reused before the request is settled.
 """
 
-import contextlib
 import logging
 import math
 import threading
@@ -208,19 +206,21 @@ class Channel:
             raise pending.error or ChannelError("the channel was closed")
         return pending.reply
 
-    def close(self, goodbye_s: float = 1.0) -> None:
-        """Ends the session cleanly, waiting up to `goodbye_s` for the server's answer."""
-        if self._connected:
-            with contextlib.suppress(ChannelError):
-                self.call(messages.Goodbye(), goodbye_s)
+    def close(self, goodbye_s: float = 1.0) -> bool:
+        """Ends the session. False if the server, after `goodbye_s`, may still have what it was lent."""
         self._closed.set()
-        if self._keeper is not None:
+        if self._keeper is not None:  # first, or it greets the server anew when the server has said goodbye
             self._keeper.join(2 * KEEPER_INTERVAL_S + GREET_TIMEOUT_S)
+        self.ready = False
+        goodbye = self.submit(messages.Goodbye(), goodbye_s)
+        while not goodbye.done:
+            self._attend()
+            self.system.sleep(0.001)
         with self._lock:
-            self.ready = False
             self._break("the channel was closed")
             for server in (lost.server for lost in self._lost if lost.server is not None):
                 server.close()
+        return goodbye.settled
 
     # -- with the lock held -----------------------------------------------------------------------
 

@@ -142,13 +142,12 @@ class WorkerSide:
 
     def sleep(self) -> None:
         """Has the server give back the memory, which vLLM will free. Until `wake`, nothing is copied."""
-        self.is_asleep, started_s = True, self._system.now_s()
-        self.channel.close(GIVE_BACK_S)
-        if self._system.now_s() - started_s >= GIVE_BACK_S:
+        self.is_asleep = True
+        if not self.channel.close(GIVE_BACK_S):
             logger.warning(
-                "lmcache: the server at %s was told %d s ago to give this engine's memory back, and may "
-                "still have it: if vLLM cannot wake up for lack of memory, restart the server",
-                *(self._address, GIVE_BACK_S),
+                "lmcache: the server at %s has not confirmed that it gave this engine's memory back: if "
+                "vLLM cannot wake up for lack of memory, restart the server",
+                self._address,
             )
         self.client.export.close()
         self._end_jobs()

@@ -13,10 +13,10 @@ from desk import Desk
 from harness.hostile import BENT, BOOT_ID, HostileServer, says
 from harness.waiting import PATIENCE_S, wait_until
 
-from lmcache_client.channel import Channel, ChannelError, Pending, RefusedError, unsent
+from lmcache_client.channel import KEEPER_INTERVAL_S, Channel, ChannelError, Pending, RefusedError, unsent
 from lmcache_client.contract import messages
 from lmcache_client.contract.codec import pack
-from lmcache_client.contract.messages import Done, Found, Hello, Ping, Refused, Welcome
+from lmcache_client.contract.messages import Done, Found, Goodbye, Hello, Ping, Refused, Welcome
 from lmcache_client.engine import Scheduler
 from lmcache_client.transport import Connection, Process
 
@@ -153,6 +153,20 @@ def test_a_reply_that_cannot_be_read_ends_the_session_and_is_said_once(hostile: 
         assert sum("cannot be read" in text for text in said) == 1
         hostile.lies.clear()
         wait_until(lambda: pending.settled and channel.ready, what="the server is greeted again")
+
+
+def test_a_server_that_was_told_goodbye_is_not_greeted_again(hostile: HostileServer) -> None:
+    """It would map the memory of an engine that falls asleep once more."""
+    told, turns = lambda: hostile.asked.get(Goodbye, 0), list[int]()
+    for times, lies in enumerate(({}, {Goodbye: BENT["silence"]})):
+        hostile.lies.update(lies)
+        channel = Channel(hostile.address, lambda _: None, on_turn=lambda _: turns.append(told()))
+        channel.start(PATIENCE_S, PATIENCE_S)
+        turns.clear()
+        wait_until(turns.copy, what="the keeper is at work")
+        assert channel.close(4 * KEEPER_INTERVAL_S if lies else PATIENCE_S) is not bool(lies)
+        wait_until(lambda number=times + 1: told() == number, what="the server was told")
+        assert turns[-1] == times, "the keeper went on after the goodbye"
 
 
 def test_a_request_whose_connection_broke_is_settled_no_sooner_than_its_server_is_done(tmp_path):
