@@ -28,10 +28,7 @@ from lmcache_server.l1.memory import L1Memory
 from lmcache_server.l1.populate import UNIT_BYTES
 from lmcache_server.net.listener import Listener, bound_listener
 from lmcache_server.options import parts
-from lmcache_server.service.copies import Copies
-from lmcache_server.service.lookups import Lookups
-from lmcache_server.service.option import Base, Make
-from lmcache_server.service.pinning import Pinning
+from lmcache_server.service.option import Base, Make, Option
 from lmcache_server.service.registry import PeerPid, Registry
 from lmcache_server.service.router import Router, Send
 from lmcache_server.service.system import System
@@ -103,19 +100,12 @@ def assemble(
     makers: Sequence[Make] | None = None,
 ) -> tuple[Router, Report]:
     """The objects that answer clients, and the report about them, over one cache."""
-    failures = Failures()
-    registry = Registry(config, cache, system, peer_pid)
-    base = Base(config, cache, l1, registry, metrics, failures, system)
-    options = [make(base) for make in (parts("server", "Server") if makers is None else makers)]
+    registry, options = Registry(config, cache, system, peer_pid), list[Option]()
+    base = Base(config, cache, l1, registry, metrics, Failures(), system, options)
+    options += [make(base) for make in (parts("server", "Server") if makers is None else makers)]
     registry.may_wait_longer = any(option.places() for option in options)
-    report = Report(config, cache, l1, registry, options, failures, metrics, system)
-    copies = Copies(cache, registry, l1, metrics, failures, system, options, config.checksums)
-    pinning = Pinning(cache)
-    lookups = Lookups(cache, registry, options, pinning, metrics, system, config.lease_s)
-    router = Router(
-        cache, registry, lookups, copies, pinning, options, metrics, failures, system, send, report.status
-    )
-    return router, report
+    report = Report(base)
+    return Router(base, send, report.status), report
 
 
 async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Memory) -> bool:

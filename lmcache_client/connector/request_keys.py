@@ -13,7 +13,8 @@ PREFIX = "lmcache."
 
 class Hint(NamedTuple):
     """`what` says in words which values are valid. `fits` checks one. The typed hint that says the same is
-    the `action`, whose payload has the value as `field`, or means true without one."""
+    the `action`, whose payload has the value as `field`, or means true without one. Several hints may have
+    one action, with a field each."""
 
     what: str
     fits: Callable[[object], bool]
@@ -27,7 +28,6 @@ class Hints:
 
     def __init__(self, known: Mapping[str, Hint]) -> None:
         self._known = known
-        self._actions = {hint.action: key for key, hint in known.items() if hint.action}
         self._has_warned = False
 
     def read(self, request: "Request") -> tuple[dict[str, Any], int]:
@@ -49,8 +49,10 @@ class Hints:
 
     def _typed(self, request: "Request") -> Iterator[tuple[str, object]]:
         for action in request.kv_hints.actions if request.kv_hints else ():
-            if key := self._actions.get(action.action_type):
-                field = self._known[key].field
-                yield key, action.payload.get(field) if field else True
-            else:
-                yield f"action {action.action_type}", action.payload
+            said = [
+                (key, action.payload[hint.field] if hint.field else True)
+                for key, hint in self._known.items()
+                if hint.action and hint.action == action.action_type
+                if not hint.field or hint.field in action.payload
+            ]
+            yield from said or [(f"action {action.action_type}", action.payload)]

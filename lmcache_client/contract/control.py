@@ -6,9 +6,10 @@ from msgspec import Meta
 
 from lmcache_client.contract.codec import Natural, Wire
 from lmcache_client.contract.geometry import MAX_GROUPS
-from lmcache_client.contract.keys import Keys
+from lmcache_client.contract.keys import Keys, TenantId
 
-MAX_RETAIN_S = 86400
+MAX_PAUSE_S, MAX_PRIORITY = 86400, 100
+Pause = Annotated[int, Meta(ge=0, le=MAX_PAUSE_S)]
 Missed = Annotated[tuple[tuple[Annotated[str, Meta(max_length=32)], Natural], ...], Meta(max_length=16)]
 Ends = Annotated[tuple[tuple[Natural, Natural, tuple[Natural, ...]], ...], Meta(max_length=MAX_GROUPS)]
 
@@ -54,10 +55,14 @@ class Followed(Wire, frozen=True, tag=33):
 
 class Retain(Wire, frozen=True, tag=34):
     """Asks to evict others before the chunks of this chain, for so many seconds, as far as there is room for
-    that. The reply is Done."""
+    that. Chains with a larger priority come first. If `prefetch_s` is not 0, the chain is brought from the
+    tiers into L1 after so many seconds. `tenant` is that of StoreObject. The reply is Done."""
 
     keys: Keys
-    seconds: Annotated[int, Meta(ge=1, le=MAX_RETAIN_S)]
+    seconds: Pause
+    priority: Annotated[int, Meta(ge=0, le=MAX_PRIORITY)] = 0
+    prefetch_s: Pause = 0
+    tenant: TenantId = b""
 
 
 class Status(Wire, frozen=True, tag=17):

@@ -17,7 +17,7 @@ from lmcache_client.contract.control import Follow, Followed, Inspect, Inspected
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import Key, Keys, ModelTag, TenantId
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 DEFAULT_PORT = 5555
 BOOT_ID_BYTES = CLIENT_ID_BYTES = UUID_BYTES = 16
 NONCE_BYTES, HANDLE_BYTES = 32, 64

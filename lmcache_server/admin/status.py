@@ -7,21 +7,15 @@ import math
 import operator
 import socket
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from lmcache_client.contract.version import VERSION
-from lmcache_server.config import Config, values
-from lmcache_server.core.cache import Cache
+from lmcache_server.config import values
 from lmcache_server.core.pool import FRAME_BYTES
-from lmcache_server.l1.memory import L1Memory
-from lmcache_server.service.option import Options
-from lmcache_server.service.registry import Registry
+from lmcache_server.service.option import Base
 from lmcache_server.service.sessions import Session
-from lmcache_server.service.system import System
-from lmcache_server.telemetry.failures import Failures
 from lmcache_server.telemetry.history import History
-from lmcache_server.telemetry.metrics import TESTS, Metrics
+from lmcache_server.telemetry.metrics import TESTS
 
 SHOWN_BYTES = 1 << 17
 """The namespaces of a report take at most so many bytes of JSON, and so do its sessions."""
@@ -29,20 +23,13 @@ MAX_TENANTS = 10
 """Of these, the largest, a report has the sizes."""
 
 
-@dataclass
 class Report:
     """Reads the server's state. Only `tick` changes anything, however often somebody asks."""
 
-    config: Config
-    cache: Cache
-    l1: L1Memory
-    registry: Registry
-    options: Options
-    failures: Failures
-    metrics: Metrics
-    system: System
-
-    def __post_init__(self) -> None:
+    def __init__(self, base: Base) -> None:
+        self.config, self.cache, self.l1, self.registry = base.config, base.cache, base.l1, base.registry
+        self.options, self.failures = base.options, base.failures
+        self.metrics, self.system = base.metrics, base.system
         self._started_s = self.system.now_s()
         self.history = History()
         gauge, figures = self.metrics.gauge, self._l1_figures()

@@ -11,17 +11,13 @@ from lmcache_client.contract import messages
 from lmcache_client.contract.geometry import Region
 from lmcache_client.contract.keys import MAX_CHUNKS
 from lmcache_client.contract.messages import Done, Load, Message, Refused, Store, Stored, StoreObject
-from lmcache_server.core.cache import Cache, Layout, NotReserved, Read, Reservation
+from lmcache_server.core.cache import Layout, NotReserved, Read, Reservation
 from lmcache_server.core.pool import FRAME_BYTES
-from lmcache_server.l1.memory import L1Memory
-from lmcache_server.service.option import Options
+from lmcache_server.service.option import Base
 from lmcache_server.service.refusals import Refusal, log_request
-from lmcache_server.service.registry import Registry
 from lmcache_server.service.requests_of_tests import traffic
 from lmcache_server.service.sessions import Session, Shard
-from lmcache_server.service.system import System
-from lmcache_server.telemetry.failures import Failures
-from lmcache_server.telemetry.metrics import Metrics, Traffic
+from lmcache_server.telemetry.metrics import Traffic
 from lmcache_server.transfer.base import Outcome
 from lmcache_server.transfer.checksums import DamagedError
 from lmcache_server.transfer.jobs import CopyJob, LoadJob, StoreJob
@@ -43,25 +39,11 @@ class Copies:
     and makes the frames ready or gives them back.
     """
 
-    def __init__(
-        self,
-        cache: Cache,
-        registry: Registry,
-        l1: L1Memory,
-        metrics: Metrics,
-        failures: Failures,
-        system: System,
-        options: Options,
-        checksums: bool,
-    ) -> None:
-        self._cache = cache
-        self._registry = registry
-        self._l1 = l1
-        self._metrics = metrics
-        self._failures = failures
-        self._system = system
-        self._options = options
-        self._checksums = checksums
+    def __init__(self, base: Base) -> None:
+        self._cache, self._registry, self._l1 = base.cache, base.registry, base.l1
+        self._metrics, self._failures = base.metrics, base.failures
+        self._system, self._options = base.system, base.options
+        self._checksums = base.config.checksums
 
     # -- store ------------------------------------------------------------------------------------
 

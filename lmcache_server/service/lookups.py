@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -10,16 +10,13 @@ from msgspec.structs import replace
 from lmcache_client.contract import messages
 from lmcache_client.contract.control import Inspect, Inspected
 from lmcache_client.contract.messages import Accept, Done, Found, Lookup, Message, Release
-from lmcache_server.core.cache import Cache, Hit, Layout
+from lmcache_server.core.cache import Hit, Layout
 from lmcache_server.core.misses import ending_groups, missed_tokens
-from lmcache_server.service.option import Options
+from lmcache_server.service.option import Base, Option
 from lmcache_server.service.pinning import Pinning
 from lmcache_server.service.refusals import Refusal, log_request
-from lmcache_server.service.registry import Registry
 from lmcache_server.service.requests_of_tests import traffic
 from lmcache_server.service.sessions import Session, Shard
-from lmcache_server.service.system import System
-from lmcache_server.telemetry.metrics import Metrics
 from lmcache_server.telemetry.partial import PartialChunks
 
 MAX_EARLY = 1024
@@ -27,25 +24,12 @@ MAX_EARLY = 1024
 
 
 class Lookups:
-    """Handles Lookup, Accept, Inspect and Release. A lease lasts `lease_s` seconds."""
+    """Handles Lookup, Accept, Inspect and Release."""
 
-    def __init__(
-        self,
-        cache: Cache,
-        registry: Registry,
-        options: Options,
-        pinning: Pinning,
-        metrics: Metrics,
-        system: System,
-        lease_s: float,
-    ) -> None:
-        self._cache = cache
-        self._options = options
-        self._pinning = pinning
-        self._registry = registry
-        self._metrics = metrics
-        self._system = system
-        self._lease_s = lease_s
+    def __init__(self, base: Base, pinning: Pinning) -> None:
+        self._cache, self._registry, self._options = base.cache, base.registry, base.options
+        self._metrics, self._system, self._pinning = base.metrics, base.system, pinning
+        self._lease_s = base.config.lease_s
         self._partial = PartialChunks()
         self._early: dict[tuple[int, str], tuple[Layout, Lookup, Hit, int]] = {}
         """By session and request, the early lookups that the engine has not accepted yet."""
@@ -76,7 +60,7 @@ class Lookups:
         shards: Mapping[int, Shard],
         message: Lookup,
         hit: Hit,
-        sources: Options,
+        sources: Sequence[Option],
         request_bytes: int,
     ) -> Message:
         """Answers when `sources` have brought what they can. Meanwhile the lease keeps what L1 has. `shards`

@@ -20,7 +20,7 @@ Handler = Callable[[Session, Any, int], Reply]
 
 
 class Base(NamedTuple):
-    """What an option is given of the server."""
+    """What the parts of a server are given of it. `options` has all options once the server is complete."""
 
     config: Config
     cache: Cache
@@ -29,6 +29,7 @@ class Base(NamedTuple):
     metrics: Metrics
     failures: Failures
     system: System
+    options: "list[Option]"
 
 
 class Option:
@@ -110,5 +111,4 @@ class Option:
         """The cache does not change any more, and the sockets are closed."""
 
 
-Options = Sequence[Option]
 Make = Callable[[Base], Option]

@@ -15,17 +15,12 @@ from lmcache_client.contract import control, messages
 from lmcache_client.contract.codec import ProtocolError
 from lmcache_client.contract.control import Follow, Inspect
 from lmcache_client.contract.messages import Message, Refused
-from lmcache_server.core.cache import Cache
 from lmcache_server.service.copies import Copies
 from lmcache_server.service.lookups import Lookups
-from lmcache_server.service.option import Handler, Options, Reply
+from lmcache_server.service.option import Base, Handler, Reply
 from lmcache_server.service.pinning import Pinning
 from lmcache_server.service.refusals import Refusal, log_request
-from lmcache_server.service.registry import Registry
 from lmcache_server.service.sessions import Session
-from lmcache_server.service.system import System
-from lmcache_server.telemetry.failures import Failures
-from lmcache_server.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -54,27 +49,13 @@ class Request(NamedTuple):
 class Router:
     """The dispatcher. `send(identity, frame)` must not block; `status()` gives the answer to Status."""
 
-    def __init__(
-        self,
-        cache: Cache,
-        registry: Registry,
-        lookups: Lookups,
-        copies: Copies,
-        pinning: Pinning,
-        options: Options,
-        metrics: Metrics,
-        failures: Failures,
-        system: System,
-        send: Send,
-        status: Callable[[bool], dict[str, Any]],
-    ) -> None:
-        self.registry, self.lookups, self.options = registry, lookups, options
-        self._cache = cache
-        self._metrics = metrics
-        self._failures = failures
-        self._system = system
-        self._send = send
-        self._status = status
+    def __init__(self, base: Base, send: Send, status: Callable[[bool], dict[str, Any]]) -> None:
+        copies, pinning = Copies(base), Pinning(base.cache)
+        registry, lookups = base.registry, Lookups(base, pinning)
+        self.registry, self.lookups, self.options = registry, lookups, base.options
+        self._cache, self._system = base.cache, base.system
+        self._metrics, self._failures = base.metrics, base.failures
+        self._send, self._status = send, status
         self._logged_other_version = False
         self._warned_s: dict[tuple[str, str], float] = {}
         """When a refused registration was last logged as a warning, by engine and code."""
@@ -99,7 +80,7 @@ class Router:
             messages.Store: copies.store,
             messages.Load: copies.load,
         }
-        for option in options:
+        for option in self.options:
             self._for_sessions |= option.handlers()
 
     def receive(self, identity: bytes, frame: bytes) -> None:

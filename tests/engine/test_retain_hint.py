@@ -1,12 +1,13 @@
 """A request may say that its prompt comes back later: others are evicted before it. vLLM's typed hints say
 what the keys in kv_transfer_params say."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from harness.engine import Engine
 from harness.prompts import prompt
-from harness.served import from_own_cache
+from harness.served import from_own_cache, served
 from harness.server import LMCacheServer, server_of_a_file
 from vllm import SamplingParams
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
@@ -41,6 +42,29 @@ def test_an_agent_that_pauses_finds_its_prompt_and_the_answer_again(server: LMCa
         assert local.output == result.output
 
 
+def test_a_prompt_that_comes_back_after_a_while_is_in_memory_again(tmp_path: Path) -> None:
+    """A tier has it, which the prompt's own lookup need not ask."""
+    flags = {"tier": f"dir://{tmp_path}/tier?size_gb=1&write=commit", "l1_size_gb": 8 / 1024}
+    with (
+        LMCacheServer(chunk_size=CHUNK, **flags) as server,
+        Engine("gemma3", server=server, block_size=CHUNK) as engine,
+    ):
+        counted = lambda what: server.metrics()[f"lmcache_{what}"]  # noqa: E731
+        paused = prompt(6 * CHUNK + 20, 1)
+        for seconds in (4, 16, 64, 256):  # the flood may take longer
+            engine.run(paused, transfer={"lmcache.prefetch_s": seconds})
+            server.wait_until_written()
+            for number in range(30):
+                engine.run(prompt(6 * CHUNK + 20, 200 + number), 1)
+            if not counted('prefetches_total{outcome="nothing"}'):
+                break
+        server.wait_for_metric('lmcache_prefetches_total{outcome="brought"}', 1)
+        fetches = counted('tier_fetches_total{outcome="ended"}')
+        result = served(engine, paused, 6 * CHUNK)
+        assert counted('tier_fetches_total{outcome="ended"}') == fetches
+        assert from_own_cache(engine, server, paused, 6 * CHUNK, [*paused[:-20], 5]).output == result.output
+
+
 def read(action: str, payload: dict[str, Any], params: dict[str, Any] | None = None) -> tuple[dict, int]:
     hints = Hints({key: hint for option in classes().values() for key, hint in option.HINTS.items()})
     envelope = KvHintsEnvelope("1", "message", [KvHintAction("1", action, "1", payload)])
@@ -53,6 +77,8 @@ def read(action: str, payload: dict[str, Any], params: dict[str, Any] | None = N
     ("action", "payload", "hints"),
     [
         ("retain", {"seconds": 60}, {"lmcache.retain_s": 60}),
+        ("retain", {"seconds": 60, "priority": 5}, {"lmcache.retain_s": 60, "lmcache.priority": 5}),
+        ("prefetch", {"after_seconds": 30}, {"lmcache.prefetch_s": 30}),
         ("demote", {}, {"lmcache.once": True}),
         ("no_store", {"after_tokens": 0}, {"lmcache.max_offload_tokens": 0}),
     ],
@@ -62,6 +88,7 @@ def test_a_typed_hint_says_what_a_key_says(action: str, payload: dict, hints: di
 
 
 WRONG = [("retain", {"seconds": value}) for value in (0, 1e9, True)]
+WRONG += [("retain", {"priority": 101}), ("prefetch", {"after_seconds": 0})]
 UNKNOWN = [(action, {}) for action in ("prefetch", "lmcache.load", "", "retain")]
 
 

@@ -1,15 +1,20 @@
 """What a request asks to retain stays in L1, as long as others can be evicted, and it is not too much."""
 
+import contextlib
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from harness.rawclient import TIMEOUT_S, RawEngine, chain
 from harness.server import LMCacheServer
+from harness.waiting import wait_until
 from test_warm_restart import CHUNK_FRAMES, CHUNKS, Prompt, new_engine
 
 from lmcache_client.contract.control import Retain
 from lmcache_client.contract.messages import Done
 from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.options.retention.prefetch import OUTCOMES
 from lmcache_server.options.retention.server import MAX_KEYS
 
 PROMPTS = 16
@@ -17,15 +22,21 @@ PROMPTS = 16
 GB_BYTES = 1 << 30
 
 
-@pytest.fixture
-def engine() -> Iterator[RawEngine]:
+@contextlib.contextmanager
+def engine_of(**flags: Any) -> Iterator[RawEngine]:
     frames = PROMPTS * CHUNKS * CHUNK_FRAMES
-    with LMCacheServer(l1_size_gb=(frames + 0.5) * FRAME_BYTES / GB_BYTES) as server:
+    with LMCacheServer(l1_size_gb=(frames + 0.5) * FRAME_BYTES / GB_BYTES, **flags) as server:
         server.wait_until_populated()
         engine = new_engine(server)
         engine.server = server
         yield engine
-        server.wait_at_rest(sessions=2)
+
+
+@pytest.fixture
+def engine() -> Iterator[RawEngine]:
+    with engine_of() as engine:
+        yield engine
+        engine.server.wait_at_rest(sessions=2)
 
 
 class Numbered(Prompt):
@@ -46,8 +57,8 @@ def flood(engine: RawEngine, first: int = 1000) -> None:
         Numbered(engine, number).store()
 
 
-def counted(engine: RawEngine, outcome: str) -> float:
-    return engine.server.metrics()[f'lmcache_retained_chains_total{{outcome="{outcome}"}}']
+def counted(engine: RawEngine, outcome: str, what: str = "retained_chains") -> float:
+    return engine.server.metrics()[f'lmcache_{what}_total{{outcome="{outcome}"}}']
 
 
 def test_retained_prompts_outlive_a_flood_and_others_do_not(engine: RawEngine) -> None:
@@ -98,6 +109,20 @@ def test_at_most_a_quarter_of_l1_is_retained_and_what_came_first_is_given_up(eng
     flood(engine, 2000)
 
 
+def test_a_larger_priority_is_retained_longer(engine: RawEngine) -> None:
+    prompts = [Numbered(engine, number) for number in range(8)]
+    for number, prompt in enumerate(prompts):
+        prompt.store()
+        asked = Retain(prompt.keys, 3600, priority=int(number < 3))
+        assert engine.scheduler.call(asked, TIMEOUT_S) == Done()
+    flood(engine)
+    assert [each.held_chunks() for each in prompts] == [CHUNKS] * 3 + [0] * 4 + [CHUNKS]
+    keys = chain([9] * (MAX_KEYS * engine.chunk_size), engine.chunk_size)
+    assert engine.scheduler.call(Retain(keys, 3600), TIMEOUT_S) == Done()
+    flood(engine, 2000)
+    assert [each.held_chunks() for each in prompts] == [CHUNKS] * 3 + [0] * 5, "it is too much beside them"
+
+
 def test_a_conversation_that_goes_on_is_retained_once(engine: RawEngine) -> None:
     """Each of its requests asks for all that came before."""
     prompts = [Numbered(engine, number) for number in range(4)]
@@ -121,3 +146,35 @@ def test_what_clients_ask_for_takes_bounded_memory(engine: RawEngine) -> None:
     retain(Numbered(engine, 1))
     assert engine.scheduler.call(Retain((*keys, *keys[:5]), 3600), TIMEOUT_S) == Done()
     assert counted(engine, "given_up") == 13, "it is cut where it alone takes all the room"
+
+
+def test_a_prompt_is_brought_from_a_tier_before_it_comes_back(tmp_path: Path) -> None:
+    def outcomes() -> list[float]:
+        return [counted(engine, outcome, "prefetches") for outcome in OUTCOMES]
+
+    def ask(prefetch_s: int = 1) -> None:
+        asked = Retain(prompt.keys, 0, prefetch_s=prefetch_s)
+        assert engine.scheduler.call(asked, TIMEOUT_S) == Done()
+
+    with engine_of(tier=f"dir://{tmp_path}/tier?size_gb=1&write=commit") as engine:
+        prompt = Numbered(engine, 0)
+        prompt.store()
+        engine.server.wait_until_written()
+        flood(engine)
+        assert prompt.held_chunks() == 0
+        ask(3600)
+        ask()
+        wait_until(lambda: sum(outcomes()), what="a prefetch has ended")
+        assert outcomes() == [1, 0, 0]
+        assert counted(engine, "asked") == 0, "it is retained no longer than others"
+        fetches = counted(engine, "ended", "tier_fetches")
+        prompt.load()
+        assert counted(engine, "ended", "tier_fetches") == fetches, "L1 had all that the lookup asked for"
+        ask()
+        wait_until(lambda: sum(outcomes()) == 2, what="a prefetch has ended")
+        assert outcomes() == [1, 1, 0], "L1 has all of it"
+        flood(engine, 2000)
+        ask()
+        engine.close()
+        wait_until(lambda: sum(outcomes()) == 3, what="a prefetch has ended")
+        assert outcomes() == [1, 1, 1], "its engine has ended"

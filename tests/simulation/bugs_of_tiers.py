@@ -9,6 +9,7 @@ from lmcache_server.options.tiers.fetches import Fetches
 from lmcache_server.options.tiers.record_format import Record
 from lmcache_server.options.tiers.tier_states import Tiers
 from lmcache_server.options.tiers.worker import TierWorker
+from lmcache_server.service.option import Base
 
 
 def _unchecked(_: Any) -> Any:
@@ -19,8 +20,8 @@ def _unchecked(_: Any) -> Any:
 
 
 def _leaks(begin: Any) -> Any:
-    def careless(self: Fetches, tiers: Tiers, cache: Cache, *rest: Any) -> None:
-        begin(self, tiers, _NeverAborts(cache), *rest)
+    def careless(self: Fetches, tiers: Tiers, base: Base, *rest: Any) -> None:
+        begin(self, tiers, base._replace(cache=_NeverAborts(base.cache)), *rest)
 
     return careless
 

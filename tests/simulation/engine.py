@@ -269,10 +269,14 @@ class Engine:
     _hasher: Callable[[Request], list[Any]] | None = None
 
     def add(self, name: str, tokens: list[int], salt: str, max_tokens: int) -> None:
-        # Every third prompt will not come back, it says; some do. Every fifth is to be retained.
+        # Every third prompt will not come back, it says; some do. Every fifth is to be retained,
+        # and every seventh to be brought back from the tiers.
         hints: dict[str, Any] = {"lmcache.once": not len(tokens) % 3}
         if not len(tokens) % 5:
             hints["lmcache.retain_s"] = 1 + len(tokens) % 50
+            hints["lmcache.priority"] = len(tokens) % 3
+        if not len(tokens) % 7:
+            hints["lmcache.prefetch_s"] = 1 + len(tokens) % 3
         params = SamplingParams(max_tokens=max_tokens, extra_args={"kv_transfer_params": hints})
         request = Request(name, tokens, params, None, cache_salt=salt or None, block_hasher=self._hasher)
         self.waiting.append(Running(request, salt, [[] for _ in self.groups]))

@@ -10,6 +10,7 @@ from lmcache_client.contract.messages import Done, Message
 from lmcache_server.core.cache import Layout, Reservation
 from lmcache_server.core.index import Chunk
 from lmcache_server.core.pool import count_frames
+from lmcache_server.options.retention.prefetch import OUTCOMES, Prefetches
 from lmcache_server.service.option import Base, Handler, Option
 from lmcache_server.service.sessions import Session
 from lmcache_server.telemetry.metrics import Metric
@@ -27,6 +28,7 @@ class Chain:
     namespace: bytes
     keys: tuple[bytes, ...]
     until_s: float
+    priority: int
 
 
 class Server(Option):
@@ -42,11 +44,18 @@ class Server(Option):
             "because too much was retained.",
             {"outcome": ("asked", "given_up")},
         ),
+        Metric(
+            Counter,
+            "lmcache_prefetches_total",
+            "Prompts that requests asked to bring back from the tiers, by outcome: brought, nothing (L1 had "
+            "all of it, or tiers had no more), failed (its engine has ended, or too many waited).",
+            {"outcome": OUTCOMES},
+        ),
     )
 
     def __init__(self, base: Base) -> None:
         super().__init__(base)
-        self._base, self._stored_frames = base, 0
+        self._base, self._stored_frames, self._prefetches = base, 0, Prefetches(base)
         self._chains: dict[tuple[bytes, bytes], Chain] = {}
         """By namespace and last key, in the order in which they were asked for."""
         base.metrics.gauge("lmcache_retained_chunks", lambda: len(self._there(self._chains.values())))
@@ -57,17 +66,24 @@ class Server(Option):
     def retain(self, session: Session, message: Retain) -> Message:
         """What it asks for takes the place of earlier chains of the same conversation."""
         namespace, keys = self._base.registry.joined_layout(session).namespace, message.keys[:MAX_KEYS]
-        until_s = self._base.system.now_s() + message.seconds
-        for name in ((namespace, key) for key in keys):
-            if name in self._chains and self._chains[name].until_s <= until_s:
-                del self._chains[name]
-        if keys and (namespace, keys[-1]) not in self._chains:
-            self._base.metrics.count("lmcache_retained_chains_total", outcome="asked")
-            self._chains[namespace, keys[-1]] = Chain(namespace, keys, until_s)
-            while sum(len(chain.keys) for chain in self._chains.values()) > MAX_KEYS:
-                self._give_up(next(iter(self._chains)))
-            self._base.cache.touch(namespace, keys)
+        now_s = self._base.system.now_s()
+        if keys and message.prefetch_s:
+            self._prefetches.ask(session, namespace, message, now_s)
+        if keys and message.seconds:
+            self._retain(Chain(namespace, keys, now_s + message.seconds, message.priority))
         return Done()
+
+    def _retain(self, new: Chain) -> None:
+        for name in ((new.namespace, key) for key in new.keys):
+            if name in self._chains and self._chains[name].until_s <= new.until_s:
+                del self._chains[name]
+        name = new.namespace, new.keys[-1]
+        if name not in self._chains:
+            self._base.metrics.count("lmcache_retained_chains_total", outcome="asked")
+            self._chains[name] = new
+            while sum(len(chain.keys) for chain in self._chains.values()) > MAX_KEYS:
+                self._give_up(min(self._chains, key=lambda each: self._chains[each].priority))
+            self._base.cache.touch(new.namespace, new.keys)
 
     def stored(self, layout: Layout, rooms: Sequence[Reservation]) -> None:
         self._stored_frames += sum(count_frames(room.runs) for room in rooms)
@@ -76,19 +92,21 @@ class Server(Option):
 
     def tick(self, now_s: float) -> None:
         self._chains = {name: chain for name, chain in self._chains.items() if chain.until_s > now_s}
+        self._prefetches.tick(now_s)
 
     def renew(self) -> None:
-        """Makes the chunks of all chains recently used. A chain that does not fit beside those that were
-        asked for after it is given up."""
+        """Makes the chunks of all chains recently used. A chain that does not fit beside those with a larger
+        priority, and those that were asked for after it, is given up."""
         room, seen = self._base.cache.total_frames // SHARE, set[Chunk]()
-        for name, chain in reversed(list(self._chains.items())):
+        ranked = sorted(self._chains.items(), key=lambda each: each[1].priority)
+        for name, chain in reversed(ranked):
             new = self._there((chain,)) - seen
             if (frames := sum(chunk.frames for chunk in new)) > room:
                 self._give_up(name)
             else:
                 room -= frames
                 seen |= new
-        for chain in self._chains.values():
+        for _, chain in ranked:
             self._base.cache.touch(chain.namespace, chain.keys)
         self._stored_frames = 0
 

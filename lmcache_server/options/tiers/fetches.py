@@ -5,25 +5,24 @@ Engines talk to L1 only. A tier's word that it has an object is a hint: the hit 
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmcache_client.contract.geometry import FULL, Geometry
 from lmcache_client.contract.hits import fetch_patience_s, resume_point
 from lmcache_client.contract.messages import Lookup
-from lmcache_server.core.cache import Cache, Layout, Reservation
+from lmcache_server.core.cache import Layout, Reservation
 from lmcache_server.core.index import Chunk
 from lmcache_server.core.pool import FRAME_BYTES, count_frames
-from lmcache_server.l1.memory import L1Memory
 from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.breaker import PRESENT, READ
 from lmcache_server.options.tiers.record_format import DamagedRecordError, Label
 from lmcache_server.options.tiers.speed import OLD_S, SLOW_OLD_S
 from lmcache_server.options.tiers.tier_states import Tiers, TierState
 from lmcache_server.options.tiers.to_fetch import Wanted, wanted
+from lmcache_server.service.option import Base
 from lmcache_server.service.sessions import Shard
-from lmcache_server.service.system import System
-from lmcache_server.telemetry.metrics import Metrics
 from lmcache_server.transfer.base import CopyError
 from lmcache_server.transfer.checksums import checksums
 from lmcache_server.transfer.plan import ObjectCopy, pieces
@@ -42,27 +41,14 @@ UNKNOWN_SHARE = 0.05
 
 
 class Fetches:
-    """`is_known` says of a namespace that it has engines, or had some and has chunks. `made_room` is told
-    which objects got frames: what is evicted next may have to be written to a tier first."""
+    """`made_room` is told which objects got frames: what is evicted next may have to be written to a tier
+    first."""
 
-    def __init__(
-        self,
-        tiers: Tiers,
-        cache: Cache,
-        l1: L1Memory,
-        metrics: Metrics,
-        system: System,
-        take_checksums: bool,
-        is_known: Callable[[bytes], bool],
-        made_room: Callable[[Sequence[Reservation]], None],
-    ) -> None:
+    def __init__(self, tiers: Tiers, base: Base, made_room: Callable[[Sequence[Reservation]], None]) -> None:
         self._tiers = tiers
-        self._cache = cache
-        self._l1 = l1
-        self._metrics = metrics
-        self._system = system
-        self._take_checksums = take_checksums
-        self._is_known = is_known
+        self._cache, self._l1, self._known = base.cache, base.l1, base.registry.known
+        self._metrics, self._system = base.metrics, base.system
+        self._take_checksums = base.config.checksums
         self._made_room = made_room
         self._fetching_frames = 0
         self._is_closed = False
@@ -84,64 +70,49 @@ class Fetches:
         return [tier for tier in tiers if tier.worker.reads_waiting < MAX_WAITING]
 
     async def fetch(
-        self,
-        layout: Layout,
-        shards: Mapping[int, Shard],
-        message: Lookup,
-        resume_tokens: int,
-        usable: Sequence[TierState],
+        self, layout: Layout, shards: Mapping[int, Shard], message: Lookup, resume_tokens: int
     ) -> int:
         """Brings into L1 what a larger resume point than `resume_tokens` needs; returns when that is there,
         when it is clear that it will not be, or when the request has waited long enough. What comes later
         stays in L1 for the next request. Returns the resume point for which tiers say that they have what L1
         lacks."""
-        ended, computed, limit = self._system.future(), message.computed_tokens, message.limit_tokens
+        ended, limit = self._system.future(), message.limit_tokens
         ready = self._cache.ready(layout, message.keys[: limit // layout.chunk_size])
-        sight = _Sight(layout, message.keys, ready)
-        planned = self._plan(layout, shards, message, resume_tokens, usable, sight, ready)
+        fetch = _Fetch(layout, shards, message, ready)
+        planned = self._plan(fetch, max(resume_tokens, message.computed_tokens), self.usable(layout))
         self._system.spawn(_then(planned, ended))
         await self._system.wait([ended], fetch_patience_s(message.num_tokens))
         self._metrics.count("lmcache_tier_fetches_total", 1, outcome="ended" if ended.done() else "late")
-        return sight.resume_point(computed, limit)
+        return fetch.resume_point(limit)
 
-    async def _plan(
-        self,
-        layout: Layout,
-        shards: Mapping[int, Shard],
-        message: Lookup,
-        resume_tokens: int,
-        usable: Sequence[TierState],
-        sight: "_Sight",
-        ready: Sequence[int],
-    ) -> None:
-        computed, limit = message.computed_tokens, message.limit_tokens
+    async def _plan(self, fetch: "_Fetch", least: int, usable: Sequence[TierState]) -> None:
+        """Brings what a resume point beyond `least` tokens needs, if it pays."""
+        message, limit = fetch.message, fetch.message.limit_tokens
         for tier in usable:
-            await self._look(tier, sight, computed, limit)
-        objects, sizes = list[Wanted](), list[tuple[int, int]]()
-        while (target := sight.resume_point(computed, limit)) > max(resume_tokens, computed):
+            await self._look(tier, fetch)
+        objects = dict[Wanted, Size]()
+        while (target := fetch.resume_point(limit)) > least:
             quota = self._cache.tenants.quota_frames(message.tenant)
             room = min(self._cache.total_frames // FETCH_SHARE - self._fetching_frames, quota)
-            objects, sizes = [], []
-            for each in wanted(layout, ready, target, computed):
-                objects.append(each)
-                blocks = len(layout.groups[each.group].stored_blocks(each.chunk, layout.chunk_size))
-                sizes.append((blocks, blocks * shards[each.rank].geometry.groups[each.group].block_bytes))
-                is_coming = self._coming(layout, message.keys[each.chunk], each) is not None
-                room -= 0 if is_coming else -(-sizes[-1][1] // FRAME_BYTES)
+            objects = {}
+            for each in wanted(fetch.layout, fetch.ready, target, message.computed_tokens):
+                objects[each] = fetch.size(each)
+                is_coming = self._coming(fetch, each) is not None
+                room -= 0 if is_coming else -(-objects[each].num_bytes // FRAME_BYTES)
                 if room < 0:
                     break
             if room >= 0:
                 break
-            objects, limit = [], (computed + target) // 2
+            objects, limit = {}, (message.computed_tokens + target) // 2
         if not objects:
             return
-        bringing = self._bring(layout, shards, message, objects, sizes, sight)
+        bringing = self._bring(fetch, objects)
         if not message.prefill_tokens_s:
             await bringing
             return
-        amounts = _amounts(objects, sizes, sight)
+        amounts = fetch.amounts(objects)
         seconds = sum(tier.read_s(num_bytes) for tier, num_bytes in amounts.items())
-        saved_s = (target - max(resume_tokens, computed)) / message.prefill_tokens_s
+        saved_s = (target - least) / message.prefill_tokens_s
         now_s = self._system.now_s()
         is_slow = sum(tier.speed.seconds(num_bytes) for tier, num_bytes in amounts.items()) > saved_s
         unknown = [tier for tier in amounts if tier.speed.is_old(now_s, SLOW_OLD_S if is_slow else OLD_S)]
@@ -164,78 +135,71 @@ class Fetches:
             for tier in tiers:
                 tier.tried_s = -math.inf
 
-    async def _look(self, tier: TierState, sight: "_Sight", computed: int, limit: int) -> None:
+    async def _look(self, tier: TierState, fetch: "_Fetch") -> None:
         """Notes what of the chain `tier` says that it has: full attention first, because a gap there ends
         every resume, then windows and states from the end."""
-        layout, size = sight.layout, sight.layout.chunk_size
-        first = computed // size
+        layout, size, limit = fetch.layout, fetch.layout.chunk_size, fetch.message.limit_tokens
+        first = fetch.message.computed_tokens // size
         chunks = min(limit // size, first + MAX_ASKED)
         full = [number for number, group in enumerate(layout.groups) if group.kind == FULL]
         rest = [number for number in range(len(layout.groups)) if number not in full]
         for group in full:
-            if not await self._ask(tier, sight, group, range(first, chunks)):
+            if not await self._ask(tier, fetch, group, range(first, chunks)):
                 return
-            missing = sight.present[group].find(0, first, chunks)
+            missing = fetch.present[group].find(0, first, chunks)
             chunks = chunks if missing < 0 else missing
         for _ in range(MAX_ROUNDS):
             start = max(first, chunks - NAMES_AT_ONCE)
             for group in rest:
-                if not await self._ask(tier, sight, group, range(start, chunks)):
+                if not await self._ask(tier, fetch, group, range(start, chunks)):
                     return
-            if start == first or not rest or sight.resume_point(computed, limit) > start * size:
+            if start == first or not rest or fetch.resume_point(limit) > start * size:
                 return
             chunks = start
 
-    async def _ask(self, tier: TierState, sight: "_Sight", group: int, chunks: range) -> bool:
+    async def _ask(self, tier: TierState, fetch: "_Fetch", group: int, chunks: range) -> bool:
         """Asks for the objects of one shard, which stands for all. False if the tier failed."""
-        places = [chunk for chunk in chunks if not sight.present[group][chunk]]
+        places = [chunk for chunk in chunks if not fetch.present[group][chunk]]
         if not places:
             return True
         try:
-            found = await tier.worker.present([sight.name(group, chunk) for chunk in places])
+            found = await tier.worker.present([fetch.name(group, chunk) for chunk in places])
         except TierError as error:
             self._tiers.failed(tier, error)
             return False
         tier.breaker.succeeded(PRESENT)
         for chunk, there in zip(places, found, strict=True):
             if there:
-                sight.present[group][chunk] = 1
-                sight.where[group, chunk] = tier
+                fetch.present[group][chunk] = 1
+                fetch.where[group, chunk] = tier
         return True
 
-    async def _bring(
-        self,
-        layout: Layout,
-        shards: Mapping[int, Shard],
-        message: Lookup,
-        objects: list[Wanted],
-        sizes: list[tuple[int, int]],
-        sight: "_Sight",
-    ) -> None:
-        # The engine may have ended while the tiers were asked.
-        if self._is_closed or not self._is_known(layout.namespace):
+    async def _bring(self, fetch: "_Fetch", objects: Mapping[Wanted, "Size"]) -> None:
+        layout, keys = fetch.layout, fetch.message.keys
+        # The engine may have ended while the tiers were asked. One that had chunks is still known.
+        if self._is_closed or layout.namespace not in self._known:
             return
         arrivals: list[asyncio.Future[None]] = []
         rooms: list[Reservation] = []
-        read = {tier: tier.read_bytes for tier in sight.where.values()}
-        started_s, keys = self._system.now_s(), message.keys
-        for each, (blocks, num_bytes) in zip(objects, sizes, strict=True):
-            tier = sight.where.get((each.group, each.chunk))
+        read = {tier: tier.read_bytes for tier in fetch.where.values()}
+        started_s = self._system.now_s()
+        for each, size in objects.items():
+            tier = fetch.where.get((each.group, each.chunk))
             if tier is None:
                 continue
-            key, parent = keys[each.chunk], keys[each.chunk - 1] if each.chunk else b""
-            place = key, each.group, each.rank, blocks, num_bytes, parent
+            parent = keys[each.chunk - 1] if each.chunk else b""
+            place = keys[each.chunk], each.group, each.rank, *size, parent
             # Other lookups may have planned in the same turn.
             is_full = self._fetching_frames >= self._cache.total_frames // FETCH_SHARE
-            room = None if is_full else self._cache.reserve(layout, *place, tenant=message.tenant)
+            room = None if is_full else self._cache.reserve(layout, *place, tenant=fetch.message.tenant)
             if isinstance(room, Reservation):
                 rooms.append(room)
                 arrival = self._arriving[room.chunk, room.bit] = self._system.future()
                 self._fetching_frames += count_frames(room.runs)
-                geometry = shards[each.rank].geometry
+                geometry = fetch.shards[each.rank].geometry
                 self._system.spawn(self._arrive(tier, room, geometry, each.group, arrival))
                 arrivals.append(arrival)
-            elif other := self._coming(layout, key, each):
+            elif other := self._coming(fetch, each):
                 arrivals.append(other)
         self._made_room(rooms)
         if arrivals:
@@ -246,10 +210,10 @@ class Fetches:
             if tier.read_bytes > before:
                 tier.speed.add(tier.read_bytes - before, now_s - started_s, now_s)
 
-    def _coming(self, layout: Layout, key: bytes, each: Wanted) -> "asyncio.Future[None] | None":
+    def _coming(self, fetch: "_Fetch", each: Wanted) -> "asyncio.Future[None] | None":
         """The arrival of an object that another lookup fetches; None if an engine is storing it."""
-        chunk = self._cache.chunk(layout.namespace, key)
-        return self._arriving.get((chunk, layout.bit(each.group, each.rank))) if chunk else None
+        chunk = self._cache.chunk(fetch.layout.namespace, fetch.message.keys[each.chunk])
+        return self._arriving.get((chunk, fetch.layout.bit(each.group, each.rank))) if chunk else None
 
     async def _arrive(
         self,
@@ -309,31 +273,41 @@ async def _then(work: Coroutine[Any, Any, None], ended: "asyncio.Future[None]") 
         ended.set_result(None)
 
 
-class _Sight:
-    """What L1 and the tiers seem to have of a chain. `present` has a flag per group and chunk; `where` says
-    which tier has what L1 lacks."""
+class Size(NamedTuple):
+    """Of an object."""
 
-    def __init__(self, layout: Layout, keys: Sequence[bytes], ready: Sequence[int]) -> None:
-        self.layout = layout
-        self._keys = keys
+    blocks: int
+    num_bytes: int
+
+
+class _Fetch:
+    """What a lookup asks for, and what L1 and the tiers seem to have of it. `present` has a flag per group
+    and chunk; `where` says which tier has what L1 lacks. `ready` is what Cache.ready returned."""
+
+    def __init__(
+        self, layout: Layout, shards: Mapping[int, Shard], message: Lookup, ready: Sequence[int]
+    ) -> None:
+        self.layout, self.shards, self.message, self.ready = layout, shards, message, ready
         self.present = [bytearray(flags) for flags in layout.present(ready)]
         self.where: dict[tuple[int, int], TierState] = {}
 
     def name(self, group: int, chunk: int) -> str:
         layout = self.layout
         bit = layout.bit(group, layout.holders[group][0])
-        return Label(layout.namespace, self._keys[chunk], bit, 0, 0).name
+        return Label(layout.namespace, self.message.keys[chunk], bit, 0, 0).name
 
-    def resume_point(self, computed: int, limit: int) -> int:
-        layout = self.layout
-        flags = list(map(bytes, self.present))
-        return resume_point(layout.groups, layout.chunk_size, flags, computed, limit)
+    def resume_point(self, limit: int) -> int:
+        layout, flags = self.layout, list(map(bytes, self.present))
+        return resume_point(layout.groups, layout.chunk_size, flags, self.message.computed_tokens, limit)
 
+    def size(self, each: Wanted) -> Size:
+        blocks = len(self.layout.groups[each.group].stored_blocks(each.chunk, self.layout.chunk_size))
+        return Size(blocks, blocks * self.shards[each.rank].geometry.groups[each.group].block_bytes)
 
-def _amounts(objects: list[Wanted], sizes: list[tuple[int, int]], sight: _Sight) -> dict[TierState, int]:
-    """The bytes that each tier has of these objects."""
-    amounts: dict[TierState, int] = {}
-    for each, (_, num_bytes) in zip(objects, sizes, strict=True):
-        if (tier := sight.where.get((each.group, each.chunk))) is not None:
-            amounts[tier] = amounts.get(tier, 0) + num_bytes
-    return amounts
+    def amounts(self, objects: Mapping[Wanted, Size]) -> dict[TierState, int]:
+        """The bytes that each tier has of these objects."""
+        amounts = Counter[TierState]()
+        for each, size in objects.items():
+            if (tier := self.where.get((each.group, each.chunk))) is not None:
+                amounts[tier] += size.num_bytes
+        return amounts

@@ -72,16 +72,14 @@ class Server(Option):
 
     def __init__(self, base: Base, states: Sequence[TierState] | None = None) -> None:
         super().__init__(base)
-        _, cache, l1, registry, metrics, failures, system = base
-        self._metrics, self._system = metrics, system
+        self._metrics, self._system, metrics = base.metrics, base.system, base.metrics
         self._urls = [urls.parse(text) for text in base.config.of_options.get("tier", ())]
-        self.tiers = states if states is not None else [_state(*each, l1) for each in enumerate(self._urls)]
-        tiers = Tiers(self.tiers, l1, metrics, failures, system)
-        self.spills = Spills(
-            tiers, cache, system, lambda each: bool(registry.known.get(each, {}).get("ephemeral"))
+        self.tiers = (
+            states if states is not None else [_state(*each, base.l1) for each in enumerate(self._urls)]
         )
-        settings = base.config.checksums, registry.known.__contains__, self.spills.made_room
-        self.fetches = Fetches(tiers, cache, l1, metrics, system, *settings)
+        tiers = Tiers(self.tiers, base)
+        self.spills = Spills(tiers, base)
+        self.fetches = Fetches(tiers, base, self.spills.made_room)
         for tier in self.tiers:
             is_open = functools.partial(getattr, tier.breaker, "is_open")
             metrics.gauge("lmcache_tier_failing", is_open, tier=tier.label)
@@ -114,8 +112,8 @@ class Server(Option):
     async def fetch(
         self, layout: Layout, shards: Mapping[int, Shard], message: Lookup, resume_tokens: int
     ) -> int:
-        began_s, usable = self._system.now_s(), self.fetches.usable(layout)
-        found = await self.fetches.fetch(layout, shards, message, resume_tokens, usable)
+        began_s = self._system.now_s()
+        found = await self.fetches.fetch(layout, shards, message, resume_tokens)
         self._metrics.observe("lmcache_tier_wait_seconds", self._system.now_s() - began_s)
         return found
 

@@ -3,9 +3,9 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from lmcache_server.core.cache import Cache, Layout, Reservation
+from lmcache_server.core.cache import Layout, Reservation
 from lmcache_server.core.index import Chunk
 from lmcache_server.core.packed import StoredObject
 from lmcache_server.core.pool import count_frames
@@ -13,7 +13,7 @@ from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.breaker import WRITE
 from lmcache_server.options.tiers.record_format import Label
 from lmcache_server.options.tiers.tier_states import Tiers, TierState
-from lmcache_server.service.system import System
+from lmcache_server.service.option import Base
 from lmcache_server.transfer.base import CopyError
 
 logger = logging.getLogger(__name__)
@@ -34,16 +34,12 @@ CLEAR_S = 10.0
 
 
 class Spills:
-    """`is_ephemeral` says of a namespace that nothing of it is kept."""
+    """Nothing of an ephemeral namespace is kept."""
 
-    def __init__(
-        self, tiers: Tiers, cache: Cache, system: System, is_ephemeral: Callable[[bytes], bool]
-    ) -> None:
-        self._tiers = tiers
-        self._is_ephemeral = is_ephemeral
-        self._cache = cache
-        self._system = system
-        cache.on_kept.append(self._kept)
+    def __init__(self, tiers: Tiers, base: Base) -> None:
+        self._tiers, self._known = tiers, base.registry.known
+        self._cache, self._system = base.cache, base.system
+        base.cache.on_kept.append(self._kept)
         self._spilling_frames = 0
         self._is_paused = False
 
@@ -163,7 +159,8 @@ class Spills:
                 yield from (chunk for chunk in own if not chunk.once)
 
     def _append_all(self, tier: TierState, chunk: Chunk) -> None:
-        if tier.marks(chunk.ready) & ~chunk.in_tiers and not self._is_ephemeral(chunk.namespace):
+        is_ephemeral = self._known.get(chunk.namespace, {}).get("ephemeral")
+        if tier.marks(chunk.ready) & ~chunk.in_tiers and not is_ephemeral:
             for bit in range(chunk.ready.bit_length()):
                 if chunk.ready >> bit & 1:
                     self._append(tier, chunk, bit)

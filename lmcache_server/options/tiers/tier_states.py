@@ -9,16 +9,13 @@ from dataclasses import dataclass, field
 
 from lmcache_server.core.index import Chunk
 from lmcache_server.core.pool import FRAME_BYTES, Runs
-from lmcache_server.l1.memory import L1Memory
 from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.breaker import PRESENT, Breaker
 from lmcache_server.options.tiers.flags import MAX_TIERS
 from lmcache_server.options.tiers.record_format import Label
 from lmcache_server.options.tiers.speed import OLD_S, Speed
 from lmcache_server.options.tiers.worker import STUCK_S, TierWorker
-from lmcache_server.service.system import System
-from lmcache_server.telemetry.failures import Failures
-from lmcache_server.telemetry.metrics import Metrics
+from lmcache_server.service.option import Base
 
 logger = logging.getLogger(__name__)
 
@@ -71,14 +68,10 @@ class TierState:
 class Tiers:
     """All tiers, in the order in which they are asked. Each fails on its own."""
 
-    def __init__(
-        self, tiers: Sequence[TierState], l1: L1Memory, metrics: Metrics, failures: Failures, system: System
-    ) -> None:
+    def __init__(self, tiers: Sequence[TierState], base: Base) -> None:
         self.all = tiers
-        self._l1 = l1
-        self._metrics = metrics
-        self._failures = failures
-        self._system = system
+        self._l1, self._system = base.l1, base.system
+        self._metrics, self._failures = base.metrics, base.failures
 
     def tick(self) -> None:
         """Once a second: leave alone a tier whose calls all hang, and try one that was left alone."""

@@ -98,7 +98,7 @@ def test_every_size_has_the_hits_of_a_ghost_of_that_size(sizes: Sizes, l1_frames
 def new_planner(cache: Cache) -> Server:
     """A planner beside a cache, without the rest of a server."""
     nothing: Any = None
-    return Server(Base(Config(), cache, nothing, nothing, Metrics(), nothing, nothing))
+    return Server(Base(Config(), cache, nothing, nothing, Metrics(), nothing, nothing, []))
 
 
 def group(kind: str, frames: int) -> GroupSpec:

@@ -34,7 +34,7 @@ async def write(rig: Rig, *keys: bytes, bit: int = 0) -> None:
 async def known(rig: Rig, *keys: bytes, bytes_per_s: int = 0) -> None:
     """The tier has these chunks, and has been seen to be so fast."""
     await write(rig, *keys)
-    rig.known.add(LAYOUT.namespace)
+    rig.known[LAYOUT.namespace] = {}
     if bytes_per_s:
         rig.tier.speed.add(bytes_per_s, 1.0, rig.system.now_s())
 
@@ -45,14 +45,14 @@ def has(rig: Rig, each: bytes) -> bool:
 
 async def fetched(rig: Rig, each: bytes) -> bool:
     """Whether a lookup has waited for the chunk, which takes an engine 16 ms."""
-    await rig.fetches.fetch(LAYOUT, SHARDS, Lookup("", (each,), 0, 16, 17, 1000), 0, [rig.tier])
+    await rig.fetches.fetch(LAYOUT, SHARDS, Lookup("", (each,), 0, 16, 17, 1000), 0)
     return has(rig, each)
 
 
 def fetching(rig: Rig, keys: Sequence[bytes]) -> "asyncio.Task[int]":
     tokens = 16 * len(keys)
     message = Lookup("", tuple(keys), 0, tokens, tokens + 1, 1)
-    return asyncio.create_task(rig.fetches.fetch(LAYOUT, SHARDS, message, 0, [rig.tier]))
+    return asyncio.create_task(rig.fetches.fetch(LAYOUT, SHARDS, message, 0))
 
 
 async def reserved(rig: Rig, frames: int) -> None:
@@ -71,7 +71,7 @@ async def test_one_read_that_hangs_does_not_end_all_fetches(
     assert not await fetched(rig, key(2)), "the engine that asked has ended meanwhile"
     await rig.all_ended()
     assert rig.cache.num_chunks == 0
-    rig.known.add(LAYOUT.namespace)
+    rig.known[LAYOUT.namespace] = {}
     assert not await fetched(rig, HANGS)
     assert await asyncio.to_thread(rig.store.hangs.wait, 60)
     monkeypatch.setattr(tiers_module, "OLD_S", 1000.0)
@@ -92,7 +92,7 @@ async def test_a_lookup_waits_no_longer_than_its_patience_and_what_comes_later_s
     """Also if the engine does not say how fast it computes, so that nobody knows what waiting saves."""
     monkeypatch.setattr(fetches_module, "fetch_patience_s", lambda _num_tokens: 0.1)
     await known(rig, key(2))
-    await rig.fetches.fetch(LAYOUT, SHARDS, Lookup("", (key(2),), 0, 16, 17), 0, [rig.tier])
+    await rig.fetches.fetch(LAYOUT, SHARDS, Lookup("", (key(2),), 0, 16, 17), 0)
     assert not has(rig, key(2))
     rig.store.opened.set()
     await rig.all_ended()
@@ -139,7 +139,7 @@ async def brings_what_can_be_resumed_within_three_frames(rig: Rig) -> None:
     await write(rig, *chain, bit=1)
     await known(rig, *chain, bytes_per_s=10**9)
     lookup = Lookup("", tuple(chain), 0, 48, 49, 1, tenant=b"t" * 16)
-    await rig.fetches.fetch(layout, shards, lookup, 0, [rig.tier])
+    await rig.fetches.fetch(layout, shards, lookup, 0)
     await rig.all_ended()
     assert rig.cache.lookup(layout, chain, 0, 48, 1, rig.system.now_s()).resume_tokens == 16
 

@@ -162,13 +162,15 @@ class Rig:
         self.cache = Cache(frame_bytes, frames, quotas_gb=Limits(quota_frames * frame_bytes / GB_BYTES))
         self.system = System(loop, nothing, nothing)  # type: ignore[arg-type]
         self.tier = TierState(0, "tier", cold, TierWorker("tier", lambda: self.store, loop, Rates()))
-        self.metrics, self.known = Metrics(), set[bytes]()
+        self.metrics, self.known = Metrics(), dict[bytes, Any]()
         for row in Server.METRICS:
             self.metrics.add(row)
-        self.tiers = Tiers([self.tier], self.l1, self.metrics, Failures(), self.system)
-        self.spills = Spills(self.tiers, self.cache, self.system, lambda _namespace: False)
-        settings = self.metrics, self.system, False, self.known.__contains__, lambda _rooms: None
-        self.fetches = Fetches(self.tiers, self.cache, self.l1, *settings)
+        registry: Any = SimpleNamespace(known=self.known)
+        parts = registry, self.metrics, Failures(), self.system, []
+        base = Base(Config(), self.cache, self.l1, *parts)
+        self.tiers = Tiers([self.tier], base)
+        self.spills = Spills(self.tiers, base)
+        self.fetches = Fetches(self.tiers, base, lambda _rooms: None)
 
     def fill(self, *numbers: int, tenant: bytes = b"", once: bool = False) -> list[Reservation]:
         """L1 has objects of one frame, each in a chunk of its own, of which the spills have not heard."""
@@ -195,7 +197,7 @@ def option(*urls: str) -> Server:
     nothing: Any = None
     config = Config(of_options={"tier": urls})
     cache: Any = SimpleNamespace(on_kept=[])
-    return Server(Base(config, cache, nothing, registry, Metrics(), nothing, nothing))
+    return Server(Base(config, cache, nothing, registry, Metrics(), nothing, nothing, []))
 
 
 def with_rig(frames: int, **options: Any) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:

@@ -73,7 +73,7 @@ class Speaker:
             "unpin": lambda: messages.Unpin(name),
             "inspect": lambda: control.Inspect(engine_id, keys, CHUNK_SIZE * (more % (CHAIN + 2))),
             "follow": lambda: control.Follow(keys),
-            "retain": lambda: control.Retain(keys, 1 + odd),
+            "retain": lambda: control.Retain(keys, odd, odd % 101, odd % 3, tenant),
             "accept": lambda: messages.Accept((("r", CHUNK_SIZE * (more % 3)),)),
             "clear": lambda: messages.Clear(
                 odd % 2 == 1, NAMES[model % 4], NAMES[branch % 4], NAMES[more % 4], odd % 3 == 1
