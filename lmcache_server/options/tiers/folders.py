@@ -158,9 +158,8 @@ def save_order(root: int, order: bytes) -> None:
 
 def take_order(root: int) -> bytes:
     """What `save_order` left. It is deleted, because from now on it is not true."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
     with contextlib.suppress(FileNotFoundError):
-        with open(os.open(_ORDER, flags, dir_fd=root), "rb") as stream:
+        with open(os.open(_ORDER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=root), "rb") as stream:
             order = stream.read()
         os.unlink(_ORDER, dir_fd=root)
         return order
