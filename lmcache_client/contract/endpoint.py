@@ -1,5 +1,6 @@
 """Where the server listens: a Unix socket derived from the port, or TCP when a host is given."""
 
+import contextlib
 import hashlib
 import ipaddress
 import os
@@ -14,6 +15,8 @@ from lmcache_client.contract.key_file import read_key
 MAX_SOCKET_PATH = 100
 LENT_BYTES = 4
 KEY_FILE = "?key_file="
+_SUFFIXES = ".sock", ".lock", ".memory"
+"""Of the files in a runtime directory."""
 
 
 class EndpointError(ValueError):
@@ -49,14 +52,26 @@ def check_runtime_directory(directory: Path, must_own: bool = False) -> None:
     info, user = directory.lstat(), os.getuid()
     if not stat.S_ISDIR(info.st_mode):
         raise EndpointError(f"{directory} is no directory: set LMCACHE_RUNTIME_DIR to another one")
+    if stat.S_IMODE(info.st_mode) & 0o077:
+        # Whoever closed /tmp or a home directory would harm others.
+        files = directory.iterdir() if user in (0, info.st_uid) else ()
+        are_ours = [each.stem.isdigit() and each.suffix in _SUFFIXES for each in files]
+        fix = f"set LMCACHE_RUNTIME_DIR to one for its user alone, such as a new {directory / 'lmcache'}"
+        if are_ours and all(are_ours):
+            fix = f"run 'chmod 700 {directory}', or set LMCACHE_RUNTIME_DIR to another directory"
+        raise EndpointError(f"others than user {user_name(info.st_uid)} may enter {directory}: {fix}")
     is_named = bool(os.environ.get("LMCACHE_RUNTIME_DIR"))
     if info.st_uid != user and (must_own or user or not is_named):
         raise ForeignDirectoryError(directory, info.st_uid)
-    if stat.S_IMODE(info.st_mode) & 0o077:
-        raise EndpointError(
-            f"others than user {user_name(info.st_uid)} may enter {directory}: run 'chmod 700 {directory}', "
-            "or set LMCACHE_RUNTIME_DIR to another directory"
-        )
+
+
+def whose(path: str) -> str:
+    """The owner and mode of a file or, where it cannot be looked at, of the directory above it."""
+    try:
+        info = os.stat(path)
+    except OSError:
+        return whose(os.path.dirname(os.path.abspath(path)))
+    return f"{path} belongs to user {user_name(info.st_uid)} and has mode {stat.S_IMODE(info.st_mode):o}"
 
 
 def user_name(user_id: int) -> str:
@@ -122,16 +137,13 @@ def start_command(endpoint: str) -> str:
 def peer_pid(descriptor: int) -> int | None:
     """The process at the other end of a Unix socket, by the kernel's account; None for a TCP socket. 0 if it
     is in a process namespace that is not visible here, or if the connection has ended."""
-    try:
+    with contextlib.suppress(OSError, ValueError):  # it is closed, or no socket
         connection = socket.socket(fileno=descriptor)
-    except (OSError, ValueError):  # none, or not a socket
-        return 0
-    try:
-        return None if connection.family != socket.AF_UNIX else _credentials(connection)[0]
-    except OSError:
-        return 0
-    finally:
-        connection.detach()  # libzmq closes it
+        try:
+            return None if connection.family != socket.AF_UNIX else _credentials(connection)[0]
+        finally:
+            connection.detach()  # libzmq closes it
+    return 0
 
 
 def peer_user(connection: socket.socket) -> int:
@@ -139,8 +151,6 @@ def peer_user(connection: socket.socket) -> int:
     return _credentials(connection)[1]
 
 
-def _credentials(connection: socket.socket) -> tuple[int, int, int]:
+def _credentials(connection: socket.socket) -> tuple[int, ...]:
     """Process, user and group."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    process, user, group = struct.unpack("3i", found)
-    return process, user, group
+    return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))

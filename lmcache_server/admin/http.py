@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from lmcache_client.contract.endpoint import host_name, is_loopback
 from lmcache_server.errors import StartError
-from lmcache_server.host.machine import is_page
+from lmcache_server.host.machine import page
 
 logger = logging.getLogger(__name__)
 
@@ -97,13 +97,11 @@ class Server:
         except (OSError, TypeError, ValueError) as error:
             self.close()
             reason = getattr(error, "strerror", None) or str(error)
-            remedy = "choose another --http-port, above 1023, or another --http-host"
+            fix = "choose another --http-port, above 1023, or another --http-host"
             if getattr(error, "errno", 0) == errno.EADDRINUSE:
-                program = "another lmcache server" if is_page(name, port) else "another program"
-                remedy = f"{program} uses this port: choose another --http-port (0 takes a free one)"
-            raise StartError(
-                f"cannot listen on {host}:{port} for HTTP: {reason.lower()}; {remedy}"
-            ) from error
+                program = "another lmcache server" if page(name, port) else "another program"
+                fix = f"{program} uses this port: choose another --http-port (0 takes a free one)"
+            raise StartError(f"cannot listen on {host}:{port} for HTTP: {reason.lower()}; {fix}") from error
         self._socket.setblocking(False)
         name, port = self._socket.getsockname()[:2]
         self.url = f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"

@@ -29,6 +29,7 @@ from lmcache_client.transport import SYSTEM, Connection, ConnectionLostError
 from lmcache_server.commands import nearby
 from lmcache_server.commands.shared_flags import Address
 from lmcache_server.errors import CommandError
+from lmcache_server.net.claim import listener
 from lmcache_server.options import parts
 from lmcache_server.telemetry.metrics import OBJECTS, REASONS
 
@@ -86,7 +87,7 @@ class UnreachableError(ControlError):
 
 def _silent(endpoint: str, is_connected: bool = False) -> ControlError:
     """Nobody answered there in time."""
-    pid = nearby.listener(Path(endpoint.removeprefix("ipc://"))) if endpoint.startswith("ipc") else None
+    pid = listener(Path(endpoint.removeprefix("ipc://"))) if endpoint.startswith("ipc") else None
     if pid is None and not is_connected:
         return UnreachableError(endpoint)
     process = f", process {pid}," if pid else ""
@@ -158,6 +159,7 @@ def _endpoint(server: Address) -> str:
         endpoint = address(*server)
         if not host:
             check_runtime_directory(runtime_directory())
+            os.stat(endpoint.removeprefix("ipc://"))
     except ForeignDirectoryError as error:
         again = nearby.again(runtime_directory(), error.owner_id, port)
         owner = user_name(error.owner_id)
@@ -171,8 +173,6 @@ def _endpoint(server: Address) -> str:
             f"cannot use {runtime_directory()} for the socket ({error.strerror}): set LMCACHE_RUNTIME_DIR to "
             "the server's directory"
         ) from error
-    if not host and not os.path.exists(endpoint.removeprefix("ipc://")):
-        raise UnreachableError(endpoint)
     return endpoint
 
 

@@ -4,7 +4,6 @@ From before the first change of a frame until after the last, the header says th
 anything ends the server early, the next one starts empty.
 """
 
-import contextlib
 import errno
 import fcntl
 import hashlib
@@ -15,7 +14,7 @@ import os
 import stat
 import struct
 
-from lmcache_client.contract.endpoint import user_name
+from lmcache_client.contract.endpoint import user_name, whose
 from lmcache_client.contract.keys import SCHEMA
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.errors import StartError
@@ -81,11 +80,8 @@ class L1File:
                 self.begin()
         except OSError as error:
             self.close()
-            reason = error.strerror
-            if error.errno == errno.EFBIG:
-                reason = (
-                    "it would exceed the limit of file sizes; raise that (ulimit -f), or lower --l1-size-gb"
-                )
+            limit = "it would exceed the limit of file sizes; raise that (ulimit -f), or lower --l1-size-gb"
+            reason = limit if error.errno == errno.EFBIG else error.strerror
             raise StartError(f"cannot use --l1-path {path}: {reason}") from error
         except BaseException:
             self.close()
@@ -120,9 +116,10 @@ class L1File:
             )
 
     def _is_removed(self) -> bool:
-        with contextlib.suppress(FileNotFoundError):
+        try:
             return not os.path.samestat(os.lstat(self.path), os.fstat(self.descriptor))
-        return True
+        except OSError as error:  # others: its directory is closed to this user now
+            return isinstance(error, FileNotFoundError)
 
     def allocate(self, offset: int, num_bytes: int) -> None:
         """Reserves space for these bytes of the frames, and keeps their content. Raises OSError."""
@@ -153,23 +150,26 @@ class L1File:
         info = os.fstat(self.descriptor)
         if not stat.S_ISREG(info.st_mode):
             raise StartError(f"--l1-path {self.path} is not a regular file: name one, or a new file")
+        if info.st_size and os.pread(self.descriptor, len(MAGIC), 0) != MAGIC:
+            raise StartError(
+                f"--l1-path {self.path} is not an lmcache file and is left unchanged: name another file"
+            )
         if info.st_uid != os.geteuid():
             raise StartError(
                 f"--l1-path {self.path} belongs to user {user_name(info.st_uid)}: start the server as that "
                 "user, or name another file"
             )
         if stat.S_IMODE(info.st_mode) & 0o077:
-            raise StartError(
-                f"--l1-path {self.path} is open to other users: run 'chmod 600 {self.path}', or name "
-                "another file"
-            )
+            fix = f"run 'chmod 600 {self.path}', or name another file" if info.st_size else "name a new file"
+            raise StartError(f"--l1-path {self.path} is open to other users: {fix}")
 
     def _lock(self) -> None:
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StartError(
-                f"--l1-path {self.path} is in use by another lmcache server: stop it, or name another file"
+                f"--l1-path {self.path} is in use by another lmcache server: name another "
+                "file, or stop that server"
             ) from None
 
     def _check_space(self) -> None:
@@ -191,10 +191,6 @@ class L1File:
         if not size_bytes:
             return None, ""
         head = os.pread(self.descriptor, _FIELDS.size + 32, 0)
-        if not head.startswith(MAGIC):
-            raise StartError(
-                f"--l1-path {self.path} is not an lmcache file and is left unchanged: name another file"
-            )
         if head[: struct.calcsize("<16sIII")] != struct.pack("<16sIII", *_VERSION):
             return None, "another version of lmcache wrote it"
         if len(head) != _FIELDS.size + 32 or _sha256(head[:-32]) != head[-32:]:
@@ -232,18 +228,17 @@ def _open(path: str, create: int) -> int:
     flags = os.O_RDWR | create | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         return os.open(path, flags, 0o600)
-    except FileNotFoundError as error:
-        directory = os.path.dirname(os.path.abspath(path))
-        if not os.path.isdir(directory):
-            raise StartError(str(preflight.no_directory(path))) from None
-        raise StartError(
-            f"cannot open --l1-path {path}: no file can be made in {directory}; name one in /dev/shm"
-        ) from error
     except OSError as error:
+        directory = os.path.dirname(os.path.abspath(path))
+        if error.errno == errno.ENOENT and not os.path.isdir(directory):
+            raise StartError(str(preflight.no_directory(path))) from None
         advice = {
             errno.EISDIR: "it is a directory; name a file in it",
             errno.ELOOP: "it is a symbolic link; name the file that it leads to",
-            errno.EROFS: "its file system is read-only; name a file on another",
-            errno.EACCES: "permission denied; name another or, if no server uses it, change its permissions",
+            errno.ENOENT: f"no file can be made in {directory}; name one in /dev/shm",
+            errno.EROFS: "its file system is read-only; name a file on another or, under systemd, one in "
+            "ReadWritePaths= of the unit",
+            errno.EACCES: f"permission denied ({whose(path)}); name another file",
+            errno.EPERM: f"operation not permitted ({whose(path)}); name another file",
         }.get(error.errno or 0, error.strerror)
         raise StartError(f"cannot open --l1-path {path}: {advice}") from error

@@ -5,15 +5,15 @@ the path. So the socket is bound here, and ZeroMQ gets its descriptor.
 """
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
 import socket
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from lmcache_client.contract.endpoint import check_runtime_directory
+from lmcache_client.contract.endpoint import check_runtime_directory, peer_pid, user_name, whose
 from lmcache_server.errors import StartError
 
 logger = logging.getLogger(__name__)
@@ -32,26 +32,27 @@ class Claim:
         self.listening.setblocking(False)
         self.listening.bind(str(path))
         self.listening.listen(BACKLOG)
-        info = path.lstat()
-        self._inode = info.st_dev, info.st_ino
+        self._info = path.lstat()
         self._touched_s = 0.0
-        self._is_lost = False
+        self._fault = ""
 
-    def is_ours(self) -> bool:
-        """Whether the file at the path still is this server's socket."""
-        with contextlib.suppress(OSError):
-            info = self._path.lstat()
-            return (info.st_dev, info.st_ino) == self._inode
-        return False
+    def fault(self) -> str:
+        """Why engines do not find this server's socket, and what helps; empty if they find it."""
+        try:
+            if os.path.samestat(self._path.lstat(), self._info):
+                return ""
+        except OSError as error:
+            if isinstance(error, PermissionError):
+                fix = f"let user {user_name(os.getuid())} enter it again"
+                return f"{whose(str(self._path))}, so no further engine can connect: {fix}"
+        return f"{self._path} was removed, so no further engine can connect: restart this server"
 
     def tick(self, now_s: float) -> None:
-        """Touches the files now and then; says so once if the socket has been removed."""
-        if not self._is_lost and not self.is_ours():
-            self._is_lost = True
-            logger.error(
-                "%(path)s was removed, so no further engine can connect: restart this server",
-                {"path": str(self._path)},
-            )
+        """Touches the files now and then; says so if engines no longer find the socket, or find it again."""
+        if (fault := self.fault()) != self._fault:
+            self._fault = fault
+            again = f"engines can connect at {self._path} again"
+            logger.log(logging.ERROR if fault else logging.INFO, "%(state)s", {"state": fault or again})
         if now_s - self._touched_s >= TOUCH_EVERY_S:
             self._touched_s = now_s
             for file in (self._path, self._lock):
@@ -67,20 +68,21 @@ def claimed(path: Path, port: int) -> Iterator[Claim]:
             lock = path.with_suffix(".lock")
             while not _locked(stack, lock):
                 pass
-            if _is_stale(path):
-                path.unlink()
+            if listener(path) is not None:  # it still runs, although somebody removed its lock file
+                raise BlockingIOError
+            path.unlink(missing_ok=True)  # left by a server that crashed
             claim = Claim(path, lock)
         except BlockingIOError:
-            raise StartError(
-                f"port {port} is in use: another lmcache server of this user has {path}; "
-                "stop it, or choose another --port"
-            ) from None
+            has = f"has {path}; choose another --port, or stop that server"
+            if not path.exists():
+                has = f"runs, but {path} was removed; choose another --port, or restart that server"
+            raise StartError(f"port {port} is in use: another lmcache server {has}") from None
         except OSError as error:
             make = "" if path.parent.parent.is_dir() else f"mkdir -m 700 -p {path.parent}, or "
             fix = f"{make}set LMCACHE_RUNTIME_DIR to another directory of this user"
             reason = f"{error.filename or path.parent}: {error.strerror}"
             raise StartError(f"cannot use {path.parent} for the socket ({reason}): {fix}") from error
-        stack.callback(lambda: path.unlink(missing_ok=True) if claim.is_ours() else None)
+        stack.callback(lambda: path.unlink(missing_ok=True) if not claim.fault() else None)
         yield claim
 
 
@@ -126,18 +128,11 @@ def _opened(stack: contextlib.ExitStack, path: Path, flags: int) -> int:
     return descriptor
 
 
-def _is_stale(path: Path) -> bool:
-    """Whether a server that crashed has left its socket. Raises BlockingIOError if a server listens there: it
-    still runs, although somebody removed its lock file."""
-    try:
-        if not stat.S_ISSOCK(path.lstat().st_mode):
-            return True
-    except FileNotFoundError:
-        return False
+def listener(path: Path) -> int | None:
+    """The process that listens at a Unix socket, None if none does; 0 if it is not to be seen from here, or
+    cannot be asked."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
-        try:
-            probe.connect(str(path))  # BlockingIOError: its queue is full
-        except ConnectionRefusedError:
-            return True
-    raise BlockingIOError
+        if error := probe.connect_ex(str(path)):  # EAGAIN: its queue is full
+            return None if error in (errno.ECONNREFUSED, errno.ENOENT) else 0
+        return peer_pid(probe.fileno())

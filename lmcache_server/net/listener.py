@@ -60,7 +60,7 @@ def bound_listener(config: Config) -> Iterator["Listener"]:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             fix = {
-                errno.EADDRINUSE: "stop the program that uses it, or choose another --port or --host",
+                errno.EADDRINUSE: "perhaps another lmcache server uses it: choose another --port",
                 errno.EACCES: "choose a --port above 1023",
             }.get(error.errno or 0, "choose another --host: an address of this machine ('ip address')")
             raise StartError(

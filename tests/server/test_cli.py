@@ -21,6 +21,7 @@ from lmcache_server.commands import ends, nearby
 from lmcache_server.commands.status import explanation, summary
 from lmcache_server.config import FLAGS, Config, flag_name, variable_name
 from lmcache_server.errors import StartError
+from lmcache_server.host import machine
 
 SERVER = ["server", "--l1-size-gb", "0.016"]
 PORT = "5901"
@@ -212,9 +213,16 @@ def test_a_host_that_no_address_can_have(capsys):
 
 
 def test_a_socket_directory_that_others_may_enter_or_nobody_can_look_at(capsys, monkeypatch):
-    Path(os.environ["LMCACHE_RUNTIME_DIR"]).chmod(0o755)
-    assert "chmod 700" in sentence(capsys, 1, "ping")
-    assert "chmod 700" in refused_start("--http-port", "0")
+    directory = Path(os.environ["LMCACHE_RUNTIME_DIR"])
+    directory.chmod(0o755)
+    said = (
+        f"may enter {directory}: set LMCACHE_RUNTIME_DIR to one for its user alone, such as a new {directory}"
+    )
+    assert said in sentence(capsys, 1, "ping")
+    assert said in refused_start("--http-port", "0")
+    (directory / "5555.sock").touch()
+    for line in (sentence(capsys, 1, "ping"), refused_start("--http-port", "0")):
+        assert f"may enter {directory}: run 'chmod 700 {directory}', or set" in line
     monkeypatch.setenv("LMCACHE_RUNTIME_DIR", "/dev/null/below")
     assert sentence(capsys, 1, "ping") == (
         "lmcache: cannot use /dev/null/below for the socket (Not a directory): set LMCACHE_RUNTIME_DIR to "
@@ -272,6 +280,26 @@ def test_of_a_server_elsewhere_nothing_is_suggested_that_changes_it(monkeypatch)
 # -- a real server --------------------------------------------------------------------------------------
 
 
+def test_a_page_that_anybody_can_make_is_no_command_to_be_run(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lmcache", "clear", "--tiers", "--key-file", "mine"])
+    shown = "one is shown at http://127.0.0.1:8080"
+    good = {"host": "tcp://[::1]", "port": 7, "key_file": "/a b; reboot"}
+    for config, said in (
+        (good, f"{shown}: run 'lmcache status --host ::1 --port 7 --key-file '\"'\"'/a b; reboot'\"'\"''"),
+        (good | {"host": ""}, shown),
+        (good | {"port": "7"}, shown),
+        (good | {"host": ["a"]}, shown),
+        (good | {"key_file": None}, shown),
+        ({}, shown),
+    ):
+        monkeypatch.setattr(nearby, "page", lambda *_, config=config: json.dumps({"config": config}).encode())
+        line = sentence(capsys, 1, "ping", "--port", PORT)
+        assert line.endswith(said.replace("'\"'\"'", "'")), line
+    for page_bytes in (b"{", b"\xff", b"[" * 100_000, b'{"config": 1}'):
+        monkeypatch.setattr(nearby, "page", lambda *_, content=page_bytes: content)
+        assert sentence(capsys, 1, "ping", "--port", PORT).endswith(shown)
+
+
 def test_a_server_that_runs_but_does_not_answer(capsys):
     with running() as (process, _, url):
         port = url.rpartition(":")[2]
@@ -327,8 +355,15 @@ def test_the_commands_ask_a_running_server(capsys, monkeypatch, tmp_path, host, 
         ):
             assert sentence(capsys, code, *command, *host).startswith(said), command
         line = refused_start("--http-port", "0", "--port", PORT, *host)
-        assert "in use" in line
-        assert "--port" in line
+        assert (
+            line.endswith("uses it: choose another --port") if host else "; choose another --port, or" in line
+        )
+        asked = ("--port", "5902", "--timeout-s", "0.2")
+        monkeypatch.setattr(nearby, "page", lambda *_: machine.page("127.0.0.1", int(http)))
+        monkeypatch.setattr(sys, "argv", ["lmcache", "status", "--json", *asked])
+        line = sentence(capsys, 1, "status", *asked)
+        command = f": run 'lmcache status --json --timeout-s 0.2 --host 127.0.0.1 --port {PORT}'"
+        assert line.endswith(f"one is shown at http://127.0.0.1:8080{command if host else ''}")
         line = refused_start("--http-port", http, "--port", "5902")
         assert f"127.0.0.1:{http}" in line
         assert "--http-port" in line

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness.processes import free_port
+from harness.processes import as_user, free_port, root
 from harness.server import LMCacheServer
 from harness.tiers import in_threads
 
@@ -24,8 +24,55 @@ def test_a_second_server_takes_nothing_over_when_the_lock_file_is_gone(server: L
     file(server, "lock").unlink()
     with pytest.raises(RuntimeError) as caught:
         server.beside().start()
-    assert f"port {server.port} is in use: another lmcache server of this user has" in str(caught.value)
+    assert f"port {server.port} is in use: another lmcache server has" in str(caught.value)
     assert server.cli("ping").returncode == 0
+
+
+def test_a_server_whose_socket_was_removed_is_named_by_whoever_looks_for_it(server: LMCacheServer) -> None:
+    file(server, "sock").unlink()
+    with pytest.raises(RuntimeError) as caught:
+        server.beside().start()
+    runs = f"another lmcache server runs, but {file(server, 'sock')} was removed; choose another --port, or"
+    assert f"port {server.port} is in use: {runs} restart that server" in str(caught.value)
+    done = server.cli("status")
+    assert server.process is not None
+    pid = server.process.pid
+    said = f"its socket was removed, but process {pid} still is the server: restart that"
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"lmcache: no lmcache server answers at {server.address}: {said}\n",
+    )
+    server.kill()
+    assert "start one with" in server.cli("status").stderr, "the lock file alone says nothing"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_socket_out_of_reach_was_not_removed(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with as_user(65534) as directory:
+        run = directory / "run"
+        with root():
+            run.mkdir(mode=0o700)
+            os.chown(run, 65534, -1)
+        claim = Claim(run / "1.sock", run / "1.lock")
+
+        def ticks(*said: str) -> None:
+            caplog.clear()
+            for _ in range(2):
+                claim.tick(0.0)
+            assert caplog.messages == list(said)
+
+        ticks()
+        with root():
+            os.chown(run, 0, -1)
+        cannot = "so no further engine can connect"
+        ticks(f"{run} belongs to user root and has mode 700, {cannot}: let user nobody enter it again")
+        with root():
+            os.chown(run, 65534, -1)
+        ticks(f"engines can connect at {run}/1.sock again")
+        (run / "1.sock").unlink()
+        ticks(f"{run}/1.sock was removed, {cannot}: restart this server")
+        claim.listening.close()
 
 
 def test_the_first_server_leaves_the_socket_of_the_second_alone(server: LMCacheServer) -> None:
@@ -106,7 +153,7 @@ def test_of_servers_that_start_while_others_stop_one_has_the_socket(
         with claimed(path, 1) as claim:
             owners.append(number)
             most.append(len(owners))
-            won.append(claim.is_ours())
+            won.append(not claim.fault())
             owners.pop()
             claim.listening.close()
 

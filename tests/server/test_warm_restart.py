@@ -246,7 +246,8 @@ def test_a_file_outlives_servers_that_are_refused(running: LMCacheServer, path: 
     prompt = Prompt(new_engine(running))
     prompt.store()
     assert refusal(l1_size_gb=0.05, l1_path=path) == (
-        f"lmcache: --l1-path {path} is in use by another lmcache server: stop it, or name another file"
+        f"lmcache: --l1-path {path} is in use by another lmcache server: name another "
+        "file, or stop that server"
     )
     prompt.load()
     assert running.terminate() == 0

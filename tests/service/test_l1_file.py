@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from harness import disks
+from harness.processes import as_user, root
 from harness.waiting import PATIENCE_S, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -104,8 +105,12 @@ def test_a_file_that_was_cut_short_stays_so_when_it_grows_again(tmp_path):
 def test_a_file_of_something_else_is_left_as_it_is(tmp_path, content):
     path = tmp_path / "l1"
     path.write_bytes(content)
-    path.chmod(0o600)
-    assert "is not an lmcache file and is left unchanged: name another file" in sentence(path)
+    for mode in (0o600, 0o644):
+        path.chmod(mode)
+        assert "is not an lmcache file and is left unchanged: name another file" in sentence(path)
+    if os.geteuid() == 0:
+        os.chown(path, 12345, -1)
+        assert "is not an lmcache file and is left unchanged: name another file" in sentence(path)
     assert path.read_bytes() == content
 
 
@@ -122,6 +127,8 @@ def test_what_is_no_file_or_not_ours_is_refused(tmp_path):
     assert "is not a regular file" in sentence(tmp_path / "fifo")
     (tmp_path / "l1").chmod(0o640)
     assert "run 'chmod 600" in sentence(tmp_path / "l1")
+    (tmp_path / "empty").touch(0o644)
+    assert sentence(tmp_path / "empty").endswith("is open to other users: name a new file")
     (tmp_path / "l1").chmod(0o600)
     if os.geteuid() == 0:  # only root can give a file away
         os.chown(tmp_path / "l1", 12345, -1)
@@ -131,8 +138,49 @@ def test_what_is_no_file_or_not_ours_is_refused(tmp_path):
         assert file.index == INDEX, "refusals change nothing"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_of_a_file_that_may_not_be_opened_the_owner_is_named():
+    with as_user(65534) as directory:
+        denied = f"cannot open --l1-path {directory}/l1: permission denied ({{}}); name another file"
+        assert sentence(directory / "l1") == denied.format(
+            f"{directory} belongs to user root and has mode 755"
+        )
+        with root():
+            (directory / "l1").touch(0o600)
+        whose = f"{directory}/l1 belongs to user root and has mode 600"
+        assert sentence(directory / "l1") == denied.format(whose)
+        with root():
+            (directory / "closed").mkdir(mode=0o700)
+        assert f"({directory}/closed belongs to user root and has mode 700)" in sentence(
+            directory / "closed/l1"
+        )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_file_whose_directory_is_closed_is_not_removed(caplog):
+    with as_user(65534) as directory:
+        with root():
+            (directory / "own").mkdir()
+            os.chown(directory / "own", 65534, -1)
+        with opened(directory / "own/l1") as file:
+            with root():
+                os.chown(directory / "own", 0, -1)
+                (directory / "own").chmod(0o700)
+            file.tick()
+            file.finish(INDEX)
+            assert not caplog.records
+            with root():
+                os.chown(directory / "own", 65534, -1)
+            (directory / "own/l1").unlink()
+            file.tick()
+            assert "was removed, so the cache will not be saved" in caplog.text
+
+
 def test_file_systems_that_cannot_hold_the_file_are_refused_and_a_ramfs_has_no_size_of_its_own(mounted):
-    assert sentence(mounted("ro") / "l1").endswith("its file system is read-only; name a file on another")
+    assert sentence(mounted("ro") / "l1").endswith(
+        "its file system is read-only; name a file on another or, under systemd, one in "
+        "ReadWritePaths= of the unit"
+    )
     path = mounted("pagesize=2M", "hugetlbfs") / "l1"
     assert "is on hugetlbfs, which cannot hold the file: name a file in /dev/shm" in sentence(path)
     with opened(mounted("mode=700", "ramfs") / "l1", 1 << 20) as file:

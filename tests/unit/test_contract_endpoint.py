@@ -58,10 +58,24 @@ def test_no_host_means_a_socket_in_the_runtime_directory(monkeypatch):
 
 
 def test_the_runtime_directory_is_a_directory_of_ones_own_that_nobody_else_may_enter(tmp_path, monkeypatch):
-    for mode in (0o750, 0o701, 0o777):
+    for mode in (0o750, 0o701, 0o777, 0o1777):
         tmp_path.chmod(mode)
-        with pytest.raises(EndpointError, match="chmod 700"):
+        said = f"set LMCACHE_RUNTIME_DIR to one for its user alone, such as a new {tmp_path}/lmcache$"
+        with pytest.raises(EndpointError, match=f"may enter {tmp_path}: {said}"):
             endpoint.check_runtime_directory(tmp_path)
+        for name in ("5555.sock", "5555.lock", "77.memory"):
+            (tmp_path / name).touch()
+            with pytest.raises(
+                EndpointError, match=f"may enter {tmp_path}: run 'chmod 700 {tmp_path}', or set"
+            ):
+                endpoint.check_runtime_directory(tmp_path)
+        for name in ("x.sock", "5555.socket", "lock", ".sock"):
+            (tmp_path / name).touch()
+            with pytest.raises(EndpointError, match=said):
+                endpoint.check_runtime_directory(tmp_path)
+            (tmp_path / name).unlink()
+        for name in ("5555.sock", "5555.lock", "77.memory"):
+            (tmp_path / name).unlink()
     tmp_path.chmod(0o700)
     endpoint.check_runtime_directory(tmp_path)
     link, file = tmp_path / "link", tmp_path / "file"
@@ -74,6 +88,14 @@ def test_the_runtime_directory_is_a_directory_of_ones_own_that_nobody_else_may_e
     monkeypatch.setattr(os, "getuid", lambda: mine + 1)
     with pytest.raises(EndpointError, match=r"belongs to user .* LMCACHE_RUNTIME_DIR"):
         endpoint.check_runtime_directory(tmp_path)
+    for path in (link, file):
+        path.unlink()
+    (tmp_path / "5555.sock").touch()
+    tmp_path.chmod(0o777)
+    with pytest.raises(
+        EndpointError, match=r"may enter .*: set LMCACHE_RUNTIME_DIR to one for its user alone"
+    ):
+        endpoint.check_runtime_directory(tmp_path)  # only its owner and root can close it
 
 
 def test_root_may_use_a_directory_of_another_user_that_it_has_named(tmp_path, monkeypatch):
@@ -129,8 +151,10 @@ def test_a_key_is_32_bytes_or_64_digits(path):
         assert read_key(path) == KEY
     for content in (b"", KEY[1:], KEY + b"\n", KEY.hex().encode()[1:], b"\xff" * 64, bytes(1 << 20)):
         Path(path).write_bytes(content)
-        with pytest.raises(ValueError, match=f"{path} must have 32 bytes"):
-            read_key(path)
+        for mode in (0o600, 0o644):  # of a file without a key, nobody is told to change the mode
+            os.chmod(path, mode)
+            with pytest.raises(ValueError, match=f"{path} must have 32 bytes"):
+                read_key(path)
     with pytest.raises(ValueError, match=r"none: copy it, or make one with"):
         read_key(path + "none")
     with pytest.raises(ValueError, match="Is a directory"):

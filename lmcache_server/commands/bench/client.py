@@ -94,11 +94,10 @@ class Client:
     def load_message(self, found: Found, key: bytes, turn: int) -> Load:
         """A load into other blocks than in the previous `turn`."""
         groups = self._geometry.groups
+        needed = [group.needed_blocks(found.resume_tokens) for group in groups]
         tables = [
-            {at: target[nth % len(target)] for nth, at in enumerate(needed, turn)}
-            for target, needed in zip(
-                self._target, (group.needed_blocks(found.resume_tokens) for group in groups), strict=True
-            )
+            {at: target[nth % len(target)] for nth, at in enumerate(places, turn)}
+            for target, places in zip(self._target, needed, strict=True)
         ]
         return load_message("bench", found, key, 0, groups, tables)
 

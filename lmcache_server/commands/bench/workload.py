@@ -64,9 +64,8 @@ class Workload:
     def geometry(self) -> Geometry:
         """vLLM's layout: all groups share the pages of each layer, but every block belongs to one group."""
         layer_bytes = self.num_blocks * self.page_bytes
-        regions = tuple(
-            Region(0, layer * layer_bytes, self.page_bytes, self.page_bytes) for layer in range(self.layers)
-        )
+        starts = range(0, self.layers * layer_bytes, layer_bytes)
+        regions = tuple(Region(0, at, self.page_bytes, self.page_bytes) for at in starts)
         groups = tuple(replace(group, regions=regions) for group in self.groups)
         return Geometry(groups, self.num_blocks)
 

@@ -58,14 +58,10 @@ class Management:
 
 def check_devices(driver: Driver, report: Mapping[str, Any]) -> list[Check]:
     """Checks every GPU of `driver`, and the processes in the status `report` of a server."""
-    try:
-        management = Management()
-    except (OSError, AttributeError):
-        management = None
-    found = []
+    found, management = [], None
     with contextlib.ExitStack() as stack:
-        if management is not None:
-            stack.callback(management.close)
+        with contextlib.suppress(OSError, AttributeError):
+            management = stack.enter_context(contextlib.closing(Management()))
         for ordinal in range(driver.num_devices()):
             bus_id, mode = driver.pci_bus_id(ordinal), 0
             with contextlib.suppress(CudaError):
@@ -114,9 +110,8 @@ def memory(bus_id: str, free_and_total: tuple[int, int] | None, is_running: bool
     shown = f"{free_bytes >> 20} of {total_bytes >> 20} MiB are free"
     if is_running or free_bytes >= CONTEXT_BYTES:
         return Check(name, OK, shown)
-    return Check(
-        name, WARN, f"{shown}, but the server needs a context there", "lower --gpu-memory-utilization"
-    )
+    finding = f"{shown}, but the server needs a context there"
+    return Check(name, WARN, finding, "lower --gpu-memory-utilization")
 
 
 def namespaces(server_pid: int, workers: Sequence[Mapping[str, Any]]) -> Check:
@@ -126,9 +121,8 @@ def namespaces(server_pid: int, workers: Sequence[Mapping[str, Any]]) -> Check:
     if not server_pid:
         return Check(name, OK, "unknown without a server")
     if server != own:
-        return Check(
-            name, WARN, "the server is not in this process namespace", "run doctor beside the server"
-        )
+        finding = "the server is not in this process namespace"
+        return Check(name, WARN, finding, "run doctor beside the server")
     others = [f"engine {each['engine_id']}" for each in workers if process_namespace(each["pid"]) != server]
     if others:
         finding = f"{', '.join(others)}: in another process namespace, where handles may not open"

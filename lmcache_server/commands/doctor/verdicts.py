@@ -52,12 +52,9 @@ def numa(nodes: Sequence[int], gpu_nodes: Mapping[str, int]) -> Check:
         return Check("NUMA", OK, "one node")
     unknown = [gpu for gpu, node in gpu_nodes.items() if node < 0]
     if unknown:
-        return Check(
-            "NUMA",
-            WARN,
-            f"{len(nodes)} nodes, but the system does not say which is near {', '.join(unknown)}",
-            f"numactl --cpunodebind={nodes[0]} --membind={nodes[0]} lmcache server  (the GPUs' node)",
-        )
+        finding = f"{len(nodes)} nodes, but the system does not say which is near {', '.join(unknown)}"
+        fix = f"numactl --cpunodebind={nodes[0]} --membind={nodes[0]} lmcache server  (the GPUs' node)"
+        return Check("NUMA", WARN, finding, fix)
     if gpu_nodes:
         near = ", ".join(f"{gpu} at node {node}" for gpu, node in gpu_nodes.items())
         return Check("NUMA", OK, f"{len(nodes)} nodes, {near}: L1 is populated near them")

@@ -244,4 +244,4 @@ class Directory:
             )
 
     def _explained(self, what: str) -> contextlib.AbstractContextManager[None]:
-        return folders.explained(f"cannot {what} the directory {self._path}")
+        return folders.explained(what, self._path)

@@ -73,7 +73,7 @@ def _tried(name: str, url: urls.TierUrl) -> Check:
             parent = os.path.dirname(url.place.rstrip("/"))
             if os.path.isdir(parent) and not os.path.lexists(url.place):
                 # What root would leave there, the server's user could not use.
-                with explained(f"cannot make the directory {url.place}"):
+                with explained("make", url.place):
                     place = made.enter_context(tempfile.TemporaryDirectory(prefix="lmcache-", dir=parent))
                 url = dataclasses.replace(url, place=place)
         if url.scheme == "mooncake":  # and nothing of this memory goes there

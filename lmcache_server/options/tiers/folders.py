@@ -11,6 +11,7 @@ import time
 import zlib
 from collections.abc import Iterator
 
+from lmcache_client.contract.endpoint import user_name, whose
 from lmcache_server.options.tiers.base import TierError, checked_name, is_name
 from lmcache_server.options.tiers.files import Files, is_temporary
 
@@ -20,11 +21,9 @@ LOCK, SWEEPER = "lock", "sweeper.lock"
 FOLDERS = [f"{number:02x}" for number in range(256)]
 _ORDER = "lmcache.order"
 _ENDING = ".kv"
-_OWNER = "name another one or, if no server uses it, give it to the server's user (chown)"
 _ADVICE = {
-    errno.EROFS: "its file system is read-only: remount it, or name another one",
-    errno.EACCES: _OWNER,
-    errno.EPERM: _OWNER,
+    errno.EROFS: "its file system is read-only: name another one, remount it or, under systemd, add it to "
+    "ReadWritePaths= of the unit",
     errno.ENOENT: "it was removed, renamed or unmounted: restore it and restart the server",
     errno.ESTALE: "its file server has replaced it: restart the server",
     errno.EIO: "the disk fails: see the kernel's log (dmesg)",
@@ -33,12 +32,18 @@ _ADVICE = {
 
 
 @contextlib.contextmanager
-def explained(failed: str) -> Iterator[None]:
-    """OSError becomes a TierError that says what failed and what to do."""
+def explained(what: str, path: str) -> Iterator[None]:
+    """OSError becomes a TierError that says what cannot be done with the directory, why, and what to do."""
     try:
         yield
     except OSError as error:
+        failed = f"cannot {what} the directory {path}"
         reason = _ADVICE.get(error.errno or 0, "") or error.strerror or error
+        if error.errno in (errno.EACCES, errno.EPERM):
+            file = os.path.normpath(os.path.join(path, str(error.filename or "")))
+            closed = os.path.dirname(file) if os.access(file, os.R_OK | os.W_OK) else file
+            failed = f"{failed} ({os.strerror(error.errno).lower()}; {whose(closed)})"
+            reason = f"name one that user {user_name(os.geteuid())} may write to"
         raise TierError(f"{failed}: {reason}") from error
 
 
@@ -63,13 +68,14 @@ def open_root(path: str, shared: bool, opened: contextlib.ExitStack) -> int:
     opened.callback(os.close, root)
     found = os.fstat(root)
     if found.st_mode & 0o022:
+        # Whoever closed it as root might harm others.
         fix = f"name a new subdirectory of it, such as {os.path.join(path, 'lmcache')}"
-        # Whoever follows this as root would close /tmp to all others.
-        is_free = found.st_uid == os.geteuid() and not found.st_mode & stat.S_ISVTX and not os.listdir(root)
-        fix = f"chmod 700 {path}, or {fix}" if is_free else fix
         raise TierError(f"other users may write to the directory {path} and so change records: {fix}")
     if found.st_uid not in (0, os.geteuid()):
-        raise TierError(f"the owner of the directory {path} is another user and may change records: {_OWNER}")
+        raise TierError(
+            f"the directory {path} belongs to user {user_name(found.st_uid)}, who may change records: name "
+            "another one, or start the server as that user"
+        )
     if not _lock(root, LOCK, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, opened):
         raise TierError(f"another server uses the directory {path}: name another, or add shared=1 for both")
     return root
@@ -83,15 +89,12 @@ def may_sweep(root: int, opened: contextlib.ExitStack) -> bool:
 def _lock(root: int, name: str, kind: int, opened: contextlib.ExitStack) -> bool:
     """False if another server has the lock."""
     file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=root)
-    try:
+    with contextlib.ExitStack() as made, contextlib.suppress(BlockingIOError):
+        made.callback(os.close, file)
         fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(file)
-        if not isinstance(error, BlockingIOError):
-            raise
-        return False
-    opened.callback(os.close, file)
-    return True
+        opened.push(made.pop_all())
+        return True
+    return False
 
 
 def now_s(root: int) -> float:
@@ -148,19 +151,16 @@ def delete_oldest(files: Files, size_bytes: int, before_s: float) -> None:
 def save_order(root: int, order: bytes) -> None:
     """For `take_order` of the next server. It never sees a part of it."""
     new, flags = f"{_ORDER}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    file = os.open(new, flags, 0o600, dir_fd=root)
-    with open(file, "wb") as stream:
+    with open(os.open(new, flags, 0o600, dir_fd=root), "wb") as stream:
         stream.write(order)
     os.rename(new, _ORDER, src_dir_fd=root, dst_dir_fd=root)
 
 
 def take_order(root: int) -> bytes:
     """What `save_order` left. It is deleted, because from now on it is not true."""
-    try:
-        file = os.open(_ORDER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=root)
-    except FileNotFoundError:
-        return b""
-    with open(file, "rb") as stream:
-        order = stream.read()
-    os.unlink(_ORDER, dir_fd=root)
-    return order
+    with contextlib.suppress(FileNotFoundError):
+        with open(os.open(_ORDER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=root), "rb") as stream:
+            order = stream.read()
+        os.unlink(_ORDER, dir_fd=root)
+        return order
+    return b""

@@ -61,7 +61,7 @@ def test_a_disk_that_becomes_full_then_read_only_then_unreadable(setting: Settin
         wait_until(setting.is_served, what="what was written before is served")
     setting.disk.become_read_only()
     setting.is_not_written(2, "failed")
-    setting.server.wait_for_log("its file system is read-only: remount it")
+    setting.server.wait_for_log("its file system is read-only: name another one, remount it or")
     wait_until(setting.is_served)
     setting.disk.fail()
     assert setting.ask_again().external_tokens == 0

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from harness.disks import largest_file, mounted
-from harness.processes import ChildProcess
+from harness.processes import ChildProcess, as_user, root
 from harness.tiers import TierContract, all_kept, fails, fill, in_threads, kept, memory, same
 from harness.waiting import wait_until
 
@@ -127,20 +127,53 @@ def test_what_is_no_directory_or_one_that_others_may_change_or_own_is_refused(op
     (tmp_path / "tier").mkdir(mode=0o700)
     (tmp_path / "tier").chmod(0o777)
     subdirectory = f"name a new subdirectory of it, such as {tmp_path}/tier/lmcache"
-    assert fails(open_at).endswith(f": chmod 700 {tmp_path}/tier, or {subdirectory}")
-    (tmp_path / "tier").chmod(0o1777)
-    assert fails(open_at).endswith(f": {subdirectory}"), "as /tmp"
-    (tmp_path / "tier").chmod(0o777)
-    (tmp_path / "tier/file").touch()
-    assert fails(open_at).endswith(f": {subdirectory}"), "somebody uses it"
+    for mode in (0o777, 0o1777, 0o2775):  # as /tmp and /var/local, which nobody should close
+        (tmp_path / "tier").chmod(mode)
+        assert fails(open_at).endswith(f" and so change records: {subdirectory}")
     if os.geteuid() == 0:  # only root can give a directory away
         (tmp_path / "tier").chmod(0o755)
         os.chown(tmp_path / "tier", 65534, 65534)
-        assert "chown" in fails(open_at)
+        assert fails(open_at) == (
+            f"the directory {tmp_path}/tier belongs to user nobody, who may change records: name another "
+            "one, or start the server as that user"
+        )
         os.chown(tmp_path / "tier", os.geteuid(), -1)
     else:
         (tmp_path / "tier").chmod(0o700)
     open_at()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_of_a_directory_that_may_not_be_used_the_owner_is_named(open_at):
+    with as_user(65534) as path:
+
+        def refused(name: str, whose: str) -> None:
+            assert fails(partial(open_at, path / name)) == (
+                f"cannot use the directory {path}/{name} (permission denied; {whose}): name one that user "
+                "nobody may write to"
+            )
+
+        refused("new", f"{path} belongs to user root and has mode 755")
+        with root():
+            for name, mode in {"closed": 0o700, "own": 0o500, "open": 0o755}.items():
+                (path / name).mkdir(mode=mode)
+            os.chown(path / "own", 65534, -1)
+        refused("closed", f"{path}/closed belongs to user root and has mode 700")
+        refused("closed/below", f"{path}/closed belongs to user root and has mode 700")
+        refused("own", f"{path}/own belongs to user nobody and has mode 500")
+        refused("open", f"{path}/open belongs to user root and has mode 755")
+        (path / "own").chmod(0o700)
+        with root():
+            (path / "own/lock").touch(0o600)
+        refused("own", f"{path}/own/lock belongs to user root and has mode 600")
+        (path / "own/lock").unlink()
+        tier = open_at(path / "own")
+        assert tier.write("a", memory(1))
+        folder = (path / "own" / folders.path_of("a")).parent
+        folder.chmod(0o500)  # its files can still be read and written
+        whose = f"(permission denied; {folder} belongs to user nobody and has mode 500): name one"
+        assert f"cannot delete from the directory {path}/own {whose}" in fails(lambda: tier.remove(["a"]))
+        tier.close()
 
 
 def put_in_place_of(record: Path, what: str) -> None:
@@ -230,7 +263,9 @@ def test_a_read_only_file_system_can_be_read(open_at, small_disk, monkeypatch):
     tier = open_at(small_disk / "tier")
     assert tier.write("a", memory(3, seed=1))
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    assert "read-only: remount it" in fails(lambda: tier.write("b", memory(1)))
+    assert "read-only: name another one, remount it or, under systemd, add it to ReadWritePaths=" in fails(
+        lambda: tier.write("b", memory(1))
+    )
     assert "read-only" in fails(lambda: tier.remove(["a"]))
     assert kept(tier, "a", memory(3, seed=1))
     assert list(tier.present(["a", "b"])) == [True, False]

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -222,3 +222,26 @@ class ChildProcess:
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
+
+
+@contextlib.contextmanager
+def as_user(user_id: int) -> Iterator[Path]:
+    """Root is another user inside the context, which gets a directory that the user may enter."""
+    with tempfile.TemporaryDirectory(prefix="lmcache-test-", dir="/tmp") as name:
+        os.chmod(name, 0o755)
+        os.setresuid(user_id, user_id, 0)
+        try:
+            yield Path(name)
+        finally:
+            os.setresuid(0, 0, 0)
+
+
+@contextlib.contextmanager
+def root() -> Iterator[None]:
+    """Root again, inside `as_user`."""
+    user_id = os.getuid()
+    os.setresuid(0, 0, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(user_id, user_id, 0)
