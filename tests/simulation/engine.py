@@ -201,7 +201,7 @@ class Engine:
             state_interval=self.world.random.choice((None, 0)),
             lookahead=model.lookahead,
             drafts=bool(model.drafts),
-            wanted=dict.fromkeys({"handover", "hints"} & {*options.NAMES}, True),
+            wanted=dict.fromkeys({"handover", "hints", "retention"} & {*options.NAMES}, True),
             system=systems[0],  # type: ignore[arg-type]
         )
         self.scheduler.bind(self.pool)

@@ -293,7 +293,10 @@ class SimulatedServer:
         if "tiers" in NAMES:
             makers[makers.index(TiersServer)] = functools.partial(tiers.option, setup.stores, self, life)
         system: Any = self
-        self.router, _ = assemble(config, self.cache, self.l1, Metrics(), self._send, system, makers=makers)
+        self._metrics, self._brought = Metrics(), 0
+        self.router, _ = assemble(
+            config, self.cache, self.l1, self._metrics, self._send, system, makers=makers
+        )
         self.router._for_sessions[Lookup] = self._timed(self.router.lookups.lookup)
         register = self.router.registry.register
         self.router._for_sessions[Register] = lambda session, message, _bytes: register(
@@ -471,6 +474,10 @@ class SimulatedServer:
 
     def _tick(self) -> None:
         self.router.tick()
+        if "retention" in NAMES:
+            brought = int(self._metrics.value("lmcache_prefetches_total", outcome="brought"))
+            self.world.count("prompts brought back", brought - self._brought)
+            self._brought = brought
         overdue = self.cache._leases.overdue(self.world.now_s)
         assert not overdue, "a lease outlives its deadline"
         oldest_s = min((chunk.stored_s for chunk in self.cache._index), default=self.world.now_s)

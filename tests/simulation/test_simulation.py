@@ -32,7 +32,7 @@ LEAST = {
     # Engines that are alike share pages, though others of their model's name are not.
     1 / 50: "replies of nonsense, copies hung, engine ids given twice, hosts cut off, "
     "loads from several servers, ranks that divide blocks, loads from another engine, "
-    "loads from another engine among unlike ones",
+    "loads from another engine among unlike ones, prompts brought back",
 }
 """How many of each there must be in a seed, on average."""
 
