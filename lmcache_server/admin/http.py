@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from lmcache_client.contract.endpoint import host_name, is_loopback
 from lmcache_server.errors import StartError
-from lmcache_server.host.machine import is_page
+from lmcache_server.host.machine import page
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class Server:
             reason = getattr(error, "strerror", None) or str(error)
             remedy = "choose another --http-port, above 1023, or another --http-host"
             if getattr(error, "errno", 0) == errno.EADDRINUSE:
-                program = "another lmcache server" if is_page(name, port) else "another program"
+                program = "another program" if page(name, port) is None else "another lmcache server"
                 remedy = f"{program} uses this port: choose another --http-port (0 takes a free one)"
             raise StartError(
                 f"cannot listen on {host}:{port} for HTTP: {reason.lower()}; {remedy}"

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-HTTP_TIMEOUT_S = 0.5
+HTTP_TIMEOUT_S, MAX_PAGE_BYTES = 0.5, 1 << 20
 UNLIMITED = 1 << 60
 """Stands for no limit, mostly in bytes. cgroup v1 shows "no limit" as a number near 2**63."""
 
@@ -44,13 +44,14 @@ def process_namespace(pid: int | str) -> str:
     return ""
 
 
-def is_page(host: str, port: int) -> bool:
-    """Whether an lmcache server answers there over HTTP."""
+def page(host: str, port: int, path: str = "/healthz") -> bytes | None:
+    """What an lmcache server answers there over HTTP, up to MAX_PAGE_BYTES; None if none answers."""
     connection = http.client.HTTPConnection(host, port, timeout=HTTP_TIMEOUT_S)
     with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
-        connection.request("HEAD", "/healthz")
-        return connection.getresponse().getheader("Server") == "lmcache"
-    return False
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.read(MAX_PAGE_BYTES) if answer.getheader("Server") == "lmcache" else None
+    return None
 
 
 def file_system_type(path: str | int) -> int:
