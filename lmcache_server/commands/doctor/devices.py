@@ -58,14 +58,10 @@ class Management:
 
 def check_devices(driver: Driver, report: Mapping[str, Any]) -> list[Check]:
     """Checks every GPU of `driver`, and the processes in the status `report` of a server."""
-    try:
-        management = Management()
-    except (OSError, AttributeError):
-        management = None
-    found = []
+    found, management = [], None
     with contextlib.ExitStack() as stack:
-        if management is not None:
-            stack.callback(management.close)
+        with contextlib.suppress(OSError, AttributeError):
+            management = stack.enter_context(contextlib.closing(Management()))
         for ordinal in range(driver.num_devices()):
             bus_id, mode = driver.pci_bus_id(ordinal), 0
             with contextlib.suppress(CudaError):
