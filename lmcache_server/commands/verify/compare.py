@@ -22,13 +22,7 @@ def distance(a: Answer, b: Answer) -> float:
 def _apart(top: dict[str, float], other: dict[str, float]) -> float:
     # A token missing among the other's likeliest tokens is at most as likely as the last of those.
     last = min(other.values(), default=0.0)
-    return max(
-        (
-            abs(value - other[token]) if token in other else max(0.0, value - last)
-            for token, value in top.items()
-        ),
-        default=0.0,
-    )
+    return max((abs(value - other.get(token, min(value, last))) for token, value in top.items()), default=0.0)
 
 
 def is_equal(a: Answer, b: Answer) -> bool:

@@ -158,11 +158,9 @@ def verdict(results: list[Result]) -> tuple[bool, str]:
     noise = max(result.noise for result in results)
     served = [result for result in results if result.served_tokens]
     wrong = [result for result in served if not result.is_right(noise)]
-    own = (
-        f"the engine's own answers differ by up to {noise:.2g}"
-        if noise
-        else "the engine repeats itself exactly"
-    )
+    own = "the engine repeats itself exactly"
+    if noise:
+        own = f"the engine's own answers differ by up to {noise:.2g}"
     if not served:
         return False, (
             "nothing was served: is `lmcache server` running (see vLLM's log), and are the prompts longer "
