@@ -99,7 +99,7 @@ class Server:
             reason = getattr(error, "strerror", None) or str(error)
             fix = "choose another --http-port, above 1023, or another --http-host"
             if getattr(error, "errno", 0) == errno.EADDRINUSE:
-                program = "another lmcache server" if page(name, port) else "another program"
+                program = "another program" if page(name, port) is None else "another lmcache server"
                 fix = f"{program} uses this port: choose another --http-port (0 takes a free one)"
             raise StartError(f"cannot listen on {host}:{port} for HTTP: {reason.lower()}; {fix}") from error
         self._socket.setblocking(False)

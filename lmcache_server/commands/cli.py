@@ -117,9 +117,7 @@ def clear(
     kept = () if tiers else cleared.tiers
     told += f" and their records in {' and '.join(done)}" if done else ""
     told += f"; records stay in {' and '.join(kept)}, unless you add --tiers" if kept else ""
-    values = {
-        "chunks": cleared.chunks, "tiers_kept": kept, "tiers_cleared": done, "tiers_failed": failed,
-    }  # fmt: skip
+    values = {"chunks": cleared.chunks, "tiers_kept": kept, "tiers_cleared": done, "tiers_failed": failed}
     click.echo(json.dumps(values) if as_json else printable(told))
     if failed:
         raise CommandError(f"these tiers were not cleared: {'; '.join(failed)}")
@@ -290,7 +288,7 @@ for each in (contents.warm, contents.pin, contents.unpin, contents.inspect, *par
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The entry point: every expected error is one line on stderr and an exit code, without a traceback."""
+    """The entry point: every expected error is a line on stderr and an exit code, without a traceback."""
     ends.open_standard_files()
     arguments = sys.argv[1:] if arguments is None else arguments
     ends.warn_of_lmcache()

@@ -1,5 +1,6 @@
 """The commands about what the server holds of prompts: warm, pin, unpin and inspect."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ def inspect(
     The exit code is 0 when the server has all that vLLM could load of every prompt, and 1 when not, or after
     an error.
     """
-    from lmcache_client.contract.control import Inspect, Inspected
+    from lmcache_client.contract.control import Inspected
     from lmcache_server.commands import control
     from lmcache_server.commands import inspect as inspecting
     from lmcache_server.commands.verify import prompts
@@ -136,10 +137,7 @@ def inspect(
         cases.append((case.name, tokens))
     salt = prompts.salt(salt_file) if salt_file else ""
     model = model or (vllm.root if vllm is not None and not namespace else "")
-
-    def ask(message: Inspect) -> Inspected:
-        return control.ask(server, message, Inspected, timeout_s)
-
+    ask = functools.partial(control.ask, server, expected=Inspected, timeout_s=timeout_s)
     places = inspecting.chosen(control.report(server, timeout_s), model, namespace.lower())
     rows = [inspecting.look(ask, *case, salt, place) for case in cases for place in places]
     click.echo(json.dumps(rows, indent=2) if as_json else "\n".join(map(inspecting.text, rows)))

@@ -27,6 +27,7 @@ from lmcache_client.contract.messages import Clear, Done, Hello, Message, Pin, P
 from lmcache_client.contract.version import VERSION
 from lmcache_client.transport import SYSTEM, Connection, ConnectionLostError
 from lmcache_server.commands import nearby
+from lmcache_server.commands.nearby import json_object
 from lmcache_server.commands.shared_flags import Address
 from lmcache_server.errors import CommandError
 from lmcache_server.net.claim import listener
@@ -37,12 +38,6 @@ REQUEST_ID = 1
 POLL_S = 0.002
 Real = Annotated[float, msgspec.Meta(ge=0, lt=1 << 63)]
 Reply = TypeVar("Reply", bound=Message)
-
-
-def json_object(strings: str, numbers: str, **others: Any) -> Any:
-    """The type of a JSON object, from the names of its strings and whole numbers and the types of others."""
-    kinds = dict.fromkeys(strings.split(), str) | dict.fromkeys(numbers.split(), Natural) | others
-    return msgspec.defstruct("Object", kinds.items())
 
 
 _GROUP = json_object("kind", "block_size window layers block_bytes")
@@ -160,12 +155,13 @@ def _endpoint(server: Address) -> str:
         if not host:
             check_runtime_directory(runtime_directory())
             os.stat(endpoint.removeprefix("ipc://"))
-    except ForeignDirectoryError as error:
-        again = nearby.again(runtime_directory(), error.owner_id, port)
-        owner = user_name(error.owner_id)
-        raise ControlError(f"{runtime_directory()} belongs to user {owner}: {again}") from error
     except EndpointError as error:
-        raise ControlError(str(error)) from error
+        told = str(error)
+        # In this user's own directory, no other user has a server.
+        if isinstance(error, ForeignDirectoryError) and os.environ.get("LMCACHE_RUNTIME_DIR"):
+            again = nearby.again(runtime_directory(), error.owner_id, port)
+            told = f"{runtime_directory()} belongs to user {user_name(error.owner_id)}: {again}"
+        raise ControlError(told) from error
     except FileNotFoundError:
         raise UnreachableError(endpoint) from None
     except OSError as error:

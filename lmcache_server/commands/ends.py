@@ -68,9 +68,8 @@ def end(code: int, *lines: str, in_json: bool = False) -> NoReturn:
         logs.set_up("info", logs.JSON)
         logs.logger.critical("%(reason)s", {"reason": "; ".join(lines)})
         logs.flush()
-    else:
-        for line in lines:
-            click.echo(f"lmcache: {printable(line)}", err=True)
+    for line in () if in_json else lines:
+        click.echo(f"lmcache: {printable(line)}", err=True)
     sys.exit(code)
 
 

@@ -6,13 +6,14 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from lmcache_client.contract.endpoint import host_name, start_command, user_name
+from lmcache_client.contract.codec import Natural
+from lmcache_client.contract.endpoint import start_command, user_name
 from lmcache_client.contract.messages import DEFAULT_PORT
 from lmcache_server.config import FLAGS, unknown_variables
 from lmcache_server.host.machine import page
@@ -22,11 +23,18 @@ SYSTEM_DIRECTORY = Path("/run/lmcache")
 USERS_DIRECTORIES = Path("/tmp"), "lmcache-mp-"
 READING = ("status", "ping", "inspect", "doctor")
 """The commands that change nothing."""
+LOGGED = "its log names its address: pass that --host and --port, or set LMCACHE_RUNTIME_DIR to its directory"
+_PLAIN = re.compile(r"[\w.:/%\[\]-]{1,255} [\w.:/%@+=,-]{0,1000}", re.ASCII)
+"""A host and a key file that another program may put into a command: they mean nothing to a shell."""
 
 
-_CONFIG = msgspec.defstruct("Config", [("host", str), ("port", int), ("key_file", str)])
-_PAGE: Any = msgspec.defstruct("Page", [("config", _CONFIG)])
-"""What an HTTP page says of where its server listens. Any user can make such a page."""
+def json_object(strings: str, numbers: str, **others: Any) -> Any:
+    """The type of a JSON object, from the names of its strings and whole numbers and the types of others."""
+    kinds = dict.fromkeys(strings.split(), str) | dict.fromkeys(numbers.split(), Natural) | others
+    return msgspec.defstruct("Object", kinds.items())
+
+
+_PAGE = json_object("", "", config=json_object("host key_file", "port"))
 
 
 def instead(endpoint: str) -> str:
@@ -51,35 +59,46 @@ def _other_server(endpoint: str) -> str:
             port = asked if asked in ports else min(ports)
             return f"one is in {directory}: {again(directory, owner_id, port)}"
     others = "".join(f"; another user's may be in {each[0]}: {again(*each, asked)}" for each in closed[:1])
-    if found := page("127.0.0.1", port := FLAGS["http_port"].default):
-        with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
-            config = msgspec.json.decode(found, type=_PAGE).config
-            words = ["--host", host_name(config.host), "--port", str(config.port)]
-            words += ["--key-file", config.key_file] if config.key_file else []
-            others = f": run 'lmcache {_command(*words)}'{others}" if config.host else others
-        return f"one is shown at http://127.0.0.1:{port}{others}"
+    if (answer := page("127.0.0.1", port := FLAGS["http_port"].default, "/status")) is not None:
+        return f"one is shown at http://127.0.0.1:{port}: {_way_to(answer)}{others}"
     start = f"start one with '{start_command(endpoint)}', or pass the --host and --port"
     key = "" if endpoint.startswith("ipc") else " (and the --key-file)"
     return f"{start}{key} that it was started with{others}"
 
 
+def _way_to(answer: bytes) -> str:
+    """How this command reaches the server whose /status is `answer`, which any program may have sent."""
+    with contextlib.suppress(msgspec.DecodeError, RecursionError):
+        config = msgspec.json.decode(answer, type=_PAGE).config
+        key = ["--key-file", config.key_file] if config.key_file else []
+        command = f"lmcache {shlex.join([*_asked(config.port), '--host', config.host, *key])}"
+        if _PLAIN.fullmatch(f"{config.host} {config.key_file}"):
+            return _run(command)
+    return LOGGED
+
+
 def again(directory: Path, owner_id: int, port: int) -> str:
-    """How this command reaches a server in `directory`, which belongs to user `owner_id`. Whoever asked may
-    have meant another server, so nothing is suggested that changes this one."""
+    """How this command reaches a server in `directory`, which belongs to user `owner_id`."""
     name = user_name(owner_id) if not user_name(owner_id).startswith("id ") else f"\\#{owner_id}"
-    arguments = _command("--port", str(port)) if port != DEFAULT_PORT else _command()
-    variable = f"LMCACHE_RUNTIME_DIR={shlex.quote(str(directory))}"
+    variable, arguments = f"LMCACHE_RUNTIME_DIR={shlex.quote(str(directory))}", shlex.join(_asked(port))
     if os.getuid() in (0, owner_id):
-        return f"run '{variable} lmcache {arguments}'"
+        return _run(f"{variable} lmcache {arguments}")
     # Another user may have another PATH.
     command = f"{variable} {shlex.quote(sys.executable)} -m lmcache_server {arguments}"
-    return f"run 'sudo -u {name} env {command}'" if shutil.which("sudo") else f"as root, run '{command}'"
+    return _run(f"sudo -u {name} env {command}") if shutil.which("sudo") else f"as root, {_run(command)}"
 
 
-def _command(*address: str) -> str:
-    """The words of this command, with another address."""
-    words = list(_without_address(sys.argv[1:]))
-    return shlex.join([*(words if words[:1] and words[0] in READING else ["status"]), *address])
+def _run(command: str) -> str:
+    quote = '"' if "'" in command else "'"
+    return f"run {quote}{command}{quote}"
+
+
+def _asked(port: int) -> list[str]:
+    """The words of this command, with `port` as its only address. Whoever asked may have meant another
+    server, so nothing is suggested that changes this one."""
+    kept = re.sub("\0--(port|host|key-file)[=\0][^\0]*", "", "\0".join(sys.argv[1:])).split("\0")
+    words = kept if kept[0] in READING else ["status"]
+    return words + (["--port", str(port)] if port != DEFAULT_PORT else [])
 
 
 def _directories() -> Iterator[Path]:
@@ -100,12 +119,3 @@ def _lock_holder(lock: Path) -> str:
         if found := re.search(rf"FLOCK .* (\d+) {file} ", Path("/proc/locks").read_text()):
             return found[1]
     return ""
-
-
-def _without_address(words: Sequence[str]) -> Iterator[str]:
-    rest = iter(words)
-    for word in rest:
-        if word in ("--port", "--host", "--key-file"):
-            next(rest, None)
-        elif not word.startswith(("--port=", "--host=", "--key-file=")):
-            yield word

@@ -34,6 +34,8 @@ def addressing(*more: str, **helps: str) -> Callable[[Command], Command]:
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def called(host: str, port: int, key_file: str, **others: Any) -> Any:
+            if key_file and not host:
+                click.echo("lmcache: --key-file has no effect without --host", err=True)
             return command(server=Address(host, port, key_file), **others)
 
         return configuration.flags(*ADDRESS, *more, **ADDRESS, **helps)(called)
@@ -44,15 +46,13 @@ def addressing(*more: str, **helps: str) -> Callable[[Command], Command]:
 def asking(*more: str, default_s: float = CONTROL_TIMEOUT_S, **helps: str) -> Callable[[Command], Command]:
     """The flags of a command that asks a server and by default waits `default_s` seconds, and these `more`,
     with their `helps`."""
-    timeout = click.option(
-        "--timeout-s",
-        type=click.FloatRange(0.01, 3600),
-        default=default_s,
-        show_default=True,
-        metavar="SECONDS",
-        help="Seconds to wait for an answer.",
-    )
+    timeout = seconds(click.FloatRange(0.01, 3600), default_s, "Seconds to wait for an answer.")
     return lambda command: addressing(*more, **helps)(timeout(command))
+
+
+def seconds(kind: click.FloatRange, default: float, meaning: str) -> Callable[[Command], Command]:
+    more: Any = {"default": default, "show_default": True, "metavar": "SECONDS"}
+    return click.option("--timeout-s", type=kind, help=meaning, **more)
 
 
 control_flags = asking()
@@ -65,13 +65,7 @@ def count(flag: str, default: int, meaning: str, most: int | None = 1024) -> Cal
 def vllm_flags(command: Command) -> Command:
     """The options of a command that talks to vLLM."""
     for option in (
-        click.option(
-            "--timeout-s",
-            type=click.FloatRange(1),
-            default=600,
-            show_default=True,
-            help="Seconds for one answer.",
-        ),
+        seconds(click.FloatRange(1), 600, "Seconds for one answer."),
         click.option("--api-key", envvar="VLLM_API_KEY", help="vLLM's --api-key.  [env: VLLM_API_KEY]"),
         click.option("--model", help="The model to ask, if vLLM serves several.  [default: the first]"),
     ):

@@ -44,14 +44,14 @@ def process_namespace(pid: int | str) -> str:
     return ""
 
 
-def page(host: str, port: int) -> bytes:
-    """The status report of the lmcache server that answers there over HTTP; empty if none does."""
+def page(host: str, port: int, path: str = "/healthz") -> bytes | None:
+    """What an lmcache server answers there over HTTP, up to MAX_PAGE_BYTES; None if none answers."""
     connection = http.client.HTTPConnection(host, port, timeout=HTTP_TIMEOUT_S)
     with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
-        connection.request("GET", "/status")
+        connection.request("GET", path)
         answer = connection.getresponse()
-        return answer.read(MAX_PAGE_BYTES) if answer.getheader("Server") == "lmcache" else b""
-    return b""
+        return answer.read(MAX_PAGE_BYTES) if answer.getheader("Server") == "lmcache" else None
+    return None
 
 
 def file_system_type(path: str | int) -> int:

@@ -47,14 +47,15 @@ def memory(l1_bytes: int, taken_bytes: int, available_bytes: int, reason: str) -
     missing = max(l1_bytes - taken_bytes, 0) >> 20 << 20  # L1 has whole frames only.
     beside = missing // 200
     if missing + beside <= available_bytes:
-        need = f"for {size(missing)} of L1" if missing else "beside L1, which has its memory"
+        last = "the last " if taken_bytes else ""
+        need = f"for {last}{size(missing)} of L1" if missing else "beside L1, which has its memory"
         return Check("memory", OK, f"{size(available_bytes)} available {need} ({reason})")
     # An engine may start only later, and needs memory, too.
     fix = _smaller(available_bytes + taken_bytes, "free memory", 50, "half, because engines need some, too; ")
     also = ""
     if missing <= available_bytes:
-        also = f", which takes {size(beside)} more for page tables and the index"
-    return Check("memory", FAIL, _lacks(missing, available_bytes, reason, also), fix)
+        also = f" and takes {size(beside)} more for page tables and the index"
+    return Check("memory", FAIL, _lacks(l1_bytes, missing, available_bytes, reason, also), fix)
 
 
 def l1_file(
@@ -63,23 +64,21 @@ def l1_file(
     """The file `path` takes `taken_bytes` of the file system at `mount`, which has `free_bytes` left.
     `in_memory`: the files of that file system take memory."""
     name = "shared memory"
-    missing, room_bytes = max(l1_bytes - taken_bytes, 0), taken_bytes + free_bytes
-    if missing <= free_bytes:
+    more, room_bytes = max(l1_bytes - taken_bytes, 0), taken_bytes + free_bytes
+    if more <= free_bytes:
         return Check(name, OK, f"{size(room_bytes)} for {size(l1_bytes)} of L1 at {mount}")
     fix = _smaller(room_bytes, "free space")
     if in_memory:
         gigabytes = -(-l1_bytes // GB_BYTES) + 1
         fix = f"sudo mount -o remount,size={gigabytes}G {mount}  (docker: --shm-size {gigabytes}g)"
-    return Check(name, FAIL, _lacks(missing, free_bytes, f"the file system of {path}, {mount}"), fix)
+    return Check(name, FAIL, _lacks(l1_bytes, more, free_bytes, f"the file system of {path}, {mount}"), fix)
 
 
 def disk_file(path: str, has_gpu: bool, release: str) -> Check:
     """The file `path` is not in memory; `release` is the kernel's, as in "6.8.0-45-generic"."""
     if not has_gpu or tuple(map(int, re.findall(r"\d+", release)[:2])) < (6, 5):
         return Check("L1 file", OK, f"{path} is on a disk")
-    finding = (
-        f"--l1-path {path} is on a disk, whose files Linux 6.5 and newer do not let GPUs copy from and to"
-    )
+    finding = f"--l1-path {path} is on a disk, where Linux 6.5 and newer do not let GPUs copy"
     fix = "put it in /dev/shm, or hide the GPUs from the server if no engine uses them: CUDA_VISIBLE_DEVICES="
     return Check("L1 file", FAIL, finding, fix)
 
@@ -112,11 +111,10 @@ def open_files(limit: int) -> Check:
     return Check("open files", verdict, finding, f"raise it to {LEAST_OPEN_FILES} or more ({ways})")
 
 
-def _lacks(missing_bytes: int, available_bytes: int, reason: str, also: str = "") -> str:
-    return (
-        f"--l1-size-gb asks for {missing_bytes / GB_BYTES:.2f} GB{also}, "
-        f"but {available_bytes / GB_BYTES:.2f} GB are available ({reason})"
-    )
+def _lacks(l1_bytes: int, more_bytes: int, available_bytes: int, reason: str, also: str = "") -> str:
+    asked, more, available = (f"{each / GB_BYTES:.2f} GB" for each in (l1_bytes, more_bytes, available_bytes))
+    part = f", of which {more} are still missing" if l1_bytes - more_bytes >= 1 << 20 else ""
+    return f"--l1-size-gb asks for {asked}{part}{also}, but {available} are available ({reason})"
 
 
 def _smaller(room_bytes: int, otherwise: str, percent: int = 90, why: str = "") -> str:

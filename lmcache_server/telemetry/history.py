@@ -25,11 +25,10 @@ class History:
             self._started_s = now_s
             self._totals = dict(totals)
             self._growth = {name: deque(maxlen=INTERVALS) for name in totals}
-        ended = int((now_s - self._started_s) / INTERVAL_S)
-        new = ended - self._ended
+        new = int((now_s - self._started_s) / INTERVAL_S) - self._ended
         if new <= 0:
             return
-        self._ended = ended
+        self._ended += new
         for name, total in totals.items():
             self._growth[name] += [0.0] * min(new - 1, INTERVALS) + [total - self._totals[name]]
         self._totals = dict(totals)

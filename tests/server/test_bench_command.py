@@ -20,7 +20,7 @@ from harness.waiting import PATIENCE_S, wait_until
 from lmcache_client.contract.messages import Done, Load
 from lmcache_server.commands.bench import run
 from lmcache_server.commands.bench.client import Client
-from lmcache_server.commands.bench.measure import Sample, load, store
+from lmcache_server.commands.bench.measure import Sample, load, lookup, store
 from lmcache_server.commands.bench.tally import Tally
 from lmcache_server.commands.bench.workload import BenchError, Workload
 
@@ -113,6 +113,16 @@ def test_what_it_announces_is_what_it_stores_until_it_ends(server):
     server.wait_at_rest()
     status = server.status()
     assert (status["l1"]["chunks"], status["l1"]["ready_bytes"], status["namespaces"]) == (0, 0, [])
+
+
+def test_a_server_that_is_cleared_meanwhile_is_not_said_to_have_no_room_only(server):
+    workload = Workload("model", 256, False, 1, 4096, 1, 3)
+    with Client(server.address, workload, 0) as client:
+        samples = lookup(client, 1)
+        assert [next(samples).lost, next(samples).lost] == [False, False]
+        assert server.cli("clear").returncode == 0
+        with pytest.raises(BenchError, match=r"the chunks to look up are gone \(no room, or cleared\): try"):
+            next(samples)
 
 
 def test_errors_are_one_sentence(server):

@@ -21,7 +21,6 @@ from lmcache_server.commands import ends, nearby
 from lmcache_server.commands.status import explanation, summary
 from lmcache_server.config import FLAGS, Config, flag_name, variable_name
 from lmcache_server.errors import StartError
-from lmcache_server.host import machine
 
 SERVER = ["server", "--l1-size-gb", "0.016"]
 PORT = "5901"
@@ -277,27 +276,31 @@ def test_of_a_server_elsewhere_nothing_is_suggested_that_changes_it(monkeypatch)
         assert own == "run 'LMCACHE_RUNTIME_DIR=/run/lmcache lmcache status'"
 
 
+def test_what_a_page_says_of_its_address_is_never_a_risk(monkeypatch):
+    monkeypatch.setattr(nearby, "_directories", lambda: ())
+    monkeypatch.setattr(sys, "argv", ["lmcache", "doctor", "--port=7", "--tier", "dir:///a?size_gb=1"])
+    good = {"host": "10.0.0.9", "port": 7, "key_file": "/a/key"}
+    for changed, command in (
+        ({}, "--port 7 --host 10.0.0.9 --key-file /a/key"),
+        ({"host": "::1", "key_file": "", "port": 5555}, "--host ::1"),
+        ({"host": "[::1]", "key_file": ""}, "--port 7 --host '[::1]'"),
+        ({"host": ""}, ""), ({"host": 7}, ""), ({"host": None}, ""), ({"host": "$(reboot)"}, ""),
+        ({"host": "'"}, ""), ({"host": "a b"}, ""), ({"host": "a\nb"}, ""), ({"host": "\x1b[2J"}, ""),
+        ({"host": "\u0430"}, ""), ({"host": "x" * 256}, ""), ({"port": "7"}, ""), ({"port": -7}, ""),
+        ({"key_file": "/a;reboot"}, ""), ({"key_file": "/`reboot`"}, ""), ({"key_file": "k" * 1001}, ""),
+    ):  # fmt: skip
+        page = json.dumps({"config": {**good, **changed}}).encode()
+        monkeypatch.setattr(nearby, "page", lambda *_: page)  # noqa: B023
+        said = nearby.instead("ipc:///none/7.sock")
+        start = "one is shown at http://127.0.0.1:8080: "
+        run = f"run \"lmcache doctor --tier 'dir:///a?size_gb=1' {command}\""
+        assert said == start + (run if command else f"{nearby.LOGGED}"), changed
+    for page in (b"", b"{", b"[" * 100_000, b'{"config": 7}', b"\xff", b"{}"):
+        monkeypatch.setattr(nearby, "page", lambda *_: page)  # noqa: B023
+        assert nearby.instead("ipc:///none/7.sock").endswith(nearby.LOGGED)
+
+
 # -- a real server --------------------------------------------------------------------------------------
-
-
-def test_a_page_that_anybody_can_make_is_no_command_to_be_run(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["lmcache", "clear", "--tiers", "--key-file", "mine"])
-    shown = "one is shown at http://127.0.0.1:8080"
-    good = {"host": "tcp://[::1]", "port": 7, "key_file": "/a b; reboot"}
-    for config, said in (
-        (good, f"{shown}: run 'lmcache status --host ::1 --port 7 --key-file '\"'\"'/a b; reboot'\"'\"''"),
-        (good | {"host": ""}, shown),
-        (good | {"port": "7"}, shown),
-        (good | {"host": ["a"]}, shown),
-        (good | {"key_file": None}, shown),
-        ({}, shown),
-    ):
-        monkeypatch.setattr(nearby, "page", lambda *_, config=config: json.dumps({"config": config}).encode())
-        line = sentence(capsys, 1, "ping", "--port", PORT)
-        assert line.endswith(said.replace("'\"'\"'", "'")), line
-    for page_bytes in (b"{", b"\xff", b"[" * 100_000, b'{"config": 1}'):
-        monkeypatch.setattr(nearby, "page", lambda *_, content=page_bytes: content)
-        assert sentence(capsys, 1, "ping", "--port", PORT).endswith(shown)
 
 
 def test_a_server_that_runs_but_does_not_answer(capsys):
@@ -310,6 +313,24 @@ def test_a_server_that_runs_but_does_not_answer(capsys):
         for command in ("ping", "status", "clear"):
             line = sentence(capsys, 1, command, "--port", PORT, "--timeout-s", "0.2")
             assert f"{PORT}.sock, process {process.pid}, does not answer in time: see its log and" in line
+
+
+def test_the_command_that_reaches_a_server_at_a_tcp_address_is_printed_and_works(
+    capsys, monkeypatch, tmp_path
+):
+    key = str(tmp_path / "key")
+    assert in_process(capsys, "key", key)[0] == 0
+    for more in ((), ("--key-file", key)):
+        with running("--host", "127.0.0.1", *more) as (_, _, url):
+            monkeypatch.setattr(FLAGS["http_port"], "default", int(url.rpartition(":")[2]))
+            monkeypatch.setattr(sys, "argv", ["lmcache", "ping", "--port", "5903", "--key-file=none"])
+            line = sentence(capsys, 1, "ping", "--port", "5903")
+            _, _, command = line.partition(f"5903.sock: one is shown at {url}: run '")
+            assert command == " ".join(["lmcache ping --port", PORT, "--host 127.0.0.1", *more]) + "'"
+            code, output, _ = in_process(capsys, *command[:-1].split()[1:])
+            assert (code, output[:18]) == (0, "the server answers")
+            code, output, errors = in_process(capsys, "ping", "--host", "127.0.0.1", "--port", "5903")
+            assert f"run '{command}" in errors
 
 
 @pytest.mark.parametrize(("host", "number"), [*zip(HOSTS, (signal.SIGTERM, signal.SIGINT), strict=True)])
@@ -358,12 +379,6 @@ def test_the_commands_ask_a_running_server(capsys, monkeypatch, tmp_path, host, 
         assert (
             line.endswith("uses it: choose another --port") if host else "; choose another --port, or" in line
         )
-        asked = ("--port", "5902", "--timeout-s", "0.2")
-        monkeypatch.setattr(nearby, "page", lambda *_: machine.page("127.0.0.1", int(http)))
-        monkeypatch.setattr(sys, "argv", ["lmcache", "status", "--json", *asked])
-        line = sentence(capsys, 1, "status", *asked)
-        command = f": run 'lmcache status --json --timeout-s 0.2 --host 127.0.0.1 --port {PORT}'"
-        assert line.endswith(f"one is shown at http://127.0.0.1:8080{command if host else ''}")
         line = refused_start("--http-port", http, "--port", "5902")
         assert f"127.0.0.1:{http}" in line
         assert "--http-port" in line

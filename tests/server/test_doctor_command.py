@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import standin
@@ -16,6 +18,8 @@ from harness.server import LMCacheServer
 
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.version import VERSION
+from lmcache_server.options.tiers import doctor as tiers_doctor
+from lmcache_server.options.tiers import urls
 
 SYS_PTRACE = 19
 # Without the capability, reads the memory of a process that lets nobody at it.
@@ -236,15 +240,39 @@ def test_a_tier_is_tried_with_a_record_of_its_own(tmp_path: Path) -> None:
     assert "secret" not in str(found)
 
 
+def test_a_full_disk_is_no_reason_for_a_size_that_the_server_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for free_gb, fix in ((0, "name another directory"), (0.025, "name"), (0.5, "size_gb=0.48 or less")):
+        space = SimpleNamespace(f_bavail=int(free_gb * (1 << 18)), f_frsize=1 << 12, f_blocks=1 << 18)
+        monkeypatch.setattr(os, "statvfs", lambda _: space)  # noqa: B023
+        found = tiers_doctor._room("room", urls.parse("dir:///none?size_gb=1"))
+        assert (found.verdict, found.fix.partition(fix)[2]) == ("warn", found.fix[len(fix) :])
+        assert found.fix.endswith(", or free space there")
+
+
 def test_the_directory_of_a_running_server_is_left_to_it(tmp_path: Path) -> None:
-    url = f"dir://{tmp_path}/tier?size_gb=0.01"
-    with LMCacheServer(l1_size_gb=0.05, tier=url) as server:
-        _, found = doctor(server.environment, "--port", str(server.port))
-        assert found["tier 1"]["verdict"] == "ok"
-        assert "the running server uses it" in found["tier 1"]["finding"]
-        code, found = doctor(server.environment, "--port", str(server.port), "--tier", f"{url}&write=commit")
+    url, folder = f"dir://{tmp_path}/tier?size_gb=0.01", tmp_path / "tier"
+    with LMCacheServer(l1_size_gb=0.05, tier=url) as server, LMCacheServer(l1_size_gb=0.05) as other:
+        own = ("--port", str(server.port))
+        for asked in (
+            (),
+            ("--tier", f"{url}&write=commit"),
+            ("--tier", f"dir://{folder}/?shared=1&size_gb=9"),
+        ):
+            _, found = doctor(server.environment, *own, *asked)
+            assert found["tier 1"]["verdict"] == "ok"
+            assert "the running server uses it" in found["tier 1"]["finding"]
+        code, found = doctor(other.environment, "--tier", url)
         assert code == 1
         assert "another server uses the directory" in found["tier 1"]["finding"]
+        folder.chmod(0o500)
+        _, closed = doctor(server.environment, *own)
+        shutil.rmtree(folder)
+        code, gone = doctor(server.environment, *own)
+    assert (code, gone["tier 1"]["verdict"], closed["tier 1"]["verdict"]) == (1, "fail", "fail")
+    assert closed["tier 1"]["finding"] == f"the owner of {folder} may no longer use it"
+    assert gone["tier 1"]["finding"] == f"cannot use the directory {folder}"
+    assert "restore it" in gone["tier 1"]["fix"]
+    assert "tier 1, room" not in gone
 
 
 def test_settings_under_which_valkey_evicts_nothing_are_a_warning(tmp_path: Path) -> None:

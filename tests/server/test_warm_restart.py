@@ -251,7 +251,9 @@ def test_a_file_outlives_servers_that_are_refused(running: LMCacheServer, path: 
     )
     prompt.load()
     assert running.terminate() == 0
-    assert refusal(l1_size_gb=90000, l1_path=path).startswith("lmcache: --l1-size-gb asks for 89999")
+    assert refusal(l1_size_gb=90000, l1_path=path).startswith(
+        "lmcache: --l1-size-gb asks for 90000.00 GB, of which 89999"
+    )
     running.start()
     reconnect(prompt.engine, running)
     prompt.load()

@@ -134,6 +134,15 @@ def test_an_admin_is_told_the_command_that_reaches_the_server_of_another_user(tm
         code, line = typed(OTHER, server.runtime_dir, "status", "--json")
         assert (code, line) == (1, f"{belongs} --port {server.port}'\n")
 
+        default = Path(f"/tmp/lmcache-mp-{OTHER}")
+        default.mkdir(mode=0o700)  # by somebody who was there before its user
+        try:
+            code, line = typed(OTHER, "", "status")
+        finally:
+            default.rmdir()
+        own = "run this as that user, or set LMCACHE_RUNTIME_DIR to a directory of your own"
+        assert (code, line) == (1, f"lmcache: {default} belongs to user root: {own}\n")
+
         # The server itself, and an engine, never use what another user can change.
         (tmp_path / "link").symlink_to(server.runtime_dir)
         start = ["server", "--l1-size-gb", "0.01", "--http-port", "0"]

@@ -131,8 +131,20 @@ def test_a_line_of_a_file_is_a_prompt_and_a_file_without_prompts_says_so(tmp_pat
     file.write_text("\n")
     with pytest.raises(VerifyError, match="write one on each line"):
         prompts.from_file(file)
-    with pytest.raises(VerifyError, match="cannot read"):
-        prompts.from_file(tmp_path / "none")
+    file.write_bytes(b"\xff")
+    for path, why in ((tmp_path / "none", "No such file or directory"), (file, "it is not text in UTF-8")):
+        with pytest.raises(VerifyError) as refused:
+            prompts.from_file(path)
+        assert str(refused.value) == f"cannot read {path} ({why}): name another file"
+
+
+def test_a_vllm_that_does_not_run_is_one_sentence_without_a_number_of_an_error() -> None:
+    with pytest.raises(VerifyError) as refused:
+        VllmServer("http://127.0.0.1:9", None, None, 1.0)
+    assert str(refused.value) == (
+        "vLLM at http://127.0.0.1:9 does not answer /v1/models (Connection refused): see whether it runs, or "
+        "pass the address at which it listens"
+    )
 
 
 @contextlib.contextmanager

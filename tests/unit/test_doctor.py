@@ -85,7 +85,8 @@ CASES = [
     (
         preflight.l1_file("/dev/shm/x", "/dev/shm", True, GB, GB // 2, GB // 4),
         FAIL,
-        "--l1-size-gb asks for 0.50 GB, but 0.25 GB are available (the file system of /dev/shm/x, /dev/shm)",
+        "--l1-size-gb asks for 1.00 GB, of which 0.50 GB are still missing, but 0.25 GB are available (the "
+        "file system of /dev/shm/x, /dev/shm)",
         "size=2G /dev/shm",
     ),
     (
@@ -98,15 +99,16 @@ CASES = [
     (
         memory(1000 * GB, 0, 1004 * GB, "the limit"),
         FAIL,
-        "asks for 1000.00 GB, which takes 5.0 GiB more for page tables and the index, but 1004.00 GB are",
+        "asks for 1000.00 GB and takes 5.0 GiB more for page tables and the index, but 1004.00 GB are",
         "pass --l1-size-gb 502  (half, because engines need some, too; or free memory)",
     ),
+    (memory(GB, GB // 2, GB, "the limit"), OK, "1.0 GiB available for the last 512.0 MiB of L1 (the", ""),
     (memory(GB, GB, 0, "the limit"), OK, "0 B available beside L1, which has its memory", ""),
     (memory(GB, GB - 65535, 0, "the limit"), OK, "0 B available beside L1, which has", ""),
     (
         memory(100 * GB, 2 * GB, 8 * GB, "the limit"),
         FAIL,
-        "--l1-size-gb asks for 98.00 GB, but 8.00 GB are available (the limit)",
+        "asks for 100.00 GB, of which 98.00 GB are still missing, but 8.00 GB are available (the limit)",
         "pass --l1-size-gb 5  (half, because engines need some, too; or free memory)",
     ),
     (memory(GB, 0, 1 << 20, "the limit"), FAIL, "0.00 GB are available", "free memory"),
@@ -140,6 +142,8 @@ CASES = [
     (verdicts.plugin("0.32.0", "", "a,b"), FAIL, "leaves lmcache_mp out", "VLLM_PLUGINS=a,b,lmcache_mp"),
     (verdicts.plugin("0.32.0", "", ""), FAIL, "leaves lmcache_mp out", "VLLM_PLUGINS=lmcache_mp"),
     (verdicts.server(VERSION, "port 1"), OK, f"{VERSION} at port 1", ""),
+    (verdicts.server(VERSION, "tcp://h:1?key_file=/k"), OK, "the same version as here", ""),
+    (verdicts.server(VERSION, "tcp://h:1"), WARN, "reaches that address can clear the cache", "--key-file"),
     (verdicts.server("9.9", "port 1"), FAIL, f"9.9 at port 1, but {VERSION}", "install 9.9 here"),
     (verdicts.command(False), OK, "not in this", ""),
     (verdicts.command(True), WARN, "overwrite the command", "pip uninstall lmcache; pip install --force-"),

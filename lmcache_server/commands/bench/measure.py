@@ -51,8 +51,7 @@ def lookup(client: Client, chunks: int) -> Samples:
         seconds = time.perf_counter() - started_s
         if hit.resume_tokens != message.limit_tokens:
             raise BenchError(
-                "the server has no room for the chunks to look up: pass --only store,load, or try again "
-                "when fewer engines use it"
+                "the chunks to look up are gone (no room, or cleared): try again, or pass --only store,load"
             )
         client.release(hit)
         yield Sample(seconds)

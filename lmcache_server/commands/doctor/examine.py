@@ -75,14 +75,9 @@ def examine(
         verdicts.driver(gpus, version, failure, _has_device_files()),
         *itertools.chain(*(of(effective, report.get("config", {})) for of in parts("doctor", "checks"))),
         *(check_devices(driver, report) if driver is not None else ()),
-        *(_try_all(driver, address(*server), report) if gpu_trial else ()),
+        *(try_gpus(driver) if driver is not None and gpu_trial else ()),
+        *(through_server(driver, address(*server), report) if driver is not None and gpu_trial else ()),
     ]
-
-
-def _try_all(driver: Driver | None, endpoint: str, report: Mapping[str, Any]) -> Iterator[Check]:
-    if driver is not None:
-        yield from try_gpus(driver)
-        yield from through_server(driver, endpoint, report)
 
 
 def _text(path: str) -> str | None:

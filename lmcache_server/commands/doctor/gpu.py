@@ -82,12 +82,8 @@ class _Trial:
 
     def _later(self, function: Callable[..., object], *arguments: int) -> None:
         """Gives back what a step took. If the GPU has failed, this fails, too, which says nothing new."""
-
-        def give_back() -> None:
-            with suppress(CudaError):
-                function(*arguments)
-
-        self._stack.callback(give_back)
+        self._stack.enter_context(suppress(CudaError))
+        self._stack.callback(function, *arguments)
 
     def _context(self) -> str:
         self._driver.enter(self._driver.retain_context(self._ordinal))

@@ -6,6 +6,7 @@ The checks that the server's start makes, too, are in `host/preflight.py`.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lmcache_client.contract.endpoint import KEY_FILE
 from lmcache_client.contract.version import INSTALL_VLLM, VERSION, VLLM_RANGE, too_old, untested
 from lmcache_server.host.machine import UNLIMITED
 from lmcache_server.host.preflight import FAIL, OK, WARN, Check
@@ -124,6 +125,9 @@ def server(version: str, where: str) -> Check:
     if version != VERSION:
         fix = f"stop that server and run 'lmcache server' of {VERSION}, or install {version} here"
         return Check("server", FAIL, f"{version} at {where}, but {VERSION} here", fix)
+    if where.startswith("tcp") and KEY_FILE not in where:
+        finding = f"{version} at {where}, without a key: whoever reaches that address can clear the cache"
+        return Check("server", WARN, finding, "add --key-file at its next start, or leave out its --host")
     return Check("server", OK, f"{version} at {where}, the same version as here")
 
 

@@ -187,7 +187,9 @@ class VllmServer:
                 raise VerifyError(_ADVICE.get((error.code, path)) or _ADVICE.get(error.code, text)) from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
-            raise VerifyError(f"vLLM at {self.url} does not answer {path}: {reason}") from None
+            reason = getattr(reason, "strerror", None) or reason
+            fix = "see whether it runs, or pass the address at which it listens"
+            raise VerifyError(f"vLLM at {self.url} does not answer {path} ({reason}): {fix}") from None
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise VerifyError(f"the server at {self.url}{path} is not vLLM: {error!r}") from None
 

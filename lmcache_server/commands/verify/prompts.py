@@ -74,7 +74,8 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise VerifyError(f"cannot read {path}: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise VerifyError(f"cannot read {path} ({reason}): name another file") from None
 
 
 def _prompt(line: str) -> Prompt:

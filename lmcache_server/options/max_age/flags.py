@@ -7,15 +7,15 @@ from lmcache_server.core.limits import Limits, positive
 from lmcache_server.errors import StartError
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-AN_AGE = "an age such as 7d, or 7d,some/model=24h (s, m, h or d)"
+AN_AGE = "an age with its unit (s, m, h or d), such as 7d, or 7d,some/model=24h"
 FLAGS = {
     "max_age": {
         "default": "",
         "metavar": "AGES",
         "show_default": "none",
-        "help_text": "Forget a chunk when it is this old, even if it is used or pinned: 7d, or a number with "
-        "s, m or h. 7d,some/model=24h sets another limit for one model; instead of its name you may give the "
-        "first digits (8 or more) of a namespace. Cannot be combined with --tier.",
+        "help_text": "Forget a chunk when it is this old, even if it is used or pinned: 7d, 24h, 90m or 45s. "
+        "With 7d,some/model=24h, that model has another limit; instead of its name you may give the first "
+        "digits (8 or more) of a namespace. Cannot be combined with --tier.",
     }
 }
 
@@ -24,8 +24,9 @@ def ages_s(text: str) -> Limits:
     """How long chunks may be kept, by model and namespace: `7d, some/model=24h`. Raises ValueError."""
 
     def seconds(age: str) -> float:
-        unit = UNITS.get(age[-1:])
-        return positive(age[:-1] if unit else age) * (unit or 1)
+        if (unit := age[-1:]) not in UNITS:
+            raise ValueError("an age has a unit")
+        return positive(age[:-1]) * UNITS[unit]
 
     return Limits.parse(text, seconds)
 

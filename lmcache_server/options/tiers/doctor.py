@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import functools
 import io
 import logging
 import mmap
 import os
+import stat
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
@@ -30,6 +32,8 @@ def checks(values: Mapping[str, Any], running: Mapping[str, Any]) -> list[Check]
     """A check for each tier of these values of the flags, and one for the room of each directory. A directory
     of one server is locked by the server that has it: `running` are its values."""
     found = []
+    place: Callable[[str], str] = lambda text: text.partition("?")[0].rstrip("/")  # noqa: E731
+    used = [place(each) for each in running.get("tier", ()) if each[:4] == "dir:" and "shared=1" not in each]
     for number, text in enumerate(values["tier"]):
         name = f"tier {number + 1}"
         try:
@@ -37,10 +41,7 @@ def checks(values: Mapping[str, Any], running: Mapping[str, Any]) -> list[Check]
         except StartError as error:
             found.append(Check(name, FAIL, str(error), "docs/tiers.md lists all settings"))
             continue
-        if text in running.get("tier", ()) and not url.is_shared:
-            found.append(Check(name, OK, f"{text}: the running server uses it, so it was not tried"))
-        else:
-            found.append(_within(name, url, _tried))
+        found.append(_within(name, url, functools.partial(_tried, is_used=place(text) in used)))
         if url.scheme == "dir" and found[-1].verdict != FAIL:
             found.append(_within(f"{name}, room", url, _room))
     return found
@@ -48,16 +49,16 @@ def checks(values: Mapping[str, Any], running: Mapping[str, Any]) -> list[Check]
 
 def _within(name: str, url: urls.TierUrl, check: Callable[[str, urls.TierUrl], Check]) -> Check:
     """A store that hangs must not keep the command: its thread ends with the process."""
-    found = [
-        Check(name, FAIL, f"{url.text} gave no answer within {WAIT_S:g} s", "see whether the store hangs")
-    ]
+    late = f"{url.text} gave no answer within {WAIT_S:g} s"
+    found = [Check(name, FAIL, late, "see whether the store hangs")]
     thread = threading.Thread(target=lambda: found.append(check(name, url)), daemon=True)
     thread.start()
     thread.join(WAIT_S)
     return found[-1]
 
 
-def _tried(name: str, url: urls.TierUrl) -> Check:
+def _tried(name: str, url: urls.TierUrl, is_used: bool) -> Check:
+    """What the running server uses, is only looked at."""
     warnings = io.StringIO()
     handler = logging.StreamHandler(warnings)
     logger = logging.getLogger("lmcache_server.options.tiers")
@@ -65,6 +66,11 @@ def _tried(name: str, url: urls.TierUrl) -> Check:
     logger.propagate = False
     made = contextlib.ExitStack()
     try:
+        if is_used:
+            with explained("use", url.place):
+                if os.stat(url.place).st_mode & stat.S_IRWXU != stat.S_IRWXU:
+                    raise TierError(f"the owner of {url.place} may no longer use it: permit that again")
+            return Check(name, OK, f"{url.text}: the running server uses it, so it was not tried")
         urls.compress(url)
         if url.options.key_file:
             read_key(url.options.key_file)
@@ -102,13 +108,9 @@ def _round_trip(tier: Tier) -> None:
         if not tier.write(name, [written]):
             raise TierError("the store has no room for a small record: free space there, or let it evict")
         if not tier.present([name])[0] or not tier.read(name, [read]):
-            raise TierError(
-                "a record that was just written is not there: see whether the store evicts at once"
-            )
+            raise TierError("a record just written is not there: see whether the store evicts at once")
         if read != content:
-            raise TierError(
-                "a record came back with other bytes: do not use this store, see whether it is damaged"
-            )
+            raise TierError("a record came back with other bytes: do not use this store, it may be damaged")
     finally:
         tier.remove([name])
 
@@ -126,6 +128,7 @@ def _room(name: str, url: urls.TierUrl) -> Check:
         with contextlib.suppress(FileNotFoundError):  # a server has evicted it
             room += record.lstat().st_size
     if wanted > room:
-        fix = f"size_gb={max(room * 100 // GB_BYTES, 0) / 100:g} or less, or free space there"
-        return Check(name, WARN, f"{shown}; 2 % must stay free", fix)
+        most_gb = room * 100 // GB_BYTES / 100
+        less = f"size_gb={most_gb:g} or less" if most_gb > 0 else "name another directory"
+        return Check(name, WARN, f"{shown}; 2 % must stay free", f"{less}, or free space there")
     return Check(name, OK, shown)

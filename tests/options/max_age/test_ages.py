@@ -16,7 +16,7 @@ DAY_S = 86400.0
     [
         ("", "some/model", math.inf),
         ("7d", "some/model", 7 * DAY_S),
-        ("3600", None, 3600),
+        ("3600s", None, 3600),
         ("0.5h", "some/model", 1800),
         ("90m,some/model=24h", "some/model", DAY_S),
         ("90m,some/model=24h", "other", 5400),
@@ -36,7 +36,23 @@ def test_the_limit_of_a_namespace(text: str, model: str | None, limit_s: float) 
     assert ages_s(text).of(NAMESPACE, model) == limit_s
 
 
-WRONG = ["0", "0d", "-1", "7 days", "inf", "nan", "1e9", "7d,", ",", "a=", "7d,1d", "a=1h,a=2h", "\u0661d"]
+WRONG = [
+    "0",
+    "7",
+    "7,a=1h",
+    "0d",
+    "-1",
+    "7 days",
+    "inf",
+    "nan",
+    "1e9",
+    "7d,",
+    ",",
+    "a=",
+    "7d,1d",
+    "a=1h,a=2h",
+    "\u0661d",
+]
 
 
 @pytest.mark.parametrize("text", [*WRONG, "9" * 40])
@@ -46,6 +62,9 @@ def test_what_is_no_age(text: str) -> None:
 
 
 def test_a_wrong_age_is_one_sentence() -> None:
-    with pytest.raises(StartError, match=r"--max-age must be an age such as 7d, .*, not '7 days'"):
-        check({"max_age": "7 days"})
+    for wrong in ("7 days", "7"):
+        with pytest.raises(StartError) as refused:
+            check({"max_age": wrong})
+        said = "--max-age must be an age with its unit (s, m, h or d), such as 7d, or 7d,some/model=24h, not"
+        assert str(refused.value) == f"{said} {wrong!r}"
     check({"max_age": "7d,some/model=24h"})
