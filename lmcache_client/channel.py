@@ -1,7 +1,7 @@
 """The client's end of the wire: a DEALER socket with request deadlines and automatic reconnection.
 
 A keeper thread notices when the server comes or goes, greets it and runs the owner's `on_up`. The engine's
-own thread submits requests and polls for replies. Nobody waits while it holds the lock of the socket.
+own thread submits requests and polls for replies. Nobody waits while holding the lock of the socket.
 
 A request has two ends. It is *done* when its owner may stop waiting: a reply came, its deadline passed or
 the connection broke. It is *settled* when its own server can no longer act on it: a reply came, that process
@@ -207,7 +207,7 @@ class Channel:
         return pending.reply
 
     def close(self, goodbye_s: float = 1.0) -> bool:
-        """Ends the session. False if the server, after `goodbye_s`, may still have what it was lent."""
+        """Ends the session. False if, after `goodbye_s`, the server may still have what was lent."""
         self._closed.set()
         if self._keeper is not None:  # first, or it greets the server anew when the server has said goodbye
             self._keeper.join(2 * KEEPER_INTERVAL_S + GREET_TIMEOUT_S)
@@ -220,7 +220,7 @@ class Channel:
             self._break("the channel was closed")
             for server in (lost.server for lost in self._lost if lost.server is not None):
                 server.close()
-        return goodbye.settled
+        return goodbye.reply is not None or not self._lost
 
     # -- with the lock held -----------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ PREFIX = "lmcache."
 
 class Hint(NamedTuple):
     """`what` says in words which values are valid. `fits` checks one. The typed hint that says the same is
-    the `action`, whose payload has the value as `field`, or means true without one. Several hints may have
-    one action, with a field each."""
+    the `action`, whose payload has the value as `field`, or means true without one. Hints that
+    share an action have a field each, and it counts only with that of the first."""
 
     what: str
     fits: Callable[[object], bool]
@@ -50,9 +50,10 @@ class Hints:
     def _typed(self, request: "Request") -> Iterator[tuple[str, object]]:
         for action in request.kv_hints.actions if request.kv_hints else ():
             said = [
-                (key, action.payload[hint.field] if hint.field else True)
+                (key, action.payload.get(hint.field) if hint.field else True)
                 for key, hint in self._known.items()
                 if hint.action and hint.action == action.action_type
-                if not hint.field or hint.field in action.payload
             ]
-            yield from said or [(f"action {action.action_type}", action.payload)]
+            if not said or said[0][1] is None:
+                said = [(f"action {action.action_type}", action.payload)]
+            yield from (each for each in said if each[1] is not None)

@@ -55,7 +55,7 @@ class Followed(Wire, frozen=True, tag=33):
 
 class Retain(Wire, frozen=True, tag=34):
     """Asks to evict others before the chunks of this chain, for so many seconds, as far as there is room for
-    that. Chains with a larger priority come first. If `prefetch_s` is not 0, the chain is brought from the
+    that. Those with a larger priority stay longest. If `prefetch_s` is not 0, the chain is brought from the
     tiers into L1 after so many seconds. `tenant` is that of StoreObject. The reply is Done."""
 
     keys: Keys

@@ -52,17 +52,18 @@ def check_runtime_directory(directory: Path, must_own: bool = False) -> None:
     info, user = directory.lstat(), os.getuid()
     if not stat.S_ISDIR(info.st_mode):
         raise EndpointError(f"{directory} is no directory: set LMCACHE_RUNTIME_DIR to another one")
-    if stat.S_IMODE(info.st_mode) & 0o077:
-        # Whoever closed /tmp or a home directory would harm others.
-        files = directory.iterdir() if user in (0, info.st_uid) else ()
-        are_ours = [each.stem.isdigit() and each.suffix in _SUFFIXES for each in files]
-        fix = f"set LMCACHE_RUNTIME_DIR to one for its user alone, such as a new {directory / 'lmcache'}"
-        if are_ours and all(are_ours):
-            fix = f"run 'chmod 700 {directory}', or set LMCACHE_RUNTIME_DIR to another directory"
-        raise EndpointError(f"others than user {user_name(info.st_uid)} may enter {directory}: {fix}")
     is_named = bool(os.environ.get("LMCACHE_RUNTIME_DIR"))
     if info.st_uid != user and (must_own or user or not is_named):
         raise ForeignDirectoryError(directory, info.st_uid)
+    if stat.S_IMODE(info.st_mode) & 0o077:
+        # Whoever closed /tmp or a home directory would harm others.
+        are_ours = [each.stem.isdigit() and each.suffix in _SUFFIXES for each in directory.iterdir()]
+        fix = (
+            f"set LMCACHE_RUNTIME_DIR to one that is closed to others, such as a new {directory / 'lmcache'}"
+        )
+        if are_ours and all(are_ours):
+            fix = f"run 'chmod 700 {directory}', or set LMCACHE_RUNTIME_DIR to another directory"
+        raise EndpointError(f"others than user {user_name(info.st_uid)} may enter {directory}: {fix}")
 
 
 def whose(path: str) -> str:

@@ -45,6 +45,8 @@ class Claim:
             if isinstance(error, PermissionError):
                 fix = f"let user {user_name(os.getuid())} enter it again"
                 return f"{whose(str(self._path))}, so no further engine can connect: {fix}"
+            if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+                return f"{self._path} cannot be looked at ({error.strerror}): engines may fail to connect"
         return f"{self._path} was removed, so no further engine can connect: restart this server"
 
     def tick(self, now_s: float) -> None:

@@ -20,7 +20,7 @@ Handler = Callable[[Session, Any, int], Reply]
 
 
 class Base(NamedTuple):
-    """What the parts of a server are given of it. `options` has all options once the server is complete."""
+    """What each part of a server may use. `options` has all options once the server is complete."""
 
     config: Config
     cache: Cache

@@ -118,11 +118,9 @@ class Gpus:
 
     def compile_kernel(self) -> None:
         """Compiles the copy kernel for the first GPU, so that no registration waits for it."""
-        if self._with_kernel:
-            try:
+        if self._with_kernel and self.available:
+            with contextlib.suppress(KernelError, CudaError):  # `Gpu.kernel` logs it
                 compiled(self.driver.compute_capability(0))
-            except (NoAccessError, KernelError, CudaError) as error:
-                logger.warning("--gpu-kernel has no effect: %(reason)s", {"reason": str(error)})
 
     def near(self, number: int) -> set[int]:
         """The processors of one of the NUMA nodes that have a GPU: of the first for number 0, of the next for
@@ -134,7 +132,8 @@ class Gpus:
     def enter_any(self) -> Gpu:
         """Makes a context current on this thread, if possible that of a GPU which is served anyway. Returns
         the GPU. Raises CopyError."""
-        served, failure = list(self._by_ordinal), ""
+        served = list(self._by_ordinal)
+        failure = ""
         for ordinal in [*served, *(n for n in range(self.driver.num_devices()) if n not in served)]:
             if not (failure := self._entered(ordinal)):
                 return self._by_ordinal[ordinal]

@@ -88,7 +88,7 @@ def test_a_typed_hint_says_what_a_key_says(action: str, payload: dict, hints: di
 
 
 WRONG = [("retain", {"seconds": value}) for value in (0, 1e9, True)]
-WRONG += [("retain", {"priority": 101}), ("prefetch", {"after_seconds": 0})]
+WRONG += [("retain", {"priority": 5}), ("prefetch", {"after_seconds": 0})]
 UNKNOWN = [(action, {}) for action in ("prefetch", "lmcache.load", "", "retain")]
 
 

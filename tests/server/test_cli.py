@@ -215,7 +215,8 @@ def test_a_socket_directory_that_others_may_enter_or_nobody_can_look_at(capsys, 
     directory = Path(os.environ["LMCACHE_RUNTIME_DIR"])
     directory.chmod(0o755)
     said = (
-        f"may enter {directory}: set LMCACHE_RUNTIME_DIR to one for its user alone, such as a new {directory}"
+        f"may enter {directory}: set LMCACHE_RUNTIME_DIR to one that is closed to others, such as a new "
+        f"{directory}"
     )
     assert said in sentence(capsys, 1, "ping")
     assert said in refused_start("--http-port", "0")

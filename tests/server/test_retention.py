@@ -14,6 +14,7 @@ from test_warm_restart import CHUNK_FRAMES, CHUNKS, Prompt, new_engine
 from lmcache_client.contract.control import Retain
 from lmcache_client.contract.messages import Done
 from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.options.retention.prefetch import MAX_KEYS as PREFETCHED_KEYS
 from lmcache_server.options.retention.prefetch import OUTCOMES
 from lmcache_server.options.retention.server import MAX_KEYS
 
@@ -113,8 +114,9 @@ def test_a_larger_priority_is_retained_longer(engine: RawEngine) -> None:
     prompts = [Numbered(engine, number) for number in range(8)]
     for number, prompt in enumerate(prompts):
         prompt.store()
-        asked = Retain(prompt.keys, 3600, priority=int(number < 3))
-        assert engine.scheduler.call(asked, TIMEOUT_S) == Done()
+        retain(prompt)
+        if number < 3:  # which is heard, though it does not shorten the time
+            assert engine.scheduler.call(Retain(prompt.keys, 1, priority=1), TIMEOUT_S) == Done()
     flood(engine)
     assert [each.held_chunks() for each in prompts] == [CHUNKS] * 3 + [0] * 4 + [CHUNKS]
     keys = chain([9] * (MAX_KEYS * engine.chunk_size), engine.chunk_size)
@@ -146,6 +148,14 @@ def test_what_clients_ask_for_takes_bounded_memory(engine: RawEngine) -> None:
     retain(Numbered(engine, 1))
     assert engine.scheduler.call(Retain((*keys, *keys[:5]), 3600), TIMEOUT_S) == Done()
     assert counted(engine, "given_up") == 13, "it is cut where it alone takes all the room"
+    first, second = (
+        tuple((start + number).to_bytes(32, "big") for number in range(PREFETCHED_KEYS // 2))
+        for start in (0, PREFETCHED_KEYS)
+    )
+    for asked in (first, second[:-1], second, keys[:1]):
+        assert counted(engine, "failed", "prefetches") == 0, "a conversation that goes on counts once"
+        assert engine.scheduler.call(Retain(asked, 0, prefetch_s=3600), TIMEOUT_S) == Done()
+    assert counted(engine, "failed", "prefetches") == 1
 
 
 def test_a_prompt_is_brought_from_a_tier_before_it_comes_back(tmp_path: Path) -> None:

@@ -9,8 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_kernels.page_copy import SOURCE, THREADS, KernelError, arguments, compiled
-from lmcache_server.transfer import gpus
 
 CXX = shutil.which("c++") or shutil.which("g++")
 NVCC = shutil.which("nvcc")
@@ -120,22 +117,6 @@ def test_what_cannot_be_copied_or_compiled_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(KernelError, match="for a faster kernel, run pip install 'cupy-cuda13x"):
         compiled("90")
-
-
-def test_a_server_says_at_its_start_why_it_has_no_kernel(monkeypatch, caplog):
-    device = SimpleNamespace(compute_capability=lambda _: "90")
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    for found, why in (
-        (OSError("no libcuda.so.1"), "the server sees no GPU: run"),
-        (device, "small pages are"),
-    ):
-        monkeypatch.setattr(gpus.cuda, "started", Mock(side_effect=[found]))
-        gpus.Gpus(with_kernel=True).compile_kernel()
-        assert caplog.messages.pop().startswith(f"--gpu-kernel has no effect: {why}")
-        caplog.clear()
-    monkeypatch.setattr(gpus.cuda, "started", Mock(side_effect=OSError))
-    gpus.Gpus().compile_kernel()
-    assert not caplog.messages
 
 
 @pytest.mark.parametrize("architecture", ["80", "90", "100"])

@@ -1,7 +1,7 @@
 """Retention as an option of the server: what it answers to Retain."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prometheus_client import Counter, Gauge
 
@@ -37,21 +37,14 @@ class Server(Option):
 
     METRICS = (
         Metric(Gauge, "lmcache_retained_chunks", "Chunks that requests asked to retain, and that are in L1."),
-        Metric(
-            Counter,
-            "lmcache_retained_chains_total",
-            "Prompts that requests asked to retain, and those of them that were given up before their time "
-            "because too much was retained.",
-            {"outcome": ("asked", "given_up")},
-        ),
-        Metric(
-            Counter,
-            "lmcache_prefetches_total",
-            "Prompts that requests asked to bring back from the tiers, by outcome: brought, nothing (L1 had "
-            "all of it, or tiers had no more), failed (its engine has ended, or too many waited).",
-            {"outcome": OUTCOMES},
-        ),
-    )
+        Metric(Counter, "lmcache_retained_chains_total",
+               "Prompts that requests asked to retain, and those of them that were given up before their "
+               "time because too much was retained.", {"outcome": ("asked", "given_up")}),
+        Metric(Counter, "lmcache_prefetches_total",
+               "Prompts that requests asked to bring back from the tiers, by outcome: brought, nothing (L1 "
+               "had all, or no more came in time), failed (the engine has ended, or too many waited).",
+               {"outcome": OUTCOMES}),
+    )  # fmt: skip
 
     def __init__(self, base: Base) -> None:
         super().__init__(base)
@@ -78,12 +71,17 @@ class Server(Option):
             if name in self._chains and self._chains[name].until_s <= new.until_s:
                 del self._chains[name]
         name = new.namespace, new.keys[-1]
-        if name not in self._chains:
+        if (same := self._chains.pop(name, None)) is not None:
+            new = replace(new, until_s=same.until_s)
+        else:
             self._base.metrics.count("lmcache_retained_chains_total", outcome="asked")
-            self._chains[name] = new
-            while sum(len(chain.keys) for chain in self._chains.values()) > MAX_KEYS:
-                self._give_up(min(self._chains, key=lambda each: self._chains[each].priority))
-            self._base.cache.touch(new.namespace, new.keys)
+        self._chains[name] = new
+        excess = sum(len(chain.keys) for chain in self._chains.values()) - MAX_KEYS
+        for name, chain in self._ranked() if excess > 0 else ():
+            if excess > 0:
+                self._give_up(name)
+                excess -= len(chain.keys)
+        self._base.cache.touch(new.namespace, new.keys)
 
     def stored(self, layout: Layout, rooms: Sequence[Reservation]) -> None:
         self._stored_frames += sum(count_frames(room.runs) for room in rooms)
@@ -95,20 +93,23 @@ class Server(Option):
         self._prefetches.tick(now_s)
 
     def renew(self) -> None:
-        """Makes the chunks of all chains recently used. A chain that does not fit beside those with a larger
-        priority, and those that were asked for after it, is given up."""
+        """Makes the chunks of all chains recently used. A chain is given up if it does not fit beside those
+        with a larger priority or, if that is equal, those that were asked for later."""
         room, seen = self._base.cache.total_frames // SHARE, set[Chunk]()
-        ranked = sorted(self._chains.items(), key=lambda each: each[1].priority)
-        for name, chain in reversed(ranked):
+        for name, chain in reversed(self._ranked()):
             new = self._there((chain,)) - seen
             if (frames := sum(chunk.frames for chunk in new)) > room:
                 self._give_up(name)
             else:
                 room -= frames
                 seen |= new
-        for _, chain in ranked:
+        for _, chain in self._ranked():
             self._base.cache.touch(chain.namespace, chain.keys)
         self._stored_frames = 0
+
+    def _ranked(self) -> list[tuple[tuple[bytes, bytes], Chain]]:
+        """What is given up first comes first."""
+        return sorted(self._chains.items(), key=lambda each: each[1].priority)
 
     def _there(self, chains: Iterable[Chain]) -> set[Chunk]:
         """The chunks of these chains that are in L1."""

@@ -58,7 +58,7 @@ def _within(name: str, url: urls.TierUrl, check: Callable[[str, urls.TierUrl], C
 
 
 def _tried(name: str, url: urls.TierUrl, is_used: bool) -> Check:
-    """What the running server uses, is only looked at."""
+    """What the running server uses is only looked at."""
     warnings = io.StringIO()
     handler = logging.StreamHandler(warnings)
     logger = logging.getLogger("lmcache_server.options.tiers")
@@ -69,7 +69,7 @@ def _tried(name: str, url: urls.TierUrl, is_used: bool) -> Check:
         if is_used:
             with explained("use", url.place):
                 if os.stat(url.place).st_mode & stat.S_IRWXU != stat.S_IRWXU:
-                    raise TierError(f"the owner of {url.place} may no longer use it: permit that again")
+                    raise TierError(f"the owner of {url.place} may no longer use it: chmod u+rwx it")
             return Check(name, OK, f"{url.text}: the running server uses it, so it was not tried")
         urls.compress(url)
         if url.options.key_file:

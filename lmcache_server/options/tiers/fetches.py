@@ -7,7 +7,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from lmcache_client.contract.geometry import FULL, Geometry
 from lmcache_client.contract.hits import fetch_patience_s, resume_point
@@ -38,6 +38,8 @@ MAX_WAITING = 256
 """A tier for which so many calls wait is not asked."""
 UNKNOWN_SHARE = 0.05
 """While nobody knows how fast a tier is, a request waits for this share of the time that computing takes."""
+Size = tuple[int, int]
+"""The blocks and the bytes of an object."""
 
 
 class Fetches:
@@ -98,7 +100,7 @@ class Fetches:
             for each in wanted(fetch.layout, fetch.ready, target, message.computed_tokens):
                 objects[each] = fetch.size(each)
                 is_coming = self._coming(fetch, each) is not None
-                room -= 0 if is_coming else -(-objects[each].num_bytes // FRAME_BYTES)
+                room -= 0 if is_coming else -(-objects[each][1] // FRAME_BYTES)
                 if room < 0:
                     break
             if room >= 0:
@@ -174,7 +176,7 @@ class Fetches:
                 fetch.where[group, chunk] = tier
         return True
 
-    async def _bring(self, fetch: "_Fetch", objects: Mapping[Wanted, "Size"]) -> None:
+    async def _bring(self, fetch: "_Fetch", objects: Mapping[Wanted, Size]) -> None:
         layout, keys = fetch.layout, fetch.message.keys
         # The engine may have ended while the tiers were asked. One that had chunks is still known.
         if self._is_closed or layout.namespace not in self._known:
@@ -273,13 +275,6 @@ async def _then(work: Coroutine[Any, Any, None], ended: "asyncio.Future[None]") 
         ended.set_result(None)
 
 
-class Size(NamedTuple):
-    """Of an object."""
-
-    blocks: int
-    num_bytes: int
-
-
 class _Fetch:
     """What a lookup asks for, and what L1 and the tiers seem to have of it. `present` has a flag per group
     and chunk; `where` says which tier has what L1 lacks. `ready` is what Cache.ready returned."""
@@ -302,12 +297,12 @@ class _Fetch:
 
     def size(self, each: Wanted) -> Size:
         blocks = len(self.layout.groups[each.group].stored_blocks(each.chunk, self.layout.chunk_size))
-        return Size(blocks, blocks * self.shards[each.rank].geometry.groups[each.group].block_bytes)
+        return blocks, blocks * self.shards[each.rank].geometry.groups[each.group].block_bytes
 
     def amounts(self, objects: Mapping[Wanted, Size]) -> dict[TierState, int]:
         """The bytes that each tier has of these objects."""
         amounts = Counter[TierState]()
         for each, size in objects.items():
             if (tier := self.where.get((each.group, each.chunk))) is not None:
-                amounts[tier] += size.num_bytes
+                amounts[tier] += size[1]
         return amounts

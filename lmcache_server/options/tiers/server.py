@@ -12,7 +12,6 @@ from lmcache_client.contract.messages import Lookup
 from lmcache_server.core.cache import Layout, Reservation
 from lmcache_server.core.index import Chunk
 from lmcache_server.errors import StartError
-from lmcache_server.l1.memory import L1Memory
 from lmcache_server.options.tiers import urls
 from lmcache_server.options.tiers.base import TierError, Usage
 from lmcache_server.options.tiers.fetches import Fetches
@@ -49,11 +48,11 @@ class Server(Option):
                "once a second.",
                {"tier": _NUMBERS, "direction": ("read", "write")}),
         Metric(Counter, "lmcache_tier_fetches_total",
-               "Lookups that asked the tiers: ended in time, answered before the end (late), or not worth "
-               "the wait, because computing was faster (slow, counted besides).",
+               "Lookups and prefetches that asked tiers: ended in time, answered before the end (late), or "
+               "not worth the wait, because computing was faster (slow, counted besides).",
                {"outcome": ("ended", "late", "slow")}),
-        Metric(Histogram, "lmcache_tier_wait_seconds", "How long lookups waited for the tiers.", {},
-               {"buckets": TRANSFER_S}),
+        Metric(Histogram, "lmcache_tier_wait_seconds",
+               "How long lookups and prefetches waited for the tiers.", {}, {"buckets": TRANSFER_S}),
         Metric(Gauge, "lmcache_tier_failing", "1 while a tier is left alone because it failed.",
                {"tier": _NUMBERS}),
         Metric(Gauge, "lmcache_tier_waiting_objects", "Objects that wait to be written to a tier.",
@@ -74,9 +73,7 @@ class Server(Option):
         super().__init__(base)
         self._metrics, self._system, metrics = base.metrics, base.system, base.metrics
         self._urls = [urls.parse(text) for text in base.config.of_options.get("tier", ())]
-        self.tiers = (
-            states if states is not None else [_state(*each, base.l1) for each in enumerate(self._urls)]
-        )
+        self.tiers = states if states is not None else [_state(*each, base) for each in enumerate(self._urls)]
         tiers = Tiers(self.tiers, base)
         self.spills = Spills(tiers, base)
         self.fetches = Fetches(tiers, base, self.spills.made_room)
@@ -124,7 +121,7 @@ class Server(Option):
         self.spills.forget(chunk)
 
     def places(self) -> list[str]:
-        return self.spills.urls
+        return [tier.url for tier in self.tiers]
 
     async def clear(self, namespaces: Sequence[bytes | None]) -> list[str]:
         return await self.spills.clear(namespaces)
@@ -167,11 +164,11 @@ def _usage(tier: TierState, name: str) -> int:
     return getattr(tier.worker.usage, name, 0)
 
 
-def _state(number: int, url: urls.TierUrl, l1: L1Memory) -> TierState:
+def _state(number: int, url: urls.TierUrl, base: Base) -> TierState:
     """A tier that is not open yet. Raises StartError if a package is missing, or if a key cannot be read."""
     urls.check_installed(url)
     compress = urls.compress(url)
-    area = l1.area if url.shares_l1 else None
+    area = base.l1.area if url.shares_l1 else None
     open_tier, rates = functools.partial(urls.open_tier, url, area), Rates(*url.options.rates)
     loop = asyncio.get_running_loop()
     settings = loop, rates, _cipher(url)

@@ -43,11 +43,6 @@ class Spills:
         self._spilling_frames = 0
         self._is_paused = False
 
-    @property
-    def urls(self) -> list[str]:
-        """What the tiers are called."""
-        return [tier.url for tier in self._tiers.all]
-
     def stored(self, layout: Layout, rooms: Sequence[Reservation]) -> None:
         """An engine has stored these objects. Tiers that take everything write them soon."""
         if layout.ephemeral:

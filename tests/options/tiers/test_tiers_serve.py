@@ -66,6 +66,8 @@ def comes_back(model: str, url: str, **settings: Any) -> Any:
         cached, other = prompt(3 * chunk + 10, 1), prompt(3 * chunk + 10, 2)
         cold = engine.run(cached)
         assert cold.external_tokens == 0
+        # Some processors round otherwise where vLLM resumes, also from its own cache.
+        right = cold.output, engine.run(cached).output
         engine.run(other)
         server.wait_until_written()
         written = server.tier()
@@ -81,7 +83,7 @@ def comes_back(model: str, url: str, **settings: Any) -> Any:
             engine.run(other)  # tells how fast the tier is, and hardly waits for that
             wait_until(lambda: server.status()["tiers"][0]["read_bytes_per_s"])
             result = engine.run(cached)
-            assert result.output == cold.output
+            assert result.output in right
             return bool(result.external_tokens == 3 * chunk)
 
         wait_until(is_restored, what="all of the prompt comes from the tier")
@@ -90,7 +92,7 @@ def comes_back(model: str, url: str, **settings: Any) -> Any:
         assert read["damaged"] == read["failed"] == 0
         # The output comes from the pages that were read: with them overwritten it changes.
         engine.corrupt_kv()
-        assert engine.run(cached).output != cold.output
+        assert engine.run(cached).output not in right
         return written
 
 
