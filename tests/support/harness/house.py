@@ -63,10 +63,10 @@ FACES = (
 )
 TOOLS = (COMMANDS, "lmcache_server/__main__.py")
 BUDGETS = {
-    "base": Budget(13297, "what a byte or a decision goes through, without options"),
-    "path": Budget(18273, "the same with every option"),
-    "faces": Budget(1925, "what configures and watches it"),
-    "tools": Budget(3500, "the command lmcache"),
+    "base": Budget(13244, "what a byte or a decision goes through, without options"),
+    "path": Budget(18269, "the same with every option"),
+    "faces": Budget(1909, "what configures and watches it"),
+    "tools": Budget(3496, "the command lmcache"),
 }
 
 
