@@ -49,7 +49,7 @@ def _impatient(read: Any) -> Any:
 
 OF_TIERS: dict[str, Any] = {
     "records_not_checked": (31, (Record, "open", _unchecked)),
-    "failed_fetches_keep_their_frames": (18, (Fetches, "__init__", _leaks)),
+    "failed_fetches_keep_their_frames": (21, (Fetches, "__init__", _leaks)),
     "calls_that_hang_are_given_up": (133, (TierWorker, "read", _impatient)),
     "written_while_evicted": (
         13,

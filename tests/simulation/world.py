@@ -47,7 +47,7 @@ class World:
     """See the module. `now_s` is the monotonic clock of every process."""
 
     def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
+        self.seed, self.random = seed, random.Random(seed)
         self.now_s = self.random.uniform(1, 1e6)
         self.jumped_s = 0.0
         self.is_over = False
