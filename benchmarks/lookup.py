@@ -93,15 +93,13 @@ def one_client(kind: str, address: str, index: int, chunks: int, pause_s: float,
     results.put(ask(address, seed, asked, start.wait, lambda: time.sleep(next(waits)))[WARM_UP:])
 
 
-def clients(kind: str, address: str, index: int, chunks: int, count: int) -> Times:
-    """The times of `count` clients at once."""
+def in_processes(count: int, target: Callable[..., None], *arguments: Any) -> Times:
+    """What `count` processes found that began together. Each is called with these arguments, its number, what to
+    wait for before it begins, and the queue for its times."""
     start, results = _spawn.Barrier(count), _spawn.Queue()
-    pause_s = PAUSE_S if count > 1 else 0.0
     processes = [
-        _spawn.Process(
-            target=one_client, args=(kind, address, index, chunks, pause_s, seed, start, results), daemon=True
-        )
-        for seed in range(count)
+        _spawn.Process(target=target, args=(*arguments, number, start, results), daemon=True)
+        for number in range(count)
     ]
     for process in processes:
         process.start()
@@ -109,6 +107,11 @@ def clients(kind: str, address: str, index: int, chunks: int, count: int) -> Tim
     for process in processes:
         process.join()
     return times
+
+
+def clients(kind: str, address: str, index: int, chunks: int, count: int) -> Times:
+    """The times of `count` clients at once."""
+    return in_processes(count, one_client, kind, address, index, chunks, PAUSE_S if count > 1 else 0.0)
 
 
 def echo(address: str, reply_bytes: int) -> None:

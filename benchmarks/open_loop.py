@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from harness.rawclient import RawEngine, chain, group
+from lookup import in_processes
 from section import Section, micros, percentile
 from systems import our_server
 
@@ -41,7 +42,7 @@ def table() -> list[list[int]]:
     return [list(range(1, BLOCKS))]
 
 
-def one_client(address: str, number: int, rate: float, start: Any, results: Any) -> None:
+def one_client(address: str, rate: float, number: int, start: Any, results: Any) -> None:
     """Asks at `rate` questions a second, or, if that is 0, as fast as it can. Each is answered whole."""
     pick, prompts = random.Random(number), [prompt(each) for each in range(PROMPTS)]
     engine = RawEngine(address, GROUPS, BLOCKS, f"engine {number}").start()
@@ -101,17 +102,7 @@ def copies(address: str, wanted: bool) -> Iterator[None]:
 
 def asked(address: str, engines: int, rate: float) -> list[float]:
     """The times of all questions of so many engines, together `rate` of them a second."""
-    start, results = _spawn.Barrier(engines), _spawn.Queue()
-    processes = [
-        _spawn.Process(target=one_client, args=(address, number, rate / engines, start, results), daemon=True)
-        for number in range(engines)
-    ]
-    for process in processes:
-        process.start()
-    times = [each for _ in processes for each in results.get(timeout=120)]
-    for process in processes:
-        process.join()
-    return times
+    return in_processes(engines, one_client, address, rate / engines)
 
 
 def measured(address: str, engines: int, beside: bool) -> Iterator[Sequence[str]]:

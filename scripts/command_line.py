@@ -13,7 +13,7 @@ HEAD = """# Command line
 `lmcache COMMAND --help` prints the same text.
 
 The exit code is 0 for success, 1 for failure, and 2 if the command cannot run with these options. Every error
-is one line on stderr. Only flags of LMCache get a line each, and one more: the command without them.
+is one line on stderr. Flags of LMCache get one line each, then the command without them.
 
 Every option of `lmcache server` is also an environment variable (`LMCACHE_L1_SIZE_GB=100`) and a key of a
 TOML file (`l1_size_gb = 100`) that `--config` or `LMCACHE_CONFIG` names. A flag wins over the environment,

@@ -13,8 +13,8 @@ PREFIX = "lmcache."
 
 class Hint(NamedTuple):
     """`what` says in words which values are valid. `fits` checks one. The typed hint that says the same is
-    the `action`, whose payload has the value as `field`, or means true without one. Hints that
-    share an action have a field each, and it counts only with that of the first."""
+    the `action`, whose payload has the value as `field`, or means true without one. Hints
+    that share an action have a field each; without that of the first, the others count for nothing."""
 
     what: str
     fits: Callable[[object], bool]

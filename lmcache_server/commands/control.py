@@ -27,7 +27,6 @@ from lmcache_client.contract.messages import Clear, Done, Hello, Message, Pin, P
 from lmcache_client.contract.version import VERSION
 from lmcache_client.transport import SYSTEM, Connection, ConnectionLostError
 from lmcache_server.commands import nearby
-from lmcache_server.commands.nearby import json_object
 from lmcache_server.commands.shared_flags import Address
 from lmcache_server.errors import CommandError
 from lmcache_server.net.claim import listener
@@ -38,6 +37,12 @@ REQUEST_ID = 1
 POLL_S = 0.002
 Real = Annotated[float, msgspec.Meta(ge=0, lt=1 << 63)]
 Reply = TypeVar("Reply", bound=Message)
+
+
+def json_object(strings: str, numbers: str, **others: Any) -> Any:
+    """The type of a JSON object, from the names of its strings and whole numbers and the types of others."""
+    kinds = dict.fromkeys(strings.split(), str) | dict.fromkeys(numbers.split(), Natural) | others
+    return msgspec.defstruct("Object", kinds.items())
 
 
 _GROUP = json_object("kind", "block_size window layers block_bytes")

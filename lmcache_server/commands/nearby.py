@@ -25,16 +25,9 @@ READING = ("status", "ping", "inspect", "doctor")
 """The commands that change nothing."""
 LOGGED = "its log names its address: pass that --host and --port, or set LMCACHE_RUNTIME_DIR to its directory"
 _PLAIN = re.compile(r"[\w.:/%\[\]-]{1,255} [\w.:/%@+=,-]{0,1000}", re.ASCII)
-"""A host and a key file that another program may put into a command: they mean nothing to a shell."""
-
-
-def json_object(strings: str, numbers: str, **others: Any) -> Any:
-    """The type of a JSON object, from the names of its strings and whole numbers and the types of others."""
-    kinds = dict.fromkeys(strings.split(), str) | dict.fromkeys(numbers.split(), Natural) | others
-    return msgspec.defstruct("Object", kinds.items())
-
-
-_PAGE = json_object("", "", config=json_object("host key_file", "port"))
+"""The host and key file that a page may name in a command: without characters special to a shell."""
+_CONFIG = msgspec.defstruct("Config", [("host", str), ("key_file", str), ("port", Natural)])
+_PAGE: Any = msgspec.defstruct("Page", [("config", _CONFIG)])
 
 
 def instead(endpoint: str) -> str:
@@ -46,6 +39,8 @@ def instead(endpoint: str) -> str:
 def _other_server(endpoint: str) -> str:
     asked = int((re.search(r"/(\d+)\.sock$", endpoint) or [0, DEFAULT_PORT])[1])
     if endpoint.startswith("ipc") and (pid := _lock_holder(Path(endpoint[6:]).with_suffix(".lock"))):
+        if os.path.exists(endpoint[6:]):
+            return f"process {pid} is its server, which starts or stops: try again soon"
         return f"its socket was removed, but process {pid} still is the server: restart that"
     closed = []
     for directory in _directories():

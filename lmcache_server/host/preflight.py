@@ -47,8 +47,8 @@ def memory(l1_bytes: int, taken_bytes: int, available_bytes: int, reason: str) -
     missing = max(l1_bytes - taken_bytes, 0) >> 20 << 20  # L1 has whole frames only.
     beside = missing // 200
     if missing + beside <= available_bytes:
-        last = "the last " if taken_bytes else ""
-        need = f"for {last}{size(missing)} of L1" if missing else "beside L1, which has its memory"
+        more = " more" if taken_bytes else ""
+        need = f"for {size(missing)}{more} of L1" if missing else "beside L1, which has its memory"
         return Check("memory", OK, f"{size(available_bytes)} available {need} ({reason})")
     # An engine may start only later, and needs memory, too.
     fix = _smaller(available_bytes + taken_bytes, "free memory", 50, "half, because engines need some, too; ")

@@ -269,7 +269,7 @@ def test_the_directory_of_a_running_server_is_left_to_it(tmp_path: Path) -> None
         shutil.rmtree(folder)
         code, gone = doctor(server.environment, *own)
     assert (code, gone["tier 1"]["verdict"], closed["tier 1"]["verdict"]) == (1, "fail", "fail")
-    assert closed["tier 1"]["finding"] == f"the owner of {folder} may no longer use it"
+    assert closed["tier 1"]["finding"] == f"its owner may not use {folder}"
     assert gone["tier 1"]["finding"] == f"cannot use the directory {folder}"
     assert "restore it" in gone["tier 1"]["fix"]
     assert "tier 1, room" not in gone

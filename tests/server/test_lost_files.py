@@ -11,6 +11,7 @@ from harness.processes import as_user, free_port, root
 from harness.server import LMCacheServer
 from harness.tiers import in_threads
 
+from lmcache_server.commands import nearby
 from lmcache_server.errors import StartError
 from lmcache_server.net import claim as module
 from lmcache_server.net.claim import Claim, claimed
@@ -44,6 +45,16 @@ def test_a_server_whose_socket_was_removed_is_named_by_whoever_looks_for_it(serv
     )
     server.kill()
     assert "start one with" in server.cli("status").stderr, "the lock file alone says nothing"
+
+
+def test_a_server_that_stops_has_not_lost_its_socket(tmp_path: Path) -> None:
+    """Nobody listens any more, while it saves its cache and writes to its tiers."""
+    tmp_path.chmod(0o700)
+    path = tmp_path / "5555.sock"
+    with claimed(path, 5555) as claim:
+        claim.listening.close()
+        said = f"process {os.getpid()} is its server, which starts or stops: try again soon"
+        assert nearby.instead(f"ipc://{path}") == said
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

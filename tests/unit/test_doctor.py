@@ -102,7 +102,7 @@ CASES = [
         "asks for 1000.00 GB and takes 5.0 GiB more for page tables and the index, but 1004.00 GB are",
         "pass --l1-size-gb 502  (half, because engines need some, too; or free memory)",
     ),
-    (memory(GB, GB // 2, GB, "the limit"), OK, "1.0 GiB available for the last 512.0 MiB of L1 (the", ""),
+    (memory(GB, GB // 2, GB, "the limit"), OK, "1.0 GiB available for 512.0 MiB more of L1 (the", ""),
     (memory(GB, GB, 0, "the limit"), OK, "0 B available beside L1, which has its memory", ""),
     (memory(GB, GB - 65535, 0, "the limit"), OK, "0 B available beside L1, which has", ""),
     (

@@ -3,8 +3,7 @@
 from typing import Any, TypedDict
 
 from lmcache_client.contract.codec import Natural
-from lmcache_server.commands.control import SHARE
-from lmcache_server.commands.nearby import json_object
+from lmcache_server.commands.control import SHARE, json_object
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.host.logs import printable
 from lmcache_server.host.units import size

@@ -69,7 +69,7 @@ def _tried(name: str, url: urls.TierUrl, is_used: bool) -> Check:
         if is_used:
             with explained("use", url.place):
                 if os.stat(url.place).st_mode & stat.S_IRWXU != stat.S_IRWXU:
-                    raise TierError(f"the owner of {url.place} may no longer use it: chmod u+rwx it")
+                    raise TierError(f"its owner may not use {url.place}: run 'chmod u+rwx {url.place}'")
             return Check(name, OK, f"{url.text}: the running server uses it, so it was not tried")
         urls.compress(url)
         if url.options.key_file:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from lmcache_client.contract.codec import Natural
-from lmcache_server.commands.nearby import json_object
+from lmcache_server.commands.control import json_object
 from lmcache_server.host.units import size
 
 LOST = {
