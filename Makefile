@@ -207,7 +207,7 @@ fleet: install $(STAMPS)/stores $(STAMPS)/routers $(STAMPS)/mooncake
 verified-models: install
 	@$(BIN)/python scripts/verified_models.py
 
-release: install
+release: install $(STAMPS)/deploy
 	@$(BIN)/python scripts/release.py
 
 clean:

@@ -1,7 +1,7 @@
 """`make release`: builds all parts of a release into dist/, as far as this machine can, and checks them.
 
-Builds what is committed, not what is in the working tree: sdist and wheel; the chart, if there is helm; the
-images, if docker or podman works. Installs the wheel into an empty environment, starts its server and asks
+Builds what is committed, not what is in the working tree: sdist and wheel; the chart, with the Helm library
+of the extra `deploy`; the images, if docker or podman works. Installs the wheel into an empty environment, starts its server and asks
 it. Publishes nothing.
 """
 
@@ -67,10 +67,11 @@ def build(tree: Path) -> Path:
 
 
 def chart(tree: Path) -> str:
-    if not shutil.which("helm"):
-        return "chart: not packaged, because there is no helm here"
-    run("helm", "package", tree / "deploy/helm/lmcache-mp", "--destination", DIST)
-    return next(DIST.glob("lmcache-mp-*.tgz")).name
+    try:
+        from helm_python.chart import package
+    except ImportError:
+        return "chart: not packaged, because helm-python-sdk needs x86-64 and Python 3.11 or newer"
+    return Path(package(tree / "deploy/helm/lmcache-mp", destination=DIST)).name
 
 
 def images(tree: Path, version: str) -> str:
