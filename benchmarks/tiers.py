@@ -90,7 +90,9 @@ def put_by(tier: Tier) -> Call:
     def put(name: str, part: memoryview) -> bool:
         record = tier_record(name, part)
         record.seal()
-        return tier.write(name, record.pieces)
+        written = tier.write(name, record.pieces)
+        record.release()
+        return written
 
     return put
 
@@ -101,6 +103,7 @@ def get_by(tier: Tier) -> Call:
         if not (num_bytes := tier.read(name, record.pieces)):
             return False
         record.open(num_bytes)
+        record.release()
         return True
 
     return get

@@ -240,8 +240,9 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
 def _shown(name: str, value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    value = " ".join(value) if isinstance(value, tuple) else value
-    text = FLAGS[name].metadata["show_default"] if value in ("", None) else str(value).removesuffix(".0")
+    text = " ".join(value) if isinstance(value, tuple) else str(value)
+    text = text.removesuffix(".0") if isinstance(value, float) else text
+    text = FLAGS[name].metadata["show_default"] if value in ("", None, ()) else text
     return repr(text) if " " in text else text
 
 

@@ -6,8 +6,5 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 def size(num_bytes: float) -> str:
     """A byte count with its unit: 1536 becomes "1.5 KiB"."""
-    for unit in _UNITS[:-1]:
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} {_UNITS[-1]}"
+    power = min(int(num_bytes).bit_length() - 1, 40) // 10 if num_bytes >= 1 else 0
+    return f"{num_bytes / 1024**power:.{min(power, 1)}f} {_UNITS[power]}"

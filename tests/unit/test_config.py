@@ -200,3 +200,6 @@ def test_the_defaults_and_one_line_with_every_option():
         "http_port=8080 chunk_size=544 l1_size_gb=4 eviction_policy=LRU l1_hugetlb=yes l1_path=none "
         "checksums=no quota_gb=none gpu_kernel=no lease_s=120 log_level=info log_format=text"
     ) + "".join(f" {name}=none" for name in list(FLAGS)[len(dataclasses.fields(Config)) - 1 :])
+    line = describe(load("--host", "0.0.0.0", "--allow-remote", "--l1-size-gb", "2.50"))
+    assert "host=0.0.0.0 " in line
+    assert "l1_size_gb=2.5 " in line

@@ -74,11 +74,8 @@ class Objects:
             absent = [number for number, name in enumerate(names) if self._absent.get(name, 0.0) > now_s]
         if len(names) <= FEW:
             some = [name for number, name in enumerate(names) if number not in absent]
-            there = {
-                name
-                for name, found in zip(some, self._probers.map(self._is_there, some), strict=True)
-                if found
-            }
+            answers = self._probers.map(self._is_there, some)
+            there = {name for name, found in zip(some, answers, strict=True) if found}
             return [name in there for name in names]
         high = min(absent, default=len(names))
         # Everything before `low` is there, nothing from `high` on. Most chains have not even their first.

@@ -16,6 +16,7 @@ import hashlib
 import mmap
 import os
 import struct
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ _HEAD = struct.Struct("<8s32s32sIIQ")
 _NONCE_BYTES, _DIGEST_BYTES = 12, 16
 _SEAL_BYTES = _NONCE_BYTES + _DIGEST_BYTES
 _TRAILER_BYTES = _HEAD.size + _SEAL_BYTES
+_spare = threading.local()  # has the end block of this thread's last record: a new map costs more
 
 
 class DamagedRecordError(Exception):
@@ -83,12 +85,12 @@ class Record:
     def __init__(self, label: Label, payload: Sequence[tuple[int, int]]) -> None:
         self.label = label
         self.payload = [_view(start, length) for start, length in payload]
-        self._end = _memory(label.end_bytes)
-        rest = label.num_bytes % PAGE_BYTES
-        *runs, (address, last) = payload
-        self._rest = _view(address + last - rest, rest)
-        whole = [*runs, (address, last - rest)]
-        self.pieces = [*(_view(start, length) for start, length in whole if length), self._end]
+        self._block = _spare.__dict__.pop("block", None) or mmap.mmap(-1, 2 * PAGE_BYTES)
+        self._end = memoryview(self._block)[: label.end_bytes]
+        *runs, last = self.payload
+        whole = last.nbytes - label.num_bytes % PAGE_BYTES
+        self._rest = last[whole:]
+        self.pieces = [*filter(len, [*runs, last[:whole]]), self._end]
 
     def seal(self, body: Sequence[memoryview] = ()) -> None:
         """Make the pieces the record of the payload, or of its compressed `body`."""
@@ -98,7 +100,7 @@ class Record:
             gather(body, end)
             self.pieces = [end]
         else:
-            end[: len(self._rest)] = self._rest
+            end[:] = bytes(self._rest).ljust(len(end), b"\0")
         end[-_TRAILER_BYTES:-_SEAL_BYTES] = self.label.head(PLAIN, bool(body))
         end[-_DIGEST_BYTES:] = _digest(digested, end[-_TRAILER_BYTES:] if body else end)
 
@@ -119,14 +121,17 @@ class Record:
         if not compressed:
             self._rest[:] = self._end[: len(self._rest)]
 
+    def release(self) -> None:
+        """Neither the record nor its pieces are used any more."""
+        _spare.block = self._block
 
-class EncryptedRecord:
+
+class EncryptedRecord(Record):
     """As Record, encrypted with `cipher`. It is read and written in one piece of its own."""
 
     def __init__(self, label: Label, payload: Sequence[tuple[int, int]], cipher: RecordCipher) -> None:
-        self.label = label
+        super().__init__(label, payload)
         self._cipher = cipher
-        self.payload = [_view(start, length) for start, length in payload]
         self.pieces = [_memory(label.record_bytes)]
 
     def seal(self, body: Sequence[memoryview] = ()) -> None:
@@ -136,8 +141,7 @@ class EncryptedRecord:
         head, nonce = self.label.head(ENCRYPTED, bool(body)), os.urandom(_NONCE_BYTES)
         padding = bytes(len(memory) - _TRAILER_BYTES - size(content))
         secret = self._cipher.aead.encrypt(nonce, b"".join([*content, padding]), head)
-        parts = (secret[:-_DIGEST_BYTES], head, nonce, secret[-_DIGEST_BYTES:])
-        memory[:] = b"".join(parts)
+        memory[:] = b"".join((secret[:-_DIGEST_BYTES], head, nonce, secret[-_DIGEST_BYTES:]))
 
     def open(self, num_bytes: int) -> None:
         """Decrypts the payload. Raises DamagedRecordError, TierError."""

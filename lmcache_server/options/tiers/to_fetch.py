@@ -20,10 +20,8 @@ def wanted(
     """What a resume at `resume_tokens` needs and L1 lacks, in the order of the chain. `ready` has, per chunk,
     the bits of its ready objects; the engine itself holds `computed_tokens`."""
     size, end = layout.chunk_size, resume_tokens // layout.chunk_size
-    first = [
-        layout.first_needed_chunk(group, resume_tokens, computed_tokens)
-        for group in range(len(layout.groups))
-    ]
+    groups = range(len(layout.groups))
+    first = [layout.first_needed_chunk(group, resume_tokens, computed_tokens) for group in groups]
     for chunk in range(min(first, default=end), end):
         for group, spec in enumerate(layout.groups):
             if first[group] <= chunk and spec.stored_blocks(chunk, size):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
 import traceback
@@ -134,6 +135,7 @@ class TierWorker:
         self._lanes = (self._reads, self._asks, self._writes)
         self._rates = rates
         self._cipher = cipher
+        self._record = functools.partial(EncryptedRecord, cipher=cipher) if cipher else Record
         self.compressor = Compressor(compress)
 
     def open(self) -> "asyncio.Future[Tier]":
@@ -230,15 +232,13 @@ class TierWorker:
         except DamagedRecordError:
             tier.remove((name,))
             raise
+        record.release()
         self.compressor.was_read(label, num_bytes, read_s - began_s, time.monotonic() - read_s)
         return arrived()
 
     def _named(self, name: str) -> str:
         """Servers with another key, or none, must not take these records for damaged."""
         return f"{name}.{self._cipher.key_id}" if self._cipher else name
-
-    def _record(self, label: Label, payload: Payload) -> Record | EncryptedRecord:
-        return EncryptedRecord(label, payload, self._cipher) if self._cipher else Record(label, payload)
 
     def _write(self, label: Label, payload: Payload) -> str:
         tier = self._opened()
@@ -252,6 +252,7 @@ class TierWorker:
             pace.take(min(num_bytes, label.num_bytes), self._writes)
         if not tier.write(name, record.pieces):
             return "full"
+        record.release()
         self.compressor.was_written(num_bytes, time.monotonic() - began_s)
         return "written"
 

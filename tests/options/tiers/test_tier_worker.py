@@ -12,7 +12,7 @@ import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from harness.tiers import InMemory
 from harness.waiting import PATIENCE_S, wait_until
-from tier_rig import CIPHERS, KIB, OTHERS, Memory, each_cipher, label, opened, sealed
+from tier_rig import CIPHERS, KIB, OTHERS, Memory, each_cipher, label, opened, record_of, sealed
 
 from lmcache_server.options.tiers import worker as worker_module
 from lmcache_server.options.tiers.base import TierError
@@ -45,6 +45,15 @@ def test_a_record_comes_back_and_any_changed_byte_is_found(size: int, cipher: Re
     for other in OTHERS:
         with pytest.raises(DamagedRecordError):
             opened(whole, label(size, **other), cipher)
+
+
+def test_a_record_has_nothing_of_the_one_before_it() -> None:
+    memory = Memory(4000).fill(b"secret, " * 500)
+    record = record_of(label(4000), memory, None)
+    record.seal()
+    assert b"secret" in bytes(record.pieces[-1])
+    record.release()
+    assert b"secret" not in sealed(b"x", None)
 
 
 def private(path: Path, content: bytes) -> str:

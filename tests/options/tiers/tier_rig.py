@@ -89,7 +89,7 @@ def label(num_bytes: int, **changes: Any) -> Label:
     return Label(**{**given, **changes})
 
 
-def record_of(what: Label, memory: Memory, cipher: RecordCipher | None) -> Record | EncryptedRecord:
+def record_of(what: Label, memory: Memory, cipher: RecordCipher | None) -> Record:
     return EncryptedRecord(what, memory.runs, cipher) if cipher else Record(what, memory.runs)
 
 

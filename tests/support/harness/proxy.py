@@ -52,8 +52,12 @@ class Proxy:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
+                try:
+                    store = socket.create_connection(("127.0.0.1", self._store_port))
+                except OSError:  # the store does not run
+                    client.close()
+                    continue
                 self._open.add(client)
-                store = socket.create_connection(("127.0.0.1", self._store_port))
                 self._open.add(store)
                 for ends in ((client, store, False), (store, client, True)):
                     self._threads.append(threading.Thread(target=self._pass, args=ends))
