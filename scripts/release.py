@@ -1,8 +1,8 @@
 """`make release`: builds all parts of a release into dist/, as far as this machine can, and checks them.
 
 Builds what is committed, not what is in the working tree: sdist and wheel; the chart, with the Helm library
-of the extra `deploy`; the images, if docker or podman works. Installs the wheel into an empty environment, starts its server and asks
-it. Publishes nothing.
+of the extra `deploy`; the images, if docker or podman works. Installs the wheel into an empty environment,
+starts its server and asks it. Publishes nothing.
 """
 
 import os

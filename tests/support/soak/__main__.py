@@ -1,8 +1,10 @@
-"""`python -m soak SECONDS [DIRECTORY]`, in tests/support: one server under clients that come and go.
+"""`python -m soak SECONDS [DIRECTORY]`, in tests/support: one server under clients that come and go, with two
+tiers that fail and recover.
 
 Samples go into samples.csv, a summary into summary.json and the curve, where there is matplotlib, into
 curve.svg of the directory. Exits with 1 if a client saw a wrong byte, hung or crashed, if the server's memory
-grew, or if descriptors, threads, sessions, leases or frames were missing when no client was there.
+grew, if descriptors, threads, sessions, leases or frames were missing when no client was there, or if no
+token came from a tier.
 """
 
 import importlib.util
@@ -10,6 +12,7 @@ import json
 import random
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,12 @@ from typing import Any
 from harness.paths import CACHE
 from harness.processes import tail
 from harness.server import LMCacheServer
+from harness.waiting import wait_until
 
 from soak.crew import Crew
 from soak.curve import draw
 from soak.samples import Sample, faults, growth_bytes, open_files, sample, warm, write
+from soak.troubles import Troubles
 
 L1_SIZE_GB = 0.25
 RESTS = 24
@@ -29,20 +34,23 @@ REST_S = 3.0
 TURN_S = 0.05
 
 
-def soak(server: LMCacheServer, seconds: float, crew: Crew) -> list[Sample]:
+def soak(server: LMCacheServer, seconds: float, crew: Crew, troubles: Troubles) -> list[Sample]:
     server.wait_until_populated()
     started_s = time.monotonic()
     # What the first client alone brings (a library that is loaded, say) is no growth.
     while time.monotonic() - started_s < min(20.0, seconds / 10):
         crew.turn()
         time.sleep(TURN_S)
+    server.wait_until_written()
     samples: list[Sample] = []
 
     def measure(at_rest: bool) -> None:
         samples.append(sample(server, time.monotonic() - started_s, at_rest))
 
     def rest() -> None:
+        troubles.end()
         crew.rest()
+        wait_until(lambda: not unwell(server), what=lambda: f"these tiers work: {unwell(server)}")
         server.wait_at_rest()
         time.sleep(REST_S)
         measure(at_rest=True)
@@ -54,13 +62,14 @@ def soak(server: LMCacheServer, seconds: float, crew: Crew) -> list[Sample]:
     rest_s, measure_s = between_s, 0.0
     while (now_s := time.monotonic() - started_s) < seconds:
         crew.turn()
+        troubles.turn()
         if now_s >= measure_s:
             measure(at_rest=False)
             measure_s = now_s + interval_s
         if now_s >= rest_s:
             rest()
             rest_s = time.monotonic() - started_s + between_s
-            print(samples[-1], dict(crew.counts), *crew.faults, flush=True)
+            print(samples[-1], dict(crew.counts), dict(troubles.counts), *crew.faults, flush=True)
             if more := open_files(server.pid) - files:
                 print("open, and not at the start:", dict(more), flush=True)
         time.sleep(TURN_S)
@@ -68,12 +77,19 @@ def soak(server: LMCacheServer, seconds: float, crew: Crew) -> list[Sample]:
     return samples
 
 
-def summary(samples: list[Sample], crew: Crew, metrics: dict[str, float], wrong: list[str]) -> dict[str, Any]:
+def unwell(server: LMCacheServer) -> list[Any]:
+    """The tiers that are left alone, or that have not written all that waits."""
+    return [each for each in server.status()["tiers"] if each["failing"] or each["waiting_objects"]]
+
+
+def summary(
+    samples: list[Sample], counts: dict[str, int], metrics: dict[str, float], wrong: list[str]
+) -> dict[str, Any]:
     rests = [each for each in warm(samples) if each.at_rest]
     return {
         "seconds": round(samples[-1].at_s),
         "samples": len(samples),
-        "clients": dict(crew.counts),
+        "clients and troubles": counts,
         "rss_at_rest_mib": [round(each.rss_bytes / (1 << 20), 1) for each in rests],
         "growth_mib": round(growth_bytes(samples) / (1 << 20), 1),
         "peak_mib": round(max(each.rss_bytes for each in warm(samples)) / (1 << 20), 1),
@@ -95,20 +111,26 @@ def main() -> int:
     directory.mkdir(parents=True, exist_ok=True)
     seed = random.randrange(1 << 30)
     print(f"{seconds:g} s, seed {seed}; results in {directory}", flush=True)
-    with LMCacheServer(l1_size_gb=L1_SIZE_GB, checksums=False) as server:
+    with (
+        tempfile.TemporaryDirectory() as tiers,
+        Troubles(Path(tiers), seed) as troubles,
+        LMCacheServer(l1_size_gb=L1_SIZE_GB, checksums=False, tier=troubles.urls) as server,
+    ):
         crew = Crew(server.address, server.http_port, seed)
         try:
-            samples = soak(server, seconds, crew)
+            samples = soak(server, seconds, crew, troubles)
         finally:
             crew.close()
         metrics = server.metrics()
         log = tail(server.log)
         code = server.terminate()
     wrong = [*dict.fromkeys(crew.faults), *faults(samples)]
+    read = 'lmcache_tier_objects_total{direction="read",outcome="read",tier="%s"}'
+    wrong += [f"nothing came from tier {number}" for number in "12" if not metrics.get(read % number)]
     if code:
         wrong.append(f"the server ended with code {code}, and not with 0")
     write(directory / "samples.csv", samples)
-    result = summary(samples, crew, metrics, wrong)
+    result = summary(samples, dict(crew.counts + troubles.counts), metrics, wrong)
     (directory / "summary.json").write_text(json.dumps(result, indent=1) + "\n")
     if importlib.util.find_spec("matplotlib") is not None:
         draw(samples, directory / "curve.svg")
