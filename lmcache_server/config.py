@@ -15,7 +15,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from lmcache_client.contract import migration
+from lmcache_client.contract import lmcache_names
 from lmcache_client.contract.endpoint import host_name, is_loopback
 from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS
 from lmcache_client.contract.messages import DEFAULT_PORT
@@ -230,7 +230,7 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     known = [*map(variable_name, FLAGS), CONFIG_VARIABLE, *NO_FLAGS]
     return [
         f"the environment variable {name} sets nothing: "
-        + (migration.advice("variables", name) or _suggest(name, known))
+        + (lmcache_names.advice("variables", name) or _suggest(name, known))
         for name, value in sorted(environment.items())
         if name.startswith(ENVIRONMENT_PREFIX) and name not in known
         if not (_SET_BY_KUBERNETES.search(name) or value.startswith("tcp://"))
@@ -312,7 +312,7 @@ def _take_file(ctx: click.Context, _option: click.Parameter, path: str | None) -
     for key in content:
         if key not in FLAGS:
             near = _suggest(key.replace("-", "_").lower(), FLAGS)
-            advice = migration.advice("flags", flag_name(key)) or near
+            advice = lmcache_names.advice("flags", flag_name(key)) or near
             raise StartError(f"unknown key {key!r:.80} in {path}: {advice}")
     ctx.default_map, ctx.meta[CONFIG_VARIABLE] = content, path
 

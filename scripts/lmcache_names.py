@@ -5,14 +5,14 @@ python scripts/lmcache_names.py > docs/lmcache-names.md
 
 from collections.abc import Iterable
 
-from lmcache_client.contract.migration import MISSING, NO_EFFECT, NOT_NEEDED, SAME, table
+from lmcache_client.contract.lmcache_names import MISSING, NO_EFFECT, NOT_NEEDED, SAME, table
 
 HEAD = """# LMCache's names
 
-`python scripts/lmcache_names.py` generates this page, most of it from `lmcache_client/contract/lmcache.json`,
-and a test keeps it up to date. It has every flag of LMCache's server and every key of its connector, in
-version 0.5.6 (and the flags of 0.5.7rc3), and what they are here. [Coming from
-LMCache](coming-from-lmcache.md) has the steps.
+`python scripts/lmcache_names.py` generates this page, most of it from
+`lmcache_client/contract/lmcache_names.json`, and a test keeps it up to date. It has every flag of LMCache's
+server and every key of its connector, in version 0.5.6 (and the flags of 0.5.7rc3), and what they are here.
+[Coming from LMCache](coming-from-lmcache.md) has the steps.
 """
 SECTIONS = {
     "Flags of the server": (

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache_client import options
 from lmcache_client.channel import Channel, Pending
 from lmcache_client.connector import stats
+from lmcache_client.connector.cache_reset import Root, start_anew
 from lmcache_client.connector.held_blocks import HeldBlocks
 from lmcache_client.connector.log import logger, trace
 from lmcache_client.connector.lookups import Lookups
@@ -18,7 +19,6 @@ from lmcache_client.connector.offers import Offers, stores
 from lmcache_client.connector.option import Engine, Options
 from lmcache_client.connector.request import Asking, Promised, Tracked
 from lmcache_client.connector.request_keys import Hints
-from lmcache_client.connector.root_key import Root, start_anew
 from lmcache_client.connector.server_of_rank import places, schedulers
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import TransferStats
@@ -26,7 +26,7 @@ from lmcache_client.connector.weights import Adapters
 from lmcache_client.contract.chunk_size import unified_block_size
 from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS, GroupSpec
 from lmcache_client.contract.messages import Cleared, Joined
-from lmcache_client.engine import JOIN_S, load_message
+from lmcache_client.requests import JOIN_S, load_message
 from lmcache_client.servers import Servers
 from lmcache_client.transport import SYSTEM, System
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from lmcache_client.contract import migration
+from lmcache_client.contract import lmcache_names
 from lmcache_client.contract.endpoint import address
 from lmcache_client.contract.messages import DEFAULT_PORT
 
@@ -61,7 +61,7 @@ def parse(extra_config: Mapping[str, Any]) -> tuple[Settings, list[str]]:
     if unknown := [name for name in values if name not in known and name not in WITHOUT_EFFECT]:
         told = [
             f"unknown key {PREFIX + name!r} in kv_connector_extra_config: "
-            f"{migration.advice('keys', PREFIX + name) or _suggestion(name)}"
+            f"{lmcache_names.advice('keys', PREFIX + name) or _suggestion(name)}"
             for name in unknown
         ]
         raise ValueError("; ".join(told))

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import click
 
-from lmcache_client.contract import migration
+from lmcache_client.contract import lmcache_names
 from lmcache_server.config import FLAGS, flag_name, variable_name
 from lmcache_server.host import logs
 from lmcache_server.host.logs import printable
@@ -28,7 +28,7 @@ def advice(error: click.UsageError, arguments: Sequence[str]) -> Sequence[str]:
     if isinstance(error, click.NoSuchOption) and words[:1] == ["server"]:
         return _of_all_flags(arguments)
     names = (" ".join(words[:2]), *words[:1])
-    return [told for told in (migration.advice("commands", name) for name in names) if told][:1]
+    return [told for told in (lmcache_names.advice("commands", name) for name in names) if told][:1]
 
 
 def _of_all_flags(arguments: Sequence[str]) -> Sequence[str]:
@@ -41,7 +41,7 @@ def _of_all_flags(arguments: Sequence[str]) -> Sequence[str]:
             name = re.sub("^--no-", "--", word.partition("=")[0])
             is_kept = name in known
             if not is_kept:
-                told = migration.advice("flags", name)
+                told = lmcache_names.advice("flags", name)
                 is_of_lmcache |= bool(told)
                 lines.append(told or f"there is no flag {name}")
         kept += [word] if is_kept else []

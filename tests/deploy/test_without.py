@@ -28,7 +28,7 @@ NOT_OF_THE_BASE = (
     "tests/unit/test_docs.py",
     "tests/unit/test_errors_page.py",
     "tests/unit/test_metrics.py::test_the_document_is_up_to_date",
-    "tests/unit/test_migration.py::test_what_is_named_instead_exists",
+    "tests/unit/test_lmcache_names.py::test_what_is_named_instead_exists",
     "tests/unit/test_mutants.py",
 )
 

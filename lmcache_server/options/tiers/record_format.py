@@ -4,8 +4,8 @@ The payload's whole 4 KiB pages are read and written where they are in L1. The e
 rest and the trailer: magic, namespace, key, number of the object, of its blocks and of its bytes, a nonce
 (zero), and the XXH3-128 of all that comes before. XXH3 finds damage, not forgery.
 
-A compressed record is shorter: it has the body that compression.py describes, and at its end the trailer. Its
-digest is of the payload and the trailer.
+A compressed record is shorter: it has the body that compressed_body.py describes, and at its end the
+trailer. Its digest is of the payload and the trailer.
 
 With a secret key, all but the trailer is encrypted (AES-256-GCM), and the digest is GCM's tag. Nobody can
 forge that without the key.
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from lmcache_client.contract import key_file
-from lmcache_server.options.tiers.compression import expand
+from lmcache_server.options.tiers.compressed_body import expand
 from lmcache_server.options.tiers.pieces import PAGE_BYTES, first, gather, size, spread
 
 PLAIN, ENCRYPTED = b"LMCMP-R1", b"LMCMP-E1"

@@ -22,7 +22,7 @@ from urllib.parse import unquote
 from lmcache_server.errors import StartError
 from lmcache_server.host.units import GB_BYTES
 from lmcache_server.l1.area import Area
-from lmcache_server.options.tiers import compression
+from lmcache_server.options.tiers import compressed_body
 from lmcache_server.options.tiers.base import Tier
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _EXTRAS = {"valkey": "valkey", "s3": "s3", "az": "s3", "gs": "s3", "mooncake": "mooncake"}
 _PACKAGES = {"valkey": "glide_sync", "s3": "obstore", "mooncake": "mooncake"}
 COMMIT, COLD = WRITES = ("commit", "cold")
-_SETTINGS = (compression.OFF, compression.AUTO, *compression.METHODS)
+_SETTINGS = (compressed_body.OFF, compressed_body.AUTO, *compressed_body.METHODS)
 VALKEY_PORT, MOONCAKE_PORT = 6379, 50051
 USERNAME_VARIABLE, PASSWORD_VARIABLE = "LMCACHE_VALKEY_USERNAME", "LMCACHE_VALKEY_PASSWORD"
 
@@ -47,7 +47,7 @@ class TierOptions:
     write_tb_day: float | None = None
     """In 10**12 bytes."""
     key_file: str | None = None
-    compress: str = compression.OFF
+    compress: str = compressed_body.OFF
 
     @property
     def rates(self) -> tuple[float, float, float]:
@@ -101,7 +101,7 @@ def parse(url: str) -> TierUrl:
     options = {each.name: values.pop(each.name) for each in fields(TierOptions) if each.name in values}
     default = {"write": COLD if scheme == "dir" and not values.get("shared") else COMMIT}
     if scheme not in ("dir", "mooncake"):
-        default["compress"] = compression.AUTO
+        default["compress"] = compressed_body.AUTO
     return TierUrl(url, scheme, place, values, TierOptions(**{**default, **options}))
 
 
@@ -114,13 +114,13 @@ def check_installed(url: TierUrl) -> None:
 
 def compress(url: TierUrl) -> str:
     """How records are compressed. Raises StartError if the package for that is not installed."""
-    if url.options.compress == compression.OFF or compression.is_installed():
+    if url.options.compress == compressed_body.OFF or compressed_body.is_installed():
         return url.options.compress
-    reason = f"compress={url.options.compress} needs the package blosc: {compression.INSTALL}"
-    if url.options.compress != compression.AUTO:
+    reason = f"compress={url.options.compress} needs the package blosc: {compressed_body.INSTALL}"
+    if url.options.compress != compressed_body.AUTO:
         raise _wrong(url.text, f"cannot be used: {reason}")
     logger.warning("%(tier)s is not compressed: %(reason)s", {"tier": url.text, "reason": reason})
-    return compression.OFF
+    return compressed_body.OFF
 
 
 def open_tier(url: TierUrl, l1: Area | None = None) -> Tier:

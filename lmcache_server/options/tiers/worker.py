@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from lmcache_server.options.tiers.base import Tier, TierError, Usage
-from lmcache_server.options.tiers.compression import OFF
-from lmcache_server.options.tiers.compressor import Compressor
+from lmcache_server.options.tiers.compressed_body import OFF
+from lmcache_server.options.tiers.compression_choice import Compressor
 from lmcache_server.options.tiers.pieces import size
 from lmcache_server.options.tiers.record_format import DamagedRecordError, EncryptedRecord, Label, Record
 

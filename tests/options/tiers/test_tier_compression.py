@@ -12,11 +12,10 @@ import pytest
 from harness.tiers import InMemory
 from tier_rig import KIB, OTHERS, Memory, each_cipher, label, opened, sealed
 
-from lmcache_server.options.tiers import compression, text
-from lmcache_server.options.tiers import compressor as compressor_module
+from lmcache_server.options.tiers import compressed_body, compression_choice, text
 from lmcache_server.options.tiers.base import TierError
-from lmcache_server.options.tiers.compression import METHODS, SEGMENT_BYTES, compress, expand
-from lmcache_server.options.tiers.compressor import ELEMENTS, Compressor, pays
+from lmcache_server.options.tiers.compressed_body import METHODS, SEGMENT_BYTES, compress, expand
+from lmcache_server.options.tiers.compression_choice import ELEMENTS, Compressor, pays
 from lmcache_server.options.tiers.record_format import (
     DamagedRecordError,
     Record,
@@ -145,7 +144,7 @@ def test_a_group_that_does_not_shrink_is_tried_once(monkeypatch: pytest.MonkeyPa
         asked.append((sum(map(len, views)), element))
         return compress(views, method, element)
 
-    monkeypatch.setattr(compressor_module, "compress", counting)
+    monkeypatch.setattr(compression_choice, "compress", counting)
     made, size = Compressor("zstd"), 3 * SEGMENT_BYTES
     still, floats = memoryview(noise(size)), memoryview(values(size))
     doubles = memoryview(np.frombuffer(values(size // 2), np.uint16).astype(np.uint32).tobytes())
@@ -227,7 +226,7 @@ def test_without_the_package_a_compressed_record_is_an_error_that_says_what_to_d
     writer = TierWorker("tier", lambda: tier, loop, Rates(), compress="zstd")
     memory = Memory(size).fill(values(size))
     assert done(writer.write(label(size), memory.runs)) == "written"
-    compression._blosc.cache_clear()
+    compressed_body._blosc.cache_clear()
     monkeypatch.setitem(sys.modules, "blosc", None)
     with pytest.raises(TierError, match=r"are compressed: run pip install '.\[compress\]'"):
         done(writer.read(label(size), memory.runs, lambda: b""))

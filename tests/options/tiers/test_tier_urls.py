@@ -137,7 +137,7 @@ def test_a_missing_package_is_named_with_its_extra(url, package, extra, monkeypa
 
 
 def test_without_blosc_a_named_method_is_refused_and_auto_says_once_that_it_is_off(monkeypatch, caplog):
-    monkeypatch.setattr(urls.compression, "is_installed", lambda: False)
+    monkeypatch.setattr(urls.compressed_body, "is_installed", lambda: False)
     named = parse("dir:///a?size_gb=1&compress=lz4")
     with pytest.raises(StartError, match=r"dir:///a' .*compress=lz4 needs .*pip install '\.\[compress\]'"):
         option(named.text)

@@ -23,7 +23,7 @@ from lmcache_server.core.limits import Limits
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.host.units import GB_BYTES
 from lmcache_server.l1.memory import L1Memory
-from lmcache_server.options.tiers.compression import SEGMENT_BYTES, compress
+from lmcache_server.options.tiers.compressed_body import SEGMENT_BYTES, compress
 from lmcache_server.options.tiers.fetches import Fetches
 from lmcache_server.options.tiers.record_format import EncryptedRecord, Label, Record, RecordCipher
 from lmcache_server.options.tiers.server import Server

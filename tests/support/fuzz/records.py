@@ -6,7 +6,7 @@ import mmap
 import numpy as np
 
 from fuzz.choices import Choices, Target
-from lmcache_server.options.tiers.compression import METHODS, compress
+from lmcache_server.options.tiers.compressed_body import METHODS, compress
 from lmcache_server.options.tiers.record_format import DamagedRecordError, Label, Record
 
 PAYLOAD_BYTES = 40_000

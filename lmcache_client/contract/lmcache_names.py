@@ -1,6 +1,6 @@
 """What became of the flags, keys, variables and commands of LMCache 0.5.6: the one table for all errors.
 
-`lmcache.json` has rows of names, of what they are here, and of the reason. docs/lmcache-names.md shows
+`lmcache_names.json` has rows of names, of what they are here, and of the reason. docs/lmcache-names.md shows
 the same rows.
 """
 
@@ -17,7 +17,7 @@ def table(kind: str) -> list[tuple[list[str], str, str]]:
     """The rows of "flags", "keys", "variables" or "commands": names, what they are here, and why."""
     import json  # only for an error
 
-    rows = json.loads(Path(__file__).with_name("lmcache.json").read_text())[kind]
+    rows = json.loads(Path(__file__).with_name("lmcache_names.json").read_text())[kind]
     return [([names] if kind == "commands" else names.split(), here, why) for names, here, why in rows]
 
 

@@ -10,7 +10,7 @@ import pytest
 from harness.paths import ROOT
 
 from lmcache_client.connector.settings import PREFIX, WITHOUT_EFFECT, Settings, parse
-from lmcache_client.contract.migration import MISSING, NO_EFFECT, NOT_NEEDED, SAME, advice, table
+from lmcache_client.contract.lmcache_names import MISSING, NO_EFFECT, NOT_NEEDED, SAME, advice, table
 from lmcache_server import config
 from lmcache_server.commands.cli import cli
 from lmcache_server.config import FLAGS, NO_FLAGS, flag_name, unknown_variables, variable_name

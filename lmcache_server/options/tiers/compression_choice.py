@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from lmcache_server.options.tiers.compression import AUTO, OFF, SEGMENT_BYTES, ZSTD, compress, expand
+from lmcache_server.options.tiers.compressed_body import AUTO, OFF, SEGMENT_BYTES, ZSTD, compress, expand
 from lmcache_server.options.tiers.pieces import first, size
 from lmcache_server.options.tiers.record_format import Label, compressed_bytes
 
