@@ -241,7 +241,7 @@ def _shown(name: str, value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     text = " ".join(value) if isinstance(value, tuple) else str(value)
-    text = text.removesuffix(".0") if isinstance(value, float) else text
+    text = text.removesuffix(".0" if isinstance(value, float) else "")
     text = FLAGS[name].metadata["show_default"] if value in ("", None, ()) else text
     return repr(text) if " " in text else text
 

@@ -47,8 +47,7 @@ def keys_of(tokens: Sequence[int], chunk_size: int, salt: str, lookahead: int = 
 
 def look(ask: Ask, name: str, tokens: Sequence[int], salt: str, namespace: dict[str, Any]) -> dict[str, Any]:
     """What the server holds of a prompt in a namespace, as JSON values. Raises ControlError."""
-    size, groups = namespace["chunk_size"], namespace["groups"]
-    lookahead = namespace["lookahead_tokens"]
+    size, groups, lookahead = (namespace[each] for each in ("chunk_size", "groups", "lookahead_tokens"))
     # vLLM always computes the last token, so it never asks for a chunk that ends with it.
     keys = keys_of(tokens if lookahead else tokens[:-1], max(size, 1), salt, lookahead)
     limit = len(keys) * size

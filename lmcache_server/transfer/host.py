@@ -162,7 +162,7 @@ def check_user(pid: int) -> None:
     if uid != os.geteuid():
         raise NoAccessError(
             f"process {pid} belongs to user id {uid} and the server runs as user id {os.geteuid()}: run "
-            "the server as the user of vLLM"
+            "both as one user"
         )
 
 

@@ -285,6 +285,13 @@ def test_alerts_and_dashboard_are_the_files_of_the_repository():
         ({"tier": {"hostPath": "/nvme", "sizeGb": 1}}, f"tier.hostPath /nvme {SYSTEM}"),
         ({"l1HostPath": "/dev/shm/"}, f"l1HostPath /dev/shm/ {SYSTEM}"),
         ({"socket": {"hostPath": "/run"}}, f"socket.hostPath /run {SYSTEM}"),
+        ({"socket": {"hostPath": "/var/run/"}}, f"socket.hostPath /var/run/ {SYSTEM}"),
+        ({"l1HostPath": "/dev/shm/."}, "l1HostPath"),
+        ({"l1HostPath": "/dev//shm"}, "l1HostPath"),
+        ({"l1HostPath": "/dev/shm/x/.."}, "l1HostPath"),
+        ({"l1HostPath": "/dev/shm/it's"}, "l1HostPath"),
+        ({"extraArgs": ["--port=7777"]}, "extraArgs has --port, which the chart sets"),
+        ({"extraArgs": ["--host", "0.0.0.0"]}, "--host without --key-file"),
         ({"tier": {"hostPath": "/run/lmcache-mp", "sizeGb": 1}}, "are one directory"),
         ({"tier": {"sizeGb": 20}}, "set tier.hostPath"),
         ({"http": {"host": "127.0.0.1"}}, "http.host"),
@@ -350,6 +357,12 @@ def test_the_init_container_gives_the_directory_to_the_user(tmp_path):
     done = subprocess.run([*setpriv, shell, options, script], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == "/nvme/lmcache of the node is in use: name a directory that holds nothing else\n"
+    # So is what is everybody's, such as /var/tmp, even while it is empty.
+    (directories[-1] / "of others").unlink()
+    directories[-1].chmod(0o1777)
+    assert (
+        subprocess.run([*setpriv, shell, options, script], capture_output=True, check=False).returncode == 1
+    )
     assert directories[-1].stat().st_uid == 0
 
 

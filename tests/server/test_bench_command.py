@@ -20,6 +20,7 @@ from harness.waiting import PATIENCE_S, wait_until
 from lmcache_client.contract.messages import Done, Load
 from lmcache_server.commands.bench import run
 from lmcache_server.commands.bench.client import Client
+from lmcache_server.commands.bench.crew import Crew
 from lmcache_server.commands.bench.measure import Sample, load, lookup, store
 from lmcache_server.commands.bench.tally import Tally
 from lmcache_server.commands.bench.workload import BenchError, Workload
@@ -135,6 +136,15 @@ def test_errors_are_one_sentence(server):
     assert "not both" in refusal(server, "--requests", "1", "--seconds", "1")
     assert refusal(server, "--only", "everything").startswith("lmcache: --only takes some of lookup,store")
     assert copied(server, "store") == before
+
+
+def test_more_memory_than_there_is_is_not_taken(monkeypatch):
+    monkeypatch.setattr(run, "available_bytes", lambda: (1 << 30, "this test"))
+    l1 = {"total_bytes": 1 << 30, "free_bytes": 1 << 30}
+    few, many = (Crew(size, Workload("model", 256, False, 1, 4096, 1, 1), (), 0) for size in (25, 26))
+    assert "taking 1,001 MiB" in run.announcement([few], l1)
+    with pytest.raises(BenchError, match=r"and 1\.0 GiB are available: choose fewer --clients or --workers"):
+        run.announcement([many], l1)
 
 
 def test_without_a_number_of_requests_it_fits_itself_to_l1(server):

@@ -268,7 +268,9 @@ def test_of_a_server_elsewhere_nothing_is_suggested_that_changes_it(monkeypatch)
             ("status --json", "status --json"),
         ):
             monkeypatch.setattr(sys, "argv", ["lmcache", *words.split(), "--port", "7", "--host=x"])
-            command = f"LMCACHE_RUNTIME_DIR=/run/lmcache {sys.executable} -m lmcache_server {kept} --port 7'"
+            command = (
+                f"LMCACHE_RUNTIME_DIR=/run/lmcache {sys.executable} -I -m lmcache_server {kept} --port 7'"
+            )
             assert nearby.again(Path("/run/lmcache"), 0, 7) == prefix + command
     monkeypatch.setattr(sys, "argv", ["lmcache", "clear", "--tiers"])
     for owner_id in (0, 12345):

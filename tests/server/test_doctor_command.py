@@ -264,6 +264,12 @@ def test_the_directory_of_a_running_server_is_left_to_it(tmp_path: Path) -> None
         code, found = doctor(other.environment, "--tier", url)
         assert code == 1
         assert "another server uses the directory" in found["tier 1"]["finding"]
+        if os.geteuid() == 0:
+            os.chown(folder, 65534, 65534)
+            _, foreign = doctor(server.environment, *own)
+            assert foreign["tier 1"]["verdict"] == "fail"
+            assert "another user's" in foreign["tier 1"]["finding"]
+            os.chown(folder, 0, 0)
         folder.chmod(0o500)
         _, closed = doctor(server.environment, *own)
         shutil.rmtree(folder)

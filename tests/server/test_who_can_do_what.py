@@ -121,7 +121,7 @@ def test_an_admin_is_told_the_command_that_reaches_the_server_of_another_user(tm
             for words in (("status",), ("clear", "--tiers"), ("unpin", "--all")):
                 code, line = typed(user, nowhere, *words)
                 assert (code, f": one is in {server.runtime_dir}: run '{command}'" in line) == (1, True), line
-        where = f"LMCACHE_RUNTIME_DIR={server.runtime_dir} {sys.executable} -m lmcache_server "
+        where = f"LMCACHE_RUNTIME_DIR={server.runtime_dir} {sys.executable} -I -m lmcache_server "
         run = "run 'sudo -u nobody env " if shutil.which("sudo") else "as root, run '"
         may_be = (
             f"; another user's may be in {server.runtime_dir}: {run}{where}status --port {server.port}'\n"

@@ -260,7 +260,7 @@ def test_a_process_of_another_user_is_refused_whatever_rights_the_server_has(chi
     try:
         changed = lambda: os.stat(f"/proc/{other.pid}").st_uid == 65534  # noqa: E731
         wait_until(changed, what="the process is another user's")
-        with pytest.raises(host.NoAccessError, match="run the server as the user of vLLM"):
+        with pytest.raises(host.NoAccessError, match="run both as one user"):
             host.HostMapping(Memory(other.pid, ((child.address, 1),), child.address)).open()
     finally:
         other.kill()

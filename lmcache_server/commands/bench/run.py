@@ -8,7 +8,8 @@ from lmcache_server.commands.bench.measure import load, lookup, ping, store
 from lmcache_server.commands.bench.tally import Tally
 from lmcache_server.commands.bench.workload import BenchError, Workload
 from lmcache_server.core.cache import ONCE_SHARE
-from lmcache_server.host.units import GB_BYTES
+from lmcache_server.host.machine import available_bytes
+from lmcache_server.host.units import GB_BYTES, size
 
 OPERATIONS = ("lookup", "store", "load")
 LOOKUP_CHUNKS = (1, 8, 64, 512)
@@ -20,6 +21,7 @@ MAX_REQUESTS = 20
 MAX_SHARE = 0.25
 """The bench fills at most this share of L1 with its chunks, which nobody needs."""
 MIB = 1 << 20
+PROCESS_BYTES = 40 * MIB  # of a client, beside its pages
 
 
 def crews(
@@ -69,7 +71,10 @@ def announcement(crews: list[Crew], l1: dict[str, int]) -> str:
             f"{l1['total_bytes'] / MIB:,.0f} MiB, and evict what engines need: choose fewer --requests, "
             "--chunks, --layers or --workers, a smaller --page-kb, or no lookups (--only store,load)"
         )
-    memory = max(crew.size * crew.workload.memory_bytes for crew in crews) / MIB
+    memory = max(crew.size * (PROCESS_BYTES + crew.workload.memory_bytes) for crew in crews)
+    if memory > (available := available_bytes()[0]):
+        lack = f"this would take {size(memory)} of memory, and {size(available)} are available"
+        raise BenchError(f"{lack}: choose fewer --clients or --workers, or a smaller --page-kb")
     free = f"{l1['free_bytes'] / MIB:,.0f} MiB"
     if seconds := crews[0].workload.seconds:
         lookups = sum(crew.l1_bytes for crew in crews if ("ping", ping, 0) in crew.phases)
@@ -77,11 +82,11 @@ def announcement(crews: list[Crew], l1: dict[str, int]) -> str:
         return (
             f"measuring {sum(len(crew.phases) for crew in crews)} operations for {seconds:g} s each; filling "
             f"the free part of L1, {free}, then replacing the bench's own chunks (engines lose at most "
-            f"{lost:,.0f} MiB of theirs); taking {memory:,.0f} MiB of memory beside it"
+            f"{lost:,.0f} MiB of theirs); taking {memory / MIB:,.0f} MiB of memory beside it"
         )
     return (
         f"storing {stored / MIB:,.0f} MiB in L1, where {free} are free (if that is too little, the oldest "
-        f"chunks are evicted); taking {memory:,.0f} MiB of memory beside it"
+        f"chunks are evicted); taking {memory / MIB:,.0f} MiB of memory beside it"
     )
 
 

@@ -73,7 +73,7 @@ def examine(
             {gpu: int(_text(f"/sys/bus/pci/devices/{gpu.lower()}/numa_node") or -1) for gpu in gpus},
         ),
         verdicts.driver(gpus, version, failure, _has_device_files()),
-        *itertools.chain(*(of(effective, report.get("config", {})) for of in parts("doctor", "checks"))),
+        *itertools.chain(*(of(effective, report) for of in parts("doctor", "checks"))),
         *(check_devices(driver, report) if driver is not None else ()),
         *(try_gpus(driver) if driver is not None and gpu_trial else ()),
         *(through_server(driver, address(*server), report) if driver is not None and gpu_trial else ()),

@@ -107,16 +107,10 @@ class VllmServer:
         server counts those with a salt as tests. vLLM's id of the request contains `request`. Without
         `load`, nothing comes from the server."""
         body: dict[str, Any] = {
-            "model": self.model,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "logprobs": NUM_TOP,
-            "return_tokens_as_token_ids": True,
-            "return_token_ids": True,
-            "stream": True,
-        }
+            "model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0,
+            "ignore_eos": True, "logprobs": NUM_TOP, "return_tokens_as_token_ids": True,
+            "return_token_ids": True, "stream": True,
+        }  # fmt: skip
         headers = {"X-Request-Id": request} if request else {}
         if not load:
             body["kv_transfer_params"] = {LOAD: False}

@@ -119,18 +119,14 @@ def _verify(vllm: VllmServer, case: Case) -> Result:
     start = vllm.counters()
     cold, counts = _asked(vllm, case, salts[0])
     again, _ = _asked(vllm, case, salts[1])
-    requests = 4
-    if case.is_repeat:
-        salts = [salts[0], salts[0]]
-    else:
-        salts = [new_salt(), new_salt()]
-        for salt in salts:
-            vllm.ask(case.stored, ANSWER_TOKENS, salt)
-            requests += 1
+    stored = [] if case.is_repeat else [new_salt(), new_salt()]
+    for salt in stored:
+        vllm.ask(case.stored, ANSWER_TOKENS, salt)
+    salts = stored or [salts[0], salts[0]]
     local, own = _asked(vllm, case, salts[0], load=False)
     vllm.reset_prefix_cache()
     served, loaded = _asked(vllm, case, salts[1], is_served=True)
-    if vllm.counters().finished - start.finished > requests:
+    if vllm.counters().finished - start.finished > 4 + len(stored):
         raise VerifyError("vLLM served other requests meanwhile: run verify while it is idle")
     named = zip(DRAFTED, (counts, own, loaded), strict=True)
     drafts = {name: (each.accepted, each.drafts) for name, each in named}
@@ -158,9 +154,8 @@ def verdict(results: list[Result]) -> tuple[bool, str]:
     noise = max(result.noise for result in results)
     served = [result for result in results if result.served_tokens]
     wrong = [result for result in served if not result.is_right(noise)]
-    own = "the engine repeats itself exactly"
-    if noise:
-        own = f"the engine's own answers differ by up to {noise:.2g}"
+    differ = f"the engine's own answers differ by up to {noise:.2g}"
+    own = differ if noise else "the engine repeats itself exactly"
     if not served:
         return False, (
             "nothing was served: is `lmcache server` running (see vLLM's log), and are the prompts longer "

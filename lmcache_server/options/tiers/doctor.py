@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lmcache_client.contract.endpoint import whose
 from lmcache_server.errors import StartError
 from lmcache_server.host.preflight import FAIL, OK, WARN, Check
 from lmcache_server.host.units import GB_BYTES, size
@@ -30,10 +31,10 @@ WITHOUT_LIMIT_GB = 1e9
 
 def checks(values: Mapping[str, Any], running: Mapping[str, Any]) -> list[Check]:
     """A check for each tier of these values of the flags, and one for the room of each directory. A directory
-    of one server is locked by the server that has it: `running` are its values."""
-    found = []
+    of one server is locked by the server that has it: `running` is its status."""
+    found, tiers = [], running.get("config", {}).get("tier", ())
     place: Callable[[str], str] = lambda text: text.partition("?")[0].rstrip("/")  # noqa: E731
-    used = [place(each) for each in running.get("tier", ()) if each[:4] == "dir:" and "shared=1" not in each]
+    used = [place(each) for each in tiers if each[:4] == "dir:" and "shared=1" not in each]
     for number, text in enumerate(values["tier"]):
         name = f"tier {number + 1}"
         try:
@@ -41,7 +42,8 @@ def checks(values: Mapping[str, Any], running: Mapping[str, Any]) -> list[Check]
         except StartError as error:
             found.append(Check(name, FAIL, str(error), "docs/tiers.md lists all settings"))
             continue
-        found.append(_within(name, url, functools.partial(_tried, is_used=place(text) in used)))
+        pid = running["pid"] if place(text) in used else 0
+        found.append(_within(name, url, functools.partial(_tried, pid=pid)))
         if url.scheme == "dir" and found[-1].verdict != FAIL:
             found.append(_within(f"{name}, room", url, _room))
     return found
@@ -57,8 +59,8 @@ def _within(name: str, url: urls.TierUrl, check: Callable[[str, urls.TierUrl], C
     return found[-1]
 
 
-def _tried(name: str, url: urls.TierUrl, is_used: bool) -> Check:
-    """What the running server uses is only looked at."""
+def _tried(name: str, url: urls.TierUrl, pid: int) -> Check:
+    """What the running server, process `pid`, uses is only looked at."""
     warnings = io.StringIO()
     handler = logging.StreamHandler(warnings)
     logger = logging.getLogger("lmcache_server.options.tiers")
@@ -66,10 +68,14 @@ def _tried(name: str, url: urls.TierUrl, is_used: bool) -> Check:
     logger.propagate = False
     made = contextlib.ExitStack()
     try:
-        if is_used:
+        if pid:
             with explained("use", url.place):
-                if os.stat(url.place).st_mode & stat.S_IRWXU != stat.S_IRWXU:
-                    raise TierError(f"its owner may not use {url.place}: run 'chmod u+rwx {url.place}'")
+                info = os.stat(url.place)
+            if info.st_mode & stat.S_IRWXU != stat.S_IRWXU:
+                raise TierError(f"its owner may not use {url.place}: run 'chmod u+rwx {url.place}'")
+            if os.path.exists(f"/proc/{pid}") and info.st_uid not in (0, os.stat(f"/proc/{pid}").st_uid):
+                told = f"the running server may not use what is another user's ({whose(url.place)})"
+                raise TierError(f"{told}: restore its owner, or name another directory")
             return Check(name, OK, f"{url.text}: the running server uses it, so it was not tried")
         urls.compress(url)
         if url.options.key_file:

@@ -194,7 +194,7 @@ def test_a_directory_that_hangs_does_not_keep_the_command(
     """As the room of a mounted file system whose server is gone."""
     released, room_of = threading.Event(), os.statvfs
     monkeypatch.setattr(doctor, "WAIT_S", 0.2)
-    monkeypatch.setattr(doctor, "_tried", lambda name, _url, is_used: Check(name, OK, ""))
+    monkeypatch.setattr(doctor, "_tried", lambda name, _url, pid: Check(name, OK, ""))
     monkeypatch.setattr(os, "statvfs", lambda path: released.wait(PATIENCE_S) and room_of(path))
     try:
         _, room = doctor.checks({"tier": [f"dir://{tmp_path}?size_gb=1"]}, {})
