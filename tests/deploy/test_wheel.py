@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from harness import tools
 from harness.paths import ROOT
 from harness.waiting import wait_until
 
@@ -169,10 +170,16 @@ def test_beside_lmcache_the_second_name_of_the_command_stays_ours(
         run(*uninstall, "lmcache-mp")
 
 
-def test_a_release_says_what_this_machine_cannot_build(monkeypatch, tmp_path) -> None:
+def test_a_release_has_the_chart_and_says_what_this_machine_cannot_build(monkeypatch, tmp_path) -> None:
+    tools.module("helm_python")
     release = runpy.run_path(str(ROOT / "scripts" / "release.py"))
+    monkeypatch.setitem(release["chart"].__globals__, "DIST", tmp_path)
+    name = release["chart"](ROOT)
+    with tarfile.open(tmp_path / name) as packed:
+        assert "lmcache-mp/templates/daemonset.yaml" in packed.getnames()
+    monkeypatch.setitem(sys.modules, "helm_python.chart", None)
+    assert release["chart"](ROOT).startswith("chart: not packaged, because helm-python-sdk needs")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert release["chart"](ROOT) == "chart: not packaged, because there is no helm here"
     assert "neither docker nor podman works here" in release["images"](ROOT, VERSION)
 
 
