@@ -57,7 +57,7 @@ def _other_server(endpoint: str) -> str:
     if (answer := page("127.0.0.1", port := FLAGS["http_port"].default, "/status")) is not None:
         return f"one is shown at http://127.0.0.1:{port}: {_way_to(answer)}{others}"
     place = Path(endpoint[6:]).parent if endpoint.startswith("ipc") else Path("/proc/self")
-    owner_id = place.stat().st_uid if place.is_dir() else os.getuid()
+    owner_id = place.stat().st_uid if os.path.isdir(place) else os.getuid()
     user = f" as user {user_name(owner_id)}" if owner_id != os.getuid() else ""
     start = f"start one{user} with '{start_command(endpoint)}', or pass the --host and --port"
     key = "" if endpoint.startswith("ipc") else " (and the --key-file)"
