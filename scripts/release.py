@@ -70,7 +70,7 @@ def chart(tree: Path) -> str:
     try:
         from helm_python.chart import package
     except ImportError:
-        return "chart: not packaged, because helm-python-sdk needs x86-64 and Python 3.11 or newer"
+        return "chart: not packaged: pip install -e '.[deploy]', with Python 3.11 or newer, on x86-64"
     return Path(package(tree / "deploy/helm/lmcache-mp", destination=DIST)).name
 
 

@@ -146,7 +146,7 @@ def _exchange(
     if isinstance(reply, Refused):
         raise ControlError(reply.message)
     if request_id != REQUEST_ID or not isinstance(reply, expected):
-        raise ControlError(f"{endpoint} is not a compatible lmcache server: it answers something else")
+        raise ControlError(f"{endpoint} is not a compatible lmcache server: its answer is of another kind")
     return reply
 
 

@@ -56,8 +56,8 @@ def _other_server(endpoint: str) -> str:
     others = "".join(f"; another user's may be in {each[0]}: {again(*each, asked)}" for each in closed[:1])
     if (answer := page("127.0.0.1", port := FLAGS["http_port"].default, "/status")) is not None:
         return f"one is shown at http://127.0.0.1:{port}: {_way_to(answer)}{others}"
-    place = Path(endpoint[6:]).parent if endpoint.startswith("ipc") else Path("/proc/self")
-    owner_id = place.stat().st_uid if os.path.isdir(place) else os.getuid()
+    place = Path(endpoint[6:]).parent if endpoint.startswith("ipc") else ""
+    owner_id = os.stat(place).st_uid if os.path.isdir(place) else os.getuid()
     user = f" as user {user_name(owner_id)}" if owner_id != os.getuid() else ""
     start = f"start one{user} with '{start_command(endpoint)}', or pass the --host and --port"
     key = "" if endpoint.startswith("ipc") else " (and the --key-file)"
@@ -81,7 +81,7 @@ def again(directory: Path, owner_id: int, port: int) -> str:
     variable, arguments = f"LMCACHE_RUNTIME_DIR={shlex.quote(str(directory))}", shlex.join(_asked(port))
     if os.getuid() in (0, owner_id):
         return _run(f"{variable} lmcache {arguments}")
-    # Another user may have another PATH, and without -I would run what somebody left in this directory.
+    # Another user may have another PATH. Without -I, Python would run what lies in the current directory.
     command = f"{variable} {shlex.quote(sys.executable)} -I -m lmcache_server {arguments}"
     return _run(f"sudo -u {name} env {command}") if shutil.which("sudo") else f"as root, {_run(command)}"
 

@@ -291,7 +291,10 @@ def test_alerts_and_dashboard_are_the_files_of_the_repository():
         ({"l1HostPath": "/dev/shm/x/.."}, "l1HostPath"),
         ({"l1HostPath": "/dev/shm/it's"}, "l1HostPath"),
         ({"extraArgs": ["--port=7777"]}, "extraArgs has --port, which the chart sets"),
+        ({"socket": {"hostPath": "/var/run/x"}, "l1HostPath": "/run/x"}, "are one directory"),
         ({"extraArgs": ["--host", "0.0.0.0"]}, "--host without --key-file"),
+        ({"extraArgs": ["--host=0.0.0.0", "--key-file="]}, "--host without --key-file"),
+        ({"extraEnv": [{"name": "LMCACHE_HOST", "value": "0.0.0.0"}]}, "set --host and --key-file"),
         ({"tier": {"hostPath": "/run/lmcache-mp", "sizeGb": 1}}, "are one directory"),
         ({"tier": {"sizeGb": 20}}, "set tier.hostPath"),
         ({"http": {"host": "127.0.0.1"}}, "http.host"),
@@ -300,6 +303,11 @@ def test_alerts_and_dashboard_are_the_files_of_the_repository():
 def test_values_that_cannot_work_are_refused_with_their_name(given, complaint):
     with pytest.raises(Exception, match=re.escape(complaint)):
         render(given)
+
+
+def test_a_host_is_taken_with_a_key_or_on_the_loopback():
+    for given in (["--host=0.0.0.0", "--key-file=/keys/k"], ["--host", "127.0.0.1"]):
+        assert the_server({"extraArgs": given})["args"][-2:] == given
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:

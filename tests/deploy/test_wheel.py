@@ -178,7 +178,7 @@ def test_a_release_has_the_chart_and_says_what_this_machine_cannot_build(monkeyp
     with tarfile.open(tmp_path / name) as packed:
         assert "lmcache-mp/templates/daemonset.yaml" in packed.getnames()
     monkeypatch.setitem(sys.modules, "helm_python.chart", None)
-    assert release["chart"](ROOT).startswith("chart: not packaged, because helm-python-sdk needs")
+    assert release["chart"](ROOT).startswith("chart: not packaged: pip install")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "neither docker nor podman works here" in release["images"](ROOT, VERSION)
 

@@ -143,7 +143,7 @@ def test_more_memory_than_there_is_is_not_taken(monkeypatch):
     l1 = {"total_bytes": 1 << 30, "free_bytes": 1 << 30}
     few, many = (Crew(size, Workload("model", 256, False, 1, 4096, 1, 1), (), 0) for size in (25, 26))
     assert "taking 1,001 MiB" in run.announcement([few], l1)
-    with pytest.raises(BenchError, match=r"and 1\.0 GiB are available: choose fewer --clients or --workers"):
+    with pytest.raises(BenchError, match=r"and 1\.0 GiB are available: choose fewer --clients, --workers"):
         run.announcement([many], l1)
 
 

@@ -268,7 +268,8 @@ def test_the_directory_of_a_running_server_is_left_to_it(tmp_path: Path) -> None
             os.chown(folder, 65534, 65534)
             _, foreign = doctor(server.environment, *own)
             assert foreign["tier 1"]["verdict"] == "fail"
-            assert "another user's" in foreign["tier 1"]["finding"]
+            assert "belongs to user nobody" in foreign["tier 1"]["finding"]
+            assert "restore the owner" in foreign["tier 1"]["fix"]
             os.chown(folder, 0, 0)
         folder.chmod(0o500)
         _, closed = doctor(server.environment, *own)

@@ -154,3 +154,12 @@ def test_an_admin_is_told_the_command_that_reaches_the_server_of_another_user(tm
             assert re.search(said, done.stderr)
             assert "remove" not in done.stderr
         os.chown(server.runtime_dir, 0, 0)
+    # When it is gone, root is not told to start one in its user's place.
+    theirs = tmp_path / "theirs"
+    theirs.mkdir(mode=0o700)
+    os.chown(theirs, NOBODY, NOBODY)
+    code, line = typed(0, str(theirs), "status")
+    assert (code, f": start one as user nobody with 'lmcache server --port {server.port}'" in line) == (
+        1,
+        True,
+    )

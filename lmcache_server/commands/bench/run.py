@@ -74,7 +74,7 @@ def announcement(crews: list[Crew], l1: dict[str, int]) -> str:
     memory = max(crew.size * (PROCESS_BYTES + crew.workload.memory_bytes) for crew in crews)
     if memory > (available := available_bytes()[0]):
         lack = f"this would take {size(memory)} of memory, and {size(available)} are available"
-        raise BenchError(f"{lack}: choose fewer --clients or --workers, or a smaller --page-kb")
+        raise BenchError(f"{lack}: choose fewer --clients, --workers, --layers or --chunks")
     free = f"{l1['free_bytes'] / MIB:,.0f} MiB"
     if seconds := crews[0].workload.seconds:
         lookups = sum(crew.l1_bytes for crew in crews if ("ping", ping, 0) in crew.phases)

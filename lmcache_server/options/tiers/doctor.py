@@ -70,12 +70,13 @@ def _tried(name: str, url: urls.TierUrl, pid: int) -> Check:
     try:
         if pid:
             with explained("use", url.place):
-                info = os.stat(url.place)
+                info, proc = os.stat(url.place), Path(f"/proc/{pid}")
             if info.st_mode & stat.S_IRWXU != stat.S_IRWXU:
                 raise TierError(f"its owner may not use {url.place}: run 'chmod u+rwx {url.place}'")
-            if os.path.exists(f"/proc/{pid}") and info.st_uid not in (0, os.stat(f"/proc/{pid}").st_uid):
-                told = f"the running server may not use what is another user's ({whose(url.place)})"
-                raise TierError(f"{told}: restore its owner, or name another directory")
+            with contextlib.suppress(FileNotFoundError):  # it has ended, or is in another process namespace
+                if b"lmcache" in (proc / "cmdline").read_bytes() and info.st_uid != proc.stat().st_uid:
+                    told = f"{whose(url.place)}, and the running server is another user's"
+                    raise TierError(f"{told}: restore the owner, or name another directory")
             return Check(name, OK, f"{url.text}: the running server uses it, so it was not tried")
         urls.compress(url)
         if url.options.key_file:

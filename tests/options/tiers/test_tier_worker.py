@@ -53,7 +53,10 @@ def test_a_record_has_nothing_of_the_one_before_it() -> None:
     record.seal()
     assert b"secret" in bytes(record.pieces[-1])
     record.release()
-    assert b"secret" not in sealed(b"x", None)
+    following = record_of(label(1), one := Memory(1), None)
+    assert following._block is record._block
+    following.seal()
+    assert b"secret" not in bytes(following.pieces[-1]), one
 
 
 def private(path: Path, content: bytes) -> str:

@@ -3,8 +3,8 @@ tiers that fail and recover.
 
 Samples go into samples.csv, a summary into summary.json and the curve, where there is matplotlib, into
 curve.svg of the directory. Exits with 1 if a client saw a wrong byte, hung or crashed, if the server's memory
-grew, if descriptors, threads, sessions, leases or frames were missing when no client was there, or if no
-token came from a tier.
+grew, if descriptors, threads, sessions, leases or frames were missing when no client was there, or if
+nothing came from one of the tiers.
 """
 
 import importlib.util
