@@ -24,7 +24,7 @@ help:
 	@echo "make scaling   fleets of up to 1,000 hosts, simulated, and what network ports restore: the tables of docs/scaling.md"
 	@echo "make simulate  SEEDS=1000 histories of the real core in a simulated world, from seed FIRST=0 on"
 	@echo "make simulate-bugs  does the simulation find each bug that is put in? with which seed?"
-	@echo "make soak      SECONDS=600 of clients and tiers that fail: what does the server keep?"
+	@echo "make soak      SECONDS=600 of clients that fail (TIERS=1: of tiers, too): what does the server keep?"
 	@echo "make fuzz      SECONDS=600 each of mutated messages, replies, HTTP requests, L1 files, options, records"
 	@echo "make fleet     three hosts in network namespaces, a shared store and a router, and their faults (root)"
 	@echo "make docs      the site of docs/, into .cache/site; any warning is an error (make docs-serve shows it)"
@@ -189,7 +189,7 @@ simulate-bugs: install
 	PYTHONPATH=tests:.:kernels $(BIN)/python -m simulation --seeds 4000 --bugs
 
 soak: install $(STAMPS)/stores
-	cd tests/support && PYTHONPATH=../..:../../kernels ../../$(BIN)/python -m soak $(SECONDS)
+	cd tests/support && PYTHONPATH=../..:../../kernels ../../$(BIN)/python -m soak $(SECONDS) $(if $(TIERS),--tiers)
 
 demo: install
 	@$(BIN)/python scripts/demo.py
