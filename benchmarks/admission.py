@@ -20,7 +20,7 @@ from replay import CHUNK, FRAME_BYTES, STEP_CHUNKS, Request, ask, main, planned,
 from lmcache_client.contract import messages
 from lmcache_client.contract.admission import Admission, Prompt, checkpoint_interval, known_chunks
 from lmcache_client.contract.geometry import FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
-from lmcache_client.requests import chunk_object, load_message
+from lmcache_client.engine import chunk_object, load_message
 
 FRAMES = 20_000
 WINDOW = 1024

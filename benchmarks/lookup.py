@@ -19,7 +19,7 @@ from systems import lmcache_server, our_server, server_command
 from lmcache_client.channel import Channel
 from lmcache_client.contract import messages
 from lmcache_client.contract.messages import Found, Lookup
-from lmcache_client.requests import Scheduler
+from lmcache_client.engine import Scheduler
 
 ENGINE_ID = "engine"
 CHUNKS = (1, 64, 512)

@@ -19,7 +19,7 @@ from tier_servers import keys
 
 from lmcache_client.contract.hits import fetch_patience_s
 from lmcache_client.contract.messages import Found
-from lmcache_client.requests import expect
+from lmcache_client.engine import expect
 
 CHUNK, CHUNK_BYTES = 256, 256 << 10
 TOKENS_S = 20_000

@@ -14,7 +14,7 @@ from harness.server import LMCacheServer
 from section import Section, micros, percentile
 
 from lmcache_client.contract.messages import Found
-from lmcache_client.requests import expect
+from lmcache_client.engine import expect
 
 TURNS = 3000
 CHUNKS, MORE = 240, 16

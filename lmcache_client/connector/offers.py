@@ -10,7 +10,7 @@ from lmcache_client.connector.request import Tracked
 from lmcache_client.contract.admission import Admission, checkpoint_interval
 from lmcache_client.contract.geometry import RECURRENT, GroupSpec
 from lmcache_client.contract.messages import MAX_OBJECTS, Store, StoreObject
-from lmcache_client.requests import chunk_object
+from lmcache_client.engine import chunk_object
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

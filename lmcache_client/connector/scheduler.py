@@ -26,7 +26,7 @@ from lmcache_client.connector.weights import Adapters
 from lmcache_client.contract.chunk_size import unified_block_size
 from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS, GroupSpec
 from lmcache_client.contract.messages import Cleared, Joined
-from lmcache_client.requests import JOIN_S, load_message
+from lmcache_client.engine import JOIN_S, load_message
 from lmcache_client.servers import Servers
 from lmcache_client.transport import SYSTEM, System
 

@@ -9,7 +9,7 @@ from lmcache_client.connector.absence import Absence
 from lmcache_client.connector.log import log_state
 from lmcache_client.connector.settings import Settings
 from lmcache_client.contract.endpoint import address
-from lmcache_client.requests import Scheduler
+from lmcache_client.engine import Scheduler
 from lmcache_client.transport import System
 
 KEY = "lmcache.mp.servers in kv_connector_extra_config"

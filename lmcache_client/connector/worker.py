@@ -23,7 +23,7 @@ from lmcache_client.contract.endpoint import start_command
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import Details, ModelTag
 from lmcache_client.contract.messages import Done, Stored
-from lmcache_client.requests import Export, Worker
+from lmcache_client.engine import Export, Worker
 from lmcache_client.transport import SYSTEM, System
 
 CONNECT_S = 1.0

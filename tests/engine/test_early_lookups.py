@@ -24,8 +24,8 @@ from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.connector.settings import Settings
 from lmcache_client.contract.geometry import FULL, GroupSpec
 from lmcache_client.contract.messages import BAD_REQUEST, MAX_EARLY_CHUNKS, Lookup
+from lmcache_client.engine import chunk_object
 from lmcache_client.options.handover import Handover
-from lmcache_client.requests import chunk_object
 
 CHUNK = 16
 CHUNKS = 4

@@ -10,7 +10,7 @@ from harness.waiting import wait_until
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.worker import WorkerSide
 from lmcache_client.contract.messages import NONCE_BYTES
-from lmcache_client.requests import load_message
+from lmcache_client.engine import load_message
 
 MIB = 1 << 20
 PAGE = 4096

@@ -103,7 +103,7 @@ def test_two_workers_share_what_either_stored(start_server, start_engine):
 
 def test_without_the_option_the_kernel_is_not_used(start_server, start_engine, counters, monkeypatch):
     """And a registration on a GPU may take longer than one on a CPU: there may be a context to create."""
-    monkeypatch.setattr("lmcache_client.requests.REGISTER_S", 0.0)
+    monkeypatch.setattr("lmcache_client.engine.REGISTER_S", 0.0)
     server = start_server(chunk_size=CHUNK_SIZE, checksums=False)
     engine = start_engine(server, fused(2 * KIB, 64, layers=16), 64)
     keys, pages = stored_prompt(engine, 3, list(range(1, 64)), 7)

@@ -15,7 +15,7 @@ from hooks import TIMEOUT_S, Hooks
 
 from lmcache_client.connector.metadata import LoadJob, StepMetadata, StoreJob
 from lmcache_client.contract.messages import Store
-from lmcache_client.requests import chunk_object, load_message
+from lmcache_client.engine import chunk_object, load_message
 
 VOCABULARY, WIDTH, HEADS, LAYERS = 128, 64, 4, 3
 NUM_BLOCKS, CONTEXT = 40, 8 * BLOCK_SIZE

@@ -9,7 +9,7 @@ from harness.server import LMCacheServer
 
 from lmcache_client.contract.keys import KEY_BYTES, MAX_CHUNKS
 from lmcache_client.contract.messages import Done, Load, Lookup, decode_request, encode_request
-from lmcache_client.requests import chunk_object
+from lmcache_client.engine import chunk_object
 from lmcache_server.core.cache import Cache, Layout, Reservation
 
 TOKENS = 1_000_000

@@ -8,7 +8,7 @@ from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
 
 from lmcache_client.contract.geometry import GroupSpec
-from lmcache_client.requests import chunk_object
+from lmcache_client.engine import chunk_object
 
 HYBRIDS = {
     "full": [group()],

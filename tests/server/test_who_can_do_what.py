@@ -159,7 +159,5 @@ def test_an_admin_is_told_the_command_that_reaches_the_server_of_another_user(tm
     theirs.mkdir(mode=0o700)
     os.chown(theirs, NOBODY, NOBODY)
     code, line = typed(0, str(theirs), "status")
-    assert (code, f": start one as user nobody with 'lmcache server --port {server.port}'" in line) == (
-        1,
-        True,
-    )
+    start_as = f": start one as user nobody with 'lmcache server --port {server.port}'"
+    assert (code, start_as in line) == (1, True), line

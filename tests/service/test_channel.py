@@ -17,7 +17,7 @@ from lmcache_client.channel import KEEPER_INTERVAL_S, Channel, ChannelError, Pen
 from lmcache_client.contract import messages
 from lmcache_client.contract.codec import pack
 from lmcache_client.contract.messages import Done, Found, Goodbye, Hello, Ping, Refused, Welcome
-from lmcache_client.requests import Scheduler
+from lmcache_client.engine import Scheduler
 from lmcache_client.transport import Connection, Process
 
 LONG_S = 60.0

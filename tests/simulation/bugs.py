@@ -11,7 +11,7 @@ from lmcache_client.connector.held_blocks import HeldBlocks
 from lmcache_client.connector.offers import Offers
 from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.contract.geometry import SLIDING_WINDOW, GroupSpec
-from lmcache_client.requests import Scheduler
+from lmcache_client.engine import Scheduler
 from lmcache_client.servers import Servers, Together
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.leases import LeaseTable

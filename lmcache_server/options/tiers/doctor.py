@@ -73,7 +73,7 @@ def _tried(name: str, url: urls.TierUrl, pid: int) -> Check:
                 info, proc = os.stat(url.place), Path(f"/proc/{pid}")
             if info.st_mode & stat.S_IRWXU != stat.S_IRWXU:
                 raise TierError(f"its owner may not use {url.place}: run 'chmod u+rwx {url.place}'")
-            with contextlib.suppress(FileNotFoundError):  # it has ended, or is in another process namespace
+            with contextlib.suppress(OSError):  # it has ended, or cannot be seen from here
                 if b"lmcache" in (proc / "cmdline").read_bytes() and info.st_uid != proc.stat().st_uid:
                     told = f"{whose(url.place)}, and the running server is another user's"
                     raise TierError(f"{told}: restore the owner, or name another directory")

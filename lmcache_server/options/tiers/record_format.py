@@ -85,8 +85,8 @@ class Record:
     def __init__(self, label: Label, payload: Sequence[tuple[int, int]]) -> None:
         self.label = label
         self.payload = [_view(start, length) for start, length in payload]
-        self._block = _spare.__dict__.pop("block", None) or mmap.mmap(-1, 2 * PAGE_BYTES)
-        self._end = memoryview(self._block)[: label.end_bytes]
+        end = _spare.__dict__.pop("end", None) or mmap.mmap(-1, 2 * PAGE_BYTES)
+        self._end = memoryview(end)[: label.end_bytes]
         *runs, last = self.payload
         whole = last.nbytes - label.num_bytes % PAGE_BYTES
         self._rest = last[whole:]
@@ -123,7 +123,7 @@ class Record:
 
     def release(self) -> None:
         """Neither the record nor its pieces are used any more."""
-        _spare.block = self._block
+        _spare.end = self._end.obj
 
 
 class EncryptedRecord(Record):

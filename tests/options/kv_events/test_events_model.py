@@ -27,8 +27,8 @@ from lmcache_client.contract.control import Inspect, Inspected
 from lmcache_client.contract.geometry import FULL
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.messages import Clear, Found, Lookup, Message, Release, Store
+from lmcache_client.engine import Scheduler, chunk_object
 from lmcache_client.options.kv_events import POLL_S, Events
-from lmcache_client.requests import Scheduler, chunk_object
 from lmcache_client.servers import Servers
 from lmcache_client.transport import SYSTEM
 from lmcache_server.options.kv_events import followers

@@ -54,7 +54,7 @@ def test_a_record_has_nothing_of_the_one_before_it() -> None:
     assert b"secret" in bytes(record.pieces[-1])
     record.release()
     following = record_of(label(1), one := Memory(1), None)
-    assert following._block is record._block
+    assert following._end.obj is record._end.obj
     following.seal()
     assert b"secret" not in bytes(following.pieces[-1]), one
 

@@ -16,7 +16,7 @@ from harness.waiting import wait_until
 from msgspec import structs
 
 from lmcache_client.contract.messages import Found
-from lmcache_client.requests import expect
+from lmcache_client.engine import expect
 
 PROMPTS = 6
 """Each takes 22 MiB of L1."""

@@ -15,8 +15,8 @@ from lmcache_client.contract import control, messages
 from lmcache_client.contract.codec import ProtocolError
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.messages import Done, Found, Message, Refused, Store, StoreObject, Welcome
+from lmcache_client.engine import Scheduler, Worker, expect
 from lmcache_client.memory.host import HostExport
-from lmcache_client.requests import Scheduler, Worker, expect
 from lmcache_client.transport import System
 
 MAX_WAIT_S = 60.0

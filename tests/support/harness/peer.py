@@ -27,8 +27,8 @@ from lmcache_client.contract.messages import (
     Store,
     Welcome,
 )
+from lmcache_client.engine import chunk_object
 from lmcache_client.memory.host import ProofBuffer, allow_tracer
-from lmcache_client.requests import chunk_object
 
 TIMEOUT_S = PATIENCE_S
 BLOCKS = 40

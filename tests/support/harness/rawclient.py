@@ -29,8 +29,8 @@ from lmcache_client.contract.messages import (
     Stored,
     StoreObject,
 )
+from lmcache_client.engine import Export, Scheduler, Worker, chunk_object, expect, load_message
 from lmcache_client.memory.host import HostExport
-from lmcache_client.requests import Export, Scheduler, Worker, chunk_object, expect, load_message
 
 TIMEOUT_S = PATIENCE_S
 _open: list["RawEngine"] = []
