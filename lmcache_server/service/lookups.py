@@ -2,8 +2,8 @@
 
 import functools
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -23,6 +23,16 @@ MAX_EARLY = 1024
 """Early lookups beyond these push out the oldest, which are then never counted."""
 
 
+class _Asked(NamedTuple):
+    """A lookup and what it found: L1 itself had the resume point `in_l1`, and options promised `in_tiers`."""
+
+    layout: Layout
+    message: Lookup
+    hit: Hit
+    in_l1: int
+    in_tiers: int = 0
+
+
 class Lookups:
     """Handles Lookup, Accept, Inspect and Release."""
 
@@ -31,7 +41,7 @@ class Lookups:
         self._metrics, self._system, self._pinning = base.metrics, base.system, pinning
         self._lease_s = base.config.lease_s
         self._partial = PartialChunks()
-        self._early: dict[tuple[int, str], tuple[Layout, Lookup, Hit, int]] = {}
+        self._early: dict[tuple[int, str], _Asked] = {}
         """By session and request, the early lookups that the engine has not accepted yet."""
 
     def lookup(
@@ -46,29 +56,23 @@ class Lookups:
             raise Refusal(messages.BAD_REQUEST, "an early lookup has too many keys")
         owner, once = session.session_id, message.once
         hit = self._cache.lookup(layout, message.keys, computed, limit, owner, started_s, once)
+        asked = _Asked(layout, message, hit, hit.resume_tokens)
         if hit.resume_tokens < limit > computed:
             sources = [option for option in self._options if option.may_fetch(layout)]
             if sources and self._registry.may_wait(session, request_bytes):
                 shards = self._registry.shards(session)
-                return self._after_fetch(session, layout, shards, message, hit, sources, request_bytes)
-        return self._answer(session, layout, message, hit, started_s)
+                return self._after_fetch(session, shards, asked, sources, request_bytes)
+        return self._answer(session, asked, started_s)
 
     async def _after_fetch(
-        self,
-        session: Session,
-        layout: Layout,
-        shards: Mapping[int, Shard],
-        message: Lookup,
-        hit: Hit,
-        sources: Sequence[Option],
-        request_bytes: int,
+        self, session: Session, shards: dict[int, Shard], asked: _Asked, sources: list[Option], num_bytes: int
     ) -> Message:
         """Answers when `sources` have brought what they can. Meanwhile the lease keeps what L1 has. `shards`
         are what the engine had when it asked: it may have ended when this begins."""
-        in_tiers = 0
-        with session.working(request_bytes):
+        layout, message, hit, in_l1, in_tiers = asked
+        with session.working(num_bytes):
             for source in sources:
-                in_tiers = max(in_tiers, await source.fetch(layout, shards, message, hit.resume_tokens))
+                in_tiers = max(in_tiers, await source.fetch(layout, shards, message, in_l1))
         self._cache.release(hit.lease_id, session.session_id)
         # The session may have ended meanwhile, and its engine may have another namespace.
         if self._registry.sessions.get(session.identity) is not session:
@@ -78,21 +82,19 @@ class Lookups:
         started_s, computed, limit = self._system.now_s(), message.computed_tokens, message.limit_tokens
         owner, once = session.session_id, message.once
         hit = self._cache.lookup(layout, message.keys, computed, limit, owner, started_s, once)
-        return self._answer(session, layout, message, hit, started_s, in_tiers)
+        return self._answer(session, asked._replace(hit=hit, in_tiers=in_tiers), started_s)
 
-    def _answer(
-        self, session: Session, layout: Layout, message: Lookup, hit: Hit, started_s: float, in_tiers: int = 0
-    ) -> Message:
-        request, keys = (session.session_id, message.request_id), message.keys
-        computed, limit = message.computed_tokens, message.limit_tokens
+    def _answer(self, session: Session, asked: _Asked, started_s: float) -> Message:
+        message, hit = asked.message, asked.hit
+        request = (session.session_id, message.request_id)
         self._early.pop(request, None)
         if message.early:
-            self._early[request] = layout, message, hit, in_tiers
+            self._early[request] = asked
             if len(self._early) > MAX_EARLY:
                 del self._early[next(iter(self._early))]
-            missed = self._missed(layout, keys, hit, computed, limit, in_tiers) if message.why else {}
+            missed = self._missed(asked) if message.why else {}
         else:
-            missed = self._count(session, layout, message, hit, started_s, in_tiers)
+            missed = self._count(session, asked, started_s)
         self._metrics.observe("lmcache_lookup_seconds", self._system.now_s() - started_s)
         why = tuple(missed.items()) if message.why else ()
         return Found(hit.resume_tokens, hit.lease_id, int(self._lease_s), hit.held, why)
@@ -101,28 +103,27 @@ class Lookups:
         """Counts early lookups as if the engine had asked them with these computed tokens."""
         for request_id, computed in message.lookups:
             found = self._early.pop((session.session_id, request_id), None)
-            if found is not None and computed <= found[1].limit_tokens:
-                layout, question, hit, in_tiers = found
-                asked, now_s = replace(question, computed_tokens=computed), self._system.now_s()
-                self._count(session, layout, asked, hit, now_s, in_tiers)
+            if found is not None and computed <= found.message.limit_tokens:
+                again = found._replace(message=replace(found.message, computed_tokens=computed))
+                self._count(session, again, self._system.now_s())
         return Done()
 
-    def _count(
-        self, session: Session, layout: Layout, message: Lookup, hit: Hit, started_s: float, in_tiers: int
-    ) -> dict[str, int]:
+    def _count(self, session: Session, asked: _Asked, started_s: float) -> dict[str, int]:
+        layout, message, hit, in_l1, _ = asked
         computed, limit = message.computed_tokens, message.limit_tokens
         hit_tokens = max(hit.resume_tokens - computed, 0)
         beyond = (computed + hit_tokens) // layout.chunk_size
         if beyond < limit // layout.chunk_size and self._cache.is_partial(layout, message.keys[beyond]):
             partial = self._partial.seen(layout.namespace, message.keys[beyond], started_s)
             self._metrics.count("lmcache_partial_chunks_total", int(partial))
-        missed = self._missed(layout, message.keys, hit, computed, limit, in_tiers)
+        missed = self._missed(asked)
         # A request is at most a chunk longer than `limit`, unless it has more chunks than a message may name.
         requested = min(message.num_tokens, limit + layout.chunk_size)
         whose = traffic(self._metrics, layout, message.request_id)
         self._metrics.count_tokens(whose, requested, computed, hit_tokens, limit, missed)
+        fetched = max(hit.resume_tokens - max(in_l1, computed), 0)
         for option in self._options:
-            option.looked_up(session.session_id, layout, message, started_s)
+            option.looked_up(session.session_id, layout, message, fetched, started_s)
         values = {
             "hit_tokens": hit_tokens,
             "computed_tokens": computed,
@@ -136,13 +137,12 @@ class Lookups:
         log_request(logging.DEBUG, text, session, message, values)
         return missed
 
-    def _missed(
-        self, layout: Layout, keys: tuple[bytes, ...], hit: Hit, computed: int, limit: int, in_tiers: int = 0
-    ) -> dict[str, int]:
-        start = max(computed, hit.resume_tokens)
-        is_partial = functools.partial(self._cache.is_partial, layout)
-        is_down, evicted = any(each.is_down(layout) for each in self._options), self._cache.evicted
-        return missed_tokens(layout, keys, hit.held, start, limit, evicted, is_partial, is_down, in_tiers)
+    def _missed(self, asked: _Asked) -> dict[str, int]:
+        layout, message, hit, _, in_tiers = asked
+        span = max(message.computed_tokens, hit.resume_tokens), message.limit_tokens
+        of_cache = self._cache.evicted, functools.partial(self._cache.is_partial, layout)
+        is_down = any(each.is_down(layout) for each in self._options)
+        return missed_tokens(layout, message.keys, hit.held, *span, *of_cache, is_down, in_tiers)
 
     def inspect(self, message: Inspect) -> Message:
         """Changes nothing, not even a counter of tokens."""
@@ -152,7 +152,7 @@ class Lookups:
         if limit > len(keys) * layout.chunk_size:
             raise Refusal(messages.BAD_REQUEST, "the keys end before limit_tokens")
         chain, hit = self._cache.find(layout, keys, 0, limit)
-        missed = self._missed(layout, keys, hit, 0, limit)
+        missed = self._missed(_Asked(layout, Lookup("", keys, 0, limit, limit), hit, 0))
         ends = ending_groups(layout, hit.held, [chunk.ready if chunk else 0 for chunk in chain], limit)
         return Inspected(hit.resume_tokens, hit.held, tuple(missed.items()), tuple(ends))
 

@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from lmcache_client.contract import messages
@@ -350,7 +350,7 @@ class Registry:
         engine = self.engines.get(engine_id)
         return engine.layout if engine is not None else None
 
-    def shards(self, session: Session) -> Mapping[int, Shard]:
+    def shards(self, session: Session) -> dict[int, Shard]:
         """The shards, by rank, of the engine that this scheduler has joined."""
         engine = self.engines.get(session.joined)
         return dict(engine.shards) if engine is not None else {}

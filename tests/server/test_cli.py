@@ -450,6 +450,7 @@ REPORT = {
             },
         },
     ],
+    "tier_hit_tokens": 1234,
     "tenants": [
         {"tenant": "ca978112ca1bbdcafac231b39a23dc4d", "bytes": 3 << 20, "quota_bytes": 1 << 30},
         {"tenant": "3e23e8160039594a33894f6564e1b134", "bytes": 0, "quota_bytes": None},
@@ -492,6 +493,7 @@ def test_a_status_of_everything_that_can_be_shown():
         "1.5 KiB", "engine-1", "rank 1", "pid 77", "30 hit, 10 missed: 3 never stored, 7 evicted\n",
         "tests (bench, verify, self-tests): 51,200 tokens hit, counted apart\n",
         "pinned as 'prompts.jsonl': 3 chunks, 3.0 MiB",
+        "tiers: 1,234 of the hit tokens came from them\n",
         "tier valkey://one:6379: FAILING: it is on fire; read 12 objects, 3.0 MiB; wrote 30, 1.0 GiB "
         "as 768.0 MiB (0.75); 4 wait; 2 gone, 1 damaged, 6 without room, 7 dropped, 8 not written\n",
         "tier dir:///tier?size_gb=1: works; holds 3.0 MiB of 1.0 GiB in 28 records, 44 evicted; "

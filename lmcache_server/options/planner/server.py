@@ -42,7 +42,7 @@ class Server(Option):
         self._asked: dict[tuple[int, str], None] = {}
         """Requests that were counted and have not ended: the engine may ask again in every step."""
 
-    def looked_up(self, session_id: int, layout: Layout, message: Lookup, now_s: float) -> None:
+    def looked_up(self, session_id: int, layout: Layout, message: Lookup, fetched: int, now_s: float) -> None:
         request = (session_id, message.request_id)
         if is_test(layout, message.request_id) or request in self._asked:
             return

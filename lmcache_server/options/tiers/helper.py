@@ -15,48 +15,15 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
 from lmcache_server.options.tiers.helper_messages import MAX_BYTES, Part, Reply, Request
+from lmcache_server.options.tiers.mooncake import Memory, Mooncake
 
 _PR_SET_PDEATHSIG = 1
-Memory = Sequence[tuple[int, int]]
-"""Addresses and sizes, in order."""
-
-
-class Native(Protocol):
-    """A native client. Several threads call it. Any exception is a call that failed; its text says why."""
-
-    def share(self, address: int, num_bytes: int) -> None:
-        """From now on, calls name memory in there."""
-
-    def unshare(self, address: int, num_bytes: int) -> None:
-        """No call names it any more."""
-
-    def present(self, names: Sequence[str]) -> list[bool]:
-        """Which records may be there."""
-
-    def read(self, name: str, memory: Memory) -> bool:
-        """Fill the memory with a record. False if there is none of exactly that size."""
-
-    def write(self, name: str, memory: Memory) -> bool:
-        """Keep a record whole or not at all. False if there is no room."""
-
-    def remove(self, names: Sequence[str]) -> None:
-        """Forget records; unknown names are ignored."""
-
-    def clear(self, prefix: str) -> None:
-        """Forget all records whose names begin so."""
-
-
-def open_client(name: str, settings: dict[str, Any]) -> Native:
-    if name == "mooncake":
-        from lmcache_server.options.tiers.mooncake import Mooncake
-
-        return Mooncake(**settings)
-    raise ValueError(f"there is no client {name!r:.60}")
+CLIENTS = {"mooncake": Mooncake}
 
 
 class _Area(NamedTuple):
@@ -66,9 +33,9 @@ class _Area(NamedTuple):
 
 
 class Helper:
-    """Answers what comes in on the channels."""
+    """Answers what comes in on the channels. Any exception of the client is a call that failed."""
 
-    def __init__(self, client: Native) -> None:
+    def __init__(self, client: Mooncake) -> None:
         self._client = client
         self._areas: dict[int, _Area] = {}
 
@@ -132,7 +99,7 @@ def main(client: str, settings: str, *descriptors: str) -> None:
     channels = [socket.socket(fileno=int(descriptor)) for descriptor in descriptors]
     reply = Reply()
     try:
-        helper = Helper(open_client(client, msgspec.json.decode(settings)))
+        helper = Helper(CLIENTS[client](**msgspec.json.decode(settings)))
     except Exception as error:  # any failure is an answer
         reply.error = str(error) or type(error).__name__
     channels[0].send(msgspec.msgpack.encode(reply))

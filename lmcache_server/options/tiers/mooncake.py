@@ -15,6 +15,8 @@ ENVIRONMENT = {
 """What the client reads when it is imported, unless the user has set it."""
 PREFIX = "lmc1:"
 CONNECT_S = 1.0
+Memory = Sequence[tuple[int, int]]
+"""Addresses and sizes, in order."""
 _NO_ROOM, _OTHER_SIZE, _NOT_THERE, _FAILED = -200, -600, -704, -800
 _UNFINISHED = -703  # whoever wrote it has died, and the master forgets it later
 _REASONS = {
@@ -26,10 +28,9 @@ _REASONS = {
 
 
 class Mooncake:
-    """A client of the master at `master`. With `segment_bytes` it gives so much memory to the store.
-
-    `host` is the address under which others reach this machine; empty for the one that leads to the master.
-    """
+    """A client of the master at `master`, for any number of threads. With `segment_bytes` it gives so much
+    memory to the store. `host` is the address under which others reach this machine; empty for the one that
+    leads to the master."""
 
     def __init__(
         self, master: str, protocol: str, devices: str, metadata: str, host: str, segment_bytes: int
@@ -45,6 +46,7 @@ class Mooncake:
             raise OSError(f"it could not be opened ({code}): see whether the master runs and is reachable")
 
     def share(self, address: int, num_bytes: int) -> None:
+        """From now on, calls name memory in there."""
         _checked(self._store.register_buffer(address, num_bytes))
 
     def unshare(self, address: int, num_bytes: int) -> None:
@@ -53,7 +55,8 @@ class Mooncake:
     def present(self, names: Sequence[str]) -> list[bool]:
         return [_checked(code) > 0 for code in self._store.batch_is_exist([PREFIX + name for name in names])]
 
-    def read(self, name: str, memory: Sequence[tuple[int, int]]) -> bool:
+    def read(self, name: str, memory: Memory) -> bool:
+        """False if there is no record of exactly that size."""
         key, (addresses, sizes) = PREFIX + name, map(list, zip(*memory, strict=True))
         (code,) = self._store.batch_get_into_multi_buffers([key], [addresses], [sizes])
         # A record that is smaller fails as a broken connection does.
@@ -63,7 +66,8 @@ class Mooncake:
             return False
         return bool(_checked(code) == sum(sizes))
 
-    def write(self, name: str, memory: Sequence[tuple[int, int]]) -> bool:
+    def write(self, name: str, memory: Memory) -> bool:
+        """Keeps a record whole or not at all. False if there is no room."""
         addresses, sizes = map(list, zip(*memory, strict=True))
         (code,) = self._store.batch_put_from_multi_buffers([PREFIX + name], [addresses], [sizes])
         if code in (_NO_ROOM, _UNFINISHED):

@@ -20,6 +20,7 @@ from lmcache_server.options.tiers.spills import Spills
 from lmcache_server.options.tiers.tier_states import Tiers, TierState
 from lmcache_server.options.tiers.worker import Rates, TierWorker
 from lmcache_server.service.option import Base, Option
+from lmcache_server.service.requests_of_tests import is_test
 from lmcache_server.service.sessions import Shard
 from lmcache_server.telemetry.metrics import TRANSFER_S, Metric
 
@@ -51,6 +52,11 @@ class Server(Option):
                "Lookups and prefetches that asked tiers: ended in time, answered before the end (late), or "
                "not worth the wait, because computing was faster (slow, counted besides).",
                {"outcome": ("ended", "late", "slow")}),
+        Metric(Counter, "lmcache_tier_hit_tokens_total",
+               "Tokens of lmcache_tokens_total, outcome hit, that were not in L1 when they were looked up: "
+               "tiers brought them in time."),
+        Metric(Counter, "lmcache_tier_saved_seconds_total",
+               "How long the engines would have computed these tokens, at their speed of late."),
         Metric(Histogram, "lmcache_tier_wait_seconds",
                "How long lookups and prefetches waited for the tiers.", {}, {"buckets": TRANSFER_S}),
         Metric(Gauge, "lmcache_tier_failing", "1 while a tier is left alone because it failed.",
@@ -114,6 +120,12 @@ class Server(Option):
         self._metrics.observe("lmcache_tier_wait_seconds", self._system.now_s() - began_s)
         return found
 
+    def looked_up(self, session_id: int, layout: Layout, message: Lookup, fetched: int, now_s: float) -> None:
+        if fetched and not is_test(layout, message.request_id):
+            self._metrics.count("lmcache_tier_hit_tokens_total", fetched)
+            saved_s = fetched / message.prefill_tokens_s if message.prefill_tokens_s else 0
+            self._metrics.count("lmcache_tier_saved_seconds_total", saved_s)
+
     def stored(self, layout: Layout, rooms: Sequence[Reservation]) -> None:
         self.spills.stored(layout, rooms)
 
@@ -136,7 +148,8 @@ class Server(Option):
         await self.spills.close()
 
     def report(self, now_s: float) -> dict[str, Any]:
-        return {"tiers": list(map(self._report, self.tiers))}
+        hits = int(self._metrics.value("lmcache_tier_hit_tokens_total"))
+        return {"tiers": list(map(self._report, self.tiers)), "tier_hit_tokens": hits}
 
     def _report(self, tier: TierState) -> dict[str, Any]:
         count = functools.partial(self._metrics.value, "lmcache_tier_objects_total", tier=tier.label)

@@ -8,10 +8,8 @@ from lmcache_server.host.units import size
 
 LOST = {
     "read_objects": {"gone": "gone", "damaged": "damaged", "failed": "not read"},
-    "written_objects": {
-        "full": "without room", "evicted": "evicted first", "dropped": "dropped",
-        "failed": "not written",
-    },
+    "written_objects": {"full": "without room", "evicted": "evicted first", "dropped": "dropped",
+                        "failed": "not written"},
 }  # fmt: skip
 """What happened to objects of a tier that were not read or written."""
 _TIER = json_object(
@@ -20,11 +18,12 @@ _TIER = json_object(
     read_objects=json_object("", "read gone damaged failed"),
     written_objects=json_object("", "written full evicted dropped failed"),
 )  # fmt: skip
-REPORT = {"tiers": list[_TIER]}  # type: ignore[valid-type]
+REPORT = {"tiers": list[_TIER], "tier_hit_tokens": Natural}  # type: ignore[valid-type]
 
 
 def lines(report: dict[str, Any]) -> list[str]:
-    return list(map(_line, report["tiers"]))
+    hits = f"tiers: {report['tier_hit_tokens']:,} of the hit tokens came from them"
+    return [hits, *map(_line, report["tiers"])] if report["tiers"] else []
 
 
 def _line(tier: dict[str, Any]) -> str:

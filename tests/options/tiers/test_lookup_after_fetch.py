@@ -1,4 +1,4 @@
-"""A lookup that waits for a tier keeps nothing when its answer is refused."""
+"""A lookup that waited for a tier: what of its hit is the tier's, and what stays when it is refused."""
 
 from typing import Any
 
@@ -12,10 +12,12 @@ from lmcache_server.core.layout import Layout
 from lmcache_server.options.tiers.server import Server
 
 KEYS = (b"a" * 32, b"b" * 32)
+SPEED = 1000
+"""Of the engine, in tokens per second."""
 
 
 def looked_up(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch, layout: Layout | None, fetch: Any
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, layout: Layout | None, fetch: Any, early: bool = False
 ) -> Message | None:
     """What client 1 hears of these keys, for which `fetch` asks the tiers."""
     assert layout is not None
@@ -23,7 +25,51 @@ def looked_up(
     monkeypatch.setattr(tiers, "may_fetch", lambda _layout: True)
     monkeypatch.setattr(tiers, "fetch", fetch)
     limit = 2 * layout.chunk_size
-    return desk.ask(1, Lookup("request", KEYS, 0, limit, limit + 1))
+    return desk.ask(1, Lookup("request", KEYS, 0, limit, limit + 1, SPEED, early))
+
+
+def bring(desk: Desk, layout: Layout, number: int) -> None:
+    """Puts a chunk into L1."""
+    cache, parent = desk.target.cache, KEYS[number - 1] if number else b""
+    for group, ranks in enumerate(layout.holders):
+        for rank in ranks:
+            blocks = len(layout.groups[group].stored_blocks(number, layout.chunk_size))
+            room = cache.reserve(layout, KEYS[number], group, rank, blocks, 1, parent)
+            assert isinstance(room, Reservation)
+            cache.commit(room)
+
+
+@pytest.mark.parametrize("computed", [None, 1, 2])
+def test_tokens_that_tiers_brought_are_counted_apart_from_those_of_l1(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, computed: int | None
+) -> None:
+    """L1 has the first chunk, and a tier brings the second. With `computed`, the engine asks early, and then
+    accepts and holds so many chunks itself."""
+    desk.join(1)
+    layout, value = desk.target.router.registry.layout("engine 1"), desk.target.metrics.value
+    assert layout is not None
+    size = layout.chunk_size
+    bring(desk, layout, 0)
+
+    async def fetch(*_arguments: Any) -> int:
+        bring(desk, layout, 1)
+        return 2 * size
+
+    def counted() -> tuple[float, float, float]:
+        """In chunks: hits, those of them that tiers brought, and how long the latter take to compute."""
+        hits = value("lmcache_tokens_total", outcome="hit"), value("lmcache_tier_hit_tokens_total")
+        return hits[0] / size, hits[1] / size, value("lmcache_tier_saved_seconds_total") * SPEED / size
+
+    looked_up(desk, monkeypatch, layout, fetch, early=computed is not None)
+    if computed is not None:
+        assert counted() == (0, 0, 0)
+        desk.ask(1, messages.Accept((("request", computed * size),)))
+        left = 2 - computed
+        assert counted() == (left, left, left)
+        return
+    assert counted() == (2, 1, 1)
+    looked_up(desk, monkeypatch, layout, fetch)
+    assert counted() == (4, 1, 1), "now L1 has all"
 
 
 def test_a_refused_lookup_holds_no_lease(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,12 +78,7 @@ def test_a_refused_lookup_holds_no_lease(desk: Desk, monkeypatch: pytest.MonkeyP
     target, registry = desk.target, desk.target.router.registry
     (session,), layout = registry.sessions.values(), registry.layout("engine 1")
     assert layout is not None
-    for group, ranks in enumerate(layout.holders):
-        for rank in ranks:
-            blocks = len(layout.groups[group].stored_blocks(0, layout.chunk_size))
-            room = target.cache.reserve(layout, KEYS[0], group, rank, blocks, 1)
-            assert isinstance(room, Reservation)
-            target.cache.commit(room)
+    bring(desk, layout, 0)
     leases = []
 
     async def fetch(*_arguments: Any) -> int:

@@ -242,5 +242,7 @@ def test_the_status_says_how_much_smaller_records_are() -> None:
         "written_objects": dict.fromkeys(("written", "full", "evicted", "dropped", "failed"), 3),
         "written_bytes": 30 << 20, "stored_bytes": 20 << 20,
     }  # fmt: skip
-    assert "wrote 3, 30.0 MiB as 20.0 MiB (0.67); 0 wait" in text.lines({"tiers": [tier]})[0]
-    assert "30.0 MiB; 0 wait" in text.lines({"tiers": [{**tier, "stored_bytes": 31 << 20}]})[0]
+    larger = {**tier, "stored_bytes": 31 << 20}
+    lines = text.lines({"tiers": [tier, larger], "tier_hit_tokens": 0})
+    assert "wrote 3, 30.0 MiB as 20.0 MiB (0.67); 0 wait" in lines[1]
+    assert "30.0 MiB; 0 wait" in lines[2]

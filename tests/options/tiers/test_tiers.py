@@ -61,6 +61,9 @@ def test_what_l1_evicts_and_what_a_server_had_before_its_end_come_back(write: st
         server.start()
         second = new_engine(server.address, "second")
         assert restored(second, PROMPTS - 1) == 3 * second.chunk_size
+        metrics = server.metrics()
+        if not metrics['lmcache_tier_fetches_total{outcome="late"}']:
+            assert metrics["lmcache_tier_hit_tokens_total"] == 3 * second.chunk_size
         objects = server.tier()["read_objects"]
         assert objects.pop("read") > 0
         assert not any(objects.values())
