@@ -58,6 +58,10 @@ def open_root(path: str, shared: bool, opened: contextlib.ExitStack) -> int:
     try:
         os.mkdir(path, 0o700)
         logger.info("made the directory %(path)s for a tier", {"path": path})
+        if os.stat(path).st_dev == os.stat("/").st_dev:
+            advice = "if its own disk is not mounted, stop the server, mount that disk and start again"
+            logger.warning("the tier in %(path)s is on the root file system: %(advice)s",
+                           {"path": path, "advice": advice})  # fmt: skip
     except FileExistsError:
         pass
     except FileNotFoundError:

@@ -120,6 +120,19 @@ def test_a_directory_whose_parent_is_not_there_is_not_made(open_at, tmp_path):
     assert not (tmp_path / "nvme").exists()
 
 
+def test_one_that_is_made_on_the_root_disk_warns(small_disk, open_at, tmp_path, caplog):
+    """Perhaps the disk that should be there is not mounted, and the system's would fill."""
+    if os.stat(tmp_path).st_dev != os.stat("/").st_dev:
+        pytest.skip("the temporary directory is not on the root file system")
+    warning = "is on the root file system: if its own disk is not mounted"
+    open_at(small_disk / "tier")
+    assert warning not in caplog.text
+    open_at(tmp_path / "tier").close()
+    assert caplog.text.count(warning) == 1
+    open_at(tmp_path / "tier")
+    assert caplog.text.count(warning) == 1, "it was not made now"
+
+
 def test_what_is_no_directory_or_one_that_others_may_change_or_own_is_refused(open_at, tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file/below"):
