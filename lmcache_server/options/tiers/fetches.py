@@ -17,8 +17,8 @@ from lmcache_server.core.index import Chunk
 from lmcache_server.core.pool import FRAME_BYTES, count_frames
 from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.breaker import PRESENT, READ
+from lmcache_server.options.tiers.fetch_choice import Speed, choose
 from lmcache_server.options.tiers.record_format import DamagedRecordError, Label
-from lmcache_server.options.tiers.speed import OLD_S, SLOW_OLD_S
 from lmcache_server.options.tiers.tier_states import Tiers, TierState
 from lmcache_server.options.tiers.to_fetch import Wanted, wanted
 from lmcache_server.service.option import Base
@@ -36,8 +36,6 @@ MAX_ASKED = 4096
 """Chunks of a chain that tiers are asked for."""
 MAX_WAITING = 256
 """A tier for which so many calls wait is not asked."""
-UNKNOWN_SHARE = 0.05
-"""While nobody knows how fast a tier is, a request waits for this share of the time that computing takes."""
 Size = tuple[int, int]
 """The blocks and the bytes of an object."""
 
@@ -112,30 +110,27 @@ class Fetches:
         if not message.prefill_tokens_s:
             await bringing
             return
-        amounts = fetch.amounts(objects)
-        seconds = sum(tier.read_s(num_bytes) for tier, num_bytes in amounts.items())
-        saved_s = (target - least) / message.prefill_tokens_s
-        now_s = self._system.now_s()
-        is_slow = sum(tier.speed.seconds(num_bytes) for tier, num_bytes in amounts.items()) > saved_s
-        unknown = [tier for tier in amounts if tier.speed.is_old(now_s, SLOW_OLD_S if is_slow else OLD_S)]
+        amounts = fetch.amounts(objects).items()
+        reads = [(tier.speed, size, tier.worker.read_delay_s(size)) for tier, size in amounts]
+        now_s, saved_s = self._system.now_s(), (target - least) / message.prefill_tokens_s
         arrived = self._system.future()
-        if any(tier.is_tried(now_s) for tier in unknown) or (seconds > saved_s and not unknown):
+        if (choice := choose(reads, saved_s, now_s)) is None:
             bringing.close()
         else:
-            for tier in unknown:
-                tier.tried_s = now_s
-            self._system.spawn(_then(self._tried(bringing, unknown), arrived))
-            if seconds <= saved_s:
-                await self._system.wait([arrived], saved_s * (UNKNOWN_SHARE if unknown else 1.0))
+            for speed in choice.unknown:
+                speed.tried_s = now_s
+            self._system.spawn(_then(self._tried(bringing, choice.unknown), arrived))
+            if choice.wait_s:
+                await self._system.wait([arrived], choice.wait_s)
         self._metrics.count("lmcache_tier_fetches_total", int(not arrived.done()), outcome="slow")
 
-    async def _tried(self, bringing: Coroutine[Any, Any, None], tiers: Sequence[TierState]) -> None:
+    async def _tried(self, bringing: Coroutine[Any, Any, None], unknown: Sequence[Speed]) -> None:
         """Tells how fast these tiers are now. Meanwhile nobody else tries them."""
         try:
             await bringing
         finally:
-            for tier in tiers:
-                tier.tried_s = -math.inf
+            for speed in unknown:
+                speed.tried_s = -math.inf
 
     async def _look(self, tier: TierState, fetch: "_Fetch") -> None:
         """Notes what of the chain `tier` says that it has: full attention first, because a gap there ends

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,9 +10,9 @@ from lmcache_server.core.index import Chunk
 from lmcache_server.core.pool import FRAME_BYTES, Runs
 from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.breaker import PRESENT, Breaker
+from lmcache_server.options.tiers.fetch_choice import Speed
 from lmcache_server.options.tiers.flags import MAX_TIERS
 from lmcache_server.options.tiers.record_format import Label
-from lmcache_server.options.tiers.speed import OLD_S, Speed
 from lmcache_server.options.tiers.worker import STUCK_S, TierWorker
 from lmcache_server.service.option import Base
 
@@ -39,8 +38,6 @@ class TierState:
     """Reads in flight. More would let the questions of other lookups wait."""
     read_bytes: int = 0
     is_probed: bool = False
-    tried_s: float = -math.inf
-    """Since when a fetch is under way that will tell how fast it is."""
     failure: str = ""
     restarts: int = 0
     """Of its helper process, as far as they are counted."""
@@ -51,14 +48,6 @@ class TierState:
     def marks(self, bits: int) -> int:
         """The marks of these bits. Each bit becomes a digit that has one bit for each tier."""
         return int(f"{bits:b}", 1 << MAX_TIERS) << self.number
-
-    def read_s(self, num_bytes: int) -> float:
-        """How long a fetch of so many bytes will take; 0 if that is unknown."""
-        return max(self.speed.seconds(num_bytes), self.worker.read_delay_s(num_bytes))
-
-    def is_tried(self, now_s: float) -> bool:
-        """Whether such a fetch is still to be waited for. One of its reads may hang."""
-        return now_s - self.tried_s < OLD_S
 
     @property
     def label(self) -> str:

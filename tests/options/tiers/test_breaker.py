@@ -17,7 +17,7 @@ from lmcache_server.options.tiers.breaker import (
     WRITE,
     Breaker,
 )
-from lmcache_server.options.tiers.speed import SLOW_OLD_S, Speed
+from lmcache_server.options.tiers.fetch_choice import SLOW_OLD_S, Speed
 from lmcache_server.options.tiers.to_fetch import wanted
 
 CHUNK_SIZE = 16

@@ -14,10 +14,11 @@ from lmcache_client.contract.geometry import RECURRENT, Geometry, GroupSpec, Reg
 from lmcache_client.contract.messages import Lookup
 from lmcache_server.core.cache import Layout
 from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.options.tiers import fetch_choice as choice_module
 from lmcache_server.options.tiers import fetches as fetches_module
 from lmcache_server.options.tiers import tier_states as tiers_module
+from lmcache_server.options.tiers.fetch_choice import SLOW_OLD_S
 from lmcache_server.options.tiers.record_format import Label
-from lmcache_server.options.tiers.speed import SLOW_OLD_S
 
 SHARDS: Any = {0: SimpleNamespace(geometry=Geometry((GROUP,), 10))}
 FRAMES = 16
@@ -74,9 +75,9 @@ async def test_one_read_that_hangs_does_not_end_all_fetches(
     rig.known[LAYOUT.namespace] = {}
     assert not await fetched(rig, HANGS)
     assert await asyncio.to_thread(rig.store.hangs.wait, 60)
-    monkeypatch.setattr(tiers_module, "OLD_S", 1000.0)
+    monkeypatch.setattr(choice_module, "OLD_S", 1000.0)
     assert not await fetched(rig, key(2)), "the tier is being tried"
-    monkeypatch.setattr(tiers_module, "OLD_S", 0.2)
+    monkeypatch.setattr(choice_module, "OLD_S", 0.2)
     while not await fetched(rig, key(2)):
         await asyncio.sleep(0.02)
     assert rig.cache.reserved_frames == 1, "what the read that hangs may still write to"

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,13 +16,14 @@ from pathlib import Path
 
 import pytest
 from harness.disks import largest_file, mounted
-from harness.processes import ChildProcess, as_user, root
+from harness.processes import ChildProcess, as_user, root, rss_bytes
 from harness.tiers import TierContract, all_kept, fails, fill, in_threads, kept, memory, same
 from harness.waiting import wait_until
 
 from lmcache_server.options.tiers import directory as module
 from lmcache_server.options.tiers import folders
 from lmcache_server.options.tiers.directory import Directory
+from lmcache_server.options.tiers.pieces import PAGE_BYTES
 
 MIB = 1 << 20
 Open = Callable[..., Directory]
@@ -513,6 +515,7 @@ def test_writers_at_the_same_time_evict_no_more_than_they_need(open_at):
 WRITER = """
 import mmap, sys, time
 from lmcache_server.options.tiers.directory import Directory
+from lmcache_server.options.tiers.pieces import PAGE_BYTES
 tier = Directory(sys.argv[1], 64 << 20)
 while not tier._listed: time.sleep(.001)
 memory = memoryview(mmap.mmap(-1, 16 << 20))
@@ -564,6 +567,34 @@ def test_nothing_is_written_before_the_directory_is_listed(tmp_path, monkeypatch
     finally:
         let.set()
         tier.close()
+
+
+@pytest.mark.long
+def test_a_million_records(tmp_path):
+    """They are answered for while they are listed, then from memory; and of the next server, with less room,
+    as many go as are too many."""
+    path, count = tmp_path / "tier", 1_000_000
+    names = [f"{number:06x}" for number in range(count)]
+    for folder in folders.FOLDERS:
+        (path / folder).mkdir(0o700, parents=True)
+    for name in names:
+        file = os.open(f"{path}/{folders.path_of(name)}", os.O_WRONLY | os.O_CREAT, 0o600)
+        os.ftruncate(file, PAGE_BYTES)
+        os.close(file)
+    before = rss_bytes()
+    with contextlib.closing(Directory(str(path), count * PAGE_BYTES)) as tier:
+        assert all(tier.present(names[:: count // 100]))
+        wait_until(lambda: tier._listed)
+        assert all(tier.present(names))
+        assert not any(tier.present([f"{name}-" for name in names]))
+        assert rss_bytes() - before < 600 * count, "a record costs some 450 bytes"
+    with contextlib.closing(Directory(str(path), count // 10 * 9 * PAGE_BYTES)) as tier:
+        wait_until(lambda: tier._listed and tier.usage.used_bytes <= tier.usage.capacity_bytes)
+        assert tier.usage.records == sum(tier.present(names)) == count // 10 * 9
+        fill(tier, ["ffffff", "fffffe"])
+        assert all_kept(tier, ["ffffff", "fffffe"])
+        assert tier.usage.records == count // 10 * 9
+    shutil.rmtree(path)
 
 
 def test_only_tier_errors_are_raised(tier, monkeypatch):

@@ -1,0 +1,54 @@
+"""Whether a fetch pays, and how fast tiers are. An engine never waits for longer than it would compute."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+OLD_S, SLOW_OLD_S = 60.0, 5.0
+"""A speed is unknown again after OLD_S seconds; one at which a fetch does not pay after SLOW_OLD_S."""
+UNKNOWN_SHARE = 0.05
+"""While nobody knows how fast a tier is, a request waits for this share of the time that computing takes."""
+
+
+class Speed:
+    """How fast a tier has been read lately: bytes per second of whole fetches."""
+
+    def __init__(self) -> None:
+        self.bytes_per_s = 0.0
+        """0 while unknown."""
+        self._measured_s = -math.inf
+        self.tried_s = -math.inf
+        """Since when a fetch is under way that will tell it. One of its reads may hang."""
+
+    def add(self, num_bytes: int, seconds: float, now_s: float) -> None:
+        rate = num_bytes / max(seconds, 1e-6)
+        # The mean of the times, not of the rates: a tier that has become slow must soon count as slow.
+        share = 0.7 if rate > self.bytes_per_s else 0.3
+        self.bytes_per_s = 1 / ((1 - share) / self.bytes_per_s + share / rate) if self.bytes_per_s else rate
+        self._measured_s = now_s
+
+    def is_old(self, now_s: float, after_s: float = OLD_S) -> bool:
+        return now_s - self._measured_s > after_s
+
+    def seconds(self, num_bytes: int) -> float:
+        """How long a fetch of so many bytes will take; 0 if that is unknown."""
+        return num_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
+
+
+class Choice(NamedTuple):
+    """A fetch for which the request waits, at most `wait_s`. It will tell the speeds that are `unknown`."""
+
+    wait_s: float
+    unknown: list[Speed]
+
+
+def choose(reads: Sequence[tuple[Speed, int, float]], saved_s: float, now_s: float) -> Choice | None:
+    """Whether to fetch what takes `saved_s` to compute. `reads` has, of each tier: its speed, the bytes to
+    read, and how long a limit lets them wait."""
+    seconds = sum(max(speed.seconds(num_bytes), delay_s) for speed, num_bytes, delay_s in reads)
+    is_slow = sum(speed.seconds(num_bytes) for speed, num_bytes, _ in reads) > saved_s
+    unknown = [speed for speed, *_ in reads if speed.is_old(now_s, SLOW_OLD_S if is_slow else OLD_S)]
+    if any(now_s - speed.tried_s < OLD_S for speed in unknown) or (seconds > saved_s and not unknown):
+        return None
+    wait_s = saved_s * (UNKNOWN_SHARE if unknown else 1.0)
+    return Choice(wait_s if seconds <= saved_s else 0.0, unknown)
