@@ -1,19 +1,25 @@
-"""Bytes per second of store and load, in host memory, beside memcpy and LMCache."""
+"""Bytes per second of store and load, in host memory, beside the system's calls alone and LMCache."""
 
-import ctypes
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from typing import Any
+from collections.abc import Iterator, Sequence
 
+import mapped
 import numpy as np
 import peer
 from harness.processes import environment
 from harness.waiting import get, wait_until
 from section import Section
 from systems import lmcache_server, our_server
+
+from lmcache_server.transfer import host
+from lmcache_server.transfer.plan import Pieces
 
 GIB = 1 << 30
 REQUEST_BYTES = 64 << 20
@@ -28,20 +34,48 @@ OUR_BLOCKS = 4
 """Of a chunk, in `lmcache bench`."""
 HEAD_BYTES = 256
 """128 numbers of bfloat16."""
+BAR_FROM_KIB = 64
+Speeds = dict[tuple[int, int], tuple[float, float]]
+"""Of store and load, by KiB of a page and number of workers."""
 
 
-def memcpy_gb_s(threads: int) -> float:
-    """Between buffers that are resident and too large for caches, all of each in one call."""
-    buffers = [(np.ones(256 << 20, np.uint8), np.ones(256 << 20, np.uint8)) for _ in range(threads)]
-    barrier = threading.Barrier(threads + 1)
+@contextlib.contextmanager
+def engines() -> Iterator[list[tuple[int, int]]]:
+    """Process ids, and the address there of a buffer in huge pages, as the memory of `lmcache bench` is."""
+    started = []
+    try:
+        for _ in range(max(WORKERS)):
+            pid, _, address = mapped.start_engine()
+            started.append((pid, address))
+        yield started
+    finally:
+        for pid, _ in started:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
-    def copy(into: Any, source: Any) -> None:
+
+def calls_gb_s(engines: Sequence[tuple[int, int]], l1: int, page_kib: int, load: bool) -> float:
+    """By the calls that copy between processes alone, from as many threads as the server has for so many
+    engines. Pages in no order."""
+    barrier = threading.Barrier(THREADS * len(engines) + 1)
+    count = mapped.COPIED_BYTES // (page_kib << 10) // THREADS
+    length = np.full(count, page_kib << 10, np.uint64)
+
+    def copy(pid: int, pieces: Pieces) -> None:
         barrier.wait()
-        for _ in range(2):
-            ctypes.memmove(into.ctypes.data, source.ctypes.data, source.nbytes)
+        host.copy(pid, pieces, load=load)
         barrier.wait()
 
-    workers = [threading.Thread(target=copy, args=pair) for pair in buffers]
+    workers = []
+    for number, (pid, address) in enumerate(engines):
+        order = np.random.default_rng(page_kib).permutation(THREADS * count).astype(np.uint64)
+        for part in range(THREADS):
+            place = (
+                np.arange(count, dtype=np.uint64) + np.uint64((number * THREADS + part) * count)
+            ) * length
+            remote = np.uint64(address) + order[part * count : (part + 1) * count] * length
+            pieces = Pieces(np.uint64(l1) + place, remote, length)
+            workers.append(threading.Thread(target=copy, args=(pid, pieces)))
     for worker in workers:
         worker.start()
     barrier.wait()
@@ -50,7 +84,7 @@ def memcpy_gb_s(threads: int) -> float:
     seconds = time.perf_counter() - start
     for worker in workers:
         worker.join()
-    return 2 * sum(source.nbytes for _, source in buffers) / seconds / GIB
+    return len(workers) * int(length.sum()) / seconds / GIB
 
 
 def ours_gb_s(port: int, variables: dict[str, str], page_kib: int, workers: int) -> tuple[float, float]:
@@ -101,19 +135,27 @@ def wait_until_populated(url: str) -> None:
     wait_until(is_populated, 600.0, "L1 is populated", interval_s=0.1)
 
 
-def ours(memcpy: dict[int, float]) -> dict[tuple[int, int], tuple[float, float]]:
-    """The best of some rounds, per page size and number of workers; memcpy takes its turns among them."""
-    best: dict[tuple[int, int], tuple[float, float]] = {}
-    with our_server(L1_GB) as (server, port, variables):
+def ours() -> tuple[Speeds, Speeds]:
+    """The best of some rounds, per page size and number of workers; the calls alone take turns with them."""
+    best: Speeds = {}
+    calls: Speeds = {}
+    memory = mapped.private(huge=True)
+    l1 = mapped.touched(memory)
+    with our_server(L1_GB) as (server, port, variables), engines() as started:
         wait_until_populated(server.url("/status"))
         for _ in range(ROUNDS):
             for workers in WORKERS:
-                memcpy[workers] = max(memcpy.get(workers, 0.0), memcpy_gb_s(THREADS * workers))
                 for page_kib in PAGES_KIB:
-                    found = ours_gb_s(port, variables, page_kib, workers)
-                    before = best.get((page_kib, workers), (0.0, 0.0))
-                    best[page_kib, workers] = (max(found[0], before[0]), max(found[1], before[1]))
-    return best
+                    case = page_kib, workers
+                    alone = [calls_gb_s(started[:workers], l1, page_kib, load) for load in (False, True)]
+                    keep(calls, case, alone)
+                    keep(best, case, ours_gb_s(port, variables, *case))
+    return best, calls
+
+
+def keep(best: Speeds, case: tuple[int, int], found: Sequence[float]) -> None:
+    before = best.get(case, (0.0, 0.0))
+    best[case] = (max(found[0], before[0]), max(found[1], before[1]))
 
 
 def lmcaches() -> dict[int, tuple[float, float]]:
@@ -136,35 +178,43 @@ def main() -> None:
         f"GB (2**30 bytes) per second in host memory, requests of {REQUEST_BYTES >> 20} MiB, the best of "
         f"{ROUNDS} runs of each. Ours by `lmcache bench`, over the time from the first request to the last "
         "reply, blocks in no order; LMCache by its own `lmcache bench server`, from the median request of one "
-        f"worker, blocks in order. memcpy copies 256 MiB in one call per thread, with as many threads as the server has "
-        f"for its copies, {THREADS} for each worker.",
+        "worker, blocks in order. The calls alone are process_vm_readv and process_vm_writev without a server, from "
+        f"as many threads as the server has for its copies, {THREADS} for each worker. "
+        "[memcpy is faster](#ways-to-copy-between-processes-on-a-cpu), but not between processes.",
     )
-    memcpy: dict[int, float] = {}
-    best, peers = ours(memcpy), lmcaches()
+    (best, calls), peers = ours(), lmcaches()
     rows, shares, ahead = [], [], []
     for page_kib in PAGES_KIB:
         for workers in WORKERS:
-            found, limit = best[page_kib, workers], memcpy[workers]
+            found, limit = best[page_kib, workers], calls[page_kib, workers]
             theirs = peers[page_kib] if workers == 1 else None
-            shares.append((min(found) / limit, page_kib, workers))
+            share = [mine / other for mine, other in zip(found, limit, strict=True)]
+            shares += share if page_kib >= BAR_FROM_KIB else []
             ahead += [mine / other for mine, other in zip(found, theirs, strict=True)] if theirs else []
             rows.append(
                 [
                     f"{page_kib} KiB",
                     str(workers),
                     *(f"{each:.2f}" for each in found),
-                    f"{limit:.2f}",
-                    *(f"{each / limit:.0%}" for each in found),
+                    *(f"{each:.2f}" for each in limit),
+                    *(f"{each:.0%}" for each in share),
                     *(f"{each:.2f}" for each in theirs or ()),
                 ]
             )
-            rows[-1] += [""] * (9 - len(rows[-1]))
-    columns = ["page", "workers", "store", "load", "memcpy", "store / memcpy", "load / memcpy"]
+            rows[-1] += [""] * (10 - len(rows[-1]))
+    columns = [
+        "page",
+        "workers",
+        "store",
+        "load",
+        "calls: store",
+        "calls: load",
+        "store ÷ calls",
+        "load ÷ calls",
+    ]
     section.table("", [*columns, "LMCache store", "LMCache load"], rows)
-    low, high = min(shares), max(shares)
-    section.bar(
-        "at least 75 % of memcpy of as many threads", f"{low[0]:.0%} to {high[0]:.0%}", low[0] >= 0.75
-    )
+    bar = f"at least 75 % of the calls alone, pages from {BAR_FROM_KIB} KiB on"
+    section.bar(bar, f"{min(shares):.0%} to {max(shares):.0%}", min(shares) >= 0.75)
     section.bar("ahead of LMCache", f"{min(ahead):.1f} to {max(ahead):.1f} times", min(ahead) > 1)
     section.plot(
         "copies",
@@ -172,7 +222,7 @@ def main() -> None:
         "page, KiB",
         "GB/s",
         {
-            f"memcpy, {THREADS} threads": [(page, memcpy[1]) for page in PAGES_KIB],
+            "the calls alone, store": [(page, calls[page, 1][0]) for page in PAGES_KIB],
             "store": [(page, best[page, 1][0]) for page in PAGES_KIB],
             "load": [(page, best[page, 1][1]) for page in PAGES_KIB],
             "LMCache store": [(page, peers[page][0]) for page in PAGES_KIB],

@@ -88,11 +88,12 @@ def first_token(section: Section, engines: Engines) -> None:
     section.table(
         f"Time to first token on a hit, median of {ROUNDS}; ratios are medians of pairs.", columns, rows
     )
-    section.bar("the same first token as computed cold", f"{wrong} differ", wrong == 0)
+    section.bar("the same first token as computed cold", f"{wrong} differ", wrong == 0, top=True)
     for name, found in peer_ratios.items():
-        section.bar(f"ahead of {name} at every length", ratios(found), max(found.values()) < 1)
+        section.bar(f"ahead of {name} at every length", ratios(found), max(found.values()) < 1, top=True)
     long = {length: ratio for length, ratio in local_ratio.items() if length >= 2048}
-    section.bar("within 25 % of a local prefix hit from 2k on", ratios(long), max(long.values()) <= 1.25)
+    is_near = max(long.values()) <= 1.25
+    section.bar("within 25 % of a local prefix hit from 2k on", ratios(long), is_near, top=True)
     series = {"cold": [(length + TAIL, cold[length]["seconds"]) for length in LENGTHS]}
     for name in engines:
         label = "local hit" if name == ALONE else name
@@ -194,7 +195,7 @@ def load(section: Section, engines: Engines) -> None:
     for kind in work:
         throughput = paired(seconds[kind, ALONE], seconds[kind, OURS])
         bar = f"throughput at least {LEAST_THROUGHPUT:.0%} of vLLM alone, {kind}"
-        section.bar(bar, f"{throughput:.1%}", throughput >= LEAST_THROUGHPUT)
+        section.bar(bar, f"{throughput:.1%}", throughput >= LEAST_THROUGHPUT, top=True)
     at_rest = median([spent for spent, _ in shares[AT_REST, OURS]])
     section.bar(f"under 50 µs a step at rest ({AT_REST})", micros(at_rest), at_rest < 50e-6)
     under_load = max(

@@ -152,7 +152,8 @@ def main() -> None:
     section.bar(f"a load: at most {MAX_LOAD_MS} ms a GB", f"{loads:.2f} ms", loads <= MAX_LOAD_MS)
     section.bar(f"a store: at most {MAX_STORE_MS} ms a GB", f"{stores:.2f} ms", stores <= MAX_STORE_MS)
     slowest = min(together.values())
-    section.bar(f"eight threads: at least {MIN_GB_S:.0f} GB/s", f"{slowest:,.0f} GB/s", slowest >= MIN_GB_S)
+    bar = f"eight threads: at least {MIN_GB_S:.0f} GB/s"
+    section.bar(bar, f"{slowest:,.0f} GB/s", slowest >= MIN_GB_S, top=True)
     section.save()
 
 

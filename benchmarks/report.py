@@ -21,13 +21,18 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return lines + ["| " + " | ".join(row) + " |" for row in rows]
 
 
-def bars(sections: Sequence[Section]) -> list[str]:
+def verdict(bar: Mapping[str, Any]) -> list[str]:
+    return [bar["bar"], bar["measured"], "met" if bar["met"] else "**missed**"]
+
+
+def top(sections: Sequence[Section]) -> list[str]:
+    """The bars that a user would ask about, and how many the sections have."""
     rows = [
-        [section["title"], bar["bar"], bar["measured"], "met" if bar["met"] else "**missed**"]
-        for section in sections
-        for bar in section["bars"]
+        [section["title"], *verdict(bar)] for section in sections for bar in section["bars"] if bar.get("top")
     ]
-    return table(["", "bar", "measured", ""], rows)
+    every = [bar["met"] for section in sections for bar in section["bars"]]
+    count = f"Each section has its own bars: {len(every)} in all, of which {every.count(False)} are missed."
+    return [*table(["", "bar", "measured", ""], rows), "", count]
 
 
 def body(section: Section, named_run: bool) -> list[str]:
@@ -39,6 +44,8 @@ def body(section: Section, named_run: bool) -> list[str]:
         if each.get("caption"):
             lines += [each["caption"], ""]
         lines += [*table(each["columns"], each["rows"]), ""]
+    if section["bars"]:
+        lines += [*table(["bar", "measured", ""], list(map(verdict, section["bars"]))), ""]
     for each in section.get("plots", ()):
         lines += [f"![{each['title']}](benchmarks/{each['name']}.svg)", ""]
     return lines
@@ -127,7 +134,7 @@ def write(sections: Sequence[Section], failed: Sequence[str], minutes: float) ->
         "",
         "## What was asked for, and what was measured",
         "",
-        *bars(sections),
+        *top(sections),
         "",
     ]
     if failed:

@@ -12,8 +12,9 @@ RESULTS = ROOT / ".cache" / "bench" / "results"
 
 @dataclass
 class Section:
-    """`tables` have caption, columns and rows of strings; `bars` what was asked for, what was measured and
-    whether it was met; `plots` a file stem, axes and series of points."""
+    """`tables` have caption, columns and rows of strings; `bars` what was asked for, what was measured,
+    whether it was met, and whether it stands at the top of the page; `plots` a file stem, axes and series of
+    points."""
 
     name: str
     title: str
@@ -27,8 +28,9 @@ class Section:
             {"caption": caption, "columns": list(columns), "rows": [list(row) for row in rows]}
         )
 
-    def bar(self, bar: str, measured: str, met: bool) -> None:
-        self.bars.append({"bar": bar, "measured": measured, "met": bool(met)})
+    def bar(self, bar: str, measured: str, met: bool, top: bool = False) -> None:
+        """`top` is for what a user would ask about."""
+        self.bars.append({"bar": bar, "measured": measured, "met": bool(met), "top": top})
 
     def plot(
         self,

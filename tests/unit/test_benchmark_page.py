@@ -102,6 +102,18 @@ def test_a_page_of_several_runs_says_so_in_every_section_and_one_of_one_run_name
     assert re.findall(r"Measured in the run of (\w+)\.", text) == ["Monday", "Tuesday"]
 
 
+def test_the_page_begins_with_what_users_ask_and_each_section_has_all_of_its_bars(page: Path) -> None:
+    asked = {"bar": "as soon as LMCache", "measured": "0.5", "met": True, "top": True}
+    other = {"bar": "a narrow one", "measured": "7", "met": False, "top": False}
+    stored(run.RESULTS, [engine(), replay(bars=[asked, other])])
+    assert run.main(["--report"]) == 0
+    beginning, _, rest = page.read_text().partition("\n## Title of replay")
+    rows = ["as soon as LMCache | 0.5 | met |", "a narrow one | 7 | **missed** |"]
+    assert [row in beginning for row in rows] == [True, False]
+    assert all(f"| {row}" in rest for row in rows)
+    assert "2 in all, of which 1 are missed" in beginning
+
+
 def test_named_benchmarks_leave_the_page_as_it_is(page, monkeypatch, capsys):
     page.write_text("the page of a whole run")
     stored(run.RESULTS, [engine(), replay()])
