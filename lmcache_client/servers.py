@@ -225,8 +225,7 @@ class Servers:
             if len(told) < len(replies):
                 return next(reply for reply in replies if not isinstance(reply, Followed))
             gone = tuple(dict.fromkeys(key for each in told for key in each.gone))
-            least = min(each.resume_tokens for each in told)
-            return Followed(least, gone, any(each.missed for each in told))
+            return Followed(min(each.resume_tokens for each in told), gone, any(each.missed for each in told))
 
         return Together([Part.of(each.channel, each.follow(keys)) for each in self.clients], merge)
 
@@ -245,7 +244,8 @@ def _merged(found: Sequence[Found], first: Sequence[Found], resume_tokens: int, 
     if len({len(each.held) for each in first}) == 1:
         held = tuple(reduce(_both, maps) for maps in zip(*(each.held for each in first), strict=True))
     least = min(first, key=lambda each: each.resume_tokens)
-    return Found(resume_tokens, lease_id, min(each.lease_s for each in found), held, least.missed)
+    l1_tokens = min(each.l1_tokens for each in first)
+    return Found(resume_tokens, lease_id, min(each.lease_s for each in found), held, least.missed, l1_tokens)
 
 
 def _both(one: bytes, other: bytes) -> bytes:

@@ -17,12 +17,10 @@ from lmcache_client.contract.control import Follow, Followed, Inspect, Inspected
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import Key, Keys, ModelTag, TenantId
 
-PROTOCOL_VERSION = 15
-DEFAULT_PORT = 5555
+PROTOCOL_VERSION, DEFAULT_PORT = 16, 5555
 BOOT_ID_BYTES = CLIENT_ID_BYTES = UUID_BYTES = 16
-NONCE_BYTES, HANDLE_BYTES = 32, 64
-HEAD_BYTES = 32
-"""The version and the id of a request lie within these."""
+NONCE_BYTES, HANDLE_BYTES, HEAD_BYTES = 32, 64, 32
+"""The version and the id of a request lie within HEAD_BYTES."""
 MAX_NAME, MAX_PIN_NAME, REQUEST_TOKEN_CHARS = 256, 64, 16
 MAX_REASON, MAX_BUFFERS, MAX_LEASES, MAX_OBJECTS, MAX_EARLY_CHUNKS = 1024, 1024, 4096, 4096, 512
 
@@ -173,13 +171,15 @@ class Lookup(Wire, frozen=True, tag=9):
 class Found(Wire, frozen=True, tag=10):
     """`resume_tokens` is 0 if the server has nothing beyond the computed tokens; otherwise the lease
     `lease_id` keeps the tokens up to there restorable for `lease_s` seconds. `held` has a bitmap per group,
-    lowest bit first, of the chunks that all shards have. `missed` is that of Inspected."""
+    lowest bit first, of the chunks that all shards have. `missed` is that of Inspected. Before tiers were
+    asked, L1 had the resume point `l1_tokens`."""
 
     resume_tokens: Natural
     lease_id: Natural
     lease_s: Natural
     held: tuple[bytes, ...]
     missed: Missed = ()
+    l1_tokens: Natural = 0
 
 
 class Release(Wire, frozen=True, tag=11):

@@ -39,6 +39,7 @@ class Spans(Option):
         attributes: dict[str, object] = {"error": str(asked.lookup.error)}
         if isinstance(found, Found):
             attributes = {"computed_tokens": asked.computed, "resume_tokens": found.resume_tokens}
+            attributes["l1_tokens"] = found.l1_tokens
             if fits(found, self._groups, tracked.chunk_size, asked.limit):
                 attributes["why"] = why_not_more(self._groups, tracked.chunk_size, found, asked)
             attributes |= {f"missed_tokens.{reason}": number for reason, number in found.missed}

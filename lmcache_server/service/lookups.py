@@ -97,7 +97,7 @@ class Lookups:
             missed = self._count(session, asked, started_s)
         self._metrics.observe("lmcache_lookup_seconds", self._system.now_s() - started_s)
         why = tuple(missed.items()) if message.why else ()
-        return Found(hit.resume_tokens, hit.lease_id, int(self._lease_s), hit.held, why)
+        return Found(hit.resume_tokens, hit.lease_id, int(self._lease_s), hit.held, why, asked.in_l1)
 
     def accept(self, session: Session, message: Accept) -> Message:
         """Counts early lookups as if the engine had asked them with these computed tokens."""

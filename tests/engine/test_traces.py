@@ -62,7 +62,9 @@ def attributes(span: Any) -> dict[str, int | str]:
 
 
 def asked(resume_tokens: int) -> dict[str, int | str]:
-    return {"lmcache.computed_tokens": 0, "lmcache.resume_tokens": resume_tokens}
+    """Without tiers."""
+    tokens = {"computed": 0, "resume": resume_tokens, "l1": resume_tokens}
+    return {f"lmcache.{name}_tokens": number for name, number in tokens.items()}
 
 
 def test_lookup_wait_load_and_store_are_in_the_trace_of_the_request(server: LMCacheServer) -> None:

@@ -6,7 +6,7 @@ import pytest
 from desk import Desk, identity, is_refused
 
 from lmcache_client.contract import messages
-from lmcache_client.contract.messages import Lookup, Message
+from lmcache_client.contract.messages import Found, Lookup, Message
 from lmcache_server.core.cache import Reservation
 from lmcache_server.core.layout import Layout
 from lmcache_server.options.tiers.server import Server
@@ -60,7 +60,9 @@ def test_tokens_that_tiers_brought_are_counted_apart_from_those_of_l1(
         hits = value("lmcache_tokens_total", outcome="hit"), value("lmcache_tier_hit_tokens_total")
         return hits[0] / size, hits[1] / size, value("lmcache_tier_saved_seconds_total") * SPEED / size
 
-    looked_up(desk, monkeypatch, layout, fetch, early=computed is not None)
+    found = looked_up(desk, monkeypatch, layout, fetch, early=computed is not None)
+    assert isinstance(found, Found)
+    assert (found.l1_tokens, found.resume_tokens) == (size, 2 * size)
     if computed is not None:
         assert counted() == (0, 0, 0)
         desk.ask(1, messages.Accept((("request", computed * size),)))
