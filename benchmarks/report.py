@@ -31,7 +31,7 @@ def top(sections: Sequence[Section]) -> list[str]:
         [section["title"], *verdict(bar)] for section in sections for bar in section["bars"] if bar.get("top")
     ]
     every = [bar["met"] for section in sections for bar in section["bars"]]
-    count = f"Each section has its own bars: {len(every)} in all, of which {every.count(False)} are missed."
+    count = f"Each section has its own bars. Of all {len(every)}, {every.count(False)} were missed."
     return [*table(["", "bar", "measured", ""], rows), "", count]
 
 

@@ -244,7 +244,7 @@ def _merged(found: Sequence[Found], first: Sequence[Found], resume_tokens: int, 
     if len({len(each.held) for each in first}) == 1:
         held = tuple(reduce(_both, maps) for maps in zip(*(each.held for each in first), strict=True))
     least = min(first, key=lambda each: each.resume_tokens)
-    l1_tokens = min(each.l1_tokens for each in first)
+    l1_tokens = min(resume_tokens, *(each.l1_tokens for each in first))
     return Found(resume_tokens, lease_id, min(each.lease_s for each in found), held, least.missed, l1_tokens)
 
 

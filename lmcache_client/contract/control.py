@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from lmcache_client.contract.codec import Natural, Wire
+from lmcache_client.contract.codec import Natural, Text, Wire
 from lmcache_client.contract.geometry import MAX_GROUPS
 from lmcache_client.contract.keys import Keys, TenantId
 
@@ -18,7 +18,7 @@ class Inspect(Wire, frozen=True, tag=27):
     """Asks what a Lookup of `keys` by this engine would find. Nothing is leased, counted or marked as used.
     The reply is Inspected. `limit_tokens` is that of Lookup."""
 
-    engine_id: str
+    engine_id: Text
     keys: Keys
     limit_tokens: Natural
 
@@ -74,4 +74,4 @@ class Status(Wire, frozen=True, tag=17):
 class StatusReport(Wire, frozen=True, tag=18):
     """The JSON object that the HTTP endpoint /status returns, in pieces of at most MAX_TEXT."""
 
-    pieces: tuple[str, ...]
+    pieces: tuple[Text, ...]

@@ -4,7 +4,7 @@ Everything here is a pure function of what a worker registered. The scheduler si
 the server compute the same results from it, so they never need to ask each other.
 """
 
-from lmcache_client.contract.codec import Natural, Wire
+from lmcache_client.contract.codec import Natural, Text, Wire
 
 FULL = "full"
 SLIDING_WINDOW = "sliding_window"
@@ -45,10 +45,10 @@ class GroupSpec(Wire, frozen=True):
     pipeline stage hold the same bytes, which are stored once.
     """
 
-    kind: str
+    kind: Text
     block_size: Natural
     window: Natural
-    tag: str
+    tag: Text
     regions: tuple[Region, ...]
     replicated: bool = False
 

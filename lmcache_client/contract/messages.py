@@ -7,12 +7,12 @@ If a request fails, the reply is Refused. Messages carry keys, never tokens, and
 their contents.
 """
 
-from typing import Annotated, Any, get_args
+from typing import Annotated
 
-from msgspec import Meta
+from msgspec import Meta, Raw, Struct
 
 from lmcache_client.contract import codec, control
-from lmcache_client.contract.codec import Natural, ProtocolError, Wire
+from lmcache_client.contract.codec import MAX_MESSAGE_BYTES, Natural, ProtocolError, Text, Wire
 from lmcache_client.contract.control import Follow, Followed, Inspect, Inspected, Missed, Status, StatusReport
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import Key, Keys, ModelTag, TenantId
@@ -26,6 +26,7 @@ MAX_REASON, MAX_BUFFERS, MAX_LEASES, MAX_OBJECTS, MAX_EARLY_CHUNKS = 1024, 1024,
 
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
 PinName = Annotated[str, Meta(min_length=1, max_length=MAX_PIN_NAME)]
+BootId = Annotated[bytes, Meta(min_length=BOOT_ID_BYTES, max_length=BOOT_ID_BYTES)]
 Handle = Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
 Bytes = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 Range = tuple[Natural, Bytes]
@@ -52,9 +53,9 @@ class Welcome(Wire, frozen=True, tag=1):
     """The client must allow process `server_pid` to trace it (Yama). A reply whose boot id is not `boot_id`
     comes from a server that has restarted."""
 
-    boot_id: Annotated[bytes, Meta(min_length=BOOT_ID_BYTES, max_length=BOOT_ID_BYTES)]
+    boot_id: BootId
     server_pid: Natural
-    server_version: str
+    server_version: Text
     session_id: Natural
 
 
@@ -114,13 +115,13 @@ class Prove(Wire, frozen=True, tag=4):
 
 class Registered(Wire, frozen=True, tag=5):
     chunk_size: Natural
-    warning: str
+    warning: Text
 
 
 class Join(Wire, frozen=True, tag=6):
     """The scheduler side asks whether its engine is registered."""
 
-    engine_id: str
+    engine_id: Text
 
 
 class Joined(Wire, frozen=True, tag=7):
@@ -156,7 +157,7 @@ class Lookup(Wire, frozen=True, tag=9):
     `once` says that this prompt will not come back. Chunks that any other prompt reads are worth keeping.
     """
 
-    request_id: str
+    request_id: Text
     keys: Keys
     computed_tokens: Natural
     limit_tokens: Natural
@@ -189,7 +190,7 @@ class Release(Wire, frozen=True, tag=11):
 
     lease_ids: Annotated[tuple[Natural, ...], Meta(max_length=MAX_LEASES)]
     keys: Keys
-    request_id: str = ""
+    request_id: Text = ""
     answers: Natural = 0
 
 
@@ -201,7 +202,7 @@ class Load(Wire, frozen=True, tag=12):
     before a restart of the server.
     """
 
-    request_id: str
+    request_id: Text
     lease_id: Natural
     key: Key
     resume_tokens: Natural
@@ -229,7 +230,7 @@ class Store(Wire, frozen=True, tag=13):
     chunks that came only so and that no other prompt has read."""
 
     objects: Annotated[tuple[StoreObject, ...], Meta(max_length=MAX_OBJECTS)]
-    request_ids: tuple[str, ...] = ()
+    request_ids: tuple[Text, ...] = ()
     once: bool = False
 
     def __post_init__(self) -> None:
@@ -262,8 +263,8 @@ class Cleared(Wire, frozen=True, tag=16):
     `tiers_failed` those of them that could not be cleared, each with the reason."""
 
     chunks: Natural
-    tiers: tuple[str, ...] = ()
-    tiers_failed: tuple[str, ...] = ()
+    tiers: tuple[Text, ...] = ()
+    tiers_failed: tuple[Text, ...] = ()
 
 
 class Ping(Wire, frozen=True, tag=19):
@@ -276,15 +277,14 @@ class Goodbye(Wire, frozen=True, tag=20):
     """Ends the session. The reply is Done when none of its memory is mapped or being copied."""
 
 
-class Done(Wire, frozen=True, tag=21):
-    pass
+class Done(Wire, frozen=True, tag=21): ...
 
 
 class Refused(Wire, frozen=True, tag=22):
     """`code` is one of the constants above; `message` tells the user what to do."""
 
-    code: str
-    message: str
+    code: Text
+    message: Text
 
 
 class Pin(Wire, frozen=True, tag=23):
@@ -345,6 +345,18 @@ class BadRequestError(ProtocolError):
         self.code = code
 
 
+class _Opening(Struct, array_like=True):
+    """The beginning of a frame of any version. More may follow."""
+
+    version: Natural
+    request_id: Natural
+
+
+_opening, _message = codec.decoder(_Opening), codec.decoder(Message)
+_request = codec.decoder(tuple[Natural, Natural, Raw])
+_reply = codec.decoder(tuple[Natural, Natural, BootId, Raw])
+
+
 def encode_request(request_id: int, message: Message) -> bytes:
     return codec.pack([PROTOCOL_VERSION, request_id, message])
 
@@ -352,17 +364,16 @@ def encode_request(request_id: int, message: Message) -> bytes:
 def decode_request(frame: bytes) -> tuple[int, Message]:
     """Returns (request id, message). Raises BadRequestError, which has the request id, if only the message
     or the version is wrong, and ProtocolError if the frame does not even have a request id."""
-    request_id, rest = _opened(frame)
+    request_id = _opened(frame)
     try:
-        (plain,) = codec.exactly(1, rest)
-        return request_id, _message(plain)
+        return request_id, _message(_request(frame)[-1])
     except ProtocolError as error:
         raise BadRequestError(request_id, BAD_REQUEST, str(error)) from error
 
 
 def request_id(frame: memoryview) -> int:
     """The id of a request of which only the first bytes are decoded. Raises ProtocolError."""
-    return codec.numbers(codec.unpack_first(bytes(frame[:HEAD_BYTES]), 2))[1]
+    return codec.first_numbers(bytes(frame[:HEAD_BYTES]), 2)[1]
 
 
 def encode_reply(boot_id: bytes, request_id: int, message: Message) -> bytes:
@@ -372,29 +383,18 @@ def encode_reply(boot_id: bytes, request_id: int, message: Message) -> bytes:
 def decode_reply(frame: bytes) -> tuple[bytes, int, Message]:
     """Returns (boot id, request id, message). Raises ProtocolError, and for a server of another version
     BadRequestError."""
-    request_id, rest = _opened(frame)
-    boot_id, plain = codec.exactly(2, rest)
-    if type(boot_id) is not bytes or len(boot_id) != BOOT_ID_BYTES:
-        raise ProtocolError("a reply carries a boot id")
-    return boot_id, request_id, _message(plain)
+    request_id = _opened(frame)
+    *_, boot_id, message = _reply(frame)
+    return boot_id, request_id, _message(message)
 
 
-def _opened(frame: bytes) -> tuple[int, list[Any]]:
-    version, request_id, *rest = codec.opened(frame)
-    if version != PROTOCOL_VERSION:
-        reason = f"the other side speaks protocol version {version}, this side {PROTOCOL_VERSION}: "
+def _opened(frame: bytes) -> int:
+    """The id in a frame of this version, whatever follows."""
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a message has at most {MAX_MESSAGE_BYTES} bytes, not {len(frame)}")
+    opening = _opening(frame)
+    if opening.version != PROTOCOL_VERSION:
+        reason = f"the other side speaks protocol version {opening.version}, this side {PROTOCOL_VERSION}: "
         advice = "install the same version of lmcache-mp for the server and for vLLM"
-        raise BadRequestError(request_id, WRONG_VERSION, reason + advice)
-    return request_id, rest
-
-
-_KINDS: dict[Any, Any] = {kind.__struct_config__.tag: kind for kind in get_args(Message)}
-
-
-def _message(plain: Any) -> Message:
-    # msgspec could choose the type itself, but it would rebuild its table of all types for every message.
-    code = plain[0] if type(plain) is list and plain else None
-    if type(code) is not int or code not in _KINDS:
-        raise ProtocolError(f"unknown message code {code!r:.40}")
-    message: Message = codec.build(_KINDS[code], plain)
-    return message
+        raise BadRequestError(opening.request_id, WRONG_VERSION, reason + advice)
+    return int(opening.request_id)

@@ -109,7 +109,7 @@ class Lookups:
         return Done()
 
     def _count(self, session: Session, asked: _Asked, started_s: float) -> dict[str, int]:
-        layout, message, hit, in_l1, _ = asked
+        layout, message, hit, in_l1, in_tiers = asked
         computed, limit = message.computed_tokens, message.limit_tokens
         hit_tokens = max(hit.resume_tokens - computed, 0)
         beyond = (computed + hit_tokens) // layout.chunk_size
@@ -121,7 +121,7 @@ class Lookups:
         requested = min(message.num_tokens, limit + layout.chunk_size)
         whose = traffic(self._metrics, layout, message.request_id)
         self._metrics.count_tokens(whose, requested, computed, hit_tokens, limit, missed)
-        fetched = max(hit.resume_tokens - max(in_l1, computed), 0)
+        fetched = max(min(hit.resume_tokens, in_tiers) - max(in_l1, computed), 0)
         for option in self._options:
             option.looked_up(session.session_id, layout, message, fetched, started_s)
         values = {

@@ -493,7 +493,7 @@ def test_a_status_of_everything_that_can_be_shown():
         "1.5 KiB", "engine-1", "rank 1", "pid 77", "30 hit, 10 missed: 3 never stored, 7 evicted\n",
         "tests (bench, verify, self-tests): 51,200 tokens hit, counted apart\n",
         "pinned as 'prompts.jsonl': 3 chunks, 3.0 MiB",
-        "tiers: 1,234 of the hit tokens came from them\n",
+        "tiers: 1,234 of the hit tokens were fetched while requests waited\n",
         "tier valkey://one:6379: FAILING: it is on fire; read 12 objects, 3.0 MiB; wrote 30, 1.0 GiB "
         "as 768.0 MiB (0.75); 4 wait; 2 gone, 1 damaged, 6 without room, 7 dropped, 8 not written\n",
         "tier dir:///tier?size_gb=1: works; holds 3.0 MiB of 1.0 GiB in 28 records, 44 evicted; "

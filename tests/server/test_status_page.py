@@ -157,7 +157,9 @@ def test_tiers_and_what_they_lost(browser, server):
         url, state, *rest = first.split("\t")
         assert (url, rest) == (HOSTILE, ["3.0 MiB", "1.0 GiB", "1 object"])
         assert state.split("\n")[:2] == ["works", "holds 3.0 MiB of 1.0 GiB in 28 records, 44 evicted"]
-        assert visit.page.inner_text("#tier_hits") == "; 25.0 % of the hits came from them"
+        assert (
+            visit.page.inner_text("#tier_hits") == "; 25.0 % of the hits were fetched while requests waited"
+        )
         assert visit.page.inner_text("#state") == "1 tier failing", "the top of the page says so, too"
         assert "failing: it is on fire" in second
         assert (

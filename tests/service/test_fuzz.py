@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 from fuzz.all_targets import TARGETS
 from fuzz.choices import Target
@@ -16,7 +17,7 @@ from harness.paths import SUPPORT
 from harness.processes import rss_bytes
 
 from lmcache_client import channel
-from lmcache_client.contract import codec
+from lmcache_client.contract import messages
 from lmcache_server import config
 from lmcache_server.admin import http
 from lmcache_server.core import snapshot
@@ -106,7 +107,7 @@ def test_fuzzing_guided_by_coverage_runs() -> None:
 
 
 FAULTS = {
-    "decoder": (codec, "build", lambda _kind, plain: plain),
+    "decoder": (messages, "_message", msgspec.msgpack.decode),
     "router": (router.Router, "_reply", lambda *_: None),
     "pages": (http.Server, "_is_own_name", lambda _, host: urlsplit(f"//{host}").port != 0),
     "files": (snapshot, "_objects", lambda chunk: chunk.packed.objects()),

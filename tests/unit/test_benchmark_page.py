@@ -111,7 +111,7 @@ def test_the_page_begins_with_what_users_ask_and_each_section_has_all_of_its_bar
     rows = ["as soon as LMCache | 0.5 | met |", "a narrow one | 7 | **missed** |"]
     assert [row in beginning for row in rows] == [True, False]
     assert all(f"| {row}" in rest for row in rows)
-    assert "2 in all, of which 1 are missed" in beginning
+    assert "Of all 2, 1 were missed" in beginning
 
 
 def test_named_benchmarks_leave_the_page_as_it_is(page, monkeypatch, capsys):

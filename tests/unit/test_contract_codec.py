@@ -1,6 +1,6 @@
 """The codec: bounded, typed, and deaf to everything that is not plain data."""
 
-import tracemalloc
+from typing import Any
 
 import msgpack
 import pytest
@@ -29,10 +29,18 @@ VALUE = Outer(
 )
 
 
+outer = codec.decoder(Outer)
+
+
+def plain() -> list[Any]:
+    """The fields of VALUE, as another library reads them."""
+    fields: list[Any] = msgpack.unpackb(codec.pack(VALUE))
+    return fields
+
+
 def test_every_kind_of_field_survives_and_one_with_a_default_may_be_left_out():
-    fields = codec.unpack(codec.pack(VALUE))
-    assert codec.build(Outer, fields) == VALUE
-    assert codec.build(Outer, fields[:-1]).last is False
+    assert outer(codec.pack(VALUE)) == outer(msgpack.packb(plain())) == VALUE
+    assert outer(codec.pack(plain()[:-1])).last is False
 
 
 @pytest.mark.parametrize(
@@ -46,7 +54,7 @@ def test_every_kind_of_field_survives_and_one_with_a_default_may_be_left_out():
         (1, "text", "Expected `bytes`, got `str`"),
         (2, ["n"], "at least length 2"),
         (2, ["n", True, 1], "at most length 2"),
-        (2, None, "Expected `array`, got `null`"),
+        (2, None, "Expected `array`, got `None`"),
         (3, [None], "Expected `array`"),
         (4, [[1]], "length 2"),
         (4, [[1, 2, 3]], "length 2"),
@@ -55,10 +63,10 @@ def test_every_kind_of_field_survives_and_one_with_a_default_may_be_left_out():
     ],
 )
 def test_a_field_of_another_type_is_refused(position, value, message):
-    fields = codec.unpack(codec.pack(VALUE))
+    fields = plain()
     fields[position] = value
     with pytest.raises(ProtocolError, match=rf"{message}.* - at `\$\[{position}\]"):
-        codec.build(Outer, fields)
+        outer(codec.pack(fields))
 
 
 @pytest.mark.parametrize(
@@ -67,37 +75,18 @@ def test_a_field_of_another_type_is_refused(position, value, message):
         b"",
         b"\xc1",
         b"\x93\x01",
-        b"\x01\x01",
+        codec.pack(VALUE) + b"\1",
         msgpack.packb({"a": 1}),
         msgpack.packb(msgpack.ExtType(5, b"x")),
         msgpack.packb(msgpack.Timestamp(1)),
-        msgpack.packb("x" * (codec.MAX_TEXT + 1)),
-        b"\xa1\xff",
+        b"\x97\x01\xc4\x00\x92\xa1\xff",
         b"\xdd\xff\xff\xff\xff",
-        b"\xc6\xff\xff\xff\xff",
+        b"\x92\x01\xc6\xff\xff\xff\xff",
         b"\x91" * 5000,
-        bytes(codec.MAX_MESSAGE_BYTES + 1),
-        msgpack.packb([[]] * codec.MAX_ARRAYS),
     ],
-    ids=["nothing", "reserved", "cut off", "more", "map", "extension", "timestamp", "long text", "not utf-8",
-         "huge array", "huge blob", "deep", "long", "many arrays"],
+    ids=["nothing", "reserved", "cut off", "more", "map", "extension", "timestamp", "not utf-8",
+         "huge array", "huge blob", "deep"],
 )  # fmt: skip
 def test_what_is_no_plain_data_within_bounds_is_refused(data):
     with pytest.raises(ProtocolError):
-        codec.unpack(data)
-
-
-def test_a_message_takes_little_more_memory_than_its_bound():
-    """The worst that fits: arrays that are empty, numbers that are objects, texts of two characters."""
-    for worst in (
-        [[]] * (codec.MAX_ARRAYS - 1),
-        [1 << 15] * (codec.MAX_MESSAGE_BYTES // 3 - 9),
-        ["ab"] * 1_390_000,
-    ):
-        frame = msgpack.packb(worst)
-        assert len(frame) <= codec.MAX_MESSAGE_BYTES
-        tracemalloc.start()
-        codec.unpack(frame)
-        _, peak_bytes = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        assert peak_bytes < 120 << 20
+        outer(data)

@@ -1,4 +1,4 @@
-"""Whether a fetch pays, and how fast tiers are. An engine never waits for longer than it would compute."""
+"""Whether a fetch pays, and how fast tiers are."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,8 @@ class Speed:
         """0 while unknown."""
         self._measured_s = -math.inf
         self.tried_s = -math.inf
-        """Since when a fetch is under way that will tell it. One of its reads may hang."""
+        """Since when a fetch is under way that will tell it. As its reads may hang, another may try it after
+        OLD_S."""
 
     def add(self, num_bytes: int, seconds: float, now_s: float) -> None:
         rate = num_bytes / max(seconds, 1e-6)

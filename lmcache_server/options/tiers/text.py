@@ -22,7 +22,7 @@ REPORT = {"tiers": list[_TIER], "tier_hit_tokens": Natural}  # type: ignore[vali
 
 
 def lines(report: dict[str, Any]) -> list[str]:
-    hits = f"tiers: {report['tier_hit_tokens']:,} of the hit tokens came from them"
+    hits = f"tiers: {report['tier_hit_tokens']:,} of the hit tokens were fetched while requests waited"
     return [hits, *map(_line, report["tiers"])] if report["tiers"] else []
 
 

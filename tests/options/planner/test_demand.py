@@ -115,7 +115,7 @@ def served(
     for number, keys in enumerate(requests):
         tokens = len(keys) * CHUNK
         lookup = Lookup(f"{number}", tuple(keys), 0, tokens, tokens + 1)
-        planner.looked_up(1, layout, lookup, float(number))
+        planner.looked_up(1, layout, lookup, 0, float(number))
         planner.tick(0.0)
         found = cache.lookup(layout, keys, 0, tokens, 1, float(number))
         asked, hit = asked + tokens, hit + found.resume_tokens
@@ -270,7 +270,7 @@ TOKENS = CHUNK * len(KEYS)
 def asks(planner: Server, request: str, *groups: GroupSpec) -> Layout:
     """A request that looks KEYS up."""
     layout = Layout(b"l" * 32, CHUNK, groups or (ONE,), ((0,),) * max(len(groups), 1))
-    planner.looked_up(1, layout, Lookup(request, KEYS, 0, TOKENS, TOKENS + 1), 0.0)
+    planner.looked_up(1, layout, Lookup(request, KEYS, 0, TOKENS, TOKENS + 1), 0, 0.0)
     return layout
 
 

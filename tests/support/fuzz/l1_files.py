@@ -11,8 +11,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgpack
+
 from fuzz.choices import Choices, Target, bend, frame_of
-from lmcache_client.contract import codec
 from lmcache_client.contract.geometry import GroupSpec, Region
 from lmcache_server.core.cache import Cache, Layout, Reservation
 from lmcache_server.core.pool import FRAME_BYTES
@@ -104,7 +105,7 @@ class FilesTarget(Target):
         assert {*again.named_pins.names} == {*cache.named_pins.names}
 
     def _bent_index(self, choices: Choices, *, as_bytes: bool) -> bytes:
-        index, fields, times = bytearray(self._index), codec.unpack(self._index), 1 + choices.below(4)
+        index, fields, times = bytearray(self._index), msgpack.unpackb(self._index), 1 + choices.below(4)
         if not as_bytes:
             bend(fields, choices, times)
             return frame_of(fields, choices)

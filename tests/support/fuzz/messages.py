@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgpack
 from msgspec.structs import replace
 
 from fuzz.choices import Choices
@@ -112,5 +113,5 @@ def _load(promise: tuple[Found, Lookup] | None, model: int) -> Message:
 
 def plain(message: Message) -> list[Any]:
     """The message as lists and plain values, to be bent."""
-    fields: list[Any] = codec.unpack(codec.pack(message))
+    fields: list[Any] = msgpack.unpackb(codec.pack(message))
     return fields
