@@ -1,6 +1,6 @@
 """What memory that both processes map would give, beside the calls with which the server copies on a CPU.
 
-One thread copies, and its processor time is what counts, so that a busy machine matters little. docs/design.md
+One thread copies, and its processor time is what counts, so that a busy machine matters little. docs/design-parts.md
 says why the server does not map an engine's memory.
 """
 
@@ -144,7 +144,7 @@ def main() -> None:
         "Ways to copy between processes on a CPU",
         "Store and load of one thread as a share of memcpy, which copies 256 MiB in one call at "
         f"{whole:.1f} GB/s; by processor time, the best of {ROUNDS} runs, blocks in no order. The server copies with "
-        "process_vm_readv and process_vm_writev; [Design](design.md#copies) says why it does not map the "
+        "process_vm_readv and process_vm_writev; [Design](design-parts.md#copies) says why it does not map the "
         "memory of an engine. Huge pages are those of the engine's buffer ([Tuning](tuning.md#huge-pages)).",
     )
     section.table("", ["page of the KV cache", SMALL, HUGE, MAPPED, STREAMED], rows)
