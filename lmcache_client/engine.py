@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from lmcache_client.channel import Channel, ChannelError, Pending
 from lmcache_client.contract import messages
+from lmcache_client.contract.codec import BlockIds
 from lmcache_client.contract.control import Follow
 from lmcache_client.contract.geometry import Geometry, GroupSpec
 from lmcache_client.contract.keys import ROOT_KEY, ModelTag
@@ -124,10 +125,11 @@ def expect(reply: Message, kind: type[Reply]) -> Reply:
 
 
 def chunk_object(
-    keys: Sequence[bytes], chunk: int, group: int, block_ids: tuple[int, ...], tenant: bytes = b""
+    keys: Sequence[bytes], chunk: int, group: int, blocks: Sequence[int], tenant: bytes = b""
 ) -> StoreObject:
     """The object that a group stores for chunk number `chunk` of the prompt with these keys."""
-    return StoreObject(keys[chunk], keys[chunk - 1] if chunk else ROOT_KEY, chunk, group, block_ids, tenant)
+    parent = keys[chunk - 1] if chunk else ROOT_KEY
+    return StoreObject(keys[chunk], parent, chunk, group, BlockIds("I", blocks), tenant)
 
 
 def load_message(
@@ -136,7 +138,7 @@ def load_message(
     """The message with which every worker loads the tokens of `found` beyond `computed`. `tables` gives, for
     each group, the block id at each position; `key` is the key of the chunk that ends at the resume point."""
     block_ids = tuple(
-        tuple(table[at] for at in group.needed_blocks(found.resume_tokens, computed))
+        BlockIds("I", [table[at] for at in group.needed_blocks(found.resume_tokens, computed)])
         for group, table in zip(groups, tables, strict=True)
     )
     return Load(request_id, found.lease_id, key, found.resume_tokens, computed, block_ids)

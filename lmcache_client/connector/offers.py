@@ -116,10 +116,10 @@ class Offers:
                 continue
             if not admission.admits(index, chunk, tracked.prompt):
                 continue
-            block_ids = tuple(table[positions.start : positions.stop])
+            blocks = table[positions.start : positions.stop]
             # A null block means that the engine does not have this part of the object.
-            if len(block_ids) == len(positions) and all(block_ids):
-                yield tracked, chunk_object(keys, chunk, index, block_ids, tracked.tenant)
+            if len(blocks) == len(positions) and all(blocks):
+                yield tracked, chunk_object(keys, chunk, index, blocks, tracked.tenant)
 
     def _states(self, output: "SchedulerOutput", tracked_of: Finds) -> Iterable[Offer]:
         """The recurrent states that vLLM offers in this step, each with its exact block."""

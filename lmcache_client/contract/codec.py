@@ -4,6 +4,7 @@ Incoming data cannot name anything to import, call or build: msgspec accepts the
 arrays of MessagePack only where they fit the types of the expected value.
 """
 
+from array import array
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 MAX_MESSAGE_BYTES = 4 << 20
-"""Enough for the keys of 131,072 chunks, or for more than half a million block ids."""
+"""Enough for the keys of 131,072 chunks, or for a million block ids."""
 MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 64
 """On the wire: CURVE adds 33 bytes to a message."""
 MAX_TEXT = 1 << 16
@@ -27,23 +28,37 @@ class Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     when the value is decoded, not when code constructs it."""
 
 
+class BlockIds(array):  # type: ignore[type-arg]
+    """Numbers of blocks, of type "I". On the wire they are a blob with 4 bytes for each, in the order of this
+    machine: a load has thousands, and so many Python numbers take their time. An array is read, too."""
+
+
 class ProtocolError(ValueError):
     """The bytes are not a valid message of this protocol."""
 
 
+def _block_ids(kind: type[BlockIds], plain: Any) -> BlockIds:
+    if not isinstance(plain, bytes | list):
+        raise ValueError(f"block ids are no {type(plain).__name__}")
+    return kind("I", plain)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=array.tobytes)
+
+
 def pack(value: object) -> bytes:
     """Encodes plain values and Wire values as MessagePack."""
-    return msgspec.msgpack.encode(value)
+    return _encoder.encode(value)
 
 
 def decoder(kind: Any) -> Callable[[bytes | msgspec.Raw], Any]:
     """Decodes values of this type. Raises ProtocolError that says what is malformed or does not fit."""
-    decode = msgspec.msgpack.Decoder(kind).decode
+    decode = msgspec.msgpack.Decoder(kind, dec_hook=_block_ids).decode
 
     def decoded(data: bytes | msgspec.Raw) -> Any:
         try:
             return decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError, RecursionError) as error:
             raise ProtocolError(str(error)) from error
 
     return decoded

@@ -12,9 +12,9 @@ from typing import Annotated
 from msgspec import Meta, Raw, Struct
 
 from lmcache_client.contract import codec, control
-from lmcache_client.contract.codec import MAX_MESSAGE_BYTES, Natural, ProtocolError, Text, Wire
+from lmcache_client.contract.codec import MAX_MESSAGE_BYTES, BlockIds, Natural, ProtocolError, Text, Wire
 from lmcache_client.contract.control import Follow, Followed, Inspect, Inspected, Missed, Status, StatusReport
-from lmcache_client.contract.geometry import Geometry
+from lmcache_client.contract.geometry import MAX_GROUPS, Geometry
 from lmcache_client.contract.keys import Key, Keys, ModelTag, TenantId
 
 PROTOCOL_VERSION, DEFAULT_PORT = 16, 5555
@@ -31,7 +31,6 @@ Handle = Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)
 Bytes = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 Range = tuple[Natural, Bytes]
 Shared = tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], Bytes]
-BlockIds = tuple[Natural, ...]
 
 # The codes of Refused. A client acts on the code and shows the message.
 BAD_REQUEST, WRONG_VERSION, NOT_REGISTERED = "bad_request", "wrong_version", "not_registered"
@@ -207,7 +206,7 @@ class Load(Wire, frozen=True, tag=12):
     key: Key
     resume_tokens: Natural
     computed_tokens: Natural
-    block_ids: tuple[BlockIds, ...]
+    block_ids: Annotated[tuple[BlockIds, ...], Meta(max_length=MAX_GROUPS)]
 
 
 class StoreObject(Wire, frozen=True):

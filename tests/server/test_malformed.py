@@ -228,7 +228,7 @@ def test_lies_about_leases_load_nothing(peer: Peer, server: LMCacheServer) -> No
         {"key": peer.keys[0]},
         {"key": bytes(32)},
         {"resume_tokens": CHUNK_SIZE, "block_ids": (ids[:CHUNK_BLOCKS],)},
-        {"resume_tokens": 3 * CHUNK_SIZE, "block_ids": (ids[:39] + (1,) * 9,)},
+        {"resume_tokens": 3 * CHUNK_SIZE, "block_ids": ((*ids[:39], *(1,) * 9),)},
         {"resume_tokens": BIG},
         {"resume_tokens": BIG // CHUNK_SIZE * CHUNK_SIZE},
         {"computed_tokens": BIG},

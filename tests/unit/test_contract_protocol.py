@@ -11,7 +11,7 @@ from harness.hostile import EXAMPLES
 
 from lmcache_client.contract import codec
 from lmcache_client.contract import messages as wire
-from lmcache_client.contract.codec import ProtocolError
+from lmcache_client.contract.codec import BlockIds, ProtocolError
 from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import MAX_CHUNKS, MAX_DETAILS, ROOT_KEY, ModelTag
 from lmcache_client.contract.messages import Release, Store, decode_request, encode_request
@@ -102,7 +102,7 @@ def test_every_text_of_a_message_has_a_bound():
             seen.append(kind.max_length)
         else:
             plain = msgspec.inspect.IntType | msgspec.inspect.BoolType | msgspec.inspect.BytesType
-            assert isinstance(kind, plain), kind
+            assert isinstance(kind, plain) or kind == msgspec.inspect.CustomType(BlockIds), kind
     assert len(seen) > 20
     assert None not in seen
 
@@ -181,7 +181,7 @@ def test_what_does_not_fit_together_is_refused():
 
 
 def test_the_largest_legitimate_messages_fit():
-    """A prompt of 65,536 chunks; a load of half a million blocks; a model of 100 layers in 4 groups with K
+    """A prompt of 65,536 chunks; a load of a million blocks; a model of 100 layers in 4 groups with K
     and V apart; the most objects that the connector puts in one store."""
     regions = tuple(Region(0, 1 << 40, 1 << 30, 1 << 20) for _ in range(200))
     register = wire.Register(
@@ -192,12 +192,15 @@ def test_the_largest_legitimate_messages_fit():
         wire.Memory(1 << 22, ((1 << 46, 1 << 40),) * 100, 1 << 46),
     )
     chain = (bytes(32),) * MAX_CHUNKS
-    each = wire.StoreObject(bytes(32), bytes(32), MAX_CHUNKS - 1, 3, (1 << 20,) * 64, bytes(16))
+    ids = BlockIds("I", (1 << 20,))
+    each = wire.StoreObject(bytes(32), bytes(32), MAX_CHUNKS - 1, 3, BlockIds("I", 64 * ids), bytes(16))
     for message in (
         register,
         wire.Lookup("r", chain, 0, 0, 1),
         Release((1,), chain),
-        wire.Load("r", 1, bytes(32), 1 << 23, 0, ((1 << 20,) * (1 << 19), (1 << 20,) * 1000)),
+        wire.Load(
+            "r", 1, bytes(32), 1 << 23, 0, (BlockIds("I", 1_000_000 * ids), BlockIds("I", 20_000 * ids))
+        ),
         Store((each,) * wire.MAX_OBJECTS, ("r" * 256,) * wire.MAX_OBJECTS),
     ):
         frame = encode_request(1, message)
