@@ -48,6 +48,7 @@ def run(environment: dict[str, str], *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.timeout(1800)  # of a whole suite
 @pytest.mark.parametrize("size", [SMALL, pytest.param({}, marks=pytest.mark.long)], ids=["small", "whole"])
 def test_the_gpu_suite_passes(tmp_path, size):
     assert "passed" in run(standin.environment(tmp_path, devices=2) | size)
