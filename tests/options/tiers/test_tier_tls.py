@@ -100,7 +100,7 @@ def tls(tmp_path: Path) -> Iterator[tuple[Terminator, Path]]:
 
 
 def is_written(server: LMCacheServer, number: int) -> bool:
-    """Whether all of this prompt is in the tier. On a busy machine its calls may hang for too long, and fail."""
+    """Whether this prompt is in the tier as a whole. On a busy machine, calls that hang too long fail."""
     failed = server.tier()["written_objects"]["failed"]
     assert served(server, f"first {number}", number) == 0
     server.wait_until_written()
