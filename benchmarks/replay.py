@@ -29,6 +29,7 @@ from harness.server import LMCacheServer  # noqa: E402
 
 from lmcache_client.channel import Channel, ChannelError  # noqa: E402
 from lmcache_client.contract import messages  # noqa: E402
+from lmcache_client.contract.codec import packed  # noqa: E402
 from lmcache_client.contract.keys import ROOT_KEY  # noqa: E402
 
 TRACE = ROOT / "benchmarks/data/mooncake_synthetic.jsonl.gz"
@@ -173,7 +174,7 @@ class Client:
 
     def _load(self, found: messages.Found, key: bytes, ids: Sequence[int]) -> None:
         self.stamps[:] = -1
-        blocks = (tuple(range(1, len(ids) + 1)),)
+        blocks = (packed(range(1, len(ids) + 1)),)
         ask(self.engine.worker, messages.Load("", found.lease_id, key, found.resume_tokens, 0, blocks))
         if (self.stamps[: len(ids)] != np.array(ids)[:, None]).any():
             raise RuntimeError("a page of another chunk was loaded")
@@ -181,7 +182,7 @@ class Client:
     def _store(self, keys: Sequence[bytes], chunks: Sequence[int], once: bool) -> None:
         if chunks:
             parents = (ROOT_KEY, *keys)
-            objects = tuple(messages.StoreObject(keys[i], parents[i], i, 0, (i + 1,)) for i in chunks)
+            objects = tuple(messages.StoreObject(keys[i], parents[i], i, 0, packed((i + 1,))) for i in chunks)
             self.outcome.dropped += ask(self.engine.worker, messages.Store(objects, (), once)).dropped
 
 

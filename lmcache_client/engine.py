@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from lmcache_client.channel import Channel, ChannelError, Pending
 from lmcache_client.contract import messages
-from lmcache_client.contract.codec import BlockIds
+from lmcache_client.contract.codec import packed
 from lmcache_client.contract.control import Follow
 from lmcache_client.contract.geometry import Geometry, GroupSpec
 from lmcache_client.contract.keys import ROOT_KEY, ModelTag
@@ -129,7 +129,7 @@ def chunk_object(
 ) -> StoreObject:
     """The object that a group stores for chunk number `chunk` of the prompt with these keys."""
     parent = keys[chunk - 1] if chunk else ROOT_KEY
-    return StoreObject(keys[chunk], parent, chunk, group, BlockIds("I", blocks), tenant)
+    return StoreObject(keys[chunk], parent, chunk, group, packed(blocks), tenant)
 
 
 def load_message(
@@ -138,7 +138,7 @@ def load_message(
     """The message with which every worker loads the tokens of `found` beyond `computed`. `tables` gives, for
     each group, the block id at each position; `key` is the key of the chunk that ends at the resume point."""
     block_ids = tuple(
-        BlockIds("I", [table[at] for at in group.needed_blocks(found.resume_tokens, computed)])
+        packed(table[at] for at in group.needed_blocks(found.resume_tokens, computed))
         for group, table in zip(groups, tables, strict=True)
     )
     return Load(request_id, found.lease_id, key, found.resume_tokens, computed, block_ids)

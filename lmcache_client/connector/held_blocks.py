@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_client.connector.log import trace
 from lmcache_client.connector.metadata import StoreJob
+from lmcache_client.contract.codec import unpacked
 from lmcache_client.contract.messages import Store
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class HeldBlocks:
     def store_job(self, store: Store) -> StoreJob | None:
         """A job for the store that holds its blocks; None if too many are held already."""
         number, request_ids = len(store.objects), ", ".join(store.request_ids)
-        block_ids = [block for stored in store.objects for block in stored.block_ids]
+        block_ids = [block for stored in store.objects for block in unpacked(stored.block_ids)]
         if not self.has_room(len(block_ids)):
             trace(request_ids, "%d objects are not stored because too many blocks are held", number)
             return None

@@ -24,6 +24,7 @@ from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import TransferStats
 from lmcache_client.connector.weights import Adapters
 from lmcache_client.contract.chunk_size import unified_block_size
+from lmcache_client.contract.codec import unpacked
 from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS, GroupSpec
 from lmcache_client.contract.messages import Cleared, Joined
 from lmcache_client.engine import JOIN_S, load_message
@@ -180,7 +181,7 @@ class SchedulerSide:
         key = tracked.keys[found.resume_tokens // self.lookups.chunk_size - 1]
         tables = self._offers.tables(blocks.get_block_ids())
         message = load_message(tracked.name, found, key, computed, self.groups, tables)
-        wanted = [block for ids in message.block_ids for block in ids]
+        wanted = [block for ids in message.block_ids for block in unpacked(ids)]
         assert all(wanted), "vLLM allocated no block where one is needed"
         job_id = self.held.hold(wanted)
         leases = self.client.leases(found.lease_id)

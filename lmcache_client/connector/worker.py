@@ -18,7 +18,7 @@ from lmcache_client.connector.server_of_rank import places
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import TransferStats
 from lmcache_client.contract import messages
-from lmcache_client.contract.codec import shown
+from lmcache_client.contract.codec import shown, unpacked
 from lmcache_client.contract.endpoint import start_command
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import Details, ModelTag
@@ -210,7 +210,7 @@ class WorkerSide:
             results.failed.add(load.request_id)
             _log_failed_load(load, pending.error or ChannelError("the server did not answer the question"))
             return
-        blocks = zip(self.client.geometry.groups, load.message.block_ids, strict=True)
+        blocks = zip(self.client.geometry.groups, map(unpacked, load.message.block_ids), strict=True)
         self.stats.count(stats.LOADED_BYTES, sum(group.block_bytes * len(ids) for group, ids in blocks))
 
     def _stored(self, store: StoreJob, pending: Pending) -> None:

@@ -5,7 +5,7 @@ arrays of MessagePack only where they fit the types of the expected value.
 """
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
 
 import msgpack  # type: ignore[import-untyped]
@@ -18,6 +18,7 @@ MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + 64
 """On the wire: CURVE adds 33 bytes to a message."""
 MAX_TEXT = 1 << 16
 MAX_SHOWN = 1024
+NUMBER_BYTES = 4
 
 Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
@@ -28,40 +29,36 @@ class Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     when the value is decoded, not when code constructs it."""
 
 
-class BlockIds(array):  # type: ignore[type-arg]
-    """Numbers of blocks, of type "I". On the wire they are a blob with 4 bytes for each, in the order of this
-    machine: a load has thousands, and so many Python numbers take their time. An array is read, too."""
-
-
 class ProtocolError(ValueError):
     """The bytes are not a valid message of this protocol."""
 
 
-def _block_ids(kind: type[BlockIds], plain: Any) -> BlockIds:
-    if not isinstance(plain, bytes | list):
-        raise ValueError(f"block ids are no {type(plain).__name__}")
-    return kind("I", plain)
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=array.tobytes)
-
-
 def pack(value: object) -> bytes:
     """Encodes plain values and Wire values as MessagePack."""
-    return _encoder.encode(value)
+    return msgspec.msgpack.encode(value)
 
 
 def decoder(kind: Any) -> Callable[[bytes | msgspec.Raw], Any]:
     """Decodes values of this type. Raises ProtocolError that says what is malformed or does not fit."""
-    decode = msgspec.msgpack.Decoder(kind, dec_hook=_block_ids).decode
+    decode = msgspec.msgpack.Decoder(kind).decode
 
     def decoded(data: bytes | msgspec.Raw) -> Any:
         try:
             return decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError, RecursionError) as error:
+        except Exception as error:  # msgspec raises several types, which all mean the same here
             raise ProtocolError(str(error)) from error
 
     return decoded
+
+
+def packed(numbers: Iterable[int]) -> bytes:
+    """Numbers below 2**32, with NUMBER_BYTES for each, in the byte order of this machine."""
+    return array("I", numbers).tobytes()
+
+
+def unpacked(numbers: bytes) -> Sequence[int]:
+    """Reverses `packed`."""
+    return memoryview(numbers).cast("I")
 
 
 def first_numbers(data: bytes, count: int) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Annotated
 from msgspec import Meta, Raw, Struct
 
 from lmcache_client.contract import codec, control
-from lmcache_client.contract.codec import MAX_MESSAGE_BYTES, BlockIds, Natural, ProtocolError, Text, Wire
+from lmcache_client.contract.codec import MAX_MESSAGE_BYTES, Natural, ProtocolError, Text, Wire
 from lmcache_client.contract.control import Follow, Followed, Inspect, Inspected, Missed, Status, StatusReport
 from lmcache_client.contract.geometry import MAX_GROUPS, Geometry
 from lmcache_client.contract.keys import Key, Keys, ModelTag, TenantId
@@ -30,6 +30,7 @@ BootId = Annotated[bytes, Meta(min_length=BOOT_ID_BYTES, max_length=BOOT_ID_BYTE
 Handle = Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
 Bytes = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 Range = tuple[Natural, Bytes]
+BlockIds = bytes  # packed: a load has thousands, and so many Python numbers take their time
 Shared = tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], Bytes]
 
 # The codes of Refused. A client acts on the code and shows the message.
@@ -70,8 +71,8 @@ class Memory(Wire, frozen=True):
     buffers: Annotated[tuple[Range, ...], Meta(max_length=MAX_BUFFERS)]
     proof_address: Natural
     device: bytes = b""
-    handles: tuple[Handle, ...] = ()
-    descriptors: tuple[Shared, ...] = ()
+    handles: Annotated[tuple[Handle, ...], Meta(max_length=MAX_BUFFERS)] = ()
+    descriptors: Annotated[tuple[Shared, ...], Meta(max_length=MAX_BUFFERS)] = ()
 
     def __post_init__(self) -> None:
         shared = self.handles or self.descriptors

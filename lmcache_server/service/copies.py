@@ -10,7 +10,7 @@ import numpy as np
 from msgspec.structs import asdict
 
 from lmcache_client.contract import messages
-from lmcache_client.contract.codec import BlockIds
+from lmcache_client.contract.codec import NUMBER_BYTES, unpacked
 from lmcache_client.contract.geometry import Region
 from lmcache_client.contract.keys import MAX_CHUNKS
 from lmcache_client.contract.messages import Done, Load, Message, Refused, Store, Stored, StoreObject
@@ -63,7 +63,7 @@ class Copies:
             whose = traffic(self._metrics, layout, "".join(message.request_ids[:1]))
             reserved, present, dropped = self._reserve(shard, layout, message, whose)
             copies = [
-                (wanted.group, ObjectCopy(room.runs, room.num_blocks, 0, wanted.block_ids))
+                (wanted.group, ObjectCopy(room.runs, room.num_blocks, 0, unpacked(wanted.block_ids)))
                 for wanted, room in reserved
             ]
             job = StoreJob(copies, *self._where(shard), take_checksums=self._checksums)
@@ -90,7 +90,7 @@ class Copies:
         present, refused = 0, Counter[NotReserved]()
         block_bytes = [group.block_bytes for group in shard.geometry.groups]
         for wanted in message.objects:
-            count = len(wanted.block_ids)
+            count = len(wanted.block_ids) // NUMBER_BYTES
             num_bytes = block_bytes[wanted.group] * count
             if not num_bytes:
                 present += 1
@@ -149,7 +149,8 @@ class Copies:
             stack.callback(self._cache.close_read, read)
             started_s = self._system.now_s()
             stored = [part.checksums for part in read.parts] if self._checksums else None
-            job = LoadJob(_parts(read, message.block_ids), *self._where(shard), stored=stored)
+            parts = _parts(read, list(map(unpacked, message.block_ids)))
+            job = LoadJob(parts, *self._where(shard), stored=stored)
             whose = traffic(self._metrics, layout, message.request_id)
             outcome = await self._copy(shard, job, whose) if read.parts else Outcome(None, 0)
             if isinstance(outcome.error, DamagedError):
@@ -235,7 +236,7 @@ class Copies:
         return {"direction": direction, "bytes": outcome.num_bytes, "seconds": seconds}
 
 
-def _parts(read: Read, block_ids: Sequence[BlockIds]) -> list[tuple[int, ObjectCopy]]:
+def _parts(read: Read, block_ids: Sequence[Sequence[int]]) -> list[tuple[int, ObjectCopy]]:
     """The parts of a read with their blocks. `block_ids` lists the blocks of each group, in the order of that
     group's parts."""
     parts, used = list[tuple[int, ObjectCopy]](), [0] * len(block_ids)
@@ -253,13 +254,11 @@ def _check_object(shard: Shard, layout: Layout, wanted: StoreObject) -> None:
     _check_blocks(shard, wanted.block_ids, len(positions))
 
 
-def _check_blocks(shard: Shard, block_ids: BlockIds, count: int) -> None:
+def _check_blocks(shard: Shard, packed: bytes, count: int) -> None:
     least: Any = min if count < MANY else np.min
     most: Any = max if count < MANY else np.max
-    if len(block_ids) != count or (
-        block_ids and not 0 < least(block_ids) <= most(block_ids) < shard.geometry.num_blocks
-    ):
-        raise Refusal(
-            messages.BAD_REQUEST,
-            f"expected {count} block ids from 1 to {shard.geometry.num_blocks - 1}, got {len(block_ids)}",
-        )
+    is_whole = len(packed) == count * NUMBER_BYTES
+    ids = unpacked(packed) if is_whole else ()
+    if not is_whole or (ids and not 0 < least(ids) <= most(ids) < shard.geometry.num_blocks):
+        expected = f"expected {count} block ids from 1 to {shard.geometry.num_blocks - 1}"
+        raise Refusal(messages.BAD_REQUEST, expected)

@@ -32,6 +32,7 @@ from lmcache_client.connector.metadata import StoreJob, WorkerReport
 from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.worker import WorkerSide
+from lmcache_client.contract.codec import packed
 from lmcache_client.contract.geometry import FULL, RECURRENT, Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.messages import (
@@ -281,7 +282,7 @@ def test_a_server_that_settles_no_store_has_at_most_half_of_the_blocks() -> None
         """The job of a store, of a request that ends at once."""
         blocks = pool.get_new_blocks(count)
         ids = tuple(block.block_id for block in blocks)
-        job = held.store_job(Store((StoreObject(bytes(32), bytes(32), 0, 0, ids),)))
+        job = held.store_job(Store((StoreObject(bytes(32), bytes(32), 0, 0, packed(ids)),)))
         pool.free_blocks(blocks)
         return job
 

@@ -14,6 +14,7 @@ pytest.importorskip("torch")
 from hooks import TIMEOUT_S, Hooks
 
 from lmcache_client.connector.metadata import LoadJob, StepMetadata, StoreJob
+from lmcache_client.contract.codec import packed
 from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_client.contract.messages import Load, Store, StoreObject
 
@@ -41,7 +42,7 @@ class Steps(Hooks):
         assert found.resume_tokens == CHUNK_SIZE
         name = f"request {number}"
         self.zero(block)
-        message = Load(name, found.lease_id, key, CHUNK_SIZE, 0, ((block,),))
+        message = Load(name, found.lease_id, key, CHUNK_SIZE, 0, (packed((block,)),))
         self.connector.bind_connector_metadata(StepMetadata([LoadJob(number, name, message)]))
 
         def is_loaded() -> bool:
@@ -59,7 +60,7 @@ class Steps(Hooks):
 
     def store(self, number: int, key: bytes, block: int, value: int) -> None:
         """A step with one store, behind slow compute."""
-        job = StoreJob(number, Store((StoreObject(key, ROOT_KEY, 0, 0, (block,)),)))
+        job = StoreJob(number, Store((StoreObject(key, ROOT_KEY, 0, 0, packed((block,))),)))
         self.connector.bind_connector_metadata(StepMetadata(stores=[job]))
         for _ in range(200):
             self.memset(SCRATCH, 1)
@@ -156,9 +157,9 @@ def test_what_has_not_left_when_an_engine_falls_asleep_ends(steps):
     """Its blocks would be held for ever, and a request would wait for its load for ever."""
     (key,) = chain(range(CHUNK_SIZE), CHUNK_SIZE)
     connector, driver = steps.connector, steps.engine.driver
-    job = StoreJob(1, Store((StoreObject(key, ROOT_KEY, 0, 0, (SOURCE,)),)))
-    load = LoadJob(2, "request 2", Load("request 2", 1, key, CHUNK_SIZE, 0, ((LOADED,),)))
-    late = LoadJob(3, "request 3", Load("request 3", 1, key, CHUNK_SIZE, 0, ((LOADED,),)))
+    job = StoreJob(1, Store((StoreObject(key, ROOT_KEY, 0, 0, packed((SOURCE,))),)))
+    load = LoadJob(2, "request 2", Load("request 2", 1, key, CHUNK_SIZE, 0, (packed((LOADED,)),)))
+    late = LoadJob(3, "request 3", Load("request 3", 1, key, CHUNK_SIZE, 0, (packed((LOADED,)),)))
     connector.bind_connector_metadata(StepMetadata([load], [job]))
     for _ in range(200):
         steps.memset(SCRATCH, 1)

@@ -11,6 +11,7 @@ import pytest
 from gpu_engine import GpuEngine, allocate, fused, memset
 from harness.rawclient import chain
 
+from lmcache_client.contract.codec import packed
 from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_client.contract.messages import NONCE_BYTES, Done, Load, Stored, StoreObject
 from lmcache_client.memory.cuda import CudaExport
@@ -105,7 +106,7 @@ def wrong_loads(it: Computing, rounds: int) -> int:
         region = it.engine.groups[0].regions[0]
         at, to = (it.engine.address + region.offset + block * region.stride_bytes for block in (2, 3))
         it.engine.driver.copy(to, at, region.page_bytes, it.engine.stream)
-        reply = it.call(Load("r", found.lease_id, key, CHUNK_SIZE, 0, ((2,),)))
+        reply = it.call(Load("r", found.lease_id, key, CHUNK_SIZE, 0, (packed((2,)),)))
         assert isinstance(reply, Done), number
         it.engine.end(found)
         it.engine.driver.synchronize(it.engine.stream)
@@ -117,7 +118,7 @@ def wrong_loads(it: Computing, rounds: int) -> int:
 def _store(key, block):
     from lmcache_client.contract.messages import Store
 
-    return Store((StoreObject(key, ROOT_KEY, 0, 0, (block,)),))
+    return Store((StoreObject(key, ROOT_KEY, 0, 0, packed((block,))),))
 
 
 @pytest.mark.parametrize("wrong", [wrong_stores, wrong_loads])

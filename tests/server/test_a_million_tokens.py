@@ -7,7 +7,7 @@ import numpy as np
 from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
 
-from lmcache_client.contract.codec import BlockIds
+from lmcache_client.contract.codec import packed
 from lmcache_client.contract.keys import KEY_BYTES, MAX_CHUNKS
 from lmcache_client.contract.messages import Done, Load, Lookup, decode_request, encode_request
 from lmcache_client.engine import chunk_object
@@ -68,7 +68,7 @@ def test_with_the_smallest_chunks_it_fits_into_messages_leases_and_reads() -> No
     count = TOKENS // 16
     assert count <= MAX_CHUNKS
     keys = tuple(number.to_bytes(KEY_BYTES, "big") for number in range(count))
-    blocks = BlockIds("I", range(1_000_000, 1_000_000 + count))
+    blocks = packed(range(1_000_000, 1_000_000 + count))
     for message in (
         Lookup("request", keys, 0, TOKENS, TOKENS + 1),
         Load("request", 1, keys[-1], TOKENS, 0, (blocks,) * len(groups)),

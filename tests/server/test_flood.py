@@ -30,6 +30,7 @@ FLOODER = """
 import itertools, os, sys, zmq
 from harness.peer import Peer
 from lmcache_client.contract import messages
+from lmcache_client.contract.codec import packed
 from lmcache_client.contract.control import Status
 from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_client.contract.messages import Hello, Lookup, Register, Store
@@ -45,7 +46,7 @@ def message(number):
         return Lookup("r", peer.keys + chain[2:], 0, 256 * len(chain), 256 * len(chain) + 1)
     if kind == "new store":
         key = number.to_bytes(32, "little")
-        return Store((messages.StoreObject(key, ROOT_KEY, 0, 0, peer.chunk_blocks(0)),))
+        return Store((messages.StoreObject(key, ROOT_KEY, 0, 0, packed(peer.chunk_blocks(0))),))
     if kind == "hello":
         return Hello(os.getpid(), os.urandom(16), "flooder")
     if kind == "register":

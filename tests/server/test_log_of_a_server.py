@@ -20,6 +20,7 @@ from harness.waiting import PATIENCE_S, wait_until
 from msgspec import structs
 
 from lmcache_client.channel import ChannelError
+from lmcache_client.contract.codec import packed
 from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_client.contract.messages import Clear, Done, Load, Lookup, Ping, Release, Store, StoreObject
 from lmcache_server.host.logs import MAX_LINES
@@ -38,11 +39,11 @@ def one_request(engine: RawEngine, request_id: str) -> None:
     blocks = tuple(range(1, 1 + size // 16))
     question = Lookup(request_id, keys, 0, size, size + 1)
     assert engine.scheduler.call(question, TIMEOUT_S).resume_tokens == 0
-    objects = (StoreObject(keys[0], ROOT_KEY, 0, 0, blocks),)
+    objects = (StoreObject(keys[0], ROOT_KEY, 0, 0, packed(blocks)),)
     assert engine.worker.call(Store(objects, (request_id,)), TIMEOUT_S).stored == 1
     found = engine.scheduler.call(question, TIMEOUT_S)
     assert found.resume_tokens == size
-    engine.worker.call(Load(request_id, found.lease_id, keys[0], size, 0, (blocks,)), TIMEOUT_S)
+    engine.worker.call(Load(request_id, found.lease_id, keys[0], size, 0, (packed(blocks),)), TIMEOUT_S)
     engine.scheduler.call(Release((found.lease_id,), keys, request_id), TIMEOUT_S)
 
 
@@ -53,7 +54,9 @@ def test_a_request_is_followed_by_its_id_at_debug() -> None:
         engine.scheduler.call(Clear(), TIMEOUT_S)
         one_request(engine, "cmpl-8")
         with pytest.raises(ChannelError):
-            engine.worker.call(Load("cmpl-7", 999, bytes(32), engine.chunk_size, 0, ((1,) * 16,)), TIMEOUT_S)
+            engine.worker.call(
+                Load("cmpl-7", 999, bytes(32), engine.chunk_size, 0, (packed((1,) * 16),)), TIMEOUT_S
+            )
         engine.close()
         server.wait_at_rest()
         assert server.terminate() == 0

@@ -4,7 +4,7 @@ import ctypes
 import itertools
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import zmq
@@ -14,7 +14,7 @@ from harness.server import LMCacheServer
 from msgspec import structs
 
 from lmcache_client.contract import messages
-from lmcache_client.contract.codec import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, pack
+from lmcache_client.contract.codec import MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, pack, packed, unpacked
 from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.messages import (
@@ -161,21 +161,24 @@ def test_lies_about_the_process_of_a_session(server: LMCacheServer) -> None:
             peer.live("goodbye", since="register")
 
 
+def wrong_ids(ids: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Too few, too many, and blocks that the engine does not have, of 40."""
+    yield from ((), (*ids[1:],), (*ids, 1))
+    for number in (0, 40, 1 << 31, (1 << 32) - 1):
+        yield from ((number, *ids[1:]), (*ids[:-1], number))
+
+
 def test_lies_about_stores_change_nothing(peer: Peer, server: LMCacheServer) -> None:
     peer.live("join")
     (first, *_) = peer.store().objects
-    ids = first.block_ids
     lies = [
         {"group": 1},
         {"group": BIG},
         {"chunk_index": 1 << 16},
         {"chunk_index": BIG},
-        {"block_ids": ()},
-        {"block_ids": ids[1:]},
-        {"block_ids": (*ids, 1)},
-        {"block_ids": (0, *ids[1:])},
-        {"block_ids": (40, *ids[1:])},
-        {"block_ids": (*ids[1:], BIG)},
+        *({"block_ids": packed(lie)} for lie in wrong_ids(unpacked(first.block_ids))),
+        {"block_ids": first.block_ids[1:]},
+        {"block_ids": first.block_ids + b"\0"},
     ]
     before = server.status()["l1"]
     for lie in lies:
@@ -192,7 +195,7 @@ def test_lies_about_chains_store_what_nobody_finds(peer: Peer, server: LMCacheSe
     for number, parent in enumerate((bytes(32), b"\xff" * 32, bytes([7]) * 32)):
         key = bytes([7 + number]) * 32  # the last is its own parent
         for chunk in (0, (1 << 16) - 1):
-            reply = peer.ask(Store((StoreObject(key, parent, chunk, 0, ids),) * 3))
+            reply = peer.ask(Store((StoreObject(key, parent, chunk, 0, packed(ids)),) * 3))
             assert isinstance(reply, messages.Stored)
             assert reply.present >= 2
     server.cli("clear")
@@ -220,28 +223,25 @@ def test_lies_about_leases_load_nothing(peer: Peer, server: LMCacheServer) -> No
     peer.live("lookup")
     honest = peer.load()
     peer.memory[:] = 9
-    ids = honest.block_ids[0]
+    ids = unpacked(honest.block_ids[0])
     lies = [
         {"lease_id": 0},
         {"lease_id": honest.lease_id + 1},
         {"lease_id": BIG},
         {"key": peer.keys[0]},
         {"key": bytes(32)},
-        {"resume_tokens": CHUNK_SIZE, "block_ids": (ids[:CHUNK_BLOCKS],)},
-        {"resume_tokens": 3 * CHUNK_SIZE, "block_ids": ((*ids[:39], *(1,) * 9),)},
+        {"resume_tokens": CHUNK_SIZE, "block_ids": (packed(ids[:CHUNK_BLOCKS]),)},
+        {"resume_tokens": 3 * CHUNK_SIZE, "block_ids": (packed((*ids[:39], *(1,) * 9)),)},
         {"resume_tokens": BIG},
         {"resume_tokens": BIG // CHUNK_SIZE * CHUNK_SIZE},
         {"computed_tokens": BIG},
         {"computed_tokens": 16},
-        {"computed_tokens": 1 << 40, "block_ids": ((),)},
+        {"computed_tokens": 1 << 40, "block_ids": (b"",)},
         {"block_ids": ()},
-        {"block_ids": ((),)},
-        {"block_ids": (ids, ids)},
-        {"block_ids": (ids[1:],)},
-        {"block_ids": ((*ids, 33),)},
-        {"block_ids": ((0, *ids[1:]),)},
-        {"block_ids": ((*ids[1:], 40),)},
-        {"block_ids": ((*ids[1:], BIG),)},
+        {"block_ids": 2 * honest.block_ids},
+        *({"block_ids": (packed(lie),)} for lie in wrong_ids(ids)),
+        {"block_ids": (honest.block_ids[0][1:],)},
+        {"block_ids": (honest.block_ids[0] + b"\0",)},
     ]
     for lie in lies:
         reply = peer.ask(structs.replace(honest, **lie))  # type: ignore[arg-type]

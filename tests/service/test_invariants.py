@@ -5,12 +5,18 @@ The second and the fourth are also in server/test_malformed.py. What can be seen
 sources is in unit/test_architecture.py.
 """
 
+from types import SimpleNamespace
+from typing import Any
+
 import msgpack
 import pytest
 from desk import Desk, is_refused, load, store
 
 from lmcache_client.contract import codec, messages
+from lmcache_client.contract.codec import packed
 from lmcache_client.contract.messages import Clear, Cleared, Goodbye, Hello, Stored
+from lmcache_server.service.copies import MANY, _check_blocks
+from lmcache_server.service.refusals import Refusal
 from lmcache_server.transfer.base import CopyError
 
 
@@ -102,6 +108,20 @@ def test_invariant_3_an_object_has_one_writer_and_the_other_is_told(desk: Desk) 
     assert desk.last == Stored(1, 0, 0)
 
 
+@pytest.mark.parametrize("count", [1, 8, MANY, 100])
+def test_invariant_2_block_ids_lie_inside_the_registered_geometry(count: int) -> None:
+    """Few are looked at one by one, many together."""
+    shard: Any = SimpleNamespace(geometry=SimpleNamespace(num_blocks=120))
+    ids = [*range(120 - count, 120)]
+    _check_blocks(shard, packed(ids), count)
+    wrong = [packed(ids[1:]), packed([*ids, 1]), packed(ids)[1:], packed(ids) + b"\0"]
+    for number in (0, 120, 1 << 31, (1 << 32) - 1):
+        wrong += [packed([number, *ids[1:]]), packed([*ids[:-1], number])]
+    for each in wrong:
+        with pytest.raises(Refusal, match=f"expected {count} block ids from 1 to 119"):
+            _check_blocks(shard, each, count)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -113,9 +133,10 @@ def test_invariant_3_an_object_has_one_writer_and_the_other_is_told(desk: Desk) 
     ids=["long", "long text", "extension", "map"],
 )
 def test_invariant_4_messages_are_bounded_and_plain_data(desk: Desk, fields: tuple[object, ...]) -> None:
-    for number, said in enumerate((fields, ("too many fields",))):
-        greeting = [Hello.__struct_config__.tag, 1 << 30, bytes(16), "test", *said]
+    for number, said in enumerate((fields, ("test", "too many fields"))):
+        greeting = [Hello.__struct_config__.tag, 1 << 30, bytes(16), *said]
         desk.target.router.receive(b"1", msgpack.packb([messages.PROTOCOL_VERSION, number, greeting]))
     assert all(is_refused(reply, messages.BAD_REQUEST) for reply in desk.replies.values())
-    assert 1 in desk.replies, "what is too long is not even read"
+    is_long = isinstance(fields[0], bytes)
+    assert [*desk.replies] == [1] if is_long else [0, 1], "what is too long is not even read"
     assert not desk.target.router.registry.sessions

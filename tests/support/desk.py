@@ -9,7 +9,7 @@ from fuzz.targets import RouterTarget, owner
 from msgspec.structs import replace
 
 from lmcache_client.contract import messages
-from lmcache_client.contract.codec import BlockIds
+from lmcache_client.contract.codec import packed
 from lmcache_client.contract.keys import ROOT_KEY, ModelTag
 from lmcache_client.contract.messages import Found, Hello, Load, Lookup, Memory, Message, Store, StoreObject
 from lmcache_server.core.pool import FRAME_BYTES
@@ -32,7 +32,7 @@ def key(number: int) -> bytes:
 
 def store(*numbers: int, ids: tuple[int, ...] = IDS) -> Store:
     """One object of each of these chunks, which are all first chunks."""
-    return Store(tuple(StoreObject(key(number), ROOT_KEY, 0, 0, BlockIds("I", ids)) for number in numbers))
+    return Store(tuple(StoreObject(key(number), ROOT_KEY, 0, 0, packed(ids)) for number in numbers))
 
 
 def question(number: int) -> Lookup:
@@ -40,7 +40,7 @@ def question(number: int) -> Lookup:
 
 
 def load(found: Found, number: int, ids: tuple[int, ...] = IDS) -> Load:
-    return Load("r", found.lease_id, key(number), CHUNK_SIZE, 0, (BlockIds("I", ids),))
+    return Load("r", found.lease_id, key(number), CHUNK_SIZE, 0, (packed(ids),))
 
 
 def is_refused(reply: Message | None, code: str) -> bool:

@@ -11,7 +11,7 @@ from harness.hostile import EXAMPLES
 
 from lmcache_client.contract import codec
 from lmcache_client.contract import messages as wire
-from lmcache_client.contract.codec import BlockIds, ProtocolError
+from lmcache_client.contract.codec import ProtocolError, packed
 from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import MAX_CHUNKS, MAX_DETAILS, ROOT_KEY, ModelTag
 from lmcache_client.contract.messages import Release, Store, decode_request, encode_request
@@ -102,7 +102,7 @@ def test_every_text_of_a_message_has_a_bound():
             seen.append(kind.max_length)
         else:
             plain = msgspec.inspect.IntType | msgspec.inspect.BoolType | msgspec.inspect.BytesType
-            assert isinstance(kind, plain) or kind == msgspec.inspect.CustomType(BlockIds), kind
+            assert isinstance(kind, plain), kind
     assert len(seen) > 20
     assert None not in seen
 
@@ -111,7 +111,9 @@ def test_a_message_takes_little_more_memory_than_its_bound():
     """The worst that fits: arrays that are empty, numbers that are objects, texts of two characters."""
     load = [MESSAGES.index(wire.Load), "r", 1, ROOT_KEY, 0, 0]
     empty, numbers = [[]] * (codec.MAX_MESSAGE_BYTES - 99), [1 << 15] * (codec.MAX_MESSAGE_BYTES // 3 - 33)
-    for worst in ([*load, empty], [*load, [numbers]], [MESSAGES.index(Store), [], ["ab"] * 1_390_000], empty):
+    maps = [{(number,): 0 for number in range(1 << 19)}]
+    texts = [MESSAGES.index(Store), [], ["ab"] * 1_390_000]
+    for worst in (*([*load, each] for each in (empty, [empty], [numbers], maps)), texts, empty):
         frame = msgpack.packb([wire.PROTOCOL_VERSION, 9, worst])
         assert len(frame) <= codec.MAX_MESSAGE_BYTES
         tracemalloc.start()
@@ -122,14 +124,27 @@ def test_a_message_takes_little_more_memory_than_its_bound():
         assert peak_bytes < 120 << 20
 
 
+def test_what_is_longer_than_a_message_is_not_read():
+    load = wire.Load("r", 1, ROOT_KEY, 0, 0, (bytes(codec.MAX_MESSAGE_BYTES - 99),))
+    assert decode_request(encode_request(1, load)) == (1, load)
+    longer = wire.Load("r", 1, ROOT_KEY, 0, 0, (bytes(codec.MAX_MESSAGE_BYTES),))
+    for read, frame in (
+        (decode_request, encode_request(1, longer)),
+        (wire.decode_reply, wire.encode_reply(BOOT_ID, 1, longer)),
+    ):
+        with pytest.raises(ProtocolError, match="has at most 4194304 bytes") as caught:
+            read(frame)
+        assert not isinstance(caught.value, wire.BadRequestError)
+
+
 def test_keys_are_counted_and_measured():
     decode_request(encode_request(1, Release((), (bytes(32),) * MAX_CHUNKS)))
     for bad in ((bytes(32),) * (MAX_CHUNKS + 1), (bytes(31),), (bytes(33),), (b"",)):
         with pytest.raises(wire.BadRequestError, match="of length"):
             decode_request(encode_request(1, Release((), bad)))
     for bad_object in (
-        wire.StoreObject(b"short", ROOT_KEY, 0, 0, ()),
-        wire.StoreObject(ROOT_KEY, b"short", 0, 0, ()),
+        wire.StoreObject(b"short", ROOT_KEY, 0, 0, b""),
+        wire.StoreObject(ROOT_KEY, b"short", 0, 0, b""),
     ):
         with pytest.raises(wire.BadRequestError, match="of length >= 32"):
             decode_request(encode_request(1, Store((bad_object,))))
@@ -138,8 +153,8 @@ def test_keys_are_counted_and_measured():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (Store((wire.StoreObject(ROOT_KEY, ROOT_KEY, 0, 0, ()),) * (wire.MAX_OBJECTS + 1)), "<= 4096"),
-        (Store((wire.StoreObject(ROOT_KEY, ROOT_KEY, 0, 0, (), bytes(17)),)), "<= 16"),
+        (Store((wire.StoreObject(ROOT_KEY, ROOT_KEY, 0, 0, b""),) * (wire.MAX_OBJECTS + 1)), "<= 4096"),
+        (Store((wire.StoreObject(ROOT_KEY, ROOT_KEY, 0, 0, b"", bytes(17)),)), "<= 16"),
         (Release((1,) * (wire.MAX_LEASES + 1), ()), "<= 4096"),
         (wire.Memory(1, ((1, 1),) * (wire.MAX_BUFFERS + 1), 1), "<= 1024"),
         (wire.Memory(1, ((1, 1), (1, 0)), 1), ">= 1"),
@@ -192,15 +207,13 @@ def test_the_largest_legitimate_messages_fit():
         wire.Memory(1 << 22, ((1 << 46, 1 << 40),) * 100, 1 << 46),
     )
     chain = (bytes(32),) * MAX_CHUNKS
-    ids = BlockIds("I", (1 << 20,))
-    each = wire.StoreObject(bytes(32), bytes(32), MAX_CHUNKS - 1, 3, BlockIds("I", 64 * ids), bytes(16))
+    ids = packed((1 << 20,))
+    each = wire.StoreObject(bytes(32), bytes(32), MAX_CHUNKS - 1, 3, 64 * ids, bytes(16))
     for message in (
         register,
         wire.Lookup("r", chain, 0, 0, 1),
         Release((1,), chain),
-        wire.Load(
-            "r", 1, bytes(32), 1 << 23, 0, (BlockIds("I", 1_000_000 * ids), BlockIds("I", 20_000 * ids))
-        ),
+        wire.Load("r", 1, bytes(32), 1 << 23, 0, (1_000_000 * ids, 20_000 * ids)),
         Store((each,) * wire.MAX_OBJECTS, ("r" * 256,) * wire.MAX_OBJECTS),
     ):
         frame = encode_request(1, message)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from lmcache_client.channel import ChannelError, Pending, unsent
+from lmcache_client.contract.codec import packed
 from lmcache_client.contract.geometry import GroupSpec
 from lmcache_client.contract.keys import ROOT_KEY, chunk_key, chunk_keys
 from lmcache_client.contract.messages import Done, Found, Joined, Lookup, Message, Release
@@ -143,7 +144,7 @@ def test_a_load_names_the_blocks_beyond_what_is_computed() -> None:
     groups = [GroupSpec("full", 16, 0, "", ()), GroupSpec("recurrent", 32, 0, "", ())]
     tables = [[7, 8, 9, 10], {1: 5}]
     message = load_message("request", Found(64, 3, 30, ()), KEYS[1], 32, groups, tables)
-    assert [*map(list, message.block_ids)] == [[9, 10], [5]]
+    assert message.block_ids == (packed((9, 10)), packed((5,)))
     assert (message.lease_id, message.key) == (3, KEYS[1])
     assert (message.resume_tokens, message.computed_tokens) == (64, 32)
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from lmcache_client.channel import Channel
+from lmcache_client.contract.codec import unpacked
 from lmcache_client.contract.keys import ModelTag, chunk_keys
 from lmcache_client.contract.messages import MAX_LEASES, Done, Found, Load, Lookup, Message, Release, Store
 from lmcache_client.engine import REGISTER_S, Scheduler, Worker, chunk_object, load_message
@@ -15,8 +16,7 @@ from lmcache_client.memory.host import HostExport
 from lmcache_server.commands.bench.device import DeviceMemory
 from lmcache_server.commands.bench.workload import BenchError, Workload
 
-CONNECT_S = 30.0
-ANSWER_S = 60.0
+CONNECT_S, ANSWER_S = 30.0, 60.0
 LOOKUP_WAIT_S = 0.001
 """The connector waits for lookups in the same portions."""
 Reply = TypeVar("Reply", bound=Message)
@@ -107,7 +107,7 @@ class Client:
             self._memory = self._device.read()
         pages = self._memory.reshape(self.workload.layers, self.workload.num_blocks, -1)
         for source, group, ids in zip(self._source, self._geometry.groups, message.block_ids, strict=True):
-            for at, block in zip(group.needed_blocks(message.resume_tokens), ids, strict=True):
+            for at, block in zip(group.needed_blocks(message.resume_tokens), unpacked(ids), strict=True):
                 if not np.array_equal(pages[:, source[at]], pages[:, block]):
                     raise BenchError("the server restored wrong bytes: stop it, and report this")
 

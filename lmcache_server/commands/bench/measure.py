@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from lmcache_client.contract.codec import unpacked
 from lmcache_client.contract.messages import Done, Found, Ping, Stored
 from lmcache_server.commands.bench.client import LOOKUP_WAIT_S, Client, chain
 from lmcache_server.commands.bench.workload import BenchError, Workload
@@ -95,7 +96,7 @@ def load(client: Client, _: int) -> Samples:
         started_s = time.perf_counter()
         client.ask(client.worker, message, Done)
         seconds = time.perf_counter() - started_s
-        yield Sample(seconds, workload.block_bytes * sum(map(len, message.block_ids)))
+        yield Sample(seconds, workload.block_bytes * sum(map(len, map(unpacked, message.block_ids))))
     if message is not None:
         client.check(message)
     client.release(*hits)

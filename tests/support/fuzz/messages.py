@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from fuzz.choices import Choices
 from lmcache_client.contract import codec, control, messages
-from lmcache_client.contract.codec import BlockIds
+from lmcache_client.contract.codec import packed
 from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ROOT_KEY, ModelTag
 from lmcache_client.contract.messages import Found, Lookup, Memory, Message, Store, StoreObject
@@ -97,7 +97,7 @@ def _store(keys: tuple[bytes, ...], tenant: bytes, model: int, last: int, *, onc
     for index in range(1 + last):
         for number, spec in enumerate(geometry(model).groups):
             count = len(spec.stored_blocks(index, CHUNK_SIZE))
-            ids = BlockIds("I", [1 + (index * 16 + at) % (BLOCKS - 1) for at in range(count)])
+            ids = packed([1 + (index * 16 + at) % (BLOCKS - 1) for at in range(count)])
             objects.append(StoreObject(keys[index], parents[index], index, number, ids, tenant))
     return Store(tuple(objects), once=once)
 
@@ -106,7 +106,7 @@ def _load(promise: tuple[Found, Lookup] | None, model: int) -> Message:
     found, keys = (promise[0], promise[1].keys) if promise else (Found(CHUNK_SIZE, 1, 1, ()), chain(0))
     resume = found.resume_tokens
     blocks = (spec.needed_blocks(resume) for spec in geometry(model).groups)
-    ids = tuple(BlockIds("I", [1 + at % (BLOCKS - 1) for at in each]) for each in blocks)
+    ids = tuple(packed([1 + at % (BLOCKS - 1) for at in each]) for each in blocks)
     return messages.Load(
         "r", found.lease_id, keys[max(resume // CHUNK_SIZE - 1, 0) % len(keys)], resume, 0, ids
     )

@@ -12,7 +12,7 @@ from fuzz.choices import Choices, Target, bend, frame_of
 from fuzz.messages import BUFFER_BYTES, chain, geometry, plain
 from lmcache_client.channel import Channel, ChannelError, Pending
 from lmcache_client.contract import control, messages
-from lmcache_client.contract.codec import ProtocolError
+from lmcache_client.contract.codec import ProtocolError, packed
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.messages import Done, Found, Message, Refused, Store, StoreObject, Welcome
 from lmcache_client.engine import Scheduler, Worker, expect
@@ -151,7 +151,7 @@ class RepliesTarget(Target):
 
     def _step(self, step: int) -> Pending:
         if step % 3 == 0:
-            stored = StoreObject(chain(1)[0], bytes(32), 0, 0, tuple(range(1, 17)))
+            stored = StoreObject(chain(1)[0], bytes(32), 0, 0, packed(range(1, 17)))
             return self._noted(lambda: self.worker.store(Store((stored,)), 5.0))
         asked = self._noted(lambda: self.scheduler.lookup(messages.Lookup("r", chain(1), 0, 512, 513), 1.0))
         if step % 3 == 1:

@@ -6,6 +6,7 @@ import sys
 from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
+from lmcache_client.contract.codec import packed
 from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_client.contract.messages import Store, StoreObject
 
@@ -93,4 +94,4 @@ def keep_the_server_copying(engine: RawEngine, seed: int, stores: int = 8) -> No
         key = hashlib.sha256(f"{seed} {number}".encode()).digest()
         positions = engine.groups[0].stored_blocks(0, engine.chunk_size)
         blocks = tuple(range(1, 1 + len(positions)))
-        engine.worker.submit(Store((StoreObject(key, ROOT_KEY, 0, 0, blocks),)), 60)
+        engine.worker.submit(Store((StoreObject(key, ROOT_KEY, 0, 0, packed(blocks)),)), 60)

@@ -15,7 +15,7 @@ import msgpack
 import zmq
 
 from lmcache_client.contract import control, messages
-from lmcache_client.contract.codec import BlockIds
+from lmcache_client.contract.codec import packed
 from lmcache_client.contract.control import Follow, Followed, Inspect, Inspected, StatusReport
 from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ModelTag
@@ -48,8 +48,8 @@ EXAMPLES: tuple[Message, ...] = (
     messages.Prove(), Registered(16, ""), messages.Join("e"), Joined(True, 16),
     messages.NotCached("e", "m", "v", "r"), messages.Lookup("r", (KEY,), 0, 16, 17),
     Found(16, 1, 60, (b"\xff",), (("evicted", 16),)), messages.Release((1,), (KEY,)),
-    messages.Load("r", 1, KEY, 16, 0, (BlockIds("I", (1,)),)),
-    messages.Store((messages.StoreObject(KEY, KEY, 0, 0, BlockIds("I", (1,)), b"tenant"),)), Stored(1, 0, 0),
+    messages.Load("r", 1, KEY, 16, 0, (packed((1,)),)),
+    messages.Store((messages.StoreObject(KEY, KEY, 0, 0, packed((1,)), b"tenant"),)), Stored(1, 0, 0),
     messages.Clear(), Cleared(1), control.Status(), StatusReport(("{}",)), messages.Ping(),
     messages.Goodbye(), Done(), Refused("x", "no"), messages.Pin("name", "r" * 16),
     messages.Pinned(1, 1, 16, 16), messages.Unpin("name"), messages.Unpinned(1), Inspect("e", (KEY,), 16),

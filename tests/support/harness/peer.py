@@ -9,7 +9,7 @@ import zmq
 
 from harness.waiting import PATIENCE_S
 from lmcache_client.contract import messages
-from lmcache_client.contract.codec import BlockIds
+from lmcache_client.contract.codec import packed
 from lmcache_client.contract.geometry import MAX_GROUPS, Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ModelTag, chunk_keys
 from lmcache_client.contract.messages import (
@@ -129,7 +129,7 @@ class Peer:
     def load(self) -> Load:
         lease_id = self.found.lease_id if self.found is not None else 0
         ids = tuple(range(1, 1 + CHUNKS * CHUNK_BLOCKS))
-        return Load("request", lease_id, self.keys[-1], CHUNKS * CHUNK_SIZE, 0, (BlockIds("I", ids),))
+        return Load("request", lease_id, self.keys[-1], CHUNKS * CHUNK_SIZE, 0, (packed(ids),))
 
     def store(self) -> Store:
         return Store(
