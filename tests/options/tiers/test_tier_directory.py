@@ -568,11 +568,19 @@ def test_nothing_is_written_before_the_directory_is_listed(tmp_path, monkeypatch
         tier.close()
 
 
+@pytest.fixture
+def large(tmp_path: Path) -> Iterator[Path]:
+    """A directory that pytest should not keep."""
+    yield tmp_path / "tier"
+    shutil.rmtree(tmp_path / "tier")
+
+
 @pytest.mark.long
-def test_a_million_records(tmp_path):
+@pytest.mark.timeout(1800)
+def test_a_million_records(large):
     """They are answered for while they are listed, then from memory; and of the next server, with less room,
     as many go as are too many."""
-    path, count = tmp_path / "tier", 1_000_000
+    path, count = large, 1_000_000
     names = [f"{number:06x}" for number in range(count)]
     for folder in folders.FOLDERS:
         (path / folder).mkdir(0o700, parents=True)
@@ -593,7 +601,6 @@ def test_a_million_records(tmp_path):
         fill(tier, ["ffffff", "fffffe"])
         assert all_kept(tier, ["ffffff", "fffffe"])
         assert tier.usage.records == count // 10 * 9
-    shutil.rmtree(path)
 
 
 def test_only_tier_errors_are_raised(tier, monkeypatch):
