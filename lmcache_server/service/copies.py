@@ -2,9 +2,8 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import numpy as np
 from msgspec.structs import asdict
@@ -33,8 +32,6 @@ ADVICE = {
     NotReserved.QUOTA: "all that a salt may hold is in use or pinned: if this goes on, raise --quota-gb",
 }
 """What helps against dropped stores."""
-MANY = 64
-"""So many numbers are faster looked at with numpy."""
 
 
 class Copies:
@@ -56,7 +53,8 @@ class Copies:
         """Reserves room for the objects that L1 lacks, copies them and makes them ready."""
         shard, layout = self._registry.shard(session, request_bytes)
         for wanted in message.objects:
-            _check_object(shard, layout, wanted)
+            _check_object(layout, wanted)
+        _check_blocks(shard, (wanted.block_ids for wanted in message.objects))
         with session.working(request_bytes):
             started_s = self._system.now_s()
             # Stores of several requests count as a test only if the first one is.
@@ -141,7 +139,8 @@ class Copies:
         if len(message.block_ids) != len(groups) or resume % layout.chunk_size:
             raise Refusal(messages.BAD_REQUEST, "the message does not fit the registered groups")
         for group, block_ids in zip(groups, message.block_ids, strict=True):
-            _check_blocks(shard, block_ids, len(group.needed_blocks(resume, computed)))
+            _check_count(block_ids, len(group.needed_blocks(resume, computed)))
+        _check_blocks(shard, message.block_ids)
         read = self._cache.open_read(message.lease_id, message.key, shard.rank, resume, computed, layout)
         if read is None:
             raise Refusal(messages.EXPIRED, "the lease of this request has ended")
@@ -246,19 +245,21 @@ def _parts(read: Read, block_ids: Sequence[Sequence[int]]) -> list[tuple[int, Ob
     return parts
 
 
-def _check_object(shard: Shard, layout: Layout, wanted: StoreObject) -> None:
+def _check_object(layout: Layout, wanted: StoreObject) -> None:
     group, chunk_index = wanted.group, wanted.chunk_index
     if group >= len(layout.groups) or chunk_index >= MAX_CHUNKS:
         raise Refusal(messages.BAD_REQUEST, f"no object of group {group}, chunk {chunk_index}")
     positions = layout.groups[group].stored_blocks(chunk_index, layout.chunk_size)
-    _check_blocks(shard, wanted.block_ids, len(positions))
+    _check_count(wanted.block_ids, len(positions))
 
 
-def _check_blocks(shard: Shard, packed: bytes, count: int) -> None:
-    least: Any = min if count < MANY else np.min
-    most: Any = max if count < MANY else np.max
-    is_whole = len(packed) == count * NUMBER_BYTES
-    ids = unpacked(packed) if is_whole else ()
-    if not is_whole or (ids and not 0 < least(ids) <= most(ids) < shard.geometry.num_blocks):
-        expected = f"expected {count} block ids from 1 to {shard.geometry.num_blocks - 1}"
-        raise Refusal(messages.BAD_REQUEST, expected)
+def _check_count(block_ids: bytes, count: int) -> None:
+    if len(block_ids) != count * NUMBER_BYTES:
+        raise Refusal(messages.BAD_REQUEST, f"expected {count} block ids, got {len(block_ids)} bytes")
+
+
+def _check_blocks(shard: Shard, block_ids: Iterable[bytes]) -> None:
+    """All of a message together: one by one they would take longer than the rest of it."""
+    ids, last = np.frombuffer(b"".join(block_ids), np.uint32), shard.geometry.num_blocks - 1
+    if len(ids) and not 0 < ids.min() <= ids.max() <= last:
+        raise Refusal(messages.BAD_REQUEST, f"a block id is one from 1 to {last}")
