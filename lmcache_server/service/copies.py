@@ -262,4 +262,4 @@ def _check_blocks(shard: Shard, block_ids: Iterable[bytes]) -> None:
     """All of a message together: one by one they would take longer than the rest of it."""
     ids, last = np.frombuffer(b"".join(block_ids), np.uint32), shard.geometry.num_blocks - 1
     if len(ids) and not 0 < ids.min() <= ids.max() <= last:
-        raise Refusal(messages.BAD_REQUEST, f"a block id is one from 1 to {last}")
+        raise Refusal(messages.BAD_REQUEST, f"block ids are numbers from 1 to {last}")

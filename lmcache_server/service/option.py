@@ -66,7 +66,7 @@ class Option:
     # -- lookups ----------------------------------------------------------------------------------
 
     def looked_up(self, session_id: int, layout: Layout, message: Lookup, fetched: int, now_s: float) -> None:
-        """A lookup is answered. So many tokens of its hit are there because of `fetch`."""
+        """A lookup is answered. `fetched` tokens of its hit are there because of `fetch`."""
 
     def released(self, session_id: int, layout: Layout, message: Release) -> None:
         """Leases are given up, or a request has ended."""

@@ -55,7 +55,7 @@ class Server(Option):
         Metric(Counter, "lmcache_tier_hit_tokens_total",
                "By how many tokens tiers lengthened hits in lmcache_tokens_total, while requests waited."),
         Metric(Counter, "lmcache_tier_saved_seconds_total",
-               "Seconds that computing these tokens would have taken, at each engine's speed of late."),
+               "Seconds that computing these tokens would have taken, at each engine's recent speed."),
         Metric(Histogram, "lmcache_tier_wait_seconds",
                "How long lookups waited for the tiers.", {}, {"buckets": TRANSFER_S}),
         Metric(Gauge, "lmcache_tier_failing", "1 while a tier is left alone because it failed.",
