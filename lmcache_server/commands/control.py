@@ -167,10 +167,8 @@ def _endpoint(server: Address) -> str:
     except FileNotFoundError:
         raise UnreachableError(endpoint) from None
     except OSError as error:
-        raise ControlError(
-            f"cannot use {runtime_directory()} for the socket ({error.strerror}): set LMCACHE_RUNTIME_DIR to "
-            "the server's directory"
-        ) from error
+        told = f"cannot use {runtime_directory()} for the socket ({error.strerror})"
+        raise ControlError(f"{told}: set LMCACHE_RUNTIME_DIR to the server's directory") from error
     return endpoint
 
 
@@ -182,13 +180,11 @@ def _connected(server: Address, timeout_s: float) -> Iterator[Connection]:
             socket.getaddrinfo(host_name(server.host), server.port)
         connection = SYSTEM.connect(endpoint)
     except socket.gaierror as error:
-        raise ControlError(
-            f"cannot find the address of --host {server.host} ({error.strerror}): pass another --host"
-        ) from error
+        told = f"cannot find the address of --host {server.host} ({error.strerror}): pass another --host"
+        raise ControlError(told) from error
     except (ConnectionLostError, ValueError) as error:
-        raise ControlError(
-            f"{endpoint} is not the address of a server ({error}): pass another --host or --port"
-        ) from error
+        told = f"{endpoint} is not the address of a server ({error}): pass another --host or --port"
+        raise ControlError(told) from error
     with contextlib.closing(connection):
         while not connection.event():
             if connection.refusal:

@@ -36,4 +36,4 @@ def COMMAND(
         demand, l1_bytes = report["demand"], report["l1"]["total_bytes"]
     click.echo(json.dumps(demand, indent=2) if as_json else table(demand, l1_bytes, record is not None))
     if record is None and not as_json and report.get("tiers"):
-        click.echo("Not counted is what tiers had before the server started: it has not seen those prompts.")
+        click.echo("Not counted: lookups before the server's start. --record keeps them for --from.")

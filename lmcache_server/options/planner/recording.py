@@ -19,7 +19,7 @@ MAX_BYTES = 256 << 20
 """A file of this size is renamed to FILE.1, which takes the place of an earlier one."""
 KEY_BYTES = 8
 """The bytes of a key that are recorded."""
-
+EventKind = Literal["lookup", "end"]
 _EVENT = re.compile(rb'\[[0-9.e+]+,"(lookup|end)",')
 """How the line of an event begins."""
 
@@ -35,7 +35,7 @@ class Event(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     """
 
     time_s: Annotated[float, Meta(ge=0, lt=1 << 40)]
-    kind: Literal["lookup", "end"]
+    kind: EventKind
     namespace: str
     chunk_size: _Positive
     chunk_frames: _Positive

@@ -1,7 +1,7 @@
 """The hit rates that more or less memory would have had, from the lookups that this server answers."""
 
 import functools
-from typing import Any, Literal
+from typing import Any
 
 from prometheus_client import Gauge
 
@@ -10,7 +10,7 @@ from lmcache_client.contract.messages import Lookup, Release
 from lmcache_server.core.cache import Layout
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.options.planner.demand import SIZES, WINDOWS, Demand, Sizes, rates, together
-from lmcache_server.options.planner.recording import Event, Recorder, shortened
+from lmcache_server.options.planner.recording import Event, EventKind, Recorder, shortened
 from lmcache_server.service.option import Base, Option
 from lmcache_server.service.requests_of_tests import is_test
 from lmcache_server.telemetry.metrics import Metric
@@ -51,10 +51,10 @@ class Server(Option):
             if len(self._asked) > MAX_ASKED:
                 del self._asked[next(iter(self._asked))]
         self._now_s = now_s
-        computed, limit = message.computed_tokens, message.limit_tokens
+        tokens = message.computed_tokens, message.limit_tokens
         sizes, keys = self._sizes_of(layout), message.keys
-        self.demand.looked_up(layout.namespace, sizes, keys, computed, limit, now_s)
-        self._record("lookup", layout, sizes, keys, computed, limit)
+        self.demand.looked_up(layout.namespace, sizes, keys, *tokens, now_s)
+        self._record("lookup", layout, sizes, keys, tokens)
 
     def released(self, session_id: int, layout: Layout, message: Release) -> None:
         """A request may have ended. It has computed or loaded the chain of the message's keys."""
@@ -62,25 +62,17 @@ class Server(Option):
         if message.keys and not is_test(layout, message.request_id):
             sizes = self._sizes_of(layout)
             self.demand.completed(layout.namespace, sizes, message.keys)
-            self._record("end", layout, sizes, message.keys, 0, 0)
+            self._record("end", layout, sizes, message.keys, (0, 0))
 
     def _record(
-        self,
-        kind: Literal["lookup", "end"],
-        layout: Layout,
-        sizes: Sizes,
-        keys: tuple[bytes, ...],
-        computed_tokens: int,
-        limit_tokens: int,
+        self, kind: EventKind, layout: Layout, sizes: Sizes, keys: tuple[bytes, ...], tokens: tuple[int, int]
     ) -> None:
         if self._recorder is None:
             return
         time_s, namespace = round(self._now_s, 3), layout.namespace.hex()[:16]
         frames = round(sizes.chunk_frames * self._factor())
         shape = (sizes.chunk_size, frames, sizes.sparse, sizes.states)
-        self._recorder.add(
-            Event(time_s, kind, namespace, *shape, computed_tokens, limit_tokens, shortened(keys))
-        )
+        self._recorder.add(Event(time_s, kind, namespace, *shape, *tokens, shortened(keys)))
 
     def tick(self, now_s: float) -> None:
         """Takes over the size of L1, which may still grow, and writes the record to its file."""

@@ -40,12 +40,14 @@ class Tier(Protocol):
 
 
 class Usage(NamedTuple):
-    """What a tier holds, of at most `capacity_bytes`, and how many records it has evicted since its start."""
+    """What a tier holds, of at most `capacity_bytes`; what it evicted since its start, and how long before
+    that the last of these was used."""
 
     used_bytes: int
     capacity_bytes: int
     records: int
     evicted_records: int
+    evicted_age_seconds: int
 
 
 def is_name(name: str) -> bool:

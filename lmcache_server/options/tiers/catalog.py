@@ -1,6 +1,7 @@
 """What a directory of this server alone holds: its records in the order of their last use, in memory."""
 
 import hashlib
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -11,10 +12,11 @@ DIGEST_BYTES = 8
 
 
 class Kept(NamedTuple):
-    """A record's file. Its name is the key."""
+    """A record's file. Its name is the key. One from before the start counts as used when it was written."""
 
     num_bytes: int
     written_s: float
+    used_s: float
 
 
 class Catalog:
@@ -54,7 +56,8 @@ class Catalog:
     def use(self, name: str) -> None:
         """Somebody reads the record: it is no victim until `release`, and then the last one to go."""
         self._in_use[name] += 1
-        if name in self._records:
+        if kept := self._records.get(name):
+            self._records[name] = kept._replace(used_s=time.time())
             self._records.move_to_end(name)
 
     def release(self, name: str) -> None:

@@ -48,7 +48,7 @@ class Directory:
         self._catalog = Catalog()
         self._arriving_bytes = 0
         self._listed, self._sweeps = shared, not shared
-        self._evicted_records = 0
+        self._evicted_records = self._evicted_age_s = 0
         self._closing = threading.Event()
         with contextlib.ExitStack() as opened, self._explained("use"):
             self._root = folders.open_root(path, shared, opened)
@@ -63,7 +63,8 @@ class Directory:
         """None if only the file system knows."""
         if self._shared:
             return None
-        return Usage(self._catalog.used_bytes, self._size_bytes, len(self._catalog), self._evicted_records)
+        evicted = self._evicted_records, self._evicted_age_s
+        return Usage(self._catalog.used_bytes, self._size_bytes, len(self._catalog), *evicted)
 
     def present(self, names: Sequence[str]) -> Sequence[bool]:
         with self._explained("use"):
@@ -97,8 +98,8 @@ class Directory:
         with self._lock, self._explained("write to"):
             if (victims := self._victims(num_bytes)) is None:
                 return False
+            self._count_evicted(victims)
             removed = self._take(victims)
-            self._evicted_records += len(removed)
             self._catalog.used_bytes += (counted_bytes := num_bytes)
             self._arriving_bytes += num_bytes
         # To overwrite a victim's file takes less time than to delete it.
@@ -113,7 +114,8 @@ class Directory:
                     if renamed and not self._shared:
                         # Never counted twice: another writer would evict for it.
                         self._catalog.used_bytes -= counted_bytes
-                        self._catalog.add(name, Kept(num_bytes, time.time()))
+                        now_s = time.time()
+                        self._catalog.add(name, Kept(num_bytes, now_s, now_s))
                         counted_bytes = 0
             return renamed
         except TierError as error:
@@ -167,6 +169,11 @@ class Directory:
             return None
         return self._catalog.victims(max(missing, self._catalog.used_bytes + num_bytes - self._size_bytes))
 
+    def _count_evicted(self, victims: Sequence[str]) -> None:
+        self._evicted_records += len(victims)
+        if victims and (last := self._catalog.get(victims[-1])):
+            self._evicted_age_s = max(int(time.time() - last.used_s), 0)
+
     def _take(self, names: Sequence[str]) -> list[tuple[str, int]]:
         """Records become temporary files: their paths and bytes."""
         taken = []
@@ -204,7 +211,7 @@ class Directory:
             self.remove(victims)
             with self._lock:
                 victims = self._catalog.victims(self._catalog.used_bytes - self._size_bytes, BATCH) or []
-                self._evicted_records += len(victims)
+                self._count_evicted(victims)
             if not victims or self._closing.is_set():
                 return
 
@@ -230,7 +237,7 @@ class Directory:
                 return
             if found := folders.status(entry):
                 names.append(name)
-                kept.append(Kept(found.st_size, found.st_mtime))
+                kept.append(Kept(found.st_size, found.st_mtime, found.st_mtime))
         steps = self._catalog.restore(names, kept, folders.take_order(self._root))
         while not self._listed:
             with self._lock:

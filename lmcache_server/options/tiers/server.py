@@ -69,6 +69,9 @@ class Server(Option):
         Metric(Gauge, "lmcache_tier_records", "How many there are.", {"tier": _NUMBERS}),
         Metric(Gauge, "lmcache_tier_evicted_records", "How many were evicted since the start.",
                {"tier": _NUMBERS}),
+        Metric(Gauge, "lmcache_tier_evicted_age_seconds",
+               "How long before its eviction the last of them was used, or written if that was before the "
+               "start.", {"tier": _NUMBERS}),
         Metric(Counter, "lmcache_tier_helper_restarts_total",
                "How often the process in which a tier's client runs died or hung and was started again.",
                {"tier": _NUMBERS}),
@@ -87,7 +90,8 @@ class Server(Option):
             metrics.gauge("lmcache_tier_failing", is_open, tier=tier.label)
             metrics.gauge("lmcache_tier_waiting_objects", tier.backlog.__len__, tier=tier.label)
             for name in Usage._fields:
-                metrics.gauge(f"lmcache_tier_{name}", functools.partial(_usage, tier, name), tier=tier.label)
+                used = lambda tier=tier, name=name: getattr(tier.worker.usage, name, 0)  # noqa: E731
+                metrics.gauge(f"lmcache_tier_{name}", used, tier=tier.label)
 
     async def open(self) -> None:
         """One on another machine may come later. Raises StartError if a local one cannot be used."""
@@ -171,10 +175,6 @@ class Server(Option):
             "stored_bytes": tier.worker.compressor.stored_bytes["write"],
             **(usage._asdict() if (usage := tier.worker.usage) else dict.fromkeys(Usage._fields)),
         }
-
-
-def _usage(tier: TierState, name: str) -> int:
-    return getattr(tier.worker.usage, name, 0)
 
 
 def _state(number: int, url: urls.TierUrl, base: Base) -> TierState:

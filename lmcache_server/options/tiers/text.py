@@ -5,6 +5,7 @@ from typing import Any
 from lmcache_client.contract.codec import Natural
 from lmcache_server.commands.control import json_object
 from lmcache_server.host.units import size
+from lmcache_server.options.tiers.base import Usage
 
 LOST = {
     "read_objects": {"gone": "gone", "damaged": "damaged", "failed": "not read"},
@@ -14,7 +15,7 @@ LOST = {
 """What happened to objects of a tier that were not read or written."""
 _TIER = json_object(
     "url failing", "read_bytes written_bytes stored_bytes waiting_objects",
-    **dict.fromkeys(("used_bytes", "capacity_bytes", "records", "evicted_records"), Natural | None),
+    **dict.fromkeys(Usage._fields, Natural | None),
     read_objects=json_object("", "read gone damaged failed"),
     written_objects=json_object("", "written full evicted dropped failed"),
 )  # fmt: skip
@@ -30,10 +31,12 @@ def _line(tier: dict[str, Any]) -> str:
     read, written = tier["read_objects"], tier["written_objects"]
     state = f"FAILING: {tier['failing']}" if tier["failing"] else "works"
     lost = [f"{tier[way][key]} {text}" for way in LOST for key, text in LOST[way].items() if tier[way][key]]
-    holds = ""
+    holds = age = ""
+    if tier["evicted_records"]:
+        age = f", the last {tier['evicted_age_seconds'] / 3600:.1f} h after its last use"
     if tier["used_bytes"] is not None:
         holds = f"holds {size(tier['used_bytes'])} of {size(tier['capacity_bytes'])} "
-        holds += f"in {tier['records']} records, {tier['evicted_records']} evicted; "
+        holds += f"in {tier['records']} records, {tier['evicted_records']} evicted{age}; "
     share = tier["stored_bytes"] / max(tier["written_bytes"], 1)
     smaller = f" as {size(tier['stored_bytes'])} ({share:.2f})" if 0 < share < 1 else ""
     return (

@@ -105,9 +105,13 @@ class Lane:
             self._settle_soon(future, result, error)
 
     def _settle_soon(self, future: "asyncio.Future[Any]", result: object, error: Exception | None) -> None:
+        def settle() -> None:
+            if not future.done():
+                future.set_result(result) if error is None else future.set_exception(error)
+
         # If the call hung until the server had ended, the loop is closed.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(_settle, future, result, error)
+            self._loop.call_soon_threadsafe(settle)
 
 
 class TierWorker:
@@ -311,12 +315,3 @@ def _clear_frames(failure: BaseException | None) -> None:
     while failure is not None:
         traceback.clear_frames(failure.__traceback__)
         failure = failure.__context__
-
-
-def _settle(future: "asyncio.Future[Any]", result: object, error: Exception | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)

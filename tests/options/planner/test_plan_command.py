@@ -82,3 +82,31 @@ def test_a_demand_that_cannot_be_read_is_one_clear_error(
             said = sentence(capsys, 1, "plan", "--port", str(server.port))
         assert "sent a status that this version cannot read: install the same version of lmcache-mp" in said
         lacking.update([lost])
+
+
+def test_a_record_goes_on_after_a_restart_of_which_the_next_server_knows_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = tmp_path / "record"
+    for start in range(2):
+        with LMCacheServer(
+            l1_size_gb=16 / 1024, record=str(record), tier=f"dir://{tmp_path}/tier?size_gb=0.1"
+        ) as server:
+            monkeypatch.setenv("LMCACHE_RUNTIME_DIR", server.runtime_dir)
+            engine = RawEngine(server.address, [group()], 70).start()
+            tokens = 4 * engine.chunk_size
+            keys = chain(range(tokens), engine.chunk_size)
+            found = engine.lookup(keys)
+            engine.store_prompt(keys, [list(range(1, 1 + tokens // 16))])
+            engine.end(found, keys)
+            live = figures(capsys, "--port", str(server.port))
+            code, text, _ = in_process(capsys, "plan", "--port", str(server.port))
+            engine.close()
+            server.wait_until(lambda _, start=start: len(record.read_bytes().splitlines()) == 2 * (start + 1))
+        assert code == 0
+        assert text.endswith(
+            "Not counted: lookups before the server's start. --record keeps them for --from.\n"
+        )
+        assert (live["tokens"], live["hit_rates"]["unlimited"]) == (tokens, 0)
+    whole = figures(capsys, "--from", str(record), "--l1-size-gb", str(16 / 1024))
+    assert (whole["tokens"], whole["hit_rates"]["unlimited"]) == (2 * tokens, 0.5)

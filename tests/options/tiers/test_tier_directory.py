@@ -98,13 +98,35 @@ def test_only_its_user_can_read_it(open_at, tmp_path):
 def test_it_says_how_much_it_holds_and_what_it_has_evicted(open_at):
     tier = open_at(size_bytes=4 * MIB)
     for number in range(6):
-        assert tier.write(f"a/{number}", memory(number))
-    used = tier.usage
-    assert used.capacity_bytes == 4 * MIB
-    assert used.records == sum(tier.present([f"a/{number}" for number in range(6)]))
-    assert 0 < used.used_bytes <= 4 * MIB
-    assert used.records + used.evicted_records == 6
+        assert tier.write(f"a/{number}", memory(256))
+    assert sum(tier.present([f"a/{number}" for number in range(6)])) == 4
+    assert tier.usage[:4] == (4 * MIB, 4 * MIB, 4, 2)
     assert open_at(tier._path + "-shared", shared=True).usage is None
+
+
+def test_it_says_how_long_the_last_record_that_it_evicted_was_not_used(open_at, tmp_path):
+    names = [f"a/{number}" for number in range(6)]
+    tier = open_at()
+    for name in names[:3]:
+        assert tier.write(name, memory(256))
+    tier.close()
+    for path in files(tmp_path / "tier"):
+        os.utime(path, (1, time.time() - 5000))
+    tier = open_at(size_bytes=3 * MIB)
+    assert tier.usage.evicted_age_seconds == 0, "none is evicted yet"
+    assert tier.read(names[0], memory(256))
+    ages_s = []
+    for name in names[3:]:
+        assert tier.write(name, memory(256))
+        ages_s.append(tier.usage.evicted_age_seconds)
+    assert not any(tier.present(names[:3]))
+    assert all(5000 <= age_s < 8000 for age_s in ages_s[:2]), "since the start nobody has used them"
+    assert ages_s[2] < 3000, "that one was read"
+    tier.close()
+    # What does not fit into a smaller directory is evicted at once.
+    tier = open_at(size_bytes=MIB)
+    wait_until(lambda: len(files(tmp_path / "tier")) == 1)
+    wait_until(lambda: tier.usage.evicted_records == 2)
 
 
 def test_one_that_may_take_more_than_there_is_warns_once(small_disk, open_at, caplog):

@@ -64,9 +64,9 @@ FACES = (
 TOOLS = (COMMANDS, "lmcache_server/__main__.py")
 BUDGETS = {
     "base": Budget(13224, "what a byte or a decision goes through, without options"),
-    "path": Budget(18248, "the same with every option"),
+    "path": Budget(18247, "the same with every option"),
     "faces": Budget(1906, "what configures and watches it"),
-    "tools": Budget(3495, "the command lmcache"),
+    "tools": Budget(3494, "the command lmcache"),
 }
 
 
