@@ -95,10 +95,9 @@ with LMCacheServer(chunk_size=CHUNK_SIZE, l1_size_gb=0.05, through=json.loads(sy
     if sys.argv[2] == "lends":
         os.environ["LMCACHE_RUNTIME_DIR"] = server.runtime_dir
     engine = GpuEngine(server.address, fused(65536, 32), 32, "one", virtual_memory.allocate)
-    engine.worker.start(120, 120)
+    engine.start()
     print(engine.worker.refusal or "served")
     if engine.worker.ready:
-        engine.scheduler.start(120, 120)
         free = list(range(1, 32))
         prompt = stored_prompt(engine, 2, free, 1)
         print("restored", restored(engine, *prompt, tables(engine, 2, free)))

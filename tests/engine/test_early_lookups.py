@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from harness.rawclient import RawEngine, group
+from harness.rawclient import RawEngine, group, start_all
 from harness.served import step_output, stopped
 from harness.server import LMCacheServer, server_of_a_file
 from harness.waiting import PATIENCE_S, wait_until
@@ -39,7 +39,7 @@ class Engine:
     def __init__(self, server: LMCacheServer) -> None:
         self.server = server
         self.worker = RawEngine(server.address, [group()])
-        self.worker.worker.start(PATIENCE_S, PATIENCE_S)
+        start_all([self.worker.worker])
         self.side = SchedulerSide(
             Settings(port=server.port, lookup_timeout_s=600.0),
             "engine",

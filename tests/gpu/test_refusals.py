@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 from gpu_engine import GpuEngine, fused
+from harness.rawclient import start_all
 from harness.server import LMCacheServer
-from harness.waiting import PATIENCE_S, wait_until
+from harness.waiting import wait_until
 from msgspec import structs
 from test_round_trips import CHUNK_SIZE, restored, stored_prompt, tables
 
@@ -36,7 +37,7 @@ def refused(server, change) -> RefusedError:
     try:
         honest = engine.own_memory()
         engine.export.memory = lambda _pid: change(honest)  # type: ignore[method-assign]
-        engine.worker.start(PATIENCE_S, PATIENCE_S)
+        start_all([engine.worker])
         refusal = engine.worker.refusal
         assert refusal is not None
         return refusal

@@ -14,8 +14,9 @@ import pytest
 import virtual_memory
 from gpu_engine import GpuEngine, fused
 from harness.processes import ChildProcess
+from harness.rawclient import start_all
 from harness.server import LMCacheServer
-from harness.waiting import PATIENCE_S, wait_until
+from harness.waiting import wait_until
 from msgspec import structs
 from test_round_trips import CHUNK_SIZE, restored, stored_prompt, tables
 from virtual_memory import VirtualMemory
@@ -96,7 +97,7 @@ def refusal(engine: GpuEngine, change: Callable[[Memory], Memory] = lambda hones
     """Why the server refuses the engine, whose memory is described as `change` makes it."""
     honest = engine.own_memory()
     engine.export.memory = lambda _pid: change(honest)  # type: ignore[method-assign]
-    engine.worker.start(PATIENCE_S, PATIENCE_S)
+    start_all([engine.worker])
     refused = engine.worker.refusal
     assert isinstance(refused, RefusedError), engine.states
     engine.worker.close()

@@ -112,13 +112,7 @@ class RawEngine:
         RawEngine.made += 1
 
     def start(self, wait_s: float = PATIENCE_S) -> "RawEngine":
-        """On a busy machine, an attempt to register may come too late, and the next one succeeds."""
-        limit_s = time.monotonic() + wait_s
-        for channel in (self.worker, self.scheduler):
-            channel.start(wait_s, wait_s)
-            refused = self.worker.refusal or self.scheduler.refusal
-            while not channel.ready and refused is None and time.monotonic() < limit_s:
-                time.sleep(0.01)
+        start_all([self.worker, self.scheduler], wait_s)
         return self
 
     def own_memory(self) -> Memory:
@@ -228,8 +222,16 @@ def start_ranks(
         )
         for rank, each in enumerate(groups)
     ]
-    for engine in ranks:
-        engine.worker.start(PATIENCE_S, PATIENCE_S)
-    for engine in ranks:
-        engine.scheduler.start(PATIENCE_S, PATIENCE_S)
+    start_all([engine.worker for engine in ranks])
+    start_all([engine.scheduler for engine in ranks])
     return ranks
+
+
+def start_all(channels: Sequence[Channel], wait_s: float = PATIENCE_S) -> None:
+    """Start them until each is ready, or one is refused. On a busy machine, an attempt to greet or register
+    may come too late, and the next one succeeds."""
+    limit_s = time.monotonic() + wait_s
+    for channel in channels:
+        channel.start(wait_s, wait_s)
+        while not (channel.ready or any(each.refusal for each in channels)) and time.monotonic() < limit_s:
+            time.sleep(0.01)
