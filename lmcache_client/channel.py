@@ -116,9 +116,7 @@ class Channel:
         on_turn: Callable[["Channel"], None] = lambda _channel: None,
     ) -> None:
         self.system, self.address = system, address
-        self._on_up = on_up
-        self._on_state = on_state
-        self._on_turn = on_turn
+        self._on_up, self._on_state, self._on_turn = on_up, on_state, on_turn
         self._client_id = system.random_bytes(messages.CLIENT_ID_BYTES)
         self._lock = system.lock()
         self._pending: dict[int, Pending] = {}
@@ -139,8 +137,9 @@ class Channel:
         """False after a request got no answer in time, until the server is heard again."""
         self.refusal: RefusedError | None = None
         """The reason why the server refuses this client, until it accepts it."""
-        self._connection: Connection | None = system.connect(address)
+        self._connection: Connection | None = None
         self._keeper: threading.Thread | None = None
+        self._reconnect()
 
     def start(self, connect_s: float, register_s: float) -> None:
         """Starts the keeper; waits up to `connect_s` for a server, then up to `register_s` to register."""

@@ -1,5 +1,6 @@
 """TCP with a shared key: who has it is served, nobody else gets in or can read along, and nobody hangs."""
 
+import logging
 import os
 import socket
 import stat
@@ -198,6 +199,23 @@ def test_a_server_that_gets_a_key_later_or_another_one_is_used_without_a_restart
     server.restart()
     later = lambda: [each.generation for each in both if each.ready]  # noqa: E731
     wait_until(lambda: later() == [each + 1 for each in generations], what="both are back")
+    assert exercise(engine, 1) == 0
+    assert exercise(engine, 1) == 3 * engine.chunk_size
+
+
+def test_an_engine_that_wakes_while_its_key_cannot_be_read_is_served_when_it_can(
+    keyed: LMCacheServer, key: str
+) -> None:
+    place, content = keyed.address, Path(key).read_bytes()
+    Path(key).unlink()
+    engine = RawEngine(place, GROUPS, num_blocks=130)
+    engine.worker.start(PATIENCE_S, 0)
+    assert "key" in str(engine.worker.refusal)
+    assert [level for level, _ in engine.states] == [logging.ERROR]
+    with open(os.open(key, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+        file.write(content)
+    engine.scheduler.start(0, 0)
+    wait_until(lambda: engine.worker.ready and engine.scheduler.ready, what="it has read the key")
     assert exercise(engine, 1) == 0
     assert exercise(engine, 1) == 3 * engine.chunk_size
 
