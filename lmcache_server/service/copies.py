@@ -174,15 +174,9 @@ class Copies:
             option.damaged(damaged.chunk)
         self._cache.forget(damaged.chunk)
         self._metrics.count("lmcache_verify_failures_total")
-        logger.warning(
-            "chunk %(chunk)s is damaged and forgotten, group %(group)d: %(reason)s",
-            {
-                "chunk": damaged.chunk.key.hex()[:16],
-                "group": damaged.group,
-                "reason": str(error),
-                "engine": shard.engine_id,
-            },
-        )
+        values = {"chunk": damaged.chunk.key.hex()[:16], "group": damaged.group, "reason": str(error)}
+        text = "chunk %(chunk)s is damaged and forgotten, group %(group)d: %(reason)s"
+        logger.warning(text, values | {"engine": shard.engine_id})
 
     # -- both -------------------------------------------------------------------------------------
 
@@ -203,12 +197,8 @@ class Copies:
                 logging.DEBUG if shard.copy_failed else logging.INFO,
                 "a %(direction)s of engine %(engine)s, rank %(rank)d, failed: %(reason)s; for further "
                 "failures see lmcache_copy_failures_total and the debug log",
-                {
-                    "direction": direction,
-                    "engine": shard.engine_id,
-                    "rank": shard.rank,
-                    "reason": str(outcome.error),
-                },
+                {"direction": direction, "engine": shard.engine_id, "rank": shard.rank}
+                | {"reason": str(outcome.error)},
             )
             shard.copy_failed = True
             what = "page damaged" if isinstance(outcome.error, DamagedError) else f"{direction} failed"

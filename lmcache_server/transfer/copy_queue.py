@@ -158,14 +158,13 @@ class CopyWorker:
             self._begin(*waiting, None)
 
     def _resolve(self, future: "asyncio.Future[Any]", result: object) -> None:
+        def resolve() -> None:
+            if not future.done():
+                future.set_result(result)
+
         # If the thread hung until the server had ended, the loop is closed.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(_set_result, future, result)
-
-
-def _set_result(future: "asyncio.Future[Any]", result: object) -> None:
-    if not future.done():
-        future.set_result(result)
+            self._loop.call_soon_threadsafe(resolve)
 
 
 def _bare(error: Exception) -> Exception:

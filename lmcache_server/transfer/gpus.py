@@ -1,6 +1,7 @@
 """The GPUs on which the server has a context: those that it copies for, and one to pin memory with."""
 
 import contextlib
+import ctypes
 import logging
 import os
 import threading
@@ -22,6 +23,7 @@ START_REMEDIES = {
 """What to do if the driver does not start with this error (CUresult): not initialized, system not ready,
 system driver mismatch, unknown."""
 _NO_DEVICE = 100
+_MALLOPT = {-1: 16 << 20, -3: 4 << 20}  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
 
 
 class LostGpuError(CopyError):
@@ -32,6 +34,11 @@ class Gpu:
     """One GPU: its context, created once, and its copy kernel, if there is one."""
 
     def __init__(self, driver: Driver, ordinal: int, with_kernel: bool) -> None:
+        with contextlib.suppress(AttributeError):  # only glibc has it
+            # The arrays of a copy of many pieces take megabytes. To get them from the kernel anew each time
+            # would cost more than to compute them, so each thread keeps some of what it has freed.
+            for option, num_bytes in _MALLOPT.items():
+                ctypes.CDLL(None).mallopt(option, num_bytes)
         self.driver = driver
         self.ordinal = ordinal
         self.name = f"GPU {driver.pci_bus_id(ordinal)}"

@@ -16,7 +16,7 @@ import numpy as np
 
 from lmcache_client.contract.messages import NONCE_BYTES, Memory
 from lmcache_server.transfer.base import CopyError, NoAccessError
-from lmcache_server.transfer.plan import U64, Pieces, merged, slices
+from lmcache_server.transfer.plan import U64, Pieces, adjacent, merged, slices
 
 MAX_PIECES = 1024
 """The kernel's IOV_MAX: how many pieces each side of one call may have."""
@@ -37,7 +37,7 @@ def copy(pid: int, pieces: Pieces, *, load: bool) -> None:
     """Copies pieces into process `pid` if `load`, else out of it. Raises CopyError."""
     if not len(pieces.length):
         return
-    local, remote = merged(pieces.length, pieces.local), merged(pieces.length, pieces.remote)
+    local, remote = (merged(adjacent(at, pieces.length), pieces.length, at) for at in pieces[:2])
     call = _libc.process_vm_writev if load else _libc.process_vm_readv
     total = pieces.num_bytes
     ends = [np.cumsum(length) for length, _ in (local, remote)]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lmcache_kernels.page_copy import MAX_PIECES
-from lmcache_server.transfer.plan import Pieces, merged, slice_numbers
+from lmcache_server.transfer.plan import Pieces, adjacent, later_slices, merged
 
 SMALL_BYTES = 28 << 10
 """Shorter pieces count as small. docs/gpu.md says where the figure comes from."""
@@ -27,8 +27,12 @@ class Batch(NamedTuple):
 
 def joined(whole: Pieces, slice_bytes: int) -> Pieces:
     """The same bytes in as few pieces as possible, none of which is joined with one of another slice."""
-    apart = np.diff(slice_numbers(whole.length, slice_bytes)) > 0
-    length, local, remote = merged(whole.length, whole.local, whole.remote, apart=apart)
+    goes_on = adjacent(whole.remote, whole.length)
+    if not goes_on.any():
+        return whole
+    goes_on &= adjacent(whole.local, whole.length)
+    goes_on[later_slices(np.cumsum(whole.length), slice_bytes) - 1] = False
+    length, local, remote = merged(goes_on, whole.length, whole.local, whole.remote)
     return Pieces(local, remote, length)
 
 

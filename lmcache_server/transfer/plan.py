@@ -102,7 +102,8 @@ def _pages(
     origins = np.array([bases[region.buffer] + region.offset for region in regions], dtype=np.uint64)
     strides = np.array([region.stride_bytes for region in regions], dtype=np.uint64)
     inside: U64 = starts[:, None] + positions * sizes[:, None]
-    remote: U64 = origins[:, None] + blocks[:, None, :] * strides[:, None]
+    remote: U64 = blocks[:, None, :] * strides[:, None]
+    remote += origins[:, None]
     return inside, remote, np.broadcast_to(sizes[:, None], remote.shape)
 
 
@@ -137,10 +138,12 @@ def join(parts: Sequence[Pieces]) -> Pieces:
     return Pieces(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
-def slice_numbers(length: U64, slice_bytes: int) -> U64:
-    """Of each piece, the number of the slice in which its first byte lies. A slice has `slice_bytes`."""
-    numbers: U64 = (np.cumsum(length) - length) // np.uint64(slice_bytes)
-    return numbers
+def later_slices(ends: U64, slice_bytes: int) -> NDArray[np.intp]:
+    """The first piece of each slice but the first. A piece belongs to the slice in which its first byte lies.
+    `ends` has, for each piece, the bytes up to its end."""
+    borders = np.arange(slice_bytes, int(ends[-1]), slice_bytes, dtype=np.uint64)
+    found = np.unique(np.searchsorted(ends, borders) + 1)
+    return found[found < len(ends)]
 
 
 def slices(length: U64, slice_bytes: int) -> list[tuple[int, int, int]]:
@@ -148,22 +151,21 @@ def slices(length: U64, slice_bytes: int) -> list[tuple[int, int, int]]:
     behind its last, and its bytes. No piece is cut."""
     if not len(length):
         return []
-    none = np.uint64(1 << 63)
-    starts = np.flatnonzero(np.diff(slice_numbers(length, slice_bytes), prepend=none))
-    bounds, sizes = [*starts.tolist(), len(length)], np.add.reduceat(length, starts).tolist()
-    return [(*bounds[at : at + 2], size) for at, size in enumerate(sizes)]
+    ends = np.cumsum(length)
+    stops = np.append(later_slices(ends, slice_bytes), len(length))
+    sizes = np.diff(ends[stops - 1], prepend=np.uint64(0)).tolist()
+    return list(zip([0, *stops[:-1].tolist()], stops.tolist(), sizes, strict=True))
 
 
-def merged(length: U64, *addresses: U64, apart: NDArray[np.bool_] | None = None) -> tuple[U64, ...]:
-    """(lengths, addresses ...) with each run of pieces that are adjacent at all `addresses` as one piece.
-    `apart` says of each piece but the first whether it stays apart from the one before."""
-    if not len(length):
+def adjacent(address: U64, length: U64) -> NDArray[np.bool_]:
+    """Of each piece but the first, whether it begins where the one before ends."""
+    goes_on: NDArray[np.bool_] = address[1:] - address[:-1] == length[:-1]
+    return goes_on
+
+
+def merged(goes_on: NDArray[np.bool_], length: U64, *addresses: U64) -> tuple[U64, ...]:
+    """(lengths, addresses ...) with pieces that go on where the one before ends as one piece with it."""
+    if not goes_on.any():
         return length, *addresses
-    fresh = np.ones(len(length), dtype=bool)
-    fresh[1:] = False if apart is None else apart
-    for address in addresses:
-        fresh[1:] |= address[1:] != address[:-1] + length[:-1]
-    if fresh.all():
-        return length, *addresses
-    first = np.flatnonzero(fresh)
+    first = np.flatnonzero(np.append(True, ~goes_on))
     return np.add.reduceat(length, first), *(address[first] for address in addresses)

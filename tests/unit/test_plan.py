@@ -13,7 +13,16 @@ from lmcache_server.transfer.checksums import DamagedError, check, checksums
 from lmcache_server.transfer.gpus import Gpus
 from lmcache_server.transfer.locked_memory import LockedMemory
 from lmcache_server.transfer.paths import MIN_KERNEL_PIECES, SMALL_BYTES, batches, joined
-from lmcache_server.transfer.plan import ObjectCopy, Pieces, join, merged, pieces, pieces_of_all, slices
+from lmcache_server.transfer.plan import (
+    ObjectCopy,
+    Pieces,
+    adjacent,
+    join,
+    merged,
+    pieces,
+    pieces_of_all,
+    slices,
+)
 
 FRAME_BYTES = 16
 L1_ADDRESS, ENGINE_ADDRESS = 1 << 40, 1 << 44
@@ -126,7 +135,8 @@ def test_merging_a_side_keeps_its_bytes_and_leaves_no_neighbours(steps):
         addresses.append(at)
         lengths.append(length)
         at += length
-    length, address = merged(np.array(lengths, np.uint64), np.array(addresses, np.uint64))
+    sizes, starts = np.array(lengths, np.uint64), np.array(addresses, np.uint64)
+    length, address = merged(adjacent(starts, sizes), sizes, starts)
     single = [a + i for a, n in zip(addresses, lengths, strict=True) for i in range(n)]
     assert [int(a) + i for a, n in zip(address, length, strict=True) for i in range(int(n))] == single
     assert not any(address[1:] == address[:-1] + length[:-1])
