@@ -55,11 +55,12 @@ def _plan_group(
     for index in range(first, lease.resume_tokens // layout.chunk_size):
         blocks = spec.stored_blocks(index, layout.chunk_size)
         chunk = lease.chunks[index - lease.first_chunk]
-        stored = chunk.get(bit)
-        if stored is None or stored.num_blocks != len(blocks) or position not in blocks:
+        if (stored := chunk.get(bit)) is None:
+            return None
+        num_blocks, _, runs, checksums = stored
+        if num_blocks != len(blocks) or position not in blocks:
             return None
         pages = min(blocks.stop, needed.stop) - position
-        where = stored.runs, stored.num_blocks, position - blocks.start
-        parts.append(ReadPart(group, chunk, *where, pages, stored.checksums))
+        parts.append(ReadPart(group, chunk, runs, num_blocks, position - blocks.start, pages, checksums))
         position += pages
     return parts if position == needed.stop else None
