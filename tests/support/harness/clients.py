@@ -26,8 +26,7 @@ def stop(pid: int) -> None:
     threads = Path(f"/proc/{pid}/task")
     wait_until(
         lambda: all(_state(thread) in "tT" for thread in threads.iterdir()),
-        5.0,
-        f"process {pid} stands still",
+        what=f"process {pid} stands still",
         interval_s=0.001,
     )
 
