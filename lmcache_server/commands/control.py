@@ -103,10 +103,9 @@ def report(server: Address, timeout_s: float, explain: bool = False) -> dict[str
         for kind in (_REPORT, *(json_object("", "", **more) for more in parts("text", "REPORT"))):
             msgspec.convert(status, kind)
     except (ValueError, RecursionError, msgspec.ValidationError):
-        raise ControlError(
-            f"the lmcache server at {address(*server)} sent a status that this version cannot read: "
-            "install the same version of lmcache-mp for the server and for this command"
-        ) from None
+        told = f"the lmcache server at {address(*server)} sent a status that this version cannot read"
+        fix = "install the same version of lmcache-mp for the server and for this command"
+        raise ControlError(f"{told}: {fix}") from None
     return status
 
 

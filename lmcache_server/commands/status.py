@@ -23,7 +23,7 @@ def summary(report: dict[str, Any]) -> str:
     used = l1["ready_bytes"] + l1["reserved_bytes"]
     share = 100 * used / max(l1["total_bytes"], 1)
     lines = [
-        f"lmcache server {report['version']}, pid {report['pid']}, up {_duration(report['uptime_s'])}",
+        f"lmcache server {report['version']}, pid {report['pid']}, up {duration(report['uptime_s'])}",
         f"L1: {size(used)} of {size(l1['total_bytes'])} used ({share:.1f} %), "
         f"{l1['chunks']:,} chunks, {l1['leases']} leases",
         f"tokens looked up: {tokens['hit']:,} hit, {tokens['miss']:,} missed, {tokens['computed']:,} held by "
@@ -62,7 +62,7 @@ def summary(report: dict[str, Any]) -> str:
         of_engine = f" of engine {session['engine_id']}" if session["engine_id"] else ""
         lines.append(
             f"  {session['session_id']}  {session['role']}{of_engine}, rank {session['rank']}, "
-            f"pid {session['pid']}, {_duration(session['age_s'])}"
+            f"pid {session['pid']}, {duration(session['age_s'])}"
         )
         if session["not_cached"]:
             lines.append(f"     because it has {session['not_cached']}")
@@ -101,7 +101,7 @@ def _count(report: dict[str, Any], what: str) -> str:
     return f"{shown + left_out}, of which {left_out} are not shown" if left_out else str(shown)
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -69,9 +69,7 @@ def verdict(results: Sequence[Pinned]) -> tuple[bool, str]:
     # Models without full attention have only some of the chunks, where states are.
     lacking = sum(not (held.held == held.chunks or _resumes_at_the_end(held)) for held in longer)
     if lacking:
-        return False, (
-            f"{lacking} of {len(longer)} prompts are not there as a whole, because L1 had no room for them: "
-            "give the server more memory with --l1-size-gb"
-        )
+        told = f"{lacking} of {len(longer)} prompts are not there as a whole, because L1 had no room for them"
+        return False, f"{told}: give the server more memory with --l1-size-gb"
     tokens = sum(held.resume_tokens for held in longer)
     return True, f"{tokens:,} tokens of {len(longer)} prompts can be restored"

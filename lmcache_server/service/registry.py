@@ -380,8 +380,6 @@ class Registry:
 
 
 def _taken(engine_id: str) -> Refusal:
-    return Refusal(
-        messages.ENGINE_ID_TAKEN,
-        f"another live engine has the engine_id {engine_id!r}: give each engine an engine_id of its own in "
-        "--kv-transfer-config, or leave it out",
-    )
+    told = f"another live engine has the engine_id {engine_id!r}"
+    fix = "give each engine an engine_id of its own in --kv-transfer-config, or leave it out"
+    return Refusal(messages.ENGINE_ID_TAKEN, f"{told}: {fix}")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lmcache_kernels.page_copy import MAX_PIECES
-from lmcache_server.transfer.plan import Pieces, adjacent, later_slices, merged
+from lmcache_server.transfer.plan import Pieces, adjacent, first_of_later_slices, merged
 
 SMALL_BYTES = 28 << 10
 """Shorter pieces count as small. docs/gpu.md says where the figure comes from."""
@@ -31,7 +31,7 @@ def joined(whole: Pieces, slice_bytes: int) -> Pieces:
     if not goes_on.any():
         return whole
     goes_on &= adjacent(whole.local, whole.length)
-    goes_on[later_slices(np.cumsum(whole.length), slice_bytes) - 1] = False
+    goes_on[first_of_later_slices(np.cumsum(whole.length), slice_bytes) - 1] = False
     length, local, remote = merged(goes_on, whole.length, whole.local, whole.remote)
     return Pieces(local, remote, length)
 

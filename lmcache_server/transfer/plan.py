@@ -138,9 +138,9 @@ def join(parts: Sequence[Pieces]) -> Pieces:
     return Pieces(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
-def later_slices(ends: U64, slice_bytes: int) -> NDArray[np.intp]:
+def first_of_later_slices(ends: U64, slice_bytes: int) -> NDArray[np.intp]:
     """The first piece of each slice but the first. A piece belongs to the slice in which its first byte lies.
-    `ends` has, for each piece, the bytes up to its end."""
+    `ends`, which is not empty, has for each piece the bytes up to its end."""
     borders = np.arange(slice_bytes, int(ends[-1]), slice_bytes, dtype=np.uint64)
     found = np.unique(np.searchsorted(ends, borders) + 1)
     return found[found < len(ends)]
@@ -152,7 +152,7 @@ def slices(length: U64, slice_bytes: int) -> list[tuple[int, int, int]]:
     if not len(length):
         return []
     ends = np.cumsum(length)
-    stops = np.append(later_slices(ends, slice_bytes), len(length))
+    stops = np.append(first_of_later_slices(ends, slice_bytes), len(length))
     sizes = np.diff(ends[stops - 1], prepend=np.uint64(0)).tolist()
     return list(zip([0, *stops[:-1].tolist()], stops.tolist(), sizes, strict=True))
 
@@ -164,7 +164,7 @@ def adjacent(address: U64, length: U64) -> NDArray[np.bool_]:
 
 
 def merged(goes_on: NDArray[np.bool_], length: U64, *addresses: U64) -> tuple[U64, ...]:
-    """(lengths, addresses ...) with pieces that go on where the one before ends as one piece with it."""
+    """(lengths, addresses ...) with each piece that `goes_on` (see `adjacent`) joined to the one before."""
     if not goes_on.any():
         return length, *addresses
     first = np.flatnonzero(np.append(True, ~goes_on))

@@ -203,7 +203,7 @@ def test_a_server_that_gets_a_key_later_or_another_one_is_used_without_a_restart
     assert exercise(engine, 1) == 3 * engine.chunk_size
 
 
-def test_an_engine_that_wakes_while_its_key_cannot_be_read_is_served_when_it_can(
+def test_an_engine_that_connects_while_its_key_cannot_be_read_is_served_when_it_can(
     keyed: LMCacheServer, key: str
 ) -> None:
     place, content = keyed.address, Path(key).read_bytes()

@@ -233,9 +233,14 @@ def test_large_pieces_go_by_the_copy_engine_and_many_small_ones_by_one_launch_of
 @given(piece_lists(), st.integers(1, 60))
 @settings(max_examples=300, deadline=None)
 def test_no_piece_lies_over_the_border_of_two_pinned_units(whole, unit_bytes):
-    locked = LockedMemory(Gpus(), L1_ADDRESS, 1200, unit_bytes)
-    locked._pinned[:] = True
+    locked, pinned = LockedMemory(Gpus(), L1_ADDRESS, 1200, unit_bytes), set[int]()
+    locked._pin = pinned.add  # type: ignore[method-assign,assignment]
     found = locked.ensure(whole)
+    assert pinned == {(local - L1_ADDRESS) // unit_bytes for local, _ in moves(whole)}
+    locked.pinned_bytes = 1200
+    pinned.clear()
+    assert rows(locked.ensure(whole)) == rows(found)
+    assert not pinned, "all are"
     assert moves(found) == moves(whole)
     for local, _, length in rows(found):
         assert (local - L1_ADDRESS) // unit_bytes == (local + length - 1 - L1_ADDRESS) // unit_bytes

@@ -36,4 +36,5 @@ def COMMAND(
         demand, l1_bytes = report["demand"], report["l1"]["total_bytes"]
     click.echo(json.dumps(demand, indent=2) if as_json else table(demand, l1_bytes, record is not None))
     if record is None and not as_json and report.get("tiers"):
-        click.echo("Not counted: lookups before the server's start. --record keeps them for --from.")
+        started = "lookups before the server started, of which tiers may have records"
+        click.echo(f"Not counted: {started}. `lmcache server --record` keeps lookups for --from.")

@@ -40,8 +40,8 @@ class Tier(Protocol):
 
 
 class Usage(NamedTuple):
-    """What a tier holds, of at most `capacity_bytes`; what it evicted since its start, and how long before
-    that the last of these was used."""
+    """What a tier holds, of at most `capacity_bytes`; how many records it evicted since its start; and the
+    time between the last use of the last of these and its eviction."""
 
     used_bytes: int
     capacity_bytes: int

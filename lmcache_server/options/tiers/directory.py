@@ -98,8 +98,9 @@ class Directory:
         with self._lock, self._explained("write to"):
             if (victims := self._victims(num_bytes)) is None:
                 return False
-            self._count_evicted(victims)
+            self._note_age(victims)
             removed = self._take(victims)
+            self._evicted_records += len(removed)
             self._catalog.used_bytes += (counted_bytes := num_bytes)
             self._arriving_bytes += num_bytes
         # To overwrite a victim's file takes less time than to delete it.
@@ -169,8 +170,7 @@ class Directory:
             return None
         return self._catalog.victims(max(missing, self._catalog.used_bytes + num_bytes - self._size_bytes))
 
-    def _count_evicted(self, victims: Sequence[str]) -> None:
-        self._evicted_records += len(victims)
+    def _note_age(self, victims: Sequence[str]) -> None:
         if victims and (last := self._catalog.get(victims[-1])):
             self._evicted_age_s = max(int(time.time() - last.used_s), 0)
 
@@ -211,7 +211,8 @@ class Directory:
             self.remove(victims)
             with self._lock:
                 victims = self._catalog.victims(self._catalog.used_bytes - self._size_bytes, BATCH) or []
-                self._count_evicted(victims)
+                self._note_age(victims)
+                self._evicted_records += len(victims)
             if not victims or self._closing.is_set():
                 return
 

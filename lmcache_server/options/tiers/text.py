@@ -4,6 +4,7 @@ from typing import Any
 
 from lmcache_client.contract.codec import Natural
 from lmcache_server.commands.control import json_object
+from lmcache_server.commands.status import duration
 from lmcache_server.host.units import size
 from lmcache_server.options.tiers.base import Usage
 
@@ -33,7 +34,7 @@ def _line(tier: dict[str, Any]) -> str:
     lost = [f"{tier[way][key]} {text}" for way in LOST for key, text in LOST[way].items() if tier[way][key]]
     holds = age = ""
     if tier["evicted_records"]:
-        age = f", the last {tier['evicted_age_seconds'] / 3600:.1f} h after its last use"
+        age = f", the last {duration(tier['evicted_age_seconds'])} after its last use"
     if tier["used_bytes"] is not None:
         holds = f"holds {size(tier['used_bytes'])} of {size(tier['capacity_bytes'])} "
         holds += f"in {tier['records']} records, {tier['evicted_records']} evicted{age}; "

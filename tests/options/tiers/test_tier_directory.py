@@ -124,9 +124,12 @@ def test_it_says_how_long_the_last_record_that_it_evicted_was_not_used(open_at, 
     assert ages_s[2] < 3000, "that one was read"
     tier.close()
     # What does not fit into a smaller directory is evicted at once.
+    for path in files(tmp_path / "tier"):
+        os.utime(path, (1, time.time() - 50_000))
     tier = open_at(size_bytes=MIB)
     wait_until(lambda: len(files(tmp_path / "tier")) == 1)
     wait_until(lambda: tier.usage.evicted_records == 2)
+    assert 50_000 <= tier.usage.evicted_age_seconds < 53_000
 
 
 def test_one_that_may_take_more_than_there_is_warns_once(small_disk, open_at, caplog):

@@ -162,7 +162,8 @@ class RepliesTarget(Target):
             self.scheduler.forget(asked)
             return asked
         self.outcomes["found"] += 1
-        return self._noted(lambda: self.scheduler.release((found.lease_id,)))
+        self.scheduler.release((found.lease_id,))
+        return asked
 
     def _noted(self, ask: Callable[[], Pending]) -> Pending:
         request_id = self.worker.channel._next_id

@@ -63,10 +63,10 @@ FACES = (
 )
 TOOLS = (COMMANDS, "lmcache_server/__main__.py")
 BUDGETS = {
-    "base": Budget(13224, "what a byte or a decision goes through, without options"),
+    "base": Budget(13223, "what a byte or a decision goes through, without options"),
     "path": Budget(18247, "the same with every option"),
     "faces": Budget(1906, "what configures and watches it"),
-    "tools": Budget(3494, "the command lmcache"),
+    "tools": Budget(3493, "the command lmcache"),
 }
 
 
