@@ -47,6 +47,8 @@ def test_an_engine_whose_gpu_the_server_cannot_use_starts_uncached_and_is_served
         wait_until(lambda: "the server sees no GPU" in str(worker.channel.refusal))
         wait_until(lambda: worker.channel._retry_s > 0, what="it asks again")
         lines = [each for each in caplog.records if each.levelno >= logging.WARNING]
+        # A busy machine may take the server for one that is not there yet.
+        lines = [each for each in lines if "no server at" not in each.getMessage()]
         assert [(each.levelname, each.getMessage()) for each in lines] == [
             ("ERROR", f"lmcache: the lmcache server refused this engine: {worker.channel.refusal}")
         ]
