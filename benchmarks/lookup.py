@@ -18,7 +18,7 @@ from systems import lmcache_server, our_server, server_command
 
 from lmcache_client.channel import Channel
 from lmcache_client.contract import messages
-from lmcache_client.contract.messages import Found, Lookup, Ping
+from lmcache_client.contract.messages import Found, Lookup
 from lmcache_client.engine import Scheduler
 
 ENGINE_ID = "engine"
@@ -58,8 +58,8 @@ def ask_ours(
         times.append(time.perf_counter() - start)
         assert isinstance(pending.reply, Found), pending.error
         assert pending.reply.resume_tokens == each.limit_tokens, "the index has all that is asked for"
-        scheduler.release((pending.reply.lease_id,))
-        channel.poll(channel.submit(Ping(), WAIT_S), WAIT_S)  # that has no answer
+        ended = scheduler.release((pending.reply.lease_id,))
+        channel.poll(ended, WAIT_S)
         pause()
     channel.close()
     return times

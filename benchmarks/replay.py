@@ -119,8 +119,6 @@ def ask(channel: Channel, message: messages.Message) -> Any:
     channel.poll(pending, TIMEOUT_S)
     if pending.reply is None:
         raise pending.error or ChannelError("no answer")
-    if isinstance(message, messages.UNANSWERED):
-        ask(channel, messages.Ping())  # what comes behind it is answered when it has been done
     return pending.reply
 
 

@@ -129,7 +129,8 @@ class Channel:
         self._ping: Pending | None = None
         self._is_readable = True
         """False after a reply that cannot be read, until the server accepts this client."""
-        self.boot_id, self.server_pid, self.ready = b"", 0, False
+        self.boot_id = b""
+        self.server_pid, self.ready = 0, False
         self.generation = 0
         """Counts the registrations; anything the server said before the current one is void."""
         self.responsive = False
@@ -152,13 +153,16 @@ class Channel:
     def submit(
         self, message: Message, timeout_s: float, on_late: Callable[[Message], None] | None = None
     ) -> Pending:
-        """Sends a request; never blocks. Without a connection, the Pending has an error. It is done at once
-        if the request is UNANSWERED. A reply that comes after it is done goes to `on_late`, in any thread."""
+        """Sends a request. Never blocks or raises for a lost connection; the Pending then has the error.
+
+        A reply that comes after the Pending is done goes to `on_late`, in any thread.
+        """
         pending = Pending(self.system.now_s() + timeout_s, on_late)
         with self._lock:
             if self._connection is None or not self._connected or len(self._pending) >= MAX_PENDING:
                 return unsent("no connection to the lmcache server")
-            request_id, self._next_id = self._next_id, self._next_id + 1
+            request_id = self._next_id
+            self._next_id += 1
             try:
                 frame = messages.encode_request(request_id, message)
                 if len(frame) > MAX_MESSAGE_BYTES:
@@ -166,10 +170,7 @@ class Channel:
                 self._connection.send(frame)
             except (ConnectionLostError, ProtocolError) as error:
                 return unsent(f"the request could not be sent: {error}")
-            if isinstance(message, messages.UNANSWERED):
-                pending._finish(messages.Done())
-            else:
-                self._pending[request_id] = pending
+            self._pending[request_id] = pending
         return pending
 
     def poll(self, pending: Pending | None = None, wait_s: float = 0.0) -> None:
@@ -291,8 +292,6 @@ class Channel:
             except ConnectionLostError as error:  # without a descriptor, the keeper tries again
                 if isinstance(error.__cause__, EndpointError):
                     self._refused(RefusedError(Refused(messages.NO_ACCESS, str(error))))
-                elif self._keeper is None:
-                    raise
 
     def _watch_lost(self) -> None:
         now_s = self.system.now_s()

@@ -23,6 +23,7 @@ REGISTER_S = 10.0
 GPU_REGISTER_S = 60.0
 """On a GPU, the server may first have to create a context, while it pins memory for it and for others."""
 JOIN_S = 2.0
+RELEASE_S = 5.0
 FOLLOW_S = 2.0
 CLEAR_S = 5.0
 Export = HostExport | CudaExport
@@ -101,11 +102,11 @@ class Scheduler:
     ) -> Pending:
         """Ends leases and marks the chunks of `keys` as used, but for the last `answers`. Pass `request_id`
         only if that request has ended."""
-        return self.channel.submit(messages.Release(leases, keys, request_id, answers), 0.0)
+        return self.channel.submit(messages.Release(leases, keys, request_id, answers), RELEASE_S)
 
     def accept(self, lookups: Sequence[tuple[str, int]]) -> Pending:
         """Has the server count early lookups: request ids with the tokens that the engine itself holds."""
-        return self.channel.submit(messages.Accept(tuple(lookups)), 0.0)
+        return self.channel.submit(messages.Accept(tuple(lookups)), RELEASE_S)
 
     def follow(self, keys: Sequence[bytes]) -> Pending:
         """Asks how far a chain can be restored, and what was forgotten. The reply is a Followed."""

@@ -3,8 +3,8 @@
 A client (ZeroMQ DEALER) sends one frame: the MessagePack array [PROTOCOL_VERSION, request id, message].
 The server (ROUTER) answers it with one frame [PROTOCOL_VERSION, request id, boot id, message]; a reply may
 overtake an earlier one. A message is an array of its code, which is the `tag` of its class, and its fields.
-If a request fails, the reply is Refused; to UNANSWERED ones there is no other. Messages carry keys, never
-tokens, and the locations of pages, never their contents.
+If a request fails, the reply is Refused. Messages carry keys, never tokens, and the locations of pages, never
+their contents.
 """
 
 from typing import Annotated
@@ -17,7 +17,7 @@ from lmcache_client.contract.control import Follow, Followed, Inspect, Inspected
 from lmcache_client.contract.geometry import MAX_GROUPS, Geometry
 from lmcache_client.contract.keys import Key, Keys, ModelTag, TenantId
 
-PROTOCOL_VERSION, DEFAULT_PORT = 17, 5555
+PROTOCOL_VERSION, DEFAULT_PORT = 16, 5555
 BOOT_ID_BYTES = CLIENT_ID_BYTES = UUID_BYTES = 16
 NONCE_BYTES, HANDLE_BYTES, HEAD_BYTES = 32, 64, 32
 """The version and the id of a request lie within HEAD_BYTES."""
@@ -321,7 +321,8 @@ class Unpinned(Wire, frozen=True, tag=26):
 
 
 class Accept(Wire, frozen=True, tag=29):
-    """The engine uses the answers to these early lookups: request ids, each with the tokens that it holds."""
+    """The engine uses the answers to these early lookups: their request ids, each with the tokens that the
+    engine itself turned out to hold. The reply is Done."""
 
     lookups: Annotated[tuple[tuple[Name, Natural], ...], Meta(max_length=MAX_OBJECTS)]
 
@@ -332,7 +333,6 @@ Message = (
     | Refused | Pin | Pinned | Unpin | Unpinned | Inspect | Inspected | Accept | Follow | Followed
     | control.Retain
 )  # fmt: skip
-UNANSWERED = Release | Accept
 
 
 class BadRequestError(ProtocolError):

@@ -1,8 +1,8 @@
 """Passes every message to the handler that answers it. Runs on the event loop, which owns all state.
 
-Every request gets one reply, except what is UNANSWERED and not refused: at once or, if its handler is a
-coroutine, when that returns. The server does not trust a client: it checks block ids, positions and memory
-against what the client has registered and proved.
+Every request gets exactly one reply: at once or, if its handler is a coroutine, when that returns. The server
+does not trust a client: it checks block ids, positions and memory against what the client has registered and
+proved.
 """
 
 import contextlib
@@ -212,8 +212,7 @@ class Router:
         code = reply.code if isinstance(reply, Refused) else ""
         failed = code in (messages.INTERNAL, messages.COPY_FAILED)
         self._count(request.operation, "failed" if failed else "refused" if code else "ok")
-        if code or not isinstance(request.message, messages.UNANSWERED):
-            self._reply(request.identity, request.request_id, reply)
+        self._reply(request.identity, request.request_id, reply)
 
     def _reply(self, identity: bytes, request_id: int, message: Message) -> None:
         self._send(identity, messages.encode_reply(self.registry.boot_id, request_id, message))

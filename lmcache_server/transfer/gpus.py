@@ -23,7 +23,7 @@ START_REMEDIES = {
 """What to do if the driver does not start with this error (CUresult): not initialized, system not ready,
 system driver mismatch, unknown."""
 _NO_DEVICE = 100
-_MALLOPT = {-1: 64 << 20, -3: 32 << 20}  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+_MALLOPT = {-1: 64 << 20, -3: 32 << 20}  # M_TRIM_THRESHOLD, and M_MMAP_THRESHOLD at its highest
 
 
 class LostGpuError(CopyError):

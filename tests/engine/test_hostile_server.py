@@ -65,7 +65,7 @@ def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**of_the_channel, "RETRY_REFUSED": 0.05, "OVERDUE": 0.1}.items():
         monkeypatch.setattr(channel, f"{name}_S", value)
     monkeypatch.setattr(worker_side, "STORE_TIMEOUT_S", 0.1)
-    for name, value in {"REGISTER": 0.2, "JOIN": 0.2}.items():
+    for name, value in {"REGISTER": 0.2, "JOIN": 0.2, "RELEASE": 0.1}.items():
         monkeypatch.setattr(f"lmcache_client.engine.{name}_S", value)
 
 

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW
+from lmcache_client.engine import RELEASE_S
 from lmcache_server.options import NAMES
 from simulation.drafts import DraftingEngine
 from simulation.engine import LOAD_TIMEOUT_S, Engine, Model, Origin
-from simulation.machine import Faults, Setup, SimulatedServer
+from simulation.machine import TICK_S, Faults, Setup, SimulatedServer
 from simulation.network import Link, Network
 from simulation.origins import LATEST_S, MIXED, Disk
 from simulation.world import Process, World
@@ -52,8 +53,6 @@ SHORT_S = 15.0
 """That of histories in which more is asked at the end."""
 SETTLE_S = 900.0
 """Longer than any deadline or silence that the product knows."""
-LAST_WORDS_S = 6.0
-"""Longer than what engines have sent is on its way."""
 
 
 SPLIT = 6
@@ -432,7 +431,7 @@ class Scenario:
     def _is_left_clean(self, server: SimulatedServer) -> None:
         world = self.world
         # The last words of the engines arrive; leases of those that were killed are over.
-        limit_s = SETTLE_S if self._unheard() else LAST_WORDS_S
+        limit_s = SETTLE_S if self._unheard() else RELEASE_S + TICK_S
         tiers_rest = world.run(lambda: not unrest(server), SETTLE_S)
         assert tiers_rest, f"tiers are not at rest: {unrest(server)}"
         still = world.run(functools.partial(_is_at_rest, server), limit_s)

@@ -111,9 +111,8 @@ class Desk:
         await _turns()
 
     def ask(self, who: int, message: Message) -> Message | None:
-        """The reply; None where it is yet to come, and Done where none will come."""
-        none = messages.Done() if isinstance(message, messages.UNANSWERED) else None
-        return self.replies.get(self.send(who, message), none)
+        """The reply; None where it is yet to come."""
+        return self.replies.get(self.send(who, message))
 
     def wait(self, request_id: int) -> Message:
         """The reply, which real threads may have to work for."""

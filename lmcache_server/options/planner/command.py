@@ -36,5 +36,5 @@ def COMMAND(
         demand, l1_bytes = report["demand"], report["l1"]["total_bytes"]
     click.echo(json.dumps(demand, indent=2) if as_json else table(demand, l1_bytes, record is not None))
     if record is None and not as_json and report.get("tiers"):
-        started = "lookups before the server started, of which tiers may have records"
-        click.echo(f"Not counted: {started}. `lmcache server --record` keeps lookups for --from.")
+        kept = "`lmcache server --record FILE` keeps lookups for `lmcache plan --from FILE`"
+        click.echo(f"Not counted: lookups before the server started. {kept}.")

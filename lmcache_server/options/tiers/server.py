@@ -70,7 +70,7 @@ class Server(Option):
         Metric(Gauge, "lmcache_tier_evicted_records", "How many were evicted since the start.",
                {"tier": _NUMBERS}),
         Metric(Gauge, "lmcache_tier_evicted_age_seconds",
-               "Time between the last use of the last of them and its eviction; 0 before the first. A record "
+               "Time between the last use of the record evicted last and its eviction; 0 before that. One "
                "from before the start counts as used when it was written.", {"tier": _NUMBERS}),
         Metric(Counter, "lmcache_tier_helper_restarts_total",
                "How often the process in which a tier's client runs died or hung and was started again.",

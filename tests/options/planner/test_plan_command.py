@@ -104,7 +104,7 @@ def test_a_record_goes_on_after_a_restart_of_which_the_next_server_knows_nothing
             engine.close()
             server.wait_until(lambda _, start=start: len(record.read_bytes().splitlines()) == 2 * (start + 1))
         assert code == 0
-        assert text.endswith(". `lmcache server --record` keeps lookups for --from.\n")
+        assert text.endswith("keeps lookups for `lmcache plan --from FILE`.\n")
         assert (live["tokens"], live["hit_rates"]["unlimited"]) == (tokens, 0)
     whole = figures(capsys, "--from", str(record), "--l1-size-gb", str(16 / 1024))
     assert (whole["tokens"], whole["hit_rates"]["unlimited"]) == (2 * tokens, 0.5)

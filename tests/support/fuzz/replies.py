@@ -162,8 +162,7 @@ class RepliesTarget(Target):
             self.scheduler.forget(asked)
             return asked
         self.outcomes["found"] += 1
-        self.scheduler.release((found.lease_id,))
-        return asked
+        return self._noted(lambda: self.scheduler.release((found.lease_id,)))
 
     def _noted(self, ask: Callable[[], Pending]) -> Pending:
         request_id = self.worker.channel._next_id

@@ -93,8 +93,6 @@ class RouterTarget(Target):
         self._questions: dict[tuple[bytes, int], messages.Message] = {}
         self._expected: Counter[tuple[bytes, int]] = Counter()
         self._answered: Counter[tuple[bytes, int]] = Counter()
-        self._only_refused = False
-        """While a request is handled that has no answer unless it is refused, at once."""
         self.l1, metrics, gpus = L1Memory(L1_FRAMES * FRAME_BYTES), Metrics(), Gpus()
         locked = LockedMemory(gpus, self.l1.base_address, self.l1.num_bytes, FRAME_BYTES)
         system = System(self.loop, gpus, locked)
@@ -174,22 +172,16 @@ class RouterTarget(Target):
             try:
                 request_id, message = messages.decode_request(frame)
                 self._questions[identity, request_id] = message
-                self._only_refused = isinstance(message, messages.UNANSWERED)
             except messages.BadRequestError as error:
                 request_id = error.request_id
-            if not self._only_refused:
-                self._expected[identity, request_id] += 1
+            self._expected[identity, request_id] += 1
         self.router.receive(identity, frame)
-        self._only_refused = False
 
     def _sent(self, identity: bytes, frame: bytes) -> None:
         _, request_id, reply = messages.decode_reply(frame)
         self._answered[identity, request_id] += 1
         self.outcomes[reply.code if isinstance(reply, messages.Refused) else type(reply).__name__] += 1
         assert not (isinstance(reply, messages.Refused) and reply.code == messages.INTERNAL), reply
-        if self._only_refused:
-            assert isinstance(reply, messages.Refused)
-            self._expected[identity, request_id] += 1
         if isinstance(reply, Challenge):
             self._write(int.from_bytes(identity, "big"), reply.nonce)
         question = self._questions.get((identity, request_id))

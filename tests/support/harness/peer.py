@@ -22,7 +22,6 @@ from lmcache_client.contract.messages import (
     Lookup,
     Memory,
     Message,
-    Ping,
     Prove,
     Register,
     Release,
@@ -102,15 +101,7 @@ class Peer:
                 return reply
 
     def ask(self, message: Message) -> Message:
-        """The reply. To what is UNANSWERED, Done stands for none, when the server has read the message."""
-        request_id = self.send(message)
-        last_id = self.send(Ping()) if isinstance(message, messages.UNANSWERED) else request_id
-        while (answer := self.receive())[0] not in (request_id, last_id):
-            pass
-        self._act_on(answer[1])
-        if answer[0] < last_id:
-            self.wait_for(last_id)
-        return answer[1]
+        return self.wait_for(self.send(message))
 
     def _act_on(self, reply: Message) -> None:
         if isinstance(reply, Welcome):

@@ -25,7 +25,6 @@ from lmcache_client.contract.messages import (
     Lookup,
     Memory,
     Message,
-    Ping,
     Store,
     Stored,
     StoreObject,
@@ -178,9 +177,7 @@ class RawEngine:
 
     def end(self, found: Found, keys: Sequence[bytes] = ()) -> None:
         leases = (found.lease_id,) if found.lease_id else ()
-        self._scheduler.release(leases, tuple(keys), self.request_id)
-        # Nothing answers that. What comes behind it is answered when it has been done.
-        expect(self.scheduler.call(Ping(), TIMEOUT_S), Done)
+        expect(self.scheduler.wait(self._scheduler.release(leases, tuple(keys), self.request_id)), Done)
 
     def close(self, goodbye_s: float = 1.0) -> None:
         if self in _open:
