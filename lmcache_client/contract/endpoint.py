@@ -5,6 +5,7 @@ import hashlib
 import ipaddress
 import os
 import pwd
+import re
 import socket
 import stat
 import struct
@@ -15,6 +16,7 @@ from lmcache_client.contract.key_file import read_key
 MAX_SOCKET_PATH = 100
 LENT_BYTES = 4
 KEY_FILE = "?key_file="
+_HOST = re.compile(r"[\w.-]+|[0-9a-fA-F:]+[0-9.]*(%[\w.-]+)?")
 _SUFFIXES = ".sock", ".lock", ".memory"
 """Of the files in a runtime directory."""
 
@@ -58,9 +60,8 @@ def check_runtime_directory(directory: Path, must_own: bool = False) -> None:
     if stat.S_IMODE(info.st_mode) & 0o077:
         # Whoever closed /tmp or a home directory would harm others.
         are_ours = [each.stem.isdigit() and each.suffix in _SUFFIXES for each in directory.iterdir()]
-        fix = (
-            f"set LMCACHE_RUNTIME_DIR to one that is closed to others, such as a new {directory / 'lmcache'}"
-        )
+        new = directory / "lmcache"
+        fix = f"set LMCACHE_RUNTIME_DIR to one that is closed to others, such as a new {new}"
         if are_ours and all(are_ours):
             fix = f"run 'chmod 700 {directory}', or set LMCACHE_RUNTIME_DIR to another directory"
         raise EndpointError(f"others than user {user_name(info.st_uid)} may enter {directory}: {fix}")
@@ -98,9 +99,10 @@ def is_loopback(host: str) -> bool:
 
 def address(host: str, port: int, key_file: str = "") -> str:
     """The server's address for `split`: TCP if `host` is given, otherwise the Unix socket of `port`, where
-    `key_file` has no effect. Raises EndpointError if the socket's path or the key file cannot be used."""
+    `key_file` has no effect. Raises EndpointError if the host, socket's path or key file cannot be used."""
     if host:
-        name = host_name(host)
+        if not _HOST.fullmatch(name := host_name(host)):
+            raise EndpointError(f"{host} is no host: name one such as 10.0.0.1, without a port")
         place = f"tcp://[{name}]:{port}" if ":" in name else f"tcp://{name}:{port}"
         place += f"{KEY_FILE}{os.path.abspath(key_file)}" if key_file else ""
         split(place)

@@ -116,10 +116,8 @@ class Registry:
         try:
             return self._system.open_process(pid)
         except ScarceError as error:
-            raise Refusal(
-                messages.OVERLOADED,
-                "the server has no file descriptor left to watch the process: raise its limit (ulimit -n)",
-            ) from error
+            told = "the server has no file descriptor left to watch the process: raise its limit (ulimit -n)"
+            raise Refusal(messages.OVERLOADED, told) from error
 
     def drop(self, session: Session, reason: str) -> None:
         """Ends a session. Its leases end at once. Its copies end after the running slice, and each
@@ -224,11 +222,9 @@ class Registry:
         shard.process = self._watched(shard.memory.pid)
         if shard.process is None and (not shard.memory.device or shard.memory.descriptors):
             self._end_shard(session)
-            raise Refusal(
-                messages.NO_ACCESS,
-                f"the server cannot see process {shard.memory.pid}: run it in the same process namespace as "
-                "vLLM (containers: a shared pid namespace)",
-            )
+            told = f"the server cannot see process {shard.memory.pid}"
+            fix = "run it in the same process namespace as vLLM (containers: a shared pid namespace)"
+            raise Refusal(messages.NO_ACCESS, f"{told}: {fix}")
         # Checked before each slice, because the process id may be reused.
         alive = shard.process.alive if shard.process is not None else lambda: True
         name = f"copy-{shard.engine_id[:8]}-{shard.rank}"

@@ -1,6 +1,7 @@
 """Where the server listens, and who may reach it."""
 
 import os
+import re
 import socket
 import types
 from pathlib import Path
@@ -29,6 +30,18 @@ from lmcache_client.contract.key_file import read_key
 def test_a_host_means_tcp_and_loopback_hosts_are_told_apart(host, expected, is_loopback):
     assert address(host, 5555) == expected
     assert endpoint.is_loopback(host) is is_loopback
+
+
+@pytest.mark.parametrize("host", ["fe80::1%eth0", "::ffff:10.0.0.1", "cache_1.internal"])
+def test_other_hosts_are_taken_as_they_are(host):
+    assert host in address(host, 5555)
+
+
+@pytest.mark.parametrize("host", ["http://cache", "10.0.0.1:5555", "cache:5555", "a b", "tcp://", "a/b", "*"])
+def test_what_is_no_host_is_one_clear_error(host):
+    """Not a server that seems never to be there."""
+    with pytest.raises(EndpointError, match=f"^{re.escape(host)} is no host: name one such as"):
+        address(host, 5555)
 
 
 def test_what_starts_a_server_at_an_address():
