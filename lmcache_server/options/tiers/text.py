@@ -32,12 +32,11 @@ def _line(tier: dict[str, Any]) -> str:
     read, written = tier["read_objects"], tier["written_objects"]
     state = f"FAILING: {tier['failing']}" if tier["failing"] else "works"
     lost = [f"{tier[way][key]} {text}" for way in LOST for key, text in LOST[way].items() if tier[way][key]]
-    holds = age = ""
-    if tier["evicted_records"]:
-        age = f", the last {duration(tier['evicted_age_seconds'])} after its last use"
+    holds = ""
     if tier["used_bytes"] is not None:
-        holds = f"holds {size(tier['used_bytes'])} of {size(tier['capacity_bytes'])} "
-        holds += f"in {tier['records']} records, {tier['evicted_records']} evicted{age}; "
+        age = f", the last {duration(tier['evicted_age_seconds'])} after its last use"
+        holds = f"holds {size(tier['used_bytes'])} of {size(tier['capacity_bytes'])} in {tier['records']} "
+        holds += f"records, {tier['evicted_records']} evicted{age if tier['evicted_records'] else ''}; "
     share = tier["stored_bytes"] / max(tier["written_bytes"], 1)
     smaller = f" as {size(tier['stored_bytes'])} ({share:.2f})" if 0 < share < 1 else ""
     return (

@@ -66,7 +66,7 @@ BUDGETS = {
     "base": Budget(13220, "what a byte or a decision goes through, without options"),
     "path": Budget(18244, "the same with every option"),
     "faces": Budget(1906, "what configures and watches it"),
-    "tools": Budget(3493, "the command lmcache"),
+    "tools": Budget(3492, "the command lmcache"),
 }
 
 
