@@ -102,7 +102,7 @@ def address(host: str, port: int, key_file: str = "") -> str:
     `key_file` has no effect. Raises EndpointError if the host, socket's path or key file cannot be used."""
     if host:
         if not _HOST.fullmatch(name := host_name(host)):
-            raise EndpointError(f"{host} is no host: name one such as 10.0.0.1, without a port")
+            raise EndpointError(f"{host!r:.100} is no host: name one such as 10.0.0.1, without a port")
         place = f"tcp://[{name}]:{port}" if ":" in name else f"tcp://{name}:{port}"
         place += f"{KEY_FILE}{os.path.abspath(key_file)}" if key_file else ""
         split(place)

@@ -40,7 +40,7 @@ def test_other_hosts_are_taken_as_they_are(host):
 @pytest.mark.parametrize("host", ["http://cache", "10.0.0.1:5555", "cache:5555", "a b", "tcp://", "a/b", "*"])
 def test_what_is_no_host_is_one_clear_error(host):
     """Not a server that seems never to be there."""
-    with pytest.raises(EndpointError, match=f"^{re.escape(host)} is no host: name one such as"):
+    with pytest.raises(EndpointError, match=f"^{re.escape(repr(host))} is no host: name one such as"):
         address(host, 5555)
 
 
