@@ -320,7 +320,8 @@ def s3(section: Section, view: memoryview, root: Path) -> None:
     os.environ["AWS_REGION"] = "us-east-1"
     work, contest = records(view, 4096), Contest()
     with stores.seaweedfs(root) as store:
-        tier: Any = Objects("s3", "records", "bench", f"http://127.0.0.1:{store.port}")
+        place = f"http://127.0.0.1:{store.port}"
+        tier: Any = Objects("s3", "records", "bench", endpoint=place, allow_http=True)
 
         def written() -> bool:
             with contextlib.suppress(Exception):
