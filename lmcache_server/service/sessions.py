@@ -205,9 +205,6 @@ class Engines:
                 yield {**names, "fields": texts}
 
 
-_OF_A_GROUP = ("kind", "block_size", "window", "block_bytes", "replicated")
-
-
 def _lookahead_tokens(model: ModelTag) -> int:
     text = dict(model.details).get("lookahead", "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 4 else 0
@@ -224,7 +221,8 @@ def namespace_summary(model: ModelTag, layout: Layout, capacity_tokens: int) -> 
         "world_size": model.world_size,
         "ephemeral": layout.ephemeral,
         "groups": [
-            {name: getattr(group, name) for name in _OF_A_GROUP} | {"layers": len(group.regions)}
+            {"kind": group.kind, "block_size": group.block_size, "window": group.window,
+             "layers": len(group.regions), "block_bytes": group.block_bytes, "replicated": group.replicated}
             for group in layout.groups
         ],
-    }
+    }  # fmt: skip

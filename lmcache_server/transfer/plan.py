@@ -142,8 +142,9 @@ def first_of_later_slices(ends: U64, slice_bytes: int) -> NDArray[np.intp]:
     """The first piece of each slice but the first. A piece belongs to the slice in which its first byte lies.
     `ends`, which is not empty, has for each piece the bytes up to its end."""
     borders = np.arange(slice_bytes, int(ends[-1]), slice_bytes, dtype=np.uint64)
-    found = np.unique(np.searchsorted(ends, borders) + 1)
-    return found[found < len(ends)]
+    found = np.searchsorted(ends, borders) + 1
+    is_new = np.diff(found, prepend=0) > 0
+    return found[is_new & (found < len(ends))]
 
 
 def slices(length: U64, slice_bytes: int) -> list[tuple[int, int, int]]:

@@ -63,8 +63,8 @@ FACES = (
 )
 TOOLS = (COMMANDS, "lmcache_server/__main__.py")
 BUDGETS = {
-    "base": Budget(13220, "what a byte or a decision goes through, without options"),
-    "path": Budget(18244, "the same with every option"),
+    "base": Budget(13219, "what a byte or a decision goes through, without options"),
+    "path": Budget(18243, "the same with every option"),
     "faces": Budget(1906, "what configures and watches it"),
     "tools": Budget(3492, "the command lmcache"),
 }
