@@ -87,13 +87,13 @@ class LockedMemory:
 
     def ensure(self, pieces: Pieces) -> Pieces:
         """Pins every unit that these pieces touch. Returns them cut where a unit ends. Raises CopyError."""
-        unit_bytes, at = np.uint64(self._unit_bytes), pieces.local - np.uint64(self._address)
-        units = at // unit_bytes
+        unit_bytes, last = np.uint64(self._unit_bytes), pieces.local - np.uint64(self._address)
+        units = last // unit_bytes
         # In place: otherwise, half of the time goes into new arrays.
-        at += pieces.length
-        at -= np.uint64(1)
-        at //= unit_bytes
-        if np.any(units != at):
+        last += pieces.length
+        last -= np.uint64(1)
+        last //= unit_bytes
+        if np.any(units != last):
             pieces = Pieces(*cut(*pieces, self._borders))
             units = (pieces.local - np.uint64(self._address)) // unit_bytes
         try:

@@ -38,8 +38,9 @@ def test_with_the_servers_key_an_engine_is_served_and_without_it_computes_and_sa
                 lines = [
                     each for each in engine.log.read_text().splitlines() if " refused this engine" in each
                 ]
-            # With the right key, a server that is too busy to shake hands may seem to refuse, for a moment.
+            # With the right key, a server that is too busy to shake hands may seem to refuse. It says no.
             assert not why or len(lines) == 2, "one for each side"
+            assert why or "a client is refused" not in server.log.read_text()
             assert all(why in line and "lmcache.mp.key_file" in line for line in lines)
     assert len(set(answers)) == 1
 

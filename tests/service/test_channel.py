@@ -18,7 +18,7 @@ from lmcache_client.contract import messages
 from lmcache_client.contract.codec import pack
 from lmcache_client.contract.messages import Done, Found, Goodbye, Hello, Ping, Refused, Welcome
 from lmcache_client.engine import Scheduler
-from lmcache_client.transport import Connection, Process
+from lmcache_client.transport import Connection, ConnectionLostError, Process, System
 
 LONG_S = 60.0
 
@@ -82,6 +82,31 @@ def test_an_engine_hears_that_the_server_is_of_another_version(hostile: HostileS
     assert error.startswith("no [2J no")
     assert len(error) == messages.MAX_REASON
     assert error.isprintable()
+
+
+class ScarceSystem(System):
+    """Has no file descriptor left at first."""
+
+    tries = 0
+
+    def connect(self, address: str) -> Connection:
+        self.tries += 1
+        if self.tries < 3:
+            raise ConnectionLostError("Too many open files")
+        return super().connect(address)
+
+
+def test_a_channel_that_finds_no_descriptor_connects_when_there_is_one(hostile: HostileServer) -> None:
+    """An engine that wakes must not end because of it."""
+    said, system = list[str](), ScarceSystem()
+    channel = Channel(hostile.address, lambda _: None, lambda _, text: said.append(text), system)
+    try:
+        channel.start(PATIENCE_S, PATIENCE_S)
+        assert channel.ready
+        assert system.tries == 3
+        assert said == [f"connected to the lmcache server at {hostile.address}"]
+    finally:
+        channel.close(0.0)
 
 
 def test_the_kernel_says_who_may_read_this_process(hostile: HostileServer) -> None:
