@@ -13,7 +13,7 @@ from harness.rawclient import closes_engines
 from harness.server import LMCacheServer
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ("harness.cpu_time",)
+pytest_plugins = ("harness.cpu_time", "harness.served")  # a plugin's failed checks show their values
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

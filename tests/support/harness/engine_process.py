@@ -210,11 +210,13 @@ class EngineProcess:
         return [self.results.pop(name) for name in names]
 
     def do_settle(self) -> float:
-        """Step as an idle engine does until its connector has nothing to do; returns the seconds."""
+        """Step as an idle engine does until its connector has nothing to do; returns the seconds. A core in
+        another process steps by itself, until its workers have no copy under way."""
         core = getattr(self.engine.engine_core, "engine_core", None)
         start = time.monotonic()
-        while core is not None and core.scheduler.has_requests():
-            self._step()
+        while core.scheduler.has_requests() if core else any(self.llm.collective_rpc(_copies)):
+            if core:
+                self._step()
             if time.monotonic() - start > SETTLE_TIMEOUT_S:
                 raise TimeoutError(f"the engine is not idle {SETTLE_TIMEOUT_S} s after its last request")
             time.sleep(IDLE_PAUSE_S)
@@ -238,14 +240,7 @@ class EngineProcess:
         return results
 
     def do_reset_prefix_cache(self, reset_connector: bool) -> bool:
-        elsewhere = getattr(self.engine.engine_core, "engine_core", None) is None
-        deadline = time.monotonic() + SETTLE_TIMEOUT_S
-        while not (done := bool(self.llm.reset_prefix_cache(reset_connector=reset_connector))):
-            # A core in another process settles by itself; until then its stores hold blocks.
-            if not elsewhere or time.monotonic() > deadline:
-                break
-            time.sleep(0.1)
-        return done
+        return bool(self.llm.reset_prefix_cache(reset_connector=reset_connector))
 
     def do_pause(self, mode: str) -> None:
         """As a weight update does: pause, clear all caches, and go on. Raises what vLLM raises."""
@@ -379,6 +374,17 @@ def _replace_when_loaded(directory: Path) -> None:
         file.write_bytes(content)
 
     DefaultModelLoader.load_weights = load_and_replace
+
+
+def _copies(_worker: Any) -> int:
+    """In a worker: how many loads and stores the server has not settled."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if not has_kv_transfer_group():
+        return 0
+    outer = get_kv_transfer_group()
+    sides = [getattr(each, "_worker", None) for each in getattr(outer, "_connectors", [outer])]
+    return sum(len(side._jobs) for side in sides if side is not None)
 
 
 def _runner(worker: Any) -> str:
