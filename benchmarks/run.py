@@ -23,7 +23,7 @@ from section import RESULTS
 BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parent
 ORDER = (
-    *("engine", "steps", "copies", "null_driver", "mapped", "lookup", "start"),
+    *("engine", "steps", "copies", "null_driver", "mapped", "lookup", "open_loop", "loop", "start"),
     *("index", "replay", "admission", "conversations", "once", "answers", "agents", "tiers", "tier_peer"),
     "compression",
 )
