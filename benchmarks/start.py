@@ -13,8 +13,8 @@ from systems import Server, lmcache_server, our_server
 from lmcache_client.contract.geometry import FULL, GroupSpec
 from lmcache_server.core.cache import Cache, Layout, Reservation
 from lmcache_server.core.pool import FRAME_BYTES
-from lmcache_server.l1 import restart
-from lmcache_server.l1.file import L1File
+from lmcache_server.options.warm_restart import restart
+from lmcache_server.options.warm_restart.l1_file import L1File
 
 SIZES_GB = (1, 8, 16)
 ROUNDS = 7

@@ -21,9 +21,7 @@ from lmcache_server.core import limits
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.errors import StartError
-from lmcache_server.host import descriptors, logs, preflight
-from lmcache_server.l1 import restart
-from lmcache_server.l1.file import L1File
+from lmcache_server.host import descriptors, logs
 from lmcache_server.l1.memory import L1Memory
 from lmcache_server.l1.populate import UNIT_BYTES
 from lmcache_server.net.listener import Listener, bound_listener
@@ -74,13 +72,11 @@ def _run(config: Config) -> int:
         listener = stack.enter_context(bound_listener(config))
         web = http.Server(config.http_host, config.http_port)
         stack.callback(web.close)
-        file = L1File(config.l1_path, config.l1_size_bytes) if config.l1_path else None
-        if file is not None:
-            stack.callback(file.close)
-            if not file.in_memory:
-                preflight.require(preflight.disk_file(config.l1_path, Gpus().available, os.uname().release))
+        backings = (made(values(config)) for made in parts("server", "backing"))
+        if (backing := next(filter(None, backings), None)) is not None:
+            stack.callback(backing.close)
         shared = any(needed(values(config)) for needed in parts("flags", "shares_l1"))
-        l1 = L1Memory(config.l1_size_bytes, hugetlb=config.l1_hugetlb, file=file, shared=shared)
+        l1 = L1Memory(config.l1_size_bytes, hugetlb=config.l1_hugetlb, backing=backing, shared=shared)
         stack.callback(l1.close)
         failed = uvloop.run(_serve(config, listener, web, l1))
     if l1.is_in_use:  # Python would wait for the thread of a copy that hangs
@@ -117,7 +113,7 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup does with SIGHUP
             loop.add_signal_handler(number, stop.set)
     metrics = Metrics()
-    num_frames = 0 if l1.file else l1.num_frames
+    num_frames = 0 if l1.backing else l1.num_frames
     cache = Cache(FRAME_BYTES, num_frames, config.lease_s, limits.quotas_gb(config.quota_gb))
     gpus = Gpus(with_kernel=config.gpu_kernel)
     threading.Thread(target=gpus.compile_kernel, name="gpu-kernel", daemon=True).start()
@@ -127,11 +123,11 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
     router, report = assemble(config, cache, l1, metrics, listener.send, system, listener.peer_pid)
     for option in router.options:
         await option.open()
-    if l1.file is not None:
-        restart.restore(l1.file, cache, router.registry.known)
-        for option in router.options:
-            option.restored()
-    l1.fill(cache.total_frames, lambda frames: loop.call_soon_threadsafe(cache.grow, frames), locked)
+    for option in router.options:  # when all are open: what is restored is lost if the start fails then
+        option.restore()
+    for option in router.options:
+        option.restored()
+    l1.fill(lambda frames: loop.call_soon_threadsafe(cache.grow, frames), locked)
     listener.start(router, loop)
 
     selftest = SelfTest(listener.endpoint, config.chunk_size, report.selftest_ended)
@@ -141,8 +137,7 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
     logger.info("ready: engines at %(endpoint)s, HTTP at %(url)s", addresses)
     try:
         ending = lambda: stop.set() if gpus.lost or l1.failure else None  # noqa: E731
-        watch = [l1.file.tick] if l1.file is not None else []
-        due = (router.tick, report.tick, lambda: listener.tick(system.now_s()), ending, *watch)
+        due = (router.tick, report.tick, lambda: listener.tick(system.now_s()), ending)
         await _tick(stop, due, cache)
         if has_failed := bool(reason := gpus.lost or l1.failure):
             # Only the end of a process gives back what it has mapped of such a GPU, and an engine that
@@ -159,8 +154,6 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
         l1.is_in_use = not await system.all_ended(END_S)
         cache.check_integrity()
         listener.stop()
-    if l1.file is not None:
-        restart.save(l1.file, cache, router.registry.known)
     for option in router.options:
         await option.close()
     l1.is_in_use = not await system.all_ended(END_S)

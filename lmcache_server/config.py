@@ -121,10 +121,6 @@ class Config:
     l1_hugetlb: bool = _flag(
         False, click.BOOL, "Take the memory from the huge pages reserved with vm.nr_hugepages. Otherwise the "
         "server asks the system for transparent huge pages.")
-    l1_path: str = _flag(
-        "", _TEXT, "File that holds the cache, best in a memory file system such as /dev/shm. After a clean "
-        "stop, the next server with the same file, and at least this --l1-size-gb, restores the whole cache. "
-        "Without a file, the cache ends with the server.", metavar="FILE", show_default="none")
     checksums: bool = _flag(
         False, click.BOOL, "Take a checksum of every stored page and check it before the page is loaded. A "
         "request that would load a damaged page is recomputed.")
@@ -212,8 +208,6 @@ def checked(given: Mapping[str, Any]) -> Config:
                 f"{flag_name(name)} {host} lets other machines connect, without password or encryption: "
                 f"add {key}--allow-remote if you want that, or use 127.0.0.1"
             )
-    if config.l1_path and config.l1_hugetlb:
-        raise StartError("--l1-path and --l1-hugetlb cannot be combined: leave one of them out")
     for check in parts("flags", "check"):
         check(values(config))
     return config

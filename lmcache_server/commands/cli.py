@@ -138,7 +138,7 @@ def ping(server: Address, timeout_s: float) -> None:
 
 
 @cli.command()
-@shared_flags.addressing("l1_size_gb", "l1_path", "l1_hugetlb", *OF_DOCTOR)
+@shared_flags.addressing("l1_size_gb", "l1_hugetlb", *OF_DOCTOR)
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as a JSON array.")
 @click.option("--gpu", "try_gpus", is_flag=True, help="Also try each GPU: map, pin, copy and compare 64 MiB.")
 @click.pass_context

@@ -60,7 +60,7 @@ _SESSION = json_object(
 _L1 = json_object("", "total_bytes free_bytes ready_bytes reserved_bytes populated_bytes chunks leases")
 _PIN = json_object("name", "chunks bytes")
 _TENANT = json_object("tenant", "bytes", quota_bytes=Natural | None)
-_CONFIG = json_object("l1_path", "", chunk_size=Natural | None, l1_size_gb=Real, l1_hugetlb=bool)
+_CONFIG = json_object("", "", chunk_size=Natural | None, l1_size_gb=Real, l1_hugetlb=bool)
 SHARE = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _REPORT = json_object(
     "version", "pid namespaces_left_out sessions_left_out tenants_left_out", uptime_s=Real,

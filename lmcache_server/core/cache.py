@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lmcache_client.contract.hits import resume_point
 from lmcache_server.core import invariants
-from lmcache_server.core.chunks import NO_QUOTAS, Chunks
+from lmcache_server.core.chunks import NO_QUOTAS, Chunks, Contents
 from lmcache_server.core.index import Chunk, Tenant
 from lmcache_server.core.layout import Layout, bitmap
 from lmcache_server.core.leases import Lease, LeaseTable
@@ -21,7 +21,7 @@ from lmcache_server.core.pool import count_frames
 from lmcache_server.core.reads import Read, plan_parts
 from lmcache_server.core.reservation import NotReserved, Reservation
 
-__all__ = ["Cache", "Hit", "Layout", "NotReserved", "Read", "Reservation"]
+__all__ = ["Cache", "Contents", "Hit", "Layout", "NotReserved", "Read", "Reservation"]
 
 ONCE_SHARE = 20
 """When L1 is full, prompts that will not come back may take one in so many of its frames. With none, a batch

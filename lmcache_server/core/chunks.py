@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass
 
 from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_server.core.index import Chunk, Index
@@ -11,12 +12,23 @@ from lmcache_server.core.lru import EvictionOrder
 from lmcache_server.core.misses import Evicted
 from lmcache_server.core.named_pins import NamedPins
 from lmcache_server.core.pool import FramePool, Runs
-from lmcache_server.core.snapshot import Snapshot, rebuild, take
 from lmcache_server.core.tenants import Tenants
 
 MAX_EVICTED_AGES = 1024
 """How many ages at eviction are kept until the caller drains them. Further ones are not recorded."""
 NO_QUOTAS = Limits()
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The parts of a cache. `stored_bytes` is the payload of all objects."""
+
+    pool: FramePool
+    index: Index
+    order: EvictionOrder
+    named: NamedPins
+    tenants: Tenants
+    stored_bytes: int
 
 
 class Chunks:
@@ -139,19 +151,21 @@ class Chunks:
             self._drop_ref(chunk)
         return len(chunks)
 
-    def snapshot(self, now_s: float) -> Snapshot:
-        """Returns, for `restore`, the ready chunks that nothing refers to, and those that have a name."""
-        return take(self.total_frames, self._order, self.named_pins, now_s)
+    def contents(self) -> Contents:
+        """What an option may keep for the next server, not to be changed."""
+        parts = self._pool, self._index, self._order, self.named_pins, self.tenants
+        return Contents(*parts, self.stored_bytes)
 
-    def restore(self, snapshot: Snapshot, now_s: float) -> None:
-        """Fills an empty cache from `snapshot`. Raises SnapshotError, and stays empty, unless every part of
-        the snapshot agrees with the rest."""
-        tenants = Tenants(self.tenants.quotas, self.frame_bytes)
-        contents = rebuild(snapshot, tenants, self.frame_bytes, now_s)
+    def adopt(self, contents: Contents, now_s: float) -> None:
+        """An empty cache has these contents from now on, which must agree with each other."""
         assert not self.num_chunks, "only an empty cache is restored"
         self._advance(now_s)
         self._pool, self._index, self._order = contents.pool, contents.index, contents.order
-        self.named_pins, self.stored_bytes, self.tenants = contents.named, contents.stored_bytes, tenants
+        self.named_pins, self.tenants, self.stored_bytes = (
+            contents.named,
+            contents.tenants,
+            contents.stored_bytes,
+        )
         self.used_frames = contents.order.frames + contents.named.frames
 
     def _advance(self, now_s: float) -> None:

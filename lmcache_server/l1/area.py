@@ -1,9 +1,10 @@
-"""Memory that this process and another one both map."""
+"""Memory that this process and another one both map, and what L1 can lie in instead of memory of its own."""
 
 import fcntl
 import mmap
 import os
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 
 class Area(NamedTuple):
@@ -13,6 +14,28 @@ class Area(NamedTuple):
     offset: int
     address: int
     num_bytes: int
+
+
+class Backing(Protocol):
+    """What an option lets L1 lie in."""
+
+    in_memory: bool
+    """Whether touching all of it in advance reads and writes no disk."""
+
+    def map(self) -> mmap.mmap:
+        """Raises StartError."""
+
+    def area(self, address: int, num_bytes: int) -> Area:
+        """How another process maps it, which is mapped at `address` here."""
+
+    def check(self) -> None:
+        """Raises CopyError if it may not be touched any more. Any thread may ask."""
+
+    def take(self, start: int, end: int, grow: Callable[[int], object]) -> bool:
+        """Makes these bytes usable, and calls `grow` with how many frames more that are. Logs and returns
+        False if there is no space."""
+
+    def close(self) -> None: ...
 
 
 def shared_memory(name: str, num_bytes: int, flags: int = 0) -> tuple[int, mmap.mmap]:

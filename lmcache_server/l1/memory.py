@@ -11,10 +11,8 @@ from lmcache_server.errors import StartError
 from lmcache_server.host import preflight
 from lmcache_server.host.machine import available_bytes, memory_info
 from lmcache_server.host.units import GB_BYTES
-from lmcache_server.l1.area import Area, shared_memory
-from lmcache_server.l1.file import HEADER_BYTES, L1File
-from lmcache_server.l1.populate import FileSpace, Populator
-from lmcache_server.transfer.base import CopyError
+from lmcache_server.l1.area import Area, Backing, shared_memory
+from lmcache_server.l1.populate import Populator
 from lmcache_server.transfer.locked_memory import LockedMemory
 
 _MAP_HUGETLB = 0x40000
@@ -23,14 +21,14 @@ Allocate = Callable[[int, int], tuple[int, mmap.mmap]]
 
 
 class L1Memory:
-    """A mapping of whole frames. Anonymous memory is usable at once, a file as far as `fill` has come.
+    """A mapping of whole frames. Anonymous memory is usable at once, a backing as far as `fill` has come.
 
     Populating a page never changes its content, so copies need not wait for it. It only spares them the cost
     of the first touch.
     """
 
     def __init__(
-        self, size_bytes: int, *, hugetlb: bool = False, file: L1File | None = None, shared: bool = False
+        self, size_bytes: int, *, hugetlb: bool = False, backing: Backing | None = None, shared: bool = False
     ) -> None:
         """Maps `size_bytes`, rounded down to whole frames, `shared` so that others can map them, too.
 
@@ -40,14 +38,14 @@ class L1Memory:
         self.num_bytes = self.num_frames * FRAME_BYTES
         if not self.num_frames:
             raise StartError(f"--l1-size-gb must give at least one frame of {FRAME_BYTES} bytes")
-        self.file = file
+        self.backing = backing
         self.locked: LockedMemory | None = None
         """Set by `fill` where GPUs are served."""
         self.is_in_use = False
         """Set if a copy that hangs may still read or write here: then `close` must not unmap."""
         self._descriptor = -1
-        if file is not None:
-            self._mapping = _map_file(file)
+        if backing is not None:
+            self._mapping = _advised(backing.map())
         else:
             allocate = _shared if shared else _private
             mapped = _map_hugetlb(self.num_bytes, allocate) if hugetlb else _map(self.num_bytes, allocate)
@@ -60,13 +58,14 @@ class L1Memory:
 
     @property
     def area(self) -> Area:
-        """How another process maps the frames: those of a file, or `shared` ones."""
-        descriptor, offset = (self.file.descriptor, HEADER_BYTES) if self.file else (self._descriptor, 0)
-        return Area(descriptor, offset, self.base_address, self.num_bytes)
+        """How another process maps the frames: those of a backing, or `shared` ones."""
+        if self.backing is not None:
+            return self.backing.area(self.base_address, self.num_bytes)
+        return Area(self._descriptor, 0, self.base_address, self.num_bytes)
 
     @property
     def populated_bytes(self) -> int:
-        """How much the background threads have populated so far, or, of a file, how much has its space."""
+        """How much the background threads have populated so far, or, of a backing, how much is usable."""
         return self._populator.populated_bytes if self._populator is not None else 0
 
     @property
@@ -79,30 +78,22 @@ class L1Memory:
         return self.locked.pinned_bytes if self.locked is not None else 0
 
     def check(self) -> None:
-        """Raises CopyError if somebody has cut the file short: to touch what is gone would end the server
+        """Raises CopyError if somebody has cut the backing short: to touch what is gone would end the server
         (SIGBUS)."""
-        if self.file is not None and self.file.is_cut():
-            raise CopyError(
-                f"--l1-path {self.file.path} was cut short by another program: restart the server"
-            )
+        if self.backing is not None:
+            self.backing.check()
 
     def fill(
         self,
-        usable_frames: int = 0,
         grow: Callable[[int], object] = lambda _frames: None,
         locked: LockedMemory | None = None,
     ) -> None:
         """Backs the mapping with memory in the background, and pins it if `locked` has GPUs.
 
-        A file first needs its space: without it, a write to the mapping could kill the process. The first
-        `usable_frames` frames already have theirs. For further frames a background thread calls
-        `grow(frames)`.
+        A backing becomes usable piece by piece. For each, the background thread calls `grow(frames)`.
         """
         self.locked = locked
-        space = FileSpace(self.file, self.num_bytes, usable_frames, grow) if self.file is not None else None
-        # Populating a file on a disk would read and rewrite all of it.
-        populate = self.file is None or self.file.in_memory
-        self._populator = Populator(self.base_address, self.num_bytes, space, populate, locked)
+        self._populator = Populator(self.base_address, self.num_bytes, self.backing, grow, locked)
         self._populator.start()
 
     def stop(self) -> bool:
@@ -128,13 +119,6 @@ def _map(num_bytes: int, allocate: Allocate) -> tuple[int, mmap.mmap]:
             f"the system refuses a mapping of {num_bytes / GB_BYTES:.2f} GB ({error.strerror}): "
             "ask for less with --l1-size-gb, or raise 'ulimit -v' or vm.overcommit_memory"
         ) from error
-
-
-def _map_file(file: L1File) -> mmap.mmap:
-    try:
-        return _advised(file.map())
-    except OSError as error:
-        raise StartError(f"the system refuses to map --l1-path {file.path}: {error.strerror}") from error
 
 
 def _advised(mapping: mmap.mmap) -> mmap.mmap:

@@ -1,4 +1,4 @@
-"""Backs L1 with memory in the background: each unit gets its space in a file, is populated and is pinned."""
+"""Backs L1 with memory in the background: each unit is populated and pinned."""
 
 import ctypes
 import errno
@@ -8,9 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from lmcache_server.core.pool import FRAME_BYTES
-from lmcache_server.host.units import GB_BYTES
-from lmcache_server.l1.file import L1File
+from lmcache_server.l1.area import Backing
 from lmcache_server.transfer.locked_memory import RETRY_S, LockedMemory
 
 logger = logging.getLogger(__name__)
@@ -31,68 +29,35 @@ for _function in (_libc.mlock, _libc.munlock):
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-class FileSpace:
-    """Reserves space for a file of `num_bytes` piece by piece. The first `usable_frames` frames have their
-    space already. `grow(frames)` is called for each further piece."""
-
-    def __init__(
-        self, file: L1File, num_bytes: int, usable_frames: int, grow: Callable[[int], object]
-    ) -> None:
-        self._file = file
-        self._num_bytes = num_bytes
-        self._usable_bytes = usable_frames * FRAME_BYTES
-        self._grow = grow
-
-    def take(self, start: int, end: int) -> bool:
-        """Reserves space for these bytes; logs and returns False if there is none."""
-        start = max(start, self._usable_bytes)
-        if start >= end:
-            return True
-        try:
-            self._file.allocate(start, end - start)
-        except OSError as error:
-            logger.error(
-                "L1 has %(size_gb).2f of %(wanted_gb).2f GB and gets no more: no space for %(path)s "
-                "(%(reason)s); free some and start again, or ask for less with --l1-size-gb",
-                {
-                    "size_gb": start / GB_BYTES,
-                    "wanted_gb": self._num_bytes / GB_BYTES,
-                    "path": self._file.path,
-                    "reason": error.strerror,
-                },
-            )
-            return False
-        self._grow((end - start) // FRAME_BYTES)
-        return True
-
-
 class Populator:
-    """Threads that go through the `num_bytes` at `address` unit by unit. A file has only one thread, because
-    its `space` is reserved in order."""
+    """Threads that go through the `num_bytes` at `address` unit by unit. A `backing` has only one thread, and
+    becomes usable in order."""
 
     def __init__(
         self,
         address: int,
         num_bytes: int,
-        space: FileSpace | None,
-        populate: bool,
+        backing: Backing | None,
+        grow: Callable[[int], object],
         locked: LockedMemory | None,
     ) -> None:
         self._address = address
         self._num_bytes = num_bytes
-        self._space = space
-        self._populate = populate
+        self._backing = backing
+        self._grow = grow
+        # Populating what lies on a disk would read and rewrite all of it.
+        self._populate = backing is None or backing.in_memory
         self._locked = locked
         self._lock = threading.Lock()
         self._next_offset = 0
         self._stopping = threading.Event()
-        count = 1 if space is not None else max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
+        count = 1 if backing is not None else max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
         self._threads = [
             threading.Thread(target=self._work, args=(number,), name=f"l1-fill-{number}", daemon=True)
             for number in range(count)
         ]
         self.populated_bytes = 0
-        """The bytes of L1 that have memory so far or, with a file, reserved space."""
+        """The bytes of L1 that have memory so far or, of a backing, are usable."""
         self.failure = ""
         """Why one of the threads has ended, if that was an error."""
 
@@ -127,7 +92,7 @@ class Populator:
                 locked = None
             for offset in range(unit, min(unit + UNIT_BYTES, self._num_bytes), PIECE_BYTES):
                 end = min(offset + PIECE_BYTES, self._num_bytes)
-                if self._stopping.is_set() or (self._space is not None and not self._space.take(offset, end)):
+                if self._stopping.is_set() or not self._take(offset, end):
                     return
                 self._back(offset, end)
             if locked is not None:
@@ -147,12 +112,15 @@ class Populator:
                 return
             yield unit
 
+    def _take(self, start: int, end: int) -> bool:
+        return self._backing is None or self._backing.take(start, end, self._grow)
+
     def _back(self, start: int, end: int) -> None:
         if self._populate and (failure := _populate_piece(self._address + start, end - start)):
             reason = {"reason": os.strerror(failure)}
             logger.warning("L1 is populated on first use, not in advance: %(reason)s", reason)
             self._populate = False
-        if self._populate or self._space is not None:
+        if self._populate or self._backing is not None:
             with self._lock:
                 self.populated_bytes += end - start
 

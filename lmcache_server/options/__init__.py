@@ -2,9 +2,9 @@
 
 The base reads the table and imports no option. The folder of an option may have these modules:
 
-* server: `Server`, which meets the base at the seams of service/option.py.
+* server: `Server`, which meets the base at the seams of service/option.py; `backing`, what L1 lies in.
 * flags: `FLAGS`, further flags of `lmcache server`; `OF_DOCTOR`, those of them that `lmcache doctor` has;
-  `VARIABLES`, which it reads itself; `check` and `shares_l1`, which are given the values of all flags.
+  `VARIABLES`, which it reads itself; `check`, `shares_l1` and `backs_l1`, which get the values of all flags.
 * command: `COMMAND`, one more command of `lmcache`.
 * text: `REPORT`, the types of its fields in /status, and `lines`, what `lmcache status` says of them.
 * doctor: `checks`, made from the values of the flags, and from those of the running server.
@@ -18,6 +18,8 @@ NAMES: tuple[str, ...] = (
     "max_age",
     "planner",
     "retention",
+    "warm_restart",
+    # Last, because its end may take longer than whoever stops the server waits.
     "tiers",
 )  # fmt: skip
 

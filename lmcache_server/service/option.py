@@ -49,8 +49,11 @@ class Option:
     async def open(self) -> None:
         """Called before the first client. Raises StartError."""
 
+    def restore(self) -> None:
+        """Brings back what an earlier server left. All options are open. Raises StartError."""
+
     def restored(self) -> None:
-        """The cache has what an earlier server left in L1's file."""
+        """The cache has what an earlier server left."""
 
     def tick(self, now_s: float) -> None:
         """Called once a second."""

@@ -14,7 +14,7 @@ from harness.api_server import ApiServer
 from harness.processes import run_forked
 from harness.server import LMCacheServer
 
-from lmcache_server.l1.file import HEADER_BYTES
+from lmcache_server.options.warm_restart.l1_file import HEADER_BYTES
 
 COMMAND_TIMEOUT_S = 300.0
 L1_BYTES = 32 << 20

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from harness.rawclient import TIMEOUT_S, RawEngine
 from harness.server import LMCacheServer
-from test_warm_restart import CHUNK_FRAMES, CHUNKS, Prompt, new_engine, path, reconnect
+from harness.warm import CHUNK_FRAMES, CHUNKS, Prompt, new_engine, path, reconnect
 
 from lmcache_client.contract.messages import Message, Pin, Pinned
 from lmcache_server.core.pool import FRAME_BYTES

@@ -8,7 +8,7 @@ import pytest
 from harness.rawclient import RawEngine
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
-from test_warm_restart import CHUNK_FRAMES, CHUNKS, Prompt, new_engine, path, restart_warm
+from harness.warm import CHUNK_FRAMES, CHUNKS, Prompt, new_engine, path, restart_warm
 
 from lmcache_client.contract.keys import tenant_id
 from lmcache_server.core.pool import FRAME_BYTES

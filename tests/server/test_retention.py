@@ -9,7 +9,7 @@ import pytest
 from harness.rawclient import TIMEOUT_S, RawEngine, chain
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
-from test_warm_restart import CHUNK_FRAMES, CHUNKS, Prompt, new_engine
+from harness.warm import CHUNK_FRAMES, CHUNKS, Prompt, new_engine
 
 from lmcache_client.contract.control import Retain
 from lmcache_client.contract.messages import Done

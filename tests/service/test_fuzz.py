@@ -20,7 +20,6 @@ from lmcache_client import channel
 from lmcache_client.contract import messages
 from lmcache_server import config
 from lmcache_server.admin import http
-from lmcache_server.core import snapshot
 from lmcache_server.options import NAMES
 from lmcache_server.service import router
 
@@ -33,10 +32,11 @@ PORTIONS: dict[str, tuple[int, int, str]] = {
         f"Stored Done Found Registered Joined Pinned Unpinned Inspected expired {OF_OPTIONS}",
     ),
     "pages": (1500, 20, "200 400 403 404 405 431"),
-    "files": (400, 20, "restored empty refused"),
     "options": (500, 6, "taken refused"),
     "replies": (700, 20, "ready refused down found unreadable"),
 }
+if "warm_restart" in NAMES:
+    PORTIONS["files"] = 400, 20, "restored empty refused"
 if "tiers" in NAMES:
     PORTIONS["records"] = 4000, 12, "whole damaged"
 """Of each target: how many inputs, how many changes in each, and what must come of ten of them at least."""
@@ -110,10 +110,13 @@ FAULTS = {
     "decoder": (messages, "_message", msgspec.msgpack.decode),
     "router": (router.Router, "_reply", lambda *_: None),
     "pages": (http.Server, "_is_own_name", lambda _, host: urlsplit(f"//{host}").port != 0),
-    "files": (snapshot, "_objects", lambda chunk: chunk.packed.objects()),
     "options": (config._TEXT, "func", str),
     "replies": (channel.Channel, "_is_over", lambda *_: True),
 }
+if "warm_restart" in NAMES:
+    from lmcache_server.options.warm_restart import snapshot
+
+    FAULTS["files"] = snapshot, "_objects", lambda chunk: chunk.packed.objects()
 if "tiers" in NAMES:
     from lmcache_server.options.tiers import record_format
 

@@ -19,7 +19,6 @@ from lmcache_server.core.index import Chunk
 from lmcache_server.core.limits import Limits
 from lmcache_server.core.named_pins import PinError
 from lmcache_server.host.units import GB_BYTES
-from lmcache_server.l1 import restart
 
 FRAME_BYTES = 10
 CHUNK_SIZE = 16
@@ -627,9 +626,11 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(really=st.integers(0, 3), asleep_s=eighths, quota=quotas, other=quotas)
     def restart(self, really, asleep_s, quota, other):
         """What the cache holds then comes back, pins too; its leases do not. Quotas may be others."""
+        from lmcache_server.options.warm_restart import snapshot
+
         if not really:
             self.everybody_goes()
-            index = restart.encode(self.cache.snapshot(self.now_s), {}, 0.0)
+            index = snapshot.encode(snapshot.take(self.cache, self.now_s), {}, 0.0)
             model = self.model
             # Which of several pinned chunks of the same age comes first is the cache's choice.
             pinned = [model.index[each.namespace, each.key] for each in self.cache.named_pins]
@@ -640,7 +641,8 @@ class CacheMachine(RuleBasedStateMachine):
             model.index = {each.name: each for each in sorted(saved, key=lambda each: each.stored_s)}
             self.now_s = self.model.now_s = 0.0
             self.set_quotas(quota, other)
-            self.cache.restore(restart.decode(index, self.model.total_frames, asleep_s)[0], self.now_s)
+            saved_cache, _ = snapshot.decode(index, self.model.total_frames, asleep_s)
+            snapshot.rebuild(saved_cache, self.cache, self.now_s)
             self.model.evicted = [0, 0, 0]
             # Nobody knows any more why they are the first to go, but they still are.
             self.model.once, self.model.others = [], self.model.order

@@ -47,7 +47,7 @@ def test_every_option_can_be_set_in_each_way(tmp_path):
     values = {
         "host": "127.0.0.1", "port": 1, "allow_remote": True, "key_file": "/run/key",
         "http_host": "::1", "http_port": 0, "chunk_size": 544, "l1_size_gb": 0.5,
-        "eviction_policy": "lru", "l1_hugetlb": False, "l1_path": "/dev/shm/l1",
+        "eviction_policy": "lru", "l1_hugetlb": False,
         "checksums": True, "quota_gb": "1.5,0b5d5f2c=3",
         "gpu_kernel": True, "lease_s": 7.5, "log_level": "DEBUG", "log_format": "json",
     }  # fmt: skip
@@ -87,7 +87,7 @@ def test_every_option_can_be_set_in_each_way(tmp_path):
         ("eviction_policy", "FIFO", "--eviction-policy must be LRU, not 'FIFO'"),
         ("log_level", "loud", "--log-level must be one of debug, info, warning, error, not 'loud'"),
         ("host", "\udcff", "--host must be text that can be printed, not '\\udcff'"),
-        ("l1_path", "a\nb", "--l1-path must be text that can be printed, not 'a\\nb'"),
+        ("key_file", "a\nb", "--key-file must be text that can be printed, not 'a\\nb'"),
         ("port", "9" * 5000, "--port must be an integer from 1 to 65535, not '999999999999...9999999999999'"),
     ],
 )
@@ -171,9 +171,6 @@ def test_other_machines_are_let_in_only_by_an_explicit_flag(name):
 
 
 def test_what_cannot_be_is_one_sentence():
-    assert sentence("--l1-path", "/dev/shm/l1", LMCACHE_L1_HUGETLB="yes") == (
-        "--l1-path and --l1-hugetlb cannot be combined: leave one of them out"
-    )
     # ZeroMQ and the system would take no name at all for all addresses.
     for name, hosts in {"--http-host": ("", "/", "[]", "tcp://"), "--host": ("/", "[]", "tcp:///")}.items():
         for host in hosts:
@@ -197,7 +194,7 @@ def test_the_defaults_and_one_line_with_every_option():
     line = describe(load("--port", "7", "--chunk-size", "544", "--l1-hugetlb"))
     assert line == (
         "configuration: host='a Unix socket' port=7 allow_remote=no key_file=none http_host=127.0.0.1 "
-        "http_port=8080 chunk_size=544 l1_size_gb=4 eviction_policy=LRU l1_hugetlb=yes l1_path=none "
+        "http_port=8080 chunk_size=544 l1_size_gb=4 eviction_policy=LRU l1_hugetlb=yes "
         "checksums=no quota_gb=none gpu_kernel=no lease_s=120 log_level=info log_format=text"
     ) + "".join(f" {name}=none" for name in list(FLAGS)[len(dataclasses.fields(Config)) - 1 :])
     line = describe(load("--host", "0.0.0.0", "--allow-remote", "--l1-size-gb", "2.50"))

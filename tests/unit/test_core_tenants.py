@@ -53,21 +53,6 @@ def test_one_salt_can_have_another_quota_and_without_a_salt_there_is_none() -> N
     assert {each.name for each in cache.tenants} == {A, B}
 
 
-def test_a_smaller_quota_after_a_restart_is_reached_step_by_step() -> None:
-    """A tenant far above its quota does not lose everything in one store, during which others would wait."""
-    before, cache = with_quota(100, quota=50), with_quota(0, quota=4)
-    for name in range(10):
-        store(before, chain(4, name), A)
-    cache.restore(before.snapshot(0.0), 0.0)
-    for name, left in enumerate((39, 38, 37), 20):
-        assert store(cache, chain(1, name), A) is None
-        assert next(iter(cache.tenants)).frames == left
-    for name in range(30, 80):
-        assert store(cache, chain(1, name), A) is None
-    assert next(iter(cache.tenants)).frames == 4
-    assert held(cache, 79, 78, 77, 76, 75) == ["1000"] * 4 + ["0000"]
-
-
 @pytest.mark.parametrize("quota", [15, 20, 1000])
 @pytest.mark.parametrize("step", [1, 4, 10])
 def test_a_prompt_longer_than_its_quota_keeps_its_beginning_however_it_is_stored(quota, step):

@@ -4,7 +4,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,18 +18,15 @@ from lmcache_server.commands.doctor import verdicts
 from lmcache_server.commands.doctor.devices import check_devices, through_server
 from lmcache_server.commands.doctor.gpu import try_gpus
 from lmcache_server.commands.shared_flags import Address
-from lmcache_server.errors import StartError
 from lmcache_server.host import machine, preflight
 from lmcache_server.host.preflight import FAIL, WARN, Check
 from lmcache_server.host.units import GB_BYTES
-from lmcache_server.l1.file import L1File
 from lmcache_server.options import parts
 
 TIMEOUT_S = 10.0
 TRY_TIMEOUT_S = 20.0
 PLUGINS = "vllm.general_plugins"
 _THP = "/sys/kernel/mm/transparent_hugepage/enabled"
-_THP_OF_FILES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 _READER = """
 import sys
 from lmcache_server.transfer.host import CopyError, read
@@ -63,7 +60,7 @@ def examine(
         verdicts.vllm(vllm_version),
         verdicts.plugin(vllm_version, _plugin_failure(), os.environ.get("VLLM_PLUGINS")),
         verdicts.command(find_spec("lmcache") is not None),
-        *_l1_room(effective["l1_path"], effective["l1_hugetlb"], l1_bytes, report, bool(gpus)),
+        *_l1_room(effective, l1_bytes, report),
         verdicts.memlock(limits["Max locked memory"], l1_bytes, len(gpus)),
         verdicts.transparent_huge_pages(_text(_THP), _THP),
         preflight.open_files(limits["Max open files"]),
@@ -98,47 +95,15 @@ def _server(server: Address) -> tuple[dict[str, Any], Check]:
     return report, verdicts.server(report["version"], address(*server))
 
 
-def _l1_room(
-    path: str, hugetlb: bool, l1_bytes: int, report: Mapping[str, Any], has_gpu: bool
-) -> list[Check]:
-    """Checks for enough room for L1: in memory, in reserved huge pages, or in the file `path`."""
-    if path:
-        is_running = report.get("config", {}).get("l1_path") == path
-        return [*_file_room(path, l1_bytes, has_gpu), *(() if is_running else _file_refusal(path, l1_bytes))]
-    if hugetlb:
+def _l1_room(values: Mapping[str, Any], l1_bytes: int, report: Mapping[str, Any]) -> list[Check]:
+    """Checks for enough room for L1 in memory, or in reserved huge pages."""
+    if any(backs(values) for backs in parts("flags", "backs_l1")):
+        return []
+    if values["l1_hugetlb"]:
         # A running server already has its pages.
         return [] if report else [preflight.huge_pages(machine.memory_info(), l1_bytes)]
     taken_bytes = report.get("l1", {}).get("populated_bytes", 0)
     return [preflight.memory(l1_bytes, taken_bytes, *machine.available_bytes())]
-
-
-def _file_room(path: str, l1_bytes: int, has_gpu: bool) -> list[Check]:
-    directory = os.path.dirname(os.path.abspath(path))
-    if not os.path.isdir(directory):
-        return [preflight.no_directory(path)]
-    in_memory = machine.file_system_type(directory) in machine.MEMORY_FILE_SYSTEMS
-    taken_bytes = os.stat(path).st_blocks * 512 if os.path.exists(path) else 0
-    free_bytes, mount = machine.free_bytes(directory), machine.mount_point(path)
-    room = preflight.l1_file(path, mount, in_memory, l1_bytes, taken_bytes, free_bytes)
-    if not in_memory:
-        return [room, preflight.disk_file(path, has_gpu, os.uname().release)]
-    memory = preflight.memory(l1_bytes, taken_bytes, *machine.available_bytes())
-    # More than that cannot be had by a larger /dev/shm.
-    rooms = [memory] if memory.verdict == FAIL else [room, memory]
-    return [*rooms, verdicts.transparent_huge_pages(_text(_THP_OF_FILES), _THP_OF_FILES)]
-
-
-def _file_refusal(path: str, l1_bytes: int) -> Iterator[Check]:
-    """With what words a server of this user would refuse the file, if it would."""
-    directory = os.path.dirname(os.path.abspath(path))
-    try:
-        if os.path.lexists(path):
-            L1File(path, l1_bytes, trial=True).close()
-        elif os.path.isdir(directory) and not os.access(directory, os.W_OK):
-            raise StartError(f"cannot make --l1-path {path}: name a file where this user may write")
-    except StartError as error:
-        finding, _, fix = str(error).rpartition(": ")
-        yield Check("L1 file", FAIL, finding, fix)
 
 
 def _limits(pid: int) -> dict[str, int]:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 
 from fuzz.choices import Target
-from fuzz.l1_files import FilesTarget
 from fuzz.options import OptionsTarget
 from fuzz.pages import PagesTarget
 from fuzz.replies import RepliesTarget
@@ -17,6 +16,12 @@ def _router() -> Iterator[RouterTarget]:
         yield target
 
 
+def _files() -> AbstractContextManager[Target]:
+    from fuzz.l1_files import FilesTarget
+
+    return closing(FilesTarget())
+
+
 def _records() -> AbstractContextManager[Target]:
     from fuzz.records import RecordsTarget
 
@@ -27,7 +32,7 @@ TARGETS: dict[str, Callable[[], AbstractContextManager[Target]]] = {
     "decoder": lambda: closing(DecoderTarget()),
     "router": _router,
     "pages": lambda: closing(PagesTarget()),
-    "files": lambda: closing(FilesTarget()),
+    "files": _files,
     "options": lambda: closing(OptionsTarget()),
     "replies": lambda: closing(RepliesTarget()),
     "records": _records,

@@ -1,7 +1,7 @@
 """L1's file, written by anybody: the next server restores a whole cache, or starts empty, or refuses.
 
 Inputs bend the index or the header and put the digests right again, so that what lies behind them is reached.
-That a wrong digest or length is noticed, service/test_l1_file.py shows.
+That a wrong digest or length is noticed, options/warm_restart/test_l1_file.py shows.
 """
 
 import hashlib
@@ -18,8 +18,8 @@ from lmcache_client.contract.geometry import GroupSpec, Region
 from lmcache_server.core.cache import Cache, Layout, Reservation
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.errors import StartError
-from lmcache_server.l1 import file as l1_file
-from lmcache_server.l1 import restart
+from lmcache_server.options.warm_restart import l1_file, restart
+from lmcache_server.options.warm_restart.snapshot import Known, decode, encode, rebuild, take
 
 FRAMES = 12
 _GROUPS = (GroupSpec("full", 16, 0, "tag", (Region(0, 0, 64, 64),)), GroupSpec("recurrent", 16, 0, "", ()))
@@ -46,8 +46,8 @@ class FilesTarget(Target):
         super().__init__()
         self._directory = tempfile.TemporaryDirectory(prefix="lmcache-fuzz-", dir="/dev/shm")
         self._path = Path(self._directory.name, "l1")
-        known: restart.Known = {layout.namespace: {"model": "m", "groups": []} for layout in LAYOUTS}
-        self._index = restart.encode(_filled().snapshot(1.0), known, 1.0)
+        known: Known = {layout.namespace: {"model": "m", "groups": []} for layout in LAYOUTS}
+        self._index = encode(take(_filled(), 1.0), known, 1.0)
         # The last one changes the bits of a chunk.
         bits = bytes.fromhex("03487611fce7ac0e")
         self.seeds = [b"", *(bytes([how, 1, 2, 3, 1, 2, 0, 5, 7, 1, 9, 200, 4]) for how in range(5)), bits]
@@ -81,7 +81,7 @@ class FilesTarget(Target):
         self.outcomes["refused"] += 1
 
     def _restore(self, file: l1_file.L1File) -> None:
-        cache, known = Cache(FRAME_BYTES), restart.Known()
+        cache, known = Cache(FRAME_BYTES), Known()
         restart.restore(file, cache, known)
         cache.check_integrity()
         assert cache.total_frames <= FRAMES
@@ -96,10 +96,10 @@ class FilesTarget(Target):
                 cache.lookup(layout, [key], 0, 16, 1, 50.0)
                 cache.check_integrity()
         cache.drop_owner(1)
-        index = restart.encode(cache.snapshot(60.0), known, 1.0)
-        snapshot, _ = restart.decode(index, FRAMES, 60.0)
+        index = encode(take(cache, 60.0), known, 1.0)
+        snapshot, _ = decode(index, FRAMES, 60.0)
         again = Cache(FRAME_BYTES)
-        again.restore(snapshot, 0.0)
+        rebuild(snapshot, again, 0.0)
         again.check_integrity()
         assert again.num_chunks == cache.num_chunks
         assert {*again.named_pins.names} == {*cache.named_pins.names}

@@ -11,34 +11,19 @@ from pathlib import Path
 
 import msgpack  # type: ignore[import-untyped]
 import msgspec
-import numpy as np
 import pytest
-from harness.rawclient import RawEngine, chain, group
+from harness.rawclient import chain
 from harness.server import STOP_TIMEOUT_S, LMCacheServer, refusal
-from harness.waiting import wait_until
-from numpy.typing import NDArray
+from harness.warm import CHUNKS, Prompt, new_engine, path, reconnect, restart_warm
 
 from lmcache_client.channel import ChannelError
 from lmcache_server.core.packed import PackedObjects
 from lmcache_server.core.pool import FRAME_BYTES
-from lmcache_server.core.snapshot import Snapshot
-from lmcache_server.l1 import restart
-from lmcache_server.l1.file import L1File
+from lmcache_server.options.warm_restart.l1_file import L1File
+from lmcache_server.options.warm_restart.snapshot import Snapshot, decode, encode
 
+__all__ = ["path"]
 GB_BYTES = 1 << 30
-GROUPS = (group(), group("sliding_window", 16, 40, layers=1))
-CHUNKS = 4
-CHUNK_FRAMES = 3
-"""Of both groups together."""
-NUM_BLOCKS = 1 + 3 * 2 * CHUNKS * 16
-
-
-@pytest.fixture
-def path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    on_disk = getattr(request, "param", "memory") == "disk"
-    file = (tmp_path if on_disk else Path("/dev/shm")) / f"lmcache-test-{os.getpid()}.l1"
-    yield file
-    file.unlink(missing_ok=True)
 
 
 @pytest.fixture
@@ -47,72 +32,14 @@ def running(path: Path) -> Iterator[LMCacheServer]:
         yield server
 
 
-def new_engine(server: LMCacheServer) -> RawEngine:
-    return RawEngine(server.address, GROUPS, NUM_BLOCKS).start()
-
-
-def reconnect(engine: RawEngine, server: LMCacheServer) -> None:
-    boot_id, channels = server.status()["boot_id"], (engine.worker, engine.scheduler)
-    wait_until(
-        lambda: all(each.ready and each.boot_id and each.boot_id.hex() == boot_id for each in channels),
-        what="the engine has registered with this server",
-    )
-
-
-class Prompt:
-    """One of three prompts of an engine, and the pages that were computed for it."""
-
-    def __init__(self, engine: RawEngine, number: int = 0) -> None:
-        self.engine = engine
-        size = engine.chunk_size
-        self.keys = chain([number] * (CHUNKS * size), size)
-        blocks = CHUNKS * size // 16
-        starts = (1 + 2 * number * blocks, 1 + (2 * number + 1) * blocks)
-        self.tables = [list(range(start, start + blocks)) for start in starts]
-        self.pages: list[list[NDArray[np.uint8]]] = []
-
-    def fill(self) -> None:
-        self.pages = [
-            [self.engine.fill(of, block, 1000 * of + block) for block in table]
-            for of, table in enumerate(self.tables)
-        ]
-
-    def store(self) -> None:
-        self.fill()
-        assert self.engine.store_prompt(self.keys, self.tables).dropped == 0
-
-    def held_chunks(self) -> int:
-        """As a lookup that uses nothing."""
-        held = self.engine.lookup(self.keys, limit=0).held
-        return min(int.from_bytes(bitmap, "little").bit_count() for bitmap in held)
-
-    def load(self, chunks: int = CHUNKS) -> None:
-        """So much of it, byte by byte."""
-        self.engine.memory[:] = 0
-        found = self.engine.lookup(self.keys)
-        assert found.resume_tokens == chunks * self.engine.chunk_size
-        self.engine.load(found, self.keys, self.tables)
-        self.engine.end(found)
-        for of, each in enumerate(self.engine.groups):
-            for position in each.needed_blocks(found.resume_tokens):
-                page = self.engine.pages(of, self.tables[of][position])
-                assert (page == self.pages[of][position]).all()
-
-
-def restart_warm(server: LMCacheServer, engine: RawEngine) -> None:
-    assert server.terminate() == 0
-    server.start()
-    reconnect(engine, server)
-
-
 @contextlib.contextmanager
 def changed_index(path: Path) -> Iterator[Snapshot]:
     """What a server left in its file, to be changed."""
     file = L1File(str(path), int(0.05 * GB_BYTES))
     assert file.index is not None
-    snapshot, known = restart.decode(file.index, file.num_frames, time.time())
+    snapshot, known = decode(file.index, file.num_frames, time.time())
     yield snapshot
-    file.finish(restart.encode(snapshot, known, time.time()))
+    file.finish(encode(snapshot, known, time.time()))
     file.close()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from harness import disks
+from harness.options import load
 from harness.processes import as_user, root
 from harness.waiting import PATIENCE_S, wait_until
 from hypothesis import given, settings
@@ -16,10 +17,10 @@ from hypothesis import strategies as st
 
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.errors import StartError
-from lmcache_server.l1 import file as l1_file
 from lmcache_server.l1 import populate
-from lmcache_server.l1.file import HEADER_BYTES, MAGIC, L1File
 from lmcache_server.l1.memory import L1Memory
+from lmcache_server.options.warm_restart import l1_file
+from lmcache_server.options.warm_restart.l1_file import HEADER_BYTES, MAGIC, L1File
 
 FRAMES = 3
 SIZE_BYTES = FRAMES * FRAME_BYTES
@@ -62,6 +63,13 @@ def mounted(tmp_path, stack):
     """Call it with options of mount to get a directory with a file system of its own."""
     names = map("mount{}".format, itertools.count())
     return lambda *options: stack.enter_context(disks.mounted(tmp_path / next(names), *options))
+
+
+def test_a_file_has_no_reserved_huge_pages():
+    sentence = "--l1-path and --l1-hugetlb cannot be combined: leave one of them out"
+    with pytest.raises(StartError, match=f"^{sentence}$"):
+        load("--l1-path", "/dev/shm/l1", environment={"LMCACHE_L1_HUGETLB": "yes"})
+    assert load("--l1-path", "/dev/shm/l1").of_options == {"l1_path": "/dev/shm/l1"}
 
 
 def test_frames_and_index_come_back_and_the_index_once_only(tmp_path):
@@ -355,9 +363,10 @@ def test_a_memory_file_system_takes_memory_that_must_be_there(mounted, monkeypat
 
 @contextlib.contextmanager
 def filling(file, usable_frames=0):
-    memory = L1Memory(file.num_frames * FRAME_BYTES, file=file)
+    file.restored_frames = usable_frames
+    memory = L1Memory(file.num_frames * FRAME_BYTES, backing=file)
     grown = []
-    memory.fill(usable_frames, grown.append)
+    memory.fill(grown.append)
     try:
         yield memory, grown
     finally:
@@ -431,7 +440,7 @@ def test_closing_does_not_wait_for_all_of_a_large_memory(tmp_path, monkeypatch, 
     monkeypatch.setattr(populate, "_populate_piece", lambda *_: slow() or 0)
     monkeypatch.setattr(L1File, "allocate", slow)
     with opened(tmp_path / "l1", 1000 * FRAME_BYTES) as file:
-        memory = L1Memory(1000 * FRAME_BYTES, file=file if has_file else None)
+        memory = L1Memory(1000 * FRAME_BYTES, backing=file if has_file else None)
         memory.fill()
         wait_until(lambda: begun)
         memory.close()

@@ -2,26 +2,16 @@
 If anything about the file is doubtful, the cache starts empty."""
 
 import gc
-import json
 import logging
 import time
-from typing import Any
 
-import msgspec
-
-from lmcache_client.contract import codec
-from lmcache_client.contract.codec import Natural
 from lmcache_server.core.cache import Cache
-from lmcache_server.core.snapshot import PinRow, Row, Seconds, Snapshot, SnapshotError
 from lmcache_server.errors import StartError
 from lmcache_server.host.units import size
-from lmcache_server.l1.file import L1File
+from lmcache_server.options.warm_restart.l1_file import L1File
+from lmcache_server.options.warm_restart.snapshot import Known, SnapshotError, decode, encode, rebuild, take
 
 logger = logging.getLogger(__name__)
-
-Known = dict[bytes, dict[str, Any]]
-_Content = tuple[Seconds, Natural, list[bytes], list[str], list[Row], list[PinRow]]
-"""Unix time, frames, namespaces, the summary of each namespace as JSON, rows, pins."""
 
 
 def restore(file: L1File, cache: Cache, known: Known) -> None:
@@ -41,7 +31,8 @@ def restore(file: L1File, cache: Cache, known: Known) -> None:
         try:
             snapshot, namespaces = decode(index, file.num_frames, time.time())
             file.ensure(snapshot.total_frames)
-            cache.restore(snapshot, time.monotonic())
+            rebuild(snapshot, cache, time.monotonic())
+            file.restored_frames = cache.total_frames
             known.update(namespaces)
         except SnapshotError as error:
             reason = f"its index is inconsistent ({error})"
@@ -62,7 +53,7 @@ def save(file: L1File, cache: Cache, known: Known) -> None:
     """Saves the index of the cache in `file`. No copy may be running, and none may start afterwards."""
     started_s = time.perf_counter()
     try:
-        file.finish(encode(cache.snapshot(time.monotonic()), known, time.time()))
+        file.finish(encode(take(cache, time.monotonic()), known, time.time()))
     except OSError as error:
         logger.error(
             "the cache is not saved, so the next start will be empty: cannot write to %(path)s: %(reason)s",
@@ -81,28 +72,3 @@ def _log(text: str, file: L1File, cache: Cache, started_s: float) -> None:
         "path": file.path,
     }
     logger.info(text, fields)
-
-
-def encode(snapshot: Snapshot, known: Known, unix_s: float) -> bytes:
-    """Encodes a snapshot that is taken at this time, and the summaries of its namespaces."""
-    summaries = [json.dumps(known.get(namespace)) for namespace in snapshot.namespaces]
-    parts = [snapshot.total_frames, snapshot.namespaces, summaries, snapshot.rows, snapshot.pins]
-    return codec.pack([unix_s, *parts])
-
-
-def decode(index: bytes, max_frames: int, unix_s: float) -> tuple[Snapshot, Known]:
-    """Reverses `encode` at a later time. Raises SnapshotError."""
-    known: Known = {}
-    try:
-        taken_s, total_frames, namespaces, summaries, rows, pins = msgspec.msgpack.decode(
-            index, type=_Content
-        )
-        for namespace, summary in zip(namespaces, map(json.loads, summaries), strict=True):
-            if isinstance(summary, dict):
-                known[namespace] = summary
-    except (TypeError, ValueError, msgspec.DecodeError, RecursionError) as error:
-        raise SnapshotError(str(error)) from error
-    if total_frames > max_frames:
-        raise SnapshotError(f"{total_frames} frames in a file of {max_frames}")
-    # Chunks grow older while no server runs. If the clock was set back, nobody knows by how much.
-    return Snapshot(total_frames, namespaces, rows, pins, max(unix_s - taken_s, 0.0)), known

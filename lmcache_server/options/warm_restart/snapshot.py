@@ -1,20 +1,23 @@
-"""Turns the contents of a cache into plain values that outlive its process, and back.
+"""Turns the contents of a cache into plain values, these into bytes that outlive its process, and back.
 
 A snapshot has the ready chunks that are not in use, and those that users have pinned. One that is restored
 may come from anywhere, so it is trusted only when every part of it agrees with the rest.
 """
 
+import json
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from lmcache_client.contract import codec
 from lmcache_client.contract.codec import Natural, Wire
 from lmcache_client.contract.keys import TenantId
 from lmcache_client.contract.messages import PinName
+from lmcache_server.core.cache import Cache, Contents
 from lmcache_server.core.index import Chunk, Index
 from lmcache_server.core.lru import EvictionOrder
 from lmcache_server.core.named_pins import NamedPins, PinError
@@ -62,20 +65,17 @@ class Snapshot:
     age_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Contents:
-    """The parts of a cache. `stored_bytes` is the payload of all objects."""
-
-    pool: FramePool
-    index: Index
-    order: EvictionOrder
-    named: NamedPins
-    stored_bytes: int
+Known = dict[bytes, dict[str, Any]]
+"""Summaries of namespaces, for reports."""
+_Content = tuple[Seconds, Natural, list[bytes], list[str], list[Row], list[PinRow]]
+"""Unix time, frames, namespaces, the summary of each namespace as JSON, rows, pins."""
 
 
-def take(total_frames: int, order: Iterable[Chunk], named: NamedPins, now_s: float) -> Snapshot:
-    """Takes a snapshot of the chunks in `order` and `named` from a cache of `total_frames` frames."""
-    chunks = [*order, *named]
+def take(cache: Cache, now_s: float) -> Snapshot:
+    """Returns, for `rebuild`, the ready chunks that nothing refers to, and those that have a name."""
+    contents = cache.contents()
+    named, total_frames = contents.named, cache.total_frames
+    chunks = [*contents.order, *named]
     numbers: dict[bytes, int] = {}
     rows = [
         Row(
@@ -94,10 +94,11 @@ def take(total_frames: int, order: Iterable[Chunk], named: NamedPins, now_s: flo
     return Snapshot(total_frames, list(numbers), rows, pins)
 
 
-def rebuild(snapshot: Snapshot, tenants: Tenants, frame_bytes: int, now_s: float) -> Contents:
-    """Builds the parts of a cache from `snapshot`, and counts their frames in `tenants`, which was empty.
-    Raises SnapshotError on any doubt."""
+def rebuild(snapshot: Snapshot, cache: Cache, now_s: float) -> None:
+    """Fills an empty cache from `snapshot`. Raises SnapshotError, and leaves it empty, unless every part of
+    the snapshot agrees with the rest."""
     index, order, named, taken, stored_bytes = Index(), EvictionOrder(), NamedPins(), list[Runs](), 0
+    tenants, frame_bytes = Tenants(cache.tenants.quotas, cache.frame_bytes), cache.frame_bytes
     chunks: list[Chunk] = []
     try:
         for row in snapshot.rows:
@@ -126,7 +127,7 @@ def rebuild(snapshot: Snapshot, tenants: Tenants, frame_bytes: int, now_s: float
         pool = FramePool.around(snapshot.total_frames, taken)
     except (IndexError, PinError, TypeError, ValueError, msgspec.DecodeError) as error:
         raise SnapshotError(str(error)) from error
-    return Contents(pool, index, order, named, stored_bytes)
+    cache.adopt(Contents(pool, index, order, named, tenants, stored_bytes), now_s)
 
 
 def _chunk(namespaces: Sequence[bytes], tenants: Tenants, row: Row, now_s: float) -> Chunk:
@@ -145,3 +146,28 @@ def _objects(chunk: Chunk) -> list[StoredObject]:
     if not chunk.ready or chunk.ready.bit_count() != len(objects):
         raise SnapshotError("the bits of a chunk do not match its objects")
     return objects
+
+
+def encode(snapshot: Snapshot, known: Known, unix_s: float) -> bytes:
+    """Encodes a snapshot that is taken at this time, and the summaries of its namespaces."""
+    summaries = [json.dumps(known.get(namespace)) for namespace in snapshot.namespaces]
+    parts = [snapshot.total_frames, snapshot.namespaces, summaries, snapshot.rows, snapshot.pins]
+    return codec.pack([unix_s, *parts])
+
+
+def decode(index: bytes, max_frames: int, unix_s: float) -> tuple[Snapshot, Known]:
+    """Reverses `encode` at a later time. Raises SnapshotError."""
+    known: Known = {}
+    try:
+        taken_s, total_frames, namespaces, summaries, rows, pins = msgspec.msgpack.decode(
+            index, type=_Content
+        )
+        for namespace, summary in zip(namespaces, map(json.loads, summaries), strict=True):
+            if isinstance(summary, dict):
+                known[namespace] = summary
+    except (TypeError, ValueError, msgspec.DecodeError, RecursionError) as error:
+        raise SnapshotError(str(error)) from error
+    if total_frames > max_frames:
+        raise SnapshotError(f"{total_frames} frames in a file of {max_frames}")
+    # Chunks grow older while no server runs. If the clock was set back, nobody knows by how much.
+    return Snapshot(total_frames, namespaces, rows, pins, max(unix_s - taken_s, 0.0)), known

@@ -6,11 +6,13 @@ import pytest
 
 from lmcache_client.contract import codec
 from lmcache_client.contract.geometry import GroupSpec, Region
+from lmcache_client.contract.keys import ROOT_KEY, tenant_id
 from lmcache_server.core.cache import Cache, Layout, Reservation
 from lmcache_server.core.index import Chunk
+from lmcache_server.core.limits import Limits
 from lmcache_server.core.packed import StoredObject
-from lmcache_server.core.snapshot import SnapshotError
-from lmcache_server.l1 import restart
+from lmcache_server.host.units import GB_BYTES
+from lmcache_server.options.warm_restart.snapshot import SnapshotError, decode, encode, rebuild, take
 
 FRAME_BYTES = 100
 TOTAL_FRAMES = 60
@@ -34,7 +36,7 @@ def filled(now_s=50.0):
 
 def restored(index, now_s=7.0, unix_s=0.0, cache=None):
     cache = cache or Cache(FRAME_BYTES)
-    cache.restore(restart.decode(index, TOTAL_FRAMES, unix_s)[0], now_s)
+    rebuild(decode(index, TOTAL_FRAMES, unix_s)[0], cache, now_s)
     cache.check_integrity()
     return cache
 
@@ -52,15 +54,15 @@ def content(cache, now_s):
 
 def test_everything_comes_back_ages_included():
     cache = filled()
-    index = restart.encode(cache.snapshot(50.0), KNOWN, 0.0)
+    index = encode(take(cache, 50.0), KNOWN, 0.0)
     again = restored(index)
     assert content(again, 7.0) == content(cache, 50.0)
     assert len(content(again, 7.0)) == 9
     assert sizes(again) == sizes(cache)
-    assert restart.decode(index, TOTAL_FRAMES, 0.0)[1] == KNOWN
-    assert restart.encode(again.snapshot(7.0), KNOWN, 0.0) == index
+    assert decode(index, TOTAL_FRAMES, 0.0)[1] == KNOWN
+    assert encode(take(again, 7.0), KNOWN, 0.0) == index
     empty = Cache(FRAME_BYTES, 3)
-    assert sizes(restored(restart.encode(empty.snapshot(0.0), {}, 0.0))) == sizes(empty)
+    assert sizes(restored(encode(take(empty, 0.0), {}, 0.0))) == sizes(empty)
 
 
 def test_what_is_in_use_is_not_taken():
@@ -70,7 +72,7 @@ def test_what_is_in_use_is_not_taken():
     assert hit.lease_id
     writing = cache.reserve(layout, b"w" * 32, 0, 0, 1, 10)
     assert isinstance(writing, Reservation)
-    again = restored(restart.encode(cache.snapshot(50.0), {}, 0.0))
+    again = restored(encode(take(cache, 50.0), {}, 0.0))
     assert again.num_chunks == 8
     assert not again._index.chunks(layout.namespace).keys() & {bytes(32), b"w" * 32}
 
@@ -163,3 +165,40 @@ def test_what_does_not_fit_together_restores_nothing(index):
         restored(index, cache=cache)
     cache.check_integrity()
     assert (cache.num_chunks, cache.total_frames, len(cache.named_pins)) == (0, 0, 0)
+
+
+PLAIN = Layout(b"plain", 16, (GroupSpec("full", 16, 0, "", ()),), ((0,),))
+TENANT = tenant_id("a")
+
+
+def of_quota(total_frames, frames):
+    return Cache(FRAME_BYTES, total_frames, quotas_gb=Limits(FRAME_BYTES * frames / GB_BYTES, {}))
+
+
+def store_chain(cache, name, length):
+    keys = [bytes([name, index]) * 16 for index in range(length)]
+    for key, parent in zip(keys, [ROOT_KEY, *keys], strict=False):
+        room = cache.reserve(PLAIN, key, 0, 0, 1, FRAME_BYTES, parent, tenant=TENANT)
+        assert isinstance(room, Reservation)
+        cache.commit(room)
+    cache.check_integrity()
+
+
+def held_chunks(cache, name):
+    keys = [bytes([name, index]) * 16 for index in range(4)]
+    return sum(map(bool, cache.ready(PLAIN, keys)))
+
+
+def test_a_smaller_quota_after_a_restart_is_reached_step_by_step():
+    """A tenant far above its quota does not lose everything in one store, during which others would wait."""
+    before, cache = of_quota(100, 50), of_quota(0, 4)
+    for name in range(10):
+        store_chain(before, name, 4)
+    rebuild(take(before, 0.0), cache, 0.0)
+    for name, left in enumerate((39, 38, 37), 20):
+        store_chain(cache, name, 1)
+        assert next(iter(cache.tenants)).frames == left
+    for name in range(30, 80):
+        store_chain(cache, name, 1)
+    assert next(iter(cache.tenants)).frames == 4
+    assert [held_chunks(cache, name) for name in (79, 78, 77, 76, 75)] == [1, 1, 1, 1, 0]

@@ -1,4 +1,4 @@
-"""The file behind L1, which makes restarts warm: a header, the frames and, after a clean stop, the index.
+"""The file in which L1 lies: a header, the frames and, after a clean stop, the index.
 
 From before the first change of a frame until after the last, the header says that the file is in use. So if
 anything ends the server early, the next one starts empty.
@@ -13,6 +13,7 @@ import mmap
 import os
 import stat
 import struct
+from collections.abc import Callable
 
 from lmcache_client.contract.endpoint import user_name, whose
 from lmcache_client.contract.keys import SCHEMA
@@ -28,6 +29,8 @@ from lmcache_server.host.machine import (
     mount_point,
 )
 from lmcache_server.host.units import GB_BYTES
+from lmcache_server.l1.area import Area
+from lmcache_server.transfer.base import CopyError
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +60,8 @@ class L1File:
         self.num_frames = size_bytes // FRAME_BYTES
         self._end = HEADER_BYTES + self.num_frames * FRAME_BYTES
         self._was_cut = self._is_lost = False
+        self.restored_frames = 0
+        """The first frames, as many as the earlier server had."""
         self.descriptor = _open(path, 0 if trial else os.O_CREAT)
         try:
             self._check_owner()
@@ -93,12 +98,22 @@ class L1File:
         os.ftruncate(self.descriptor, self._end)
 
     def map(self) -> mmap.mmap:
-        """Maps the frames. Only frames that have space may be touched: see `allocate`."""
+        """Maps the frames. Only frames that have space may be touched: see `allocate`. Raises StartError."""
         size_bytes = self._end - HEADER_BYTES
-        # Larger than before; what is saved stays valid until `begin`.
-        if os.fstat(self.descriptor).st_size < self._end:
-            os.ftruncate(self.descriptor, self._end)
-        return mmap.mmap(self.descriptor, size_bytes, flags=mmap.MAP_SHARED, offset=HEADER_BYTES)
+        try:
+            # Larger than before; what is saved stays valid until `begin`.
+            if os.fstat(self.descriptor).st_size < self._end:
+                os.ftruncate(self.descriptor, self._end)
+            return mmap.mmap(self.descriptor, size_bytes, flags=mmap.MAP_SHARED, offset=HEADER_BYTES)
+        except OSError as error:
+            raise StartError(f"the system refuses to map --l1-path {self.path}: {error.strerror}") from error
+
+    def area(self, address: int, num_bytes: int) -> Area:
+        return Area(self.descriptor, HEADER_BYTES, address, num_bytes)
+
+    def check(self) -> None:
+        if self.is_cut():
+            raise CopyError(f"--l1-path {self.path} was cut short by another program: restart the server")
 
     def is_cut(self) -> bool:
         """Whether the file has ever been seen shorter than its frames: what was cut off is zeros if the file
@@ -120,6 +135,29 @@ class L1File:
             return not os.path.samestat(os.lstat(self.path), os.fstat(self.descriptor))
         except OSError as error:  # others: its directory is closed to this user now
             return isinstance(error, FileNotFoundError)
+
+    def take(self, start: int, end: int, grow: Callable[[int], object]) -> bool:
+        """Without space, a write to the mapping could kill the process. Frames from an earlier server have
+        theirs."""
+        start = max(start, self.restored_frames * FRAME_BYTES)
+        if start >= end:
+            return True
+        try:
+            self.allocate(start, end - start)
+        except OSError as error:
+            logger.error(
+                "L1 has %(size_gb).2f of %(wanted_gb).2f GB and gets no more: no space for %(path)s "
+                "(%(reason)s); free some and start again, or ask for less with --l1-size-gb",
+                {
+                    "size_gb": start / GB_BYTES,
+                    "wanted_gb": self.num_frames * FRAME_BYTES / GB_BYTES,
+                    "path": self.path,
+                    "reason": error.strerror,
+                },
+            )
+            return False
+        grow((end - start) // FRAME_BYTES)
+        return True
 
     def allocate(self, offset: int, num_bytes: int) -> None:
         """Reserves space for these bytes of the frames, and keeps their content. Raises OSError."""
