@@ -21,8 +21,8 @@ from gpu_engine import GpuEngine, Layout, allocate, fused, loaded
 from harness.rawclient import chain
 from harness.server import LMCacheServer
 
-from lmcache_client.channel import Channel, ChannelError
 from lmcache_client.contract.messages import Message
+from lmcache_client.server_channel import Channel, ChannelError
 from lmcache_kernels.driver import Driver
 from lmcache_kernels.page_copy import BLOCKS, MAX_PIECES, KernelError, PageCopy, compiled
 

@@ -16,10 +16,10 @@ from harness.rawclient import RawEngine
 from section import Section, micros, percentile
 from systems import lmcache_server, our_server, server_command
 
-from lmcache_client.channel import Channel
 from lmcache_client.contract import messages
 from lmcache_client.contract.messages import Found, Lookup
 from lmcache_client.engine import Scheduler
+from lmcache_client.server_channel import Channel
 
 ENGINE_ID = "engine"
 CHUNKS = (1, 64, 512)

@@ -27,10 +27,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 from harness.rawclient import RawEngine, group  # noqa: E402
 from harness.server import LMCacheServer  # noqa: E402
 
-from lmcache_client.channel import Channel, ChannelError  # noqa: E402
 from lmcache_client.contract import messages  # noqa: E402
 from lmcache_client.contract.codec import packed  # noqa: E402
 from lmcache_client.contract.keys import ROOT_KEY  # noqa: E402
+from lmcache_client.server_channel import Channel, ChannelError  # noqa: E402
 
 TRACE = ROOT / "benchmarks/data/mooncake_synthetic.jsonl.gz"
 CHUNK = 512

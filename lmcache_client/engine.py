@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from lmcache_client.channel import Channel, ChannelError, Pending
 from lmcache_client.contract import messages
 from lmcache_client.contract.codec import packed
 from lmcache_client.contract.control import Follow
@@ -18,6 +17,7 @@ from lmcache_client.contract.keys import ROOT_KEY, ModelTag
 from lmcache_client.contract.messages import Found, Load, Message, Store, StoreObject
 from lmcache_client.memory.cuda import CudaExport
 from lmcache_client.memory.host import HostExport
+from lmcache_client.server_channel import Channel, ChannelError, Pending
 
 REGISTER_S = 10.0
 GPU_REGISTER_S = 60.0

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from lmcache_client.channel import Channel, Pending
 from lmcache_client.contract.control import Followed
 from lmcache_client.contract.messages import Cleared, Found, Joined, Lookup, Message
 from lmcache_client.engine import Scheduler
+from lmcache_client.server_channel import Channel, Pending
 from lmcache_client.transport import System
 
 MAX_ROUNDS = 8

@@ -18,7 +18,7 @@ from harness.rawclient import RawEngine, chain, group  # noqa: E402
 from harness.server import LMCacheServer  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from lmcache_client.channel import ChannelError  # noqa: E402
+from lmcache_client.server_channel import ChannelError  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 SECONDS = 265

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
-from lmcache_client.channel import Pending
 from lmcache_client.contract.admission import Prompt
 from lmcache_client.contract.geometry import GroupSpec
 from lmcache_client.contract.hits import group_ends
 from lmcache_client.contract.keys import MAX_CHUNKS, ROOT_KEY, chunk_keys, tenant_id
 from lmcache_client.contract.messages import MAX_NAME, Found
+from lmcache_client.server_channel import Pending
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

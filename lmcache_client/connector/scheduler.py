@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmcache_client import options
-from lmcache_client.channel import Channel, Pending
 from lmcache_client.connector import stats
 from lmcache_client.connector.cache_reset import Root, start_anew
 from lmcache_client.connector.held_blocks import HeldBlocks
@@ -28,6 +27,7 @@ from lmcache_client.contract.codec import unpacked
 from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS, GroupSpec
 from lmcache_client.contract.messages import Cleared, Joined
 from lmcache_client.engine import JOIN_S, load_message
+from lmcache_client.server_channel import Channel, Pending
 from lmcache_client.servers import Servers
 from lmcache_client.transport import SYSTEM, System
 

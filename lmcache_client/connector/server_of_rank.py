@@ -4,12 +4,12 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from lmcache_client.channel import Channel
-from lmcache_client.connector.absence import Absence
+from lmcache_client.connector.absence_reminder import Absence
 from lmcache_client.connector.log import log_state
 from lmcache_client.connector.settings import Settings
 from lmcache_client.contract.endpoint import address
 from lmcache_client.engine import Scheduler
+from lmcache_client.server_channel import Channel
 from lmcache_client.transport import System
 
 KEY = "lmcache.mp.servers in kv_connector_extra_config"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from lmcache_client.channel import Channel
+    from lmcache_client.server_channel import Channel
 
 TELL_TIMEOUT_S = 2.0
 
@@ -91,9 +91,9 @@ def log_uncached(reason: str) -> None:
 
 def tell_server(vllm_config: "VllmConfig", reason: str) -> "Channel":
     """Starts a channel that reports to every server it meets why this engine does not use the cache."""
-    from lmcache_client.channel import Channel
     from lmcache_client.connector.settings import parse
     from lmcache_client.contract.messages import MAX_NAME, MAX_REASON, NotCached
+    from lmcache_client.server_channel import Channel
 
     settings, _ = parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
     message = NotCached(

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from lmcache_client.channel import Channel, ChannelError, Pending, RefusedError, unsent
 from lmcache_client.connector import stats
 from lmcache_client.connector.log import log_state, logger
 from lmcache_client.connector.metadata import LoadJob, StoreJob
@@ -24,6 +23,7 @@ from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import Details, ModelTag
 from lmcache_client.contract.messages import Done, Stored
 from lmcache_client.engine import Export, Worker
+from lmcache_client.server_channel import Channel, ChannelError, Pending, RefusedError, unsent
 from lmcache_client.transport import SYSTEM, System
 
 CONNECT_S = 1.0

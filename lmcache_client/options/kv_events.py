@@ -19,7 +19,6 @@ from vllm.v1.core.kv_cache_utils import (
     to_event_extra_keys,
 )
 
-from lmcache_client.channel import Pending
 from lmcache_client.connector import translate
 from lmcache_client.connector.option import Engine, Option
 from lmcache_client.connector.request import Asking, Tracked, fits
@@ -27,6 +26,7 @@ from lmcache_client.contract.control import Followed
 from lmcache_client.contract.geometry import FULL, SLIDING_WINDOW
 from lmcache_client.contract.keys import MAX_CHUNKS
 from lmcache_client.contract.messages import Found, StoreObject
+from lmcache_client.server_channel import Pending
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

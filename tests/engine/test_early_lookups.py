@@ -16,7 +16,6 @@ from vllm import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
-from lmcache_client.channel import RefusedError
 from lmcache_client.connector.early_lookups import EARLY_LOOKUPS, FRESH_S
 from lmcache_client.connector.lookups import FRESH_LOOKUP_S, LOOKUP_WAIT_S
 from lmcache_client.connector.request import Asking
@@ -26,6 +25,7 @@ from lmcache_client.contract.geometry import FULL, GroupSpec
 from lmcache_client.contract.messages import BAD_REQUEST, MAX_EARLY_CHUNKS, Lookup
 from lmcache_client.engine import chunk_object
 from lmcache_client.options.handover import Handover
+from lmcache_client.server_channel import RefusedError
 
 CHUNK = 16
 CHUNKS = 4

@@ -24,8 +24,7 @@ from vllm import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
-from lmcache_client import channel
-from lmcache_client.channel import Channel
+from lmcache_client import server_channel
 from lmcache_client.connector import worker as worker_side
 from lmcache_client.connector.held_blocks import HeldBlocks
 from lmcache_client.connector.metadata import StoreJob, WorkerReport
@@ -50,6 +49,7 @@ from lmcache_client.contract.messages import (
 )
 from lmcache_client.memory.cuda import CudaExport, _Fence, _Shared
 from lmcache_client.memory.host import HostExport
+from lmcache_client.server_channel import Channel
 from lmcache_kernels.driver import CudaError
 
 BLOCKS = 2048
@@ -63,7 +63,7 @@ Value = TypeVar("Value")
 def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     of_the_channel = {"KEEPER_INTERVAL": 0.01, "GREET_TIMEOUT": 0.2, "PING_AFTER": 0.02, "PING_TIMEOUT": 0.1}
     for name, value in {**of_the_channel, "RETRY_REFUSED": 0.05, "OVERDUE": 0.1}.items():
-        monkeypatch.setattr(channel, f"{name}_S", value)
+        monkeypatch.setattr(server_channel, f"{name}_S", value)
     monkeypatch.setattr(worker_side, "STORE_TIMEOUT_S", 0.1)
     for name, value in {"REGISTER": 0.2, "JOIN": 0.2, "RELEASE": 0.1}.items():
         monkeypatch.setattr(f"lmcache_client.engine.{name}_S", value)

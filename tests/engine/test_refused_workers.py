@@ -10,7 +10,7 @@ from harness.server import LMCacheServer
 from harness.waiting import PATIENCE_S, wait_until
 from msgspec import structs
 
-from lmcache_client import channel
+from lmcache_client import server_channel
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.worker import WorkerSide
 from lmcache_client.contract import messages
@@ -34,7 +34,7 @@ def test_an_engine_whose_gpu_the_server_cannot_use_starts_uncached_and_is_served
 ) -> None:
     """A GPU that failed, a server without one, process namespaces that differ: an engine that restarts must
     not wait for the server's operator."""
-    monkeypatch.setattr(channel, "RETRY_REFUSED_S", 0.1)
+    monkeypatch.setattr(server_channel, "RETRY_REFUSED_S", 0.1)
     monkeypatch.setattr("lmcache_client.connector.worker.CONNECT_S", PATIENCE_S)
     monkeypatch.setattr("vllm.logger.logger.propagate", True)
     monkeypatch.setenv("LMCACHE_RUNTIME_DIR", server.runtime_dir)

@@ -14,8 +14,7 @@ from harness.served import served
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
 
-from lmcache_client.channel import unsent
-from lmcache_client.connector import absence
+from lmcache_client.connector import absence_reminder
 from lmcache_client.connector.log import logger
 from lmcache_client.connector.request import Asking, Tracked
 from lmcache_client.connector.scheduler import SchedulerSide
@@ -31,6 +30,7 @@ from lmcache_client.connector.stats import (
     TransferStats,
 )
 from lmcache_client.contract.geometry import FULL, GroupSpec
+from lmcache_client.server_channel import unsent
 from lmcache_client.transport import System
 
 CACHED = prompt(700, 1)
@@ -156,7 +156,7 @@ def test_an_engine_without_a_server_says_so_every_ten_minutes(
         scheduler.channel.close()
         logger.removeHandler(caplog.handler)
     minutes = [int(each.split()[2]) for each in reminders()]
-    assert all(said >= number * absence.REMIND_S / 60 for number, said in enumerate(minutes, 1))
+    assert all(said >= number * absence_reminder.REMIND_S / 60 for number, said in enumerate(minutes, 1))
     assert f"tcp://127.0.0.1:{port}" in reminders()[0]
     assert "lmcache.mp.port" in reminders()[0]
     assert {each.levelno for each in caplog.records if "has not served" in each.message} == {logging.WARNING}

@@ -12,9 +12,9 @@ from harness.waiting import wait_until
 from msgspec import structs
 from test_round_trips import CHUNK_SIZE, restored, stored_prompt, tables
 
-from lmcache_client.channel import RefusedError
 from lmcache_client.contract.messages import Memory
 from lmcache_client.memory.cuda import CudaExport, ExportError
+from lmcache_client.server_channel import RefusedError
 from lmcache_kernels.driver import CudaError
 from lmcache_server.transfer.base import HandleError, NoAccessError
 from lmcache_server.transfer.cuda import CudaMapping

@@ -21,9 +21,9 @@ from msgspec import structs
 from test_round_trips import CHUNK_SIZE, restored, stored_prompt, tables
 from virtual_memory import VirtualMemory
 
-from lmcache_client.channel import RefusedError
 from lmcache_client.contract.messages import Memory
 from lmcache_client.memory.cuda import CudaExport, ExportError
+from lmcache_client.server_channel import RefusedError
 
 PAGE_BYTES, BLOCKS = 64 << 10, 32
 LAYOUT = fused(PAGE_BYTES, BLOCKS)

@@ -18,11 +18,11 @@ from harness.server import LMCacheServer, refusal
 from harness.waiting import PATIENCE_S, wait_until
 from zmq.utils import z85
 
-from lmcache_client import channel
-from lmcache_client.channel import Channel
+from lmcache_client import server_channel
 from lmcache_client.contract.codec import MAX_MESSAGE_BYTES
 from lmcache_client.contract.endpoint import address, split
 from lmcache_client.contract.messages import Ping, encode_request
+from lmcache_client.server_channel import Channel
 from lmcache_client.transport import Connection
 
 Start = Callable[..., LMCacheServer]
@@ -50,7 +50,7 @@ def keyed(start_server: Start, key: str) -> LMCacheServer:
 
 @pytest.fixture(autouse=True)
 def _tries_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "RETRY_REFUSED_S", 0.2)
+    monkeypatch.setattr(server_channel, "RETRY_REFUSED_S", 0.2)
 
 
 def asked(server: LMCacheServer, *more: str) -> list[str]:

@@ -19,10 +19,10 @@ from harness.server import LMCacheServer
 from harness.waiting import PATIENCE_S, wait_until
 from msgspec import structs
 
-from lmcache_client.channel import ChannelError
 from lmcache_client.contract.codec import packed
 from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_client.contract.messages import Clear, Done, Load, Lookup, Ping, Release, Store, StoreObject
+from lmcache_client.server_channel import ChannelError
 from lmcache_server.host.logs import MAX_LINES
 
 MODEL = "model\n2026-01-01 00:00:00,000 INFO forged"

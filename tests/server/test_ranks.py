@@ -12,10 +12,10 @@ from harness.server import LMCacheServer
 from harness.waiting import wait_until
 from msgspec import structs
 
-from lmcache_client.channel import RefusedError
 from lmcache_client.contract import messages
 from lmcache_client.contract.geometry import GroupSpec
 from lmcache_client.contract.messages import Stored
+from lmcache_client.server_channel import RefusedError
 
 MLA = group(layers=3, page_bytes=1000, replicated=True)
 FULL = group()

@@ -14,8 +14,8 @@ from harness.rawclient import RawEngine
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
 
-from lmcache_client.channel import ChannelError
 from lmcache_client.contract.messages import Ping
+from lmcache_client.server_channel import ChannelError
 
 KILLS = int(os.environ.get("KILLS", "20"))
 PROMPTS = 3

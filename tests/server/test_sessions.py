@@ -9,8 +9,8 @@ from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
 from harness.waiting import PATIENCE_S, wait_until
 
-from lmcache_client.channel import Channel, RefusedError
 from lmcache_client.contract import messages
+from lmcache_client.server_channel import Channel, RefusedError
 from lmcache_client.transport import SYSTEM, System
 
 
@@ -53,7 +53,7 @@ class Blind(System):
 def test_what_went_to_a_server_that_lives_is_not_settled_by_another_one(
     server: LMCacheServer, monkeypatch: pytest.MonkeyPatch, system: System
 ) -> None:
-    monkeypatch.setattr("lmcache_client.channel.OVERDUE_S", PATIENCE_S)
+    monkeypatch.setattr("lmcache_client.server_channel.OVERDUE_S", PATIENCE_S)
     channel = Channel(server.address, lambda _channel: None, system=system)
     channel.start(PATIENCE_S, PATIENCE_S)
     first = channel.boot_id
@@ -74,7 +74,7 @@ def test_what_went_to_a_server_that_lives_is_not_settled_by_another_one(
         if system is SYSTEM:
             server.kill()
         else:
-            monkeypatch.setattr("lmcache_client.channel.OVERDUE_S", 0.0)
+            monkeypatch.setattr("lmcache_client.server_channel.OVERDUE_S", 0.0)
         wait_until(lambda: pending.settled, what="nobody can act on it any more")
     finally:
         channel.close()

@@ -10,8 +10,8 @@ from harness.rawclient import TIMEOUT_S, RawEngine, chain, group
 from harness.server import LMCacheServer, server_of_a_file
 from harness.waiting import wait_until
 
-from lmcache_client.channel import ChannelError
 from lmcache_client.contract.messages import Pin
+from lmcache_client.server_channel import ChannelError
 
 HOSTILE = "<img src=x onerror='window.pwned=1'> & <script>window.pwned=1</script>"
 LONG = "organisation/" + "ModelWithAVeryLongName" * 5

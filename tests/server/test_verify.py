@@ -8,8 +8,8 @@ from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
 
-from lmcache_client.channel import RefusedError
 from lmcache_client.contract import messages
+from lmcache_client.server_channel import RefusedError
 
 GROUPS = [group(layers=3, page_bytes=6000), group("sliding_window", window=40, layers=2, page_bytes=70_000)]
 

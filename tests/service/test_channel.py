@@ -13,11 +13,18 @@ from desk import Desk
 from harness.hostile import BENT, BOOT_ID, HostileServer, says
 from harness.waiting import PATIENCE_S, wait_until
 
-from lmcache_client.channel import KEEPER_INTERVAL_S, Channel, ChannelError, Pending, RefusedError, unsent
 from lmcache_client.contract import messages
 from lmcache_client.contract.codec import pack
 from lmcache_client.contract.messages import Done, Found, Goodbye, Hello, Ping, Refused, Welcome
 from lmcache_client.engine import Scheduler
+from lmcache_client.server_channel import (
+    KEEPER_INTERVAL_S,
+    Channel,
+    ChannelError,
+    Pending,
+    RefusedError,
+    unsent,
+)
 from lmcache_client.transport import Connection, ConnectionLostError, Process, System
 
 LONG_S = 60.0

@@ -16,7 +16,7 @@ from fuzz.choices import Target
 from harness.paths import SUPPORT
 from harness.processes import rss_bytes
 
-from lmcache_client import channel
+from lmcache_client import server_channel
 from lmcache_client.contract import messages
 from lmcache_server import config
 from lmcache_server.admin import http
@@ -111,7 +111,7 @@ FAULTS = {
     "router": (router.Router, "_reply", lambda *_: None),
     "pages": (http.Server, "_is_own_name", lambda _, host: urlsplit(f"//{host}").port != 0),
     "options": (config._TEXT, "func", str),
-    "replies": (channel.Channel, "_is_over", lambda *_: True),
+    "replies": (server_channel.Channel, "_is_over", lambda *_: True),
 }
 if "warm_restart" in NAMES:
     from lmcache_server.options.warm_restart import snapshot

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from lmcache_client import channel
-from lmcache_client.channel import Channel
+from lmcache_client import server_channel
 from lmcache_client.connector import lookups, translate, weights
 from lmcache_client.connector.connector import LMCacheMPConnector
 from lmcache_client.connector.held_blocks import HeldBlocks
@@ -12,6 +11,7 @@ from lmcache_client.connector.offers import Offers
 from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.contract.geometry import SLIDING_WINDOW, GroupSpec
 from lmcache_client.engine import Scheduler
+from lmcache_client.server_channel import Channel
 from lmcache_client.servers import Servers, Together
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.leases import LeaseTable
@@ -93,7 +93,7 @@ BUGS: dict[str, tuple[Any, ...]] = {
     "load_of_an_evicted_chunk": (0, (Cache, "_take_refs", constant(None))),
     "late_answer_kept": (38, (Scheduler, "_release_late", constant(None))),
     "leases_outlive_sessions": (4, (LeaseTable, "of_owner", constant([]))),
-    "overdue_never_noticed": (2, (channel, "OVERDUE_S", lambda _: 1e9)),
+    "overdue_never_noticed": (2, (server_channel, "OVERDUE_S", lambda _: 1e9)),
     "failed_load_offered_again": (18, (SchedulerSide, "worker_output", _forgets_failed_loads)),
     "reset_keeps_the_keys": (1, (SchedulerSide, "reset", _keeps_its_keys)),
     "promise_outlives_a_reset": (73, (SchedulerSide, "reset", _keeps_its_promises)),

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from lmcache_client.channel import ChannelError, Pending, unsent
 from lmcache_client.contract.codec import packed
 from lmcache_client.contract.geometry import GroupSpec
 from lmcache_client.contract.keys import ROOT_KEY, chunk_key, chunk_keys
 from lmcache_client.contract.messages import Done, Found, Joined, Lookup, Message, Release
 from lmcache_client.engine import Scheduler, chunk_object, expect, load_message
+from lmcache_client.server_channel import ChannelError, Pending, unsent
 from lmcache_client.servers import Channels, Part, Servers, Together
 from lmcache_client.transport import System
 

@@ -7,12 +7,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from lmcache_client.channel import Channel
 from lmcache_client.contract.codec import unpacked
 from lmcache_client.contract.keys import ModelTag, chunk_keys
 from lmcache_client.contract.messages import MAX_LEASES, Done, Found, Load, Lookup, Message, Release, Store
 from lmcache_client.engine import REGISTER_S, Scheduler, Worker, chunk_object, load_message
 from lmcache_client.memory.host import HostExport
+from lmcache_client.server_channel import Channel
 from lmcache_server.commands.bench.device import DeviceMemory
 from lmcache_server.commands.bench.workload import BenchError, Workload
 

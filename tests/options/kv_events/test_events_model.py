@@ -18,7 +18,6 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
 from vllm.v1.request import Request
 
-from lmcache_client.channel import Pending
 from lmcache_client.connector.option import Engine
 from lmcache_client.connector.request import Tracked
 from lmcache_client.connector.settings import Settings
@@ -29,6 +28,7 @@ from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.messages import Clear, Found, Lookup, Message, Release, Store
 from lmcache_client.engine import Scheduler, chunk_object
 from lmcache_client.options.kv_events import POLL_S, Events
+from lmcache_client.server_channel import Pending
 from lmcache_client.servers import Servers
 from lmcache_client.transport import SYSTEM
 from lmcache_server.options.kv_events import followers

@@ -16,7 +16,7 @@ from harness.rawclient import chain
 from harness.server import STOP_TIMEOUT_S, LMCacheServer, refusal
 from harness.warm import CHUNKS, Prompt, new_engine, path, reconnect, restart_warm
 
-from lmcache_client.channel import ChannelError
+from lmcache_client.server_channel import ChannelError
 from lmcache_server.core.packed import PackedObjects
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.options.warm_restart.l1_file import L1File

@@ -10,13 +10,13 @@ from typing import Any
 
 from fuzz.choices import Choices, Target, bend, frame_of
 from fuzz.messages import BUFFER_BYTES, chain, geometry, plain
-from lmcache_client.channel import Channel, ChannelError, Pending
 from lmcache_client.contract import control, messages
 from lmcache_client.contract.codec import ProtocolError, packed
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.messages import Done, Found, Message, Refused, Store, StoreObject, Welcome
 from lmcache_client.engine import Scheduler, Worker, expect
 from lmcache_client.memory.host import HostExport
+from lmcache_client.server_channel import Channel, ChannelError, Pending
 from lmcache_client.transport import System
 
 MAX_WAIT_S = 60.0

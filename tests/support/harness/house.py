@@ -35,7 +35,7 @@ RANKS = (
     ),
     ("lmcache_client/memory", "lmcache_server/errors.py"),
     ("lmcache_client/transport.py", "lmcache_server/host"),
-    ("lmcache_client/channel.py", "lmcache_server/core", "lmcache_server/telemetry"),
+    ("lmcache_client/server_channel.py", "lmcache_server/core", "lmcache_server/telemetry"),
     ("lmcache_client/engine.py", "lmcache_server/transfer"),
     ("lmcache_client/servers.py", "lmcache_server/l1", "lmcache_server/config.py"),
     ("lmcache_client/connector",),

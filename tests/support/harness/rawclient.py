@@ -16,7 +16,6 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from harness.waiting import PATIENCE_S
-from lmcache_client.channel import Channel
 from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ModelTag, chunk_keys
 from lmcache_client.contract.messages import (
@@ -31,6 +30,7 @@ from lmcache_client.contract.messages import (
 )
 from lmcache_client.engine import Export, Scheduler, Worker, chunk_object, expect, load_message
 from lmcache_client.memory.host import HostExport
+from lmcache_client.server_channel import Channel
 
 TIMEOUT_S = PATIENCE_S
 _open: list["RawEngine"] = []

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from harness.rawclient import chain
 from harness.waiting import PATIENCE_S
-from lmcache_client.channel import Channel
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.messages import Found, Lookup
 from lmcache_client.engine import Scheduler, Worker, expect, load_message
 from lmcache_client.memory.cuda import CudaExport
 from lmcache_client.memory.host import HostExport
+from lmcache_client.server_channel import Channel
 
 TIMEOUT_S = PATIENCE_S
 

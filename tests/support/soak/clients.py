@@ -15,10 +15,10 @@ from harness.rawclient import RawEngine, group
 from harness.waiting import wait_until
 from msgspec import structs
 
-from lmcache_client.channel import ChannelError
 from lmcache_client.contract.control import Status
 from lmcache_client.contract.geometry import GroupSpec, Region
 from lmcache_client.memory.host import HostExport
+from lmcache_client.server_channel import ChannelError
 
 NAMESPACES = 60
 PROMPTS = 4

@@ -1,7 +1,7 @@
 """Repeats in vLLM's log that an engine runs without a server."""
 
-from lmcache_client.channel import Channel
 from lmcache_client.connector.log import logger
+from lmcache_client.server_channel import Channel
 
 REMIND_S = 600.0
 
