@@ -125,8 +125,6 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
         await option.open()
     for option in router.options:  # when all are open: what is restored is lost if the start fails then
         option.restore()
-    for option in router.options:
-        option.restored()
     l1.fill(lambda frames: loop.call_soon_threadsafe(cache.grow, frames), locked)
     listener.start(router, loop)
 

@@ -37,7 +37,7 @@ class Report:
                      "largest_free_bytes"):  # fmt: skip
             gauge(f"lmcache_l1_{name}", figures[name])
         gauge("lmcache_l1_capacity_bytes", figures["total_bytes"])
-        for name in ("chunks", "leases", "pinned_chunks", "pinned_chunk_bytes"):
+        for name in ("chunks", "leases"):
             gauge(f"lmcache_{name}", figures[name])
         gauge("lmcache_sessions", lambda: len(self.registry.sessions))
         gauge("lmcache_namespaces", self._num_namespaces)
@@ -99,7 +99,6 @@ class Report:
             "uptime_s": round(now_s - self._started_s, 3),
             "config": values(self.config),
             "l1": {name: read() for name, read in self._l1_figures().items()},
-            "pins": self._pins(),
             "tenants": (tenants := self._tenants()),
             "tenants_left_out": len(self.cache.tenants) - len(tenants),
             "namespaces": namespaces,
@@ -124,12 +123,6 @@ class Report:
             "age_s": round(now_s - session.started_s, 3),
         }
 
-    def _pins(self) -> list[dict[str, Any]]:
-        return [
-            {"name": name, "chunks": len(chunks), "bytes": sum(each.frames for each in chunks) * FRAME_BYTES}
-            for name, chunks in self.cache.named_pins.names.items()
-        ]
-
     def _tenants(self) -> list[dict[str, Any]]:
         return [
             {
@@ -153,8 +146,6 @@ class Report:
             "populated_bytes": lambda: self.l1.populated_bytes, "pinned_bytes": lambda: self.l1.pinned_bytes,
             "chunks": lambda: self.cache.num_chunks, "leases": lambda: self.cache.num_leases,
             "readers": lambda: self.cache.num_readers,
-            "pinned_chunks": lambda: len(self.cache.named_pins),
-            "pinned_chunk_bytes": lambda: self.cache.named_pins.frames * FRAME_BYTES,
         }  # fmt: skip
 
     def _namespaces(self) -> list[dict[str, Any]]:

@@ -283,7 +283,7 @@ def key(file: Path) -> None:
         raise CommandError(f"cannot write {file}: {error.strerror}") from error
 
 
-for each in (contents.warm, contents.pin, contents.unpin, contents.inspect, *parts("command", "COMMAND")):
+for each in (contents.inspect, *(command for of in parts("command", "COMMANDS") for command in of)):
     cli.add_command(each)
 
 

@@ -58,7 +58,6 @@ _SESSION = json_object(
     "role engine_id client_version vllm_version not_cached", "session_id pid rank", age_s=Real
 )
 _L1 = json_object("", "total_bytes free_bytes ready_bytes reserved_bytes populated_bytes chunks leases")
-_PIN = json_object("name", "chunks bytes")
 _TENANT = json_object("tenant", "bytes", quota_bytes=Natural | None)
 _CONFIG = json_object("", "", chunk_size=Natural | None, l1_size_gb=Real, l1_hugetlb=bool)
 SHARE = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -68,7 +67,7 @@ _REPORT = json_object(
     tokens=json_object("", "hit miss computed"), config=_CONFIG,
     objects=json_object("", " ".join(OBJECTS)),
     explained=list[_EXPLAINED],  # type: ignore[valid-type]
-    pins=list[_PIN], tenants=list[_TENANT], namespaces=list[_NAMESPACE], sessions=list[_SESSION],  # type: ignore[valid-type]
+    tenants=list[_TENANT], namespaces=list[_NAMESPACE], sessions=list[_SESSION],  # type: ignore[valid-type]
 )  # fmt: skip
 """The parts of a status report that the commands read."""
 

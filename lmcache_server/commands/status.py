@@ -31,9 +31,6 @@ def summary(report: dict[str, Any]) -> str:
     ]
     if hits := report["test_hit_tokens"]:
         lines.append(f"tests (bench, verify, self-tests): {hits:,} tokens hit, counted apart")
-    lines += [
-        f"pinned as {pin['name']!r}: {pin['chunks']} chunks, {size(pin['bytes'])}" for pin in report["pins"]
-    ]
     if report["tenants"]:
         lines.append(f"tenants: {_count(report, 'tenants')}")
     for tenant in report["tenants"]:

@@ -182,8 +182,6 @@ class Cache(Chunks):
         if chunk is not None and chunk.reserved >> bit & 1:
             return NotReserved.BUSY
         frames = -(-num_bytes // self.frame_bytes)
-        if chunk is not None and not self.named_pins.has_room(chunk, frames, self.total_frames):
-            return NotReserved.NO_ROOM
         known, before = self._ancestors_of(layout.namespace, parent)
         if known is not None and known.once and not once:
             self.touch(layout.namespace, (known.key,))
@@ -205,7 +203,6 @@ class Cache(Chunks):
         runs = self._pool.allocate(frames)
         assert runs is not None, "there was room"
         chunk.reserved |= 1 << bit
-        self.named_pins.grow(chunk, frames)
         self.reserved_frames += frames
         reservation = Reservation(chunk, bit, runs, num_blocks, num_bytes, parent)
         self._reservations.add(reservation)
@@ -265,7 +262,6 @@ class Cache(Chunks):
     def abort(self, reservation: Reservation) -> None:
         """Frees the frames of an object that was not written. Nothing may still be writing to them."""
         frames = self._end_reservation(reservation)
-        self.named_pins.grow(reservation.chunk, -frames)
         self.tenants.grow(reservation.chunk.tenant, -frames)
         self._pool.free(reservation.runs)
         self._drop_ref(reservation.chunk)
@@ -326,13 +322,12 @@ class Cache(Chunks):
         reads = [read.lease for read in self._reads]
         leases = [*self._leases, *reads]
         chunks = invariants.check_chunks(
-            self._index, leases, self._reservations, self.named_pins, self._spilling
+            self._index, leases, self._reservations, self.protected, self._spilling
         )
         objects = [stored for chunk in chunks for stored in chunk.packed.objects()]
         writing = Counter[Chunk]()
         for each in self._reservations:
             writing[each.chunk] += count_frames(each.runs)
-        self.named_pins.check_integrity(writing, self.total_frames)
         invariants.check_order(self._index, self._order)
         invariants.check_tenants(chunks, writing, self._order, self.tenants)
         reserved = [reservation.runs for reservation in self._reservations]

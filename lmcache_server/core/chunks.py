@@ -10,7 +10,6 @@ from lmcache_server.core.index import Chunk, Index
 from lmcache_server.core.limits import Limits
 from lmcache_server.core.lru import EvictionOrder
 from lmcache_server.core.misses import Evicted
-from lmcache_server.core.named_pins import NamedPins
 from lmcache_server.core.pool import FramePool, Runs
 from lmcache_server.core.tenants import Tenants
 
@@ -26,7 +25,6 @@ class Contents:
     pool: FramePool
     index: Index
     order: EvictionOrder
-    named: NamedPins
     tenants: Tenants
     stored_bytes: int
 
@@ -67,8 +65,8 @@ class Chunks:
         self._order = EvictionOrder()
         self._spilling = Counter[Chunk]()
         """Chunks that tiers read from. They are not evicted, and their frames are freed afterwards."""
-        self.named_pins = NamedPins()
-        """What users have pinned; only to be read."""
+        self.protected: dict[Chunk, None] = {}
+        """What an option keeps from eviction; only to be read."""
         self.tenants = Tenants(quotas_gb, frame_bytes)
         """What each tenant holds; only to be read."""
 
@@ -120,8 +118,8 @@ class Chunks:
             return
         self._index.remove(chunk)
         self._tell(chunk)
-        if self.named_pins.forget(chunk):
-            self._drop_ref(chunk)
+        if chunk in self.protected:
+            self.unprotect((chunk,))
         elif not chunk.ref_cnt:
             self._order.remove((chunk,))
             self._free_objects(chunk)
@@ -135,38 +133,29 @@ class Chunks:
             self.forget(chunk)
         return len(old)
 
-    def pin(self, name: str, namespace: bytes, keys: Sequence[bytes]) -> None:
-        """Keeps those chunks of a chain from eviction that are there and not being written, until `unpin`.
-        Raises PinError, and pins nothing, if that exceeds a bound."""
-        chain, pins = map(self._index.chunks(namespace).get, keys), self.named_pins
-        there = [each for each in chain if each and each.ready and (not each.reserved or each in pins)]
-        new = pins.add(name, there, self.total_frames)
+    def protect(self, chunks: Sequence[Chunk]) -> None:
+        """Keeps chunks with ready objects from eviction until `unprotect`, or until they are forgotten."""
+        new = [chunk for chunk in chunks if chunk not in self.protected]
+        self.protected |= dict.fromkeys(new)
         self._keep(new)
         self._take_refs(new)
 
-    def unpin(self, name: str) -> int:
-        """Ends the pins of a name; returns how many of its chunks no name pins any more. Raises KeyError."""
-        chunks = self.named_pins.remove(name)
+    def unprotect(self, chunks: Sequence[Chunk]) -> None:
         for chunk in reversed(chunks):
+            del self.protected[chunk]
             self._drop_ref(chunk)
-        return len(chunks)
 
     def contents(self) -> Contents:
         """What an option may keep for the next server, not to be changed."""
-        parts = self._pool, self._index, self._order, self.named_pins, self.tenants
-        return Contents(*parts, self.stored_bytes)
+        return Contents(self._pool, self._index, self._order, self.tenants, self.stored_bytes)
 
     def adopt(self, contents: Contents, now_s: float) -> None:
         """An empty cache has these contents from now on, which must agree with each other."""
         assert not self.num_chunks, "only an empty cache is restored"
         self._advance(now_s)
         self._pool, self._index, self._order = contents.pool, contents.index, contents.order
-        self.named_pins, self.tenants, self.stored_bytes = (
-            contents.named,
-            contents.tenants,
-            contents.stored_bytes,
-        )
-        self.used_frames = contents.order.frames + contents.named.frames
+        self.tenants, self.stored_bytes = contents.tenants, contents.stored_bytes
+        self.used_frames = contents.order.frames
 
     def _advance(self, now_s: float) -> None:
         self._now_s = max(self._now_s, now_s)

@@ -39,7 +39,7 @@ class Chunk:
         self.ready = 0
         self.reserved = 0
         self.ref_cnt = 0
-        """How many leases, reads and reservations hold this chunk, and one more if users have pinned it."""
+        """How many leases, reads and reservations hold this chunk, and one more if it is protected."""
         self.frames = 0
         """The frames of its ready objects."""
         self.in_tiers = 0

@@ -15,19 +15,19 @@ def check_chunks(
     index: Index,
     leases: Iterable[Lease],
     reservations: Collection[Reservation],
-    named: Iterable[Chunk],
+    protected: Iterable[Chunk],
     spilling: Iterable[Chunk],
 ) -> set[Chunk]:
     """Asserts that every chunk agrees with its objects and its references; returns the chunks. `leases`
-    has each lease once for itself and once for each read that holds it; `named` has what users pinned,
-    and `spilling` what tiers read from."""
+    has each lease once for itself and once for each read that holds it; `protected` has what an option
+    keeps from eviction, and `spilling` what tiers read from."""
     refs = Counter(chunk for lease in leases for chunk in lease.chunks)
     refs.update(reservation.chunk for reservation in reservations)
-    refs.update(named)
+    refs.update(iter(protected))
     indexed = list(index)
     chunks = {*indexed, *refs, *spilling}
     for chunk in chunks:
-        assert chunk.ref_cnt == refs[chunk], "references are leases, reads, reservations and users' pins"
+        assert chunk.ref_cnt == refs[chunk], "references are leases, reads, reservations and protection"
         assert chunk.ready.bit_count() == len(chunk.packed.objects())
         assert chunk.frames == sum(count_frames(stored.runs) for stored in chunk.packed.objects())
         assert chunk.ready or chunk.reserved or chunk.ref_cnt, "an empty chunk is forgotten"

@@ -5,7 +5,7 @@ The base reads the table and imports no option. The folder of an option may have
 * server: `Server`, which meets the base at the seams of service/option.py; `backing`, what L1 lies in.
 * flags: `FLAGS`, further flags of `lmcache server`; `OF_DOCTOR`, those of them that `lmcache doctor` has;
   `VARIABLES`, which it reads itself; `check`, `shares_l1` and `backs_l1`, which get the values of all flags.
-* command: `COMMAND`, one more command of `lmcache`.
+* command: `COMMANDS`, more commands of `lmcache`.
 * text: `REPORT`, the types of its fields in /status, and `lines`, what `lmcache status` says of them.
 * doctor: `checks`, made from the values of the flags, and from those of the running server.
 """
@@ -16,6 +16,7 @@ from typing import Any
 NAMES: tuple[str, ...] = (
     "kv_events",
     "max_age",
+    "pins",
     "planner",
     "retention",
     "warm_restart",

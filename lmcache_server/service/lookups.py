@@ -13,7 +13,6 @@ from lmcache_client.contract.messages import Accept, Done, Found, Lookup, Messag
 from lmcache_server.core.cache import Hit, Layout
 from lmcache_server.core.misses import ending_groups, missed_tokens
 from lmcache_server.service.option import Base, Option
-from lmcache_server.service.pinning import Pinning
 from lmcache_server.service.refusals import Refusal, log_request
 from lmcache_server.service.requests_of_tests import traffic
 from lmcache_server.service.sessions import Session, Shard
@@ -36,9 +35,9 @@ class _Asked(NamedTuple):
 class Lookups:
     """Handles Lookup, Accept, Inspect and Release."""
 
-    def __init__(self, base: Base, pinning: Pinning) -> None:
+    def __init__(self, base: Base) -> None:
         self._cache, self._registry, self._options = base.cache, base.registry, base.options
-        self._metrics, self._system, self._pinning = base.metrics, base.system, pinning
+        self._metrics, self._system = base.metrics, base.system
         self._lease_s = base.config.lease_s
         self._partial = PartialChunks()
         self._early: dict[tuple[int, str], _Asked] = {}
@@ -164,7 +163,6 @@ class Lookups:
         self._cache.touch(layout.namespace, message.keys[: max(len(message.keys) - message.answers, 0)])
         for option in self._options:
             option.released(session.session_id, layout, message)
-        self._pinning.released(layout, message)
         text = "request %(request_id)s: ended" if message.request_id else "leases given up: %(leases)s"
         log_request(logging.DEBUG, text, session, message, {"leases": list(message.lease_ids)})
         return Done()

@@ -52,8 +52,12 @@ class Option:
     def restore(self) -> None:
         """Brings back what an earlier server left. All options are open. Raises StartError."""
 
-    def restored(self) -> None:
-        """The cache has what an earlier server left."""
+    def restored(self, saved: bytes) -> None:
+        """The cache has what an earlier server left. `saved` is what `saved` was there, or is empty."""
+
+    def saved(self) -> bytes:
+        """What the next server should be told. The cache does not change any more."""
+        return b""
 
     def tick(self, now_s: float) -> None:
         """Called once a second."""

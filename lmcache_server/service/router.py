@@ -18,7 +18,6 @@ from lmcache_client.contract.messages import Message, Refused
 from lmcache_server.service.copies import Copies
 from lmcache_server.service.lookups import Lookups
 from lmcache_server.service.option import Base, Handler, Reply
-from lmcache_server.service.pinning import Pinning
 from lmcache_server.service.refusals import Refusal, log_request
 from lmcache_server.service.sessions import Session
 
@@ -50,8 +49,7 @@ class Router:
     """The dispatcher. `send(identity, frame)` must not block; `status()` gives the answer to Status."""
 
     def __init__(self, base: Base, send: Send, status: Callable[[bool], dict[str, Any]]) -> None:
-        copies, pinning = Copies(base), Pinning(base.cache)
-        registry, lookups = base.registry, Lookups(base, pinning)
+        copies, registry, lookups = Copies(base), base.registry, Lookups(base)
         self.registry, self.lookups, self.options = registry, lookups, base.options
         self._cache, self._system = base.cache, base.system
         self._metrics, self._failures = base.metrics, base.failures
@@ -71,8 +69,6 @@ class Router:
             messages.NotCached: lambda session, message, _bytes: registry.not_cached(session, message),
             messages.Goodbye: lambda session, _message, _bytes: registry.goodbye(session),
             messages.Clear: lambda session, message, _bytes: self._clear(session, message),
-            messages.Pin: lambda _session, message, _bytes: pinning.pin(message),
-            messages.Unpin: lambda _session, message, _bytes: pinning.unpin(message),
             Inspect: lambda _session, message, _bytes: lookups.inspect(message),
             messages.Lookup: lookups.lookup,
             messages.Accept: lambda session, message, _bytes: lookups.accept(session, message),

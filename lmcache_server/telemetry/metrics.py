@@ -98,8 +98,6 @@ TABLE = (
     Metric(Gauge, "lmcache_l1_pinned_bytes", "L1 pinned for copies to and from GPUs; 0 without GPUs."),
     Metric(Gauge, "lmcache_l1_largest_free_bytes", "The largest contiguous free piece of L1."),
     Metric(Gauge, "lmcache_chunks", "Chunks in the index."),
-    Metric(Gauge, "lmcache_pinned_chunks", "Chunks that `lmcache pin` keeps from eviction."),
-    Metric(Gauge, "lmcache_pinned_chunk_bytes", "L1 taken by these chunks; at most half of it."),
     Metric(Gauge, "lmcache_worker_memories", "Mapped memories of workers, by kind: host or GPU (cuda).",
            {"kind": ("host", "cuda")}),
     Metric(Counter, "lmcache_selftests_total", "Runs of /selftest.", {"outcome": ("ok", "failed")}),

@@ -23,13 +23,15 @@ from lmcache_server.admin import http
 from lmcache_server.options import NAMES
 from lmcache_server.service import router
 
-OF_OPTIONS = "Followed" if "events" in NAMES else ""
+OF_OPTIONS = " ".join(
+    answer for option, answer in (("kv_events", "Followed"), ("pins", "Pinned Unpinned")) if option in NAMES
+)
 PORTIONS: dict[str, tuple[int, int, str]] = {
     "decoder": (30_000, 6, "request reply unreadable"),
     "router": (
         2000,
         30,
-        f"Stored Done Found Registered Joined Pinned Unpinned Inspected expired {OF_OPTIONS}",
+        f"Stored Done Found Registered Joined Inspected expired {OF_OPTIONS}",
     ),
     "pages": (1500, 20, "200 400 403 404 405 431"),
     "options": (500, 6, "taken refused"),

@@ -66,8 +66,7 @@ def _keeps_its_promises(reset: Any) -> Any:
 
 def _unpins_first(drop_owner: Any) -> Any:
     def eager(self: Cache, owner: int) -> int:
-        for name in list(self.named_pins.names):
-            self.unpin(name)
+        self.unprotect([*self.protected])
         return drop_owner(self, owner)  # type: ignore[no-any-return]
 
     return eager

@@ -387,13 +387,17 @@ class SimulatedServer:
             self.router._for_sessions[Pin](None, Pin(name, request), 0)  # type: ignore[arg-type]
         except Refusal:
             return False
-        chunks = self.cache.named_pins.names.get(name, {})
-        self.pinned[name] = {chunk: chunk.ready for chunk in chunks}
+        chunks = self._names().get(name, {})
+        self.pinned[name] = {chunk: chunk.ready for chunk in chunks.values()}
         return bool(chunks)
+
+    def _names(self) -> Any:
+        """The chunks that are pinned under each name."""
+        return next(each.pins.names for each in self.router.options if hasattr(each, "pins"))
 
     def unpin(self, name: str) -> None:
         self.pinned.pop(name, None)
-        if name in self.cache.named_pins.names:
+        if name in self._names():
             self.router._for_sessions[Unpin](None, Unpin(name), 0)  # type: ignore[arg-type]
 
     def _forgotten(self, chunk: Chunk) -> None:
@@ -420,10 +424,14 @@ class SimulatedServer:
         self._turns += 1
         if not self._turns % CHECKED:
             self.cache.check_integrity()
-        for chunks in self.pinned.values():
+        for name, chunks in list(self.pinned.items()):
+            if chunks and name not in self._names():
+                self.world.count("pins whose chunks have grown too large")
+                del self.pinned[name]
+                continue
             for chunk, ready in chunks.items():
                 assert chunk in self.cache._index, "a pinned chunk was evicted"
-                assert chunk in self.cache.named_pins, "a pin has ended by itself"
+                assert chunk in self.cache.protected, "a pin has ended by itself"
                 assert chunk.ready & ready == ready, "a pinned chunk has lost an object"
         sessions = {session.session_id for session in self.router.registry.sessions.values()}
         assert all(lease.owner in sessions for lease in self.cache._leases), "a lease outlives its session"

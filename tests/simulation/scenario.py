@@ -109,7 +109,7 @@ class Scenario:
             del self.models[1:]
         self.prompts = _prompts(draw)
         self._requests = 0
-        self.pins = seed % 3 == 1
+        self.pins = seed % 3 == 1 and "pins" in NAMES
         self._to_pin: list[str] = []
         """Requests that were watched for, the latest last."""
         self._next_pid = 100

@@ -17,7 +17,6 @@ from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLI
 from lmcache_server.core.cache import ONCE_SHARE, Cache, Layout, NotReserved, Read, Reservation
 from lmcache_server.core.index import Chunk
 from lmcache_server.core.limits import Limits
-from lmcache_server.core.named_pins import PinError
 from lmcache_server.host.units import GB_BYTES
 
 FRAME_BYTES = 10
@@ -133,39 +132,25 @@ class Model:
         """Chunks, their bytes, and the chunks whose tenant was at its quota."""
         self.now_s = 0.0
         self.quotas: dict[bytes, float] = {}
-        self.named: dict[str, list[ModelChunk]] = {}
+        self.protected: list[ModelChunk] = []
         self.spilling: list[ModelChunk] = []
         self.ancestors: dict[bytes, bytes | None] = {}
         """As in the cache."""
 
-    @property
-    def pinned(self) -> set[ModelChunk]:
-        return {chunk for chunks in self.named.values() for chunk in chunks}
+    def protect(self, names: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """Those that are there, and not being written."""
+        chunks = [self.index[each] for each in dict.fromkeys(names) if each in self.index]
+        there = [each for each in chunks if each.frames() and not each.frames(False)]
+        for each in there:
+            if each not in self.protected:
+                each.once = False
+                self.pin(each)
+                self.protected.append(each)
+        return [each.name for each in there]
 
-    def pin_named(self, name: str, names: list[tuple[bytes, bytes]]) -> bool:
-        """False if that is too much for half of L1."""
-        pinned, chunks = self.pinned, [self.index[each] for each in names if each in self.index]
-        there = [each for each in chunks if each.frames() and (each in pinned or not each.frames(False))]
-        new = [each for each in there if each not in pinned]
-        if new and self.pinned_frames() + sum(each.frames() for each in new) > self.total_frames // 2:
-            return False
-        if there:
-            known = self.named.setdefault(name, [])
-            known += [each for each in there if each not in known]
-        for each in new:
-            each.once = False
-            self.pin(each)
-        return True
-
-    def unpin_named(self, name: str) -> int:
-        chunks = self.named.pop(name)
-        gone = [chunk for chunk in chunks if chunk not in self.pinned]
-        for chunk in reversed(gone):
-            self.unpin(chunk)
-        return len(gone)
-
-    def pinned_frames(self) -> int:
-        return sum(chunk.taken for chunk in self.pinned)
+    def unprotect(self, chunk: ModelChunk) -> None:
+        self.protected.remove(chunk)
+        self.unpin(chunk)
 
     @property
     def order(self) -> list[ModelChunk]:
@@ -259,8 +244,6 @@ class Model:
         chunk = self.index.get(name)
         if chunk is not None and place in chunk.objects:
             return NotReserved.PRESENT if chunk.objects[place].ready else NotReserved.BUSY
-        if chunk in self.pinned and self.pinned_frames() + new.frames > self.total_frames // 2:
-            return NotReserved.NO_ROOM
         known = self.index.get((name[0], parent)) or self.ancestor(name[0], parent)
         before = known
         if known is not None and known not in self.order:
@@ -321,10 +304,9 @@ class Model:
         return self.forget([chunk for name, chunk in self.index.items() if name[0] in namespaces])
 
     def forget(self, gone: list[ModelChunk]) -> int:
-        for chunk in self.pinned & set(gone):
+        for chunk in (each for each in self.protected if each in gone):
             chunk.pins -= 1
-        left = {name: [each for each in chunks if each not in gone] for name, chunks in self.named.items()}
-        self.named = {name: chunks for name, chunks in left.items() if chunks}
+        self.protected = [each for each in self.protected if each not in gone]
         self.forgotten += [chunk for chunk in gone if chunk.pins or chunk in self.spilling]
         for chunk in gone:
             self.remove(chunk)
@@ -591,21 +573,17 @@ class CacheMachine(RuleBasedStateMachine):
                 left -= each.frames()
         assert found == expected
 
-    @rule(layout=layouts, branch=branches, count=counts, name=names)
-    def pin(self, layout, branch, count, name):
-        keys = chain_keys(branch)[:count]
-        expected = self.model.pin_named(name, [(layout.namespace, key) for key in keys])
-        try:
-            self.cache.pin(name, layout.namespace, keys)
-            assert expected
-        except PinError:
-            assert not expected
+    @rule(layout=layouts, branch=branches, count=counts)
+    def protect(self, layout, branch, count):
+        names = [(layout.namespace, key) for key in chain_keys(branch)[:count]]
+        self.cache.protect([self.cache.chunk(*name) for name in self.model.protect(names)])
 
-    @precondition(lambda self: self.model.named)
+    @precondition(lambda self: self.model.protected)
     @rule(place=places)
-    def unpin(self, place):
-        name = sorted(self.model.named)[place % len(self.model.named)]
-        assert self.cache.unpin(name) == self.model.unpin_named(name)
+    def unprotect(self, place):
+        chunk = self.model.protected[place % len(self.model.protected)]
+        self.cache.unprotect([self.cache.chunk(*chunk.name)])
+        self.model.unprotect(chunk)
 
     @rule(really=st.integers(0, 5))
     def clear(self, really):
@@ -625,27 +603,27 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(really=st.integers(0, 3), asleep_s=eighths, quota=quotas, other=quotas)
     def restart(self, really, asleep_s, quota, other):
-        """What the cache holds then comes back, pins too; its leases do not. Quotas may be others."""
+        """What the cache holds then comes back; nothing is leased or protected. Quotas may be others."""
         from lmcache_server.options.warm_restart import snapshot
 
         if not really:
             self.everybody_goes()
-            index = snapshot.encode(snapshot.take(self.cache, self.now_s), {}, 0.0)
+            index = snapshot.encode(snapshot.take(self.cache, self.now_s), {}, {}, 0.0)
             model = self.model
-            # Which of several pinned chunks of the same age comes first is the cache's choice.
-            pinned = [model.index[each.namespace, each.key] for each in self.cache.named_pins]
-            assert set(pinned) == model.pinned
-            saved = [*model.order, *pinned]
+            saved = [*model.order, *model.protected]
+            for chunk in model.protected:
+                chunk.pins -= 1
+            model.protected = []
             for chunk in saved:
                 chunk.stored_s -= self.now_s + asleep_s
             model.index = {each.name: each for each in sorted(saved, key=lambda each: each.stored_s)}
             self.now_s = self.model.now_s = 0.0
             self.set_quotas(quota, other)
-            saved_cache, _ = snapshot.decode(index, self.model.total_frames, asleep_s)
+            saved_cache, *_ = snapshot.decode(index, self.model.total_frames, asleep_s)
             snapshot.rebuild(saved_cache, self.cache, self.now_s)
             self.model.evicted = [0, 0, 0]
             # Nobody knows any more why they are the first to go, but they still are.
-            self.model.once, self.model.others = [], self.model.order
+            self.model.once, self.model.others = [], saved
             for chunk in self.model.others:
                 chunk.once = False
 
@@ -680,11 +658,8 @@ class CacheMachine(RuleBasedStateMachine):
         for tenant in cache.tenants:
             line = [each.name for each in model.order if each.tenant == tenant.name]
             assert [(chunk.namespace, chunk.key) for chunk in tenant.line()] == line
-        named = {
-            name: [(each.namespace, each.key) for each in c] for name, c in cache.named_pins.names.items()
-        }
-        assert named == {name: [each.name for each in chunks] for name, chunks in model.named.items()}
-        assert cache.named_pins.frames == model.pinned_frames() <= model.total_frames // 2
+        protected = [(chunk.namespace, chunk.key) for chunk in cache.protected]
+        assert protected == [each.name for each in model.protected]
 
     def everybody_goes(self):
         while self.reservations:
@@ -700,7 +675,7 @@ class CacheMachine(RuleBasedStateMachine):
         """Whatever happened, nothing leaks once everybody is gone."""
         self.everybody_goes()
         self.the_cache_holds_what_the_model_holds()
-        assert not any(chunk.pins for chunk in self.model.chunks() if chunk not in self.model.pinned)
+        assert not any(chunk.pins for chunk in self.model.chunks() if chunk not in self.model.protected)
         self.cache.clear()
         self.cache.check_integrity()
         assert self.cache.free_frames == self.cache.total_frames

@@ -10,11 +10,10 @@ import pytest
 from lmcache_client.contract.geometry import FULL, GroupSpec
 from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_server.core import chunks as chunks_module
-from lmcache_server.core import leases, named_pins
+from lmcache_server.core import leases
 from lmcache_server.core.cache import ONCE_SHARE, Cache, Layout, NotReserved, Reservation
 from lmcache_server.core.index import Chunk
 from lmcache_server.core.leases import LEASE_COST, MAX_COST, MAX_SESSION_COST
-from lmcache_server.core.named_pins import MAX_NAMES, PinError
 from lmcache_server.core.packed import StoredObject
 
 FRAME_BYTES = 100
@@ -290,68 +289,3 @@ def test_releasing_in_any_order_keeps_count():
             assert cache.release(granted[number], SESSION)
     assert cache._leases._cost == 0
     assert not cache._leases._by_owner
-
-
-# -- pins ------------------------------------------------------------------------------------------------
-
-
-def test_half_of_l1_can_be_pinned_and_no_frame_more():
-    cache = Cache(FRAME_BYTES, 11)
-    keys = chain(6)
-    store(cache, keys)
-    with pytest.raises(PinError, match=r"55 % of L1 would be pinned, .* --l1-size-gb"):
-        cache.pin("mine", b"ns", keys)
-    assert len(cache.named_pins) == 0
-    cache.pin("mine", b"ns", keys[:5])
-    with pytest.raises(PinError, match="at most half"):
-        cache.pin("mine", b"ns", keys[5:])
-    cache.pin("yours", b"ns", keys[:5])
-    assert cache.named_pins.frames == 5, "a second name takes no memory"
-
-
-def test_a_pinned_chunk_grows_only_up_to_half_of_l1():
-    """Otherwise small objects could be pinned, and large ones added to their chunks."""
-    cache, (key,), where = Cache(FRAME_BYTES, 10), chain(1), layout(groups=2, shards=2)
-    cache.commit(reserve(cache, key, where))
-    cache.pin("mine", b"ns", [key])
-    assert reserve(cache, key, where, of=1, frames=5) is NotReserved.NO_ROOM
-    failed = reserve(cache, key, where, of=1, frames=4)
-    assert reserve(cache, key, where, of=1, shard=1) is NotReserved.NO_ROOM, "4 are being written"
-    cache.abort(failed)
-    cache.commit(reserve(cache, key, where, of=1, shard=1, frames=4))
-    assert cache.named_pins.frames == 5
-    cache.check_integrity()
-
-
-def test_a_chunk_that_is_being_written_is_pinned_when_that_has_ended():
-    cache, (key,), where = Cache(FRAME_BYTES, 10), chain(1), layout(groups=2)
-    cache.commit(reserve(cache, key, where))
-    writing = reserve(cache, key, where, of=1, frames=4)
-    cache.pin("mine", b"ns", [key])
-    assert not cache.named_pins.names, "nor is there a name without chunks"
-    cache.abort(writing)
-    cache.pin("mine", b"ns", [key])
-    # A pinned chunk that is forgotten while it grows frees all of it.
-    writing = reserve(cache, key, where, of=1)
-    cache.clear()
-    cache.check_integrity()
-    cache.commit(writing)
-    assert (cache.free_frames, cache.named_pins.frames) == (10, 0)
-
-
-def test_names_and_chunks_of_pins_are_bounded(monkeypatch):
-    cache, keys = Cache(FRAME_BYTES, 10), chain(4)
-    store(cache, keys)
-    cache.pin("0", b"ns", keys)
-    for number in range(1, MAX_NAMES):
-        cache.pin(str(number), b"ns", keys)
-    with pytest.raises(PinError, match="64 names are pinned already"):
-        cache.pin("one more", b"ns", keys)
-    cache.pin("0", b"ns", keys)
-    assert len(cache.named_pins.names) == MAX_NAMES
-    monkeypatch.setattr(named_pins, "MAX_PINNED", 4 * MAX_NAMES - 1)
-    cache.unpin("1")
-    with pytest.raises(PinError, match="255 chunks can be pinned in all"):
-        cache.pin("1", b"ns", keys)
-    cache.pin("1", b"ns", keys[1:])
-    cache.check_integrity()

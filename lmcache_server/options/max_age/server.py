@@ -24,7 +24,7 @@ class Server(Option):
         self._text = base.config.of_options.get("max_age", "")
         self._ages_s = ages_s(self._text)
 
-    def restored(self) -> None:
+    def restored(self, saved: bytes) -> None:
         if old := self.forget_old(self._cache.num_chunks):
             logger.info("forgot %(chunks)d of these chunks, because of --max-age", {"chunks": old})
 

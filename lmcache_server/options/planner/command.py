@@ -6,7 +6,7 @@ from lmcache_server.commands import shared_flags
 from lmcache_server.host.units import GB_BYTES
 
 
-@click.command("plan")
+@click.command()
 @shared_flags.asking("l1_size_gb", l1_size_gb="With --from: the size of L1, in GB, that the table calls 1x.")
 @click.option(
     "--from",
@@ -15,7 +15,7 @@ from lmcache_server.host.units import GB_BYTES
     help="Read a file that `lmcache server --record` wrote, instead of asking a server.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
-def COMMAND(
+def plan(
     server: shared_flags.Address, timeout_s: float, l1_size_gb: float, record: str | None, as_json: bool
 ) -> None:
     """Print the hit rates that other sizes of L1 would have had.
@@ -38,3 +38,6 @@ def COMMAND(
     if record is None and not as_json and report.get("tiers"):
         kept = "`lmcache server --record FILE` keeps lookups for `lmcache plan --from FILE`"
         click.echo(f"Not counted: lookups before the server started. {kept}.")
+
+
+COMMANDS = (plan,)

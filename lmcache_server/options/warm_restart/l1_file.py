@@ -35,7 +35,7 @@ from lmcache_server.transfer.base import CopyError
 logger = logging.getLogger(__name__)
 
 MAGIC = b"lmcache-mp L1\r\n\0"
-FORMAT = 6
+FORMAT = 7
 """Changes with the header, the index, and the way objects are packed and numbered in the index."""
 HEADER_BYTES = FRAME_BYTES
 """As long as a frame, so that the frames stay aligned."""

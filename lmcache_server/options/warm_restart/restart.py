@@ -9,16 +9,26 @@ from lmcache_server.core.cache import Cache
 from lmcache_server.errors import StartError
 from lmcache_server.host.units import size
 from lmcache_server.options.warm_restart.l1_file import L1File
-from lmcache_server.options.warm_restart.snapshot import Known, SnapshotError, decode, encode, rebuild, take
+from lmcache_server.options.warm_restart.snapshot import (
+    Known,
+    Saved,
+    SnapshotError,
+    decode,
+    encode,
+    rebuild,
+    take,
+)
 
 logger = logging.getLogger(__name__)
 
 
-def restore(file: L1File, cache: Cache, known: Known) -> None:
+def restore(file: L1File, cache: Cache, known: Known) -> Saved:
     """Fills an empty cache from `file`, or leaves it empty and logs why. Afterwards the file is in use.
 
-    `known` gets the summaries of the namespaces. Raises StartError if the file cannot be written.
+    `known` gets the summaries of the namespaces. Returns what the options saved. Raises StartError if the
+    file cannot be written.
     """
+    saved: Saved = {}
     started_s = time.perf_counter()
     reason, index, file.index = file.reason, file.index, None
     if index is not None:
@@ -29,11 +39,12 @@ def restore(file: L1File, cache: Cache, known: Known) -> None:
         # None of the new objects is garbage, and searching them would double the time.
         gc.disable()
         try:
-            snapshot, namespaces = decode(index, file.num_frames, time.time())
+            snapshot, namespaces, of_options = decode(index, file.num_frames, time.time())
             file.ensure(snapshot.total_frames)
             rebuild(snapshot, cache, time.monotonic())
             file.restored_frames = cache.total_frames
             known.update(namespaces)
+            saved = of_options
         except SnapshotError as error:
             reason = f"its index is inconsistent ({error})"
         except OSError as error:
@@ -47,13 +58,14 @@ def restore(file: L1File, cache: Cache, known: Known) -> None:
         )
     elif cache.num_chunks:
         _log("restored %(chunks)d chunks, %(size)s, in %(seconds).2f s from %(path)s", file, cache, started_s)
+    return saved
 
 
-def save(file: L1File, cache: Cache, known: Known) -> None:
+def save(file: L1File, cache: Cache, known: Known, saved: Saved) -> None:
     """Saves the index of the cache in `file`. No copy may be running, and none may start afterwards."""
     started_s = time.perf_counter()
     try:
-        file.finish(encode(take(cache, time.monotonic()), known, time.time()))
+        file.finish(encode(take(cache, time.monotonic()), known, saved, time.time()))
     except OSError as error:
         logger.error(
             "the cache is not saved, so the next start will be empty: cannot write to %(path)s: %(reason)s",

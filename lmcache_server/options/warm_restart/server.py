@@ -30,12 +30,14 @@ def backing(values: Mapping[str, Any]) -> L1File | None:
 class Server(Option):
     def __init__(self, base: Base) -> None:
         super().__init__(base)
-        self._cache, self._known = base.cache, base.registry.known
+        self._cache, self._known, self._options = base.cache, base.registry.known, base.options
         self._file = base.l1.backing if isinstance(base.l1.backing, L1File) else None
 
     def restore(self) -> None:
         if self._file is not None:
-            restart.restore(self._file, self._cache, self._known)
+            saved = restart.restore(self._file, self._cache, self._known)
+            for option in self._options:
+                option.restored(saved.get(type(option).__module__, b""))
 
     def tick(self, now_s: float) -> None:
         if self._file is not None:
@@ -43,4 +45,5 @@ class Server(Option):
 
     async def close(self) -> None:
         if self._file is not None:
-            restart.save(self._file, self._cache, self._known)
+            saved = {type(option).__module__: option.saved() for option in self._options}
+            restart.save(self._file, self._cache, self._known, saved)

@@ -1,6 +1,6 @@
 """Turns the contents of a cache into plain values, these into bytes that outlive its process, and back.
 
-A snapshot has the ready chunks that are not in use, and those that users have pinned. One that is restored
+A snapshot has the ready chunks that are not in use, and those that an option protects. One that is restored
 may come from anywhere, so it is trusted only when every part of it agrees with the rest.
 """
 
@@ -16,11 +16,9 @@ from msgspec import Meta
 from lmcache_client.contract import codec
 from lmcache_client.contract.codec import Natural, Wire
 from lmcache_client.contract.keys import TenantId
-from lmcache_client.contract.messages import PinName
 from lmcache_server.core.cache import Cache, Contents
 from lmcache_server.core.index import Chunk, Index
 from lmcache_server.core.lru import EvictionOrder
-from lmcache_server.core.named_pins import NamedPins, PinError
 from lmcache_server.core.packed import CHECKSUM_BYTES, PackedObjects, StoredObject
 from lmcache_server.core.pool import FramePool, Runs, count_frames
 from lmcache_server.core.tenants import Tenants
@@ -42,13 +40,6 @@ class Row(Wire, frozen=True):
     objects: bytes
 
 
-class PinRow(Wire, frozen=True):
-    """A name that users have pinned, and the numbers of the rows of its chunks."""
-
-    name: PinName
-    rows: tuple[Natural, ...]
-
-
 class SnapshotError(ValueError):
     """The values are not the snapshot of a cache."""
 
@@ -56,26 +47,25 @@ class SnapshotError(ValueError):
 @dataclass(frozen=True)
 class Snapshot:
     """The contents of a cache as plain values. `rows` has a Row for each chunk, in the order of eviction,
-    with the pinned ones last. `pins` has a PinRow for each name. It was taken `age_s` seconds ago."""
+    with the protected ones last. It was taken `age_s` seconds ago."""
 
     total_frames: int
     namespaces: Sequence[bytes]
     rows: Sequence[Row]
-    pins: Sequence[PinRow] = ()
     age_s: float = 0.0
 
 
 Known = dict[bytes, dict[str, Any]]
 """Summaries of namespaces, for reports."""
-_Content = tuple[Seconds, Natural, list[bytes], list[str], list[Row], list[PinRow]]
-"""Unix time, frames, namespaces, the summary of each namespace as JSON, rows, pins."""
+Saved = dict[str, bytes]
+"""What each option has saved, by its module."""
+_Content = tuple[Seconds, Natural, list[bytes], list[str], list[Row], Saved]
+"""Unix time, frames, namespaces, the summary of each namespace as JSON, rows, what options saved."""
 
 
 def take(cache: Cache, now_s: float) -> Snapshot:
-    """Returns, for `rebuild`, the ready chunks that nothing refers to, and those that have a name."""
-    contents = cache.contents()
-    named, total_frames = contents.named, cache.total_frames
-    chunks = [*contents.order, *named]
+    """Returns, for `rebuild`, the ready chunks that nothing else refers to."""
+    chunks = [*cache.contents().order, *cache.protected]
     numbers: dict[bytes, int] = {}
     rows = [
         Row(
@@ -89,15 +79,13 @@ def take(cache: Cache, now_s: float) -> Snapshot:
         )
         for chunk in chunks
     ]
-    row_of = {chunk: row for row, chunk in enumerate(chunks) if chunk in named}
-    pins = [PinRow(name, tuple(row_of[chunk] for chunk in pinned)) for name, pinned in named.names.items()]
-    return Snapshot(total_frames, list(numbers), rows, pins)
+    return Snapshot(cache.total_frames, list(numbers), rows)
 
 
 def rebuild(snapshot: Snapshot, cache: Cache, now_s: float) -> None:
     """Fills an empty cache from `snapshot`. Raises SnapshotError, and leaves it empty, unless every part of
     the snapshot agrees with the rest."""
-    index, order, named, taken, stored_bytes = Index(), EvictionOrder(), NamedPins(), list[Runs](), 0
+    index, order, taken, stored_bytes = Index(), EvictionOrder(), list[Runs](), 0
     tenants, frame_bytes = Tenants(cache.tenants.quotas, cache.frame_bytes), cache.frame_bytes
     chunks: list[Chunk] = []
     try:
@@ -120,14 +108,10 @@ def rebuild(snapshot: Snapshot, cache: Cache, now_s: float) -> None:
             if index.get(chunk.namespace, chunk.key) is not None:
                 raise SnapshotError("a chunk appears twice")
             index.add(chunk)
-        for pin in snapshot.pins:
-            for chunk in named.add(pin.name, [chunks[row] for row in pin.rows], snapshot.total_frames):
-                order.remove((chunk,))
-                chunk.ref_cnt = 1
         pool = FramePool.around(snapshot.total_frames, taken)
-    except (IndexError, PinError, TypeError, ValueError, msgspec.DecodeError) as error:
+    except (TypeError, ValueError, msgspec.DecodeError) as error:
         raise SnapshotError(str(error)) from error
-    cache.adopt(Contents(pool, index, order, named, tenants, stored_bytes), now_s)
+    cache.adopt(Contents(pool, index, order, tenants, stored_bytes), now_s)
 
 
 def _chunk(namespaces: Sequence[bytes], tenants: Tenants, row: Row, now_s: float) -> Chunk:
@@ -148,18 +132,18 @@ def _objects(chunk: Chunk) -> list[StoredObject]:
     return objects
 
 
-def encode(snapshot: Snapshot, known: Known, unix_s: float) -> bytes:
-    """Encodes a snapshot that is taken at this time, and the summaries of its namespaces."""
+def encode(snapshot: Snapshot, known: Known, saved: Saved, unix_s: float) -> bytes:
+    """Encodes a snapshot that is taken at this time, with the summaries of its namespaces."""
     summaries = [json.dumps(known.get(namespace)) for namespace in snapshot.namespaces]
-    parts = [snapshot.total_frames, snapshot.namespaces, summaries, snapshot.rows, snapshot.pins]
+    parts = [snapshot.total_frames, snapshot.namespaces, summaries, snapshot.rows, saved]
     return codec.pack([unix_s, *parts])
 
 
-def decode(index: bytes, max_frames: int, unix_s: float) -> tuple[Snapshot, Known]:
+def decode(index: bytes, max_frames: int, unix_s: float) -> tuple[Snapshot, Known, Saved]:
     """Reverses `encode` at a later time. Raises SnapshotError."""
     known: Known = {}
     try:
-        taken_s, total_frames, namespaces, summaries, rows, pins = msgspec.msgpack.decode(
+        taken_s, total_frames, namespaces, summaries, rows, saved = msgspec.msgpack.decode(
             index, type=_Content
         )
         for namespace, summary in zip(namespaces, map(json.loads, summaries), strict=True):
@@ -170,4 +154,4 @@ def decode(index: bytes, max_frames: int, unix_s: float) -> tuple[Snapshot, Know
     if total_frames > max_frames:
         raise SnapshotError(f"{total_frames} frames in a file of {max_frames}")
     # Chunks grow older while no server runs. If the clock was set back, nobody knows by how much.
-    return Snapshot(total_frames, namespaces, rows, pins, max(unix_s - taken_s, 0.0)), known
+    return Snapshot(total_frames, namespaces, rows, max(unix_s - taken_s, 0.0)), known, saved

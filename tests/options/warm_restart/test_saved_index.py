@@ -54,15 +54,15 @@ def content(cache, now_s):
 
 def test_everything_comes_back_ages_included():
     cache = filled()
-    index = encode(take(cache, 50.0), KNOWN, 0.0)
+    index = encode(take(cache, 50.0), KNOWN, {}, 0.0)
     again = restored(index)
     assert content(again, 7.0) == content(cache, 50.0)
     assert len(content(again, 7.0)) == 9
     assert sizes(again) == sizes(cache)
     assert decode(index, TOTAL_FRAMES, 0.0)[1] == KNOWN
-    assert encode(take(again, 7.0), KNOWN, 0.0) == index
+    assert encode(take(again, 7.0), KNOWN, {}, 0.0) == index
     empty = Cache(FRAME_BYTES, 3)
-    assert sizes(restored(encode(take(empty, 0.0), {}, 0.0))) == sizes(empty)
+    assert sizes(restored(encode(take(empty, 0.0), {}, {}, 0.0))) == sizes(empty)
 
 
 def test_what_is_in_use_is_not_taken():
@@ -72,7 +72,7 @@ def test_what_is_in_use_is_not_taken():
     assert hit.lease_id
     writing = cache.reserve(layout, b"w" * 32, 0, 0, 1, 10)
     assert isinstance(writing, Reservation)
-    again = restored(encode(take(cache, 50.0), {}, 0.0))
+    again = restored(encode(take(cache, 50.0), {}, {}, 0.0))
     assert again.num_chunks == 8
     assert not again._index.chunks(layout.namespace).keys() & {bytes(32), b"w" * 32}
 
@@ -97,8 +97,8 @@ def one(*runs, num_bytes=150):
     return {"ready": b"\x01", "objects": packed(StoredObject(1, num_bytes, runs, b""))}
 
 
-def index_of(total_frames=10, namespaces=(b"n" * 32,), described=("null",), rows=(), pins=()):
-    return codec.pack([0.0, total_frames, namespaces, described, rows, pins])
+def index_of(total_frames=10, namespaces=(b"n" * 32,), described=("null",), rows=(), saved=None):
+    return codec.pack([0.0, total_frames, namespaces, described, rows, {} if saved is None else saved])
 
 
 ROWS = [row(), row(key=b"l" * 32, **one((5, 2)))]
@@ -137,11 +137,8 @@ DAMAGED = [
     ),
     index_of(rows=[row(ready=b"", objects=packed())]),
     *(index_of(rows=rows) for rows in ([row()[:-1]], [7], [None], 7)),
-    # Pins of chunks that are not there, of no name, of too many names, or of another shape.
-    *(index_of(rows=ROWS, pins=[["a", of]]) for of in ([0, 2], [2], [-1], ["0"], [1.0], 1)),
-    *(index_of(rows=ROWS, pins=[[name, [1]]]) for name in ("", "a" * 65, b"a", 7)),
-    *(index_of(rows=ROWS, pins=pins) for pins in ([["a"]], [7], 7)),
-    index_of(rows=ROWS, pins=[[str(number), [1]] for number in range(65)]),
+    # What no option saves.
+    *(index_of(rows=ROWS, saved=saved) for saved in (7, [], {"an option": "text"}, {7: b"bytes"})),
     # An index of another shape.
     *(index_of(total_frames=frames) for frames in (TOTAL_FRAMES + 1, -1, 1.0)),
     *(index_of(namespaces=7), index_of(namespaces=([],), described=('{"model": "some/model"}',))),
@@ -154,8 +151,10 @@ DAMAGED = [
 def test_the_rows_that_are_damaged_below_are_good():
     cache = restored(index_of(rows=[row()]))
     assert (cache.used_frames, cache.stored_bytes) == (5, 400)
-    cache = restored(index_of(rows=ROWS, pins=[["a", [1, 1]], ["b", [1]], ["c", []]]))
-    assert [*cache.named_pins.names] == ["a", "b"]
+    restored(index_of(rows=ROWS))
+    assert decode(index_of(rows=ROWS, saved={"an option": b"its own"}), TOTAL_FRAMES, 0.0)[2] == {
+        "an option": b"its own"
+    }
 
 
 @pytest.mark.parametrize("index", DAMAGED, ids=range(len(DAMAGED)))
@@ -164,7 +163,7 @@ def test_what_does_not_fit_together_restores_nothing(index):
     with pytest.raises(SnapshotError):
         restored(index, cache=cache)
     cache.check_integrity()
-    assert (cache.num_chunks, cache.total_frames, len(cache.named_pins)) == (0, 0, 0)
+    assert (cache.num_chunks, cache.total_frames) == (0, 0)
 
 
 PLAIN = Layout(b"plain", 16, (GroupSpec("full", 16, 0, "", ()),), ((0,),))

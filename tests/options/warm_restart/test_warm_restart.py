@@ -37,9 +37,9 @@ def changed_index(path: Path) -> Iterator[Snapshot]:
     """What a server left in its file, to be changed."""
     file = L1File(str(path), int(0.05 * GB_BYTES))
     assert file.index is not None
-    snapshot, known = decode(file.index, file.num_frames, time.time())
+    snapshot, known, saved = decode(file.index, file.num_frames, time.time())
     yield snapshot
-    file.finish(encode(snapshot, known, time.time()))
+    file.finish(encode(snapshot, known, saved, time.time()))
     file.close()
 
 

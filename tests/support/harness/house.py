@@ -21,7 +21,7 @@ OPTIONS = "lmcache_server/options"
 CLIENT_OPTIONS = "lmcache_client/options"
 TABLE = f"{OPTIONS}/__init__.py"
 TABLES = (TABLE, f"{CLIENT_OPTIONS}/__init__.py")
-OPTION_COMMANDS = ("command.py", "doctor.py", "text.py")
+OPTION_COMMANDS = ("command.py", "doctor.py", "text.py", "warm.py")
 """Modules of an option that belong to the commands."""
 
 RANKS = (

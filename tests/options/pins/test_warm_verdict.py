@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from lmcache_client.contract.messages import Pinned
-from lmcache_server.commands import warm
 from lmcache_server.commands.control import ControlError
 from lmcache_server.commands.verify.engine import Answer
 from lmcache_server.commands.verify.prompts import Case
+from lmcache_server.options.pins import warm
 
 NOTHING = Pinned(0, 0, 0, 0)
 

@@ -6,10 +6,10 @@ import pytest
 from desk import Desk, key
 from fuzz.messages import CHUNK_SIZE
 
-from lmcache_client.contract import control, messages
+from lmcache_client.contract import codec, control, messages
 from lmcache_client.contract.messages import Clear, Cleared, Done, Message, Pin, Pinned, Unpin, Unpinned
 from lmcache_server.core.pool import FRAME_BYTES
-from lmcache_server.service.pinning import MAX_WATCHED
+from lmcache_server.options.pins.server import MAX_WATCHED, Server
 
 TOKEN = "0123456789abcdef" * 2
 USER = 5
@@ -132,3 +132,29 @@ def test_clear_forgets_pins_and_an_engines_own_clear_those_of_its_namespace(serv
     assert serving.ask(USER, Clear(everything=True)) == Cleared(1)
     assert pins(serving) == {}
     assert serving.target.cache.free_frames == serving.target.l1.num_frames
+
+
+def test_pins_are_saved_for_the_next_server_and_what_is_not_readable_pins_nothing(
+    serving: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    pin(serving, "")
+    ended(serving, serving.stored(1, 2))
+    pin(serving, "mine")
+    (option,) = (each for each in serving.target.router.options if isinstance(each, Server))
+    saved = option.saved()
+    assert serving.ask(USER, Unpin("")) == Unpinned(2)
+    option.restored(saved)
+    assert pins(serving) == {"mine": 2 * FRAME_BYTES}
+    assert serving.ask(USER, Unpin("")) == Unpinned(2)
+    for wrong in (
+        b"",
+        b"\x80",
+        b"rubbish",
+        saved[:-1],
+        codec.pack({"": [(b"n", b"k")]}),
+        codec.pack({"a": 7}),
+    ):
+        option.restored(wrong)
+        assert pins(serving) == {}
+    assert sum("what was pinned is not" in each for each in caplog.messages) == 4
+    serving.target.cache.check_integrity()

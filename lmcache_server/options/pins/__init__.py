@@ -1,0 +1,1 @@
+"""Keeps chunks that users name from eviction, and fills the cache with prompts."""

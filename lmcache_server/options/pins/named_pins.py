@@ -1,0 +1,79 @@
+"""Named pins: the chunks that users keep from eviction, each under a name, until they unpin that name."""
+
+from collections.abc import Iterable
+
+from lmcache_server.core.cache import Cache
+from lmcache_server.core.index import Chunk
+
+MAX_NAMES = 64
+MAX_PINNED = 1 << 17
+"""The limit for the chunks of all names. A chunk counts once for each of its names."""
+Place = tuple[bytes, bytes]
+"""The namespace and the key of a chunk."""
+SHARE = 2
+"""One in so many frames of L1 may be pinned."""
+
+
+class PinError(Exception):
+    """A bound does not allow this pin; the message tells the user which, and what to do."""
+
+
+class NamedPins:
+    """The chunks of each name, which the cache protects while they have one."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self.names: dict[str, dict[Place, Chunk]] = {}
+        """The chunks of each name, in the order in which they were pinned. No name is without chunks."""
+        cache.on_gone.append(self._forget)
+
+    @property
+    def frames(self) -> int:
+        """The frames of all pinned chunks."""
+        return sum(chunk.frames for chunk in self._cache.protected)
+
+    def pin(self, name: str, namespace: bytes, keys: Iterable[bytes]) -> None:
+        """Pins those chunks of a chain that are there and not being written. Raises PinError, and pins
+        nothing, if that exceeds a bound."""
+        pinned, known = self._cache.protected, self.names.get(name, {})
+        found = (self._cache.chunk(namespace, key) for key in keys)
+        there = [each for each in found if each and each.ready and (not each.reserved or each in pinned)]
+        chunks = {(namespace, each.key): each for each in there}
+        frames = sum(each.frames for each in chunks.values() if each not in pinned)
+        if name not in self.names and len(self.names) >= MAX_NAMES:
+            raise PinError(f"{MAX_NAMES} names are pinned already: unpin one of them with 'lmcache unpin'")
+        if sum(map(len, self.names.values())) + len(chunks.keys() - known.keys()) > MAX_PINNED:
+            raise PinError(f"{MAX_PINNED} chunks can be pinned in all: unpin some with 'lmcache unpin'")
+        if frames and self.frames + frames > self._cache.total_frames // SHARE:
+            percent = 100 * (self.frames + frames) / max(self._cache.total_frames, 1)
+            raise PinError(
+                f"{percent:.0f} % of L1 would be pinned, and at most half of it can be: unpin something with "
+                "'lmcache unpin', or give the server more memory with --l1-size-gb"
+            )
+        if chunks:
+            self.names[name] = known | chunks
+            self._cache.protect([*chunks.values()])
+
+    def unpin(self, name: str) -> int:
+        """Ends the pins of a name; returns how many of its chunks no name pins any more. Raises KeyError."""
+        chunks = self.names.pop(name)
+        gone = [
+            each for place, each in chunks.items() if not any(place in other for other in self.names.values())
+        ]
+        self._cache.unprotect(gone)
+        return len(gone)
+
+    def unpin_excess(self) -> list[str]:
+        """Ends the pins of the newest names until the chunks of the others, which may have grown since, take
+        no more than they may; returns these names."""
+        ended = []
+        while self.names and self.frames > self._cache.total_frames // SHARE:
+            ended.append(next(reversed(self.names)))
+            self.unpin(ended[-1])
+        return ended
+
+    def _forget(self, namespace: bytes, key: bytes) -> None:
+        for name, chunks in list(self.names.items()):
+            chunks.pop((namespace, key), None)
+            if not chunks:
+                del self.names[name]
