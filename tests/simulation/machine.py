@@ -81,6 +81,7 @@ class L1:
         self.memory = np.zeros(num_frames * FRAME_BYTES, dtype=np.uint8)
         self.base_address = int(self.memory.ctypes.data)
         self.populated_bytes = self.pinned_bytes = 0
+        self.backing = None
 
     def check(self) -> None:
         """It never loses memory."""

@@ -22,7 +22,7 @@ from harness.processes import ChildProcess, environment, group_members, new_log,
 from harness.server import LMCacheServer
 from harness.waiting import PATIENCE_S, wait_until
 
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 500.0
 COMMAND_TIMEOUT_S = 540.0
 """Less than a test may take. On a busy machine, an engine is twenty times slower."""
 CLOSE_TIMEOUT_S = PATIENCE_S
