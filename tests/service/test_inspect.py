@@ -1,10 +1,9 @@
 """Inspect: what is told of a chain of chunks, and that telling it changes nothing. The real router."""
 
 import pytest
-from desk import Desk, is_refused, key
+from desk import USER, Desk, evict_everything, is_refused, key, serving
 from fuzz.messages import CHUNK_SIZE
 from msgspec.structs import replace
-from test_pinning import USER, evict_everything, serving
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.control import Inspect, Inspected

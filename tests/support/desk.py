@@ -22,6 +22,8 @@ SETTLED_TURNS = 6
 NOBODY = 1 << 30
 """A process id that means nothing."""
 TIMEOUT_S = 60.0
+USER = 5
+"""The client that is no engine."""
 IDS = tuple(range(1, 17))
 """Blocks of one chunk."""
 
@@ -209,3 +211,17 @@ def desk() -> Iterator[Desk]:
         one = Desk(pid, address)
         yield one
         one.target.close()
+
+
+@pytest.fixture
+def serving(desk: Desk) -> Desk:
+    """An engine, another one of another model, and a user."""
+    desk.join(0)
+    desk.join(1, "another model")
+    desk.hello(USER)
+    return desk
+
+
+def evict_everything(desk: Desk, who: int = 0) -> None:
+    for number in range(1000, 1000 + desk.target.l1.num_frames):
+        desk.stored(number, who=who)

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from desk import Desk, key
+from desk import USER, Desk, evict_everything, key, serving
 from fuzz.messages import CHUNK_SIZE
 
 from lmcache_client.contract import codec, control, messages
@@ -11,18 +11,8 @@ from lmcache_client.contract.messages import Clear, Cleared, Done, Message, Pin,
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.options.pins.server import MAX_WATCHED, Server
 
+__all__ = ["serving"]
 TOKEN = "0123456789abcdef" * 2
-USER = 5
-"""The client that pins."""
-
-
-@pytest.fixture
-def serving(desk: Desk) -> Desk:
-    """An engine, another one of another model, and a user."""
-    desk.join(0)
-    desk.join(1, "another model")
-    desk.hello(USER)
-    return desk
 
 
 def ended(desk: Desk, keys: tuple[bytes, ...], request: str = TOKEN, who: int = 0) -> None:
@@ -35,11 +25,6 @@ def pins(desk: Desk) -> dict[str, int]:
     report = desk.ask(USER, control.Status())
     assert isinstance(report, control.StatusReport)
     return {each["name"]: each["bytes"] for each in json.loads("".join(report.pieces))["pins"]}
-
-
-def evict_everything(desk: Desk, who: int = 0) -> None:
-    for number in range(1000, 1000 + desk.target.l1.num_frames):
-        desk.stored(number, who=who)
 
 
 def pin(desk: Desk, name: str, request: str = TOKEN) -> Message | None:
