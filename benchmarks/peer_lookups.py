@@ -51,17 +51,17 @@ def store(client: ServerBenchClient, sequence: int) -> None:
     stored = client.store(request, 0, request.num_full_tokens)
     assert stored is not None
     assert stored.succeeded
-    helpers._send_end_session(client._req_client, request.request_id)
+    client.end_session(request)
 
 
 def load(client: ServerBenchClient, sequence: int, turn: int) -> None:
     request = client.create_request(sequence, f"load-{sequence}-{turn}", "warm")
     assert request is not None
-    assert client.lookup(request).is_full_hit
-    loaded = client.retrieve(request, 0, request.num_full_tokens)
-    assert loaded is not None
-    assert loaded.succeeded
-    helpers._send_end_session(client._req_client, request.request_id)
+    if client.lookup(request).is_full_hit:
+        loaded = client.retrieve(request, 0, request.num_full_tokens)
+        assert loaded is not None
+        assert loaded.succeeded
+    client.end_session(request)
 
 
 def copy(client: ServerBenchClient, number: int, prompts: int) -> None:

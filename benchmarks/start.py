@@ -45,7 +45,7 @@ def saved(path: Path, chunks: int) -> int:
         assert isinstance(room, Reservation)
         cache.commit(room)
     file.ensure(file.num_frames)
-    restart.save(file, cache, {})
+    restart.save(file, cache, {}, {})
     file.close()
     return size_bytes
 

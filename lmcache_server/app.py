@@ -72,7 +72,7 @@ def _run(config: Config) -> int:
         listener = stack.enter_context(bound_listener(config))
         web = http.Server(config.http_host, config.http_port)
         stack.callback(web.close)
-        backings = (made(values(config)) for made in parts("server", "backing"))
+        backings = (made(values(config), config.l1_size_bytes) for made in parts("server", "backing"))
         if (backing := next(filter(None, backings), None)) is not None:
             stack.callback(backing.close)
         shared = any(needed(values(config)) for needed in parts("flags", "shares_l1"))
@@ -123,7 +123,7 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
     router, report = assemble(config, cache, l1, metrics, listener.send, system, listener.peer_pid)
     for option in router.options:
         await option.open()
-    for option in router.options:  # when all are open: what is restored is lost if the start fails then
+    for option in router.options:  # when all are open: a start that fails later loses what was saved
         option.restore()
     l1.fill(lambda frames: loop.call_soon_threadsafe(cache.grow, frames), locked)
     listener.start(router, loop)
@@ -152,6 +152,8 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
         l1.is_in_use = not await system.all_ended(END_S)
         cache.check_integrity()
         listener.stop()
+    for option in router.options:
+        option.save()
     for option in router.options:
         await option.close()
     l1.is_in_use = not await system.all_ended(END_S)

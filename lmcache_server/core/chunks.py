@@ -145,9 +145,10 @@ class Chunks:
             del self.protected[chunk]
             self._drop_ref(chunk)
 
-    def contents(self) -> Contents:
-        """What an option may keep for the next server, not to be changed."""
-        return Contents(self._pool, self._index, self._order, self.tenants, self.stored_bytes)
+    @property
+    def evictable(self) -> Iterable[Chunk]:
+        """The chunks that nothing refers to, those first that are evicted first."""
+        return self._order
 
     def adopt(self, contents: Contents, now_s: float) -> None:
         """An empty cache has these contents from now on, which must agree with each other."""

@@ -32,8 +32,8 @@ class Backing(Protocol):
         """Raises CopyError if it may not be touched any more. Any thread may ask."""
 
     def take(self, start: int, end: int, grow: Callable[[int], object]) -> bool:
-        """Makes these bytes usable, and calls `grow` with how many frames more that are. Logs and returns
-        False if there is no space."""
+        """Makes these bytes usable, and calls `grow` with the number of frames that this adds. Logs and
+        returns False if there is no space."""
 
     def close(self) -> None: ...
 

@@ -2,7 +2,8 @@
 
 The base reads the table and imports no option. The folder of an option may have these modules:
 
-* server: `Server`, which meets the base at the seams of service/option.py; `backing`, what L1 lies in.
+* server: `Server`, which meets the base at the seams of service/option.py; `backing`, what L1 lies in, made
+  from the values of all flags and the bytes of L1.
 * flags: `FLAGS`, further flags of `lmcache server`; `OF_DOCTOR`, those of them that `lmcache doctor` has;
   `VARIABLES`, which it reads itself; `check`, `shares_l1` and `backs_l1`, which get the values of all flags.
 * command: `COMMANDS`, more commands of `lmcache`.
@@ -19,9 +20,8 @@ NAMES: tuple[str, ...] = (
     "pins",
     "planner",
     "retention",
-    "warm_restart",
-    # Last, because its end may take longer than whoever stops the server waits.
     "tiers",
+    "warm_restart",
 )  # fmt: skip
 
 

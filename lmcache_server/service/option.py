@@ -53,11 +53,15 @@ class Option:
         """Brings back what an earlier server left. All options are open. Raises StartError."""
 
     def restored(self, saved: bytes) -> None:
-        """The cache has what an earlier server left. `saved` is what `saved` was there, or is empty."""
+        """The cache has what an earlier server left. `saved` is what `saved()` returned there; it may be
+        empty or damaged."""
 
     def saved(self) -> bytes:
         """What the next server should be told. The cache does not change any more."""
         return b""
+
+    def save(self) -> None:
+        """Called before any `close`, which may take longer than whoever stops the server waits."""
 
     def tick(self, now_s: float) -> None:
         """Called once a second."""

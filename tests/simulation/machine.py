@@ -303,6 +303,10 @@ class SimulatedServer:
         self.router._for_sessions[Register] = lambda session, message, _bytes: register(
             session, replace(message, ephemeral=message.model.model == setup.ephemeral)
         )
+        self._pins: Any = next((each.pins for each in self.router.options if hasattr(each, "pins")), None)
+        if self._pins is not None:
+            ends = self._pins.unpin_excess
+            self._pins.unpin_excess = lambda: self._noted(ends())
         self.pinned: dict[str, dict[Chunk, int]] = {}
         """What was pinned under each name and must still be there: chunks, and the bits of their objects."""
         self._forget, self.cache.forget = self.cache.forget, self._forgotten  # type: ignore[method-assign]
@@ -388,17 +392,19 @@ class SimulatedServer:
             self.router._for_sessions[Pin](None, Pin(name, request), 0)  # type: ignore[arg-type]
         except Refusal:
             return False
-        chunks = self._names().get(name, {})
+        chunks = self._pins.names.get(name, {})
         self.pinned[name] = {chunk: chunk.ready for chunk in chunks.values()}
         return bool(chunks)
 
-    def _names(self) -> Any:
-        """The chunks that are pinned under each name."""
-        return next(each.pins.names for each in self.router.options if hasattr(each, "pins"))
+    def _noted(self, ended: list[str]) -> list[str]:
+        for name in ended:
+            self.world.count("pins that ended because chunks had grown")
+            self.pinned.pop(name, None)
+        return ended
 
     def unpin(self, name: str) -> None:
         self.pinned.pop(name, None)
-        if name in self._names():
+        if name in self._pins.names:
             self.router._for_sessions[Unpin](None, Unpin(name), 0)  # type: ignore[arg-type]
 
     def _forgotten(self, chunk: Chunk) -> None:
@@ -425,14 +431,13 @@ class SimulatedServer:
         self._turns += 1
         if not self._turns % CHECKED:
             self.cache.check_integrity()
-        for name, chunks in list(self.pinned.items()):
-            if chunks and name not in self._names():
-                self.world.count("pins whose chunks have grown too large")
-                del self.pinned[name]
-                continue
+        if self._pins is not None:
+            self._pins.check_integrity()
+            assert len(self._pins) == len(self.cache.protected), "a chunk is protected that nobody has pinned"
+        for chunks in self.pinned.values():
             for chunk, ready in chunks.items():
                 assert chunk in self.cache._index, "a pinned chunk was evicted"
-                assert chunk in self.cache.protected, "a pin has ended by itself"
+                assert chunk in self._pins, "a pin has ended by itself"
                 assert chunk.ready & ready == ready, "a pinned chunk has lost an object"
         sessions = {session.session_id for session in self.router.registry.sessions.values()}
         assert all(lease.owner in sessions for lease in self.cache._leases), "a lease outlives its session"

@@ -7,14 +7,14 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 from prometheus_client import Gauge
 
 from lmcache_client.contract import codec, messages
+from lmcache_client.contract.codec import ProtocolError
 from lmcache_client.contract.messages import Pin, PinName, Pinned, Release, Unpin, Unpinned
 from lmcache_server.core.cache import Layout, Reservation
 from lmcache_server.core.pool import FRAME_BYTES
-from lmcache_server.options.pins.named_pins import NamedPins, PinError
+from lmcache_server.options.pins.named_pins import NamedPins, PinError, Place
 from lmcache_server.service.option import Base, Handler, Option
 from lmcache_server.service.refusals import Refusal
 from lmcache_server.telemetry.metrics import Metric
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 MAX_WATCHED = 16
 """How many requests the server watches for. Their keys take up to 80 MB together."""
-_Saved = dict[PinName, list[tuple[bytes, bytes]]]
+_decoded = codec.decoder(dict[PinName, list[Place]])
 
 
 class Server(Option):
@@ -39,7 +39,7 @@ class Server(Option):
         self._cache, self.pins = base.cache, NamedPins(base.cache)
         self._watched: dict[str, tuple[Layout, tuple[bytes, ...]] | None] = {}
         """The chain of each request that is watched for, None before its end; the oldest first."""
-        base.metrics.gauge("lmcache_pinned_chunks", lambda: len(self._cache.protected))
+        base.metrics.gauge("lmcache_pinned_chunks", lambda: len(self.pins))
         base.metrics.gauge("lmcache_pinned_chunk_bytes", lambda: self.pins.frames * FRAME_BYTES)
 
     def handlers(self) -> Mapping[type, Handler]:
@@ -55,10 +55,17 @@ class Server(Option):
 
     def stored(self, layout: Layout, rooms: Sequence[Reservation]) -> None:
         """Small objects may have been pinned, and large ones added to their chunks."""
-        grown = any(room.chunk in self._cache.protected for room in rooms)
-        for name in self.pins.unpin_excess() if grown else ():
-            told = "what is pinned as %(name)r has grown beyond half of L1, so it is not pinned any more"
-            logger.warning(told, {"name": name})
+        if any(room.chunk in self.pins for room in rooms):
+            self.tick(0.0)
+
+    def tick(self, now_s: float) -> None:
+        """Tiers may have brought objects, too."""
+        for name in self.pins.unpin_excess():
+            logger.warning(
+                "pinned chunks have grown beyond half of L1, so the newest name, %(name)r, is not pinned any "
+                "more: give the server more memory with --l1-size-gb",
+                {"name": name},
+            )
 
     def pin(self, message: Pin) -> Pinned:
         seen = self._watched.setdefault(message.request, None)
@@ -78,11 +85,10 @@ class Server(Option):
 
     def unpin(self, message: Unpin) -> Unpinned:
         names = [message.name] if message.name else list(self.pins.names)
-        try:
-            chunks = sum(map(self.pins.unpin, names))
-        except KeyError:
+        if message.name and message.name not in self.pins.names:
             reason = f"nothing is pinned as {message.name!r}: 'lmcache status' lists the names that are"
-            raise Refusal(messages.BAD_REQUEST, reason) from None
+            raise Refusal(messages.BAD_REQUEST, reason)
+        chunks = sum(len(self.pins.unpin(name)) for name in names)
         logger.info("unpinned: %(chunks)d chunks", {"chunks": chunks})
         return Unpinned(chunks)
 
@@ -102,8 +108,9 @@ class Server(Option):
 
     def restored(self, saved: bytes) -> None:
         try:
-            for name, places in msgspec.msgpack.decode(saved or b"\x80", type=_Saved).items():
+            for name, places in _decoded(saved).items() if saved else ():
                 for namespace, chunks in itertools.groupby(places, operator.itemgetter(0)):
                     self.pins.pin(name, namespace, [key for _, key in chunks])
-        except (msgspec.DecodeError, PinError) as error:
-            logger.warning("what was pinned is not, or not all of it: %(reason)s", {"reason": error})
+        except (ProtocolError, PinError) as error:
+            told = "not everything that was pinned before the restart is pinned again: %(reason)s"
+            logger.warning(told, {"reason": error})

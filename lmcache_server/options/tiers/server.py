@@ -147,7 +147,7 @@ class Server(Option):
         self.spills.pause()
 
     async def close(self) -> None:
-        """Last of all, because it may take longer than whoever stops the server waits."""
+        """It may take longer than whoever stops the server waits."""
         await self.spills.flush()
         await self.spills.close()
 

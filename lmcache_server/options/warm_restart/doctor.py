@@ -1,5 +1,6 @@
 """`lmcache doctor` and --l1-path: room for the file, and whether a server would take it."""
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -38,7 +39,9 @@ def _room(path: str, l1_bytes: int) -> list[Check]:
     memory = preflight.memory(l1_bytes, taken_bytes, *machine.available_bytes())
     # More than that cannot be had by a larger /dev/shm.
     rooms = [memory] if memory.verdict == FAIL else [room, memory]
-    huge_pages = Path(_THP_OF_FILES).read_text().strip() if os.path.exists(_THP_OF_FILES) else None
+    huge_pages = None
+    with contextlib.suppress(OSError):
+        huge_pages = Path(_THP_OF_FILES).read_text().strip()
     return [*rooms, verdicts.transparent_huge_pages(huge_pages, _THP_OF_FILES)]
 
 

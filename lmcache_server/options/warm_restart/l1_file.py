@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 MAGIC = b"lmcache-mp L1\r\n\0"
 FORMAT = 7
-"""Changes with the header, the index, and the way objects are packed and numbered in the index."""
+"""Changes with the header, the index and what options save in it, and the way objects are packed."""
 HEADER_BYTES = FRAME_BYTES
 """As long as a frame, so that the frames stay aligned."""
 IN_USE, CLEAN = 1, 2
@@ -61,7 +61,7 @@ class L1File:
         self._end = HEADER_BYTES + self.num_frames * FRAME_BYTES
         self._was_cut = self._is_lost = False
         self.restored_frames = 0
-        """The first frames, as many as the earlier server had."""
+        """How many of the first frames have their space already."""
         self.descriptor = _open(path, 0 if trial else os.O_CREAT)
         try:
             self._check_owner()
@@ -137,8 +137,8 @@ class L1File:
             return isinstance(error, FileNotFoundError)
 
     def take(self, start: int, end: int, grow: Callable[[int], object]) -> bool:
-        """Without space, a write to the mapping could kill the process. Frames from an earlier server have
-        theirs."""
+        """Reserves space for these bytes, because a write to a hole of a full file system would kill the
+        process. As Backing.take."""
         start = max(start, self.restored_frames * FRAME_BYTES)
         if start >= end:
             return True

@@ -5,19 +5,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from lmcache_server.host import preflight
-from lmcache_server.host.units import GB_BYTES
 from lmcache_server.options.warm_restart import restart
 from lmcache_server.options.warm_restart.l1_file import L1File
 from lmcache_server.service.option import Base, Option
 from lmcache_server.transfer.gpus import Gpus
 
 
-def backing(values: Mapping[str, Any]) -> L1File | None:
-    """The file of --l1-path, open and locked. Raises StartError if it cannot be used."""
+def backing(values: Mapping[str, Any], size_bytes: int) -> L1File | None:
+    """The file of --l1-path for so much of L1, open and locked. Raises StartError if it cannot be used."""
     path = values["l1_path"]
     if not path:
         return None
-    file = L1File(path, int(values["l1_size_gb"] * GB_BYTES))
+    file = L1File(path, size_bytes)
     if not file.in_memory:
         try:
             preflight.require(preflight.disk_file(path, Gpus().available, os.uname().release))
@@ -43,7 +42,7 @@ class Server(Option):
         if self._file is not None:
             self._file.tick()
 
-    async def close(self) -> None:
+    def save(self) -> None:
         if self._file is not None:
             saved = {type(option).__module__: option.saved() for option in self._options}
             restart.save(self._file, self._cache, self._known, saved)

@@ -64,8 +64,8 @@ _Content = tuple[Seconds, Natural, list[bytes], list[str], list[Row], Saved]
 
 
 def take(cache: Cache, now_s: float) -> Snapshot:
-    """Returns, for `rebuild`, the ready chunks that nothing else refers to."""
-    chunks = [*cache.contents().order, *cache.protected]
+    """Returns, for `rebuild`, the chunks that nothing refers to, and then the protected ones."""
+    chunks = [*cache.evictable, *cache.protected]
     numbers: dict[bytes, int] = {}
     rows = [
         Row(

@@ -44,7 +44,7 @@ def test_half_of_l1_can_be_pinned_and_no_frame_more() -> None:
         cache.commit(reserve(cache, bytes([200, number]) * 16))
     assert all(cache.ready(TWO, keys[:5])), "they are not evicted"
     assert not any(cache.ready(TWO, keys[5:]))
-    assert (pins.unpin("mine"), pins.unpin("yours")) == (0, 5)
+    assert (len(pins.unpin("mine")), len(pins.unpin("yours"))) == (0, 5)
     for number in range(20):
         cache.commit(reserve(cache, bytes([201, number]) * 16))
     assert not any(cache.ready(TWO, keys))
@@ -64,7 +64,8 @@ def test_if_pinned_chunks_grow_beyond_half_of_l1_the_newest_names_end() -> None:
     cache.commit(reserve(cache, keys[1], of=1, frames=2))
     assert pins.unpin_excess() == ["name 2", "name 1"]
     assert pins.names.keys() == {"name 0"}
-    assert pins.frames == 3
+    assert (pins.frames, len(pins)) == (3, 1)
+    pins.check_integrity()
     cache.check_integrity()
 
 
@@ -100,4 +101,5 @@ def test_names_and_chunks_of_pins_are_bounded(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(PinError, match="255 chunks can be pinned in all"):
         pins.pin("1", b"ns", keys)
     pins.pin("1", b"ns", keys[1:])
+    pins.check_integrity()
     cache.check_integrity()

@@ -4,10 +4,23 @@ import json
 
 import pytest
 from desk import USER, Desk, evict_everything, key, serving
-from fuzz.messages import CHUNK_SIZE
+from fuzz.messages import CHUNK_SIZE, geometry
 
 from lmcache_client.contract import codec, control, messages
-from lmcache_client.contract.messages import Clear, Cleared, Done, Message, Pin, Pinned, Unpin, Unpinned
+from lmcache_client.contract.codec import packed
+from lmcache_client.contract.keys import ROOT_KEY, ModelTag
+from lmcache_client.contract.messages import (
+    Clear,
+    Cleared,
+    Done,
+    Message,
+    Pin,
+    Pinned,
+    Store,
+    StoreObject,
+    Unpin,
+    Unpinned,
+)
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.options.pins.server import MAX_WATCHED, Server
 
@@ -131,15 +144,57 @@ def test_pins_are_saved_for_the_next_server_and_what_is_not_readable_pins_nothin
     option.restored(saved)
     assert pins(serving) == {"mine": 2 * FRAME_BYTES}
     assert serving.ask(USER, Unpin("")) == Unpinned(2)
-    for wrong in (
-        b"",
-        b"\x80",
-        b"rubbish",
-        saved[:-1],
-        codec.pack({"": [(b"n", b"k")]}),
-        codec.pack({"a": 7}),
-    ):
+    no_text = b"\x81\xa1\xff\x90"
+    damaged = b"rubbish", no_text, saved[:-1], codec.pack({"": [(b"n", b"k")]}), codec.pack({"a": 7})
+    for wrong in (b"", b"\x80", *damaged):
         option.restored(wrong)
         assert pins(serving) == {}
-    assert sum("what was pinned is not" in each for each in caplog.messages) == 4
+    told = [each for each in caplog.messages if "not everything that was pinned before the restart" in each]
+    assert len(told) == len(damaged)
     serving.target.cache.check_integrity()
+
+
+def join_with_groups(desk: Desk, who: int) -> None:
+    """An engine that also has a window and a state: each chunk has three objects."""
+    tag = ModelTag("hybrid", (("weights", "hybrid"),), 1, 1)
+    assert isinstance(desk.hello(who), messages.Welcome)
+    asked = messages.Register(f"engine {who}", 0, tag, geometry(1), desk.memory_of(who))
+    assert isinstance(desk.ask(who, asked), messages.Challenge)
+    assert isinstance(desk.answer(who, messages.Prove()), messages.Registered)
+    assert isinstance(desk.ask(who, messages.Join(f"engine {who}")), messages.Joined)
+
+
+def store_of(desk: Desk, who: int, number: int, group: int) -> None:
+    count = len(geometry(1).groups[group].stored_blocks(0, CHUNK_SIZE))
+    stored = StoreObject(key(number), ROOT_KEY, 0, group, packed(range(1, 1 + count)))
+    desk.ask(who, Store((stored,)))
+    desk.end_copies()
+
+
+@pytest.mark.parametrize("brought", [False, True])
+def test_if_pinned_chunks_grow_beyond_half_of_l1_the_newest_names_end_and_the_log_says_so(
+    desk: Desk, brought: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what an engine stores, or by what a tier brings, of which only the tick learns."""
+    join_with_groups(desk, 0)
+    desk.hello(USER)
+    half = desk.target.l1.num_frames // 2
+    for name, numbers in (("old", range(half // 2)), ("new", range(half // 2, half))):
+        token = f"{name:x>32}"
+        assert pin(desk, "", token) == Pinned(0, 0, 0, 0)
+        for number in numbers:
+            store_of(desk, 0, number, 0)
+        ended(desk, tuple(map(key, numbers)), token)
+        assert isinstance(pin(desk, name, token), Pinned)
+    assert pins(desk).keys() == {"old", "new"}
+    (option,) = (each for each in desk.target.router.options if isinstance(each, Server))
+    if brought:
+        monkeypatch.setattr(option, "stored", lambda *_: None)
+    store_of(desk, 0, 0, 1)
+    if brought:
+        assert pins(desk).keys() == {"old", "new"}
+        desk.target.router.tick()
+    assert pins(desk) == {"old": (half // 2 + 1) * FRAME_BYTES}
+    assert "the newest name, 'new', is not pinned any more" in caplog.text
+    option.pins.check_integrity()
+    desk.target.cache.check_integrity()
