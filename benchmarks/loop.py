@@ -4,7 +4,7 @@ at once. All engines of a server share this one loop.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from typing import Any
 
 from fuzz import targets
 from section import Section, median, micros
@@ -13,7 +13,7 @@ CHUNKS, BLOCKS = 60, 16
 """Of a request of 15,360 tokens, with blocks of 16."""
 targets.L1_FRAMES = 400
 
-from desk import Desk, _turns, identity, key  # noqa: E402
+from desk import Desk, HeldCopies, _turns, identity, key  # noqa: E402
 from fuzz.messages import BLOCKS as ENGINE_BLOCKS  # noqa: E402
 from fuzz.messages import CHUNK_SIZE  # noqa: E402
 
@@ -24,12 +24,19 @@ from lmcache_client.contract.messages import (  # noqa: E402
     Found,
     Load,
     Lookup,
+    Memory,
     Message,
+    Release,
     Store,
     Stored,
     StoreObject,
+    decode_reply,
     encode_request,
 )
+from lmcache_server.core.packed import CHECKSUM_BYTES  # noqa: E402
+from lmcache_server.transfer.base import Opened  # noqa: E402
+from lmcache_server.transfer.host import HostMapping  # noqa: E402
+from lmcache_server.transfer.jobs import CopyJob, StoreJob  # noqa: E402
 
 ROUNDS = 200
 MAX_LOAD_US, MAX_STORE_US = 270, 14
@@ -51,22 +58,35 @@ def store(prompt: int) -> Store:
     )
 
 
+class Copies(HeldCopies):
+    """Also gives the checksums of what is stored."""
+
+    def submit(self, job: CopyJob) -> "asyncio.Future[Any]":
+        if isinstance(job, StoreJob):
+            job.checksums[:] = [bytes(CHECKSUM_BYTES * BLOCKS)] * len(job.objects)
+        return super().submit(job)
+
+
 class Loop:
     """One engine that has stored prompt 0, and the times of what it sends then."""
 
     def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+        self._desk, self._ids, self._sent = desk, iter(range(1_000_000, 2_000_000)), list[bytes]()
+        desk.target.system.copier = self._copier  # type: ignore[method-assign,assignment]
         desk.join(0)
-        desk.ask(0, store(0))
-        desk.end_copies()
-        self._ids = iter(range(1_000_000, 2_000_000))
+        desk.target.router._send = lambda _who, frame: self._sent.append(frame)  # type: ignore[method-assign]
         self.empty_s = median([self._timed(None) for _ in range(ROUNDS)])
 
-    def took_s(self, sent: Sequence[Message], answer: type) -> float:
-        """The median of these messages, without what a turn of an idle loop takes."""
-        times = [self._timed(encode_request(next(self._ids), message)) for message in sent]
-        assert isinstance(self._desk.last, answer), self._desk.last
-        return median(times) - self.empty_s
+    def _copier(self, _name: str, memory: Memory, _alive: object) -> Copies:
+        self._desk.copies.append(Copies(Opened(None, HostMapping(memory).open()), self._desk.target.loop))
+        return self._desk.copies[-1]  # type: ignore[return-value]
+
+    def asked(self, message: Message) -> tuple[Message, float]:
+        """The answer, and the seconds of the loop without what turns of an idle loop take."""
+        took_s = self._timed(encode_request(next(self._ids), message)) - self.empty_s
+        (frame,) = self._sent
+        self._sent.clear()
+        return decode_reply(frame)[2], took_s
 
     def _timed(self, frame: bytes | None) -> float:
         """Processor seconds of this thread."""
@@ -83,27 +103,37 @@ class Loop:
         await _turns()
 
 
+def measured(loop: Loop) -> dict[str, float]:
+    keys, times = tuple(map(key, range(CHUNKS))), dict[str, list[float]]()
+
+    def ask(message: Message, kind: type) -> Any:
+        answer, took_s = loop.asked(message)
+        assert isinstance(answer, kind), answer
+        times.setdefault(type(message).__name__.lower(), []).append(took_s)
+        return answer
+
+    ask(store(0), Stored)
+    for _ in range(ROUNDS):
+        found = ask(Lookup("request", keys, 0, TOKENS, TOKENS + 1), Found)
+        assert found.resume_tokens == TOKENS
+        ask(Load("request", found.lease_id, keys[-1], TOKENS, 0, (blocks(0, CHUNKS * BLOCKS),)), Done)
+        ask(Release((found.lease_id,), keys, "request"), Done)
+    times["store"] = []
+    for number in range(ROUNDS):
+        assert ask(store(1 + number), Stored).stored == CHUNKS
+    return {name: median(each) for name, each in times.items()}
+
+
 def main() -> None:
     section = Section(
         "loop",
         "The server's event loop",
         f"Processor time of the loop for requests of {CHUNKS} chunks of {BLOCKS} blocks, the median of {ROUNDS}, with "
-        "`--checksums`. Copies are made by other threads and are not in it.",
+        "`--checksums`. Other threads copy, and are not in it; nor are the sockets.",
     )
-    keys = tuple(key(chunk) for chunk in range(CHUNKS))
-    question = Lookup("request", keys, 0, TOKENS, TOKENS + 1)
     with targets.owner() as (pid, address):
         desk = Desk(pid, address)
-        loop = Loop(desk)
-        found = desk.ask(0, question)
-        assert isinstance(found, Found)
-        assert found.resume_tokens == TOKENS
-        load = Load("request", found.lease_id, keys[-1], TOKENS, 0, (blocks(0, CHUNKS * BLOCKS),))
-        took = {
-            "lookup": loop.took_s([question] * ROUNDS, Found),
-            "load": loop.took_s([load] * ROUNDS, Done),
-            "store": loop.took_s([store(1 + number) for number in range(ROUNDS)], Stored),
-        }
+        took = measured(Loop(desk))
         asyncio.set_event_loop(desk.target.loop)
         desk.target.close()
     rows = [[name, micros(took_s), f"{took_s / CHUNKS * 1e6:.1f} µs"] for name, took_s in took.items()]

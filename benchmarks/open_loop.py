@@ -6,6 +6,7 @@ question was due until its answer was read.
 """
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import random
@@ -21,7 +22,7 @@ from harness.rawclient import RawEngine, chain, group
 from lookup import in_processes
 from paced import WINDOW, paced
 from section import Section, micros, percentile
-from systems import lmcache_server, our_server
+from systems import lmcache_server, no_shared_memory_left, our_server
 
 CHUNK_TOKENS = 256
 CHUNKS = 64
@@ -36,6 +37,7 @@ ENGINES = (1, 8)
 SHARES = (0.25, 0.5, 0.75)
 SECONDS = 6.0
 WAIT_S = 30.0
+SHORT_S = 0.001
 MAX_P99_S = 0.002
 _spawn = multiprocessing.get_context("spawn")
 Ask = Callable[[int, float], list[float]]
@@ -69,54 +71,74 @@ def one_client(address: str, rate: float, number: int, start: Any, results: Any)
         scheduler.release((pending.reply.lease_id,), keys, "request")
         return True
 
+    def wait(asked: tuple[tuple[bytes, ...], Any], wait_s: float) -> None:
+        """The channel waits for whole milliseconds, and the next question would come too late."""
+        if wait_s < SHORT_S:
+            time.sleep(wait_s)
+        channel.poll(asked[1], max(wait_s - SHORT_S, 0.0))
+
     start.wait()
-    results.put(paced(rate, SECONDS, number, ask, lambda asked, wait_s: channel.poll(asked[1], wait_s), take))
+    results.put(paced(rate, SECONDS, number, ask, wait, take))
     engine.close()
 
 
-def copier(address: str, number: int, ended: Any, ready: Any) -> None:
-    """Loads one prompt and stores another, and pauses as long as that took."""
+def copier(address: str, number: int, count: int, ended: Any, ready: Any, results: Any) -> None:
+    """Loads one prompt and stores another, and pauses as long as that took; then says how many chunks that were. The
+    copiers begin far from each other, so that each prompt is loaded again before it is evicted."""
     engine = RawEngine(address, GROUPS, BLOCKS, f"copier {number}").start()
     ready.release()
-    turn = 0
+    pick, first, turn = random.Random(), number * PROMPTS // count, 0
     while not ended.is_set():
         start_s = time.perf_counter()
-        keys = prompt((number + turn) % PROMPTS)
+        keys = prompt((first + turn) % PROMPTS)
         found = engine.lookup(keys)
+        assert found.resume_tokens == CHUNKS * CHUNK_TOKENS, "the server has all of it"
         engine.load(found, keys, table())
         engine.end(found, keys)
-        engine.store_prompt(prompt(PROMPTS * (1 + turn) + number), table())
+        assert engine.store_prompt(prompt(pick.randrange(PROMPTS, 1 << 30)), table()).stored == CHUNKS
         turn += 1
         time.sleep(time.perf_counter() - start_s)
+    results.put(2 * turn * CHUNKS)
 
 
 @contextmanager
-def copies(address: str, count: int) -> Iterator[None]:
-    """So many workers load and store meanwhile."""
-    ended, ready = _spawn.Event(), _spawn.Semaphore(0)
+def copies(address: str, count: int) -> Iterator[list[float]]:
+    """So many workers load and store meanwhile. The list then has how many GB a second they copied."""
+    ended, ready, results, found = _spawn.Event(), _spawn.Semaphore(0), _spawn.Queue(), list[float]()
     processes = [
-        _spawn.Process(target=copier, args=(address, number, ended, ready), daemon=True)
+        _spawn.Process(target=copier, args=(address, number, count, ended, ready, results), daemon=True)
         for number in range(count)
     ]
-    for process in processes:
-        process.start()
-    for _ in processes:
-        assert ready.acquire(timeout=WAIT_S)
-    yield
-    ended.set()
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
+    try:
+        for process in processes:
+            process.start()
+        for _ in processes:
+            assert ready.acquire(timeout=WAIT_S)
+        begun_s = time.perf_counter()
+        yield found
+        ended.set()
+        chunks = sum(results.get(timeout=WAIT_S) for _ in processes)
+        found.append(gb_s(chunks, time.perf_counter() - begun_s))
+        for process in processes:
+            process.join(WAIT_S)
+            assert process.exitcode == 0
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def gb_s(chunks: int, seconds: float) -> float:
+    return chunks * PAGE_BYTES * CHUNK_TOKENS / BLOCK / seconds / 1e9
 
 
 class Peer(ChildProcess):
     """A client of LMCache: see peer_lookups.py."""
 
-    def __init__(self, role: str, number: int, port: int, http_port: int) -> None:
+    def __init__(self, role: str, number: int, count: int, port: int, http_port: int) -> None:
         script = str(Path(__file__).parent / "peer_lookups.py")
+        numbers = map(str, (number, count, PROMPTS, CHUNKS, int(SECONDS)))
         urls = f"tcp://127.0.0.1:{port}", f"http://127.0.0.1:{http_port}"
-        command = [str(peer.SERVER / "bin" / "python"), script, role, str(number), *urls]
-        command += [str(PROMPTS), str(CHUNKS), str(SECONDS)]
+        command = [str(peer.SERVER / "bin" / "python"), script, role, *numbers, *urls]
         super().__init__(f"LMCache {role}", command, environment(peer.VARIABLES), pipes=True)
 
     def answer(self) -> Any:
@@ -126,19 +148,33 @@ class Peer(ChildProcess):
         raise RuntimeError(f"{self.name} ended\n{tail(self.log)}")
 
     def end(self) -> None:
-        self.stdin.close()
-        self.popen.wait(WAIT_S)
+        assert self.popen.wait(WAIT_S) == 0, tail(self.log)
 
 
 @contextmanager
 def peers(role: str, count: int, port: int, http_port: int) -> Iterator[list[Peer]]:
     with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(Peer(role, number, port, http_port)) for number in range(1, 1 + count)]
+        found = [stack.enter_context(Peer(role, number, count, port, http_port)) for number in range(count)]
         for each in found:
             assert each.answer() == "ready"
         yield found
         for each in found:
+            each.stdin.close()
+        for each in found:
             each.end()
+
+
+@contextmanager
+def peer_copies(count: int, port: int, http_port: int) -> Iterator[list[float]]:
+    """As `copies`."""
+    copied = list[float]()
+    with peers("copy", count, port, http_port) as found:
+        begun_s = time.perf_counter()
+        yield copied
+        for each in found:
+            each.stdin.close()
+        chunks = sum(each.answer() for each in found)
+        copied.append(gb_s(chunks, time.perf_counter() - begun_s))
 
 
 def measured(whose: str, ask: Ask, engines: int, beside: bool) -> Iterator[list[Any]]:
@@ -157,13 +193,15 @@ def ours() -> Iterator[list[Any]]:
         ask: Ask = lambda engines, rate: in_processes(engines, one_client, address, rate / engines)  # noqa: E731
         for engines in ENGINES:
             for beside in (False, True):
-                with copies(address, engines if beside else 0):
-                    yield from measured("ours", ask, engines, beside)
+                with copies(address, engines if beside else 0) as copied:
+                    rows = list(measured("ours", ask, engines, beside))
+                yield from ([*row, *copied] for row in rows)
         filler.close()
 
 
 def lmcaches() -> Iterator[list[Any]]:
     with contextlib.ExitStack() as stack:
+        stack.enter_context(no_shared_memory_left())
         server, port = stack.enter_context(lmcache_server(L1_GB))
         at = port, server.http_port
         stack.enter_context(peers("fill", 1, *at))
@@ -176,8 +214,9 @@ def lmcaches() -> Iterator[list[Any]]:
 
         for engines in ENGINES:
             for beside in (False, True):
-                with peers("copy", engines if beside else 0, *at):
-                    yield from measured("LMCache", ask, engines, beside)
+                with peer_copies(engines if beside else 0, *at) as copied:
+                    rows = list(measured("LMCache", ask, engines, beside))
+                yield from ([*row, *copied] for row in rows)
 
 
 def main() -> None:
@@ -186,24 +225,25 @@ def main() -> None:
         "open_loop",
         "Lookups at a rate",
         f"Lookups of {CHUNKS} chunks, at times that were drawn beforehand, whether earlier ones are answered or not. "
-        f"The ceiling is what the same engines reach if each has up to {WINDOW} lookups open. Where it says so, "
-        "as many workers as there are engines load and store 16 MiB, and pause as long as that took. All share the "
-        "processors. LMCache's lookups carry the tokens, and it is asked again for what it has found, as its "
-        "connector does.",
+        f"The ceiling is what clients and server reach together if each client has up to {WINDOW} lookups open. Where "
+        "it says so, as many workers as there are engines load and store 16 MiB at a time, and pause as long as that "
+        "took. All share the processors. Ours carry keys, which the client has hashed beforehand. LMCache's carry the "
+        "tokens: its server hashes them for the lookup, when it gives back what it holds, and at the end of the "
+        "request; and it is asked again for what it has found.",
     )
     found = []
-    for row in (*ours(), *lmcaches()):
+    for row in itertools.chain(ours(), lmcaches()):
         found.append(row)
         print("  ", *row, flush=True)
     rows = [
-        [whose, str(engines), "loads and stores" if beside else "", f"{ceiling:,.0f}", f"{share:.0%}", micros(p50),
-         micros(p99)]
-        for whose, engines, beside, ceiling, share, p50, p99 in found
+        [whose, str(engines), f"{copied[0]:.2f} GB/s" if copied else "", f"{ceiling:,.0f}", f"{share:.0%}",
+         micros(p50), micros(p99)]
+        for whose, engines, _, ceiling, share, p50, p99, *copied in found
     ]  # fmt: skip
-    columns = ["whose", "engines", "beside", "ceiling (a second)", "rate", "p50", "p99"]
+    columns = ["whose", "engines", "loads and stores", "ceiling (a second)", "rate", "p50", "p99"]
     section.table("", columns, rows)
     crowd = max(ENGINES)
-    (busy,) = (row[-1] for row in found if row[:3] == ["ours", crowd, True] and row[4] == min(SHARES))
+    (busy,) = (row[6] for row in found if row[:3] == ["ours", crowd, True] and row[4] == min(SHARES))
     bar = f"{crowd} engines, {crowd} workers that load and store, {min(SHARES):.0%} of the ceiling: p99 under 2 ms"
     section.bar(bar, micros(busy), busy < MAX_P99_S)
     theirs = {tuple(row[1:3]): row[3] for row in found if row[0] == "LMCache"}

@@ -1,9 +1,10 @@
 """A client of LMCache's server, run in LMCache's environment: see open_loop.py.
 
-    peer_lookups.py fill|ask|copy NUMBER RPC_URL HTTP_URL PROMPTS CHUNKS SECONDS
+    peer_lookups.py fill|ask|copy NUMBER COUNT PROMPTS CHUNKS SECONDS RPC_URL HTTP_URL
 
 `fill` stores all prompts and stays registered. `ask` asks for them at each rate that it reads, and writes the times.
-`copy` loads and stores for as long as its input is open. Each says when it is ready.
+`copy`, of which there are COUNT, loads and stores for as long as its input is open, and then says how many chunks it
+has copied. Each says when it is ready.
 """
 
 import itertools
@@ -23,6 +24,10 @@ from paced import paced
 CHUNK_TOKENS, BLOCK_TOKENS = 256, 16
 STATUS_PAUSE_S = 0.001
 """Its connector asks again in the next step of the engine."""
+LONGEST_WAIT_S = 0.0005
+"""Of several questions any may be answered."""
+INSTANCES = {"fill": 0, "copy": 10_000}
+"""Each registered client needs an instance id of its own."""
 _names = itertools.count()
 
 
@@ -31,8 +36,8 @@ def say(answer: Any) -> None:
     print("answer", json.dumps(answer), flush=True)
 
 
-def started(number: int, rpc_url: str, http_url: str, chunks: int) -> ServerBenchClient:
-    helpers._INSTANCE_ID_BASE += 100 * number
+def started(instance: int, rpc_url: str, http_url: str, chunks: int) -> ServerBenchClient:
+    helpers._INSTANCE_ID_BASE += 100 * instance
     blocks = 2 * chunks * CHUNK_TOKENS // BLOCK_TOKENS
     shape = f"(2,{blocks},{BLOCK_TOKENS},1,256):bfloat16:1"
     tokens = chunks * CHUNK_TOKENS
@@ -47,33 +52,41 @@ def started(number: int, rpc_url: str, http_url: str, chunks: int) -> ServerBenc
 def store(client: ServerBenchClient, sequence: int) -> None:
     request = client.create_request(sequence, f"store-{sequence}", "cold")
     assert request is not None
-    client.lookup(request)
     stored = client.store(request, 0, request.num_full_tokens)
     assert stored is not None
     assert stored.succeeded
     client.end_session(request)
 
 
-def load(client: ServerBenchClient, sequence: int, turn: int) -> None:
+def load(client: ServerBenchClient, sequence: int, turn: int) -> int:
+    """How many chunks were loaded; none unless all are there."""
     request = client.create_request(sequence, f"load-{sequence}-{turn}", "warm")
     assert request is not None
-    if client.lookup(request).is_full_hit:
+    is_whole = client.lookup(request).is_full_hit
+    if is_whole:
         loaded = client.retrieve(request, 0, request.num_full_tokens)
         assert loaded is not None
         assert loaded.succeeded
+    else:
+        key = helpers._make_key(request.token_ids, request.request_id, start=0, end=request.num_full_tokens)
+        client._req_client.free_lookup_locks(key, 1).result(helpers._DEFAULT_RPC_TIMEOUT_S)
     client.end_session(request)
+    return request.total_chunks if is_whole else 0
 
 
-def copy(client: ServerBenchClient, number: int, prompts: int) -> None:
+def copy(client: ServerBenchClient, number: int, count: int, prompts: int, chunks: int) -> int:
+    """How many chunks were loaded and stored. The clients begin far from each other, so that each prompt is loaded
+    again before it is evicted."""
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
-    turn = 0
+    pick, first, turn, copied = random.Random(), number * prompts // count, 0, 0
     while not ended.is_set():
         start_s = time.perf_counter()
-        load(client, (number + turn) % prompts, 1000 * number + turn)
-        store(client, prompts * (1 + turn) + number)
-        turn += 1
+        copied += load(client, (first + turn) % prompts, pick.randrange(1 << 30))
+        store(client, pick.randrange(prompts, 1 << 30))
+        copied, turn = copied + chunks, turn + 1
         time.sleep(time.perf_counter() - start_s)
+    return copied
 
 
 class Asking:
@@ -87,7 +100,7 @@ class Asking:
         if self.reply.query():
             time.sleep(min(seconds, STATUS_PAUSE_S))
         else:
-            self.reply.wait(seconds)
+            self.reply.wait(min(seconds, LONGEST_WAIT_S))
 
     def taken(self, chunks: int) -> bool:
         now_s = time.perf_counter()
@@ -116,21 +129,22 @@ def ask_at(client: Any, rate: float, number: int, prompts: int, chunks: int, sec
 
 
 def main() -> None:
-    role, number, rpc_url, http_url, prompts, chunks, seconds = sys.argv[1:]
-    own = int(number), int(prompts), int(chunks)
+    role, *numbers, rpc_url, http_url = sys.argv[1:]
+    number, count, prompts, chunks, seconds = map(int, numbers)
     if role == "ask":
         client = RequestClientFactory.create(rpc_url)
         say("ready")
         for line in sys.stdin:
-            say(ask_at(client, float(line), *own, float(seconds)))
+            say(ask_at(client, float(line), number, prompts, chunks, seconds))
+        client.close()
         return
-    registered = started(own[0], rpc_url, http_url, own[2])
+    registered = started(INSTANCES[role] + number, rpc_url, http_url, chunks)
     if role == "fill":
-        for sequence in range(own[1]):
+        for sequence in range(prompts):
             store(registered, sequence)
     say("ready")
     if role == "copy":
-        copy(registered, *own[:2])
+        say(copy(registered, number, count, prompts, chunks))
     else:
         sys.stdin.read()
     registered.close()

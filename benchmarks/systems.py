@@ -181,15 +181,21 @@ def vllm_with_lmcache(model: Path, l1_gb: float, *flags: str) -> Iterator[Probe]
         # Our own plugin would take the connector's name over.
         variables = {**peer.VARIABLES, "VLLM_PLUGINS": ""}
         python = str(peer.ENGINE / "bin" / "python")
-        left_before = set(_shared_memory())
-        try:
-            with Probe("lmcache", python, engine_arguments(model, config), variables) as probe:
-                yield probe
-        finally:
-            for left in set(_shared_memory()) - left_before:
-                left.unlink(missing_ok=True)
+        probe = Probe("lmcache", python, engine_arguments(model, config), variables)
+        with no_shared_memory_left(), probe:
+            yield probe
+
+
+@contextlib.contextmanager
+def no_shared_memory_left() -> Iterator[None]:
+    """Removes what LMCache's clients leave behind when they are ended by force."""
+    left_before = set(_shared_memory())
+    try:
+        yield
+    finally:
+        for left in set(_shared_memory()) - left_before:
+            left.unlink(missing_ok=True)
 
 
 def _shared_memory() -> list[Path]:
-    """What LMCache's engines leave behind when they are ended by force."""
     return [path for path in Path("/dev/shm").glob("lmcache_*") if path.stat().st_uid == os.getuid()]
