@@ -225,7 +225,7 @@ class Rank:
 
 def exchanged(server: Any, name: str, tp: int, vllm_config: Any, plan: Any) -> dict[str, Any]:
     """Registers all ranks, stores a chunk and loads it; returns what the server says of the model."""
-    from harness.rawclient import RawEngine, chain
+    from harness.rawclient import RawEngine, chain, start_all
 
     from lmcache_client.connector import translate
     from lmcache_client.contract.chunk_size import resolve_chunk_size
@@ -254,10 +254,9 @@ def exchanged(server: Any, name: str, tp: int, vllm_config: Any, plan: Any) -> d
         )
         for rank, each in enumerate(ranks)
     ]
-    for engine in engines:
-        engine.worker.start(60, 60)
-    for engine in engines:
-        engine.start()
+    # Each once: two keepers of one channel would register at the same time.
+    start_all([engine.worker for engine in engines])
+    start_all([engine.scheduler for engine in engines])
     keys = chain(range(chunk), chunk)
     for engine in engines:
         engine.store_prompt(keys, tables)
