@@ -223,7 +223,8 @@ def start_ranks(
         for rank, each in enumerate(groups)
     ]
     start_all([engine.worker for engine in ranks])
-    start_all([engine.scheduler for engine in ranks])
+    if not any(engine.worker.refusal for engine in ranks):  # none can join then
+        start_all([engine.scheduler for engine in ranks])
     return ranks
 
 
