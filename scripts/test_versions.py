@@ -8,6 +8,8 @@ of each kind, another process, a shared prefix, a failed load, adapters, two ran
 `make test` runs everything with the version in between. Exits with the code of the first failure.
 """
 
+import itertools
+import os
 import subprocess
 import sys
 import time
@@ -17,8 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST, NEWEST = "0.31.0", "0.33.0"
 HISTORIES = 40
-# Two tests of each version at a time, because tests also wait.
-WORKERS = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+TESTS_AT_A_TIME = 2
+"""Of each version, because tests also wait."""
+WORKERS = ["-n", str(TESTS_AT_A_TIME), "--dist", "loadfile", "--no-loadscope-reorder"]
 MODELS = ("llama", "gemma3", "gemma4-32", "gptoss", "llama4", "qwen3next", "qwen35", "falconh1")
 SECOND = ("llama", "gemma3", "qwen3next")
 TESTS = (
@@ -70,16 +73,17 @@ def main() -> int:
     codes = []
     # Side by side, so that two processors are busy.
     with ThreadPoolExecutor(len(versions)) as pool:
-        for code, said in pool.map(run, versions):
+        for code, said in pool.map(run, versions, itertools.count(0, TESTS_AT_A_TIME)):
             codes.append(code)
             print(said, flush=True)
     print(f"all versions: {(time.monotonic() - started_s) / 60:.1f} minutes")
     return next((code for code in codes if code), 0)
 
 
-def run(version: str) -> tuple[int, str]:
+def run(version: str, first_worker: int) -> tuple[int, str]:
     """The tests, then the simulated histories, in the environment of one version: the first exit code that is
-    not 0, or 0, and what was said."""
+    not 0, or 0, and what was said. The workers of runs side by side have numbers of their own, for their
+    ports."""
     python = str(ROOT / ".venv" / "thin" / version / "bin" / "python")
     tests = [f"tests/engine/{test}" for test in (*TESTS, *(OF_NEWEST if version == NEWEST else ()))]
     histories = ["--seeds", str(HISTORIES), "--jobs", "1"]
@@ -91,6 +95,7 @@ def run(version: str) -> tuple[int, str]:
         done = subprocess.run(
             [python, "-m", *module],
             cwd=directory,
+            env={**os.environ, "LMCACHE_TEST_FIRST_WORKER": str(first_worker)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -38,8 +38,9 @@ _TETHER = (
 def free_port() -> int:
     """A TCP port that nobody uses at the moment. Until the caller uses it, the kernel gives it to no
     connection: those get higher ports. Workers of the test run choose among different ones."""
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", f"gw{WORKERS - 1}").removeprefix("gw")) % WORKERS
-    for port in random.sample(range(*PORTS)[worker::WORKERS], 500):
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", f"gw{WORKERS - 1}").removeprefix("gw"))
+    worker += int(os.environ.get("LMCACHE_TEST_FIRST_WORKER", 0))
+    for port in random.sample(range(*PORTS)[worker % WORKERS :: WORKERS], 500):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
