@@ -414,7 +414,7 @@ SIZES = ("0.25", "0.5", "1", "2", "4", "10", "unlimited")
 WINDOW = {"tokens": 40, "hit_rates": dict.fromkeys(SIZES, 0.75), "namespaces": {}}
 REPORT = {
     "version": "1.2.3", "boot_id": "ab", "pid": 42, "uptime_s": 3725.0,
-    "config": {"chunk_size": None, "l1_size_gb": 4.0, "l1_path": "", "l1_hugetlb": False},
+    "config": {"chunk_size": None, "l1_size_gb": 4.0, "l1_path": "", "l1_hugetlb": False, "tier": []},
     "l1": {
         "total_bytes": 4 << 30, "free_bytes": 3 << 30, "ready_bytes": 1 << 30, "reserved_bytes": 0,
         "stored_bytes": 1 << 30, "populated_bytes": 0, "chunks": 5, "leases": 2,

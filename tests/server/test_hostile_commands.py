@@ -114,6 +114,7 @@ FIELDS = (
 BAD_VALUES: tuple[dict[str, Any], ...] = (
     {"uptime_s": "x"}, {"uptime_s": float("inf")}, {"uptime_s": 10**400}, {"pid": 1.5}, {"sessions": {}},
     {"hit_rate": float("nan")}, {"hit_rate": 10.0**18}, {"l1": {**REPORT["l1"], "total_bytes": -1}},
+    {"config": {**REPORT["config"], "l1_path": 5}}, {"config": {**REPORT["config"], "tier": 5}},
 )  # fmt: skip
 READING = (["status"], ["status", "--json"], ["plan"], ["bench", "--requests", "1"])
 UNREADABLE = "sent a status that this version cannot read: install the same version of lmcache-mp"

@@ -62,12 +62,12 @@ def examine(
         verdicts.command(find_spec("lmcache") is not None),
         *_l1_room(effective, l1_bytes, report),
         verdicts.memlock(limits["Max locked memory"], l1_bytes, len(gpus)),
-        verdicts.transparent_huge_pages(_text(_THP), _THP),
+        verdicts.transparent_huge_pages(text(_THP), _THP),
         preflight.open_files(limits["Max open files"]),
-        verdicts.ptrace(_text("/proc/sys/kernel/yama/ptrace_scope"), _try_reading()),
+        verdicts.ptrace(text("/proc/sys/kernel/yama/ptrace_scope"), _try_reading()),
         verdicts.numa(
-            sorted(machine.numbers(_text("/sys/devices/system/node/online") or "0")),
-            {gpu: int(_text(f"/sys/bus/pci/devices/{gpu.lower()}/numa_node") or -1) for gpu in gpus},
+            sorted(machine.numbers(text("/sys/devices/system/node/online") or "0")),
+            {gpu: int(text(f"/sys/bus/pci/devices/{gpu.lower()}/numa_node") or -1) for gpu in gpus},
         ),
         verdicts.driver(gpus, version, failure, _has_device_files()),
         *itertools.chain(*(of(effective, report) for of in parts("doctor", "checks"))),
@@ -77,7 +77,7 @@ def examine(
     ]
 
 
-def _text(path: str) -> str | None:
+def text(path: str) -> str | None:
     try:
         return Path(path).read_text().strip()
     except OSError:
@@ -108,10 +108,10 @@ def _l1_room(values: Mapping[str, Any], l1_bytes: int, report: Mapping[str, Any]
 
 def _limits(pid: int) -> dict[str, int]:
     """The hard limits of the running server, or else of this process, by their names in /proc/PID/limits."""
-    is_server = "lmcache" in (_text(f"/proc/{pid}/cmdline") or "")
-    text = (_text(f"/proc/{pid}/limits") if is_server else None) or _text("/proc/self/limits") or ""
+    is_server = "lmcache" in (text(f"/proc/{pid}/cmdline") or "")
+    table = (text(f"/proc/{pid}/limits") if is_server else None) or text("/proc/self/limits") or ""
     limits = {}
-    for line in text.splitlines()[1:]:
+    for line in table.splitlines()[1:]:
         name, hard = line[:26].strip(), line[47:68].strip()
         limits[name] = machine.UNLIMITED if hard == "unlimited" else int(hard)
     return limits

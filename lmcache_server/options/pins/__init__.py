@@ -1,1 +1,1 @@
-"""Keeps chunks that users name from eviction, and fills the cache with prompts."""
+"""Keeps from eviction what users pin, and fills the cache with prompts."""

@@ -50,9 +50,8 @@ def pin(url: str, prompts_file: Path, name: str | None, server: Address, **optio
 
     It sends the prompts through vLLM at URL, and pins their chunks: the server does not evict them until
     'lmcache unpin' or 'lmcache clear'. FILE is the same as for 'lmcache warm'. Pinned chunks take at most
-    half of L1. If a prompt would take more, the command stops with an error. If they grow beyond that later,
-    the newest names end. If the name is pinned already, it keeps its prompts and gets these as well.
-    'lmcache status' lists the names.
+    half of L1: the command stops at a prompt that would take more, and if they grow, the newest names end. A
+    name that is pinned already keeps its prompts and gets these as well. 'lmcache status' lists the names.
 
     The exit code is 1 when the server does not hold all prompts.
     """

@@ -4,7 +4,7 @@ it has."""
 import itertools
 import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import Gauge
@@ -12,7 +12,7 @@ from prometheus_client import Gauge
 from lmcache_client.contract import codec, messages
 from lmcache_client.contract.codec import ProtocolError
 from lmcache_client.contract.messages import Pin, PinName, Pinned, Release, Unpin, Unpinned
-from lmcache_server.core.cache import Layout, Reservation
+from lmcache_server.core.cache import Layout
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.options.pins.named_pins import NamedPins, PinError, Place
 from lmcache_server.service.option import Base, Handler, Option
@@ -53,13 +53,8 @@ class Server(Option):
             if request in message.request_id:
                 self._watched[request] = layout, message.keys
 
-    def stored(self, layout: Layout, rooms: Sequence[Reservation]) -> None:
-        """Small objects may have been pinned, and large ones added to their chunks."""
-        if any(room.chunk in self.pins for room in rooms):
-            self.tick(0.0)
-
     def tick(self, now_s: float) -> None:
-        """Tiers may have brought objects, too."""
+        """Small objects may have been pinned, and large ones added to their chunks since."""
         for name in self.pins.unpin_excess():
             logger.warning(
                 "pinned chunks have grown beyond half of L1, so the newest name, %(name)r, is not pinned any "

@@ -20,7 +20,8 @@ _TIER = json_object(
     read_objects=json_object("", "read gone damaged failed"),
     written_objects=json_object("", "written full evicted dropped failed"),
 )  # fmt: skip
-REPORT = {"tiers": list[_TIER], "tier_hit_tokens": Natural}  # type: ignore[valid-type]
+_CONFIG = json_object("", "", tier=list[str])
+REPORT = {"tiers": list[_TIER], "tier_hit_tokens": Natural, "config": _CONFIG}  # type: ignore[valid-type]
 
 
 def lines(report: dict[str, Any]) -> list[str]:

@@ -1,20 +1,17 @@
 """`lmcache doctor` and --l1-path: room for the file, and whether a server would take it."""
 
-import contextlib
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from lmcache_server.commands.doctor import verdicts
+from lmcache_server.commands.doctor.examine import text
 from lmcache_server.errors import StartError
 from lmcache_server.host import machine, preflight
 from lmcache_server.host.preflight import FAIL, Check
 from lmcache_server.host.units import GB_BYTES
 from lmcache_server.options.warm_restart.l1_file import L1File
 from lmcache_server.transfer.gpus import Gpus
-
-_THP_OF_FILES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 
 
 def checks(values: Mapping[str, Any], running: Mapping[str, Any]) -> list[Check]:
@@ -39,10 +36,8 @@ def _room(path: str, l1_bytes: int) -> list[Check]:
     memory = preflight.memory(l1_bytes, taken_bytes, *machine.available_bytes())
     # More than that cannot be had by a larger /dev/shm.
     rooms = [memory] if memory.verdict == FAIL else [room, memory]
-    huge_pages = None
-    with contextlib.suppress(OSError):
-        huge_pages = Path(_THP_OF_FILES).read_text().strip()
-    return [*rooms, verdicts.transparent_huge_pages(huge_pages, _THP_OF_FILES)]
+    huge_pages = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    return [*rooms, verdicts.transparent_huge_pages(text(huge_pages), huge_pages)]
 
 
 def _refusal(path: str, l1_bytes: int) -> Iterator[Check]:

@@ -36,7 +36,7 @@ def running(path: Path) -> Iterator[LMCacheServer]:
 def changed_index(path: Path) -> Iterator[Snapshot]:
     """What a server left in its file, to be changed."""
     file = L1File(str(path), int(0.05 * GB_BYTES))
-    assert file.index is not None
+    assert file.index is not None, file.reason
     snapshot, known, saved = decode(file.index, file.num_frames, time.time())
     yield snapshot
     file.finish(encode(snapshot, known, saved, time.time()))
