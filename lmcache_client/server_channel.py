@@ -6,8 +6,8 @@ own thread submits requests and polls for replies. Nobody waits while holding th
 A request has two ends. It is *done* when its owner may stop waiting: a reply came, its deadline passed or
 the connection broke. It is *settled* when its own server can no longer act on it: a reply came, that process
 has ended, or that server has greeted this client again, which it does only after its earlier copies have
-ended. A process that cannot be seen counts as ended when another server has been there for OVERDUE_S, or
-nobody. Memory that a request names must not be reused before the request is settled.
+ended. A process that cannot be seen counts as ended once its address has had another server, or none, for
+OVERDUE_S. Memory that a request names must not be reused before the request is settled.
 """
 
 import logging
@@ -129,8 +129,7 @@ class Channel:
         self._ping: Pending | None = None
         self._is_readable = True
         """False after a reply that cannot be read, until the server accepts this client."""
-        self.boot_id = b""
-        self.server_pid, self.ready = 0, False
+        self.boot_id, self.server_pid, self.ready, self._said = b"", 0, False, ""
         self.generation = 0
         """Counts the registrations; anything the server said before the current one is void."""
         self.responsive = False
@@ -147,8 +146,8 @@ class Channel:
         limit_s = self.system.now_s() + connect_s
         while self.system.now_s() < limit_s and not self._connected and not self._attempted.is_set():
             self.system.sleep(0.005)
-        if self._connected:
-            self._attempted.wait(register_s)
+        self._attempted.wait(register_s if self._connected else 0.0)
+        self._attempted.set()
 
     def submit(
         self, message: Message, timeout_s: float, on_late: Callable[[Message], None] | None = None
@@ -293,15 +292,6 @@ class Channel:
                 if isinstance(error.__cause__, EndpointError):
                     self._refused(RefusedError(Refused(messages.NO_ACCESS, str(error))))
 
-    def _watch_lost(self) -> None:
-        now_s = self.system.now_s()
-        if self._lost and now_s >= self._probe_s:
-            self._probe_s = now_s + PROBE_INTERVAL_S
-            is_gone = bool(self.boot_id) or self.system.nobody_listens(self.address)
-            for lost in self._lost:
-                lost.gone_since_s = min(lost.gone_since_s, now_s) if is_gone else math.inf
-        self._settle()
-
     def _settle(self) -> None:
         for lost in filter(self._is_over, self._lost.copy()):
             self._lost.remove(lost)
@@ -329,11 +319,21 @@ class Channel:
             self._on_state(logging.WARNING, f"the connection to the lmcache server cannot be kept: {error}")
             self._closed.wait(RETRY_REFUSED_S)
 
+    def _watch_lost(self) -> None:
+        now_s = self.system.now_s()
+        if (watched := [*self._lost]) and now_s >= self._probe_s:
+            self._probe_s = now_s + PROBE_INTERVAL_S
+            # Without the lock: to resolve a host's name may take long.
+            is_gone = bool(self.boot_id) or self.system.nobody_listens(self.address)
+            for lost in watched:
+                lost.gone_since_s = min(lost.gone_since_s, now_s) if is_gone else math.inf
+
     def _look_after(self) -> None:
         self._attend()
+        self._watch_lost()
         with self._lock:
             self._reconnect()
-            self._watch_lost()
+            self._settle()
             if any(self._last_heard_s - late.deadline_s > OVERDUE_S for late in self._pending.values()):
                 # Without a reply, their memory would be held forever. A new session settles these requests.
                 self._break("the lmcache server did not answer every request")
@@ -366,10 +366,11 @@ class Channel:
         except ChannelError:
             self._retry_s = self.system.now_s() + KEEPER_INTERVAL_S
         except Exception as error:  # a fault in one attempt must not end the keeper
-            self._on_state(logging.WARNING, f"cannot use the lmcache server: {error or type(error).__name__}")
-            self._retry_s = self.system.now_s() + RETRY_REFUSED_S
+            if (reason := f"cannot use the lmcache server: {error or type(error).__name__}") != self._said:
+                self._on_state(logging.WARNING, reason)
+            self._said, self._retry_s = reason, self.system.now_s() + RETRY_REFUSED_S
         else:
-            self.refusal = None
+            self.refusal, self._said = None, ""
             self._is_readable = True
             self.generation += 1
             self.ready = True

@@ -148,7 +148,7 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
         router.registry.close()
         for option in router.options:
             option.stop()
-        # Copies that end in time still report to the cache, which then gives up their pins and reservations.
+        # Copies that end in time still report to the cache, which then ends their reads and reservations.
         l1.is_in_use = not await system.all_ended(END_S)
         cache.check_integrity()
         listener.stop()

@@ -1,12 +1,11 @@
 """Where an engine's chains of keys start. Each reset of vLLM's cache moves the start."""
 
 import hashlib
-import sys
 from collections.abc import Callable
-from types import FrameType
 
 from lmcache_client.connector.log import logger
 from lmcache_client.connector.request import Tracked
+from lmcache_client.connector.vllm_surface import caller
 from lmcache_client.contract.keys import KEY_BYTES, ROOT_KEY
 
 
@@ -54,10 +53,6 @@ def start_anew(requests: dict[str, Tracked], key: bytes, forget: Callable[[Track
 
 def weight_version() -> str:
     """The weight version of the engine that is calling the connector; empty if this vLLM has none. No
-    connector is told, but vLLM's EngineCore, which knows the version, is on the stack."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if tell := getattr(frame.f_locals.get("self"), "get_weight_version", None):
-            return str(tell())
-        frame = frame.f_back
-    return ""
+    connector is told, but vLLM's EngineCore knows it."""
+    core = caller("get_weight_version")
+    return str(core.get_weight_version()) if core is not None else ""

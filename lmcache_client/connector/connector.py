@@ -27,6 +27,7 @@ from lmcache_client.connector.settings import parse
 from lmcache_client.connector.stats import PromMetrics, TransferStats
 from lmcache_client.connector.support import UnsupportedError
 from lmcache_client.connector.uncached import Uncached, log_uncached, tell_server
+from lmcache_client.connector.vllm_surface import caller
 from lmcache_client.connector.weights import in_thread
 from lmcache_client.connector.worker import Results, WorkerSide
 from lmcache_client.contract.geometry import Geometry, GeometryError, GroupSpec
@@ -111,10 +112,13 @@ class LMCacheMPConnector(Uncached):
         if transfer.kv_connector_module_path is None:
             told = "lmcache: %s is that of lmcache-mp %s; with %s=0 it is vLLM's own, which needs LMCache"
             logger.info(told, transfer.kv_connector, VERSION, SWITCH)
-        if transfer.kv_load_failure_policy != "recompute":
+        # A MultiConnector gives a copy to each of its connectors; vLLM reads the original.
+        outer = caller("_ktc_kv_transfer_config")
+        policy = transfer if outer is None else outer._vllm_config.kv_transfer_config
+        if policy.kv_load_failure_policy != "recompute":
             # With vLLM's default, a lost cache makes requests fail. vLLM reads the policy after it has
             # built its connector.
-            transfer.kv_load_failure_policy = "recompute"
+            policy.kv_load_failure_policy = "recompute"
             logger.info("lmcache: vLLM recomputes a load that fails (kv_load_failure_policy=recompute)")
         for key in ignored:
             logger.warning("lmcache: %s has no effect with this connector", key)

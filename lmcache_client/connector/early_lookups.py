@@ -40,8 +40,8 @@ class EarlyLookups:
 
     @staticmethod
     def repeats(tracked: Tracked, limit: int) -> bool:
-        """Whether a request that waits asks again and again, so that the server counts only the last answer:
-        that is the one which is accepted."""
+        """Whether this request asks again and again. Such lookups are sent as early ones, because the server
+        counts only the answer that is accepted."""
         return tracked.waits and limit <= MAX_EARLY_CHUNKS * tracked.chunk_size
 
     def asked(self, request_id: str) -> bool:
@@ -81,8 +81,8 @@ def is_stale(tracked: Tracked, asked: Asking, limit: int, now_s: float) -> bool:
 def is_enough(
     groups: Sequence[GroupSpec], tracked: Tracked, found: Found, computed: int, asked: Asking
 ) -> bool:
-    """Whether a lookup that leaves out the engine's own `computed` tokens would find no more than this early
-    one. The server may lack chunks among those that the engine has."""
+    """Whether another lookup, behind the engine's own `computed` tokens, would find no later resume point
+    than this early one. The server may lack chunks among those that the engine has."""
     end = max(found.resume_tokens, computed)
     full = [index for index, group in enumerate(groups) if group.kind == FULL]
     is_next_held = all(tracked.holds(index, end // tracked.chunk_size) for index in full)

@@ -12,9 +12,9 @@ PREFIX = "lmcache."
 
 
 class Hint(NamedTuple):
-    """`what` says in words which values are valid. `fits` checks one. The typed hint that says the same is
-    the `action`, whose payload has the value as `field`, or means true without one. Hints
-    that share an action have a field each; without that of the first, the others count for nothing."""
+    """`what` says in words which values are valid. `fits` checks one. `action` is vLLM's typed hint that
+    means the same. Its payload has the value as `field`; without a `field`, the action itself means true.
+    Hints that share an action have a field each; without that of the first, the others count for nothing."""
 
     what: str
     fits: Callable[[object], bool]

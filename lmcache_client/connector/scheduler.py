@@ -228,10 +228,10 @@ class SchedulerSide:
         """vLLM's update_connector_output, after each step: frees settled blocks and records failed loads."""
         self.lookups.prefill.ended(self._now_s())
         for request_id in output.failed_recving or ():
-            if (tracked := self.lookups.requests.get(request_id)) is not None:
+            if (tracked := self._loading(request_id)) is not None:
                 tracked.no_load = True
         for request_id in output.finished_recving or ():
-            if (tracked := self.lookups.requests.get(request_id)) is not None:
+            if (tracked := self._loading(request_id)) is not None:
                 self.stats.count(stats.FAILED_LOADS if tracked.no_load else stats.LOADS)
                 self.stats.count(stats.LOADED_TOKENS, 0 if tracked.no_load else tracked.loading)
                 outcome = "failed" if tracked.no_load else "ended"
@@ -245,6 +245,11 @@ class SchedulerSide:
                 if (seconds := self.held.settled(job_id, workers)) is not None:
                     for option in self.options:
                         option.settled(job_id, seconds)
+
+    def _loading(self, request_id: str) -> Tracked | None:
+        """The request, if it is this connector that loads for it."""
+        tracked = self.lookups.requests.get(request_id)
+        return tracked if tracked is not None and tracked.loading else None
 
     def has_work(self) -> bool:
         """Whether an idle engine must go on stepping."""

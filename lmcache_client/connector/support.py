@@ -65,7 +65,7 @@ def shared_groups(config: "KVCacheConfig", dcp_size: int) -> tuple[tuple[int, ..
     Two kinds are left out, because vLLM fills them anew for each request: a ring of keys that are not
     compressed yet, which no request needs where it resumes, and windows that vLLM computes again after a hit
     (`Scheduler._mark_prefix_replay`). Raises UnsupportedError if another group is not shared, or if the
-    blocks of one that is left out do not divide those of the others.
+    block size of one that is left out does not divide the unified block size of the others.
     """
     shared = []
     for index, group in enumerate(config.kv_cache_groups):
@@ -121,6 +121,9 @@ def check_supported(vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...], si
         # vLLM's V1 model runner does not call `wait_for_save` on every pipeline stage, and that call starts
         # the stores.
         raise UnsupportedError("speculative decoding together with pipeline parallelism")
+    if parallel.distributed_executor_backend == "external_launcher":
+        # Each of its processes has a scheduler, and steps only its own worker.
+        raise UnsupportedError("vLLM's external launcher, in which each process decides alone")
     if parallel.prefill_context_parallel_size > 1:
         raise UnsupportedError("prefill context parallelism: set --prefill-context-parallel-size 1")
 

@@ -40,6 +40,8 @@ FROM_FILES = (
     "fastsafetensors",
 )
 """The load formats that read nothing but the files of the model's directory."""
+OTHER_SOURCES = ("audio_model_id", "text_model_id")
+"""Entries of a configuration that name a model whose weights vLLM loads, too (Ultravox)."""
 NOT_CONTENT = ("_name_or_path", "_commit_hash", "transformers_version")
 """Entries of a configuration that say where it lies and who read it."""
 FULL_SPECS = (kv.FullAttentionSpec, kv.MLAAttentionSpec)
@@ -276,10 +278,14 @@ def _weights_mark(model: "ModelConfig", load: "LoadConfig", own: str) -> str:
     are the engine's own."""
     if str(load.load_format) == "dummy":
         return f"dummy {model.seed}"
-    if not model.model_weights and str(load.load_format) in FROM_FILES:
-        path = local_path(model.model, model.revision, load.download_dir)
-        return (fingerprint(path, process_started_ns()) if path else "") or own
-    return own
+    others = (getattr(model.hf_config, entry, None) for entry in OTHER_SOURCES)
+    sources = {model.model: model.revision, **{name: None for name in others if name}}
+    is_elsewhere = envs.VLLM_USE_MODELSCOPE and not all(Path(name).exists() for name in sources)
+    if model.model_weights or str(load.load_format) not in FROM_FILES or is_elsewhere:
+        return own
+    places = [local_path(name, revision, load.download_dir) for name, revision in sources.items()]
+    marks = [fingerprint(place, process_started_ns(), deep=True) if place else "" for place in places]
+    return " ".join(marks) if all(marks) else own
 
 
 def _own(vllm_config: "VllmConfig") -> str:

@@ -19,21 +19,27 @@ Value = TypeVar("Value")
 READ_BYTES = 4 << 20
 REMEMBERED_BYTES = 1 << 20
 """Of files from this size on, the digest is remembered."""
-SLOTS = threading.Semaphore(4)
+READERS = 4
+SLOTS = threading.Semaphore(READERS)
 """So many files are read at a time."""
+SAMPLES, SAMPLE_BYTES = 16, 4096
+"""So much of a file must match for its remembered digest to count. Two images of file systems may have files
+with equal numbers and times."""
 MAX_ADAPTERS = 4096
 ADAPTER_WAIT_S = 0.1  # for the digest of a new adapter; until then, only this process uses its pages
 
 
 def local_path(name: str, revision: str | None = None, cache: str | None = None) -> Path | None:
     """Where a model or an adapter lies on this machine: at a path, or in the cache of its hub."""
-    path = Path(name).expanduser()
-    if path.exists():
-        return path
+    with contextlib.suppress(OSError, RuntimeError):
+        if (path := Path(name).expanduser()).exists():
+            return path
     try:
         return Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True))
-    except Exception:
-        return None
+    except Exception as error:
+        # vLLM does not bring all files of a repository. Those that it has loaded are there.
+        found = getattr(error, "snapshot_path", None)
+        return Path(found) if found else None
 
 
 def in_thread(work: Callable[[], Value]) -> "Future[Value]":
@@ -50,33 +56,49 @@ def in_thread(work: Callable[[], Value]) -> "Future[Value]":
     return future
 
 
-def fingerprint(path: Path, older_than_ns: float = float("inf")) -> str:
+def fingerprint(path: Path, older_than_ns: float = float("inf"), deep: bool = False) -> str:
     """The digest of the names and of all bytes of a directory's files, except hidden ones, or of one file;
-    empty if there are none, if they cannot be read, or if they are not older."""
+    empty if there are none, if they cannot be read, or if they are not older. `deep` is that of `_files`."""
     try:
-        files = _files(path)
-        hashing = [in_thread(functools.partial(_digest, file)) for file in files]
-        parts = [(file.name, each.result()) for file, each in zip(files, hashing, strict=True)]
-        is_named = files and is_older(path, older_than_ns)  # now that they have been read
+        files = _files(path, deep)
+
+        def named(first: int) -> list[tuple[str, str]]:
+            return [(str(file.relative_to(path)), _digest(file)) for file in files[first::READERS]]
+
+        hashing = [in_thread(functools.partial(named, first)) for first in range(READERS)]
+        parts = sorted(part for each in hashing for part in each.result())
+        is_named = files and is_older(path, older_than_ns, deep)  # now that they have been read
         return hashlib.sha256(repr(parts).encode()).hexdigest() if is_named else ""
-    except (OSError, ValueError):
+    except (OSError, RuntimeError, ValueError):
         return ""
 
 
-def is_older(path: Path, than_ns: float) -> bool:
+def is_older(path: Path, than_ns: float, deep: bool = False) -> bool:
     """Whether what lies there now lay there at this moment, too, by the clock of file times."""
     with contextlib.suppress(OSError):
         # A hub replaces no file. If it has brought one version only, vLLM has loaded that one.
         is_only = path.parent.name == "snapshots" and len(os.listdir(path.parent)) == 1
-        if is_only and all(file.is_symlink() for file in _files(path)):
+        if is_only and all(file.is_symlink() for file in _files(path, deep)):
             return True
-    state = _state(path)
+    state = _state(path, deep)
     return bool(state) and all(changed_ns < than_ns for _, _, changed_ns in state)
 
 
-def _files(path: Path) -> list[Path]:
+def _files(path: Path, deep: bool = False) -> list[Path]:
+    """The files of a directory; with `deep` also those of the directories in it. Raises OSError if one of
+    these is a link, which may lead anywhere."""
     entries = sorted(path.iterdir()) if path.is_dir() else [path]
-    return [entry for entry in entries if entry.is_file() and not entry.name.startswith(".")]
+    files = list[Path]()
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        if entry.is_file():
+            files.append(entry)
+        elif deep and entry.is_dir():
+            if entry.is_symlink():
+                raise OSError(f"{entry} is a link to a directory")
+            files += _files(entry, deep)
+    return files
 
 
 def _digest(file: Path) -> str:
@@ -86,10 +108,12 @@ def _digest(file: Path) -> str:
         return file.name
     identity, size = _identity(file), file.stat().st_size
     memory = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lmcache-mp" / "digests"
-    known = memory / hashlib.sha256(repr(identity).encode()).hexdigest()
     digest = hashlib.sha256()
     with SLOTS, file.open("rb", buffering=0) as opened:
         if size >= REMEMBERED_BYTES:
+            places = (size * number // SAMPLES for number in range(SAMPLES))
+            samples = [os.pread(opened.fileno(), SAMPLE_BYTES, place) for place in places]
+            known = memory / hashlib.sha256(repr((identity, samples)).encode()).hexdigest()
             with contextlib.suppress(OSError):  # of the ranks of an engine, one reads and the others wait
                 fcntl.flock(opened, fcntl.LOCK_EX)
             with contextlib.suppress(OSError, ValueError):
@@ -116,8 +140,9 @@ def _identity(file: Path) -> tuple[int, ...]:
 class Adapters:
     """How the adapters (LoRA) of this engine stand in the keys of their requests.
 
-    An adapter is known by its content if its files are older than this process: vLLM may have loaded it at
-    any time since. Otherwise nobody knows which content vLLM has, so only this process uses its pages.
+    An adapter is named by its content if its files have not changed since this process began: vLLM may have
+    loaded it at any time since then. Otherwise nobody knows which content vLLM has, so only this process uses
+    its pages.
     """
 
     def __init__(self) -> None:
@@ -141,10 +166,10 @@ class Adapters:
         return ("lora", "own", name, path, self._nonce, str(number), repr(state))
 
 
-def _state(path: Path | None) -> list[tuple[str, int, int]]:
+def _state(path: Path | None, deep: bool = False) -> list[tuple[str, int, int]]:
     """The name, size and time of the last change (in ns) of each file."""
     try:
-        files = [path, *_files(path)] if path is not None else []  # a directory may be exchanged, too
+        files = [path, *_files(path, deep)] if path is not None else []  # a directory may be exchanged, too
         stats = [(file.name, file.stat(), file.lstat()) for file in files]
     except OSError:
         return []

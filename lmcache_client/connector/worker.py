@@ -78,15 +78,22 @@ class WorkerSide:
         self.stats = TransferStats()
         self.channel = Channel(self._address, self._register, log_state, system, self._turn)
         self.client = Worker(self.channel, engine_id, rank, model, geometry, export)
-        self.is_asleep = False
+        self.is_asleep = self._is_named = False
+        self._starting = system.lock()
 
     def start(self, weights: Details = ()) -> None:
-        """Connects and registers; `weights` are the details of the model that say which weights it has.
-        Without a server, or if it refuses the engine, this returns soon, and the engine runs without a cache
-        until a server accepts it. Raises ValueError if the sizes that the server was started with do not
-        fit."""
-        model = self.client.model
-        self.client.model = msgspec.structs.replace(model, details=(*model.details, *weights))
+        """Connects and registers, unless the engine sleeps; `weights` are the details of the model that say
+        which weights it has. Without a server, or if it refuses the engine, this returns soon, and the engine
+        runs without a cache until a server accepts it. Raises ValueError if the sizes that the server was
+        started with do not fit."""
+        with self._starting:
+            model = self.client.model
+            self.client.model = msgspec.structs.replace(model, details=(*model.details, *weights))
+            self._is_named = True
+            if not self.is_asleep:
+                self._connect()
+
+    def _connect(self) -> None:
         self.channel.start(CONNECT_S, self.client.register_s)
         refusal = self.channel.refusal
         if refusal is not None and refusal.code == messages.CONFIGURATION:
@@ -142,7 +149,8 @@ class WorkerSide:
 
     def sleep(self) -> None:
         """Has the server give back the memory, which vLLM will free. Until `wake`, nothing is copied."""
-        self.is_asleep = True
+        with self._starting:
+            self.is_asleep = True
         if not self.channel.close(GIVE_BACK_S):
             logger.warning(
                 "lmcache: the server at %s has not confirmed that it gave this engine's memory back: if "
@@ -153,17 +161,20 @@ class WorkerSide:
         self._end_jobs()
 
     def _end_jobs(self) -> None:
-        """Nobody sends what still waits. If the server has not answered, it copies memory that is gone."""
+        """Nobody sends what still waits. What the server may still copy is no longer this engine's memory."""
         for item in self._jobs.values():
             if item.pending is None or not item.pending.settled:
                 item.pending = unsent("this engine sleeps")
 
     def wake(self, export: Export) -> None:
-        """Registers the memory that the engine has now. Raises ValueError as `start` does."""
-        self.channel = Channel(self._address, self._register, log_state, self._system, self._turn)
-        self.client = replace(self.client, channel=self.channel, export=export)
-        self.start()
-        self.is_asleep = False
+        """Registers the memory that the engine has now, as soon as its weights have a name. Raises ValueError
+        as `start` does."""
+        with self._starting:
+            self.channel = Channel(self._address, self._register, log_state, self._system, self._turn)
+            self.client = replace(self.client, channel=self.channel, export=export)
+            self.is_asleep = False
+            if self._is_named:
+                self._connect()
 
     def collect(self, idle: bool) -> Results:
         """Collects the server's replies; an `idle` step may wait briefly for one."""

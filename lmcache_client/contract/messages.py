@@ -157,7 +157,7 @@ class Lookup(Wire, frozen=True, tag=9):
     `once` says that this prompt will not come back. Chunks that any other prompt reads are worth keeping.
     """
 
-    request_id: Text
+    request_id: Name
     keys: Keys
     computed_tokens: Natural
     limit_tokens: Natural
@@ -190,7 +190,7 @@ class Release(Wire, frozen=True, tag=11):
 
     lease_ids: Annotated[tuple[Natural, ...], Meta(max_length=MAX_LEASES)]
     keys: Keys
-    request_id: Text = ""
+    request_id: Name = ""
     answers: Natural = 0
 
 
@@ -202,7 +202,7 @@ class Load(Wire, frozen=True, tag=12):
     before a restart of the server.
     """
 
-    request_id: Text
+    request_id: Name
     lease_id: Natural
     key: Key
     resume_tokens: Natural
@@ -230,7 +230,7 @@ class Store(Wire, frozen=True, tag=13):
     chunks that came only so and that no other prompt has read."""
 
     objects: Annotated[tuple[StoreObject, ...], Meta(max_length=MAX_OBJECTS)]
-    request_ids: tuple[Text, ...] = ()
+    request_ids: tuple[Name, ...] = ()
     once: bool = False
 
     def __post_init__(self) -> None:

@@ -72,4 +72,5 @@ class HostExport:
         function()
 
     def close(self) -> None:
-        """Does nothing, because nothing waits."""
+        """A server that has not said goodbye may still copy. Nothing waits here."""
+        self.take_back()

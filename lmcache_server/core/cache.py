@@ -56,8 +56,8 @@ class Cache(Chunks):
         self._reservations: set[Reservation] = set()
         self._reads: set[Read] = set()
         self._ancestors: dict[bytes, bytes] = {}
-        """Of chunks that lately got frames, the last chunk of their chain that could be evicted; of those
-        that did not, the last that was there."""
+        """By key. Of chunks that lately got frames: the nearest chunk before it in its chain that could be
+        evicted. Of those that were refused: the nearest before it that was there."""
 
     @property
     def num_leases(self) -> int:
@@ -236,15 +236,21 @@ class Cache(Chunks):
             if found is None:
                 return NotReserved.QUOTA
             own = found
-        missing = frames - self._pool.free_frames - sum(each.frames for each in own)
+        missing = frames - self._pool.free_frames - sum(map(self._frees, own))
         line, held = iter(order), {*own, *self._spilling} if own else self._spilling
         if once:
             taken = order.once_frames + self.reserved_frames + frames
             line = order.once() if taken > self.total_frames // ONCE_SHARE else order.others()
-        others = order.victims(missing, line, chunk, parent, held)
+        others = order.victims(missing, line, chunk, parent, held, self._frees)
         if others is None:
             return NotReserved.ONCE if once else NotReserved.NO_ROOM
         return own, others
+
+    def _frees(self, chunk: Chunk) -> int:
+        """How many frames its eviction frees. Those that are set aside nobody gets."""
+        if not self._pool.ranges:
+            return chunk.frames
+        return sum(self._pool.usable(stored.runs) for stored in chunk.packed.objects())
 
     def commit(self, reservation: Reservation, checksums: bytes = b"") -> None:
         """Makes a written object ready, and its chunk recently used."""

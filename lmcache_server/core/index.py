@@ -98,7 +98,7 @@ class Tenant:
     def add(self, chunk: Chunk, ahead_of: Chunk | None) -> None:
         newer: Chunk | None = self._border if chunk.once else self._ends
         if ahead_of is not None:
-            # Whoever is not of this tenant stands at the front of the whole order.
+            # If `ahead_of` is not of this tenant, the chunk is its first.
             newer = ahead_of if ahead_of.tenant is self else self._ends.tenant_newer
         older = newer.tenant_older if newer is not None else None
         assert newer is not None, "`ahead_of` is not in the order"

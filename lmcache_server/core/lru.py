@@ -1,7 +1,8 @@
 """The order in which chunks are evicted: the least recently used goes first."""
 
 import itertools
-from collections.abc import Container, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 from lmcache_server.core.index import Chunk
 
@@ -50,10 +51,11 @@ class EvictionOrder:
         own: Chunk | None,
         parent: Chunk | None,
         held: Container[Chunk] = (),
+        frames: Callable[[Chunk], int] = operator.attrgetter("frames"),
     ) -> list[Chunk] | None:
         """The chunks of `line`, a part of this order, whose eviction frees `missing` frames; None if that
         cannot be done. The chunk `own`, its parent, the chunks behind its parent and those in `held` are
-        never among them."""
+        never among them. `frames` tells how many an eviction frees."""
         victims: list[Chunk] = []
         if missing > self.frames:
             return None
@@ -64,7 +66,7 @@ class EvictionOrder:
                 return None
             if chunk is not own and chunk not in held:
                 victims.append(chunk)
-                missing -= chunk.frames
+                missing -= frames(chunk)
         return victims if missing <= 0 else None
 
     def add(self, chunk: Chunk, ahead_of: Chunk | None = None) -> None:

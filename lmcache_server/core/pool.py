@@ -72,22 +72,32 @@ class FramePool:
             raise ValueError(f"a pool cannot grow by {frames} frames")
         first = self.total_frames
         self.total_frames += frames
-        if frames:
-            self._add(first, frames)
+        self._give(first, frames)
 
     def set_aside(self, ranges: Runs) -> None:
-        """From now on gives out no frame of these ranges, but again those of earlier calls."""
+        """From now on, no frame of these ranges is given out. Others that earlier calls set aside are free
+        again."""
         runs = (*self.free_runs(), *self.aside)
         self._clear(ranges)
         for start, count in runs:
             self._give(start, count)
+
+    def usable(self, runs: Runs) -> int:
+        """How many of these frames are not set aside."""
+        shared = [
+            min(start + count, first + frames) - max(start, first)
+            for start, count in runs
+            for first, frames in self.ranges
+        ]
+        return count_frames(runs) - sum(max(frames, 0) for frames in shared)
 
     def _clear(self, ranges: Runs) -> None:
         self.free_frames = 0
         self._count_by_start: dict[int, int] = {}
         self._start_by_end: dict[int, int] = {}
         self._starts_by_class: list[dict[int, None]] = []
-        self._ranges = ranges
+        self.ranges = ranges
+        """What is set aside as soon as it is free; only to be read."""
         self.aside: list[tuple[int, int]] = []
         """The runs that are set aside: neither free nor taken."""
 
@@ -118,7 +128,7 @@ class FramePool:
 
     def _give(self, start: int, count: int) -> None:
         """Frees what is not set aside of a run."""
-        for first, frames in self._ranges:
+        for first, frames in self.ranges:
             begin, end = max(start, first), min(start + count, first + frames)
             if begin < end:
                 self.aside.append((begin, end - begin))

@@ -65,8 +65,8 @@ class Connections:
         self._open: dict[int, bytes] = {}
         """The client of each open connection, by descriptor; empty until its first message."""
         self._replaced: list[bytes] = []
-        """Clients that had gone when their first messages were read. The next client's connection was taken
-        for theirs."""
+        """Clients whose connection had ended before their first message was read. That message was taken for
+        one of the next connection with the same descriptor."""
         self._processes: dict[bytes, Hashable] = {}
         """By client: its process id, or the client itself if the kernel does not tell."""
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -32,6 +32,9 @@ ADVICE = {
     NotReserved.QUOTA: "all that a salt may hold is in use or pinned: if this goes on, raise --quota-gb",
 }
 """What helps against dropped stores."""
+MAX_PAGES = 1 << 24
+"""A copy is planned as a whole, which takes some 40 bytes a page, however small the pages are. A million
+tokens of a large model have ten million pages."""
 
 
 class Copies:
@@ -54,7 +57,7 @@ class Copies:
         shard, layout = self._registry.shard(session, request_bytes)
         for wanted in message.objects:
             _check_object(layout, wanted)
-        _check_blocks(shard, (wanted.block_ids for wanted in message.objects))
+        _check_blocks(shard, [(wanted.group, wanted.block_ids) for wanted in message.objects])
         with session.working(request_bytes):
             started_s = self._system.now_s()
             # Stores of several requests count as a test only if the first one is.
@@ -140,7 +143,7 @@ class Copies:
             raise Refusal(messages.BAD_REQUEST, "the message does not fit the registered groups")
         for group, block_ids in zip(groups, message.block_ids, strict=True):
             _check_count(block_ids, len(group.needed_blocks(resume, computed)))
-        _check_blocks(shard, message.block_ids)
+        _check_blocks(shard, [*enumerate(message.block_ids)])
         read = self._cache.open_read(message.lease_id, message.key, shard.rank, resume, computed, layout)
         if read is None:
             raise Refusal(messages.EXPIRED, "the lease of this request has ended")
@@ -248,8 +251,13 @@ def _check_count(block_ids: bytes, count: int) -> None:
         raise Refusal(messages.BAD_REQUEST, f"expected {count} block ids, got {len(block_ids)} bytes")
 
 
-def _check_blocks(shard: Shard, block_ids: Iterable[bytes]) -> None:
-    """All of a message together: one by one they would take longer than the rest of it."""
-    ids, last = np.frombuffer(b"".join(block_ids), np.uint32), shard.geometry.num_blocks - 1
+def _check_blocks(shard: Shard, blocks: Sequence[tuple[int, bytes]]) -> None:
+    """All of a message together, which has groups and their block ids: one by one they would take longer than
+    the rest of it."""
+    regions = [len(group.regions) for group in shard.geometry.groups]
+    pages = sum(len(each) // NUMBER_BYTES * regions[group] for group, each in blocks)
+    if pages > MAX_PAGES:
+        raise Refusal(messages.BAD_REQUEST, f"a message may name {MAX_PAGES} pages, not {pages}")
+    ids, last = np.frombuffer(b"".join(each for _, each in blocks), np.uint32), shard.geometry.num_blocks - 1
     if len(ids) and not 0 < ids.min() <= ids.max() <= last:
         raise Refusal(messages.BAD_REQUEST, f"block ids are numbers from 1 to {last}")

@@ -109,18 +109,24 @@ def test_a_ring_whose_blocks_do_not_divide_those_of_all_ranks_is_noticed() -> No
         support.shared_groups(config, 1)
 
 
-def test_prefill_context_parallelism_is_refused() -> None:
+def test_prefill_context_parallelism_and_the_external_launcher_are_refused() -> None:
     config = SimpleNamespace(
         device_config=SimpleNamespace(device_type="cpu"),
         speculative_config=None,
         parallel_config=SimpleNamespace(
-            pipeline_parallel_size=1, decode_context_parallel_size=2, prefill_context_parallel_size=1
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=2,
+            prefill_context_parallel_size=1,
+            distributed_executor_backend="mp",
         ),
     )
     groups = translate.group_specs(config_of([FULL]), 2)
     support.check_supported(config, groups, [16])
     config.parallel_config.prefill_context_parallel_size = 2
     with pytest.raises(UnsupportedError, match=r"^prefill context parallelism: set --prefill-context-"):
+        support.check_supported(config, groups, [16])
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    with pytest.raises(UnsupportedError, match=r"^vLLM's external launcher"):
         support.check_supported(config, groups, [16])
 
 

@@ -138,6 +138,7 @@ class Cache:
                 pipeline_parallel_size=1,
                 decode_context_parallel_size=1,
                 prefill_context_parallel_size=1,
+                distributed_executor_backend=None,
                 rank=0,
             ),
             instance_id="life",

@@ -1,5 +1,7 @@
 """A server that a client has given up, but that lives, writes nothing into the client's memory any more."""
 
+import threading
+
 import numpy as np
 import pytest
 from harness.clients import go_on, stop
@@ -73,6 +75,48 @@ def test_a_worker_without_a_server_has_taken_its_memory_back(monkeypatch: pytest
         go_on(server.pid)
         wait_until(lambda: worker.channel.ready, what="the worker proves its memory again")
         assert export._proof._bytes.raw != nothing
+        worker.close()
+        raw.close()
+
+
+def test_a_worker_that_closes_while_its_server_stands_still_takes_its_memory_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with LMCacheServer(l1_size_gb=0.05) as server:
+        monkeypatch.setenv("LMCACHE_RUNTIME_DIR", server.runtime_dir)
+        raw = RawEngine(server.address, [group()])
+        worker = WorkerSide(Settings(port=server.port), "engine", 0, raw.model, raw.geometry, raw.export)
+        worker.start()
+        wait_until(lambda: worker.channel.ready, what="the worker has joined")
+        stop(server.pid)
+        worker.close()
+        assert raw.export._proof._bytes.raw == bytes(NONCE_BYTES)
+        go_on(server.pid)
+        raw.close()
+
+
+@pytest.mark.parametrize("named_in_its_sleep", [False, True])
+def test_an_engine_that_wakes_joins_once_and_only_when_its_weights_have_a_name(
+    monkeypatch: pytest.MonkeyPatch, named_in_its_sleep: bool
+) -> None:
+    weights = (("weights", "a digest"),)
+    with LMCacheServer(l1_size_gb=0.05) as server:
+        monkeypatch.setenv("LMCACHE_RUNTIME_DIR", server.runtime_dir)
+        raw = RawEngine(server.address, [group()])
+        worker = WorkerSide(Settings(port=server.port), "engine", 0, raw.model, raw.geometry, raw.export)
+        keepers = lambda: [each.name for each in threading.enumerate()].count("lmcache-keeper")  # noqa: E731
+        before = keepers()
+        worker.sleep()
+        if named_in_its_sleep:
+            worker.start(weights)
+            assert keepers() == before
+        worker.wake(raw.export)
+        if not named_in_its_sleep:
+            assert keepers() == before
+            worker.start(weights)
+        wait_until(lambda: worker.channel.ready, what="the worker has joined")
+        assert keepers() == before + 1
+        assert worker.client.model.details[-1:] == weights
         worker.close()
         raw.close()
 

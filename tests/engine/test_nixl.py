@@ -46,7 +46,6 @@ def both(model: str, server: LMCacheServer, nixl_first: bool = True) -> Engine:
     ]
     multi = {
         "kv_connector": "MultiConnector",
-        "kv_load_failure_policy": "recompute",
         "kv_buffer_device": "cpu",
         "kv_connector_extra_config": {"connectors": children if nixl_first else children[::-1]},
     }

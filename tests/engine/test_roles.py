@@ -38,7 +38,6 @@ def test_two_servers_through_vllms_multi_connector(server: LMCacheServer) -> Non
             children.append({**child, "kv_connector_extra_config": place})
         multi = {
             "kv_connector": "MultiConnector",
-            "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"connectors": children},
         }
         # Both Unix sockets are found in one directory.
@@ -59,6 +58,10 @@ def test_two_servers_through_vllms_multi_connector(server: LMCacheServer) -> Non
             assert told == {"lmcache.wait_tokens": 512}
             server.kill()
             assert served(engine, CACHED, 512).output == cold.output, "the other one has it, too"
+            # It dies between the lookup and the load. vLLM's default would fail the request.
+            engine.call("kill_server_at_load", pid=other.pid)
+            result = served(engine, CACHED, 0)
+            assert (result.finish_reason, result.output) == ("length", cold.output)
 
 
 def adapter(directory: Path, seed: int) -> str:

@@ -303,7 +303,7 @@ def test_what_is_not_proven_is_refused(
         cache_config=SimpleNamespace(mamba_cache_mode="align", prefix_match_unit=None),
         num_prefill_lookahead_tokens=lookahead,
         speculative_config=SimpleNamespace(method=method) if method else None,
-        parallel_config=SimpleNamespace(**dict.fromkeys(parallel, 1)),
+        parallel_config=SimpleNamespace(**dict.fromkeys(parallel, 1), distributed_executor_backend=None),
         use_v2_model_runner=False,
     )
     with pytest.raises(UnsupportedError, match=reason) if reason else contextlib.nullcontext():

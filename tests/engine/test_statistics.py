@@ -117,7 +117,6 @@ def test_all_workers_and_both_sides_add_up_in_vllms_multi_connector(server: LMCa
     child = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     multi = {
         "kv_connector": "MultiConnector",
-        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connectors": [child]},
     }
     two_ranks = {"multiprocessing": True, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}

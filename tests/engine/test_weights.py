@@ -1,7 +1,9 @@
 """The name that weights have by their content: equal on every machine, and another if a tensor changes."""
 
 import hashlib
+import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -11,7 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import vllm
 from harness.waiting import wait_until
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
 from lmcache_client.connector import translate, weights
@@ -145,6 +150,30 @@ def test_every_file_of_the_directory_counts_except_hidden_ones(tmp_path: Path) -
     assert fingerprint(path) == before
 
 
+def test_directories_of_a_model_count_too(tmp_path: Path) -> None:
+    """Some models have a part of their weights there. No adapter does."""
+    path = model(tmp_path / "one")
+    model(path / "audio")
+    before, of_adapter = fingerprint(path, deep=True), fingerprint(path)
+    assert before == fingerprint(shutil.copytree(path, tmp_path / "other"), deep=True)
+    (path / "audio" / "config.json").write_text("other")
+    assert len({before, of_adapter, fingerprint(path, deep=True)}) == 3
+    assert fingerprint(path) == of_adapter
+    (path / "linked").symlink_to(tmp_path)
+    assert fingerprint(path, deep=True) == ""
+
+
+def test_equal_numbers_and_times_do_not_make_two_files_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "_identity", lambda _file: (1, 2, 3))
+    names = set()
+    for number in range(2):
+        (tmp_path / "model.bin").write_bytes(bytes([number]) * (2 << 20))
+        names.add(fingerprint(tmp_path / "model.bin"))
+    assert len(names) == 2
+
+
 @pytest.mark.parametrize(
     "content",
     [b"", b"\x05", b"\xff" * 100, (2).to_bytes(8, "little") + b"{}", (4).to_bytes(8, "little") + b"null",
@@ -227,6 +256,22 @@ def test_an_adapter_that_is_read_for_long_is_its_own_until_then(
     wait_until(lambda: adapters.key("a", str(first), 1)[:2] == ("lora", "content"))
 
 
+def test_an_adapter_that_cannot_be_reached_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM still has it in memory, and goes on."""
+
+    def fails(_path: Path, **_: object) -> object:
+        raise PermissionError(13, "Permission denied")
+
+    first = model(tmp_path / "first")
+    monkeypatch.setattr(Path, "stat", fails)
+    assert Adapters().key("a", str(first), 1)[:2] == ("lora", "own")
+    monkeypatch.setattr(Path, "expanduser", lambda _path: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert Adapters().key("a", "~/first", 1)[:2] == ("lora", "own")
+    assert fingerprint(first) == ""
+
+
 def test_an_adapter_whose_files_changed_while_this_process_ran_is_its_own(tmp_path: Path) -> None:
     """vLLM may have loaded it before they changed, or may load it again."""
     first = model(tmp_path / "first")
@@ -241,10 +286,16 @@ def test_an_adapter_whose_files_changed_while_this_process_ran_is_its_own(tmp_pa
     assert one.key("a", str(first), 1) not in keys
 
 
-def configured(model: str, load_format: str = "auto", **changed: object) -> Any:
+def configured(model: str, load_format: str = "auto", **changed: Any) -> Any:
     """What `translate.weights` reads of vLLM's configuration."""
     load = {"load_format": load_format, "download_dir": changed.get("download_dir")}
-    known = {"model": model, "revision": None, "model_weights": changed.get("model_weights", ""), "seed": 7}
+    known: dict[str, Any] = {
+        "model": model,
+        "revision": None,
+        "model_weights": changed.get("model_weights", ""),
+        "seed": 7,
+    }
+    known["hf_config"] = SimpleNamespace(**changed.get("hf_config", {}))
     return SimpleNamespace(
         model_config=SimpleNamespace(**known),
         load_config=SimpleNamespace(**load),
@@ -289,6 +340,51 @@ def test_a_model_in_the_cache_of_its_hub_is_known_by_its_content(tmp_path: Path)
         marks.append(mark(configured("org/model", download_dir=str(tmp_path))))
         assert marks[-1] == fingerprint(path)
     assert marks[0] != marks[1]
+
+
+@pytest.mark.usefixtures("later")
+def test_a_model_of_which_the_hub_has_more_files_is_known_by_those_that_are_there(tmp_path: Path) -> None:
+    """vLLM brings only some. A hub's client that knows the others calls the model incomplete."""
+    path = snapshot(tmp_path, "a" * 40, 0.0)
+    more = {"picture.png": {"size": 1, "blob_id": "c" * 40}}
+    trees = path.parents[1] / "trees"
+    trees.mkdir()
+    (trees / f"{'a' * 40}.json").write_text(json.dumps({"format_version": 1, "files": more}))
+    with pytest.raises(LocalEntryNotFoundError):
+        snapshot_download("org/model", cache_dir=tmp_path, local_files_only=True)
+    assert mark(configured("org/model", download_dir=str(tmp_path))) == fingerprint(path)
+
+
+@pytest.mark.usefixtures("later")
+def test_weights_that_a_configuration_takes_from_elsewhere_are_in_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, text = str(model(tmp_path / "one")), model(tmp_path / "text")
+    of_both = configured(path, hf_config={"text_model_id": str(text), "audio_model_id": None})
+    before = mark(of_both)
+    assert before not in (OWN, mark(configured(path)))
+    (text / "config.json").write_text("other")
+    assert mark(of_both) not in (OWN, before)
+    shutil.rmtree(text)
+    assert mark(of_both) == OWN
+    snapshot(tmp_path, "a" * 40, 0.0)
+    of_hub = configured("org/model", download_dir=str(tmp_path))
+    assert mark(of_hub) != OWN
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+    assert mark(of_hub) == OWN, "vLLM takes it from another hub"
+    assert mark(configured(path)) != OWN
+
+
+def test_no_other_model_takes_weights_from_elsewhere() -> None:
+    """If this fails, vLLM has a model that names further weights: see OTHER_SOURCES."""
+    models = Path(vllm.__file__).parent / "model_executor" / "models"
+    sources = {
+        found.strip()
+        for file in models.rglob("*.py")
+        for found in re.findall(r"model_or_path=([^,)]+)", file.read_text())
+    }
+    own = {"model_config.model", "vllm_config.model_config.model"}
+    assert sources - own == {f"config.{entry}" for entry in translate.OTHER_SOURCES}
 
 
 def test_what_a_hub_has_just_brought_is_known_while_there_is_no_other_commit(tmp_path: Path) -> None:

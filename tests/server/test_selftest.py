@@ -27,6 +27,33 @@ def leaves_nothing(server):
     assert status["l1"]["chunks"] == 0
 
 
+def test_clients_that_come_and_go_start_no_further_test(monkeypatch):
+    """The server drops the oldest connection when there are too many."""
+
+    async def both():
+        begun, end = [], asyncio.Event()
+
+        async def run(_test):
+            begun.append(True)
+            await end.wait()
+            return {"ok": True}
+
+        monkeypatch.setattr(SelfTest, "_run", run)
+        test = SelfTest("ipc:///nowhere", None, lambda _error: None)
+        for _ in range(3):
+            asked = asyncio.create_task(test.result())
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+        asked = asyncio.create_task(test.result())
+        end.set()
+        assert (await asked).code == (await test.result()).code == 200
+        assert len(begun) == 1
+
+    uvloop.run(both())
+
+
 @pytest.mark.parametrize(
     "flags",
     [

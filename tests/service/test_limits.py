@@ -9,7 +9,7 @@ from desk import Desk, is_refused, load, store
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.messages import Challenge, Done, Goodbye, Prove, Refused, Stored, Welcome
-from lmcache_server.service import registry
+from lmcache_server.service import copies, registry
 from lmcache_server.service.registry import MAX_JOBS, MAX_SESSIONS, MAX_WAITING_BYTES, MAX_WORKERS
 
 
@@ -67,6 +67,18 @@ def test_sessions_and_workers_are_bounded(desk: Desk, ask: Any, most: int, taken
     desk.ask(7, Goodbye())
     desk.hello(most)
     assert isinstance(ask(desk, most), taken)
+
+
+def test_a_message_names_no_more_pages_than_can_be_planned(
+    worker: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However small they are: a plan takes memory for each."""
+    worker.stored(1)
+    asked = (store(2), load(worker.lookup(0, 1), 1))
+    monkeypatch.setattr(copies, "MAX_PAGES", 0)
+    assert all(is_refused(worker.ask(0, each), messages.BAD_REQUEST) for each in asked)
+    monkeypatch.undo()
+    assert [worker.ask(0, each) for each in asked] == [None, None]
 
 
 def test_models_that_come_and_go_are_forgotten(desk: Desk) -> None:

@@ -107,6 +107,19 @@ def test_what_is_being_written_to_a_tier_outlives_eviction_and_clear():
     cache.check_integrity()
 
 
+def test_chunks_in_frames_that_are_set_aside_make_no_room():
+    cache, (new, other) = Cache(FRAME_BYTES, 4), chain(2, name=1)
+    store(cache, chain(3))
+    cache.set_aside(((0, 2),))
+    assert reserve(cache, other, frames=3) is NotReserved.NO_ROOM
+    assert stored_chunks(cache, chain(3)) == "111", "nothing is evicted in vain"
+    cache.commit(reserve(cache, new, frames=2))
+    assert stored_chunks(cache, chain(3)) == "000", "the last made room, the others were older"
+    cache.check_integrity()
+    cache.set_aside(())
+    assert cache.free_frames == 2
+
+
 def test_a_store_that_ends_after_clear_is_dropped():
     cache = Cache(FRAME_BYTES, 3)
     (key,) = chain(1)

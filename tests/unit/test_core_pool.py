@@ -30,6 +30,9 @@ def test_what_is_set_aside_is_given_to_nobody_until_it_is_back():
     pool.set_aside(((0, 1),))
     pool.free(runs)
     assert pool.free_frames == 19
+    pool.set_aside(((20, 1),))
+    pool.grow(2)
+    assert pool.free_frames == 21
     pool.set_aside(())
     assert pool.allocate(20) == ((0, 20),)
     pool.check_integrity()

@@ -18,7 +18,7 @@ from lmcache_server.telemetry.metrics import Metric
 SHARE = 4
 """One in so many frames of L1 may be retained."""
 RENEWALS = 16
-"""What is retained becomes recently used as often as so many parts of L1 have been stored."""
+"""What is retained becomes recently used whenever one part in so many of L1 has been stored."""
 MAX_KEYS = 1 << 13
 """The limit for the chunks of all chains; one that several have counts for each. Renewing them takes 6 ms."""
 

@@ -113,7 +113,7 @@ class Directory:
                 with self._lock:
                     renamed = self._files.rename(temporary, path)
                     if renamed and not self._shared:
-                        # Never counted twice: another writer would evict for it.
+                        # First: if it counted twice for a moment, another writer would evict for it.
                         self._catalog.used_bytes -= counted_bytes
                         now_s = time.time()
                         self._catalog.add(name, Kept(num_bytes, now_s, now_s))

@@ -18,8 +18,8 @@ class Speed:
         """0 while unknown."""
         self._measured_s = -math.inf
         self.tried_s = -math.inf
-        """Since when a fetch is under way that will tell it. As its reads may hang, another may try it after
-        OLD_S."""
+        """When the fetch began that measures it now. Its reads may hang, so after OLD_S another may measure
+        it."""
 
     def add(self, num_bytes: int, seconds: float, now_s: float) -> None:
         rate = num_bytes / max(seconds, 1e-6)

@@ -229,7 +229,9 @@ class Fetches:
             self._tiers.check()
             label = Label(room.chunk.namespace, room.chunk.key, room.bit, room.num_blocks, room.num_bytes)
             arrived = lambda: self._checksums(room, geometry, group)  # noqa: E731
-            sums = await tier.worker.read(label, self._tiers.payload(room.runs, room.num_bytes), arrived)
+            payload = self._tiers.payload(room.runs, room.num_bytes)
+            if label.name not in tier.damaged:
+                sums = await tier.worker.read(label, payload, arrived)
             outcome = "gone" if sums is None else "read"
             tier.read_bytes += room.num_bytes if sums is not None else 0
             tier.breaker.succeeded(READ)

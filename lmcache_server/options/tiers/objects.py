@@ -17,10 +17,10 @@ from lmcache_server.options.tiers.base import TierError, checked_name
 from lmcache_server.options.tiers.pieces import first, fits, spread
 
 CONNECT_S, SILENCE_S, ATTEMPT_S = 1.0, 2.0, 10.0
-"""An attempt fails if it has no connection after the first, if nothing comes for the second, and after the
-third in any case. There are two attempts."""
+"""An attempt fails without a connection after CONNECT_S, without a byte for SILENCE_S, and after ATTEMPT_S in
+any case. There are two attempts."""
 ABSENT_S, MAX_ABSENT = 10.0, 1 << 16
-"""So long, and of so many names, is it remembered that there was no record."""
+"""How long, and for how many names, the server remembers that there was no record."""
 FEW = 32
 """So many names are each asked for."""
 PROBES = 8

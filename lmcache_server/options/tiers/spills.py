@@ -70,6 +70,7 @@ class Spills:
         """Once a second: look after the tiers, and keep the coldest part of L1 written to some of them."""
         self._tiers.tick()
         for tier in self._tiers.all:
+            self._remove_damaged(tier)
             if tier.cold and len(tier.backlog) < MAX_BACKLOG // 2:
                 self._system.spawn(self._scan(tier))
             self._write(tier)
@@ -90,7 +91,7 @@ class Spills:
         end_s = self._system.now_s() + FLUSH_S
         for tier in self._tiers.all:
             if tier.cold:
-                cold = list(self._cache.coldest(self._cache.total_frames))
+                cold = [*self._cache.coldest(self._cache.total_frames), *self._cache.protected]
                 for chunk, bit in tier.backlog:
                     chunk.in_tiers &= ~tier.mark(bit)
                 tier.backlog.clear()
@@ -140,7 +141,17 @@ class Spills:
         """Removes the records of a chunk that is damaged: they may have its bytes."""
         names = [Label(chunk.namespace, chunk.key, bit, 0, 0).name for bit in range(chunk.ready.bit_length())]
         for tier in self._tiers.all:
-            tier.worker.remove(names)
+            tier.damaged.update(names)
+            self._remove_damaged(tier)
+
+    def _remove_damaged(self, tier: TierState) -> None:
+        if tier.damaged and (tier.removal is None or tier.removal.done()):
+            tier.removal, names = tier.worker.remove([*tier.damaged]), {*tier.damaged}
+
+            def ended(removal: asyncio.Future[None]) -> None:
+                tier.damaged -= set() if removal.exception() else names
+
+            tier.removal.add_done_callback(ended)
 
     def _coldest(self) -> Iterator[Chunk]:
         return self._cache.coldest(self._cache.total_frames // COLD_SHARE)

@@ -36,6 +36,9 @@ class TierState:
     writing: int = 0
     reads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READS_AT_ONCE))
     """Reads in flight. More would let the questions of other lookups wait."""
+    damaged: set[str] = field(default_factory=set)
+    """Records of damaged chunks, which nobody may read. They are being removed."""
+    removal: asyncio.Future[None] | None = None
     read_bytes: int = 0
     is_probed: bool = False
     failure: str = ""

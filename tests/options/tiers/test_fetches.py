@@ -101,6 +101,38 @@ async def test_a_lookup_waits_no_longer_than_its_patience_and_what_comes_later_s
 
 
 @with_rig(FRAMES)
+async def test_the_record_of_a_damaged_page_is_not_read_while_the_tier_cannot_remove_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.known[LAYOUT.namespace] = {}
+    rig.keep(2, 3)
+    await rig.spills.flush()
+    chunk = rig.cache.chunk(LAYOUT.namespace, key(2))
+    assert chunk is not None
+
+    def fails(_names: Sequence[str]) -> None:
+        raise OSError("read-only")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.store, "remove", fails)
+        rig.spills.forget(chunk)
+        rig.cache.clear()
+        assert rig.tier.removal is not None
+        await rig.system.wait([rig.tier.removal], None)
+        assert len(rig.store.records) == 2
+        assert await fetched(rig, key(3))
+        assert not await fetched(rig, key(2))
+    rig.spills.tick()
+    await rig.system.wait([rig.tier.removal], None)
+    await asyncio.sleep(0)
+    assert (len(rig.store.records), rig.tier.damaged) == (1, set())
+    rig.keep(2)
+    await rig.spills.flush()
+    rig.cache.clear()
+    assert await fetched(rig, key(2)), "the next one's record is read"
+
+
+@with_rig(FRAMES)
 async def test_a_tier_that_seemed_slow_is_tried_again_by_a_fetch_that_nobody_waits_for(rig: Rig) -> None:
     """Its only measure may be of a moment in which the machine was busy."""
     await known(rig, key(2), bytes_per_s=10**6)

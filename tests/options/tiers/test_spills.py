@@ -144,6 +144,16 @@ async def test_a_clean_stop_writes_what_waits_behind_many_evicted_objects(
     assert (len(rig.store.records), len(rig.tier.backlog)) == (FRAMES // 5, 0)
 
 
+@with_rig(FRAMES, cold=True)
+async def test_a_clean_stop_writes_what_is_protected_too(rig: Rig) -> None:
+    rig.keep(1, 2)
+    chunk = rig.cache.chunk(LAYOUT.namespace, key(1))
+    assert chunk is not None
+    rig.cache.protect([chunk])
+    await rig.spills.flush()
+    assert {name[-3:] for name in rig.store.records} == {"1.0", "2.0"}
+
+
 @pytest.mark.parametrize(("chunks", "is_written"), [(4, False), (QUOTA, True)])
 @with_rig(100, cold=True, quota_frames=QUOTA, frame_bytes=1)
 async def test_what_a_full_salt_evicts_next_is_written_before(

@@ -297,18 +297,16 @@ class EngineProcess:
         }
 
     def do_kill_server_at_load(self, pid: int) -> None:
-        """Kill the server in the moment the worker is about to ask it for a load."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        """Kill the server in the moment a worker is about to ask for a load."""
+        for worker in _worker_sides():
+            original = worker.submit
 
-        worker = get_kv_transfer_group()._worker
-        original = worker.submit
+            def submit(jobs: Any, original: Callable[[Any], None] = original) -> None:
+                if any(hasattr(job, "request_id") for job in jobs):
+                    os.kill(pid, signal.SIGKILL)
+                original(jobs)
 
-        def submit(jobs: Any) -> None:
-            if any(hasattr(job, "request_id") for job in jobs):
-                os.kill(pid, signal.SIGKILL)
-            original(jobs)
-
-        worker.submit = submit
+            worker.submit = submit
 
     def do_seem_slow(self) -> None:
         """Tell the server that computing takes long, so that it waits for everything that a tier has."""
@@ -376,15 +374,20 @@ def _replace_when_loaded(directory: Path) -> None:
     DefaultModelLoader.load_weights = load_and_replace
 
 
-def _copies(_worker: Any) -> int:
-    """In a worker: how many loads and stores the server has not settled."""
+def _worker_sides() -> list[Any]:
+    """In a worker: those of its connectors of this project."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    if not has_kv_transfer_group():
-        return 0
-    outer = get_kv_transfer_group()
+    from lmcache_client.connector.worker import WorkerSide
+
+    outer = get_kv_transfer_group() if has_kv_transfer_group() else None
     sides = [getattr(each, "_worker", None) for each in getattr(outer, "_connectors", [outer])]
-    return sum(len(side._jobs) for side in sides if side is not None)
+    return [side for side in sides if isinstance(side, WorkerSide)]
+
+
+def _copies(_worker: Any) -> int:
+    """In a worker: how many loads and stores the server has not settled."""
+    return sum(len(side._jobs) for side in _worker_sides())
 
 
 def _runner(worker: Any) -> str:
