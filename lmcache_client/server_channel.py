@@ -320,11 +320,10 @@ class Channel:
             self._closed.wait(RETRY_REFUSED_S)
 
     def _watch_lost(self) -> None:
-        now_s = self.system.now_s()
-        if (watched := [*self._lost]) and now_s >= self._probe_s:
-            self._probe_s = now_s + PROBE_INTERVAL_S
+        if (watched := [*self._lost]) and self.system.now_s() >= self._probe_s:
             # Without the lock: to resolve a host's name may take long.
             is_gone = bool(self.boot_id) or self.system.nobody_listens(self.address)
+            self._probe_s = (now_s := self.system.now_s()) + PROBE_INTERVAL_S
             for lost in watched:
                 lost.gone_since_s = min(lost.gone_since_s, now_s) if is_gone else math.inf
 

@@ -6,7 +6,6 @@ the least of the answers, until all say the same. If one is lost, none is used.
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from operator import and_
 from typing import NamedTuple
 
 import msgspec
@@ -163,7 +162,7 @@ class Servers:
                     if each.lease_id:
                         client.release((each.lease_id,))
                 return _merged(found, first, 0, 0)
-            if all(each.resume_tokens == least for each in found):
+            if self._agree(found, least):
                 return _merged(found, first, least, self._remember(found, together.parts))
             rounds += 1
             keys = question.keys[: least * len(question.keys) // question.limit_tokens]
@@ -177,6 +176,10 @@ class Servers:
 
         together = Together(parts, merge, lambda: self.forget(together))
         return together
+
+    @staticmethod
+    def _agree(found: Sequence[Found], least: int) -> bool:
+        return all(each.resume_tokens == least for each in found)
 
     def _remember(self, found: Sequence[Found], parts: Sequence[Part]) -> int:
         number, self._next = self._next, self._next + 1
@@ -236,11 +239,15 @@ class Servers:
 
 
 def _merged(found: Sequence[Found], first: Sequence[Found], resume_tokens: int, lease_id: int) -> Found:
-    """What all servers have together. The bitmaps are those of the first answers, as far as all go."""
+    """What all servers have together. The bitmaps are those of the first answers, which cover all chunks."""
     held: tuple[bytes, ...] = ()
     if len({len(each.held) for each in first}) == 1:
-        of_groups = zip(*(each.held for each in first), strict=True)
-        held = tuple(bytes(reduce(and_, each) for each in zip(*maps, strict=False)) for maps in of_groups)
+        held = tuple(reduce(_both, maps) for maps in zip(*(each.held for each in first), strict=True))
     least = min(first, key=lambda each: each.resume_tokens)
     l1_tokens = min(resume_tokens, *(each.l1_tokens for each in first))
     return Found(resume_tokens, lease_id, min(each.lease_s for each in found), held, least.missed, l1_tokens)
+
+
+def _both(one: bytes, other: bytes) -> bytes:
+    """The bits that are set in both, as far as both go."""
+    return bytes(a & b for a, b in zip(one, other, strict=False))

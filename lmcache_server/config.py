@@ -31,8 +31,7 @@ CONFIG_VARIABLE = "LMCACHE_CONFIG"
 MAX_FILE_BYTES = 1 << 20
 
 NO_FLAGS = (
-    "LMCACHE_RUNTIME_DIR",
-    "LMCACHE_MP_PLUGIN",
+    *("LMCACHE_RUNTIME_DIR", "LMCACHE_MP_PLUGIN", "LMCACHE_MP_BATCHED_COPIES"),
     *(each for names in parts("flags", "VARIABLES") for each in names),
 )
 """Variables that are read where they are needed: a password is never a flag, which would be logged."""

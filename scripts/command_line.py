@@ -40,6 +40,9 @@ def option_row(option: click.Option) -> str:
     return row.replace("<", "&lt;").replace("\n", " ").replace("  ", " ")
 
 
+USUAL = [option_row(each) for each in cli.commands["status"].params if isinstance(each, click.Option)]
+
+
 def asks(command: click.Command) -> bool:
     return {*ASKING} <= {param.opts[0] for param in command.params}
 
@@ -51,7 +54,8 @@ def section(name: str, command: click.Command) -> str:
     parts = [f"## {' '.join(['lmcache', name, *arguments])}", *paragraphs]
     if asks(command):
         parts.append("Takes the options of an asking command.")
-        options = [option for option in options if option.opts[0] not in ASKING]
+        # Those that mean something else here, such as another time, stay.
+        options = [each for each in options if each.opts[0] not in ASKING or option_row(each) not in USUAL]
     if options:
         parts.append("\n".join(["| option | meaning |", "|---|---|", *map(option_row, options)]))
     return "\n\n".join(parts) + "\n"

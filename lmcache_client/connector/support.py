@@ -121,7 +121,7 @@ def check_supported(vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...], si
         # vLLM's V1 model runner does not call `wait_for_save` on every pipeline stage, and that call starts
         # the stores.
         raise UnsupportedError("speculative decoding together with pipeline parallelism")
-    if parallel.distributed_executor_backend == "external_launcher":
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         # Each of its processes has a scheduler, and steps only its own worker.
         raise UnsupportedError("vLLM's external launcher, in which each process decides alone")
     if parallel.prefill_context_parallel_size > 1:

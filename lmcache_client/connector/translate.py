@@ -279,11 +279,10 @@ def _weights_mark(model: "ModelConfig", load: "LoadConfig", own: str) -> str:
     if str(load.load_format) == "dummy":
         return f"dummy {model.seed}"
     others = (getattr(model.hf_config, entry, None) for entry in OTHER_SOURCES)
-    sources = {model.model: model.revision, **{name: None for name in others if name}}
-    is_elsewhere = envs.VLLM_USE_MODELSCOPE and not all(Path(name).exists() for name in sources)
-    if model.model_weights or str(load.load_format) not in FROM_FILES or is_elsewhere:
+    sources = {**{name: None for name in others if name}, model.model: model.revision}
+    if model.model_weights or str(load.load_format) not in FROM_FILES:
         return own
-    places = [local_path(name, revision, load.download_dir) for name, revision in sources.items()]
+    places = [local_path(*source, load.download_dir, is_loaded=True) for source in sources.items()]
     marks = [fingerprint(place, process_started_ns(), deep=True) if place else "" for place in places]
     return " ".join(marks) if all(marks) else own
 

@@ -33,11 +33,12 @@ def missing() -> list[str]:
 
 
 def caller(attribute: str) -> Any:
-    """The nearest object with this attribute of which a method is on the stack; None if there is none. So the
-    connector learns what vLLM tells none."""
+    """The nearest object on the stack, as `self`, that has this attribute; None if there is none. vLLM tells
+    its connectors nothing of these."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if hasattr(found := frame.f_locals.get("self"), attribute):
+        found = frame.f_locals.get("self")
+        if inspect.getattr_static(found, attribute, None) is not None:
             return found
         frame = frame.f_back
     return None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from huggingface_hub import snapshot_download
+from vllm import envs
 
 Value = TypeVar("Value")
 READ_BYTES = 4 << 20
@@ -29,16 +30,21 @@ MAX_ADAPTERS = 4096
 ADAPTER_WAIT_S = 0.1  # for the digest of a new adapter; until then, only this process uses its pages
 
 
-def local_path(name: str, revision: str | None = None, cache: str | None = None) -> Path | None:
-    """Where a model or an adapter lies on this machine: at a path, or in the cache of its hub."""
+def local_path(
+    name: str, revision: str | None = None, cache: str | None = None, is_loaded: bool = False
+) -> Path | None:
+    """Where a model or an adapter lies on this machine: at a path, or in the cache of its hub. Until vLLM has
+    loaded it, some of its files may be missing there."""
     with contextlib.suppress(OSError, RuntimeError):
         if (path := Path(name).expanduser()).exists():
             return path
+    if envs.VLLM_USE_MODELSCOPE:
+        return None
     try:
         return Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True))
     except Exception as error:
-        # vLLM does not bring all files of a repository. Those that it has loaded are there.
-        found = getattr(error, "snapshot_path", None)
+        # vLLM does not bring all files of a model.
+        found = getattr(error, "snapshot_path", None) if is_loaded else None
         return Path(found) if found else None
 
 
@@ -58,9 +64,10 @@ def in_thread(work: Callable[[], Value]) -> "Future[Value]":
 
 def fingerprint(path: Path, older_than_ns: float = float("inf"), deep: bool = False) -> str:
     """The digest of the names and of all bytes of a directory's files, except hidden ones, or of one file;
-    empty if there are none, if they cannot be read, or if they are not older. `deep` is that of `_files`."""
+    empty if there are none, if they cannot be read, or if they are not older. With `deep`, also of the files
+    of its subdirectories."""
     try:
-        files = _files(path, deep)
+        files = [each for each in _places(path, deep) if each.is_file()]
 
         def named(first: int) -> list[tuple[str, str]]:
             return [(str(file.relative_to(path)), _digest(file)) for file in files[first::READERS]]
@@ -78,27 +85,25 @@ def is_older(path: Path, than_ns: float, deep: bool = False) -> bool:
     with contextlib.suppress(OSError):
         # A hub replaces no file. If it has brought one version only, vLLM has loaded that one.
         is_only = path.parent.name == "snapshots" and len(os.listdir(path.parent)) == 1
-        if is_only and all(file.is_symlink() for file in _files(path, deep)):
+        if is_only and all(each.is_symlink() or each.is_dir() for each in _places(path, deep)):
             return True
     state = _state(path, deep)
     return bool(state) and all(changed_ns < than_ns for _, _, changed_ns in state)
 
 
-def _files(path: Path, deep: bool = False) -> list[Path]:
-    """The files of a directory; with `deep` also those of the directories in it. Raises OSError if one of
-    these is a link, which may lead anywhere."""
-    entries = sorted(path.iterdir()) if path.is_dir() else [path]
-    files = list[Path]()
-    for entry in entries:
-        if entry.name.startswith("."):
-            continue
-        if entry.is_file():
-            files.append(entry)
-        elif deep and entry.is_dir():
+def _places(path: Path, deep: bool) -> list[Path]:
+    """A file, or a directory and its files; with `deep`, also its subdirectories and theirs. Raises OSError
+    if one of these is a link, which may lead anywhere."""
+    places = [path]
+    for entry in sorted(path.iterdir()) if path.is_dir() else ():
+        if entry.is_file() and not entry.name.startswith("."):
+            places.append(entry)
+        elif deep and entry.is_dir() and not entry.name.startswith("."):
             if entry.is_symlink():
                 raise OSError(f"{entry} is a link to a directory")
-            files += _files(entry, deep)
-    return files
+            with contextlib.suppress(PermissionError):  # vLLM cannot read it either
+                places += _places(entry, deep)
+    return places
 
 
 def _digest(file: Path) -> str:
@@ -167,9 +172,9 @@ class Adapters:
 
 
 def _state(path: Path | None, deep: bool = False) -> list[tuple[str, int, int]]:
-    """The name, size and time of the last change (in ns) of each file."""
+    """The name, size and time of the last change (in ns) of each file and directory."""
     try:
-        files = [path, *_files(path, deep)] if path is not None else []  # a directory may be exchanged, too
+        files = _places(path, deep) if path is not None else []  # a directory may be exchanged, too
         stats = [(file.name, file.stat(), file.lstat()) for file in files]
     except OSError:
         return []

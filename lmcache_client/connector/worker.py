@@ -149,8 +149,7 @@ class WorkerSide:
 
     def sleep(self) -> None:
         """Has the server give back the memory, which vLLM will free. Until `wake`, nothing is copied."""
-        with self._starting:
-            self.is_asleep = True
+        self.is_asleep = True
         if not self.channel.close(GIVE_BACK_S):
             logger.warning(
                 "lmcache: the server at %s has not confirmed that it gave this engine's memory back: if "
@@ -161,7 +160,7 @@ class WorkerSide:
         self._end_jobs()
 
     def _end_jobs(self) -> None:
-        """Nobody sends what still waits. What the server may still copy is no longer this engine's memory."""
+        """Nobody sends what still waits. What the server still copies is no longer this engine's memory."""
         for item in self._jobs.values():
             if item.pending is None or not item.pending.settled:
                 item.pending = unsent("this engine sleeps")

@@ -56,8 +56,8 @@ class Cache(Chunks):
         self._reservations: set[Reservation] = set()
         self._reads: set[Read] = set()
         self._ancestors: dict[bytes, bytes] = {}
-        """By key. Of chunks that lately got frames: the nearest chunk before it in its chain that could be
-        evicted. Of those that were refused: the nearest before it that was there."""
+        """By key. For a chunk that lately got frames: the nearest before it in its chain that could be
+        evicted. For one that was refused: the nearest before it that was there."""
 
     @property
     def num_leases(self) -> int:
@@ -247,7 +247,7 @@ class Cache(Chunks):
         return own, others
 
     def _frees(self, chunk: Chunk) -> int:
-        """How many frames its eviction frees. Those that are set aside nobody gets."""
+        """How many frames its eviction frees. Nobody gets those that are set aside."""
         if not self._pool.ranges:
             return chunk.frames
         return sum(self._pool.usable(stored.runs) for stored in chunk.packed.objects())

@@ -65,8 +65,8 @@ class Connections:
         self._open: dict[int, bytes] = {}
         """The client of each open connection, by descriptor; empty until its first message."""
         self._replaced: list[bytes] = []
-        """Clients whose connection had ended before their first message was read. That message was taken for
-        one of the next connection with the same descriptor."""
+        """Clients whose connection had ended before their first message was read. It was taken for a message
+        of the next connection, which has the same descriptor."""
         self._processes: dict[bytes, Hashable] = {}
         """By client: its process id, or the client itself if the kernel does not tell."""
 

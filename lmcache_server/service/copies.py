@@ -252,8 +252,8 @@ def _check_count(block_ids: bytes, count: int) -> None:
 
 
 def _check_blocks(shard: Shard, blocks: Sequence[tuple[int, bytes]]) -> None:
-    """All of a message together, which has groups and their block ids: one by one they would take longer than
-    the rest of it."""
+    """Checks all block ids of a message at once: one by one they would take longer than the rest of it.
+    `blocks` has pairs of a group and its ids."""
     regions = [len(group.regions) for group in shard.geometry.groups]
     pages = sum(len(each) // NUMBER_BYTES * regions[group] for group, each in blocks)
     if pages > MAX_PAGES:

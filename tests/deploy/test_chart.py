@@ -257,6 +257,31 @@ def test_the_service_monitor_finds_the_metrics_under_the_name_of_the_alerts():
     assert f'up{{job="{job}"}}' in (CHART / "files" / "rules.yml").read_text()
 
 
+def test_engines_of_the_chart_are_scraped_under_a_name_that_is_not_the_servers():
+    """LMCacheEngineWithoutServer needs their metrics; LMCacheServerDown must not be about them."""
+    manifests = render(values("gpu") | MONITORED)
+    own, engines = (each["spec"] for each in manifests if each["kind"] == "ServiceMonitor")
+    services = [each for each in manifests if each["kind"] == "Service"]
+    selected = [
+        [
+            each
+            for each in services
+            if monitor["selector"]["matchLabels"].items() <= each["metadata"]["labels"].items()
+        ]
+        for monitor in (own, engines)
+    ]
+    assert [len(each) for each in selected] == [1, 1]
+    ports = {each["name"]: each["port"] for each in selected[1][0]["spec"]["ports"]}
+    assert ports[engines["endpoints"][0]["port"]] == 8000
+    assert "jobLabel" not in engines
+
+
+def test_a_server_that_is_not_ready_does_not_keep_requests_from_the_engine_beside_it():
+    for shape in ("sidecar", "gpu"):
+        servers = [each for each in containers(render(values(shape))) if each["name"] == "lmcache"]
+        assert ["readinessProbe" in each for each in servers] == [shape == "gpu"]
+
+
 def test_alerts_and_dashboard_are_the_files_of_the_repository():
     """The chart has copies and no links: helm says two lines about them at each call."""
     for copied in ("prometheus/rules.yml", "grafana/dashboard.json"):

@@ -117,7 +117,8 @@ def test_prefill_context_parallelism_and_the_external_launcher_are_refused() -> 
             pipeline_parallel_size=1,
             decode_context_parallel_size=2,
             prefill_context_parallel_size=1,
-            distributed_executor_backend="mp",
+            distributed_executor_backend="external_launcher",
+            world_size=1,
         ),
     )
     groups = translate.group_specs(config_of([FULL]), 2)
@@ -125,7 +126,8 @@ def test_prefill_context_parallelism_and_the_external_launcher_are_refused() -> 
     config.parallel_config.prefill_context_parallel_size = 2
     with pytest.raises(UnsupportedError, match=r"^prefill context parallelism: set --prefill-context-"):
         support.check_supported(config, groups, [16])
-    config.parallel_config.distributed_executor_backend = "external_launcher"
+    config.parallel_config.prefill_context_parallel_size = 1
+    config.parallel_config.world_size = 2
     with pytest.raises(UnsupportedError, match=r"^vLLM's external launcher"):
         support.check_supported(config, groups, [16])
 

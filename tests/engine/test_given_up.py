@@ -1,7 +1,5 @@
 """A server that a client has given up, but that lives, writes nothing into the client's memory any more."""
 
-import threading
-
 import numpy as np
 import pytest
 from harness.clients import go_on, stop
@@ -13,6 +11,7 @@ from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.worker import WorkerSide
 from lmcache_client.contract.messages import NONCE_BYTES
 from lmcache_client.engine import load_message
+from lmcache_client.server_channel import Channel
 
 MIB = 1 << 20
 PAGE = 4096
@@ -104,18 +103,19 @@ def test_an_engine_that_wakes_joins_once_and_only_when_its_weights_have_a_name(
         monkeypatch.setenv("LMCACHE_RUNTIME_DIR", server.runtime_dir)
         raw = RawEngine(server.address, [group()])
         worker = WorkerSide(Settings(port=server.port), "engine", 0, raw.model, raw.geometry, raw.export)
-        keepers = lambda: [each.name for each in threading.enumerate()].count("lmcache-keeper")  # noqa: E731
-        before = keepers()
+        started, start = list[Channel](), Channel.start
+        monkeypatch.setattr(
+            Channel, "start", lambda channel, *times: (started.append(channel), start(channel, *times))
+        )
         worker.sleep()
         if named_in_its_sleep:
             worker.start(weights)
-            assert keepers() == before
         worker.wake(raw.export)
         if not named_in_its_sleep:
-            assert keepers() == before
+            assert not started
             worker.start(weights)
         wait_until(lambda: worker.channel.ready, what="the worker has joined")
-        assert keepers() == before + 1
+        assert started == [worker.channel]
         assert worker.client.model.details[-1:] == weights
         worker.close()
         raw.close()

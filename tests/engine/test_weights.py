@@ -1,5 +1,6 @@
 """The name that weights have by their content: equal on every machine, and another if a tensor changes."""
 
+import functools
 import hashlib
 import json
 import os
@@ -161,6 +162,15 @@ def test_directories_of_a_model_count_too(tmp_path: Path) -> None:
     assert fingerprint(path) == of_adapter
     (path / "linked").symlink_to(tmp_path)
     assert fingerprint(path, deep=True) == ""
+
+
+def test_a_file_that_is_gone_from_a_directory_of_a_model_counts_as_a_change(tmp_path: Path) -> None:
+    path = model(tmp_path / "one")
+    model(path / "audio")
+    started_ns = now_ns()
+    assert fingerprint(path, started_ns, deep=True) != ""
+    (path / "audio" / "config.json").unlink()
+    assert fingerprint(path, started_ns, deep=True) == ""
 
 
 def test_equal_numbers_and_times_do_not_make_two_files_one(
@@ -343,7 +353,9 @@ def test_a_model_in_the_cache_of_its_hub_is_known_by_its_content(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("later")
-def test_a_model_of_which_the_hub_has_more_files_is_known_by_those_that_are_there(tmp_path: Path) -> None:
+def test_a_model_of_which_the_hub_has_more_files_is_known_by_those_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM brings only some. A hub's client that knows the others calls the model incomplete."""
     path = snapshot(tmp_path, "a" * 40, 0.0)
     more = {"picture.png": {"size": 1, "blob_id": "c" * 40}}
@@ -353,6 +365,11 @@ def test_a_model_of_which_the_hub_has_more_files_is_known_by_those_that_are_ther
     with pytest.raises(LocalEntryNotFoundError):
         snapshot_download("org/model", cache_dir=tmp_path, local_files_only=True)
     assert mark(configured("org/model", download_dir=str(tmp_path))) == fingerprint(path)
+    monkeypatch.setattr(
+        weights, "snapshot_download", functools.partial(snapshot_download, cache_dir=tmp_path)
+    )
+    # Of an adapter, vLLM may not have brought the rest yet.
+    assert Adapters().key("a", "org/model", 1)[:2] == ("lora", "own")
 
 
 @pytest.mark.usefixtures("later")

@@ -159,14 +159,15 @@ class Fetches:
         places = [chunk for chunk in chunks if not fetch.present[group][chunk]]
         if not places:
             return True
+        names = [fetch.name(group, chunk) for chunk in places]
         try:
-            found = await tier.worker.present([fetch.name(group, chunk) for chunk in places])
+            found = await tier.worker.present(names)
         except TierError as error:
             self._tiers.failed(tier, error)
             return False
         tier.breaker.succeeded(PRESENT)
-        for chunk, there in zip(places, found, strict=True):
-            if there:
+        for chunk, name, there in zip(places, names, found, strict=True):
+            if there and tier.may_read(name):
                 fetch.present[group][chunk] = 1
                 fetch.where[group, chunk] = tier
         return True
@@ -230,8 +231,9 @@ class Fetches:
             label = Label(room.chunk.namespace, room.chunk.key, room.bit, room.num_blocks, room.num_bytes)
             arrived = lambda: self._checksums(room, geometry, group)  # noqa: E731
             payload = self._tiers.payload(room.runs, room.num_bytes)
-            if label.name not in tier.damaged:
-                sums = await tier.worker.read(label, payload, arrived)
+            if not tier.may_read(label.name):
+                raise DamagedRecordError("it has the bytes of a damaged page, and is not removed yet")
+            sums = await tier.worker.read(label, payload, arrived)
             outcome = "gone" if sums is None else "read"
             tier.read_bytes += room.num_bytes if sums is not None else 0
             tier.breaker.succeeded(READ)

@@ -85,8 +85,8 @@ class Spills:
             await self._system.wait([self._system.future()], SLICE_S)
 
     async def flush(self) -> None:
-        """At a clean stop: write what waits, and for tiers that only take cold objects all of L1, the most
-        recently used first, for at most FLUSH_S seconds."""
+        """At a clean stop: write what waits, and for tiers that only take cold objects all of L1, what is
+        protected and the most recently used first, for at most FLUSH_S seconds."""
         self._is_paused = False
         end_s = self._system.now_s() + FLUSH_S
         for tier in self._tiers.all:
@@ -145,13 +145,17 @@ class Spills:
             self._remove_damaged(tier)
 
     def _remove_damaged(self, tier: TierState) -> None:
-        if tier.damaged and (tier.removal is None or tier.removal.done()):
-            tier.removal, names = tier.worker.remove([*tier.damaged]), {*tier.damaged}
+        if not tier.damaged or tier.removing or tier.breaker.is_open:
+            return
+        tier.removing, tier.damaged = tier.damaged, set()
 
-            def ended(removal: asyncio.Future[None]) -> None:
-                tier.damaged -= set() if removal.exception() else names
+        def ended(removal: asyncio.Future[None]) -> None:
+            failed, tier.removing = tier.removing if removal.exception() else set(), set()
+            if not failed:
+                self._remove_damaged(tier)
+            tier.damaged |= failed
 
-            tier.removal.add_done_callback(ended)
+        tier.worker.remove([*tier.removing]).add_done_callback(ended)
 
     def _coldest(self) -> Iterator[Chunk]:
         return self._cache.coldest(self._cache.total_frames // COLD_SHARE)
@@ -221,5 +225,6 @@ class Spills:
             self._tiers.count(tier, "write", outcome, stored.num_bytes)
             # Nothing evicts it meanwhile, so it was cleared, or is damaged.
             if self._cache.chunk(chunk.namespace, chunk.key) is not chunk:
-                tier.worker.remove([label.name])
+                tier.damaged.add(label.name)
+                self._remove_damaged(tier)
             self._write(tier)

@@ -37,13 +37,17 @@ class TierState:
     reads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READS_AT_ONCE))
     """Reads in flight. More would let the questions of other lookups wait."""
     damaged: set[str] = field(default_factory=set)
-    """Records of damaged chunks, which nobody may read. They are being removed."""
-    removal: asyncio.Future[None] | None = None
+    """Names of damaged records that are still to be removed. This server reads none of them."""
+    removing: set[str] = field(default_factory=set)
+    """Those that are being removed."""
     read_bytes: int = 0
     is_probed: bool = False
     failure: str = ""
     restarts: int = 0
     """Of its helper process, as far as they are counted."""
+
+    def may_read(self, name: str) -> bool:
+        return name not in self.damaged and name not in self.removing
 
     def mark(self, bit: int) -> int:
         return self.marks(1 << bit)

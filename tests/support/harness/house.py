@@ -63,9 +63,9 @@ FACES = (
 )
 TOOLS = (COMMANDS, "lmcache_server/__main__.py")
 BUDGETS = {
-    "base": Budget(12622, "what a byte or a decision goes through, without options"),
-    "path": Budget(18443, "the same with every option"),
-    "faces": Budget(1930, "what configures and watches it"),
+    "base": Budget(12632, "what a byte or a decision goes through, without options"),
+    "path": Budget(18464, "the same with every option"),
+    "faces": Budget(1929, "what configures and watches it"),
     "tools": Budget(3541, "the command lmcache"),
 }
 

@@ -33,10 +33,13 @@ livenessProbe:
   httpGet: { path: /healthz, port: http }
   timeoutSeconds: 5
   failureThreshold: 6
+{{- if eq .Values.mode "node" }}
+# Not beside vLLM, which would get no requests while the server is not ready.
 readinessProbe:
   httpGet: { path: /readyz, port: http }
   timeoutSeconds: 5
   periodSeconds: 5
+{{- end }}
 resources:
   requests:
     cpu: {{ .Values.cpuRequest | quote }}
