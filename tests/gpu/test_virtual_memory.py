@@ -81,7 +81,7 @@ def test_a_worker_that_is_killed_is_unmapped(server_of_workers, stack, counters,
     assert worker.stdout.readline() == b"stored\n"
     time.sleep(0.05)
     worker.kill()
-    server.wait_for_status(lambda status: not status["sessions"], 10.0)
+    server.wait_for_status(lambda status: not status["sessions"])
     server.wait_at_rest()
     what = "all but 1 GiB, for a context, is free again"
     wait_until(lambda: device_bytes() >= free_bytes - (1 << 30), 10.0, what)
