@@ -91,7 +91,8 @@ def paths(driver: Driver, total: int, times: int) -> list[tuple[Any, ...]]:
                 row: list[Any] = [f"{page_bytes // KIB} KiB", number]
                 for load in (False, True):
                     source, destination = (local, places) if load else (places, local)
-                    engine = partial(driver.batch(destination, source, length), 0, len(length), stream)
+                    batch = driver.batch(destination, source, length, in_order=not load)
+                    engine = partial(batch, 0, len(length), stream)
                     ours = lambda: kernel.launch(source, destination, length, stream)  # noqa: E731
                     for submit in (engine, ours):
                         repeat = max(1, min(64 * MIB, total) // (number * page_bytes))

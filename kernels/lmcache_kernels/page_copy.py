@@ -43,7 +43,7 @@ def compiled(architecture: str) -> bytes:
         from cupy.cuda import nvrtc
     except ImportError as error:
         raise KernelError(
-            f"small pages are copied one by one; for a faster kernel, run pip install {CUPY[13]}, "
+            f"small pages are copied by the copy engine; for a faster kernel, run pip install {CUPY[13]}, "
             f"or {CUPY[12]} with a driver before 580"
         ) from error
     try:

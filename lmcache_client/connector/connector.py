@@ -329,5 +329,6 @@ class LMCacheMPConnector(Uncached):
             self._scheduler.channel.close()
         if self._worker is not None:
             self._worker.close()
+        self._kv_caches = {}  # vLLM, which frees them, keeps this object
         super().shutdown()
         self._scheduler = self._worker = self._teller = None

@@ -23,6 +23,7 @@ from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import Details, ModelTag
 from lmcache_client.contract.messages import Done, Stored
 from lmcache_client.engine import Export, Worker
+from lmcache_client.memory.cuda import CudaExport
 from lmcache_client.server_channel import Channel, ChannelError, Pending, RefusedError, unsent
 from lmcache_client.transport import SYSTEM, System
 
@@ -30,7 +31,7 @@ CONNECT_S = 1.0
 STORE_TIMEOUT_S = 60.0
 IDLE_WAIT_S = 0.002
 GIVE_BACK_S = 10.0
-"""How long an engine that goes to sleep waits until the server has unmapped its memory."""
+"""How long an engine that ends or goes to sleep waits until the server has unmapped its GPU memory."""
 
 
 @dataclass
@@ -144,7 +145,8 @@ class WorkerSide:
         self.client.export.after_compute(send)
 
     def close(self) -> None:
-        self.channel.close()
+        is_gpu = isinstance(self.client.export, CudaExport)  # whose memory is unmapped before vLLM frees it
+        self.channel.close(*([GIVE_BACK_S] if is_gpu else []))
         self.client.export.close()
 
     def sleep(self) -> None:

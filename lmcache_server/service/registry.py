@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 MAX_SESSIONS = 1024
 MAX_WORKERS = 256
-"""How many sessions may have registered memory; each of them has a copy thread."""
+"""How many sessions may have registered memory; each of them has a copy thread, or two for a GPU."""
 MAX_JOBS = 256
 """How many copies of one session may wait. Beyond that its stores are dropped and its loads refused."""
 MAX_WAITING_BYTES = 8 << 20

@@ -47,6 +47,10 @@ class Mapping(Protocol):
     def lost(self) -> bool:
         """Whether no copy can succeed any more."""
 
+    @property
+    def may_pin(self) -> bool:
+        """Whether copies may first have to pin memory, which takes long."""
+
     def open(self) -> list[bytes]:
         """Makes the memory accessible; returns the bytes at each place where the nonce should be. Raises
         CopyError."""

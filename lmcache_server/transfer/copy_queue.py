@@ -99,7 +99,7 @@ class CopyWorker:
             waiting = self._next(lane, wait=begun is None)
             if waiting is None and begun is None:
                 return
-            if begun is not None and (waiting is None or waiting[0].reads_bytes):
+            if begun is not None and (waiting is None or waiting[0].reads_bytes or self._mapping.may_pin):
                 self._end(begun)
                 begun = None
             if waiting is not None:

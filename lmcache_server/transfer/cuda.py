@@ -62,6 +62,10 @@ class CudaMapping:
     def lost(self) -> bool:
         return self._gpu is not None and bool(self._gpu.lost)
 
+    @property
+    def may_pin(self) -> bool:
+        return not self._locked.is_complete
+
     def open(self) -> list[bytes]:
         """As in Mapping. Even if it raises, `close` must follow."""
         memory = self._memory

@@ -85,7 +85,7 @@ class HostMapping:
     """The memory of another process; see `transfer.base.Mapping`. Its copies have ended when they return."""
 
     lanes = ((True, False),)
-    lost = False
+    lost = may_pin = False
 
     def __init__(self, memory: Memory) -> None:
         self.bases = [start for start, _ in memory.buffers]

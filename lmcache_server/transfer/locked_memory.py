@@ -25,8 +25,9 @@ logger = logging.getLogger(__name__)
 RETRY_S = 60.0
 """After a failure nothing is pinned for this long."""
 MEMLOCK = (
-    "; allow locked memory (ulimit -l unlimited, LimitMEMLOCK=infinity, docker --ulimit memlock=-1) or ask "
-    "for less with --l1-size-gb, and restart the server"
+    "; allow locked memory (ulimit -l unlimited, LimitMEMLOCK=infinity, docker --ulimit memlock=-1), leave "
+    "GPU memory for page tables (vLLM's --gpu-memory-utilization) or ask for less with --l1-size-gb, and "
+    "restart the server"
 )
 
 
@@ -56,12 +57,17 @@ class LockedMemory:
         self._pinned = np.zeros(count, dtype=bool)
         self._locks = [threading.Lock() for _ in range(count)]
         self._borders = np.arange(1, count, dtype=np.uint64) * np.uint64(unit_bytes) + np.uint64(address)
-        self._lock = threading.Lock()
+        self._lock, self._telling = threading.Lock(), threading.Lock()
         self.pinned_bytes = 0
         self._retry_s = 0.0
         self._logged = ""
         self.failure = ""
         """Why the last attempt to pin failed, and what to do about it; empty if it succeeded."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of it is pinned."""
+        return self.pinned_bytes >= self._num_bytes
 
     def prepare(self, number: int) -> bool:
         """Returns whether there are GPUs. If so, moves the calling thread, which will populate and pin unit
@@ -98,7 +104,7 @@ class LockedMemory:
             units = (pieces.local - np.uint64(self._address)) // unit_bytes
         try:
             # Once all are pinned, which units these are is not asked: that, too, takes its time.
-            for index in np.unique(units).tolist() if self.pinned_bytes < self._num_bytes else ():
+            for index in () if self.is_complete else np.unique(units).tolist():
                 self._pin(index)
         except CopyError:
             # From now on, a store gets only frames that are pinned.
@@ -109,9 +115,10 @@ class LockedMemory:
 
     def _tell(self) -> None:
         frames = self._unit_bytes // FRAME_BYTES
-        rest = np.flatnonzero(~self._pinned)
-        runs = np.split(rest, np.flatnonzero(np.diff(rest) > 1) + 1) if len(rest) else []
-        self._lacking(tuple((int(run[0]) * frames, len(run) * frames) for run in runs))
+        with self._telling:  # the last to tell has seen all that is pinned
+            rest = np.flatnonzero(~self._pinned)
+            runs = np.split(rest, np.flatnonzero(np.diff(rest) > 1) + 1) if len(rest) else []
+            self._lacking(tuple((int(run[0]) * frames, len(run) * frames) for run in runs))
 
     def _pin(self, index: int) -> None:
         """Pins one unit, in the context of any GPU. Raises CopyError."""
@@ -151,7 +158,7 @@ class LockedMemory:
         advice = MEMLOCK if isinstance(error, CudaError) else ""
         self.failure = (
             f"only {pinned_gb:.2f} of {wanted_gb:.2f} GB of L1 could be pinned ({error}): copies between "
-            f"GPUs and the rest fail{advice}"
+            f"GPUs and the part that is not pinned fail{advice}"
         )
         if str(error) != self._logged:
             self._logged = str(error)

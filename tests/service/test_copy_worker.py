@@ -34,7 +34,7 @@ class Harness:
     """A worker, and the memory that it copies, whose copies wait to be let through, one slice at a time."""
 
     bases = ()
-    lost = False
+    lost = may_pin = False
     lanes = ((True, False),)
     slice_bytes = {True: SLICE_BYTES, False: SLICE_BYTES}  # noqa: RUF012
 
@@ -245,6 +245,19 @@ def test_the_next_job_is_enqueued_behind_the_last_one_that_is_still_under_way(la
     assert late.wait_for_slice() == (3, True)
     late.go_on(2)
     assert [late.wait_for_end()[0] for _ in range(2)] == [2, 3]
+
+
+def test_the_end_of_a_job_does_not_wait_until_memory_of_the_next_one_is_pinned(late):
+    late.may_pin = True
+    pinned = threading.Event()
+    late.submit(1, 1, load=True)
+    late.wait_for_slice()
+    late.submit(2, 0, load=True, build=lambda: pinned.wait(TIMEOUT_S) and slices_of(2, 1))
+    late.go_on(1)
+    assert late.wait_for_end() == (1, None, SLICE_BYTES)
+    pinned.set()
+    late.go_on(1)
+    assert late.wait_for_end() == (2, None, SLICE_BYTES)
 
 
 def test_stores_go_in_smaller_slices_than_loads(late):

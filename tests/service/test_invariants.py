@@ -110,14 +110,15 @@ def test_invariant_3_an_object_has_one_writer_and_the_other_is_told(desk: Desk) 
 
 @pytest.mark.parametrize("count", [1, 8, 100])
 def test_invariant_2_block_ids_lie_inside_the_registered_geometry(count: int) -> None:
-    shard: Any = SimpleNamespace(geometry=SimpleNamespace(num_blocks=120))
+    groups = [SimpleNamespace(regions=[None])]
+    shard: Any = SimpleNamespace(geometry=SimpleNamespace(num_blocks=120, groups=groups))
     ids, right = [*range(120 - count, 120)], packed((1, 119))
-    _check_blocks(shard, (right, packed(ids), right))
+    _check_blocks(shard, [(0, right), (0, packed(ids)), (0, right)])
     _check_count(packed(ids), count)
     for number in (0, 120, 1 << 31, (1 << 32) - 1):
         for wrong in ([number, *ids[1:]], [*ids[:-1], number]):
             with pytest.raises(Refusal, match="from 1 to 119"):
-                _check_blocks(shard, (right, packed(wrong), right))
+                _check_blocks(shard, [(0, right), (0, packed(wrong)), (0, right)])
     for other in (packed(ids[1:]), packed([*ids, 1]), packed(ids)[1:], packed(ids) + b"\0"):
         with pytest.raises(Refusal, match=f"expected {count} block ids"):
             _check_count(other, count)

@@ -16,6 +16,7 @@ from typing import Any
 
 from lmcache_client.contract.chunk_size import AUTO_CHUNK_TOKENS
 from lmcache_client.contract.messages import Done, Found, Stored
+from lmcache_kernels.driver import CudaError
 from lmcache_server.commands.bench.client import LOOKUP_WAIT_S, Client, chain
 from lmcache_server.commands.bench.device import driver_here
 from lmcache_server.commands.bench.workload import BenchError, Workload
@@ -60,7 +61,7 @@ def selftest(address: str, chunk_size: int | None, gpu: int | None = None) -> di
             ended("goodbye")
             client.release(hit)
         ended("")
-    except BenchError as error:
+    except (BenchError, CudaError) as error:
         return {"ok": False, "failed": step, "error": str(error), **steps}
     return {"ok": True, **steps}
 

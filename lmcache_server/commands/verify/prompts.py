@@ -22,8 +22,7 @@ _WHEN = ("before the storm", "at noon", "while the tide was out", "on a Sunday",
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt, and the prompt that is `stored` first so that the cache can serve it: the same, or its
-    beginning."""
+    """A prompt, and the one `stored` first so that the cache can serve it: the same, or its beginning."""
 
     name: str
     prompt: Prompt

@@ -145,17 +145,19 @@ class Spills:
             self._remove_damaged(tier)
 
     def _remove_damaged(self, tier: TierState) -> None:
-        if not tier.damaged or tier.removing or tier.breaker.is_open:
-            return
-        tier.removing, tier.damaged = tier.damaged, set()
+        if tier.damaged and not tier.removing and not tier.breaker.is_open:
+            tier.removing, tier.damaged = tier.damaged, set()
+            self._system.spawn(self._remove(tier))
 
-        def ended(removal: asyncio.Future[None]) -> None:
-            failed, tier.removing = tier.removing if removal.exception() else set(), set()
-            if not failed:
-                self._remove_damaged(tier)
-            tier.damaged |= failed
-
-        tier.worker.remove([*tier.removing]).add_done_callback(ended)
+    async def _remove(self, tier: TierState) -> None:
+        try:
+            await tier.worker.remove([*tier.removing])
+        except TierError:
+            tier.damaged |= tier.removing
+            tier.removing = set()
+        else:
+            tier.removing = set()
+            self._remove_damaged(tier)
 
     def _coldest(self) -> Iterator[Chunk]:
         return self._cache.coldest(self._cache.total_frames // COLD_SHARE)
