@@ -28,7 +28,7 @@ ORDER = (
     "compression",
 )
 OWN_OUTPUT = ("index", "replay", "admission", "conversations", "once", "answers")
-TIMEOUT_S = 1800
+TIMEOUT_S = 3600
 
 
 def measure(name: str, run: str) -> bool:
