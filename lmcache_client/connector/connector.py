@@ -329,6 +329,6 @@ class LMCacheMPConnector(Uncached):
             self._scheduler.channel.close()
         if self._worker is not None:
             self._worker.close()
-        self._kv_caches = {}  # vLLM, which frees them, keeps this object
+        self._kv_caches = {}  # vLLM frees these tensors, but may keep this object
         super().shutdown()
         self._scheduler = self._worker = self._teller = None

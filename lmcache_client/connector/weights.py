@@ -96,13 +96,15 @@ def _places(path: Path, deep: bool) -> list[Path]:
     if one of these is a link, which may lead anywhere."""
     places = [path]
     for entry in sorted(path.iterdir()) if path.is_dir() else ():
-        if entry.is_file() and not entry.name.startswith("."):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_file():
             places.append(entry)
-        elif deep and entry.is_dir() and not entry.name.startswith("."):
+        elif deep and entry.is_dir():
             if entry.is_symlink():
                 raise OSError(f"{entry} is a link to a directory")
-            with contextlib.suppress(PermissionError):  # vLLM cannot read it either
-                places += _places(entry, deep)
+            is_open = os.access(entry, os.R_OK) or os.access(entry, os.X_OK)
+            places += _places(entry, deep) if is_open else [entry]  # vLLM cannot read it either
     return places
 
 

@@ -31,7 +31,7 @@ CONNECT_S = 1.0
 STORE_TIMEOUT_S = 60.0
 IDLE_WAIT_S = 0.002
 GIVE_BACK_S = 10.0
-"""How long an engine that ends or goes to sleep waits until the server has unmapped its GPU memory."""
+"""How long an engine that goes to sleep waits until the server has unmapped its memory."""
 
 
 @dataclass
@@ -100,7 +100,7 @@ class WorkerSide:
         if refusal is not None and refusal.code == messages.CONFIGURATION:
             self.close()
             raise ValueError(f"the lmcache server refused this engine: {refusal}")
-        if refusal is None and not self.channel.ready:
+        if refusal is None and not self.channel.ready and not self.is_asleep:
             logger.warning(
                 "lmcache: no server at %s yet: requests are computed without it until it appears "
                 "(start one with '%s')",
@@ -145,8 +145,8 @@ class WorkerSide:
         self.client.export.after_compute(send)
 
     def close(self) -> None:
-        is_gpu = isinstance(self.client.export, CudaExport)  # whose memory is unmapped before vLLM frees it
-        self.channel.close(*([GIVE_BACK_S] if is_gpu else []))
+        # vLLM kills a worker that takes 5 s to end.
+        self.channel.close(3.0 if isinstance(self.client.export, CudaExport) else 1.0)
         self.client.export.close()
 
     def sleep(self) -> None:

@@ -1,6 +1,5 @@
 """The name that weights have by their content: equal on every machine, and another if a tensor changes."""
 
-import functools
 import hashlib
 import json
 import os
@@ -160,8 +159,22 @@ def test_directories_of_a_model_count_too(tmp_path: Path) -> None:
     (path / "audio" / "config.json").write_text("other")
     assert len({before, of_adapter, fingerprint(path, deep=True)}) == 3
     assert fingerprint(path) == of_adapter
+    before = fingerprint(path, deep=True)
+    (path / ".hidden").symlink_to(tmp_path)
+    assert fingerprint(path, deep=True) == before
     (path / "linked").symlink_to(tmp_path)
     assert fingerprint(path, deep=True) == ""
+
+
+def test_a_directory_that_nobody_here_can_read_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As lost+found on a disk of its own. Root, who runs this, can read everything."""
+    path = model(tmp_path / "one")
+    before = fingerprint(path, deep=True)
+    model(path / "lost+found")
+    monkeypatch.setattr(os, "access", lambda place, _mode: place.name != "lost+found")
+    assert fingerprint(path, deep=True) == before
 
 
 def test_a_file_that_is_gone_from_a_directory_of_a_model_counts_as_a_change(tmp_path: Path) -> None:
@@ -365,11 +378,16 @@ def test_a_model_of_which_the_hub_has_more_files_is_known_by_those_that_are_ther
     with pytest.raises(LocalEntryNotFoundError):
         snapshot_download("org/model", cache_dir=tmp_path, local_files_only=True)
     assert mark(configured("org/model", download_dir=str(tmp_path))) == fingerprint(path)
-    monkeypatch.setattr(
-        weights, "snapshot_download", functools.partial(snapshot_download, cache_dir=tmp_path)
-    )
+
+    def of_this_cache(name: str, **given: Any) -> str:
+        return str(snapshot_download(name, **{**given, "cache_dir": tmp_path}))
+
+    monkeypatch.setattr(weights, "snapshot_download", of_this_cache)
+    monkeypatch.setattr(weights, "ADAPTER_WAIT_S", 60.0)
     # Of an adapter, vLLM may not have brought the rest yet.
     assert Adapters().key("a", "org/model", 1)[:2] == ("lora", "own")
+    (path / "picture.png").write_bytes(b"a")
+    assert Adapters().key("a", "org/model", 1)[:2] == ("lora", "content")
 
 
 @pytest.mark.usefixtures("later")

@@ -250,11 +250,12 @@ def test_the_next_job_is_enqueued_behind_the_last_one_that_is_still_under_way(la
 def test_the_end_of_a_job_does_not_wait_until_memory_of_the_next_one_is_pinned(late):
     late.may_pin = True
     pinned = threading.Event()
-    late.submit(1, 1, load=True)
-    late.wait_for_slice()
+    late.submit(1, 2, load=True)
+    assert [late.wait_for_slice() for _ in range(2)] == [(1, True)] * 2, "it waits for the first"
     late.submit(2, 0, load=True, build=lambda: pinned.wait(TIMEOUT_S) and slices_of(2, 1))
-    late.go_on(1)
-    assert late.wait_for_end() == (1, None, SLICE_BYTES)
+    late.go_on(2)
+    assert late.wait_for_end() == (1, None, 2 * SLICE_BYTES)
+    assert not pinned.is_set()
     pinned.set()
     late.go_on(1)
     assert late.wait_for_end() == (2, None, SLICE_BYTES)

@@ -231,12 +231,11 @@ class Fetches:
             label = Label(room.chunk.namespace, room.chunk.key, room.bit, room.num_blocks, room.num_bytes)
             arrived = lambda: self._checksums(room, geometry, group)  # noqa: E731
             payload = self._tiers.payload(room.runs, room.num_bytes)
-            if not tier.may_read(label.name):
-                raise DamagedRecordError("it has the bytes of a damaged page, and is not removed yet")
-            sums = await tier.worker.read(label, payload, arrived)
+            if tier.may_read(label.name):
+                sums = await tier.worker.read(label, payload, arrived)
+                tier.breaker.succeeded(READ)
             outcome = "gone" if sums is None else "read"
             tier.read_bytes += room.num_bytes if sums is not None else 0
-            tier.breaker.succeeded(READ)
         except DamagedRecordError as error:
             outcome = "damaged"
             self._tiers.damaged(tier, error)

@@ -97,7 +97,7 @@ class Spills:
                 tier.backlog.clear()
                 for chunk in reversed(cold[-MAX_BACKLOG:]):
                     self._append_all(tier, chunk)
-        while any((tier.backlog or tier.writing) and not tier.breaker.is_open for tier in self._tiers.all):
+        while any(tier.is_busy and not tier.breaker.is_open for tier in self._tiers.all):
             if self._system.now_s() > end_s:
                 break
             self._tiers.tick()
@@ -145,8 +145,10 @@ class Spills:
             self._remove_damaged(tier)
 
     def _remove_damaged(self, tier: TierState) -> None:
-        if tier.damaged and not tier.removing and not tier.breaker.is_open:
-            tier.removing, tier.damaged = tier.damaged, set()
+        # What is being written would come after its removal.
+        names = tier.damaged - tier.names_written
+        if names and not tier.removing and not tier.breaker.is_open:
+            tier.removing, tier.damaged = names, tier.damaged - names
             self._system.spawn(self._remove(tier))
 
     async def _remove(self, tier: TierState) -> None:
@@ -210,6 +212,7 @@ class Spills:
     async def _spill(self, tier: TierState, chunk: Chunk, bit: int, stored: StoredObject) -> None:
         outcome = "failed"
         label = Label(chunk.namespace, chunk.key, bit, stored.num_blocks, stored.num_bytes)
+        tier.names_written.add(label.name)
         try:
             self._tiers.check()
             outcome = await tier.worker.write(label, self._tiers.payload(stored.runs, stored.num_bytes))
@@ -221,6 +224,7 @@ class Spills:
         finally:
             self._spilling_frames -= count_frames(stored.runs)
             tier.writing -= 1
+            tier.names_written.discard(label.name)
             if outcome not in ("written", "present"):
                 chunk.in_tiers &= ~tier.mark(bit)
             self._cache.close_spill(chunk)

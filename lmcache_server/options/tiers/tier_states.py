@@ -40,11 +40,17 @@ class TierState:
     """Names of damaged records that are still to be removed. This server reads none of them."""
     removing: set[str] = field(default_factory=set)
     """Those that are being removed."""
+    names_written: set[str] = field(default_factory=set)
+    """Names of the records that are being written."""
     read_bytes: int = 0
     is_probed: bool = False
     failure: str = ""
     restarts: int = 0
     """Of its helper process, as far as they are counted."""
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.backlog or self.writing or self.removing)
 
     def may_read(self, name: str) -> bool:
         return name not in self.damaged and name not in self.removing

@@ -63,8 +63,8 @@ FACES = (
 )
 TOOLS = (COMMANDS, "lmcache_server/__main__.py")
 BUDGETS = {
-    "base": Budget(12650, "what a byte or a decision goes through, without options"),
-    "path": Budget(18484, "the same with every option"),
+    "base": Budget(12652, "what a byte or a decision goes through, without options"),
+    "path": Budget(18495, "the same with every option"),
     "faces": Budget(1929, "what configures and watches it"),
     "tools": Budget(3541, "the command lmcache"),
 }
