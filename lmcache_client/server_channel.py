@@ -146,8 +146,8 @@ class Channel:
         limit_s = self.system.now_s() + connect_s
         while self.system.now_s() < limit_s and not self._connected and not self._attempted.is_set():
             self.system.sleep(0.005)
-        self._attempted.wait(register_s if self._connected else 0.0)
-        self._attempted.set()
+        if self._connected:
+            self._attempted.wait(register_s)
 
     def submit(
         self, message: Message, timeout_s: float, on_late: Callable[[Message], None] | None = None
