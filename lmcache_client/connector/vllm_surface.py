@@ -33,8 +33,8 @@ def missing() -> list[str]:
 
 
 def caller(attribute: str) -> Any:
-    """The nearest object on the stack, as `self`, that has this attribute; None if there is none. vLLM tells
-    its connectors nothing of these."""
+    """The nearest object on the stack, as `self`, that has this attribute; None if there is none. It knows
+    what vLLM does not tell its connectors."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         found = frame.f_locals.get("self")

@@ -33,8 +33,8 @@ ADAPTER_WAIT_S = 0.1  # for the digest of a new adapter; until then, only this p
 def local_path(
     name: str, revision: str | None = None, cache: str | None = None, is_loaded: bool = False
 ) -> Path | None:
-    """Where a model or an adapter lies on this machine: at a path, or in the cache of its hub. Until vLLM has
-    loaded it, some of its files may be missing there."""
+    """Where a model or an adapter lies on this machine: at a path, or in the cache of its hub. If files are
+    missing there, it counts only if vLLM has loaded it (`is_loaded`), which then needed none of them."""
     with contextlib.suppress(OSError, RuntimeError):
         if (path := Path(name).expanduser()).exists():
             return path

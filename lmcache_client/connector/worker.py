@@ -30,8 +30,9 @@ from lmcache_client.transport import SYSTEM, System
 CONNECT_S = 1.0
 STORE_TIMEOUT_S = 60.0
 IDLE_WAIT_S = 0.002
-GIVE_BACK_S = 10.0
-"""How long an engine that goes to sleep waits until the server has unmapped its memory."""
+GIVE_BACK_S, GPU_END_S, END_S = 10.0, 3.0, 1.0
+"""How long a worker waits until the server has unmapped its memory: when it goes to sleep, and when it ends.
+vLLM kills one that takes 5 s to end."""
 
 
 @dataclass
@@ -145,8 +146,7 @@ class WorkerSide:
         self.client.export.after_compute(send)
 
     def close(self) -> None:
-        # vLLM kills a worker that takes 5 s to end.
-        self.channel.close(3.0 if isinstance(self.client.export, CudaExport) else 1.0)
+        self.channel.close(GPU_END_S if isinstance(self.client.export, CudaExport) else END_S)
         self.client.export.close()
 
     def sleep(self) -> None:

@@ -72,5 +72,5 @@ class HostExport:
         function()
 
     def close(self) -> None:
-        """A server that has not said goodbye may still copy. Nothing waits here."""
+        """Takes the memory back: a server that has not answered Goodbye may still copy."""
         self.take_back()

@@ -31,7 +31,7 @@ class SelfTest:
         self._last: asyncio.Task[Answer] | None = None
 
     async def result(self) -> Answer:
-        """A test runs to its end even if its client has gone: clients that come and go would start many."""
+        """A test runs to its end even if its client has gone. Else those that come and go start many."""
         if self._last is None:
             self._last = asyncio.get_running_loop().create_task(self._answer())
         return await asyncio.shield(self._last)

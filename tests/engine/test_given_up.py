@@ -1,5 +1,8 @@
 """A server that a client has given up, but that lives, writes nothing into the client's memory any more."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 from harness.clients import go_on, stop
@@ -11,6 +14,7 @@ from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.worker import WorkerSide
 from lmcache_client.contract.messages import NONCE_BYTES
 from lmcache_client.engine import load_message
+from lmcache_client.memory.host import HostExport
 from lmcache_client.server_channel import Channel
 
 MIB = 1 << 20
@@ -58,40 +62,51 @@ def test_a_server_that_stood_still_in_a_load_goes_on_with_nothing() -> None:
     assert not all(overwritten() for _ in range(5))
 
 
-def test_a_worker_without_a_server_has_taken_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def one_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LMCacheServer, WorkerSide]]:
+    """A server, and a worker of the connector that has not started yet."""
     with LMCacheServer(l1_size_gb=0.05) as server:
         monkeypatch.setenv("LMCACHE_RUNTIME_DIR", server.runtime_dir)
         raw = RawEngine(server.address, [group()])
-        export, nothing = raw.export, bytes(NONCE_BYTES)
-        worker = WorkerSide(Settings(port=server.port), "engine", 0, raw.model, raw.geometry, export)
-        worker.start()
-        wait_until(lambda: worker.channel.ready, what="the worker has joined")
-        assert export._proof._bytes.raw != nothing
+        worker = WorkerSide(Settings(port=server.port), "engine", 0, raw.model, raw.geometry, raw.export)
+        yield server, worker
+        worker.close()
+        raw.close()
+
+
+def joined(worker: WorkerSide) -> None:
+    worker.start()
+    wait_until(lambda: worker.channel.ready, what="the worker has joined")
+
+
+def proof(worker: WorkerSide) -> bytes:
+    assert isinstance(worker.client.export, HostExport)
+    return worker.client.export._proof._bytes.raw
+
+
+def test_a_worker_without_a_server_has_taken_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = bytes(NONCE_BYTES)
+    with one_worker(monkeypatch) as (server, worker):
+        joined(worker)
+        assert proof(worker) != nothing
         stop(server.pid)
         with worker.channel._lock:
             worker.channel._break("as if it had not answered everything")
-        wait_until(lambda: export._proof._bytes.raw == nothing)
+        wait_until(lambda: proof(worker) == nothing)
         go_on(server.pid)
         wait_until(lambda: worker.channel.ready, what="the worker proves its memory again")
-        assert export._proof._bytes.raw != nothing
-        worker.close()
-        raw.close()
+        assert proof(worker) != nothing
 
 
 def test_a_worker_that_closes_while_its_server_stands_still_takes_its_memory_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with LMCacheServer(l1_size_gb=0.05) as server:
-        monkeypatch.setenv("LMCACHE_RUNTIME_DIR", server.runtime_dir)
-        raw = RawEngine(server.address, [group()])
-        worker = WorkerSide(Settings(port=server.port), "engine", 0, raw.model, raw.geometry, raw.export)
-        worker.start()
-        wait_until(lambda: worker.channel.ready, what="the worker has joined")
+    with one_worker(monkeypatch) as (server, worker):
+        joined(worker)
         stop(server.pid)
         worker.close()
-        assert raw.export._proof._bytes.raw == bytes(NONCE_BYTES)
+        assert proof(worker) == bytes(NONCE_BYTES)
         go_on(server.pid)
-        raw.close()
 
 
 @pytest.mark.parametrize("named_in_its_sleep", [False, True])
@@ -99,10 +114,7 @@ def test_an_engine_that_wakes_joins_once_and_only_when_its_weights_have_a_name(
     monkeypatch: pytest.MonkeyPatch, named_in_its_sleep: bool
 ) -> None:
     weights = (("weights", "a digest"),)
-    with LMCacheServer(l1_size_gb=0.05) as server:
-        monkeypatch.setenv("LMCACHE_RUNTIME_DIR", server.runtime_dir)
-        raw = RawEngine(server.address, [group()])
-        worker = WorkerSide(Settings(port=server.port), "engine", 0, raw.model, raw.geometry, raw.export)
+    with one_worker(monkeypatch) as (_, worker):
         started, start = list[Channel](), Channel.start
         monkeypatch.setattr(
             Channel, "start", lambda channel, *times: (started.append(channel), start(channel, *times))
@@ -110,15 +122,13 @@ def test_an_engine_that_wakes_joins_once_and_only_when_its_weights_have_a_name(
         worker.sleep()
         if named_in_its_sleep:
             worker.start(weights)
-        worker.wake(raw.export)
+        worker.wake(worker.client.export)
         if not named_in_its_sleep:
             assert not started
             worker.start(weights)
         wait_until(lambda: worker.channel.ready, what="the worker has joined")
         assert started == [worker.channel]
         assert worker.client.model.details[-1:] == weights
-        worker.close()
-        raw.close()
 
 
 @pytest.mark.parametrize("stands_still", [False, True])
@@ -128,12 +138,8 @@ def test_a_server_that_does_not_give_memory_back_in_time_is_named(
     """An engine that sleeps frees memory that the server may still have."""
     monkeypatch.setattr("vllm.logger.logger.propagate", True)
     monkeypatch.setattr("lmcache_client.connector.worker.GIVE_BACK_S", 0.5 if stands_still else 60.0)
-    with LMCacheServer(l1_size_gb=0.05) as server:
-        monkeypatch.setenv("LMCACHE_RUNTIME_DIR", server.runtime_dir)
-        raw = RawEngine(server.address, [group()])
-        worker = WorkerSide(Settings(port=server.port), "engine", 0, raw.model, raw.geometry, raw.export)
-        worker.start()
-        wait_until(lambda: worker.channel.ready, what="the worker has joined")
+    with one_worker(monkeypatch) as (server, worker):
+        joined(worker)
         if stands_still:
             stop(server.pid)
         worker.sleep()
@@ -145,5 +151,3 @@ def test_a_server_that_does_not_give_memory_back_in_time_is_named(
         ]
         assert len(said) == stands_still
         assert all(f"the server at {server.address} has not confirmed" in each for each in said)
-        worker.close()
-        raw.close()
