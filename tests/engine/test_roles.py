@@ -13,6 +13,8 @@ from harness.served import served
 from harness.server import LMCacheServer
 from safetensors.torch import save_file
 
+from lmcache_client.connector.stats import PREFIX
+
 CACHED = prompt(700, 1)
 
 
@@ -53,6 +55,7 @@ def test_two_servers_through_vllms_multi_connector(server: LMCacheServer) -> Non
                 loads.append(metrics['lmcache_transfer_bytes_total{direction="load"}'])
             assert loads[0] > 0
             assert loads[1] == 0
+            assert engine.metrics()[f"{PREFIX}loads"] == 1, "the other connector hears of it, too"
             # vLLM fails if both answer.
             told = engine.run(prompt(700, 3), 1, transfer={"do_remote_decode": True}).transfer
             assert told == {"lmcache.wait_tokens": 512}
