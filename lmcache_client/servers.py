@@ -100,9 +100,10 @@ class Together(Pending):
         merge, fail_all = self._merge, self._fail_all  # another thread may end this, too
         # Again after a merge that asked again: if a server was lost meanwhile, its part fails at once.
         while self.reply is None and self.error is None:
-            asked = [part.pending for part in self.parts]
-            self.error = next((each.error for each in asked if each.error is not None), None)
-            replies = [each.reply for each in asked if each.reply is not None]
+            replies = list[Message]()
+            for part in self.parts:
+                self.error = part.pending.error or self.error
+                replies += [part.pending.reply] if part.pending.reply is not None else ()
             if self.error is not None:
                 fail_all()
             elif len(replies) < len(self.parts):
@@ -121,7 +122,8 @@ class Servers:
         channels = [client.channel for client in clients]
         # Usually there is one, which is read for each request in every step.
         self.channel = channels[0] if len(channels) == 1 else Channels(channels)
-        self._joined: dict[Channel, Joined] = {}
+        self._joined: dict[Channel, tuple[bytes, Joined]] = {}
+        """With the boot id of the server that said so: the keepers of two servers may join at once."""
         self._leases: dict[int, list[tuple[int, int]]] = {}
         """By our own number: each server's lease, and its registration."""
         self._next = 1
@@ -130,14 +132,15 @@ class Servers:
         """Joins the engine at one of the servers; for `on_up`. Raises ValueError if the servers do not fit
         together."""
         joined = next(client for client in self.clients if client.channel is channel).join()
-        self._joined[channel] = joined
-        sizes = {other: each.chunk_size for other, each in self._joined.items() if other.ready}
+        self._joined[channel] = channel.boot_id, joined
+        every = [(other, *said) for other, said in self._joined.copy().items()]
+        sizes = {other: each.chunk_size for other, boot_id, each in every if boot_id == other.boot_id}
         if any(size != joined.chunk_size for size in sizes.values()):
-            said = ", ".join(f"{each.chunk_size} at {other.address}" for other, each in self._joined.items())
+            said = ", ".join(f"{size} at {other.address}" for other, size in sizes.items())
             raise ValueError(
                 f"its servers have chunk sizes that differ, {said}: give all the same --chunk-size"
             )
-        known = self._joined.values()
+        known = [each for _, _, each in every]
         fetches = any(each.fetches for each in known)
         if len(known) < len(self.clients):  # what they hold together is not known yet
             return Joined(True, joined.chunk_size, fetches)

@@ -42,7 +42,7 @@ THAW_TICKS = 600
 THAW_CHUNKS = 50_000
 END_S = 5.0
 """How long the shutdown waits for running copies; one that hangs ends with the process."""
-EXIT_FAILED, EXIT_CANNOT_START = 1, 2
+EXIT_FAILED = 1
 
 
 def run(config: Config) -> int:
@@ -61,7 +61,7 @@ def run(config: Config) -> int:
             raise
         # A program that reads the JSON log would miss the line that the command prints at its end.
         logger.critical("%(reason)s", {"reason": str(error)})
-        return EXIT_CANNOT_START
+        return error.exit_code
     finally:
         logs.flush()
 

@@ -31,6 +31,9 @@ _TETHER = (
     "os.execv(sys.argv[1], sys.argv[1:])"
 )
 
+# A proxy that the user's environment names reaches nothing on this machine.
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
 
 class DemoError(Exception):
     """The demo cannot go on; the message tells its user why."""
@@ -58,7 +61,7 @@ def _inherited() -> dict[str, str]:
 def _group_is_alive(group: int) -> bool:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            fields = stat.read_text().rpartition(")")[2].split()
+            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
             if int(fields[2]) == group and fields[0] != "Z":
                 return True
     return False
@@ -101,7 +104,7 @@ class Service:
             if self._process.poll() is not None:
                 raise self.failure("does not start")
             with contextlib.suppress(OSError, http.client.HTTPException):
-                urllib.request.urlopen(self._url(self._ready_path), timeout=10).close()
+                _direct.open(self._url(self._ready_path), timeout=10).close()
                 return
             elapsed_s = time.monotonic() - start
             if elapsed_s > timeout_s:
@@ -125,7 +128,7 @@ class Service:
 
     def _lines(self, request: urllib.request.Request, timeout_s: float) -> Iterator[str]:
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            with _direct.open(request, timeout=timeout_s) as response:
                 for line in response:
                     yield line.decode(errors="replace").rstrip("\n")
         except urllib.error.HTTPError as error:

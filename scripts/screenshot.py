@@ -94,7 +94,7 @@ def main() -> None:
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else SECONDS
     random.seed(7)
     with ExitStack() as stack:
-        server = stack.enter_context(LMCacheServer(l1_size_gb=1.0, verify=False))
+        server = stack.enter_context(LMCacheServer(l1_size_gb=1.0, checksums=False))
         engines = []
         for number, (model, groups) in enumerate(MODELS.items()):
             for replica in range(2 if number == 2 else 1):

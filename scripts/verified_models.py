@@ -120,7 +120,7 @@ def reports() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
             model = str(converted or demo_model.convert_into(MODELS_DIRECTORY, LOGS / "model.log"))
         print(f"{title} ...", flush=True)
         with (
-            LMCacheServer(l1_size_gb=1, verify=False) as server,
+            LMCacheServer(l1_size_gb=1, checksums=False) as server,
             ApiServer(model, server, *flags, text=True) as api,
         ):
             done = subprocess.run(

@@ -42,6 +42,7 @@ except ModuleNotFoundError:
     CacheHitSource = None  # vLLM 0.31 does not count hits by source
 
 WEIGHTS_WAIT_S = 1.0
+NOT_YET = "lmcache: this engine is not cached until the server fits: %s"
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -229,7 +230,11 @@ class LMCacheMPConnector(Uncached):
         # A server that refuses this engine's sizes ends it here, if the weights are named by then.
         wait([self._weights], WEIGHTS_WAIT_S)
         if self._weights.done():
-            self._worker.start(self._weights.result())
+            try:
+                self._worker.start(self._weights.result())
+            except ValueError:
+                self._worker.close()
+                raise
         else:
             logger.info("lmcache: this engine is cached as soon as its weights have been read, to name them")
             self._weights.add_done_callback(self._start_late)
@@ -239,7 +244,7 @@ class LMCacheMPConnector(Uncached):
             if self._worker is not None:
                 self._worker.start(weights.result())
         except ValueError as error:
-            logger.error("lmcache: this engine is not cached: %s", error)
+            logger.error(NOT_YET, error)
 
     def _exported(self) -> tuple[Geometry, HostExport | CudaExport]:
         """Where the pages of the KV caches are, and their memory. Raises what `_give_up` takes."""
@@ -264,9 +269,14 @@ class LMCacheMPConnector(Uncached):
         if self._worker is None or not self._worker.is_asleep:
             return
         try:
-            self._worker.wake(self._exported()[1])
-        except (UnsupportedError, ExportError, ValueError) as error:
+            export = self._exported()[1]
+        except (UnsupportedError, ExportError, GeometryError) as error:
             logger.error("lmcache: this worker loads and stores nothing more; restart vLLM: %s", error)
+            return
+        try:
+            self._worker.wake(export)
+        except ValueError as error:
+            logger.error(NOT_YET, error)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """vLLM calls this when it has submitted all that may write to the blocks of the loads: earlier steps,

@@ -13,7 +13,7 @@ from lmcache_client.contract.messages import MAX_EARLY_CHUNKS, Found
 EARLY_LOOKUPS = 64
 """At most so many wait for vLLM's question: each holds a lease."""
 FRESH_S = 1.0
-"""The answer to an older early lookup is not used, because the server may have more by now."""
+"""An older early answer is not used, nor is an older miss: the server may have more by now."""
 MAX_RECENT = 4096
 
 

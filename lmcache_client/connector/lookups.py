@@ -6,8 +6,10 @@ Nothing here blocks vLLM's scheduler, except for at most a millisecond in a step
 from logging import DEBUG
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from lmcache_client.connector import stats
-from lmcache_client.connector.early_lookups import EarlyLookups, is_enough, is_stale
+from lmcache_client.connector.early_lookups import FRESH_S, EarlyLookups, is_enough, is_stale
 from lmcache_client.connector.log import logger, trace
 from lmcache_client.connector.option import Engine, Options
 from lmcache_client.connector.request import Asking, PrefillSpeed, Promised, Tracked, fits, why_not_more
@@ -80,6 +82,9 @@ class Lookups:
             if state and state.is_early:
                 self.early.accept(tracked.name, computed)
             self.release(tracked)
+            if state:  # vLLM asks again in every step as long as the request waits for blocks
+                found = replace(state.found, lease_id=0)
+                tracked.state = state._replace(found=found, computed=computed, is_early=False)
             return 0, False
         return state.found.resume_tokens - computed, True
 
@@ -88,8 +93,11 @@ class Lookups:
         if there is no answer."""
         state, now_s = tracked.state, self._now_s()
         if isinstance(state, Promised):
+            until_s = state.since_s + state.found.lease_s / 2
+            if not state.found.lease_id:  # a miss: the server may have more by now
+                until_s = state.answered_s + FRESH_S
             # If the engine has computed more tokens since, the promise covers more than it needs.
-            if computed >= state.computed and now_s - state.since_s < state.found.lease_s / 2:
+            if computed >= state.computed and now_s < until_s:
                 return state
             self.release(tracked)
             state = None

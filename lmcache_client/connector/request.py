@@ -33,7 +33,8 @@ class Asking(NamedTuple):
 
 
 class Promised(NamedTuple):
-    """The answer to a lookup until it is used or released; the other fields are those of Asking."""
+    """The answer to a lookup until it is used or released. A miss has no lease. The other fields are those of
+    Asking."""
 
     found: Found
     computed: int

@@ -62,10 +62,12 @@ def in_thread(work: Callable[[], Value]) -> "Future[Value]":
     return future
 
 
-def fingerprint(path: Path, older_than_ns: float = float("inf"), deep: bool = False) -> str:
+def fingerprint(
+    path: Path, older_than_ns: float = float("inf"), deep: bool = False, only_version: bool = True
+) -> str:
     """The digest of the names and of all bytes of a directory's files, except hidden ones, or of one file;
     empty if there are none, if they cannot be read, or if they are not older. With `deep`, also of the files
-    of its subdirectories."""
+    of its subdirectories. `only_version` is that of is_older."""
     try:
         files = [each for each in _places(path, deep) if each.is_file()]
 
@@ -74,17 +76,18 @@ def fingerprint(path: Path, older_than_ns: float = float("inf"), deep: bool = Fa
 
         hashing = [in_thread(functools.partial(named, first)) for first in range(READERS)]
         parts = sorted(part for each in hashing for part in each.result())
-        is_named = files and is_older(path, older_than_ns, deep)  # now that they have been read
+        is_named = files and is_older(path, older_than_ns, deep, only_version)  # now that they have been read
         return hashlib.sha256(repr(parts).encode()).hexdigest() if is_named else ""
     except (OSError, RuntimeError, ValueError):
         return ""
 
 
-def is_older(path: Path, than_ns: float, deep: bool = False) -> bool:
-    """Whether what lies there now lay there at this moment, too, by the clock of file times."""
+def is_older(path: Path, than_ns: float, deep: bool = False, only_version: bool = True) -> bool:
+    """Whether what lies there now lay there at this moment, too, by the clock of file times. With
+    `only_version`, the only version that a hub has brought counts as older: vLLM has loaded that one."""
     with contextlib.suppress(OSError):
-        # A hub replaces no file. If it has brought one version only, vLLM has loaded that one.
-        is_only = path.parent.name == "snapshots" and len(os.listdir(path.parent)) == 1
+        # A hub replaces no file.
+        is_only = only_version and path.parent.name == "snapshots" and len(os.listdir(path.parent)) == 1
         if is_only and all(each.is_symlink() or each.is_dir() for each in _places(path, deep)):
             return True
     state = _state(path, deep)
@@ -154,6 +157,8 @@ class Adapters:
 
     def __init__(self) -> None:
         self._contents: dict[tuple[str, int], tuple[object, Future[str]]] = {}
+        self._is_first = True
+        """Whether none of them was forgotten."""
         self._nonce = os.urandom(16).hex()
         self._started_ns = process_started_ns()
 
@@ -165,8 +170,16 @@ class Adapters:
         if known != state:
             if len(self._contents) >= MAX_ADAPTERS:
                 self._contents.clear()
-            hashing = in_thread(functools.partial(fingerprint, place, self._started_ns) if place else str)
-            self._contents[path, number] = state, hashing
+                self._is_first = False
+            # vLLM has loaded what was there first. A hub may bring another version, and remove that one.
+            named = (
+                functools.partial(fingerprint, place, self._started_ns, only_version=self._is_first)
+                if place and not known
+                else str
+            )
+            hashing = in_thread(named)
+            # What was there once does not begin anew when it is gone for a moment.
+            self._contents[path, number] = state or known or [], hashing
             wait([hashing], ADAPTER_WAIT_S)
         if hashing.done() and (content := hashing.result()):
             return ("lora", "content", content)

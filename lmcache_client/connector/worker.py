@@ -87,7 +87,7 @@ class WorkerSide:
         """Connects and registers, unless the engine sleeps; `weights` are the details of the model that say
         which weights it has. Without a server, or if it refuses the engine, this returns soon, and the engine
         runs without a cache until a server accepts it. Raises ValueError if the sizes that the server was
-        started with do not fit."""
+        started with do not fit; until `close`, it asks again."""
         with self._starting:
             model = self.client.model
             self.client.model = msgspec.structs.replace(model, details=(*model.details, *weights))
@@ -99,7 +99,6 @@ class WorkerSide:
         self.channel.start(CONNECT_S, self.client.register_s)
         refusal = self.channel.refusal
         if refusal is not None and refusal.code == messages.CONFIGURATION:
-            self.close()
             raise ValueError(f"the lmcache server refused this engine: {refusal}")
         if refusal is None and not self.channel.ready and not self.is_asleep:
             logger.warning(

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from lmcache_client.contract.endpoint import host_name, is_loopback
-from lmcache_server.errors import StartError
+from lmcache_server.errors import NotNowError, StartError
 from lmcache_server.host.machine import page
 
 logger = logging.getLogger(__name__)
@@ -98,10 +98,12 @@ class Server:
             self.close()
             reason = getattr(error, "strerror", None) or str(error)
             fix = "choose another --http-port, above 1023, or another --http-host"
-            if getattr(error, "errno", 0) == errno.EADDRINUSE:
+            number = getattr(error, "errno", 0)
+            if number == errno.EADDRINUSE:
                 program = "another program" if page(name, port) is None else "another lmcache server"
                 fix = f"{program} uses this port: choose another --http-port (0 takes a free one)"
-            raise StartError(f"cannot listen on {host}:{port} for HTTP: {reason.lower()}; {fix}") from error
+            kind = NotNowError if number == errno.EADDRNOTAVAIL else StartError
+            raise kind(f"cannot listen on {host}:{port} for HTTP: {reason.lower()}; {fix}") from error
         self._socket.setblocking(False)
         name, port = self._socket.getsockname()[:2]
         self.url = f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"

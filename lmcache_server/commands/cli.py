@@ -70,6 +70,8 @@ def status(server: Address, timeout_s: float, as_json: bool, explain: bool, name
     from lmcache_server.commands import control
     from lmcache_server.commands.status import explanation, summary
 
+    if as_json and namespace:
+        raise click.UsageError("--json prints the whole report: leave out --namespace, or --json")
     report = control.report(server, timeout_s, explain or bool(namespace))
     names = tuple(filter(None, namespace.lower().split(",")))
     text = explanation(report, names) if explain or names else summary(report)
@@ -78,11 +80,10 @@ def status(server: Address, timeout_s: float, as_json: bool, explain: bool, name
 
 @cli.command()
 @shared_flags.asking(default_s=15.0)  # the server waits 10 s for its tiers
-@click.option("--model", default="", help="Only the chunks of this model, as `lmcache status` names it.")
-@click.option("--namespace", default="", help="Only the namespaces that begin with these digits.")
+@click.option("--model", help="Only the chunks of this model, as `lmcache status` names it.")
+@click.option("--namespace", help="Only the namespaces that begin with these digits.")
 @click.option(
     "--salt",
-    default="",
     help="Only chunks of the cache_salt whose name in `lmcache status` begins with these digits.",
 )
 @click.option(
@@ -92,9 +93,7 @@ def status(server: Address, timeout_s: float, as_json: bool, explain: bool, name
     "not say which salt it had, so not with --salt.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print what was forgotten as a JSON object.")
-def clear(
-    server: Address, timeout_s: float, model: str, namespace: str, salt: str, tiers: bool, as_json: bool
-) -> None:
+def clear(server: Address, timeout_s: float, tiers: bool, as_json: bool, **only: str | None) -> None:
     """Make a server forget all chunks, or some of them.
 
     Without --tiers, their records in tiers stay, and the server fetches from there what is asked for again.
@@ -104,6 +103,10 @@ def clear(
     from lmcache_server.commands import control
     from lmcache_server.core.limits import is_tenant
 
+    for name, value in only.items():
+        if value is not None and not value.strip():  # such as "$NAMESPACE" without a value
+            raise click.UsageError(f"--{name} is empty: name one, or leave it out")
+    model, namespace, salt = (only[name] or "" for name in ("model", "namespace", "salt"))
     if salt and not is_tenant(salt.lower()):
         raise click.UsageError("--salt needs 8 or more hexadecimal digits: `lmcache status` shows them")
     if salt and tiers:
@@ -184,7 +187,7 @@ def doctor(context: click.Context, /, server: Address, as_json: bool, try_gpus: 
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(0.1),
+    type=shared_flags.Number(0.1),
     help="Measure each operation for this many seconds, instead of for a number of requests.",
 )
 @click.option(
@@ -252,6 +255,8 @@ def verify(
     from lmcache_server.commands.verify import prompts, run
     from lmcache_server.commands.verify.engine import VllmServer
 
+    if prompts_file and lengths:
+        raise click.UsageError("--tokens is for the built-in prompts: leave it out, or --prompts")
     vllm = VllmServer(url, **options)
     vllm.counters()
     cases = prompts.from_file(prompts_file) if prompts_file else prompts.built_in(vllm, lengths)
@@ -275,11 +280,16 @@ def key(file: Path) -> None:
     commands, lmcache.mp.key_file of engines. Only its user can read FILE. The command overwrites no file.
     """
     try:
-        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as made:
-            made.write(f"{os.urandom(KEY_BYTES).hex()}\n")
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         raise CommandError(f"{file} exists and may be in use: name another file") from None
     except OSError as error:
+        raise CommandError(f"cannot write {file}: {error.strerror}") from error
+    try:
+        with open(descriptor, "w") as made:
+            made.write(f"{os.urandom(KEY_BYTES).hex()}\n")
+    except OSError as error:  # a full disk: what is left is no key
+        file.unlink(missing_ok=True)
         raise CommandError(f"cannot write {file}: {error.strerror}") from error
 
 
@@ -302,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except click.ClickException as error:
         ends.end(error.exit_code, error.format_message())
     except StartError as error:
-        ends.end(ends.EXIT_USAGE, str(error), in_json=ends.logs_json(arguments))
+        ends.end(error.exit_code, str(error), in_json=ends.logs_json(arguments))
     except CommandError as error:
         ends.end(ends.EXIT_FAILED, str(error))
     except click.Abort:

@@ -78,4 +78,4 @@ def logs_json(arguments: Sequence[str]) -> bool:
     words = " ".join(arguments).replace("=", " ").lower()
     variable = os.environ.get(variable_name("log_format"), "").lower()
     wanted = re.search(r"--log-format (\w+)", words)
-    return words.startswith("server ") and (wanted[1] if wanted else variable) == logs.JSON
+    return [*arguments[:1]] == ["server"] and (wanted[1] if wanted else variable) == logs.JSON

@@ -1,6 +1,7 @@
 """The flags that several commands share."""
 
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,15 @@ ADDRESS = {
     "port": "The server's port; without --host, the number that names its Unix socket.",
     "key_file": "With --host: a file with the server's key, if it was started with --key-file.",
 }
+
+
+class Number(click.FloatRange):
+    """Neither NaN nor infinity, which pass every range that has no upper end."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not math.isfinite(number := super().convert(value, param, ctx)):
+            self.fail(f"{value} is not a number of seconds", param, ctx)
+        return number
 
 
 class Address(NamedTuple):
@@ -46,11 +56,11 @@ def addressing(*more: str, **helps: str) -> Callable[[Command], Command]:
 def asking(*more: str, default_s: float = CONTROL_TIMEOUT_S, **helps: str) -> Callable[[Command], Command]:
     """The flags of a command that asks a server and by default waits `default_s` seconds, and these `more`,
     with their `helps`."""
-    timeout = seconds(click.FloatRange(0.01, 3600), default_s, "Seconds to wait for an answer.")
+    timeout = seconds(Number(0.01, 3600), default_s, "Seconds to wait for an answer.")
     return lambda command: addressing(*more, **helps)(timeout(command))
 
 
-def seconds(kind: click.FloatRange, default: float, meaning: str) -> Callable[[Command], Command]:
+def seconds(kind: Number, default: float, meaning: str) -> Callable[[Command], Command]:
     more: Any = {"default": default, "show_default": True, "metavar": "SECONDS"}
     return click.option("--timeout-s", type=kind, help=meaning, **more)
 
@@ -65,7 +75,7 @@ def count(flag: str, default: int, meaning: str, most: int | None = 1024) -> Cal
 def vllm_flags(command: Command) -> Command:
     """The options of a command that talks to vLLM."""
     for option in (
-        seconds(click.FloatRange(1), 600, "Seconds for one answer."),
+        seconds(Number(1), 600, "Seconds for one answer."),
         click.option("--api-key", envvar="VLLM_API_KEY", help="vLLM's --api-key.  [env: VLLM_API_KEY]"),
         click.option("--model", help="The model to ask, if vLLM serves several.  [default: the first]"),
     ):

@@ -32,7 +32,7 @@ def is_descendant(pid: int, ancestor: int) -> bool:
     """Whether process `pid` is `ancestor`, or was started by it or by one of its descendants. False for 0."""
     with contextlib.suppress(OSError):
         while pid > 1 and pid != ancestor:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
         return 0 < pid == ancestor
     return False
 

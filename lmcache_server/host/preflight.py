@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lmcache_client.contract.endpoint import is_loopback
-from lmcache_server.errors import StartError
+from lmcache_server.errors import NotNowError, StartError
 from lmcache_server.host.machine import UNLIMITED
 from lmcache_server.host.units import GB_BYTES, size
 
 OK, WARN, FAIL = "ok", "warn", "fail"
+MEMORY = "memory"
 LEAST_OPEN_FILES = 4096
 FEWEST_OPEN_FILES = 256
 """With fewer, a hundred idle clients would crash the server."""
@@ -36,7 +37,7 @@ class Check:
 def require(check: Check) -> None:
     """Raises StartError if the check failed."""
     if check.verdict == FAIL:
-        raise StartError(str(check))
+        raise (NotNowError if check.name == MEMORY else StartError)(str(check))
 
 
 def memory(l1_bytes: int, taken_bytes: int, available_bytes: int, reason: str) -> Check:
@@ -50,13 +51,13 @@ def memory(l1_bytes: int, taken_bytes: int, available_bytes: int, reason: str) -
     if missing + beside <= available_bytes:
         more = " more" if taken_bytes else ""
         need = f"for {size(missing)}{more} of L1" if missing else "beside L1, which has its memory"
-        return Check("memory", OK, f"{size(available_bytes)} available {need} ({reason})")
+        return Check(MEMORY, OK, f"{size(available_bytes)} available {need} ({reason})")
     # An engine may start only later, and needs memory, too.
     fix = _smaller(available_bytes + taken_bytes, "free memory", 50, "half, because engines need some, too; ")
     also = ""
     if missing <= available_bytes:
         also = f" and takes {size(beside)} more for page tables and the index"
-    return Check("memory", FAIL, _lacks(l1_bytes, missing, available_bytes, reason, also), fix)
+    return Check(MEMORY, FAIL, _lacks(l1_bytes, missing, available_bytes, reason, also), fix)
 
 
 def l1_file(

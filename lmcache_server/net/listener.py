@@ -14,7 +14,7 @@ import zmq
 from lmcache_client.contract.codec import MAX_FRAME_BYTES
 from lmcache_client.contract.endpoint import EndpointError, address, host_name, split
 from lmcache_server.config import Config
-from lmcache_server.errors import StartError
+from lmcache_server.errors import NotNowError, StartError
 from lmcache_server.net.claim import Claim, claimed
 from lmcache_server.net.connections import Connections, is_readable
 from lmcache_server.net.outbox import Replies
@@ -63,9 +63,10 @@ def bound_listener(config: Config) -> Iterator["Listener"]:
                 errno.EADDRINUSE: "perhaps another lmcache server uses it: choose another --port",
                 errno.EACCES: "choose a --port above 1023",
             }.get(error.errno or 0, "choose another --host: an address of this machine ('ip address')")
-            raise StartError(
-                f"cannot listen on {endpoint}: {os.strerror(error.errno or 0).lower()}; {fix}"
-            ) from error
+            # At the start of a machine, its addresses may come later.
+            kind = NotNowError if error.errno == errno.EADDRNOTAVAIL else StartError
+            reason = os.strerror(error.errno or 0).lower()
+            raise kind(f"cannot listen on {endpoint}: {reason}; {fix}") from error
         listener = Listener(socket, connections, replies, claim)
         listener.endpoint += whole.removeprefix(endpoint)
         yield listener

@@ -21,16 +21,15 @@ def load(path: Path) -> Manifest:
     return manifest
 
 
-def rendered(given: Manifest) -> dict[str, str]:
+def rendered(given: Manifest, release: str = "cache") -> dict[str, str]:
     with tools.module("helm_python.chart").Chart.load(CHART) as chart:
-        files: dict[str, str] = chart.render(given, name="cache", namespace="ai")
+        files: dict[str, str] = chart.render(given, name=release, namespace="ai")
     return files
 
 
-def render(given: Manifest) -> list[Manifest]:
-    return [
-        each for name, text in rendered(given).items() if name.endswith(".yaml") for each in load_all(text)
-    ]
+def render(given: Manifest, release: str = "cache") -> list[Manifest]:
+    files = rendered(given, release)
+    return [each for name, text in files.items() if name.endswith(".yaml") for each in load_all(text)]
 
 
 def patch_for_engines(given: Manifest) -> Manifest:

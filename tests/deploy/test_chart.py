@@ -252,7 +252,8 @@ def test_the_service_monitor_finds_the_metrics_under_the_name_of_the_alerts():
     wanted = monitor["selector"]["matchLabels"].items()
     services = [each for each in manifests if each["kind"] == "Service"]
     (selected,) = [each for each in services if wanted <= each["metadata"]["labels"].items()]
-    assert {each["port"] for each in monitor["endpoints"]} == {"http"}
+    (endpoint,) = monitor["endpoints"]
+    assert (endpoint["port"], endpoint["honorLabels"]) == ("http", True), "alerts leave out our `namespace`"
     job = selected["metadata"]["labels"][monitor["jobLabel"]]
     assert f'up{{job="{job}"}}' in (CHART / "files" / "rules.yml").read_text()
 
@@ -324,6 +325,10 @@ def test_alerts_and_dashboard_are_the_files_of_the_repository():
         ({"tier": {"hostPath": "/run/lmcache-mp", "sizeGb": 1}}, "are one directory"),
         ({"tier": {"sizeGb": 20}}, "set tier.hostPath"),
         ({"http": {"host": "127.0.0.1"}}, "http.host"),
+        (
+            {"vllm": {"enabled": True}, "extraArgs": ["--host", "::1"]},
+            "no socket for the engines of this chart",
+        ),
     ],
 )
 def test_values_that_cannot_work_are_refused_with_their_name(given, complaint):
@@ -334,6 +339,17 @@ def test_values_that_cannot_work_are_refused_with_their_name(given, complaint):
 def test_a_host_is_taken_with_a_key_or_on_the_loopback():
     for given in (["--host=0.0.0.0", "--key-file=/keys/k"], ["--host", "127.0.0.1"]):
         assert the_server({"extraArgs": given})["args"][-2:] == given
+
+
+def test_an_address_of_ipv6_stays_text():
+    assert "--http-host=::" in the_server({"http": {"host": "::"}})["args"]
+
+
+def test_a_long_release_name_gives_names_that_services_may_have():
+    manifests = render(values("gpu"), "r" * 53)
+    names = [each["metadata"]["name"] for each in manifests if each["kind"] == "Service"]
+    assert len(names) > 1
+    assert all(len(name) <= 63 for name in names)
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:

@@ -292,6 +292,29 @@ def test_a_request_that_waits_is_counted_once(engine: Engine) -> None:
     engine.end(request)
 
 
+def test_a_miss_that_waits_for_blocks_is_not_asked_again_in_every_step(engine: Engine) -> None:
+    """vLLM asks about the first request in its queue in each step, and then has no room for it."""
+    engine.store(1, first=2)
+    before = engine.tokens()
+    request = engine.arrives(1)
+    engine.wait_for_answers()
+    looked_up = engine.lookups()
+    for _ in range(5):
+        assert engine.offered(request, CHUNK) == 0
+        engine.step()
+    engine.wait_until_counted(before, CHUNK, 0, 3 * CHUNK)
+    assert engine.lookups() == looked_up
+    engine.server.wait_until(lambda counts: counts["leases"] == 0)
+    # If vLLM has evicted what it had, there may be a hit after all.
+    assert engine.offered(request, 0) == 0
+    assert engine.lookups() == looked_up + 1
+    engine.store(1)
+    engine.now_s += FRESH_S + 0.1
+    assert engine.offered(request) == CHUNKS * CHUNK
+    engine.admit(request, CHUNKS * CHUNK)
+    engine.end(request)
+
+
 def test_a_wait_in_vain_shortens_the_next_ones(engine: Engine) -> None:
     engine.store(9)
 

@@ -86,3 +86,24 @@ def test_only_a_chunk_size_that_does_not_fit_keeps_the_engine_from_starting(
     assert refused("name", group()) == messages.ENGINE_ID_TAKEN
     with pytest.raises(ValueError, match="start the server without --chunk-size, or with 320"):
         refused("chunk size", group(block_size=160))
+
+
+def test_an_engine_that_is_refused_while_it_runs_is_served_when_the_server_fits(
+    start_server: Callable[..., LMCacheServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights were named late: vLLM runs already."""
+    server = start_server(chunk_size=256)
+    monkeypatch.setattr(server_channel, "RETRY_REFUSED_S", 0.1)
+    monkeypatch.setattr("lmcache_client.connector.worker.CONNECT_S", PATIENCE_S)
+    monkeypatch.setenv("LMCACHE_RUNTIME_DIR", server.runtime_dir)
+    raw = RawEngine(server.address, [group(block_size=160)])
+    worker = WorkerSide(Settings(port=server.port), "engine", 0, raw.model, raw.geometry, raw.export)
+    try:
+        with pytest.raises(ValueError, match="start the server without --chunk-size"):
+            worker.start()
+        server.flags["chunk_size"] = 320
+        server.restart()
+        wait_until(lambda: worker.channel.ready, what="the server accepts it")
+    finally:
+        worker.close()
+        raw.close()

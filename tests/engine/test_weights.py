@@ -309,6 +309,33 @@ def test_an_adapter_whose_files_changed_while_this_process_ran_is_its_own(tmp_pa
     assert one.key("a", str(first), 1) not in keys
 
 
+@pytest.mark.usefixtures("later")
+def test_an_adapter_of_which_a_hub_has_brought_another_version_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM goes on with the version that it has loaded, also if that was removed meanwhile."""
+    monkeypatch.setattr(weights, "ADAPTER_WAIT_S", 60.0)
+    snapshots, here = tmp_path / "snapshots", [tmp_path / "snapshots" / "one"]
+    monkeypatch.setattr(weights, "local_path", lambda _path: here[0])
+
+    def brings(commit: str) -> None:
+        blob = model(tmp_path / f"blobs of {commit}") / "config.json"
+        blob.write_text(commit)
+        (snapshots / commit).mkdir(parents=True)
+        (snapshots / commit / "config.json").symlink_to(blob)
+        here[0] = snapshots / commit
+
+    brings("one")
+    adapters = Adapters()
+    first = adapters.key("a", "org/adapter", 1)
+    assert first[:2] == ("lora", "content")
+    shutil.rmtree(snapshots / "one")
+    assert adapters.key("a", "org/adapter", 1)[:2] == ("lora", "own")
+    brings("two")
+    assert adapters.key("a", "org/adapter", 1)[:2] == ("lora", "own")
+    assert Adapters().key("a", "org/adapter", 1)[:2] == ("lora", "content"), "another process loads this one"
+
+
 def configured(model: str, load_format: str = "auto", **changed: Any) -> Any:
     """What `translate.weights` reads of vLLM's configuration."""
     load = {"load_format": load_format, "download_dir": changed.get("download_dir")}

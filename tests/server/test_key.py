@@ -4,13 +4,14 @@ import logging
 import os
 import socket
 import stat
+import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import zmq
-from harness.cli import clean_environment, in_process, lmcache, sentence
+from harness.cli import LMCACHE, clean_environment, in_process, lmcache, sentence
 from harness.exercise import GROUPS, exercise, new_engine
 from harness.proxy import Proxy
 from harness.rawclient import RawEngine
@@ -74,6 +75,14 @@ def test_a_key_is_made_for_its_user_alone_and_never_twice(tmp_path: Path, capsys
     assert "exists" in sentence(capsys, 1, "key", str(tmp_path / "link")), "it follows no link"
     assert "No such file" in sentence(capsys, 1, "key", str(tmp_path / "none" / "key"))
     assert path.read_text() == text
+
+
+def test_a_key_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
+    command = ["prlimit", "--fsize=0", *LMCACHE, "key", str(tmp_path / "key")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.endswith("/key: File too large\n")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_server_and_a_command_want_a_key_file_that_others_cannot_read(

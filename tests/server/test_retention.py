@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from harness.rawclient import TIMEOUT_S, RawEngine, chain
@@ -12,11 +12,16 @@ from harness.waiting import wait_until
 from harness.warm import CHUNK_FRAMES, CHUNKS, Prompt, new_engine
 
 from lmcache_client.contract.control import Retain
+from lmcache_client.contract.geometry import FULL, GroupSpec
 from lmcache_client.contract.messages import Done
+from lmcache_server.config import Config
+from lmcache_server.core.cache import Cache, Layout, Reservation
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.options.retention.prefetch import MAX_KEYS as PREFETCHED_KEYS
 from lmcache_server.options.retention.prefetch import OUTCOMES
-from lmcache_server.options.retention.server import MAX_KEYS
+from lmcache_server.options.retention.server import MAX_KEYS, Chain, Server
+from lmcache_server.service.option import Base
+from lmcache_server.telemetry.metrics import Metrics
 
 PROMPTS = 16
 """So many fit into L1, of which four may be retained."""
@@ -76,6 +81,31 @@ def test_retained_prompts_outlive_a_flood_and_others_do_not(engine: RawEngine) -
     engine.server.clear()
     assert first.held_chunks() == 0, "a clear forgets it"
     flood(engine)
+
+
+def test_hits_and_fetches_of_others_do_not_make_it_the_next_to_go() -> None:
+    """Neither is a store of an engine, which renews what is retained, too."""
+    layout = Layout(b"n" * 32, 16, (GroupSpec(FULL, 16, 0, "", ()),), ((0,),))
+    keys, cache, nothing = chain(range(16 * 9), 16), Cache(FRAME_BYTES, 8), cast(Any, None)
+
+    def store(key: bytes) -> None:
+        room = cache.reserve(layout, key, 0, 0, 1, FRAME_BYTES)
+        assert isinstance(room, Reservation)
+        cache.commit(room)
+
+    for key in keys[:8]:
+        store(key)
+    option = Server(Base(Config(), cache, nothing, nothing, Metrics(), nothing, nothing, []))
+    option._retain(Chain(layout.namespace, keys[:1], 60.0, 0))
+    cache.touch(layout.namespace, keys[1:8])
+    option.tick(1.0)
+    store(keys[8])
+    assert cache.chunk(layout.namespace, keys[0]) is not None
+    assert cache.chunk(layout.namespace, keys[7]) is None
+    cache.touch(layout.namespace, [*keys[1:7], keys[8]])
+    option.tick(61.0)
+    store(keys[7])
+    assert cache.chunk(layout.namespace, keys[0]) is None, "its time is over"
 
 
 def test_what_is_stored_after_its_request_ended_is_retained(engine: RawEngine) -> None:

@@ -18,7 +18,7 @@ class Connection:
     """What a question to several servers needs of a channel."""
 
     system = System()
-    ready = True
+    ready, boot_id, address = True, b"boot", "somewhere"
     generation = 1
 
     def poll(self, pending: Pending | None = None, wait_s: float = 0.0) -> None:
@@ -101,6 +101,20 @@ def test_what_servers_hold_together_is_known_once_all_have_been_joined() -> None
     first, second = (servers.join(each.channel) for each in clients)  # type: ignore[arg-type]
     assert (first.l1_bytes, first.capacity_tokens) == (0, 0), "a warning that it is small would be wrong"
     assert (second.l1_bytes, second.capacity_tokens) == (12 << 30, 1000)
+
+
+def test_servers_that_join_at_once_with_other_chunk_sizes_are_not_both_accepted() -> None:
+    """Neither is ready before the other has asked."""
+    clients = [Client(1), Client(2)]
+    clients[1].joined = Joined(True, 512, False)
+    servers = Servers(clients)  # type: ignore[arg-type]
+    for client in clients:
+        client.channel.ready = False
+    servers.join(clients[0].channel)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="256 at somewhere, 512 at somewhere"):
+        servers.join(clients[1].channel)  # type: ignore[arg-type]
+    clients[0].channel.boot_id = b"the next"  # of which nobody knows yet what it says
+    servers.join(clients[1].channel)  # type: ignore[arg-type]
 
 
 # -- one server -----------------------------------------------------------------------------------------

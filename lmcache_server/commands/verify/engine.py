@@ -9,11 +9,13 @@ import json
 import secrets
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from lmcache_client.contract.endpoint import is_loopback
 from lmcache_server.errors import CommandError
 from lmcache_server.service.requests_of_tests import VERIFY
 
@@ -170,8 +172,11 @@ class VllmServer:
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(self.url + path, data, {**self._headers, **(headers or {})})
+            # A proxy that the user's environment names reaches nothing on this machine.
+            is_here = is_loopback(urllib.parse.urlsplit(self.url).hostname or "")
+            proxies = urllib.request.ProxyHandler({} if is_here else None)
             try:
-                with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
+                with urllib.request.build_opener(proxies).open(request, timeout=self._timeout_s) as response:
                     yield response
             except urllib.error.HTTPError as error:
                 if error.headers.get("Server") == "lmcache":

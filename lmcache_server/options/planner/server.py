@@ -75,7 +75,8 @@ class Server(Option):
         self._recorder.add(Event(time_s, kind, namespace, *shape, *tokens, shortened(keys)))
 
     def tick(self, now_s: float) -> None:
-        """Takes over the size of L1, which may still grow, and writes the record to its file."""
+        """Takes over the time and the size of L1, which may still grow, and writes the record to its file."""
+        self._now_s = now_s
         # The demand counts full attention only, but windows and states take room, too.
         self.demand.l1_frames = self._cache.total_frames / self._factor()
         if self._recorder is not None:

@@ -25,10 +25,12 @@ MOST = 0.5  # the share of all possible gain that a recommended size has at leas
 
 def replayed(path: str, l1_bytes: int) -> dict[str, Any]:
     """The demand of a record, in the form of a status report, for an L1 of this size. Raises CommandError."""
-    counted, time_s = Demand(MAX_RECORDED_KEYS), 0.0
+    counted, time_s, boot_s = Demand(MAX_RECORDED_KEYS), 0.0, 0.0
     counted.l1_frames = l1_bytes / FRAME_BYTES
     for event in recording.read(path):
-        namespace, time_s = event.namespace.encode(), event.time_s
+        # Its clock begins again when the machine does; how long that took is not known.
+        boot_s = time_s if boot_s + event.time_s < time_s else boot_s
+        namespace, time_s = event.namespace.encode(), boot_s + event.time_s
         sizes = Sizes(event.chunk_size, event.chunk_frames, event.sparse, event.states)
         if event.kind == "lookup":
             tokens = (event.computed_tokens, event.limit_tokens)

@@ -18,7 +18,7 @@ from lmcache_server.telemetry.metrics import Metric
 SHARE = 4
 """One in so many frames of L1 may be retained."""
 RENEWALS = 16
-"""What is retained becomes recently used whenever one part in so many of L1 has been stored."""
+"""What is retained becomes recently used each second, and when one part in so many of L1 has been stored."""
 MAX_KEYS = 1 << 13
 """The limit for the chunks of all chains; one that several have counts for each. Renewing them takes 6 ms."""
 
@@ -90,6 +90,8 @@ class Server(Option):
 
     def tick(self, now_s: float) -> None:
         self._chains = {name: chain for name, chain in self._chains.items() if chain.until_s > now_s}
+        # Fetches evict, too, and hits make others recently used.
+        self.renew()
         self._prefetches.tick(now_s)
 
     def renew(self) -> None:

@@ -18,8 +18,8 @@ class Breaker:
         self.is_open = False
         self._failed_s: dict[str, deque[float]] = {}
         """By kind of call, when the last ones failed that no success has followed."""
-        self._trial = ""
-        """The kind of call that must succeed."""
+        self.trial: set[str] = set()
+        """The kinds of calls that had failed, until one of the kind succeeds."""
         self._delay_s = RETRY_S
         self._retry_s = 0.0
 
@@ -37,17 +37,18 @@ class Breaker:
 
     def succeeded(self, call: str) -> None:
         self._failed_s.pop(call, None)
-        if not self.is_open and self._trial in ("", call):
-            self._trial, self._delay_s = "", RETRY_S
+        if not self.is_open:
+            self.trial.discard(call)
+            self._delay_s = self._delay_s if self.trial else RETRY_S
 
     def failed(self, now_s: float, call: str) -> None:
         failed_s = self._failed_s.setdefault(call, deque(maxlen=FAILURES))
         failed_s.append(now_s)
-        if self.is_open or self._trial == call:
+        if self.is_open or call in self.trial:
             self._delay_s = min(2 * self._delay_s, MAX_RETRY_S)
             self.is_open, self._retry_s = True, now_s + self._delay_s
         elif len(failed_s) == FAILURES and now_s - failed_s[0] <= WITHIN_S:
-            self._trial = call
+            self.trial.add(call)
             self.open(now_s)
 
     def open(self, now_s: float) -> None:

@@ -123,6 +123,7 @@ class Directory:
             with contextlib.suppress(OSError):
                 self._files.unlink(temporary)
             if getattr(error.__cause__, "errno", 0) in FULL:
+                self._make_room(num_bytes)
                 return False
             raise
         finally:
@@ -169,6 +170,18 @@ class Directory:
         if not self._listed or num_bytes > self._size_bytes:
             return None
         return self._catalog.victims(max(missing, self._catalog.used_bytes + num_bytes - self._size_bytes))
+
+    def _make_room(self, num_bytes: int) -> None:
+        """The file system had no room, although it said so: its user has a quota, or no inode is left. So the
+        oldest records go, for the next ones."""
+        if self._shared:
+            return
+        with self._lock:
+            victims = self._catalog.victims(BATCH * num_bytes, BATCH) or []
+            self._note_age(victims)
+        with contextlib.suppress(TierError):
+            self.remove(victims)
+            self._evicted_records += len(victims)
 
     def _note_age(self, victims: Sequence[str]) -> None:
         if victims and (last := self._catalog.get(victims[-1])):

@@ -34,6 +34,8 @@ NAMES_AT_ONCE = 32
 MAX_ROUNDS = 8
 MAX_ASKED = 4096
 """Chunks of a chain that tiers are asked for."""
+SLICE_OBJECTS, SLICE_S = 250, 0.001
+"""Lookups have their turn after so many objects of a fetch have got their place."""
 MAX_WAITING = 256
 """A tier for which so many calls wait is not asked."""
 Size = tuple[int, int]
@@ -165,7 +167,7 @@ class Fetches:
         except TierError as error:
             self._tiers.failed(tier, error)
             return False
-        tier.breaker.succeeded(PRESENT)
+        self._tiers.succeeded(tier, PRESENT)
         for chunk, name, there in zip(places, names, found, strict=True):
             if there and tier.may_read(name):
                 fetch.present[group][chunk] = 1
@@ -181,7 +183,11 @@ class Fetches:
         rooms: list[Reservation] = []
         read = {tier: tier.read_bytes for tier in fetch.where.values()}
         started_s = self._system.now_s()
-        for each, size in objects.items():
+        for number, (each, size) in enumerate(objects.items(), 1):
+            if number % SLICE_OBJECTS == 0:
+                await self._system.wait([self._system.future()], SLICE_S)
+                if self._is_closed or layout.namespace not in self._known:
+                    break
             tier = fetch.where.get((each.group, each.chunk))
             if tier is None:
                 continue
@@ -233,7 +239,7 @@ class Fetches:
             payload = self._tiers.payload(room.runs, room.num_bytes)
             if tier.may_read(label.name):
                 sums = await tier.worker.read(label, payload, arrived)
-                tier.breaker.succeeded(READ)
+                self._tiers.succeeded(tier, READ)
             outcome = "gone" if sums is None else "read"
             tier.read_bytes += room.num_bytes if sums is not None else 0
         except DamagedRecordError as error:

@@ -32,6 +32,8 @@ CHANNELS = 8
 """Calls at the same time: as many as a worker has threads."""
 OPEN_S, CALL_S, SLOWEST_BYTES_PER_S = 10.0, 4.0, 50e6
 """The deadline of a start; and of a call, for whose bytes there is more time."""
+PIN_BYTES_PER_S = 1e9
+"""With RDMA, memory is pinned before it is shared, at least so fast."""
 AGAIN_S, KEEP_AGAIN_S = 1.0, 5.0
 """So long after a start of either process that failed nobody tries again."""
 SMALL_BYTES = 256 << 10
@@ -59,7 +61,8 @@ class _Channel:
 
     def share(self, area: int, memory: Area) -> None:
         part = Part(area, memory.offset, memory.num_bytes)
-        self.ask(Request("share", parts=[part]), OPEN_S, [memory.descriptor])
+        timeout_s = OPEN_S + memory.num_bytes / PIN_BYTES_PER_S
+        self.ask(Request("share", parts=[part]), timeout_s, [memory.descriptor])
 
     def ask(self, request: Request, timeout_s: float, descriptors: Sequence[int] = ()) -> list[bool]:
         """Raises HelperLostError, and TierError if the client says why it failed."""
@@ -136,7 +139,10 @@ class _Process:
 
     def __init__(self, client: str, settings: dict[str, Any], channels: int, l1: Area | None) -> None:
         self.channels: queue.LifoQueue[_Channel] = queue.LifoQueue()
-        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(channels)]
+        try:
+            pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(channels)]
+        except OSError as error:
+            raise TierError(f"its process could not be started: {error}") from error
         self._all = [_Channel(number, own, l1) for number, (own, _) in enumerate(pairs)]
         theirs = [other.fileno() for _, other in pairs]
         command = [sys.executable, "-m", "lmcache_server.options.tiers.helper", client]
@@ -159,7 +165,7 @@ class _Process:
         for channel in reversed(self._all):
             self.channels.put(channel)
         try:
-            self._all[0].reply(OPEN_S)
+            self._all[0].reply(OPEN_S + settings.get("segment_bytes", 0) / PIN_BYTES_PER_S)
             if l1 is not None:
                 self._all[0].share(L1, l1)
         except (HelperLostError, TierError) as error:
@@ -288,7 +294,6 @@ class Isolated:
                 return self._process
             if time.monotonic() < self._wait_until_s:
                 raise TierError("its process could not be started a moment ago")
-            self._wait_until_s = time.monotonic() + AGAIN_S
             if self._process is not None:
                 self.restarts += 1
                 how = self._process.end()
@@ -296,8 +301,11 @@ class Isolated:
                 logger.warning("the helper of %(tier)s is started again%(how)s", values)
             self._process = None
             self._keep()
-            self._process = _Process(self._client, self._settings, CHANNELS, self._l1)
-            self._wait_until_s = 0.0
+            try:
+                self._process = _Process(self._client, self._settings, CHANNELS, self._l1)
+            except TierError:
+                self._wait_until_s = time.monotonic() + AGAIN_S
+                raise
             return self._process
 
     def _keep(self) -> None:
@@ -308,9 +316,9 @@ class Isolated:
             self.restarts += 1
             self._holder.end()
             self._holder = None
-        self._keep_after_s = time.monotonic() + KEEP_AGAIN_S
         try:
             self._holder = _Process(self._client, self._holder_settings, 1, None)
         except TierError as error:
+            self._keep_after_s = time.monotonic() + KEEP_AGAIN_S
             values = {"tier": self._where, "reason": str(error)}
             logger.warning("%(tier)s gets no memory of this machine: %(reason)s", values)

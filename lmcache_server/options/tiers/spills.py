@@ -29,6 +29,8 @@ SCAN_CHUNKS, NEXT_CHUNKS = 10_000, 64
 """How many of the coldest chunks are looked at each second, and after each store."""
 SLICE_CHUNKS, SLICE_S = 250, 0.01
 """Lookups have their turn after so many of these: all at once would stop them for up to 0.1 s."""
+FULL_S = 10.0
+"""So long a tier without room is not offered what is cold: each try costs the digest of a record."""
 FLUSH_S = 30.0
 CLEAR_S = 10.0
 
@@ -62,7 +64,7 @@ class Spills:
     def made_room(self, rooms: Sequence[Reservation]) -> None:
         """These objects got frames. Tiers that take what is cold write what is evicted next."""
         for tier in self._tiers.all:
-            for chunk in self._next(rooms) if tier.cold else ():
+            for chunk in self._next(rooms) if self._takes_cold(tier) else ():
                 self._append_all(tier, chunk)
             self._write(tier)
 
@@ -71,13 +73,16 @@ class Spills:
         self._tiers.tick()
         for tier in self._tiers.all:
             self._remove_damaged(tier)
-            if tier.cold and len(tier.backlog) < MAX_BACKLOG // 2:
+            if self._takes_cold(tier) and len(tier.backlog) < MAX_BACKLOG // 2:
                 self._system.spawn(self._scan(tier))
             self._write(tier)
 
+    def _takes_cold(self, tier: TierState) -> bool:
+        return tier.cold and self._system.now_s() >= tier.full_until_s
+
     async def _scan(self, tier: TierState) -> None:
         cold = list(itertools.islice(self._coldest(), SCAN_CHUNKS))
-        while cold and not self._is_paused:
+        while cold and not self._is_paused and self._takes_cold(tier):
             for chunk in cold[:SLICE_CHUNKS]:
                 self._append_all(tier, chunk)
             del cold[:SLICE_CHUNKS]
@@ -88,23 +93,32 @@ class Spills:
         """At a clean stop: write what waits, and for tiers that only take cold objects all of L1, what is
         protected and the most recently used first, for at most FLUSH_S seconds."""
         self._is_paused = False
-        end_s = self._system.now_s() + FLUSH_S
+        end_s, everything = self._system.now_s() + FLUSH_S, list[Chunk]()
+        rest = dict[TierState, list[Chunk]]()
+        """The most recently used at the end."""
         for tier in self._tiers.all:
+            self._remove_damaged(tier)  # once more, if that has failed
+            tier.full_until_s, rest[tier] = 0.0, []
             if tier.cold:
-                cold = [*self._cache.coldest(self._cache.total_frames), *self._cache.protected]
-                for chunk, bit in tier.backlog:
-                    chunk.in_tiers &= ~tier.mark(bit)
-                tier.backlog.clear()
-                for chunk in reversed(cold[-MAX_BACKLOG:]):
-                    self._append_all(tier, chunk)
-        while any(tier.is_busy and not tier.breaker.is_open for tier in self._tiers.all):
+                everything = [*self._cache.coldest(self._cache.total_frames), *self._cache.protected]
+                rest[tier] = everything.copy()
+                self._unqueue(tier)
+
+        def has_work(tier: TierState) -> bool:
+            return tier.is_busy or (bool(rest[tier]) and self._takes_cold(tier))
+
+        while any(has_work(tier) and not tier.breaker.is_open for tier in self._tiers.all):
             if self._system.now_s() > end_s:
                 break
             self._tiers.tick()
             for tier in self._tiers.all:
+                while rest[tier] and len(tier.backlog) < MAX_BACKLOG // 2 and self._takes_cold(tier):
+                    self._append_all(tier, rest[tier].pop())
                 self._write(tier)
             await self._system.wait([self._system.future()], 0.02)
         left = sum(len(tier.backlog) + tier.writing for tier in self._tiers.all)
+        cold = [tier for tier in self._tiers.all if tier.cold]
+        left += sum(self._missing(tier, chunk).bit_count() for tier in cold for chunk in everything)
         if left:
             logger.warning("%(objects)d objects were not written to their tier", {"objects": left})
 
@@ -172,12 +186,23 @@ class Spills:
                 own = itertools.islice(tenant.line(), NEXT_CHUNKS)
                 yield from (chunk for chunk in own if not chunk.once)
 
-    def _append_all(self, tier: TierState, chunk: Chunk) -> None:
+    def _missing(self, tier: TierState, chunk: Chunk) -> int:
+        """The marks of what this tier should still get of a chunk."""
         is_ephemeral = self._known.get(chunk.namespace, {}).get("ephemeral")
-        if tier.marks(chunk.ready) & ~chunk.in_tiers and not is_ephemeral:
+        return 0 if is_ephemeral else tier.marks(chunk.ready) & ~chunk.in_tiers
+
+    def _append_all(self, tier: TierState, chunk: Chunk) -> None:
+        if self._missing(tier, chunk):
             for bit in range(chunk.ready.bit_length()):
                 if chunk.ready >> bit & 1:
                     self._append(tier, chunk, bit)
+
+    @staticmethod
+    def _unqueue(tier: TierState) -> None:
+        """Forgets what waits for a tier that takes what is cold: it is offered again."""
+        for chunk, bit in tier.backlog:
+            chunk.in_tiers &= ~tier.mark(bit)
+        tier.backlog.clear()
 
     def _append(self, tier: TierState, chunk: Chunk, bit: int) -> None:
         if chunk.in_tiers & tier.mark(bit):
@@ -205,18 +230,18 @@ class Spills:
                 gone += 1
                 continue
             tier.writing += 1
-            # A task begins later, when the next objects have been chosen.
+            # Not in the task: before it begins, more objects are chosen, and this one may be found damaged.
             self._spilling_frames += count_frames(stored.runs)
-            self._system.spawn(self._spill(tier, chunk, bit, stored))
+            label = Label(chunk.namespace, chunk.key, bit, stored.num_blocks, stored.num_bytes)
+            tier.names_written.add(label.name)
+            self._system.spawn(self._spill(tier, chunk, stored, label))
 
-    async def _spill(self, tier: TierState, chunk: Chunk, bit: int, stored: StoredObject) -> None:
+    async def _spill(self, tier: TierState, chunk: Chunk, stored: StoredObject, label: Label) -> None:
         outcome = "failed"
-        label = Label(chunk.namespace, chunk.key, bit, stored.num_blocks, stored.num_bytes)
-        tier.names_written.add(label.name)
         try:
             self._tiers.check()
             outcome = await tier.worker.write(label, self._tiers.payload(stored.runs, stored.num_bytes))
-            tier.breaker.succeeded(WRITE)
+            self._tiers.succeeded(tier, WRITE)
         except CopyError:  # L1's file was cut
             pass
         except TierError as error:
@@ -226,9 +251,13 @@ class Spills:
             tier.writing -= 1
             tier.names_written.discard(label.name)
             if outcome not in ("written", "present"):
-                chunk.in_tiers &= ~tier.mark(bit)
+                chunk.in_tiers &= ~tier.mark(label.bit)
             self._cache.close_spill(chunk)
             self._tiers.count(tier, "write", outcome, stored.num_bytes)
+            if outcome == "full":
+                tier.full_until_s = self._system.now_s() + FULL_S
+                if tier.cold:
+                    self._unqueue(tier)
             # Nothing evicts it meanwhile, so it was cleared, or is damaged.
             if self._cache.chunk(chunk.namespace, chunk.key) is not chunk:
                 tier.damaged.add(label.name)

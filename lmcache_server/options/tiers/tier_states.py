@@ -43,6 +43,8 @@ class TierState:
     names_written: set[str] = field(default_factory=set)
     """Names of the records that are being written."""
     read_bytes: int = 0
+    full_until_s: float = 0.0
+    """It had no room for a record: until then it is not offered what is cold."""
     is_probed: bool = False
     failure: str = ""
     restarts: int = 0
@@ -104,7 +106,7 @@ class Tiers:
             self.failed(tier, error)
         else:
             tier.breaker.answers()
-            logger.info("tier %(tier)s answers again", {"tier": tier.url})
+            self._works_again(tier)
 
     def check(self) -> None:
         """Raises CopyError if L1 cannot be touched."""
@@ -121,15 +123,25 @@ class Tiers:
 
     def failed(self, tier: TierState, error: BaseException, call: str = PRESENT, hangs: bool = False) -> None:
         """A call of this kind has failed, or, if the tier `hangs`, none will end."""
-        now_s, was_open = self._system.now_s(), tier.breaker.is_open
+        now_s, was_known = self._system.now_s(), tier.breaker.is_open or call in tier.breaker.trial
         tier.breaker.failed(now_s, call)
         if hangs:
             tier.breaker.open(now_s)
         tier.failure = str(error)
         self._failures.add(now_s, "tier failed", "", f"{tier.url}: {error}")
-        if tier.breaker.is_open and not was_open:
+        if tier.breaker.is_open and not was_known:
             values = {"tier": tier.url, "reason": tier.failure}
             logger.warning("tier %(tier)s is left alone for now: %(reason)s", values)
+
+    def succeeded(self, tier: TierState, call: str) -> None:
+        had_failed = call in tier.breaker.trial
+        tier.breaker.succeeded(call)
+        if had_failed:
+            self._works_again(tier)
+
+    def _works_again(self, tier: TierState) -> None:
+        if not tier.breaker.is_open and not tier.breaker.trial:
+            logger.info("tier %(tier)s works again", {"tier": tier.url})
 
     def damaged(self, tier: TierState, error: Exception) -> None:
         self._failures.add(self._system.now_s(), "record damaged", "", f"{tier.url}: {error}")

@@ -97,7 +97,7 @@ class Lane:
             error: Exception | None = None
             try:
                 result = call()
-            except Exception as failure:  # any error must reach the owner of the call
+            except BaseException as failure:  # any must reach the owner of the call, also a panic of Rust
                 kind = DamagedRecordError if isinstance(failure, DamagedRecordError) else TierError
                 error = kind(str(failure) or type(failure).__name__)
                 _clear_frames(failure)

@@ -290,6 +290,15 @@ def test_an_l1_that_still_grows_remembers_as_much_as_it_will_need() -> None:
     assert planner.demand.exact_frames() is None, "nothing was forgotten"
 
 
+def test_on_an_idle_server_the_hit_rate_of_the_last_hour_ends() -> None:
+    planner = new_planner(Cache(FRAME_BYTES, 16))
+    for request in ("first", "second"):
+        asks(planner, request)
+    assert planner.hit_ratio("unlimited") == 0.5
+    planner.tick(2 * 3600.0)
+    assert planner.hit_ratio("unlimited") == 0.0
+
+
 def test_a_request_that_asks_in_every_step_counts_once_until_it_ends() -> None:
     planner = new_planner(Cache(FRAME_BYTES, 16))
     for _ in range(3):

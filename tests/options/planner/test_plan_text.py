@@ -1,7 +1,11 @@
 """What `lmcache plan` advises."""
 
+from pathlib import Path
+
+import msgspec
 import pytest
 
+from lmcache_server.options.planner import recording
 from lmcache_server.options.planner import text as plan
 
 GB = 1 << 30
@@ -33,6 +37,32 @@ def test_the_smallest_size_that_gives_half_of_the_gain_is_advised(
     assert said.startswith(advice)
     names_a_tier = "A tier (--tier) of that size hits nearly the same" in said
     assert names_a_tier == ("would raise the hits of" in said)
+
+
+def event(time_s: float) -> recording.Event:
+    return recording.Event(time_s, "lookup", "n", 16, 1, False, False, 0, 16, "0011223344556677")
+
+
+def test_a_record_of_two_boots_has_one_clock(tmp_path: Path) -> None:
+    """The clock of a machine that starts again begins at 0."""
+    path = tmp_path / "record"
+    lines = [
+        msgspec.json.encode(event(time_s)) + b"\n" for time_s in (0.0, 500_000.0, 500_001.0, 1.0, 90_000.0)
+    ]
+    path.write_bytes(b"".join(lines))
+    windows = plan.replayed(str(path), GB)["windows"]
+    assert [windows[name]["tokens"] for name in ("hour", "day", "start")] == [16, 16, 5 * 16]
+
+
+def test_a_line_that_a_full_disk_cut_is_removed_before_others_follow(tmp_path: Path) -> None:
+    path, line = tmp_path / "record", msgspec.json.encode(event(1.0)) + b"\n"
+    for left in (b"", line, line + line):
+        path.write_bytes(left + line[:-9])
+        recorder = recording.Recorder(str(path))
+        recorder.add(event(2.0))
+        recorder.flush()
+        recorder._file.close()
+        assert len(list(recording.read(str(path)))) == len(left) // len(line) + 1
 
 
 def test_without_lookups_there_is_no_advice() -> None:

@@ -1,12 +1,15 @@
 """What to fetch, and when a tier is left alone."""
 
 import itertools
+import logging
 
 import pytest
+from tier_rig import Rig, with_rig
 
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
 from lmcache_client.contract.hits import fetch_patience_s
 from lmcache_server.core.cache import Cache, Layout
+from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.breaker import (
     FAILURES,
     MAX_RETRY_S,
@@ -118,6 +121,28 @@ def test_a_tier_that_only_answers_is_on_trial(call: str) -> None:
     breaker.succeeded(call)
     breaker.failed(now_s, call)
     assert not breaker.is_open, "it has proved itself"
+
+
+@with_rig(16)
+async def test_a_tier_that_answers_but_cannot_be_written_is_said_once_until_it_can(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for _ in range(FAILURES + 3):
+        if rig.tier.breaker.is_open:
+            rig.tier.breaker.answers()
+        rig.tiers.failed(rig.tier, TierError("no space"), WRITE)
+    assert rig.tier.breaker.is_open
+    rig.tier.breaker.answers()
+    for _ in range(FAILURES):
+        rig.tiers.failed(rig.tier, TierError("the disk fails"), READ)
+    rig.tier.breaker.answers()
+    rig.tiers.succeeded(rig.tier, READ)
+    assert rig.tier.breaker.trial == {WRITE}
+    rig.keep(1)
+    await rig.all_ended()
+    begin = "tier tier is left alone for now: "
+    assert caplog.messages == [f"{begin}no space", f"{begin}the disk fails", "tier tier works again"]
 
 
 def test_only_failures_of_one_kind_in_a_row_and_near_each_other_open_a_breaker() -> None:

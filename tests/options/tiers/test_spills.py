@@ -9,6 +9,7 @@ from tier_rig import LAYOUT, Rig, key, option, with_rig
 from lmcache_server.options.tiers import server, urls
 from lmcache_server.options.tiers import spills as spills_module
 from lmcache_server.options.tiers import worker as worker_module
+from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.spills import SLICE_CHUNKS, SPILL_SHARE
 
 FRAMES = 40
@@ -102,6 +103,39 @@ async def test_a_write_in_flight_of_a_damaged_chunk_leaves_no_record(rig: Rig) -
 
 
 @with_rig(FRAMES)
+async def test_a_chunk_that_is_found_damaged_before_its_write_begins_leaves_no_record(rig: Rig) -> None:
+    rig.keep(1)
+    chunk = rig.cache.chunk(LAYOUT.namespace, key(1))
+    assert chunk is not None
+    rig.spills.forget(chunk)
+    rig.cache.forget(chunk)
+    (name,) = rig.tier.damaged
+    assert rig.tier.names_written == {name}
+    await rest(rig)
+    assert not rig.store.records
+
+
+@with_rig(FRAMES)
+async def test_a_clean_stop_removes_what_could_not_be_removed_before(rig: Rig) -> None:
+    rig.keep(1)
+    await rest(rig)
+    chunk = rig.cache.chunk(LAYOUT.namespace, key(1))
+    assert chunk is not None
+    remove, rig.store.remove = rig.store.remove, fails
+    rig.spills.forget(chunk)
+    rig.cache.forget(chunk)
+    await rig.all_ended()
+    assert len(rig.store.records) == 1
+    rig.store.remove = remove
+    await rig.spills.flush()
+    assert not rig.store.records
+
+
+def fails(_names: object) -> None:
+    raise TierError("not now")
+
+
+@with_rig(FRAMES)
 async def test_an_answer_is_written_as_soon_as_a_later_prompt_has_read_it(rig: Rig) -> None:
     rig.keep(1, 2, 3, once=True)
     rig.keep(4)
@@ -120,12 +154,22 @@ async def test_an_answer_is_written_as_soon_as_a_later_prompt_has_read_it(rig: R
 
 
 @with_rig(FRAMES, cold=True)
-async def test_what_a_tier_had_no_room_for_is_offered_to_it_again(rig: Rig) -> None:
+async def test_what_a_tier_had_no_room_for_is_offered_to_it_again_but_not_at_once(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(spills_module, "FULL_S", 600.0)
     rig.store.has_room = False
     rig.keep(1)
     await rig.all_ended()
     assert (written(rig, "full"), len(rig.store.records)) == (1, 0)
+    await rig.spills.flush()
+    assert caplog.messages == ["1 objects were not written to their tier"]
     rig.store.has_room = True
+    rig.spills.tick()
+    rig.spills.made_room([])
+    await rig.all_ended()
+    assert (written(rig, "full"), len(rig.store.records)) == (2, 0), "each try costs the digest of a record"
+    rig.tier.full_until_s = 0.0
     for _ in range(2):
         rig.spills.tick()
         await rig.all_ended()
@@ -152,6 +196,23 @@ async def test_a_clean_stop_writes_what_is_protected_too(rig: Rig) -> None:
     rig.cache.protect([chunk])
     await rig.spills.flush()
     assert {name[-3:] for name in rig.store.records} == {"1.0", "2.0"}
+
+
+@pytest.mark.parametrize("seconds", [60.0, 0.0])
+@with_rig(FRAMES, cold=True)
+async def test_a_clean_stop_writes_more_than_fits_into_the_queue_or_says_how_much_is_left(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seconds: float
+) -> None:
+    monkeypatch.setattr(spills_module, "MAX_BACKLOG", 4)
+    monkeypatch.setattr(spills_module, "FLUSH_S", seconds)
+    rig.fill(*range(FRAMES))
+    await asyncio.sleep(0.01)
+    await rig.spills.flush()
+    if seconds:
+        assert len(rig.store.records) == FRAMES
+        assert not caplog.messages
+    else:
+        assert caplog.messages == [f"{FRAMES} objects were not written to their tier"]
 
 
 @pytest.mark.parametrize(("chunks", "is_written"), [(4, False), (QUOTA, True)])

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -139,6 +139,30 @@ def test_a_tier_that_cannot_be_opened_is_opened_later(loop: asyncio.AbstractEven
     with pytest.raises(TierError):
         done(worker.present(["a"]))
     works.append(InMemory())
+    assert done(worker.present(["a"])) == [False]
+    worker.close(5.0)
+
+
+def test_a_panic_of_a_client_ends_its_call_and_not_the_thread(loop: asyncio.AbstractEventLoop) -> None:
+    class Panic(BaseException):
+        """As in clients that are written in Rust."""
+
+    store: Any = InMemory()
+    answers, panics = store.present, 2 * worker_module.ASKERS
+
+    def present(names: Sequence[str]) -> Sequence[bool]:
+        nonlocal panics
+        if panics:
+            panics -= 1
+            raise Panic("no thread")
+        found: Sequence[bool] = answers(names)
+        return found
+
+    store.present = present
+    worker, done = TierWorker("tier", lambda: store, loop, Rates()), loop.run_until_complete
+    while panics:
+        with pytest.raises(TierError, match="no thread"):
+            done(asyncio.wait_for(worker.present(["a"]), PATIENCE_S))
     assert done(worker.present(["a"])) == [False]
     worker.close(5.0)
 

@@ -178,7 +178,7 @@ def test_a_file_outlives_servers_that_are_refused(running: LMCacheServer, path: 
     )
     prompt.load()
     assert running.terminate() == 0
-    assert refusal(l1_size_gb=90000, l1_path=path).startswith(
+    assert refusal(1, l1_size_gb=90000, l1_path=path).startswith(
         "lmcache: --l1-size-gb asks for 90000.00 GB, of which 89999"
     )
     running.start()

@@ -290,13 +290,13 @@ def _running(flags: dict[str, Any]) -> Iterator[LMCacheServer]:
         yield server
 
 
-def refusal(**flags: Any) -> str:
+def refusal(exit_code: int = 2, **flags: Any) -> str:
     """The one line with which a server does not start."""
     try:
         with LMCacheServer(**flags):
             raise AssertionError("it has started")
     except RuntimeError as error:
         said = str(error)
-    assert "did not start (exit code 2)" in said
+    assert f"did not start (exit code {exit_code})" in said
     assert "Traceback" not in said
     return said.splitlines()[-1]

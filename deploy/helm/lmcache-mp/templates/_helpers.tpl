@@ -1,5 +1,6 @@
 {{- define "lmcache.name" -}}
-{{- if contains .Chart.Name .Release.Name }}{{ .Release.Name }}{{ else }}{{ .Release.Name }}-{{ .Chart.Name }}{{ end }}
+{{- /* A Service's name has 63 characters at most, and "-vllm" follows. */}}
+{{- ternary .Release.Name (printf "%s-%s" .Release.Name .Chart.Name) (contains .Chart.Name .Release.Name) | trunc 58 | trimSuffix "-" }}
 {{- end }}
 
 {{- define "lmcache.selector" -}}

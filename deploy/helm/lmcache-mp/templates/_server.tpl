@@ -7,7 +7,7 @@ args:
   - server
   - --l1-size-gb={{ .Values.l1SizeGb }}
   - --port={{ .Values.port }}
-  - --http-host={{ .Values.http.host }}
+  - {{ printf "--http-host=%s" .Values.http.host | quote }}
   - --http-port={{ .Values.http.port }}
   # For the address of HTTP. Engines use the socket, which only this user can open.
   - --allow-remote
