@@ -186,7 +186,7 @@ class Fetches:
         for number, (each, size) in enumerate(objects.items(), 1):
             if number % SLICE_OBJECTS == 0:
                 await self._system.wait([self._system.future()], SLICE_S)
-                if self._is_closed or layout.namespace not in self._known:
+                if layout.namespace not in self._known or self._is_closed:
                     break
             tier = fetch.where.get((each.group, each.chunk))
             if tier is None:

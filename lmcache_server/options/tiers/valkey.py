@@ -206,7 +206,7 @@ class Valkey:
             yield
         except glide.GlideError as error:
             text = " ".join(str(error).split())
-            if isinstance(error, glide.TimeoutError) or "timed out" in text:
+            if isinstance(error, glide.TimeoutError) or "timed out" in text or "FatalReceiveError" in text:
                 reason = f"gave no answer in time: see whether it runs, is reachable and not busy{self._hint}"
             elif "WRONGPASS" in text or "NOAUTH" in text or "AuthenticationFailed" in text:
                 reason = "refuses the login: set LMCACHE_VALKEY_PASSWORD, or LMCACHE_VALKEY_USERNAME too"
