@@ -224,12 +224,13 @@ def main() -> None:
     section = Section(
         "open_loop",
         "Lookups at a rate",
-        f"Lookups of {CHUNKS} chunks, at times that were drawn beforehand, whether earlier ones are answered or not. "
-        f"The ceiling is what clients and server reach together if each client has up to {WINDOW} lookups open. Where "
-        "it says so, as many workers as there are engines load and store 16 MiB at a time, and pause as long as that "
-        "took. All share the processors. Ours carry keys, which the client has hashed beforehand. LMCache's carry the "
-        "tokens: its server hashes them for the lookup, when it gives back what it holds, and at the end of the "
-        "request; and it is asked again for what it has found.",
+        f"Lookups of {CHUNKS} chunks at random times. Each is sent at its time, even if earlier ones have no answer "
+        "yet. The rate is a share of the ceiling. The ceiling is the number of lookups a second that client and "
+        f"server reach if each client has up to {WINDOW} lookups open. If the table has a figure for loads and "
+        "stores, there is a worker for each engine. It loads and stores 16 MiB at a time, then pauses as long as that "
+        "took. All share the processors. Our lookups carry keys, which were computed before. LMCache's lookups carry "
+        "tokens, from which its server computes the keys: for the lookup, for the release of what it found, and for "
+        "the end of the request. That server is also asked again for what it has found.",
     )
     found = []
     for row in itertools.chain(ours(), lmcaches()):

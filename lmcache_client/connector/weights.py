@@ -157,8 +157,8 @@ class Adapters:
 
     def __init__(self) -> None:
         self._contents: dict[tuple[str, int], tuple[object, Future[str]]] = {}
-        self._is_first = True
-        """Whether none of them was forgotten."""
+        self._has_forgotten = False
+        """Whether there were too many to remember what was there first."""
         self._nonce = os.urandom(16).hex()
         self._started_ns = process_started_ns()
 
@@ -170,10 +170,10 @@ class Adapters:
         if known != state:
             if len(self._contents) >= MAX_ADAPTERS:
                 self._contents.clear()
-                self._is_first = False
+                self._has_forgotten = True
             # vLLM has loaded what was there first. A hub may bring another version, and remove that one.
             named = (
-                functools.partial(fingerprint, place, self._started_ns, only_version=self._is_first)
+                functools.partial(fingerprint, place, self._started_ns, only_version=not self._has_forgotten)
                 if place and not known
                 else str
             )

@@ -84,7 +84,7 @@ def test_retained_prompts_outlive_a_flood_and_others_do_not(engine: RawEngine) -
 
 
 def test_hits_and_fetches_of_others_do_not_make_it_the_next_to_go() -> None:
-    """Neither is a store of an engine, which renews what is retained, too."""
+    """Only a store by an engine used to make it recently used again."""
     layout = Layout(b"n" * 32, 16, (GroupSpec(FULL, 16, 0, "", ()),), ((0,),))
     keys, cache, nothing = chain(range(16 * 9), 16), Cache(FRAME_BYTES, 8), cast(Any, None)
 
