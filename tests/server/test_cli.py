@@ -457,7 +457,7 @@ REPORT = {
             "url": "valkey://one:6379", "write": "commit", "failing": "it is on fire", "waiting_objects": 4,
             "read_bytes_per_s": 0, "read_bytes": 3 << 20, "written_bytes": 1 << 30, "stored_bytes": 3 << 28,
             "used_bytes": None, "capacity_bytes": None, "records": None, "evicted_records": None,
-            "evicted_age_seconds": None,
+            "oldest_age_seconds": None,
             "read_objects": {"read": 12, "gone": 2, "damaged": 1, "failed": 0},
             "written_objects": {
                 "written": 30, "present": 5, "full": 6, "evicted": 0, "dropped": 7, "failed": 8,
@@ -467,7 +467,7 @@ REPORT = {
             "url": "dir:///tier?size_gb=1", "write": "cold", "failing": "", "waiting_objects": 0,
             "read_bytes_per_s": 0, "read_bytes": 0, "written_bytes": 0, "stored_bytes": 0,
             "used_bytes": 3 << 20, "capacity_bytes": 1 << 30, "records": 28, "evicted_records": 44,
-            "evicted_age_seconds": 5400,
+            "oldest_age_seconds": 5400,
             "read_objects": {"read": 0, "gone": 0, "damaged": 0, "failed": 0},
             "written_objects": {
                 "written": 0, "present": 0, "full": 0, "evicted": 0, "dropped": 0, "failed": 0,
@@ -520,8 +520,8 @@ def test_a_status_of_everything_that_can_be_shown():
         "tiers: 1,234 of the hit tokens were fetched while requests waited\n",
         "tier valkey://one:6379: FAILING: it is on fire; read 12 objects, 3.0 MiB; wrote 30, 1.0 GiB "
         "as 768.0 MiB (0.75); 4 wait; 2 gone, 1 damaged, 6 without room, 7 dropped, 8 not written\n",
-        "tier dir:///tier?size_gb=1: works; holds 3.0 MiB of 1.0 GiB in 28 records, 44 evicted, the last "
-        "1 h 30 min after its last use; read 0 objects, 0 B; wrote 0, 0 B; 0 wait\n",
+        "tier dir:///tier?size_gb=1: works; holds 3.0 MiB of 1.0 GiB in 28 records, the oldest unused for "
+        "1 h 30 min, 44 evicted; read 0 objects, 0 B; wrote 0, 0 B; 0 wait\n",
         "tenants: 9, of which 7 are not shown\n  ca978112ca1b  3.0 MiB of 1.0 GiB\n  3e23e8160039  0 B\n",
     ):  # fmt: skip
         assert part in text

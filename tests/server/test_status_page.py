@@ -136,7 +136,7 @@ def test_tiers_and_what_they_lost(browser, server):
     sizes = {"waiting_objects": 1, "read_bytes": 3 << 20, "written_bytes": 1 << 30}
     tier = {"url": HOSTILE, "failing": "", "used_bytes": None, **sizes}
     known = {"used_bytes": 3 << 20, "capacity_bytes": 1 << 30, "records": 28, "evicted_records": 44}
-    known |= {"evicted_age_seconds": 5400, "stored_bytes": 3 << 28}
+    known |= {"oldest_age_seconds": 5400, "stored_bytes": 3 << 28}
     well = (
         tier | known | {"read_objects": dict.fromkeys(read, 0), "written_objects": dict.fromkeys(written, 0)}
     )
@@ -157,7 +157,7 @@ def test_tiers_and_what_they_lost(browser, server):
         first, second = visit.rows("tiers")
         url, state, *rest = first.split("\t")
         assert (url, rest) == (HOSTILE, ["3.0 MiB", "1.0 GiB as 768 MiB", "1 object"])
-        holds = "holds 3.0 MiB of 1.0 GiB in 28 records, 44 evicted, the last 1 h 30 min after its last use"
+        holds = "holds 3.0 MiB of 1.0 GiB in 28 records, the oldest unused for 1 h 30 min, 44 evicted"
         assert state.split("\n")[:2] == ["works", holds]
         assert (
             visit.page.inner_text("#tier_hits") == "; 25.0 % of the hits were fetched while requests waited"

@@ -41,13 +41,13 @@ class Tier(Protocol):
 
 class Usage(NamedTuple):
     """What a tier holds, of at most `capacity_bytes`; how many records it evicted since its start; and the
-    time between the last use of the last of these and its eviction."""
+    time since the last use of the one that goes next."""
 
     used_bytes: int
     capacity_bytes: int
     records: int
     evicted_records: int
-    evicted_age_seconds: int
+    oldest_age_seconds: int
 
 
 def is_name(name: str) -> bool:

@@ -1,5 +1,6 @@
 """What a directory of this server alone holds: its records in the order of their last use, in memory."""
 
+import contextlib
 import hashlib
 import time
 from collections import Counter, OrderedDict
@@ -20,7 +21,8 @@ class Kept(NamedTuple):
 
 
 class Catalog:
-    """Records by name, least recently used first. Not for several threads at once, except for `present`.
+    """Records by name, least recently used first. Not for several threads at once, except for `present` and
+    `oldest`.
 
     `used_bytes` counts those that are being written, too: whoever writes adds and subtracts them.
     """
@@ -39,6 +41,13 @@ class Catalog:
 
     def get(self, name: str) -> Kept | None:
         return self._records.get(name)
+
+    def oldest(self) -> Kept | None:
+        """The record that was not used for the longest time."""
+        for _ in range(3):
+            with contextlib.suppress(RuntimeError):  # another thread has just changed them
+                return next(iter(self._records.values()), None)
+        return None
 
     def items(self) -> list[tuple[str, Kept]]:
         return list(self._records.items())

@@ -6,6 +6,7 @@ segment has SEGMENT_BYTES of the object, the last one the rest. Blosc computes i
 without the interpreter's lock.
 """
 
+import ctypes
 import functools
 import importlib.util
 import struct
@@ -72,12 +73,15 @@ def expand(body: memoryview, views: Sequence[memoryview]) -> None:
         raise ValueError(f"the header says that {body_bytes} bytes are compressed")
     for length, parts in zip(sizes, _segments(views), strict=True):
         segment, start = body[start : start + length], start + length
-        spread(memoryview(_expanded(segment, size(parts), formats[0], element_bytes)), parts)
+        whole = parts[0] if len(parts) == 1 else memoryview(bytearray(size(parts)))
+        _expand(segment, whole, formats[0], element_bytes)
+        if len(parts) > 1:
+            spread(whole, parts)
 
 
-def _expanded(segment: memoryview, num_bytes: int, blosc_format: int, element_bytes: int) -> bytes:
+def _expand(segment: memoryview, into: memoryview, blosc_format: int, element_bytes: int) -> None:
     """Blosc makes as many bytes as the segment's own header says, and believes its block size."""
-    blosc = _blosc()
+    blosc, num_bytes = _blosc(), into.nbytes
     if segment.nbytes < _BLOSC_HEADER.size:
         raise ValueError("a segment without a header")
     _, _, flags, typesize, plain, block, compressed = _BLOSC_HEADER.unpack_from(segment)
@@ -86,12 +90,11 @@ def _expanded(segment: memoryview, num_bytes: int, blosc_format: int, element_by
     if flags >> 5 != blosc_format or not blosc.cbuffer_validate(segment):
         raise ValueError("a segment of another format")
     try:
-        expanded: bytes = blosc.decompress(segment)
+        made = blosc.decompress_ptr(segment, ctypes.addressof(ctypes.c_char.from_buffer(into)))
     except Exception as error:  # its own, which is no ValueError
         raise ValueError(str(error)) from error
-    if len(expanded) != num_bytes:
+    if made != num_bytes:
         raise ValueError("a segment of another size")
-    return expanded
 
 
 def _segments(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:

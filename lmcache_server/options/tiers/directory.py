@@ -48,7 +48,7 @@ class Directory:
         self._catalog = Catalog()
         self._arriving_bytes = 0
         self._listed, self._sweeps = shared, not shared
-        self._evicted_records = self._evicted_age_s = 0
+        self._evicted_records = 0
         self._closing = threading.Event()
         with contextlib.ExitStack() as opened, self._explained("use"):
             self._root = folders.open_root(path, shared, opened)
@@ -63,8 +63,10 @@ class Directory:
         """None if only the file system knows."""
         if self._shared:
             return None
-        evicted = self._evicted_records, self._evicted_age_s
-        return Usage(self._catalog.used_bytes, self._size_bytes, len(self._catalog), *evicted)
+        oldest = self._catalog.oldest()
+        age_s = max(int(time.time() - oldest.used_s), 0) if oldest else 0
+        records = len(self._catalog), self._evicted_records
+        return Usage(self._catalog.used_bytes, self._size_bytes, *records, age_s)
 
     def present(self, names: Sequence[str]) -> Sequence[bool]:
         with self._explained("use"):
@@ -98,7 +100,6 @@ class Directory:
         with self._lock, self._explained("write to"):
             if (victims := self._victims(num_bytes)) is None:
                 return False
-            self._note_age(victims)
             removed = self._take(victims)
             self._evicted_records += len(removed)
             self._catalog.used_bytes += (counted_bytes := num_bytes)
@@ -178,14 +179,9 @@ class Directory:
             return
         with self._lock:
             victims = self._catalog.victims(BATCH * num_bytes, BATCH) or []
-            self._note_age(victims)
         with contextlib.suppress(TierError):
             self.remove(victims)
             self._evicted_records += len(victims)
-
-    def _note_age(self, victims: Sequence[str]) -> None:
-        if victims and (last := self._catalog.get(victims[-1])):
-            self._evicted_age_s = max(int(time.time() - last.used_s), 0)
 
     def _take(self, names: Sequence[str]) -> list[tuple[str, int]]:
         """Records become temporary files: their paths and bytes."""
@@ -224,7 +220,6 @@ class Directory:
             self.remove(victims)
             with self._lock:
                 victims = self._catalog.victims(self._catalog.used_bytes - self._size_bytes, BATCH) or []
-                self._note_age(victims)
                 self._evicted_records += len(victims)
             if not victims or self._closing.is_set():
                 return

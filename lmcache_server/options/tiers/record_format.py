@@ -33,7 +33,9 @@ _HEAD = struct.Struct("<8s32s32sIIQ")
 _NONCE_BYTES, _DIGEST_BYTES = 12, 16
 _SEAL_BYTES = _NONCE_BYTES + _DIGEST_BYTES
 _TRAILER_BYTES = _HEAD.size + _SEAL_BYTES
-_spare = threading.local()  # has the end block of this thread's last record: a new map costs more
+MAX_SPARE_BYTES = 8 << 20
+_spare = threading.local()
+"""Has the memory of this thread's last record: the pages of a new map cost more than to fill it."""
 
 
 class DamagedRecordError(Exception):
@@ -87,6 +89,7 @@ class Record:
         self.payload = [_view(start, length) for start, length in payload]
         end = _spare.__dict__.pop("end", None) or mmap.mmap(-1, 2 * PAGE_BYTES)
         self._end = memoryview(end)[: label.end_bytes]
+        self._body = memoryview(b"")
         *runs, last = self.payload
         whole = last.nbytes - label.num_bytes % PAGE_BYTES
         self._rest = last[whole:]
@@ -96,8 +99,9 @@ class Record:
         """Make the pieces the record of the payload, or of its compressed `body`."""
         end, digested = self._end, self.pieces[:-1]
         if body:
-            end, digested = _memory(compressed_bytes(body)), self.payload
+            end, digested = self._own(compressed_bytes(body)), self.payload
             gather(body, end)
+            end[size(body) :] = bytes(end.nbytes - size(body))
             self.pieces = [end]
         else:
             end[:] = bytes(self._rest).ljust(len(end), b"\0")
@@ -109,7 +113,7 @@ class Record:
         TierError."""
         end, digested, compressed = self._end, self.pieces[:-1], num_bytes < self.label.record_bytes
         if compressed:
-            end, digested = _memory(num_bytes), self.payload
+            end, digested = self._own(num_bytes), self.payload
             gather(first(self.pieces, num_bytes), end)
         if end[-_TRAILER_BYTES:-_SEAL_BYTES] != self.label.head(PLAIN, compressed):
             raise DamagedRecordError(f"record {self.label.name} says that it is another object's")
@@ -124,6 +128,14 @@ class Record:
     def release(self) -> None:
         """Neither the record nor its pieces are used any more."""
         _spare.end = self._end.obj
+        if 0 < self._body.nbytes <= MAX_SPARE_BYTES:
+            _spare.body = self._body.obj
+
+    def _own(self, num_bytes: int) -> memoryview:
+        """Memory for the record outside of L1. O_DIRECT needs whole pages."""
+        spare = _spare.__dict__.pop("body", b"")
+        self._body = memoryview(spare if len(spare) >= num_bytes else mmap.mmap(-1, num_bytes))
+        return self._body[:num_bytes]
 
 
 class EncryptedRecord(Record):
@@ -132,11 +144,11 @@ class EncryptedRecord(Record):
     def __init__(self, label: Label, payload: Sequence[tuple[int, int]], cipher: RecordCipher) -> None:
         super().__init__(label, payload)
         self._cipher = cipher
-        self.pieces = [_memory(label.record_bytes)]
+        self.pieces = [self._own(label.record_bytes)]
 
     def seal(self, body: Sequence[memoryview] = ()) -> None:
         if body:
-            self.pieces = [_memory(compressed_bytes(body))]
+            self.pieces = [self.pieces[0][: compressed_bytes(body)]]
         (memory,), content = self.pieces, body or self.payload
         head, nonce = self.label.head(ENCRYPTED, bool(body)), os.urandom(_NONCE_BYTES)
         padding = bytes(len(memory) - _TRAILER_BYTES - size(content))
@@ -188,10 +200,6 @@ def _digest(content: Sequence[memoryview], end: memoryview) -> bytes:
     for piece in [*content, end[:-_DIGEST_BYTES]]:
         digest.update(piece)
     return bytes(digest.digest())
-
-
-def _memory(num_bytes: int) -> memoryview:
-    return memoryview(mmap.mmap(-1, num_bytes))  # O_DIRECT needs whole pages
 
 
 def _view(address: int, num_bytes: int) -> memoryview:

@@ -69,8 +69,8 @@ class Server(Option):
         Metric(Gauge, "lmcache_tier_records", "How many there are.", {"tier": _NUMBERS}),
         Metric(Gauge, "lmcache_tier_evicted_records", "How many were evicted since the start.",
                {"tier": _NUMBERS}),
-        Metric(Gauge, "lmcache_tier_evicted_age_seconds",
-               "Time between the last use of the record evicted last and its eviction; 0 before that. One "
+        Metric(Gauge, "lmcache_tier_oldest_age_seconds",
+               "Time since the last use of the record that is evicted next; 0 without records. One "
                "from before the start counts as used when it was written.", {"tier": _NUMBERS}),
         Metric(Counter, "lmcache_tier_helper_restarts_total",
                "How often the process in which a tier's client runs died or hung and was started again.",

@@ -35,9 +35,9 @@ def _line(tier: dict[str, Any]) -> str:
     lost = [f"{tier[way][key]} {text}" for way in LOST for key, text in LOST[way].items() if tier[way][key]]
     holds = ""
     if tier["used_bytes"] is not None:
-        age = f", the last {duration(tier['evicted_age_seconds'])} after its last use"
+        age = f", the oldest unused for {duration(tier['oldest_age_seconds'])}" if tier["records"] else ""
         holds = f"holds {size(tier['used_bytes'])} of {size(tier['capacity_bytes'])} in {tier['records']} "
-        holds += f"records, {tier['evicted_records']} evicted{age if tier['evicted_records'] else ''}; "
+        holds += f"records{age}, {tier['evicted_records']} evicted; "
     share = tier["stored_bytes"] / max(tier["written_bytes"], 1)
     smaller = f" as {size(tier['stored_bytes'])} ({share:.2f})" if 0 < share < 1 else ""
     return (

@@ -22,8 +22,8 @@ TIMEOUT_MS = 1000
 TIMEOUTS = 3
 """After so many in a row a new client is made: the old one never gives up a silent connection."""
 CONNECT_MS = 1000
-BATCH = 512
-"""Keys in a request."""
+BATCH, MAX_SIZES = 512, 1 << 16
+"""Keys in a request, and keys whose sizes are known."""
 FULL_S = 10.0
 """So long nothing is written after the server had no room: glide prints each refusal on stderr."""
 
@@ -53,6 +53,8 @@ class Valkey:
         self._cluster, self._full_until_s = cluster, 0.0
         self._hint = ", and whether this machine trusts its certificate" if tls else ""
         self._scratch = threading.local()
+        self._sizes: dict[str, int] = {}
+        """Of the values that somebody has just asked about."""
         self._lock = threading.Lock()
         self._timeouts, self._demoted = 0, False
         self._requests: Counter[Any] = Counter()
@@ -77,24 +79,29 @@ class Valkey:
             raise
 
     def present(self, names: Sequence[str]) -> Sequence[bool]:
-        found: list[bool] = []
+        sizes: list[int] = []
         for start in range(0, len(names), BATCH):
-            # One EXISTS of several keys would only count them.
             batch = (glide.ClusterBatch if self._cluster else glide.Batch)(is_atomic=False)
             for name in names[start : start + BATCH]:
-                batch.exists([_key(name)])
+                batch.strlen(_key(name))
             with self._asked() as client:
                 send = client.exec
-                found += map(bool, send(batch, raise_on_error=True))
-        return found
+                sizes += send(batch, raise_on_error=True)
+        if len(self._sizes) + len(names) > MAX_SIZES:
+            self._sizes.clear()
+        self._sizes.update(zip(names, sizes, strict=True))
+        return [num_bytes > 0 for num_bytes in sizes]
 
     def read(self, name: str, pieces: Sequence[memoryview]) -> int:
-        buffer, key = self._contiguous(pieces), _key(name)
+        buffer, key, num_bytes = self._contiguous(pieces), _key(name), self._sizes.pop(name, 0)
         with self._asked() as client:
-            # `get` would read a longer value into memory before it compares the sizes.
-            num_bytes = int(client.strlen(key))
-            if not fits(num_bytes, pieces) or client.get(key, buffer=buffer[:num_bytes]) is None:
+            # `get` reads a longer value into memory before it compares the sizes. But a question for the size
+            # waits behind the values that others read.
+            if not fits(num_bytes or int(client.strlen(key)), pieces):
                 return 0
+            num_bytes = int(client.get(key, buffer=buffer) or 0)
+        if not fits(num_bytes, pieces):
+            return 0
         if len(pieces) > 1:
             spread(buffer, first(pieces, num_bytes))
         return num_bytes
@@ -211,7 +218,7 @@ class Valkey:
             elif "WRONGPASS" in text or "NOAUTH" in text or "AuthenticationFailed" in text:
                 reason = "refuses the login: set LMCACHE_VALKEY_PASSWORD, or LMCACHE_VALKEY_USERNAME too"
             elif "NOPERM" in text or "PermissionDenied" in text:
-                needed = "INFO, STRLEN, GET, SET, EXISTS, UNLINK, SCAN, and CLUSTER in a cluster"
+                needed = "INFO, STRLEN, GET, SET, UNLINK, SCAN, and CLUSTER in a cluster"
                 reason = f"forbids this user what a tier needs ({needed}): {text:.200}"
             elif "ReadOnly" in text or "No primary" in text:
                 reason = "is a replica, which takes no records: add the address of its primary"

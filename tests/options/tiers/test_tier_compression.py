@@ -12,11 +12,12 @@ import pytest
 from harness.tiers import InMemory
 from tier_rig import KIB, OTHERS, Memory, each_cipher, label, opened, sealed
 
-from lmcache_server.options.tiers import compressed_body, compression_choice, text
+from lmcache_server.options.tiers import compressed_body, compression_choice, record_format, text
 from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.compressed_body import METHODS, SEGMENT_BYTES, compress, expand
 from lmcache_server.options.tiers.compression_choice import ELEMENTS, Compressor, pays
 from lmcache_server.options.tiers.record_format import (
+    MAX_SPARE_BYTES,
     DamagedRecordError,
     Record,
     RecordCipher,
@@ -78,6 +79,26 @@ def test_a_body_gives_back_what_was_compressed(num_bytes: int, make: Callable[[i
         back = bytearray(num_bytes)
         expand(body, [memoryview(back)[: num_bytes // 2], memoryview(back)[num_bytes // 2 :]])
         assert back == content, (method, element)
+
+
+@each_cipher
+def test_the_memory_of_the_last_record_is_used_again_and_nothing_of_that_is_left(
+    cipher: RecordCipher | None,
+) -> None:
+    spare, small = record_format._spare, values(60_001, seed=2)
+    spare.__dict__.clear()
+    fresh = sealed(small, cipher, "zstd")
+    for content in (values(3 * SEGMENT_BYTES, seed=3), values(2 * SEGMENT_BYTES, seed=4)):
+        assert opened(sealed(content, cipher, "zstd"), label(len(content)), cipher) == content
+        kept = spare.body
+        again = sealed(small, cipher, "zstd")
+        assert spare.body is kept
+        assert opened(again, label(len(small)), cipher) == small
+        if cipher is None:
+            assert fresh == again, "the bytes between body and trailer are zeros"
+    huge = values(2 * MAX_SPARE_BYTES)
+    assert opened(sealed(huge, cipher, "zstd"), label(len(huge)), cipher) == huge
+    assert len(getattr(spare, "body", b"")) <= MAX_SPARE_BYTES
 
 
 @each_cipher

@@ -15,7 +15,17 @@ from harness import stores, tools
 from harness.processes import free_port
 from harness.proxy import Proxy
 from harness.stores import Store, ask
-from harness.tiers import TierContract, all_fail_in_time, fails, fails_meanwhile, fill, kept, memory, working
+from harness.tiers import (
+    TierContract,
+    all_fail_in_time,
+    all_kept,
+    fails,
+    fails_meanwhile,
+    fill,
+    kept,
+    memory,
+    working,
+)
 from harness.waiting import wait_until
 
 from lmcache_server.options.tiers.base import Tier, TierError
@@ -90,6 +100,28 @@ def test_keys_of_others_are_left_alone(open_at, one):
     assert tier.write("a", memory(1))
     tier.clear("")
     assert ask(one.port, "EXISTS theirs lmc2:a lmc1:a") == ":2\r\n"
+
+
+def test_a_read_asks_for_the_size_only_if_nobody_has_just_done_so(open_at, tmp_path):
+    """The question would wait behind the values that others read."""
+    with stores.valkey(tmp_path) as store:
+        tier = open_at(store.port)
+        fill(tier, ["a", "b"])
+        assert "OK" in ask(store.port, "CONFIG RESETSTAT")
+
+        def calls(name: str) -> list[str]:
+            return re.findall(rf"cmdstat_{name}:calls=(\d+)", ask(store.port, "INFO commandstats"))
+
+        assert list(tier.present(["a", "c"])) == [True, False]
+        assert all_kept(tier, ["a", "b"])
+        assert (calls("strlen"), calls("get")) == (["3"], ["2"])
+        assert tier.write("a", memory(8))
+        for _ in range(2):
+            assert tier.read("a", memory(4)) == 0, "a longer value is left where it is"
+            assert tier.present(["a"])[0]
+        assert calls("get") == ["2"]
+        assert tier.write("b", memory(2, seed=3))
+        assert kept(tier, "b", memory(2, seed=3))
 
 
 def test_bytes_that_change_after_a_call_in_vain_never_arrive(open_at, tmp_path):
@@ -228,7 +260,7 @@ def test_a_wrong_password_names_the_variables(open_at, tmp_path):
 
 def test_a_user_of_an_acl_may_be_named(open_at, tmp_path):
     with stores.valkey(tmp_path) as store:
-        rights = "~lmc1:* +info +strlen +get +set +exists +unlink +scan"
+        rights = "~lmc1:* +info +strlen +get +set +unlink +scan"
         assert "OK" in ask(store.port, f"ACL SETUSER cache on >secret {rights}")
         tier = open_at(store.port, username="cache", password="secret")
         assert tier.write("a", memory(2, seed=1))

@@ -98,7 +98,9 @@ def sealed(content: bytes, cipher: RecordCipher | None, method: str = "", elemen
     memory = Memory(len(content), 64 * KIB, SEGMENT_BYTES).fill(content)
     record = record_of(label(len(content)), memory, cipher)
     record.seal(*([compress(record.payload, method, element)] if method else []))
-    return b"".join(record.pieces)
+    whole = b"".join(record.pieces)
+    record.release()
+    return whole
 
 
 def opened(whole: bytes, what: Label, cipher: RecordCipher | None, *runs: int) -> bytes:
@@ -111,6 +113,7 @@ def opened(whole: bytes, what: Label, cipher: RecordCipher | None, *runs: int) -
         record.open(len(whole))
     finally:
         content = memory.content
+    record.release()
     return content
 
 
