@@ -4,9 +4,10 @@ A hit is the largest resume point that all servers promise. Servers that promise
 the least of the answers, until all say the same. If one is lost, none is used.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -78,40 +79,98 @@ class Part(NamedTuple):
 
 
 class Together(Pending):
-    """One question to all servers. It is done when all have answered, or one cannot. `merge` makes one reply
-    of theirs, or asks again, replaces `parts` and returns None. If one cannot answer, `fail_all` gives up
-    what the others have promised."""
+    """One question to all servers. It is done when all have answered, or one cannot. A reply of another
+    `kind` is that of all."""
 
-    __slots__ = ("_fail_all", "_merge", "parts")
+    __slots__ = ("parts",)
+    kind: ClassVar[type[Message]]
 
-    def __init__(
-        self,
-        parts: list[Part],
-        merge: Callable[[list[Message]], Message | None],
-        fail_all: Callable[[], None] = lambda: None,
-    ) -> None:
-        super().__init__(max(part.pending.deadline_s for part in parts))
+    def __init__(self, parts: list[Part]) -> None:
+        super().__init__(math.inf)  # the parts have deadlines
         self.parts = parts
-        self._merge = merge
-        self._fail_all = fail_all
+
+    def merge(self, replies: list[Any]) -> Message | None:
+        """One reply of theirs; None if it has asked again and replaced `parts`."""
+        raise NotImplementedError
+
+    def fail_all(self) -> None:
+        """One server cannot answer: gives up what the others have promised."""
 
     @property
     def done(self) -> bool:
-        merge, fail_all = self._merge, self._fail_all  # another thread may end this, too
         # Again after a merge that asked again: if a server was lost meanwhile, its part fails at once.
         while self.reply is None and self.error is None:
             replies = list[Message]()
-            for part in self.parts:
-                self.error = part.pending.error or self.error
-                replies += [part.pending.reply] if part.pending.reply is not None else ()
+            for _, pending, _ in self.parts:
+                self.error = pending.error or self.error
+                replies += (pending.reply,) if pending.reply is not None else ()
             if self.error is not None:
-                fail_all()
+                self.fail_all()
             elif len(replies) < len(self.parts):
                 return False
             else:
-                self.reply = merge(replies)
-        self._merge, self._fail_all = lambda _: None, lambda: None  # they held this, and its question
+                other = next((each for each in replies if not isinstance(each, self.kind)), None)
+                self.reply = other or self.merge(replies)
         return True
+
+
+class LookupOfAll(Together):
+    """Asks until all servers promise the same resume point."""
+
+    __slots__ = ("_first", "_limit_s", "_question", "_rounds", "_servers")
+    kind = Found
+
+    def __init__(self, servers: "Servers", question: Lookup, timeout_s: float) -> None:
+        super().__init__(
+            [Part.of(each.channel, each.lookup(question, timeout_s)) for each in servers.clients]
+        )
+        self._servers, self._question, self._rounds = servers, question, 1
+        self._limit_s = servers.channel.system.now_s() + timeout_s
+        self._first: list[Found] = []
+
+    def merge(self, found: list[Found]) -> Message | None:
+        if len(found) == 1 and not (found[0].resume_tokens or found[0].lease_id):
+            return found[0]  # the usual miss
+        clients, self._first = self._servers.clients, self._first or found
+        least = min(each.resume_tokens for each in found)
+        if not least or self._rounds == MAX_ROUNDS:
+            for client, each in zip(clients, found, strict=True):
+                if each.lease_id:
+                    client.release((each.lease_id,))
+            return _merged(found, self._first, 0, 0)
+        if self._agree(found, least):
+            return _merged(found, self._first, least, self._servers.remember(found, self.parts))
+        self._rounds += 1
+        keys = self._question.keys[: least * len(self._question.keys) // self._question.limit_tokens]
+        again = msgspec.structs.replace(self._question, keys=keys, limit_tokens=least)
+        left_s = self._limit_s - self._servers.channel.system.now_s()
+        for index, (client, each) in enumerate(zip(clients, found, strict=True)):
+            if each.resume_tokens > least:
+                client.release((each.lease_id,))
+                self.parts[index] = Part.of(client.channel, client.lookup(again, left_s))
+        return None
+
+    @staticmethod
+    def _agree(found: Sequence[Found], least: int) -> bool:
+        return all(each.resume_tokens == least for each in found)
+
+    def fail_all(self) -> None:
+        self._servers.forget(self)
+
+
+class FollowOfAll(Together):
+    kind = Followed
+
+    def merge(self, told: list[Followed]) -> Message:
+        gone = tuple(dict.fromkeys(key for each in told for key in each.gone))
+        return Followed(min(each.resume_tokens for each in told), gone, any(each.missed for each in told))
+
+
+class ClearOfAll(Together):
+    kind = Cleared
+
+    def merge(self, cleared: list[Cleared]) -> Message:
+        return cleared[0]
 
 
 class Servers:
@@ -149,42 +208,10 @@ class Servers:
 
     def lookup(self, question: Lookup, timeout_s: float) -> Pending:
         """Asks all servers. The reply is a Found, whose lease is one of `leases`."""
-        limit_s = self.channel.system.now_s() + timeout_s
-        parts = [Part.of(each.channel, each.lookup(question, timeout_s)) for each in self.clients]
-        first, rounds = list[Found](), 1
+        return LookupOfAll(self, question, timeout_s)
 
-        def merge(replies: list[Message]) -> Message | None:
-            nonlocal rounds
-            found = [reply for reply in replies if isinstance(reply, Found)]
-            if len(found) < len(replies):
-                return next(reply for reply in replies if not isinstance(reply, Found))
-            first[:] = first or found
-            least = min(each.resume_tokens for each in found)
-            if not least or rounds == MAX_ROUNDS:
-                for client, each in zip(self.clients, found, strict=True):
-                    if each.lease_id:
-                        client.release((each.lease_id,))
-                return _merged(found, first, 0, 0)
-            if self._agree(found, least):
-                return _merged(found, first, least, self._remember(found, together.parts))
-            rounds += 1
-            keys = question.keys[: least * len(question.keys) // question.limit_tokens]
-            again = msgspec.structs.replace(question, keys=keys, limit_tokens=least)
-            left_s = limit_s - self.channel.system.now_s()
-            for index, (client, each) in enumerate(zip(self.clients, found, strict=True)):
-                if each.resume_tokens > least:
-                    client.release((each.lease_id,))
-                    together.parts[index] = Part.of(client.channel, client.lookup(again, left_s))
-            return None
-
-        together = Together(parts, merge, lambda: self.forget(together))
-        return together
-
-    @staticmethod
-    def _agree(found: Sequence[Found], least: int) -> bool:
-        return all(each.resume_tokens == least for each in found)
-
-    def _remember(self, found: Sequence[Found], parts: Sequence[Part]) -> int:
+    def remember(self, found: Sequence[Found], parts: Sequence[Part]) -> int:
+        """Our own number for the leases of these answers."""
         number, self._next = self._next, self._next + 1
         of_each = zip(found, parts, strict=True)
         self._leases[number] = [(each.lease_id, part.generation) for each, part in of_each]
@@ -222,23 +249,11 @@ class Servers:
 
     def follow(self, keys: Sequence[bytes]) -> Pending:
         """The reply is a Followed: the least resume point, and all that any server has forgotten."""
-
-        def merge(replies: list[Message]) -> Message:
-            told = [reply for reply in replies if isinstance(reply, Followed)]
-            if len(told) < len(replies):
-                return next(reply for reply in replies if not isinstance(reply, Followed))
-            gone = tuple(dict.fromkeys(key for each in told for key in each.gone))
-            return Followed(min(each.resume_tokens for each in told), gone, any(each.missed for each in told))
-
-        return Together([Part.of(each.channel, each.follow(keys)) for each in self.clients], merge)
+        return FollowOfAll([Part.of(each.channel, each.follow(keys)) for each in self.clients])
 
     def clear(self) -> Pending:
         """The reply is a Cleared if all servers have cleared."""
-
-        def merge(replies: list[Message]) -> Message:
-            return next((reply for reply in replies if not isinstance(reply, Cleared)), replies[0])
-
-        return Together([Part.of(each.channel, each.clear()) for each in self.clients], merge)
+        return ClearOfAll([Part.of(each.channel, each.clear()) for each in self.clients])
 
 
 def _merged(found: Sequence[Found], first: Sequence[Found], resume_tokens: int, lease_id: int) -> Found:

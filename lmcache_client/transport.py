@@ -184,10 +184,8 @@ class System:
             else:
                 host, _, port = plain.removeprefix("tcp://").rpartition(":")
                 socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
-        except (ConnectionRefusedError, FileNotFoundError):
-            return True
-        except OSError:
-            return False
+        except OSError as error:
+            return isinstance(error, (ConnectionRefusedError, FileNotFoundError))
         return False
 
 

@@ -35,6 +35,7 @@ _STREAM_ORDER, _ANY_ORDER = 1, 3
 _POSIX_DESCRIPTOR, _PINNED, _ON_DEVICE, _READ_AND_WRITE = 1, 1, 1, 3
 
 _U64 = c_ulonglong
+Numbers = NDArray[np.uint64]
 
 
 def signatures() -> dict[str, tuple[Any, ...]]:
@@ -220,9 +221,8 @@ class Driver:
         """The address of new memory of the virtual memory API, as vLLM's sleep mode has it, on the device
         `ordinal`. `num_bytes` is a multiple of 2 MiB. `unmap` frees it."""
         wanted = _Allocation(_PINNED, _POSIX_DESCRIPTOR, _ON_DEVICE, ordinal)
-        return self._map(
-            self._out("cuMemCreate", _U64, num_bytes, ctypes.byref(wanted), 0), num_bytes, ordinal
-        )
+        handle = self._out("cuMemCreate", _U64, num_bytes, ctypes.byref(wanted), 0)
+        return self._map(handle, num_bytes, ordinal)
 
     def map_descriptor(self, descriptor: int, num_bytes: int, ordinal: int) -> int:
         """Maps the allocation of another process that `descriptor` stands for and returns its address, for
@@ -298,12 +298,7 @@ class Driver:
         self._call("cuMemcpyAsync", destination, source, num_bytes, stream)
 
     def batch(
-        self,
-        destination: NDArray[np.uint64],
-        source: NDArray[np.uint64],
-        length: NDArray[np.uint64],
-        *,
-        in_order: bool = True,
+        self, destination: Numbers, source: Numbers, length: Numbers, *, in_order: bool = True
     ) -> Callable[[int, int, int], None]:
         """Prepares copies. Returns a function of (first, last, stream), which enqueues those from number
         `first` to before `last`: in one call if the driver can (CUDA 12.8), otherwise one by one.

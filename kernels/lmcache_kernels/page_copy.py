@@ -9,9 +9,8 @@ import mmap
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lmcache_kernels.driver import CudaError, Driver
+from lmcache_kernels.driver import CudaError, Driver, Numbers
 
 SOURCE = Path(__file__).with_suffix(".cu")
 TILE_BYTES = 4096
@@ -51,9 +50,8 @@ def compiled(architecture: str) -> bytes:
         nvrtc.compileProgram(program, (f"--gpu-architecture=sm_{architecture}", "--std=c++17"))
         image: bytes = nvrtc.getCUBIN(program)
     except Exception as error:  # cupy does not export its exception types
-        raise KernelError(
-            f"cupy's NVRTC did not compile the copy kernel for sm_{architecture}: {error}"
-        ) from error
+        reason = f"cupy's NVRTC did not compile the copy kernel for sm_{architecture}: {error}"
+        raise KernelError(reason) from error
     return image
 
 
@@ -66,8 +64,7 @@ class PageCopy:
         self._function = function
         size_bytes = _TABLES * MAX_PIECES * _ROW_BYTES
         # Whole pages of its own, so that no other registration overlaps them.
-        self._staging = mmap.mmap(-1, size_bytes)
-        self._host = np.frombuffer(self._staging, np.uint64).reshape(_TABLES, MAX_PIECES, 3)
+        self._host = np.frombuffer(mmap.mmap(-1, size_bytes), np.uint64).reshape(_TABLES, MAX_PIECES, 3)
         self._next = 0
         self._device = driver.allocate(size_bytes)
         try:
@@ -77,14 +74,7 @@ class PageCopy:
             raise
         self._events = [driver.create_event() for _ in range(_TABLES)]
 
-    def launch(
-        self,
-        source: NDArray[np.uint64],
-        destination: NDArray[np.uint64],
-        length: NDArray[np.uint64],
-        stream: int,
-        num_blocks: int = BLOCKS,
-    ) -> None:
+    def launch(self, source: Numbers, destination: Numbers, length: Numbers, stream: int) -> None:
         """Enqueues copies of `length[i]` bytes from `source[i]` to `destination[i]`, for at most MAX_PIECES.
 
         The addresses are the device's, of its own memory or of pinned host memory. The arrays may change when
@@ -101,10 +91,8 @@ class PageCopy:
         at = slot * MAX_PIECES * _ROW_BYTES
         on_device = self._device + at
         self._driver.copy(on_device, self._host.ctypes.data + at, table.nbytes, stream)
-        plain = map(ctypes.c_uint, (len(table), tiles, TILE_BYTES))
-        self._driver.launch(
-            self._function, num_blocks, THREADS, stream, ctypes.c_ulonglong(on_device), *plain
-        )
+        values = ctypes.c_ulonglong(on_device), *map(ctypes.c_uint, (len(table), tiles, TILE_BYTES))
+        self._driver.launch(self._function, BLOCKS, THREADS, stream, *values)
         self._driver.record(event, stream)
 
     def close(self) -> None:
@@ -116,11 +104,8 @@ class PageCopy:
 
 
 def arguments(
-    source: NDArray[np.uint64],
-    destination: NDArray[np.uint64],
-    length: NDArray[np.uint64],
-    tile_bytes: int = TILE_BYTES,
-) -> tuple[NDArray[np.uint64], int]:
+    source: Numbers, destination: Numbers, length: Numbers, tile_bytes: int = TILE_BYTES
+) -> tuple[Numbers, int]:
     """The kernel's table with one row per piece, and the number of tiles of the longest piece.
 
     Raises ValueError if this is too much work for one launch.

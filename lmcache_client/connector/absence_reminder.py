@@ -7,13 +7,10 @@ REMIND_S = 600.0
 
 
 class Absence:
-    """The time that an engine has been without the server at `address`. The log has one line for every
-    REMIND_S seconds of it."""
+    """The time that an engine has been without a server. The log has one line for every REMIND_S of it."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._since_s: float | None = None
-        self._lines = 0
+    _since_s: float | None = None
+    _lines = 0
 
     def check(self, channel: Channel) -> None:
         now_s = channel.system.now_s()
@@ -31,6 +28,6 @@ class Absence:
         logger.warning(
             "lmcache: for %d minutes the server at %s has not served this engine, so nothing is cached: %s",
             absent_s // 60,
-            self._address,
+            channel.address,
             channel.refusal or advice,
         )

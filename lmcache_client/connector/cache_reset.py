@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Callable
 
 from lmcache_client.connector.log import logger
-from lmcache_client.connector.request import Tracked
 from lmcache_client.connector.vllm_surface import caller
 from lmcache_client.contract.keys import KEY_BYTES, ROOT_KEY
 
@@ -31,28 +30,12 @@ class Root:
         if not self._may_be_named:
             return
         self._may_be_named = False
-        version = weight_version()
+        # vLLM's EngineCore knows the version, but tells no connector; it is empty if this vLLM has none.
+        core = caller("get_weight_version")
+        version = str(core.get_weight_version()) if core is not None else ""
         # The old version proves nothing: the weights may have changed since.
         if version not in ("", self._version):
             self._version = version
             self.key = hashlib.sha256(f"weights {version}".encode()).digest()[:KEY_BYTES]
             logger.info("lmcache: pages are shared by weights_name and the weight version %s", version)
             changed()
-
-
-def start_anew(requests: dict[str, Tracked], key: bytes, forget: Callable[[Tracked], None]) -> None:
-    """The chains of these requests start at `key` from now on."""
-    for request_id, tracked in list(requests.items()):
-        forget(tracked)
-        if tracked.request.num_computed_tokens:
-            # vLLM did not preempt it, so it continues with earlier pages.
-            del requests[request_id]
-        else:
-            requests[request_id] = tracked.anew(key)
-
-
-def weight_version() -> str:
-    """The weight version of the engine that is calling the connector; empty if this vLLM has none. No
-    connector is told, but vLLM's EngineCore knows it."""
-    core = caller("get_weight_version")
-    return str(core.get_weight_version()) if core is not None else ""

@@ -95,7 +95,7 @@ class LMCacheMPConnector(Uncached):
             return
         self._supported = True
         if role == KVConnectorRole.SCHEDULER:
-            self._init_scheduler(vllm_config, groups, ignored)
+            self._init_scheduler(groups, ignored)
         else:
             name = functools.partial(translate.weights, vllm_config, self._settings.weights_name)
             self._weights = in_thread(name)
@@ -106,10 +106,8 @@ class LMCacheMPConnector(Uncached):
         log_uncached(reason)
         self._teller = tell_server(self._vllm_config, reason)
 
-    def _init_scheduler(
-        self, vllm_config: "VllmConfig", groups: tuple[GroupSpec, ...], ignored: list[str]
-    ) -> None:
-        transfer = vllm_config.kv_transfer_config
+    def _init_scheduler(self, groups: tuple[GroupSpec, ...], ignored: list[str]) -> None:
+        vllm_config, transfer = self._vllm_config, self._vllm_config.kv_transfer_config
         if transfer.kv_connector_module_path is None:
             told = "lmcache: %s is that of lmcache-mp %s; with %s=0 it is vLLM's own, which needs LMCache"
             logger.info(told, transfer.kv_connector, VERSION, SWITCH)
@@ -269,12 +267,9 @@ class LMCacheMPConnector(Uncached):
         if self._worker is None or not self._worker.is_asleep:
             return
         try:
-            export = self._exported()[1]
+            self._worker.wake(self._exported()[1])
         except (UnsupportedError, ExportError, GeometryError) as error:
             logger.error("lmcache: this worker loads and stores nothing more; restart vLLM: %s", error)
-            return
-        try:
-            self._worker.wake(export)
         except ValueError as error:
             logger.error(NOT_YET, error)
 

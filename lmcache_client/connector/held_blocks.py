@@ -32,7 +32,8 @@ class HeldBlocks:
     def __init__(self, world_size: int, now_s: Callable[[], float]) -> None:
         self._world_size = world_size
         self._now_s = now_s
-        self._pool: BlockPool | None = None
+        self._pool: BlockPool
+        """vLLM's, from `bind` on."""
         self._jobs: dict[int, _Job] = {}
         self._next_job = 1
 
@@ -57,25 +58,19 @@ class HeldBlocks:
 
     def hold(self, block_ids: list[int]) -> int:
         """Holds blocks for a new job; returns its number."""
-        assert self._pool is not None
         job_id = self._next_job
         self._next_job += 1
         self._pool.touch([self._pool.blocks[i] for i in block_ids])
         self._jobs[job_id] = _Job(block_ids, self._world_size, self._now_s())
         return job_id
 
-    def has_room(self, count: int) -> bool:
-        """Whether `count` more blocks may be held for stores: a server that is slower than the engine must
-        not take the engine's blocks."""
-        assert self._pool is not None
-        held = sum(len(job.blocks) for job in self._jobs.values())
-        return not held or held + count <= HELD_SHARE * self._pool.num_gpu_blocks
-
     def store_job(self, store: Store) -> StoreJob | None:
-        """A job for the store that holds its blocks; None if too many are held already."""
+        """A job for the store that holds its blocks; None if too many are held already: a server that is
+        slower than the engine must not take the engine's blocks."""
         number, request_ids = len(store.objects), ", ".join(store.request_ids)
         block_ids = [block for stored in store.objects for block in unpacked(stored.block_ids)]
-        if not self.has_room(len(block_ids)):
+        held = sum(len(job.blocks) for job in self._jobs.values())
+        if held and held + len(block_ids) > HELD_SHARE * self._pool.num_gpu_blocks:
             trace(request_ids, "%d objects are not stored because too many blocks are held", number)
             return None
         job_id = self.hold(block_ids)
@@ -85,7 +80,6 @@ class HeldBlocks:
     def settled(self, job_id: int, workers: int) -> float | None:
         """Another `workers` workers report this job settled. After the last of all workers its blocks are
         free, and the result is how long they were held, in seconds."""
-        assert self._pool is not None
         job = self._jobs[job_id]
         job.workers -= workers
         assert job.workers >= 0

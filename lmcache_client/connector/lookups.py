@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from lmcache_client.connector import stats
 from lmcache_client.connector.early_lookups import FRESH_S, EarlyLookups, is_enough, is_stale
 from lmcache_client.connector.log import logger, trace
-from lmcache_client.connector.option import Engine, Options
+from lmcache_client.connector.option import Engine, Option, Options, replaced
 from lmcache_client.connector.request import Asking, PrefillSpeed, Promised, Tracked, fits, why_not_more
 from lmcache_client.connector.stats import TransferStats
 from lmcache_client.contract.admission import known_chunks
@@ -41,7 +41,8 @@ class Lookups:
         self._groups, self._loads, self._now_s = engine.groups, engine.loads, engine.system.now_s
         self._has_states = any(group.kind == RECURRENT for group in engine.groups)
         self._timeout_s = engine.settings.lookup_timeout_s
-        self._options, self._stats = options, counts
+        self._told, self._stats = replaced(options, Option.answered), counts
+        self._pauses, self._goes_on = replaced(options, Option.pauses), replaced(options, Option.goes_on)
 
     def joined(self, joined: Joined) -> None:
         """The engine is registered, perhaps anew."""
@@ -69,11 +70,11 @@ class Lookups:
         if tracked.no_load or limit <= computed:
             self.forget(tracked)
             return 0, False
-        if any(option.pauses(tracked) for option in self._options):
+        if any(pauses(tracked) for pauses in self._pauses):
             return None, False
         if isinstance(state := self._ask(tracked, computed, limit), Asking):
             return None, False
-        if any(option.goes_on(tracked, state, computed, limit) for option in self._options):
+        if any(goes_on(tracked, state, computed, limit) for goes_on in self._goes_on):
             self.release(tracked)
             return None, False
         if self._has_states:
@@ -108,11 +109,14 @@ class Lookups:
             if not self._channel.responsive:
                 return None
             state = self._send(tracked, computed, limit, self.early.repeats(tracked, limit))
-        # A lookup that waits for a tier holds up no step, and no other lookup.
-        waits = self.may_wait and not (self._fetches and now_s - state.since_s > FRESH_LOOKUP_S)
-        self._channel.poll(state.lookup, LOOKUP_WAIT_S if waits else 0.0)
-        self.may_wait &= state.lookup.done or not waits
-        return self._answered(tracked, state, computed) if state.lookup.done else state
+        if not state.lookup.done:
+            # A lookup that waits for a tier holds up no step, and no other lookup.
+            waits = self.may_wait and not (self._fetches and now_s - state.since_s > FRESH_LOOKUP_S)
+            self._channel.poll(state.lookup, LOOKUP_WAIT_S if waits else 0.0)
+            if not state.lookup.done:
+                self.may_wait &= not waits
+                return state
+        return self._answered(tracked, state, computed)
 
     def _send(self, tracked: Tracked, computed: int, limit: int, early: bool = False) -> Asking:
         keys, num_tokens = tuple(tracked.keys_of(limit // self.chunk_size)), tracked.request.num_tokens
@@ -127,8 +131,8 @@ class Lookups:
 
     def _answered(self, tracked: Tracked, asked: Asking, computed: int) -> Asking | Promised | None:
         tracked.state, found, answered_s = None, asked.lookup.reply, self._now_s()
-        for option in self._options:
-            option.answered(tracked, asked, answered_s)
+        for told in self._told:
+            told(tracked, asked, answered_s)
         if not isinstance(found, Found):
             self._stats.count(stats.LATE_LOOKUPS)
             trace(tracked.request.request_id, "not looked up: %s", asked.lookup.error)

@@ -1,6 +1,6 @@
 """What the scheduler side calls in each option of the connector."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from lmcache_client.connector.request import Asking, Promised, Tracked
@@ -105,3 +105,9 @@ class Option:
 
 
 Options = Sequence[Option]
+
+
+def replaced(options: Options, method: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """This method of each option that has its own. To call the others would only take time."""
+    name = method.__name__
+    return [getattr(option, name) for option in options if getattr(type(option), name) is not method]

@@ -46,17 +46,13 @@ def _check_keys_early(factory: Any) -> None:
     def get_connector_class(kv_transfer_config: Any) -> Any:
         asked = (kv_transfer_config.kv_connector, kv_transfer_config.kv_connector_module_path)
         if asked in ((NAME, None), (NAME, MODULE)):
-            _check_keys(kv_transfer_config.kv_connector_extra_config)
+            from lmcache_client.connector.settings import parse
+
+            try:
+                parse(kv_transfer_config.kv_connector_extra_config)
+            except ValueError as error:
+                # vLLM would print a ValueError in the middle of its whole configuration.
+                raise RuntimeError(f"lmcache: {error}") from None
         return find(kv_transfer_config)
 
     factory.get_connector_class = staticmethod(get_connector_class)
-
-
-def _check_keys(extra_config: dict[str, Any]) -> None:
-    from lmcache_client.connector.settings import parse
-
-    try:
-        parse(extra_config)
-    except ValueError as error:
-        # vLLM would print a ValueError in the middle of its whole configuration.
-        raise RuntimeError(f"lmcache: {error}") from None

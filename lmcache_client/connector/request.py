@@ -158,7 +158,8 @@ class Tracked:
 
     def keys_of(self, chunks: int) -> Sequence[bytes]:
         """The keys of the first `chunks` chunks; each is computed once."""
-        self.keys.extend(chunk_keys(self._unkeyed(chunks), self.keys[-1] if self.keys else self.root))
+        if len(self.keys) < chunks:
+            self.keys.extend(chunk_keys(self._unkeyed(chunks), self.keys[-1] if self.keys else self.root))
         return self.keys[:chunks]
 
     def _unkeyed(self, chunks: int) -> Iterator[tuple[Sequence[int], object]]:

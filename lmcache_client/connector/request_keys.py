@@ -32,6 +32,8 @@ class Hints:
 
     def read(self, request: "Request") -> tuple[dict[str, Any], int]:
         """The hints of this request, by key, and how many others it has."""
+        if not request.kv_transfer_params and not request.kv_hints:
+            return {}, 0
         hints, ignored = dict[str, Any](), list[tuple[str, object]]()
         params = request.kv_transfer_params if isinstance(request.kv_transfer_params, Mapping) else {}
         own = [each for each in params.items() if isinstance(each[0], str) and each[0].startswith(PREFIX)]

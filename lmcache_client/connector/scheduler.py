@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_client import options
 from lmcache_client.connector import stats
-from lmcache_client.connector.cache_reset import Root, start_anew
+from lmcache_client.connector.absence_reminder import Absence
+from lmcache_client.connector.cache_reset import Root
 from lmcache_client.connector.held_blocks import HeldBlocks
-from lmcache_client.connector.log import logger, trace
+from lmcache_client.connector.log import log_state, logger, trace
 from lmcache_client.connector.lookups import Lookups
 from lmcache_client.connector.metadata import LoadJob, StepMetadata, WorkerReport
 from lmcache_client.connector.offers import Offers, stores
-from lmcache_client.connector.option import Engine, Options
+from lmcache_client.connector.option import Engine, Option, Options, replaced
 from lmcache_client.connector.request import Asking, Promised, Tracked
 from lmcache_client.connector.request_keys import Hints
-from lmcache_client.connector.server_of_rank import places, schedulers
+from lmcache_client.connector.server_of_rank import places
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import TransferStats
 from lmcache_client.connector.weights import Adapters
@@ -26,7 +27,7 @@ from lmcache_client.contract.chunk_size import unified_block_size
 from lmcache_client.contract.codec import unpacked
 from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS, GroupSpec
 from lmcache_client.contract.messages import Cleared, Joined
-from lmcache_client.engine import JOIN_S, load_message
+from lmcache_client.engine import JOIN_S, Scheduler, load_message
 from lmcache_client.server_channel import Channel, Pending
 from lmcache_client.servers import Servers
 from lmcache_client.transport import SYSTEM, System
@@ -69,7 +70,6 @@ class SchedulerSide:
     ) -> None:
         self._settings = settings
         self.groups = groups
-        self._loads = loads
         self._stores = stores
         self._root = Root(bool(settings.weights_name), system.random_bytes)
         self._clear: Pending | None = None
@@ -82,12 +82,15 @@ class SchedulerSide:
         self._advise, self._advice = advise, ""
         self._unified = unified_block_size(groups)
         self._lookahead = lookahead
-        self.client = Servers(schedulers(places(settings, world_size), engine_id, self._join, system))
+        addresses = [place.address for place in places(settings, world_size)]
+        channels = [Channel(each, self._join, log_state, system, Absence().check) for each in addresses]
+        self.client = Servers([Scheduler(channel, engine_id) for channel in channels])
         self.channel = self.client.channel
         self._now_s = system.now_s
         engine = Engine(settings, groups, group_ids or range(len(groups)), self.client, loads, system)
         chosen = [(option, wanted[name]) for name, option in OPTIONS.items() if name in wanted]
         self.options: Options = [option(engine, value) for option, value in chosen]
+        self._began, self._ended = replaced(self.options, Option.began), replaced(self.options, Option.ended)
         self.lookups = Lookups(engine, self.options, self.stats)
         self._hints = Hints({key: hint for option in self.options for key, hint in option.HINTS.items()})
 
@@ -113,10 +116,18 @@ class SchedulerSide:
         logger.info("lmcache: vLLM reset its cache, so pages of the old weights are no longer used")
 
     def _start_anew(self) -> None:
+        """The chains of all requests start at the root's new key from now on."""
         self.lookups.early.reset()
         for option in self.options:
             option.reset()
-        start_anew(self.lookups.requests, self._root.key, self.lookups.forget)
+        requests = self.lookups.requests
+        for request_id, tracked in list(requests.items()):
+            self.lookups.forget(tracked)
+            if tracked.request.num_computed_tokens:
+                # vLLM did not preempt it, so it continues with earlier pages.
+                del requests[request_id]
+            else:
+                requests[request_id] = tracked.anew(self._root.key)
 
     def take_stats(self) -> TransferStats | None:
         """Returns and resets the counts since the last step, with CONNECTED. This side can only have joined
@@ -157,8 +168,8 @@ class SchedulerSide:
         tracked = Tracked(request, self._root.key, self._lookahead, adapter=adapter)
         hints, ignored = self._hints.read(request)
         self.stats.count(stats.IGNORED_HINTS, ignored)
-        for option in self.options:
-            option.began(tracked, hints)
+        for began in self._began:
+            began(tracked, hints)
         self.lookups.arrived(tracked)
 
     # -- load -------------------------------------------------------------------------------------
@@ -265,7 +276,7 @@ class SchedulerSide:
         tracked = self.lookups.current(request.request_id)
         known = self.lookups.requests.pop(request.request_id, None)
         trace(request.request_id, "ended")
-        parts = [option.ended(request, tracked) for option in self.options]
+        parts = [ended(request, tracked) for ended in self._ended]
         told = {key: value for part in parts for key, value in part.items()} or None
         if tracked is None:
             if known is not None:

@@ -1,16 +1,10 @@
 """Which server each rank of an engine uses: one for all, or those of `lmcache.mp.servers`."""
 
 import re
-from collections.abc import Callable
 from typing import NamedTuple
 
-from lmcache_client.connector.absence_reminder import Absence
-from lmcache_client.connector.log import log_state
 from lmcache_client.connector.settings import Settings
 from lmcache_client.contract.endpoint import address
-from lmcache_client.engine import Scheduler
-from lmcache_client.server_channel import Channel
-from lmcache_client.transport import System
 
 KEY = "lmcache.mp.servers in kv_connector_extra_config"
 EXAMPLE = '{"0-3": "10.0.0.1:5555", "4-7": "10.0.0.2:5555"}'
@@ -60,13 +54,3 @@ def _place(ranks: str, where: str, key_file: str) -> "Place":
     if host_port is None or not 0 < int(host_port[2]) < 1 << 16:
         raise ValueError(f"{KEY}: {where!r} is not HOST:PORT; an example is {EXAMPLE}")
     return Place(range(first, last + 1), address(host_port[1] or "", int(host_port[2]), key_file))
-
-
-def schedulers(
-    all_places: tuple[Place, ...], engine_id: str, on_up: Callable[[Channel], object], system: System
-) -> list[Scheduler]:
-    """A client for each server."""
-    return [
-        Scheduler(Channel(place.address, on_up, log_state, system, Absence(place.address).check), engine_id)
-        for place in all_places
-    ]

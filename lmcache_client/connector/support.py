@@ -194,7 +194,11 @@ def on_joined(
     store_everything: bool,
     joined: Joined,
 ) -> str:
-    """Logs how much of this model the server's memory holds, and returns `resume_advice`."""
+    """Logs how much of this model the server's memory holds. Returns how to let requests resume at every
+    chunk, and what that costs; empty if they do so already.
+
+    `block_bytes` has the bytes of one block of each group.
+    """
     gigabytes, longest = joined.l1_bytes / (1 << 30), vllm_config.model_config.max_model_len
     if joined.l1_bytes:
         is_small = joined.capacity_tokens < longest
@@ -212,25 +216,10 @@ def on_joined(
             "--l1-size-gb %.4g",
             *(wanted, gigabytes, wanted),
         )
-    return resume_advice(vllm_config, groups, block_bytes, store_everything, joined.chunk_size)
-
-
-def resume_advice(
-    vllm_config: "VllmConfig",
-    groups: tuple[GroupSpec, ...],
-    block_bytes: Sequence[int],
-    store_everything: bool,
-    chunk_size: int,
-) -> str:
-    """How to let requests resume at every chunk, and what that costs; empty if they do so already.
-
-    `block_bytes` has the bytes of one block of each group.
-    """
     if not any(group.kind == RECURRENT for group in groups):
         return ""
-    interval = vllm_config.cache_config.prefix_cache_retention_interval
-    settings = []
-    if interval == 0:
+    settings, chunk_size = list[str](), joined.chunk_size
+    if vllm_config.cache_config.prefix_cache_retention_interval == 0:
         settings.append(f"--prefix-cache-retention-interval {chunk_size}")
     # vLLM offers a state only at the end of a step.
     if vllm_config.scheduler_config.max_num_batched_tokens >= 2 * chunk_size:

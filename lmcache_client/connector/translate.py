@@ -71,11 +71,6 @@ def block_bytes(config: KVCacheConfig) -> tuple[int, ...]:
     )
 
 
-def event_kinds(config: KVCacheConfig) -> tuple[str, ...]:
-    """What vLLM's KV events call each group."""
-    return tuple(kv.get_kv_cache_spec_kind(group.kv_cache_spec).value for group in config.kv_cache_groups)
-
-
 def _group(group_spec: KVCacheSpec, tag: str, regions: tuple[Region, ...], dcp_size: int) -> GroupSpec:
     kinds = {_kind(spec): type(spec).__name__ for spec in layer_specs(group_spec)}
     if len(kinds) > 1:

@@ -21,7 +21,7 @@ from lmcache_client.contract.codec import shown, unpacked
 from lmcache_client.contract.endpoint import start_command
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.keys import Details, ModelTag
-from lmcache_client.contract.messages import Done, Stored
+from lmcache_client.contract.messages import EXPIRED, NOT_REGISTERED, Done, Stored
 from lmcache_client.engine import Export, Worker
 from lmcache_client.memory.cuda import CudaExport
 from lmcache_client.server_channel import Channel, ChannelError, Pending, RefusedError, unsent
@@ -71,14 +71,13 @@ class WorkerSide:
         self._system = system
         all_places = places(settings, model.world_size)
         self._place = next(number for number, place in enumerate(all_places) if rank in place.ranks)
-        self._address = all_places[self._place].address
         details = (*model.details, *all_places[self._place].details(model.world_size))
         model = msgspec.structs.replace(model, details=details)
         self._jobs: dict[int, _InFlight] = {}
         self._settled: Counter[int] = Counter()
         self._has_failed = False
         self.stats = TransferStats()
-        self.channel = Channel(self._address, self._register, log_state, system, self._turn)
+        self.channel = Channel(all_places[self._place].address, self._register, log_state, system, self._turn)
         self.client = Worker(self.channel, engine_id, rank, model, geometry, export)
         self.is_asleep = self._is_named = False
         self._starting = system.lock()
@@ -104,8 +103,8 @@ class WorkerSide:
             logger.warning(
                 "lmcache: no server at %s yet: requests are computed without it until it appears "
                 "(start one with '%s')",
-                self._address,
-                start_command(self._address),
+                self.channel.address,
+                start_command(self.channel.address),
             )
 
     def _register(self, _channel: Channel) -> None:
@@ -155,7 +154,7 @@ class WorkerSide:
             logger.warning(
                 "lmcache: the server at %s has not confirmed that it gave this engine's memory back: if "
                 "vLLM cannot wake up for lack of memory, restart the server",
-                self._address,
+                self.channel.address,
             )
         self.client.export.close()
         self._end_jobs()
@@ -170,7 +169,7 @@ class WorkerSide:
         """Registers the memory that the engine has now, as soon as its weights have a name. Raises ValueError
         as `start` does."""
         with self._starting:
-            self.channel = Channel(self._address, self._register, log_state, self._system, self._turn)
+            self.channel = Channel(self.channel.address, self._register, log_state, self._system, self._turn)
             self.client = replace(self.client, channel=self.channel, export=export)
             self.is_asleep = False
             if self._is_named:
@@ -219,7 +218,11 @@ class WorkerSide:
         self.stats.observe_load(self.channel.system.now_s() - started_s)
         if not isinstance(pending.reply, Done):
             results.failed.add(load.request_id)
-            _log_failed_load(load, pending.error or ChannelError("the server did not answer the question"))
+            error = pending.error or ChannelError("the server did not answer the question")
+            # An expired lease or a lost server is normal; any other error needs attention.
+            usual = not isinstance(error, RefusedError) or error.code in (EXPIRED, NOT_REGISTERED)
+            log = logger.info if usual else logger.warning
+            log("lmcache: request %s is computed because its load failed: %s", load.request_id, error)
             return
         blocks = zip(self.client.geometry.groups, map(unpacked, load.message.block_ids), strict=True)
         self.stats.count(stats.LOADED_BYTES, sum(group.block_bytes * len(ids) for group, ids in blocks))
@@ -233,10 +236,3 @@ class WorkerSide:
             self.stats.count(stats.DROPPED, reply.dropped)
         else:
             self.stats.count(stats.FAILED_STORES)
-
-
-def _log_failed_load(load: LoadJob, error: ChannelError) -> None:
-    # An expired lease or a lost server is normal; any other error needs attention.
-    usual = not isinstance(error, RefusedError) or error.code in (messages.EXPIRED, messages.NOT_REGISTERED)
-    log = logger.info if usual else logger.warning
-    log("lmcache: request %s is computed because its load failed: %s", load.request_id, error)

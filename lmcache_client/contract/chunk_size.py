@@ -33,11 +33,10 @@ def resolve_chunk_size(chunk_size: int | None, groups: Sequence[GroupSpec]) -> i
         return unified * math.ceil(AUTO_CHUNK_TOKENS / unified)
     if chunk_size % unified:
         below = chunk_size // unified * unified
-        valid = [str(size) for size in (below, below + unified) if size]
         raise GeometryError(
             f"chunk size {chunk_size} is not a multiple of this model's unified block size {unified}: "
-            f"start the server without --chunk-size, or with {valid[-1]}"
-            + (f" (or {valid[0]})" if len(valid) > 1 else "")
+            f"start the server without --chunk-size, or with {below + unified}"
+            + (f" (or {below})" if below else "")
         )
     return chunk_size
 

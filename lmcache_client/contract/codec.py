@@ -22,6 +22,8 @@ NUMBER_BYTES = 4
 
 Natural = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+pack = msgspec.msgpack.encode
+"""Encodes plain values and Wire values as MessagePack."""
 
 
 class Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -31,11 +33,6 @@ class Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 class ProtocolError(ValueError):
     """The bytes are not a valid message of this protocol."""
-
-
-def pack(value: object) -> bytes:
-    """Encodes plain values and Wire values as MessagePack."""
-    return msgspec.msgpack.encode(value)
 
 
 def decoder(kind: Any) -> Callable[[bytes | msgspec.Raw], Any]:

@@ -143,17 +143,12 @@ def peer_pid(descriptor: int) -> int | None:
     with contextlib.suppress(OSError, ValueError):  # it is closed, or no socket
         connection = socket.socket(fileno=descriptor)
         try:
-            return None if connection.family != socket.AF_UNIX else _credentials(connection)[0]
+            return None if connection.family != socket.AF_UNIX else credentials(connection)[0]
         finally:
             connection.detach()  # libzmq closes it
     return 0
 
 
-def peer_user(connection: socket.socket) -> int:
-    """The user at the other end of a Unix socket, by the kernel's account. Raises OSError."""
-    return _credentials(connection)[1]
-
-
-def _credentials(connection: socket.socket) -> tuple[int, ...]:
-    """Process, user and group."""
+def credentials(connection: socket.socket) -> tuple[int, ...]:
+    """Process, user and group at the other end of a Unix socket, by the kernel's account. Raises OSError."""
     return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))

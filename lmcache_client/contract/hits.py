@@ -29,25 +29,17 @@ def resume_point(
         else:
             windowed.append((group, group_flags))
     while chunks > computed_chunks:
-        missing = _last_missing(windowed, chunk_size, chunks, computed_tokens)
-        if missing < 0:
+        for group, group_flags in windowed:
+            needed = group.needed_blocks(chunks * chunk_size, computed_tokens)
+            missing = group_flags.rfind(0, needed.start * group.block_size // chunk_size, chunks)
+            if missing >= 0:
+                # As the resume point grows, the first token that a group needs never moves back. So every
+                # resume point between the missing chunk and here needs that chunk too, and is skipped.
+                chunks = missing
+                break
+        else:
             return chunks * chunk_size
-        # As the resume point grows, the first token that a group needs never moves back. So every resume
-        # point between the missing chunk and here needs that chunk too, and is skipped.
-        chunks = missing
     return 0
-
-
-def _last_missing(
-    groups: Sequence[tuple[GroupSpec, bytes]], chunk_size: int, chunks: int, computed_tokens: int
-) -> int:
-    """The last chunk that some group needs to resume after `chunks` chunks but lacks, or -1."""
-    for group, flags in groups:
-        needed = group.needed_blocks(chunks * chunk_size, computed_tokens)
-        missing = flags.rfind(0, needed.start * group.block_size // chunk_size, chunks)
-        if missing >= 0:
-            return missing
-    return -1
 
 
 def group_ends(

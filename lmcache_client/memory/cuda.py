@@ -59,7 +59,7 @@ class CudaExport:
     def memory(self, pid: int) -> Memory:
         shared = self._shared
         shared.lend()
-        return Memory(pid, tuple(shared.ranges), 0, self._device, tuple(shared.handles), shared.descriptors)
+        return Memory(pid, tuple(shared.ranges), 0, self._device, tuple(shared.handles), tuple(shared.lent))
 
     @contextlib.contextmanager
     def proving(self, nonce: bytes) -> Iterator[None]:
@@ -112,7 +112,7 @@ class _Shared:
     def __init__(self, driver: Driver, buffers: tuple[tuple[int, int], ...], is_fixed: bool) -> None:
         self.handles: list[bytes] = []
         self.ranges: list[tuple[int, int]] = []
-        self._exported: list[tuple[int, int]] = []
+        self.lent: list[tuple[int, int]] = []
         self._by_base: dict[int, tuple[int, int]] = {}
         self._lender: Lender | None = None
         try:
@@ -124,16 +124,12 @@ class _Shared:
             elif is_fixed:
                 for address, size in buffers:
                     self._export(driver, address, size)
-                self._lender = Lender({descriptor for descriptor, _ in self._exported})
+                self._lender = Lender({descriptor for descriptor, _ in self.lent})
             else:
                 raise ExportError(f"{NO_HANDLE}. vLLM 0.33 and newer can share memory of the last two")
         except Exception:
             self.close()
             raise
-
-    @property
-    def descriptors(self) -> tuple[tuple[int, int], ...]:
-        return tuple(self._exported)
 
     def _export(self, driver: Driver, address: int, size: int) -> None:
         base, num_bytes = driver.allocation(address)
@@ -144,7 +140,7 @@ class _Shared:
             raise ExportError(f"{NO_HANDLE} ({error})") from error
         if address + size > base + num_bytes:
             raise ExportError(NO_HANDLE)  # expandable segments consist of many allocations
-        self._exported.append(self._by_base[base])
+        self.lent.append(self._by_base[base])
         self.ranges.append((address - base, size))
 
     def lend(self) -> None:
@@ -169,8 +165,7 @@ class _Fence:
         self._context = context
         self._current_stream = current_stream
         self._free: list[int] = []
-        self._waiting: queue.SimpleQueue[tuple[int | CudaError, Callable[[], None]] | None]
-        self._waiting = queue.SimpleQueue()
+        self._waiting = queue.SimpleQueue[tuple[int | CudaError, Callable[[], None]] | None]()
         self.failure = ""
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="lmcache-fence", daemon=True)

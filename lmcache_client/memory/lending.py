@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Collection
 
-from lmcache_client.contract.endpoint import LENT_BYTES, check_runtime_directory, lending_path, peer_user
+from lmcache_client.contract.endpoint import LENT_BYTES, check_runtime_directory, credentials, lending_path
 
 PATIENCE_S, PAUSE_S = 2.0, 0.05
 
@@ -58,5 +58,5 @@ class Lender:
                 with asking, contextlib.suppress(OSError):
                     asking.settimeout(PATIENCE_S)
                     number = int.from_bytes(asking.recv(LENT_BYTES), "little")
-                    if peer_user(asking) in (0, os.getuid()) and number in self._descriptors:
+                    if credentials(asking)[1] in (0, os.getuid()) and number in self._descriptors:
                         socket.send_fds(asking, [b"\0"], [number])

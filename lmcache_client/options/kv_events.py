@@ -18,8 +18,8 @@ from vllm.v1.core.kv_cache_utils import (
     resolve_block_hashes,
     to_event_extra_keys,
 )
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
-from lmcache_client.connector import translate
 from lmcache_client.connector.option import Engine, Option
 from lmcache_client.connector.request import Asking, Tracked, fits
 from lmcache_client.contract.control import Followed
@@ -102,7 +102,8 @@ class Events(Option):
     def wanted(cls, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> Any:
         events = vllm_config.kv_events_config
         is_heard = events is not None and events.enable_kv_cache_events
-        return translate.event_kinds(kv_cache_config) if is_heard else ()
+        groups = kv_cache_config.kv_cache_groups if is_heard else ()
+        return tuple(get_kv_cache_spec_kind(group.kv_cache_spec).value for group in groups)
 
     def storing(self, job_id: int, requests: Sequence[Tracked], objects: Sequence[StoreObject]) -> None:
         if self._is_on:

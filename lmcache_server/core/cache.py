@@ -325,11 +325,9 @@ class Cache(Chunks):
     def check_integrity(self) -> None:
         """Asserts the invariants of the cache; takes time linear in its size."""
         self._pool.check_integrity()
-        reads = [read.lease for read in self._reads]
-        leases = [*self._leases, *reads]
-        chunks = invariants.check_chunks(
-            self._index, leases, self._reservations, self.protected, self._spilling
-        )
+        leases = [*self._leases, *(read.lease for read in self._reads)]
+        held = self._reservations, self.protected, self._spilling
+        chunks = invariants.check_chunks(self._index, leases, *held)
         objects = [stored for chunk in chunks for stored in chunk.packed.objects()]
         writing = Counter[Chunk]()
         for each in self._reservations:
@@ -340,8 +338,6 @@ class Cache(Chunks):
         assert self.stored_bytes == sum(stored.num_bytes for stored in objects)
         assert self.used_frames == sum(count_frames(stored.runs) for stored in objects)
         assert self.reserved_frames == sum(map(count_frames, reserved))
-        counted = self.free_frames + self.reserved_frames + self.used_frames
-        assert counted + count_frames(tuple(self._pool.aside)) == self.total_frames
         invariants.check_frames(self._pool, [*reserved, *(stored.runs for stored in objects)])
 
     def _end(self, leases: list[Lease]) -> int:

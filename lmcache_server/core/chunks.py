@@ -88,7 +88,7 @@ class Chunks:
 
     def namespaces(self) -> Mapping[bytes, Sized]:
         """The chunks of each namespace, as they change. There may be thousands of namespaces."""
-        return self._index.namespaces()
+        return self._index.namespaces
 
     def chunk(self, namespace: bytes, key: bytes) -> Chunk | None:
         return self._index.get(namespace, key)

@@ -1,6 +1,6 @@
 """The index: chunks by namespace and key, and the chunks of a tenant."""
 
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator
 
 from lmcache_server.core.packed import NO_OBJECTS, StoredObject
 
@@ -9,23 +9,9 @@ class Chunk:
     """One chunk and its objects. `ready` and `reserved` have one bit per object (see Layout.bit)."""
 
     __slots__ = (
-        "frames",
-        "in_tiers",
-        "key",
-        "last_used_s",
-        "namespace",
-        "newer",
-        "older",
-        "once",
-        "packed",
-        "ready",
-        "ref_cnt",
-        "reserved",
-        "stored_s",
-        "tenant",
-        "tenant_newer",
-        "tenant_older",
-    )
+        "frames", "in_tiers", "key", "last_used_s", "namespace", "newer", "older", "once", "packed", "ready",
+        "ref_cnt", "reserved", "stored_s", "tenant", "tenant_newer", "tenant_older",
+    )  # fmt: skip
 
     def __init__(
         self, namespace: bytes, key: bytes, stored_s: float = 0.0, tenant: "Tenant | None" = None
@@ -123,14 +109,15 @@ class Index:
     """The chunks that lookups can find. A chunk that was forgotten while in use is not in it any more."""
 
     def __init__(self) -> None:
-        self._namespaces: dict[bytes, dict[bytes, Chunk]] = {}
+        self.namespaces: dict[bytes, dict[bytes, Chunk]] = {}
+        """The chunks of each namespace, as they change; only to be read. There may be thousands of them."""
         self._num_chunks = 0
 
     def __len__(self) -> int:
         return self._num_chunks
 
     def __iter__(self) -> Iterator[Chunk]:
-        for chunks in self._namespaces.values():
+        for chunks in self.namespaces.values():
             yield from chunks.values()
 
     def __contains__(self, chunk: Chunk) -> bool:
@@ -138,24 +125,20 @@ class Index:
 
     def chunks(self, namespace: bytes) -> dict[bytes, Chunk]:
         """The chunks of a namespace by key, the oldest first. The caller must not modify the dict."""
-        return self._namespaces.get(namespace, {})
+        return self.namespaces.get(namespace, {})
 
     def get(self, namespace: bytes, key: bytes) -> Chunk | None:
         return self.chunks(namespace).get(key)
 
     def add(self, chunk: Chunk) -> None:
-        chunks = self._namespaces.setdefault(chunk.namespace, {})
+        chunks = self.namespaces.setdefault(chunk.namespace, {})
         assert chunk.key not in chunks, "a chunk has one entry"
         chunks[chunk.key] = chunk
         self._num_chunks += 1
 
     def remove(self, chunk: Chunk) -> None:
-        chunks = self._namespaces[chunk.namespace]
+        chunks = self.namespaces[chunk.namespace]
         del chunks[chunk.key]
         self._num_chunks -= 1
         if not chunks:
-            del self._namespaces[chunk.namespace]
-
-    def namespaces(self) -> Mapping[bytes, Sized]:
-        """The chunks of each namespace, as they change. There may be thousands of namespaces."""
-        return self._namespaces
+            del self.namespaces[chunk.namespace]

@@ -32,7 +32,7 @@ def check_chunks(
         assert chunk.frames == sum(count_frames(stored.runs) for stored in chunk.packed.objects())
         assert chunk.ready or chunk.reserved or chunk.ref_cnt, "an empty chunk is forgotten"
     assert all(index.get(chunk.namespace, chunk.key) is chunk for chunk in indexed)
-    for namespace in index.namespaces():
+    for namespace in index.namespaces:
         ages = [chunk.stored_s for chunk in index.chunks(namespace).values()]
         assert ages == sorted(ages), "the oldest is the first to be too old"
     reserved = Counter((reservation.chunk, reservation.bit) for reservation in reservations)

@@ -83,14 +83,9 @@ class Layout:
 
     def first_leased_chunk(self, resume_tokens: int, computed_tokens: int) -> int:
         """The first chunk that any group with holders needs. Each group needs a suffix of the chain."""
-        return min(
-            (
-                self.first_needed_chunk(group, resume_tokens, computed_tokens)
-                for group, ranks in enumerate(self.holders)
-                if ranks
-            ),
-            default=resume_tokens // self.chunk_size,
-        )
+        groups = [group for group, ranks in enumerate(self.holders) if ranks]
+        needed = [self.first_needed_chunk(group, resume_tokens, computed_tokens) for group in groups]
+        return min(needed, default=resume_tokens // self.chunk_size)
 
 
 def bitmap(flags: bytes) -> bytes:

@@ -6,6 +6,9 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+Grow = Callable[[int], object]
+"""Called with the number of frames by which L1 has grown."""
+
 
 class Area(NamedTuple):
     """`num_bytes` at `address` here are those at `offset` of a file."""
@@ -31,7 +34,7 @@ class Backing(Protocol):
     def check(self) -> None:
         """Raises CopyError if it may not be touched any more. Any thread may ask."""
 
-    def take(self, start: int, end: int, grow: Callable[[int], object]) -> bool:
+    def take(self, start: int, end: int, grow: Grow) -> bool:
         """Makes these bytes usable, and calls `grow` with the number of frames that this adds. Logs and
         returns False if there is no space."""
 

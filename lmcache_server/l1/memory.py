@@ -4,20 +4,17 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Callable
 
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.errors import StartError
 from lmcache_server.host import preflight
 from lmcache_server.host.machine import available_bytes, memory_info
 from lmcache_server.host.units import GB_BYTES
-from lmcache_server.l1.area import Area, Backing, shared_memory
+from lmcache_server.l1.area import Area, Backing, Grow, shared_memory
 from lmcache_server.l1.populate import Populator
 from lmcache_server.transfer.locked_memory import LockedMemory
 
 _MAP_HUGETLB = 0x40000
-Allocate = Callable[[int, int], tuple[int, mmap.mmap]]
-"""Of bytes and flags, the descriptor or -1, and the mapping."""
 
 
 class L1Memory:
@@ -45,11 +42,13 @@ class L1Memory:
         """Set if a copy that hangs may still read or write here: then `close` must not unmap."""
         self._descriptor = -1
         if backing is not None:
-            self._mapping = _advised(backing.map())
+            self._mapping = backing.map()
         else:
-            allocate = _shared if shared else _private
-            mapped = _map_hugetlb(self.num_bytes, allocate) if hugetlb else _map(self.num_bytes, allocate)
+            mapped = _map_hugetlb(self.num_bytes, shared) if hugetlb else _map(self.num_bytes, shared)
             self._descriptor, self._mapping = mapped
+        with contextlib.suppress(OSError):  # a kernel built without transparent huge pages
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        self._mapping.madvise(mmap.MADV_DONTDUMP)
         # The self-test forks. Copying all these page tables would stop the loop for seconds, and the kernel
         # would copy all pinned memory.
         self._mapping.madvise(mmap.MADV_DONTFORK)
@@ -83,11 +82,7 @@ class L1Memory:
         if self.backing is not None:
             self.backing.check()
 
-    def fill(
-        self,
-        grow: Callable[[int], object] = lambda _frames: None,
-        locked: LockedMemory | None = None,
-    ) -> None:
+    def fill(self, grow: Grow = lambda _frames: None, locked: LockedMemory | None = None) -> None:
         """Backs the mapping with memory in the background, and pins it if `locked` has GPUs.
 
         A backing becomes usable piece by piece. For each, the background thread calls `grow(frames)`.
@@ -109,11 +104,10 @@ class L1Memory:
                 os.close(self._descriptor)
 
 
-def _map(num_bytes: int, allocate: Allocate) -> tuple[int, mmap.mmap]:
+def _map(num_bytes: int, shared: bool) -> tuple[int, mmap.mmap]:
     preflight.require(preflight.memory(num_bytes, 0, *available_bytes()))
     try:
-        descriptor, mapping = allocate(num_bytes, 0)
-        return descriptor, _advised(mapping)
+        return _allocate(num_bytes, 0, shared)
     except OSError as error:
         raise StartError(
             f"the system refuses a mapping of {num_bytes / GB_BYTES:.2f} GB ({error.strerror}): "
@@ -121,29 +115,19 @@ def _map(num_bytes: int, allocate: Allocate) -> tuple[int, mmap.mmap]:
         ) from error
 
 
-def _advised(mapping: mmap.mmap) -> mmap.mmap:
-    with contextlib.suppress(OSError):  # a kernel built without transparent huge pages
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    mapping.madvise(mmap.MADV_DONTDUMP)
-    return mapping
-
-
-def _map_hugetlb(num_bytes: int, allocate: Allocate) -> tuple[int, mmap.mmap]:
+def _map_hugetlb(num_bytes: int, shared: bool) -> tuple[int, mmap.mmap]:
     info = memory_info()
     page_bytes = info.get("Hugepagesize", 2 << 20)
     try:
-        descriptor, mapping = allocate(-(-num_bytes // page_bytes) * page_bytes, _MAP_HUGETLB)
-        return descriptor, _advised(mapping)
+        return _allocate(-(-num_bytes // page_bytes) * page_bytes, _MAP_HUGETLB, shared)
     except OSError as error:
         preflight.require(preflight.huge_pages(info, num_bytes))
-        raise StartError(
-            f"the system refuses to map huge pages ({error.strerror}): leave out --l1-hugetlb"
-        ) from error
+        reason = f"the system refuses to map huge pages ({error.strerror}): leave out --l1-hugetlb"
+        raise StartError(reason) from error
 
 
-def _private(num_bytes: int, flags: int) -> tuple[int, mmap.mmap]:
+def _allocate(num_bytes: int, flags: int, shared: bool) -> tuple[int, mmap.mmap]:
+    """The descriptor, or -1, and the mapping. Raises OSError."""
+    if shared:
+        return shared_memory("lmcache-l1", num_bytes, os.MFD_HUGETLB if flags else 0)
     return -1, mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
-
-
-def _shared(num_bytes: int, flags: int) -> tuple[int, mmap.mmap]:
-    return shared_memory("lmcache-l1", num_bytes, os.MFD_HUGETLB if flags else 0)

@@ -6,9 +6,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from lmcache_server.l1.area import Backing
+from lmcache_server.l1.area import Backing, Grow
 from lmcache_server.transfer.locked_memory import RETRY_S, LockedMemory
 
 logger = logging.getLogger(__name__)
@@ -34,12 +34,7 @@ class Populator:
     becomes usable in order."""
 
     def __init__(
-        self,
-        address: int,
-        num_bytes: int,
-        backing: Backing | None,
-        grow: Callable[[int], object],
-        locked: LockedMemory | None,
+        self, address: int, num_bytes: int, backing: Backing | None, grow: Grow, locked: LockedMemory | None
     ) -> None:
         self._address = address
         self._num_bytes = num_bytes

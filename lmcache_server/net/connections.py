@@ -92,8 +92,7 @@ class Connections:
                 self._warn("a client is refused: it does not have the key of %(flag)s", flag="--key-file")
                 continue
             # If a connection was accepted, the former owner of its descriptor number has gone.
-            identity = self._open.pop(event["value"], b"")
-            if identity:
+            if identity := self._open.pop(event["value"], b""):
                 gone.append(identity)
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._open[event["value"]] = b""

@@ -84,6 +84,7 @@ class Listener:
     ) -> None:
         self._socket = socket
         self._connections = connections
+        self.peer_pid = connections.peer_pid
         self._replies = replies
         self._claim = claim
         self._readers = {connections.descriptor: self._end_sessions, int(socket.FD): self._on_edge}
@@ -114,10 +115,6 @@ class Listener:
             self._loop.remove_reader(descriptor)
         self._router = None
 
-    def peer_pid(self, identity: bytes) -> int | None:
-        """As Connections.peer_pid."""
-        return self._connections.peer_pid(identity)
-
     def send(self, identity: bytes, frame: bytes) -> None:
         self._replies.send(identity, frame)
         self._wake()
@@ -137,17 +134,14 @@ class Listener:
         try:
             if self._replies.are_waiting:
                 self._replies.flush()
-                self._retry_later()
+            if self._replies.are_waiting and not self._retrying and self._loop is not None:
+                self._retrying = True
+                self._loop.call_later(RETRY_S, self._retry)
             more = self._take_in()
         finally:
             self._scheduled = more
             if more and self._loop is not None:
                 self._loop.call_soon(self._drain)
-
-    def _retry_later(self) -> None:
-        if self._replies.are_waiting and not self._retrying and self._loop is not None:
-            self._retrying = True
-            self._loop.call_later(RETRY_S, self._retry)
 
     def _retry(self) -> None:
         self._retrying = False

@@ -35,6 +35,7 @@ ADVICE = {
 MAX_PAGES = 1 << 24
 """A copy is planned as a whole, which takes some 40 bytes a page, however small the pages are. A million
 tokens of a large model have ten million pages."""
+_Reserved = list[tuple[StoreObject, Reservation]]
 
 
 class Copies:
@@ -72,23 +73,20 @@ class Copies:
             self._end_reservations(layout, reserved, job.checksums, outcome, whose)
             copied = len(reserved) if outcome.error is None else 0
             stored = Stored(copied, present, dropped + len(reserved) - copied)
-        log_request(
-            logging.DEBUG,
+        text = (
             "requests %(request_ids)s: %(stored)d objects stored, %(bytes)d bytes; "
-            "%(present)d were present, %(dropped)d were dropped",
-            session,
-            message,
-            asdict(stored) | self._copied("store", outcome, started_s),
+            "%(present)d were present, %(dropped)d were dropped"
         )
+        values = asdict(stored) | self._copied("store", outcome, started_s)
+        log_request(logging.DEBUG, text, session, message, values)
         return stored
 
     def _reserve(
         self, shard: Shard, layout: Layout, message: Store, whose: Traffic
-    ) -> tuple[list[tuple[StoreObject, Reservation]], int, int]:
+    ) -> tuple[_Reserved, int, int]:
         """Reserves frames; returns the reservations, the number of objects already present, and the number
         dropped."""
-        reserved: list[tuple[StoreObject, Reservation]] = []
-        present, refused = 0, Counter[NotReserved]()
+        reserved, present, refused = _Reserved(), 0, Counter[NotReserved]()
         block_bytes = [group.block_bytes for group in shard.geometry.groups]
         for wanted in message.objects:
             count = len(wanted.block_ids) // NUMBER_BYTES
@@ -110,18 +108,12 @@ class Copies:
         return reserved, present, refused.total()
 
     def _end_reservations(
-        self,
-        layout: Layout,
-        reserved: list[tuple[StoreObject, Reservation]],
-        checksums: list[bytes],
-        outcome: Outcome,
-        whose: Traffic,
+        self, layout: Layout, reserved: _Reserved, checksums: list[bytes], outcome: Outcome, whose: Traffic
     ) -> None:
         """Commits or aborts in the order of the chain, because a chunk is placed relative to its parent."""
         sums = checksums if checksums and outcome.error is None else [b""] * len(reserved)
-        for (_, room), page_sums in sorted(
-            zip(reserved, sums, strict=True), key=lambda pair: pair[0][0].chunk_index
-        ):
+        pairs = zip(reserved, sums, strict=True)
+        for (_, room), page_sums in sorted(pairs, key=lambda pair: pair[0][0].chunk_index):
             if outcome.error is None:
                 self._cache.commit(room, page_sums)
             else:
@@ -157,18 +149,10 @@ class Copies:
             outcome = await self._copy(shard, job, whose) if read.parts else Outcome(None, 0)
             if isinstance(outcome.error, DamagedError):
                 self._forget_damaged(shard, read, outcome.error)
-        log_request(
-            logging.DEBUG,
-            "request %(request_id)s: loaded %(tokens)d tokens, %(bytes)d bytes: %(outcome)s",
-            session,
-            message,
-            {
-                "tokens": resume - computed,
-                "outcome": str(outcome.error or "ok"),
-                "lease": message.lease_id,
-                **self._copied("load", outcome, started_s),
-            },
-        )
+        text = "request %(request_id)s: loaded %(tokens)d tokens, %(bytes)d bytes: %(outcome)s"
+        values = {"tokens": resume - computed, "outcome": str(outcome.error or "ok")}
+        values |= {"lease": message.lease_id, **self._copied("load", outcome, started_s)}
+        log_request(logging.DEBUG, text, session, message, values)
         return Done() if outcome.error is None else Refused(messages.COPY_FAILED, str(outcome.error))
 
     def _forget_damaged(self, shard: Shard, read: Read, error: DamagedError) -> None:

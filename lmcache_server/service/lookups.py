@@ -124,14 +124,10 @@ class Lookups:
         for option in self._options:
             option.looked_up(session.session_id, layout, message, fetched, started_s)
         values = {
-            "hit_tokens": hit_tokens,
-            "computed_tokens": computed,
-            "num_tokens": message.num_tokens,
-            "missed": missed,
-            "lease": hit.lease_id,
-            "namespace": layout.namespace.hex()[:16],
+            "hit_tokens": hit_tokens, "computed_tokens": computed, "num_tokens": message.num_tokens,
+            "missed": missed, "lease": hit.lease_id, "namespace": layout.namespace.hex()[:16],
             "seconds": self._system.now_s() - started_s,
-        }
+        }  # fmt: skip
         text = "request %(request_id)s: hits %(hit_tokens)d of %(num_tokens)d tokens, misses %(missed)s"
         log_request(logging.DEBUG, text, session, message, values)
         return missed

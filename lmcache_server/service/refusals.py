@@ -21,15 +21,10 @@ class Refusal(Exception):
 
 
 def log_request(
-    level: int,
-    text: str,
-    session: Session | None,
-    message: Message,
-    values: dict[str, Any],
-    *,
-    trace: bool = False,
+    level: int, text: str, session: Session | None, message: Message, values: dict[str, Any]
 ) -> None:
-    """Logs a line about one message, with `values`, its session and the requests that it names."""
+    """Logs a line about one message, with `values`, its session and the requests that it names. An error gets
+    the traceback of the exception that is being handled."""
     if not logger.isEnabledFor(level):
         return
     names = ("request_id", "request_ids")
@@ -42,4 +37,4 @@ def log_request(
         name: value[:MAX_TEXT] if isinstance(value, str) else value
         for name, value in (fields | values).items()
     }
-    logger.log(level, text, cut, exc_info=trace)
+    logger.log(level, text, cut, exc_info=level == logging.ERROR)

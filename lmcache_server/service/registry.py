@@ -320,16 +320,9 @@ class Registry:
 
     def not_cached(self, session: Session, message: messages.NotCached) -> Message:
         if session.not_cached is None:
-            logger.log(
-                logging.INFO,
-                "engine %(engine)s of %(model)s is not cached, because it has %(reason)s",
-                {
-                    "engine": message.engine_id,
-                    "model": message.model,
-                    "reason": message.reason,
-                    "session": session.session_id,
-                },
-            )
+            text = "engine %(engine)s of %(model)s is not cached, because it has %(reason)s"
+            values = {"engine": message.engine_id, "model": message.model, "reason": message.reason}
+            logger.info(text, values | {"session": session.session_id})
         session.not_cached = message
         return messages.Done()
 

@@ -54,6 +54,7 @@ class Router:
         self._cache, self._system = base.cache, base.system
         self._metrics, self._failures = base.metrics, base.failures
         self._send, self._status = send, status
+        self.disconnected = registry.disconnected
         self._logged_other_version = False
         self._warned_s: dict[tuple[str, str], float] = {}
         """When a refused registration was last logged as a warning, by engine and code."""
@@ -111,10 +112,6 @@ class Router:
         with contextlib.suppress(ProtocolError):
             self._reply(identity, messages.request_id(frame), Refused(messages.OVERLOADED, reason))
 
-    def disconnected(self, identity: bytes) -> None:
-        """Ends the session of a client whose connection has ended."""
-        self.registry.disconnected(identity)
-
     def tick(self) -> None:
         """Ends the leases and sessions whose time is over; called once a second."""
         self._cache.expire(self._system.now_s())
@@ -133,18 +130,14 @@ class Router:
             # A client of another version tries again every few seconds.
             first = error.code == messages.WRONG_VERSION and not self._logged_other_version
             self._logged_other_version |= first
-            logger.log(
-                logging.WARNING if first else logging.DEBUG,
-                "refused a message: %(reason)s",
-                {"reason": str(error), "code": error.code},
-            )
+            level = logging.WARNING if first else logging.DEBUG
+            logger.log(level, "refused a message: %(reason)s", {"reason": str(error), "code": error.code})
             self._reply(identity, error.request_id, Refused(error.code, str(error)))
             return None
         except ProtocolError as error:
             self._count("other", "refused")
-            logger.debug(
-                "dropped a frame of %(bytes)d bytes: %(reason)s", {"bytes": len(frame), "reason": str(error)}
-            )
+            values = {"bytes": len(frame), "reason": str(error)}
+            logger.debug("dropped a frame of %(bytes)d bytes: %(reason)s", values)
             return None
         return Request(identity, request_id, message, len(frame))
 
@@ -170,28 +163,16 @@ class Router:
             if operation in _REMEMBERED and error.code != messages.NOT_REGISTERED:
                 self._remember(f"{operation} refused", request, str(error))
             # A refused engine is worth a warning; a refused request costs only time.
-            matters = (
-                session is not None and operation == "register" and self._is_news(request, session, error)
-            )
+            news = session is not None and operation == "register" and self._is_news(request, session, error)
             client = "session %(session)d (pid %(pid)d, model %(model)r): " if session is not None else ""
-            log_request(
-                logging.WARNING if matters else logging.DEBUG,
-                client + "refused %(operation)s: %(reason)s",
-                session,
-                request.message,
-                {"operation": operation, "code": error.code, "reason": str(error)},
-            )
+            text = client + "refused %(operation)s: %(reason)s"
+            values = {"operation": operation, "code": error.code, "reason": str(error)}
+            log_request(logging.WARNING if news else logging.DEBUG, text, session, request.message, values)
             return Refused(error.code, str(error))
         # A bug must cost one request, not the server. What the handler changed before the error is
         # consistent.
-        log_request(
-            logging.ERROR,
-            "request %(operation)s failed",
-            session,
-            request.message,
-            {"operation": operation},
-            trace=True,
-        )
+        text, values = "request %(operation)s failed", {"operation": operation}
+        log_request(logging.ERROR, text, session, request.message, values)
         self._remember(f"{operation} failed", request, "the server failed on a request; its log says why")
         return Refused(messages.INTERNAL, "the server failed on this request; its log says why")
 

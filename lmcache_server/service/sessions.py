@@ -130,6 +130,7 @@ def _layout(model: ModelTag, shards: Sequence[Shard], ephemeral: bool) -> Layout
     groups = shards[0].geometry.groups
     shape = [(group.kind, group.block_size, group.window, group.replicated) for group in groups]
     tensor_ranks, first_rank = model.tensor_parallel_size, model.ranks.start
+    holders = [list[int]() for _ in groups]
     for shard in shards:
         own = shard.geometry.groups
         if [(group.kind, group.block_size, group.window, group.replicated) for group in own] != shape:
@@ -139,18 +140,12 @@ def _layout(model: ModelTag, shards: Sequence[Shard], ephemeral: bool) -> Layout
         # One rank reads the objects of another, so both must have the same pages in the same order.
         if any(a.replicated and _contents(a) != _contents(b) for a, b in zip(own, first, strict=True)):
             raise GeometryError("the workers of this engine registered different pages as replicated")
-    stages = {max(shard.rank - shard.rank % tensor_ranks, first_rank) for shard in shards}
-    holders = tuple(
-        tuple(
-            shard.rank
-            for shard in shards
-            if shard.geometry.groups[index].regions and not (group.replicated and shard.rank not in stages)
-        )
-        for index, group in enumerate(groups)
-    )
+        for ranks, group in zip(holders, own, strict=True):
+            if group.regions and (shard.rank == holder or not group.replicated):
+                ranks.append(shard.rank)
     namespace = namespace_id(model, [shard.geometry for shard in shards], ephemeral)
-    name = model.model[:MAX_NAME]
-    return Layout(namespace, shards[0].chunk_size, groups, holders, tensor_ranks, ephemeral, name, first_rank)
+    name, held = model.model[:MAX_NAME], tuple(tuple(ranks) for ranks in holders)
+    return Layout(namespace, shards[0].chunk_size, groups, held, tensor_ranks, ephemeral, name, first_rank)
 
 
 def _contents(group: GroupSpec) -> tuple[str, list[int]]:

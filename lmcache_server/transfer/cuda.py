@@ -80,12 +80,9 @@ class CudaMapping:
             for handle in shared:
                 if handle not in self._opened:
                     self._opened[handle] = self._opened_by(handle, gpu)
-            self.bases = [
-                self._opened[handle] + start
-                for handle, (start, _) in zip(shared, memory.buffers, strict=True)
-            ]
-            for base, (start, size) in zip(self.bases, memory.buffers, strict=True):
-                _check_range(driver, base, start, size)
+            for handle, (start, size) in zip(shared, memory.buffers, strict=True):
+                self.bases.append(self._opened[handle] + start)
+                _check_range(driver, self.bases[-1], start, size)
             for load in (True, False):
                 events = [driver.create_event() for _ in range(2)]
                 self._lanes[load] = _Lane(driver.create_stream(), events)
@@ -170,9 +167,8 @@ class CudaMapping:
 
     def close(self) -> None:
         """Waits for all copies and unmaps the worker's memory."""
-        if self._gpu is None:
+        if (gpu := self._gpu) is None:
             return
-        gpu = self._gpu
         steps: list[Callable[[], object]] = [gpu.enter]
         for lane in self._lanes.values():
             steps.append(partial(gpu.driver.synchronize, lane.stream))
@@ -218,7 +214,5 @@ def _attempt(step: Callable[[], object], gpu: Gpu) -> None:
         step()
     except CudaError as error:
         if not gpu.lost:
-            logger.warning(
-                "a worker's memory on %(gpu)s was not given back cleanly: %(reason)s",
-                {"gpu": gpu.name, "reason": str(error)},
-            )
+            values = {"gpu": gpu.name, "reason": str(error)}
+            logger.warning("a worker's memory on %(gpu)s was not given back cleanly: %(reason)s", values)

@@ -37,20 +37,18 @@ def copy(pid: int, pieces: Pieces, *, load: bool) -> None:
     """Copies pieces into process `pid` if `load`, else out of it. Raises CopyError."""
     if not len(pieces.length):
         return
-    local, remote = (merged(adjacent(at, pieces.length), pieces.length, at) for at in pieces[:2])
+    sides = [merged(adjacent(at, pieces.length), pieces.length, at) for at in pieces[:2]]
     call = _libc.process_vm_writev if load else _libc.process_vm_readv
     total = pieces.num_bytes
-    ends = [np.cumsum(length) for length, _ in (local, remote)]
+    ends = [np.cumsum(length) for length, _ in sides]
     done = 0
     while done < total:
         # Both sides of a call must end at the same byte.
         stop = min(total, done + MAX_CALL_BYTES, *(_reach(end, done) for end in ends))
-        ours, theirs = (
-            _vector(side, end, done, stop) for side, end in zip((local, remote), ends, strict=True)
-        )
+        ours, theirs = (_vector(side, end, done, stop) for side, end in zip(sides, ends, strict=True))
         moved = call(pid, ours.ctypes.data, len(ours), theirs.ctypes.data, len(theirs), 0)
         if moved != stop - done:
-            raise _error(pid, ctypes.get_errno() if moved < 0 else errno.EFAULT)
+            raise copy_error(pid, ctypes.get_errno() if moved < 0 else errno.EFAULT)
         done = stop
 
 
@@ -103,7 +101,7 @@ class HostMapping:
             self._address_space = os.open(f"/proc/{pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             same = {errno.ENOENT: errno.ESRCH, errno.EACCES: errno.EPERM}
-            raise _error(pid, same.get(error.errno or 0, error.errno or 0)) from error
+            raise copy_error(pid, same.get(error.errno or 0, error.errno or 0)) from error
         self._nonce = read(pid, self._memory.proof_address, NONCE_BYTES)
         for start, size in self._memory.buffers:
             read(pid, start, 1)
@@ -166,7 +164,7 @@ def check_user(pid: int) -> None:
         )
 
 
-def _error(pid: int, number: int) -> CopyError:
+def copy_error(pid: int, number: int) -> CopyError:
     reason = os.strerror(number)
     if number in (errno.EPERM, errno.ENOSYS):
         return NoAccessError(

@@ -34,11 +34,7 @@ class ObjectsJob:
 
     def all_pieces(self) -> Pieces:
         """The pieces of all objects together, in no particular order."""
-        by_group: dict[int, list[ObjectCopy]] = {}
-        for group, page in self.objects:
-            by_group.setdefault(group, []).append(page)
-        where = self.bases, self.l1_address, self.frame_bytes
-        return join([pieces_of_all(pages, self.regions[group], *where) for group, pages in by_group.items()])
+        return pieces_of_all(self.objects, self.regions, self.bases, self.l1_address, self.frame_bytes)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from lmcache_client.contract.endpoint import LENT_BYTES, lending_path
 from lmcache_server.transfer.base import NoAccessError
-from lmcache_server.transfer.host import check_user
+from lmcache_server.transfer.host import check_user, copy_error
 
 _PIDFD_GETFD = 438
 """The number of the system call on every processor; Linux 5.6."""
@@ -68,10 +68,7 @@ def _sentence(pid: int, error: OSError) -> str:
             "or start vLLM without --enable-sleep-mode and --enable-cumem-allocator"
         )
     if error.errno in (errno.ESRCH, errno.ENOENT):
-        return (
-            f"the server cannot see process {pid}: it has ended, or it is in another process namespace "
-            "(containers: share the pid namespace)"
-        )
+        return str(copy_error(pid, errno.ESRCH))
     if error.errno == errno.EBADF:
         return f"process {pid} has no such file descriptor"
     return f"the server cannot share the GPU memory of process {pid}: {reason}"

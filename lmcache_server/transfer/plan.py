@@ -59,26 +59,26 @@ def pieces(
 
 
 def pieces_of_all(
-    pages: Iterable[ObjectCopy],
-    regions: Sequence[Region],
+    objects: Iterable[tuple[int, ObjectCopy]],
+    regions: Sequence[Sequence[Region]],
     bases: Sequence[int],
     l1_address: int,
     frame_bytes: int,
 ) -> Pieces:
-    """The pieces of several objects of a group, in no particular order. Most objects lie in a single run of
-    frames. These are planned together instead of one by one."""
-    alike: dict[tuple[int, int, int], list[ObjectCopy]] = {}
+    """The pieces of several objects, each with its group, in no particular order. `regions` are those of each
+    group. Most objects lie in a single run of frames. These are planned together instead of one by one."""
+    alike: dict[tuple[int, int, int, int], list[ObjectCopy]] = {}
     parts = []
-    for page in pages:
+    for group, page in objects:
         if len(page.runs) == 1:
-            alike.setdefault((page.num_blocks, page.first_page, len(page.block_ids)), []).append(page)
+            alike.setdefault((group, page.num_blocks, page.first_page, len(page.block_ids)), []).append(page)
         else:
-            parts.append(pieces(page, regions, bases, l1_address, frame_bytes))
-    for same in alike.values():
-        inside, remote, length = _pages(same, regions, bases, frame_bytes)
+            parts.append(pieces(page, regions[group], bases, l1_address, frame_bytes))
+    for (group, *_), same in alike.items():
+        inside, remote, length = _pages(same, regions[group], bases, frame_bytes)
         starts = np.array([page.runs[0][0] for page in same], dtype=np.uint64)
-        objects = np.uint64(l1_address) + starts * np.uint64(frame_bytes)
-        local = objects[:, None, None] + inside
+        begins = np.uint64(l1_address) + starts * np.uint64(frame_bytes)
+        local = begins[:, None, None] + inside
         parts.append(Pieces(local.ravel(), remote.ravel(), length.ravel()))
     return join(parts)
 

@@ -10,8 +10,9 @@ from msgspec import structs
 
 from lmcache_client.connector.server_of_rank import Place, places
 from lmcache_client.connector.settings import PREFIX, Settings, parse
-from lmcache_client.connector.support import resume_advice
+from lmcache_client.connector.support import on_joined
 from lmcache_client.contract.geometry import FULL, RECURRENT, GroupSpec
+from lmcache_client.contract.messages import Joined
 
 
 def test_the_documents_name_every_key_with_its_default() -> None:
@@ -109,9 +110,10 @@ def test_servers_that_do_not_fit_the_ranks_are_refused(servers: dict[str, str], 
 
 def test_the_advice_for_recurrent_models_is_quoted_as_it_is_given() -> None:
     config = SimpleNamespace(
-        cache_config=SimpleNamespace(prefix_cache_retention_interval=0),
+        cache_config=SimpleNamespace(prefix_cache_retention_interval=0, kv_offloading_size=None),
+        model_config=SimpleNamespace(max_model_len=0),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
     )
     groups = (GroupSpec(FULL, 544, 0, "", ()), *(GroupSpec(RECURRENT, 544, 0, "", ()),) * 3)
-    advice = resume_advice(config, groups, (13_369_344, *(13_172_736,) * 3), False, 544)
+    advice = on_joined(config, groups, (13_369_344, *(13_172_736,) * 3), False, Joined(True, 544))
     assert f"\nlmcache: {advice}\n" in (ROOT / "docs" / "hybrid-models.md").read_text()

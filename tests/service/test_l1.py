@@ -135,13 +135,13 @@ def flags_at(address):
     return next(line for line in own.splitlines() if line.startswith("VmFlags:")).split()
 
 
-def test_no_process_that_is_started_copies_it_and_no_core_dump_has_it(open_l1):
+def test_no_process_that_is_started_copies_it_and_no_core_dump_has_it(open_l1, monkeypatch):
     """Not even its page tables: of 100 GB that would stop the event loop for seconds."""
     assert {"dc", "dd"} <= {*flags_at(open_l1(GB_BYTES // 1024).base_address)}
     # A machine of the tests has no huge pages.
-    allocate = lambda num_bytes, _flags: (-1, mmap.mmap(-1, num_bytes))  # noqa: E731
-    _, mapping = l1_memory._map_hugetlb(MIB, allocate)
-    assert "dd" in flags_at(ctypes.addressof(ctypes.c_char.from_buffer(mapping)))
+    plain = lambda num_bytes, _flags, _shared: (-1, mmap.mmap(-1, num_bytes))  # noqa: E731
+    monkeypatch.setattr(l1_memory, "_allocate", plain)
+    assert "dd" in flags_at(open_l1(MIB, hugetlb=True).base_address)
 
 
 def test_more_than_there_is_is_refused(monkeypatch):

@@ -12,7 +12,7 @@ from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.contract.geometry import SLIDING_WINDOW, GroupSpec
 from lmcache_client.engine import Scheduler
 from lmcache_client.server_channel import Channel
-from lmcache_client.servers import Servers, Together
+from lmcache_client.servers import LookupOfAll
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.leases import LeaseTable
 from lmcache_server.options import NAMES
@@ -99,10 +99,10 @@ BUGS: dict[str, tuple[Any, ...]] = {
     "pins_end_with_their_engine": (1, (Cache, "drop_owner", _unpins_first)),
     "old_chunks_kept": (0, (Cache, "forget_old", constant(0))),
     # Of several servers, the one that gives least is believed to speak for all.
-    "one_promise_is_enough": (29, (Servers, "_agree", constant(True))),
+    "one_promise_is_enough": (29, (LookupOfAll, "_agree", constant(True))),
     "promises_kept_when_one_server_fails": (
         857,
-        (Together, "__init__", lambda made: lambda self, parts, merge, _=None: made(self, parts, merge)),
+        (LookupOfAll, "fail_all", constant(None)),
     ),
     # As the early stages of a pipeline, which learn in the next step which drafts were right.
     "state_stored_before_its_drafts_are_verified": (

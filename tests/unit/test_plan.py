@@ -97,7 +97,7 @@ def test_objects_together_give_the_moves_of_each(case, others):
         ids = tuple(range(1 + number, 1 + number + min(count, page.num_blocks - min(first, page.num_blocks))))
         runs = ((100 * number, frames),) if whole else page.runs
         pages.append(ObjectCopy(runs, page.num_blocks, min(first, page.num_blocks), ids))
-    found = pieces_of_all(pages, regions, bases, L1_ADDRESS, FRAME_BYTES)
+    found = pieces_of_all([(0, each) for each in pages], [regions], bases, L1_ADDRESS, FRAME_BYTES)
     assert all(array.dtype == np.uint64 for array in found)
     assert sorted(moves(found)) == sorted(
         move for each in pages for move in expected_moves(each, regions, bases)
@@ -149,7 +149,7 @@ def test_pages_beyond_the_object_are_an_error_not_a_write_into_the_next_one():
         with pytest.raises(AssertionError):
             pieces(page, region, (0,), L1_ADDRESS, FRAME_BYTES)
     with pytest.raises(AssertionError):
-        pieces_of_all([right, short], region, (0,), L1_ADDRESS, FRAME_BYTES)
+        pieces_of_all([(0, right), (0, short)], [region], (0,), L1_ADDRESS, FRAME_BYTES)
     # A shard without layers of a group moves nothing.
     assert pieces(short, (), (0,), L1_ADDRESS, FRAME_BYTES).num_bytes == 0
 

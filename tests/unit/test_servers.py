@@ -35,12 +35,18 @@ def answered(resume_tokens: int) -> Pending:
 def test_a_server_that_is_lost_before_it_is_asked_again_ends_the_question(waits_s: float) -> None:
     connection, given_up = Connection(), []
 
-    def merge(replies: list[Message]) -> None:
-        assert len(replies) == 2
-        together.parts[0] = Part.of(together.parts[0].channel, unsent("there is no connection"))
+    class Question(Together):
+        kind = Found
+
+        def merge(self, replies: list[Message]) -> None:
+            assert len(replies) == 2
+            self.parts[0] = Part.of(self.parts[0].channel, unsent("there is no connection"))
+
+        def fail_all(self) -> None:
+            given_up.append(True)
 
     parts = [Part(connection, answered(tokens), 1) for tokens in (512, 256)]  # type: ignore[arg-type]
-    together = Together(parts, merge, lambda: given_up.append(True))
+    together = Question(parts)
     Channels([connection, connection]).poll(together, waits_s)  # type: ignore[list-item]
     assert together.done
     assert isinstance(together.error, ChannelError)

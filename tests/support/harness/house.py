@@ -63,8 +63,8 @@ FACES = (
 )
 TOOLS = (COMMANDS, "lmcache_server/__main__.py")
 BUDGETS = {
-    "base": Budget(12695, "what a byte or a decision goes through, without options"),
-    "path": Budget(18610, "the same with every option"),
+    "base": Budget(12497, "what a byte or a decision goes through, without options"),
+    "path": Budget(18436, "the same with every option"),
     "faces": Budget(1947, "what configures and watches it"),
     "tools": Budget(3568, "the command lmcache"),
 }
