@@ -290,7 +290,7 @@ def valkey(section: Section, view: memoryview, root: Path) -> None:
         def bare_present() -> None:
             batch = glide.Batch(is_atomic=False)
             for name in names:
-                batch.exists([PREFIX + name])
+                batch.strlen(PREFIX + name)
             run = bare.exec
             run(batch, raise_on_error=True)
 

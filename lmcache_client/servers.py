@@ -129,7 +129,7 @@ class LookupOfAll(Together):
         self._first: list[Found] = []
 
     def merge(self, found: list[Found]) -> Message | None:
-        if len(found) == 1 and not (found[0].resume_tokens or found[0].lease_id):
+        if len(found) == 1 and not (found[0].resume_tokens or found[0].lease_id or found[0].l1_tokens):
             return found[0]  # the usual miss
         clients, self._first = self._servers.clients, self._first or found
         least = min(each.resume_tokens for each in found)

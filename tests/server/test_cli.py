@@ -520,8 +520,8 @@ def test_a_status_of_everything_that_can_be_shown():
         "tiers: 1,234 of the hit tokens were fetched while requests waited\n",
         "tier valkey://one:6379: FAILING: it is on fire; read 12 objects, 3.0 MiB; wrote 30, 1.0 GiB "
         "as 768.0 MiB (0.75); 4 wait; 2 gone, 1 damaged, 6 without room, 7 dropped, 8 not written\n",
-        "tier dir:///tier?size_gb=1: works; holds 3.0 MiB of 1.0 GiB in 28 records, the oldest unused for "
-        "1 h 30 min, 44 evicted; read 0 objects, 0 B; wrote 0, 0 B; 0 wait\n",
+        "tier dir:///tier?size_gb=1: works; holds 3.0 MiB of 1.0 GiB in 28 records, the oldest use "
+        "1 h 30 min ago, 44 evicted; read 0 objects, 0 B; wrote 0, 0 B; 0 wait\n",
         "tenants: 9, of which 7 are not shown\n  ca978112ca1b  3.0 MiB of 1.0 GiB\n  3e23e8160039  0 B\n",
     ):  # fmt: skip
         assert part in text

@@ -157,7 +157,7 @@ def test_tiers_and_what_they_lost(browser, server):
         first, second = visit.rows("tiers")
         url, state, *rest = first.split("\t")
         assert (url, rest) == (HOSTILE, ["3.0 MiB", "1.0 GiB as 768 MiB", "1 object"])
-        holds = "holds 3.0 MiB of 1.0 GiB in 28 records, the oldest unused for 1 h 30 min, 44 evicted"
+        holds = "holds 3.0 MiB of 1.0 GiB in 28 records, the oldest use 1 h 30 min ago, 44 evicted"
         assert state.split("\n")[:2] == ["works", holds]
         assert (
             visit.page.inner_text("#tier_hits") == "; 25.0 % of the hits were fetched while requests waited"

@@ -33,9 +33,9 @@ _HEAD = struct.Struct("<8s32s32sIIQ")
 _NONCE_BYTES, _DIGEST_BYTES = 12, 16
 _SEAL_BYTES = _NONCE_BYTES + _DIGEST_BYTES
 _TRAILER_BYTES = _HEAD.size + _SEAL_BYTES
-MAX_SPARE_BYTES = 8 << 20
+MAX_SPARE_BYTES = 16 << 20
 _spare = threading.local()
-"""Has the memory of this thread's last record: the pages of a new map cost more than to fill it."""
+"""Has memory of a former record of this thread: the pages of a new map cost more than to fill them."""
 
 
 class DamagedRecordError(Exception):
@@ -128,13 +128,13 @@ class Record:
     def release(self) -> None:
         """Neither the record nor its pieces are used any more."""
         _spare.end = self._end.obj
-        if 0 < self._body.nbytes <= MAX_SPARE_BYTES:
+        if len(_spare.__dict__.get("body", b"")) < self._body.nbytes <= MAX_SPARE_BYTES:
             _spare.body = self._body.obj
 
     def _own(self, num_bytes: int) -> memoryview:
         """Memory for the record outside of L1. O_DIRECT needs whole pages."""
-        spare = _spare.__dict__.pop("body", b"")
-        self._body = memoryview(spare if len(spare) >= num_bytes else mmap.mmap(-1, num_bytes))
+        is_enough = len(_spare.__dict__.get("body", b"")) >= num_bytes
+        self._body = memoryview(_spare.__dict__.pop("body") if is_enough else mmap.mmap(-1, num_bytes))
         return self._body[:num_bytes]
 
 

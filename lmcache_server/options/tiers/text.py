@@ -35,7 +35,7 @@ def _line(tier: dict[str, Any]) -> str:
     lost = [f"{tier[way][key]} {text}" for way in LOST for key, text in LOST[way].items() if tier[way][key]]
     holds = ""
     if tier["used_bytes"] is not None:
-        age = f", the oldest unused for {duration(tier['oldest_age_seconds'])}" if tier["records"] else ""
+        age = f", the oldest use {duration(tier['oldest_age_seconds'])} ago" if tier["records"] else ""
         holds = f"holds {size(tier['used_bytes'])} of {size(tier['capacity_bytes'])} in {tier['records']} "
         holds += f"records{age}, {tier['evicted_records']} evicted; "
     share = tier["stored_bytes"] / max(tier["written_bytes"], 1)

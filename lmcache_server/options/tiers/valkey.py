@@ -54,7 +54,7 @@ class Valkey:
         self._hint = ", and whether this machine trusts its certificate" if tls else ""
         self._scratch = threading.local()
         self._sizes: dict[str, int] = {}
-        """Of the values that somebody has just asked about."""
+        """Of values that were there when somebody asked, until they are read."""
         self._lock = threading.Lock()
         self._timeouts, self._demoted = 0, False
         self._requests: Counter[Any] = Counter()
@@ -83,13 +83,13 @@ class Valkey:
         for start in range(0, len(names), BATCH):
             batch = (glide.ClusterBatch if self._cluster else glide.Batch)(is_atomic=False)
             for name in names[start : start + BATCH]:
-                batch.strlen(_key(name))
+                batch.strlen(_key(name))  # unlike EXISTS, this counts as a use of the value
             with self._asked() as client:
                 send = client.exec
                 sizes += send(batch, raise_on_error=True)
         if len(self._sizes) + len(names) > MAX_SIZES:
             self._sizes.clear()
-        self._sizes.update(zip(names, sizes, strict=True))
+        self._sizes.update(each for each in zip(names, sizes, strict=True) if each[1])
         return [num_bytes > 0 for num_bytes in sizes]
 
     def read(self, name: str, pieces: Sequence[memoryview]) -> int:
@@ -97,7 +97,7 @@ class Valkey:
         with self._asked() as client:
             # `get` reads a longer value into memory before it compares the sizes. But a question for the size
             # waits behind the values that others read.
-            if not fits(num_bytes or int(client.strlen(key)), pieces):
+            if not fits(num_bytes, pieces) and not fits(int(client.strlen(key)), pieces):
                 return 0
             num_bytes = int(client.get(key, buffer=buffer) or 0)
         if not fits(num_bytes, pieces):

@@ -120,6 +120,8 @@ def test_a_read_asks_for_the_size_only_if_nobody_has_just_done_so(open_at, tmp_p
             assert tier.read("a", memory(4)) == 0, "a longer value is left where it is"
             assert tier.present(["a"])[0]
         assert calls("get") == ["2"]
+        assert tier.write("a", memory(4, seed=5)), "another server has written it again"
+        assert kept(tier, "a", memory(4, seed=5))
         assert tier.write("b", memory(2, seed=3))
         assert kept(tier, "b", memory(2, seed=3))
 
