@@ -197,7 +197,9 @@ def test_target_and_drafter_are_restored_exactly(server: LMCacheServer, name: st
         several = [tokens, longer, *others]
         assert engine.reset_prefix_cache()
         together = engine.generate(several, ANSWER)
-        assert all(each.external_tokens > 0 for each in together)
+        # One whose answer comes late may find in vLLM's own cache what another has just loaded.
+        assert all(each.external_tokens + each.local_tokens > 0 for each in together)
+        assert sum(each.external_tokens > 0 for each in together) >= 3
 
         alone = own(engine, server, tokens, ANSWER, 4 * CHUNK, tokens)
         drafted = sum(map(len, cold.drafts))
