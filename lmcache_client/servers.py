@@ -90,8 +90,8 @@ class Together(Pending):
         self.parts = parts
 
     def merge(self, replies: list[Any]) -> Message | None:
-        """One reply of theirs; None if it has asked again and replaced `parts`."""
-        raise NotImplementedError
+        """One reply of theirs, here the first; None if it has asked again and replaced `parts`."""
+        return replies[0]  # type: ignore[no-any-return]
 
     def fail_all(self) -> None:
         """One server cannot answer: gives up what the others have promised."""
@@ -121,9 +121,8 @@ class LookupOfAll(Together):
     kind = Found
 
     def __init__(self, servers: "Servers", question: Lookup, timeout_s: float) -> None:
-        super().__init__(
-            [Part.of(each.channel, each.lookup(question, timeout_s)) for each in servers.clients]
-        )
+        parts = [Part.of(each.channel, each.lookup(question, timeout_s)) for each in servers.clients]
+        super().__init__(parts)
         self._servers, self._question, self._rounds = servers, question, 1
         self._limit_s = servers.channel.system.now_s() + timeout_s
         self._first: list[Found] = []
@@ -159,6 +158,8 @@ class LookupOfAll(Together):
 
 
 class FollowOfAll(Together):
+    """Asks how far all servers can restore a chain, and what any has forgotten."""
+
     kind = Followed
 
     def merge(self, told: list[Followed]) -> Message:
@@ -167,10 +168,9 @@ class FollowOfAll(Together):
 
 
 class ClearOfAll(Together):
-    kind = Cleared
+    """Has all servers clear."""
 
-    def merge(self, cleared: list[Cleared]) -> Message:
-        return cleared[0]
+    kind = Cleared
 
 
 class Servers:

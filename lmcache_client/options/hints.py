@@ -26,11 +26,10 @@ class RequestHints(Option):
         self._store_answers = engine.settings.save_decode_cache
 
     def began(self, tracked: Tracked, hints: Mapping[str, Any]) -> None:
+        tracked.once = hints.get(ONCE, False)
+        tracked.no_load = not hints.get(LOAD, True)
+        tracked.store_tokens = hints.get(STORE_TOKENS, tracked.store_tokens)
         tracked.store_answer = self._store_answers
-        if hints:
-            tracked.once = hints.get(ONCE, False)
-            tracked.no_load = not hints.get(LOAD, True)
-            tracked.store_tokens = hints.get(STORE_TOKENS, tracked.store_tokens)
 
 
 OPTION = RequestHints

@@ -101,6 +101,11 @@ def test_it_says_how_much_it_holds_and_what_it_has_evicted(open_at):
         assert tier.write(f"a/{number}", memory(256))
     assert sum(tier.present([f"a/{number}" for number in range(6)])) == 4
     assert tier.usage[:4] == (4 * MIB, 4 * MIB, 4, 2)
+    tier.close()
+    # What does not fit into a smaller directory is evicted at once.
+    tier = open_at(size_bytes=MIB)
+    wait_until(lambda: tier.usage.evicted_records == 3)
+    wait_until(lambda: sum(tier.present([f"a/{number}" for number in range(6)])) == 1)
     assert open_at(tier._path + "-shared", shared=True).usage is None
 
 
@@ -119,6 +124,7 @@ def test_it_says_for_how_long_the_record_that_goes_next_was_not_used(open_at, tm
         assert tier.read(names[0], memory(256))
         ages_s.append(tier.usage.oldest_age_seconds)
         assert tier.write(name, memory(256))
+    assert list(tier.present(names)) == [True, False, False, False, True, True]
     assert all(5000 <= age_s < 8000 for age_s in ages_s[:2]), "since the start nobody has used them"
     assert ages_s[2] < 3000, "these were read or written"
 
