@@ -9,7 +9,6 @@ from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_server.core.index import Chunk, Index
 from lmcache_server.core.limits import Limits
 from lmcache_server.core.lru import EvictionOrder
-from lmcache_server.core.misses import Evicted
 from lmcache_server.core.pool import FramePool, Runs
 from lmcache_server.core.tenants import Tenants
 
@@ -52,9 +51,8 @@ class Chunks:
         """The payload of all ready objects."""
         self.used_frames = 0
         """The frames of ready objects."""
-        self.evicted = Evicted()
-        self.on_gone: list[Callable[[bytes, bytes], object]] = []
-        """Called with the namespace and the key of a chunk that lookups do not find any more."""
+        self.on_gone: list[Callable[[Chunk, bool], object]] = []
+        """Called with a chunk that lookups do not find any more, and whether it made room for others."""
         self.on_kept: list[Callable[[Chunk], object]] = []
         """Called with a chunk that somebody has asked for again, so that it is no longer `once`."""
         self.on_left: list[Callable[[int], object]] = []
@@ -117,7 +115,7 @@ class Chunks:
         if chunk not in self._index:
             return
         self._index.remove(chunk)
-        self._tell(chunk)
+        self._tell(chunk, evicted=False)
         if chunk in self.protected:
             self.unprotect((chunk,))
         elif not chunk.ref_cnt:
@@ -221,17 +219,16 @@ class Chunks:
         for chunk in victims:
             self._order.remove((chunk,))
             self._index.remove(chunk)
-            self.evicted.add(chunk.namespace, chunk.key)
-            self._tell(chunk)
+            self._tell(chunk, evicted=True)
             self.evicted_chunks += 1
             self.quota_evicted_chunks += by_quota
             self.evicted_bytes += self._free_objects(chunk)
             if not (chunk.once or by_quota) and len(self.evicted_ages_s) < MAX_EVICTED_AGES:
                 self.evicted_ages_s.append(self._now_s - chunk.last_used_s)
 
-    def _tell(self, chunk: Chunk) -> None:
+    def _tell(self, chunk: Chunk, *, evicted: bool) -> None:
         for told in self.on_gone:
-            told(chunk.namespace, chunk.key)
+            told(chunk, evicted)
 
     def _free_objects(self, chunk: Chunk) -> int:
         """Frees the frames of all ready objects, unless a tier still reads them; returns their payload in

@@ -17,6 +17,7 @@ from typing import Any
 NAMES: tuple[str, ...] = (
     "kv_events",
     "max_age",
+    "miss_reasons",
     "pins",
     "planner",
     "retention",

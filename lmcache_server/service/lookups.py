@@ -1,6 +1,5 @@
 """Lookup, inspect and release: the cache alone answers them."""
 
-import functools
 import logging
 from collections.abc import Coroutine
 from typing import Any, NamedTuple
@@ -11,12 +10,11 @@ from lmcache_client.contract import messages
 from lmcache_client.contract.control import Inspect, Inspected
 from lmcache_client.contract.messages import Accept, Done, Found, Lookup, Message, Release
 from lmcache_server.core.cache import Hit, Layout
-from lmcache_server.core.misses import ending_groups, missed_tokens
 from lmcache_server.service.option import Base, Option
 from lmcache_server.service.refusals import Refusal, log_request
 from lmcache_server.service.requests_of_tests import traffic
 from lmcache_server.service.sessions import Session, Shard
-from lmcache_server.telemetry.partial import PartialChunks
+from lmcache_server.telemetry.metrics import NOT_STORED
 
 MAX_EARLY = 1024
 """Early lookups beyond these push out the oldest, which are then never counted."""
@@ -39,7 +37,6 @@ class Lookups:
         self._cache, self._registry, self._options = base.cache, base.registry, base.options
         self._metrics, self._system = base.metrics, base.system
         self._lease_s = base.config.lease_s
-        self._partial = PartialChunks()
         self._early: dict[tuple[int, str], _Asked] = {}
         """By session and request, the early lookups that the engine has not accepted yet."""
 
@@ -111,10 +108,6 @@ class Lookups:
         layout, message, hit, in_l1, in_tiers = asked
         computed, limit = message.computed_tokens, message.limit_tokens
         hit_tokens = max(hit.resume_tokens - computed, 0)
-        beyond = (computed + hit_tokens) // layout.chunk_size
-        if beyond < limit // layout.chunk_size and self._cache.is_partial(layout, message.keys[beyond]):
-            partial = self._partial.seen(layout.namespace, message.keys[beyond], started_s)
-            self._metrics.count("lmcache_partial_chunks_total", int(partial))
         missed = self._missed(asked)
         # A request is at most a chunk longer than `limit`, unless it has more chunks than a message may name.
         requested = min(message.num_tokens, limit + layout.chunk_size)
@@ -122,7 +115,7 @@ class Lookups:
         self._metrics.count_tokens(whose, requested, computed, hit_tokens, limit, missed)
         fetched = max(min(hit.resume_tokens, in_tiers) - max(in_l1, computed), 0)
         for option in self._options:
-            option.looked_up(session.session_id, layout, message, fetched, started_s)
+            option.looked_up(session.session_id, layout, message, hit, fetched, started_s)
         values = {
             "hit_tokens": hit_tokens, "computed_tokens": computed, "num_tokens": message.num_tokens,
             "missed": missed, "lease": hit.lease_id, "namespace": layout.namespace.hex()[:16],
@@ -134,10 +127,10 @@ class Lookups:
 
     def _missed(self, asked: _Asked) -> dict[str, int]:
         layout, message, hit, _, in_tiers = asked
-        span = max(message.computed_tokens, hit.resume_tokens), message.limit_tokens
-        of_cache = self._cache.evicted, functools.partial(self._cache.is_partial, layout)
-        is_down = any(each.is_down(layout) for each in self._options)
-        return missed_tokens(layout, message.keys, hit.held, *span, *of_cache, is_down, in_tiers)
+        if not (miss := message.limit_tokens - max(message.computed_tokens, hit.resume_tokens)):
+            return {}
+        told = (option.missed(layout, message, hit, in_tiers) for option in self._options)
+        return next(filter(None, told), {NOT_STORED: miss})
 
     def inspect(self, message: Inspect) -> Message:
         """Changes nothing, not even a counter of tokens."""
@@ -148,7 +141,8 @@ class Lookups:
             raise Refusal(messages.BAD_REQUEST, "the keys end before limit_tokens")
         chain, hit = self._cache.find(layout, keys, 0, limit)
         missed = self._missed(_Asked(layout, Lookup("", keys, 0, limit, limit), hit, 0))
-        ends = ending_groups(layout, hit.held, [chunk.ready if chunk else 0 for chunk in chain], limit)
+        ready = [chunk.ready if chunk else 0 for chunk in chain]
+        ends = [end for option in self._options for end in option.ends(layout, hit, ready, limit)]
         return Inspected(hit.resume_tokens, hit.held, tuple(missed.items()), tuple(ends))
 
     def release(self, session: Session, message: Release) -> Message:

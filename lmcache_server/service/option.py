@@ -1,11 +1,11 @@
 """Where an option of the server meets the base."""
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from lmcache_client.contract.messages import Lookup, Message, Release
 from lmcache_server.config import Config
-from lmcache_server.core.cache import Cache, Layout, Reservation
+from lmcache_server.core.cache import Cache, Hit, Layout, Reservation
 from lmcache_server.core.index import Chunk
 from lmcache_server.l1.memory import L1Memory
 from lmcache_server.service.registry import Registry
@@ -76,8 +76,21 @@ class Option:
 
     # -- lookups ----------------------------------------------------------------------------------
 
-    def looked_up(self, session_id: int, layout: Layout, message: Lookup, fetched: int, now_s: float) -> None:
+    def looked_up(
+        self, session_id: int, layout: Layout, message: Lookup, hit: Hit, fetched: int, now_s: float
+    ) -> None:
         """A lookup is answered. `fetched` tokens of its hit are there because of `fetch`."""
+
+    def missed(self, layout: Layout, message: Lookup, hit: Hit, in_tiers: int) -> dict[str, int]:
+        """Why a lookup did not find the tokens behind its hit: their number by reason, each of REASONS of the
+        metrics; empty if it does not know. `in_tiers` is the resume point that `fetch` promised."""
+        return {}
+
+    def ends(
+        self, layout: Layout, hit: Hit, ready: Sequence[int], limit: int
+    ) -> Iterable[tuple[int, int, tuple[int, ...]]]:
+        """As `ends` of Inspected. `ready` has, per chunk, the bits of its ready objects."""
+        return ()
 
     def released(self, session_id: int, layout: Layout, message: Release) -> None:
         """Leases are given up, or a request has ended."""

@@ -24,7 +24,8 @@ _DIRECTION: _Labels = {"direction": ("store", "load")}
 _OUTCOMES: _Labels = {"outcome": ("computed", "hit", "miss", "tail")}
 OBJECTS = ("stored", "present", "busy", "no_room", "once", "quota", "failed")
 _OBJECTS: _Labels = {"outcome": OBJECTS}
-REASONS = ("not_stored", "evicted", "tier_down", "tier_late", "no_state", "partial")
+NOT_STORED = "not_stored"
+REASONS = (NOT_STORED, "evicted", "tier_down", "tier_late", "no_state", "partial")
 TESTS: _Labels = {"test": ("bench", "selftest", "verify")}
 MAX_NAMESPACES = 64
 """Further namespaces are counted together."""
@@ -80,8 +81,6 @@ TABLE = (
            "Stored pages found damaged (with --checksums); the server forgot their chunks."),
     Metric(Histogram, "lmcache_lookup_seconds", "Time to answer a lookup. Tests are counted, too.", {},
            {"buckets": _LOOKUP_S}),
-    Metric(Counter, "lmcache_partial_chunks_total",
-           "Lookups that ended before a chunk which, for 5 s, only some workers of the engine had stored."),
     Metric(Counter, "lmcache_evicted_chunks_total", "Chunks evicted to make room."),
     Metric(Counter, "lmcache_evicted_bytes_total", "Payload bytes of evicted chunks."),
     Metric(Counter, "lmcache_quota_evicted_chunks_total",

@@ -1,36 +1,18 @@
 """Inspect: what is told of a chain of chunks, and that telling it changes nothing. The real router."""
 
 import pytest
-from desk import USER, Desk, evict_everything, is_refused, key, serving
+from desk import USER, Desk, inspect, is_refused, key, serving
 from fuzz.messages import CHUNK_SIZE
 from msgspec.structs import replace
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.control import Inspect, Inspected
 from lmcache_client.contract.keys import ModelTag
-from lmcache_client.contract.messages import Clear, Lookup, Message
+from lmcache_client.contract.messages import Clear, Lookup
 from lmcache_server.core.layout import Layout
 from lmcache_server.service.sessions import namespace_summary
 
 __all__ = ["serving"]
-
-
-def inspect(desk: Desk, *numbers: int, engine: str = "engine 0") -> Message | None:
-    return desk.ask(USER, Inspect(engine, tuple(map(key, numbers)), len(numbers) * CHUNK_SIZE))
-
-
-def test_it_tells_what_a_lookup_would_find_and_why_not_more(serving: Desk) -> None:
-    size, nothing = CHUNK_SIZE, ((0, 0, ()),)
-    fresh = Inspected(0, (b"\0",), (("not_stored", 2 * size),), nothing)
-    assert inspect(serving, 1, 2) == fresh
-    serving.stored(1, 2, 4)
-    missed = (("not_stored", 2 * size),)
-    assert inspect(serving, 1, 2, 3, 4) == Inspected(2 * size, (b"\x0b",), missed, ((0, 2 * size, ()),))
-    assert inspect(serving, 1, 2) == Inspected(2 * size, (b"\x03",), ())
-    assert inspect(serving, 1, 2, engine="engine 1") == fresh, "another model"
-    evict_everything(serving)
-    assert inspect(serving, 1, 2) == Inspected(0, (b"\0",), (("evicted", 2 * size),), nothing)
-    assert inspect(serving) == Inspected(0, (b"",), ())
 
 
 def test_it_leases_renews_and_counts_nothing(serving: Desk) -> None:

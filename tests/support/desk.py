@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.codec import packed
+from lmcache_client.contract.control import Inspect
 from lmcache_client.contract.keys import ROOT_KEY, ModelTag
 from lmcache_client.contract.messages import Found, Hello, Load, Lookup, Memory, Message, Store, StoreObject
 from lmcache_server.core.pool import FRAME_BYTES
@@ -225,3 +226,7 @@ def serving(desk: Desk) -> Desk:
 def evict_everything(desk: Desk, who: int = 0) -> None:
     for number in range(1000, 1000 + desk.target.l1.num_frames):
         desk.stored(number, who=who)
+
+
+def inspect(desk: Desk, *numbers: int, engine: str = "engine 0") -> Message | None:
+    return desk.ask(USER, Inspect(engine, tuple(map(key, numbers)), len(numbers) * CHUNK_SIZE))

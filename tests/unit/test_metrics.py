@@ -2,7 +2,6 @@
 warnings: bounded, nothing lost, nothing twice."""
 
 import itertools
-import logging
 import runpy
 from pathlib import Path
 
@@ -13,14 +12,11 @@ from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from lmcache_client.contract.geometry import FULL, RECURRENT, GroupSpec
-from lmcache_server.core import misses
 from lmcache_server.core.layout import Layout
 from lmcache_server.options import parts
-from lmcache_server.telemetry import partial
 from lmcache_server.telemetry.failures import MAX_FAILURES, MAX_SENTENCE, Failures
 from lmcache_server.telemetry.history import INTERVAL_S, INTERVALS, History
 from lmcache_server.telemetry.metrics import MAX_NAMESPACES, REASONS, TABLE, Metrics
-from lmcache_server.telemetry.partial import PATIENCE_S, PartialChunks
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,7 +116,7 @@ def test_every_token_has_one_outcome():
     assert outcomes(metrics) == [16, 32, 48, 11]
     assert metrics.value("lmcache_tokens_requested_total") == 16 + 32 + 48 + 11
     missed = {reason: metrics.value("lmcache_missed_tokens_total", reason=reason) for reason in REASONS}
-    assert missed == {**dict.fromkeys(misses.REASONS, 0), "not_stored": 8, "evicted": 40}
+    assert missed == {**dict.fromkeys(REASONS, 0), "not_stored": 8, "evicted": 40}
 
 
 def test_models_are_bounded_in_number_and_in_length():
@@ -207,33 +203,6 @@ def test_the_latest_come_first_the_oldest_go_and_sentences_are_bounded():
     assert [each["engine_id"] for each in report[:2]] == ["engine 7", f"engine {MAX_FAILURES + 4}"]
     assert "engine 4" not in {each["engine_id"] for each in report}
     assert (report[0]["count"], len(report[0]["sentence"])) == (2, MAX_SENTENCE)
-
-
-def test_only_what_is_seen_again_later_counts_and_is_logged_once(caplog):
-    chunks = PartialChunks()
-    with caplog.at_level(logging.WARNING):
-        assert not chunks.seen(b"n", b"a", 0.0)
-        assert not chunks.seen(b"n", b"a", PATIENCE_S - 0.1)
-        assert not chunks.seen(b"n", b"b", PATIENCE_S), "another chunk"
-        assert not chunks.seen(b"m", b"a", PATIENCE_S), "another namespace"
-        assert not caplog.records
-        assert chunks.seen(b"n", b"a", PATIENCE_S)
-        assert not chunks.seen(b"n", b"a", PATIENCE_S + 0.1), "the time starts anew"
-        assert chunks.seen(b"n", b"a", 2 * PATIENCE_S + 0.2)
-        assert chunks.seen(b"n", b"b", 2 * PATIENCE_S)
-        assert len(caplog.records) == 1
-        assert chunks.seen(b"m", b"a", 2 * PATIENCE_S)
-        assert len(caplog.records) == 2
-    assert "look for dropped or failed stores" in caplog.text
-
-
-def test_what_is_remembered_is_bounded(monkeypatch):
-    monkeypatch.setattr(partial, "MAX_SUSPECTS", 2)
-    chunks = PartialChunks()
-    for key in (b"a", b"b", b"c"):
-        assert not chunks.seen(b"n", key, 0.0)
-    assert not chunks.seen(b"n", b"a", 100.0), "forgotten"
-    assert chunks.seen(b"n", b"c", 100.0)
 
 
 def test_a_chunk_is_partial_where_the_holders_of_one_group_disagree():

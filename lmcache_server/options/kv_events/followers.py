@@ -1,5 +1,7 @@
 """The chunks that the cache has forgotten, for each session that keeps track of its namespace."""
 
+from lmcache_server.core.index import Chunk
+
 MAX_GONE = 4096
 """Of more chunks, a session learns only that there were too many."""
 
@@ -11,11 +13,11 @@ class Followers:
         self._lists: dict[bytes, dict[int, list[bytes]]] = {}
         """The keys of forgotten chunks, by namespace and session. One key too many stands for all others."""
 
-    def gone(self, namespace: bytes, key: bytes) -> None:
+    def gone(self, chunk: Chunk, _evicted: bool) -> None:
         """A lookup does not find this chunk any more."""
-        for keys in self._lists.get(namespace, {}).values():
+        for keys in self._lists.get(chunk.namespace, {}).values():
             if len(keys) <= MAX_GONE:
-                keys.append(key)
+                keys.append(chunk.key)
 
     def take(self, namespace: bytes, owner: int) -> tuple[tuple[bytes, ...], bool]:
         """What this session has not heard of yet, and whether there is more than that: it has never asked, or

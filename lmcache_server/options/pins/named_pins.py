@@ -86,10 +86,11 @@ class NamedPins:
         assert {place for chunks in self.names.values() for place in chunks} == self._chunks.keys()
         assert all(chunk in self._cache.protected for chunk in self._chunks.values())
 
-    def _forget(self, namespace: bytes, key: bytes) -> None:
-        if self._chunks.pop((namespace, key), None) is None:
+    def _forget(self, chunk: Chunk, _evicted: bool) -> None:
+        place = chunk.namespace, chunk.key
+        if self._chunks.pop(place, None) is None:
             return
         for name, chunks in list(self.names.items()):
-            chunks.pop((namespace, key), None)
+            chunks.pop(place, None)
             if not chunks:
                 del self.names[name]

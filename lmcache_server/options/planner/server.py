@@ -7,7 +7,7 @@ from prometheus_client import Gauge
 
 from lmcache_client.contract.geometry import FULL, RECURRENT
 from lmcache_client.contract.messages import Lookup, Release
-from lmcache_server.core.cache import Layout
+from lmcache_server.core.cache import Hit, Layout
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.options.planner.demand import SIZES, WINDOWS, Demand, Sizes, rates, together
 from lmcache_server.options.planner.recording import Event, EventKind, Recorder, shortened
@@ -42,7 +42,9 @@ class Server(Option):
         self._asked: dict[tuple[int, str], None] = {}
         """Requests that were counted and have not ended: the engine may ask again in every step."""
 
-    def looked_up(self, session_id: int, layout: Layout, message: Lookup, fetched: int, now_s: float) -> None:
+    def looked_up(
+        self, session_id: int, layout: Layout, message: Lookup, hit: Hit, fetched: int, now_s: float
+    ) -> None:
         request = (session_id, message.request_id)
         if is_test(layout, message.request_id) or request in self._asked:
             return

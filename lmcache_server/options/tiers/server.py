@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 
 from lmcache_client.contract.messages import Lookup
-from lmcache_server.core.cache import Layout, Reservation
+from lmcache_server.core.cache import Hit, Layout, Reservation
 from lmcache_server.core.index import Chunk
 from lmcache_server.errors import StartError
 from lmcache_server.options.tiers import urls
@@ -124,7 +124,9 @@ class Server(Option):
             self._metrics.observe("lmcache_tier_wait_seconds", self._system.now_s() - began_s)
         return found
 
-    def looked_up(self, session_id: int, layout: Layout, message: Lookup, fetched: int, now_s: float) -> None:
+    def looked_up(
+        self, session_id: int, layout: Layout, message: Lookup, hit: Hit, fetched: int, now_s: float
+    ) -> None:
         if fetched and not is_test(layout, message.request_id):
             self._metrics.count("lmcache_tier_hit_tokens_total", fetched)
             saved_s = fetched / message.prefill_tokens_s if message.prefill_tokens_s else 0

@@ -10,7 +10,7 @@ import pytest
 from lmcache_client.contract.geometry import FULL, RECURRENT, SLIDING_WINDOW, GroupSpec, Region
 from lmcache_client.contract.messages import Lookup, Release
 from lmcache_server.config import Config
-from lmcache_server.core.cache import Cache
+from lmcache_server.core.cache import Cache, Hit
 from lmcache_server.core.layout import Layout
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.core.reservation import Reservation
@@ -23,6 +23,7 @@ from lmcache_server.telemetry.metrics import Metrics
 CHUNK = 16
 PLAIN, SPARSE = Sizes(CHUNK, 3), Sizes(CHUNK, 3, sparse=True)
 NAMESPACE = b"n" * 32
+NO_HIT = Hit(0, 0, ())
 
 
 def key(*path: int) -> bytes:
@@ -115,7 +116,7 @@ def served(
     for number, keys in enumerate(requests):
         tokens = len(keys) * CHUNK
         lookup = Lookup(f"{number}", tuple(keys), 0, tokens, tokens + 1)
-        planner.looked_up(1, layout, lookup, 0, float(number))
+        planner.looked_up(1, layout, lookup, NO_HIT, 0, float(number))
         planner.tick(0.0)
         found = cache.lookup(layout, keys, 0, tokens, 1, float(number))
         asked, hit = asked + tokens, hit + found.resume_tokens
@@ -270,7 +271,7 @@ TOKENS = CHUNK * len(KEYS)
 def asks(planner: Server, request: str, *groups: GroupSpec) -> Layout:
     """A request that looks KEYS up."""
     layout = Layout(b"l" * 32, CHUNK, groups or (ONE,), ((0,),) * max(len(groups), 1))
-    planner.looked_up(1, layout, Lookup(request, KEYS, 0, TOKENS, TOKENS + 1), 0, 0.0)
+    planner.looked_up(1, layout, Lookup(request, KEYS, 0, TOKENS, TOKENS + 1), NO_HIT, 0, 0.0)
     return layout
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from lmcache_client.contract.geometry import FULL
 from lmcache_client.contract.hits import group_ends
 from lmcache_server.core.layout import Layout
+from lmcache_server.telemetry.metrics import REASONS
 
-REASONS = ("not_stored", "evicted", "tier_down", "tier_late", "no_state", "partial")
 NOT_STORED, EVICTED, TIER_DOWN, TIER_LATE, NO_STATE, PARTIAL = REASONS
 SLOTS = 1 << 19
 

@@ -6,10 +6,18 @@ import pytest
 
 from lmcache_client.contract.geometry import FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
 from lmcache_client.contract.hits import group_ends, resume_point
-from lmcache_server.core import misses
 from lmcache_server.core.cache import Cache, Layout, Reservation
 from lmcache_server.core.layout import bitmap
-from lmcache_server.core.misses import EVICTED, NO_STATE, NOT_STORED, PARTIAL, TIER_LATE, ending_groups
+from lmcache_server.options.miss_reasons import reasons
+from lmcache_server.options.miss_reasons.reasons import (
+    EVICTED,
+    NO_STATE,
+    NOT_STORED,
+    PARTIAL,
+    TIER_LATE,
+    Evicted,
+    ending_groups,
+)
 
 CHUNK = 16
 SESSION = 1
@@ -18,6 +26,15 @@ PLAIN = Layout(b"n" * 32, CHUNK, (ATTENTION,), ((0,),))
 HYBRID = Layout(b"h" * 32, CHUNK, (ATTENTION, STATE), ((0,), (0,)))
 STATES = Layout(b"s" * 32, CHUNK, (STATE,), ((0,),))
 TWO_RANKS = Layout(b"t" * 32, CHUNK, (ATTENTION,), ((0, 1),))
+
+
+class WatchedCache(Cache):
+    """Remembers what it has evicted, as the option does."""
+
+    def __init__(self, frames):
+        super().__init__(1, frames)
+        self.evicted = Evicted()
+        self.on_gone.append(lambda chunk, evicted: evicted and self.evicted.add(chunk.namespace, chunk.key))
 
 
 def chain(count, seed=0):
@@ -39,17 +56,17 @@ def missed(cache, layout, keys, computed=0):
     hit = cache.lookup(layout, keys, computed, limit, SESSION, 0.0)
     cache.drop_owner(SESSION)
     start = max(hit.resume_tokens, computed)
-    found = misses.missed_tokens(
+    found = reasons.missed_tokens(
         layout, keys, hit.held, start, limit, cache.evicted, lambda key: cache.is_partial(layout, key)
     )
-    assert set(found) <= set(misses.REASONS)
+    assert set(found) <= set(reasons.REASONS)
     assert sum(found.values()) == limit - start
     return found
 
 
 @pytest.mark.parametrize("layout", [PLAIN, STATES], ids=["attention", "states alone"])
 def test_what_nobody_stored(layout):
-    cache, keys = Cache(1, 100), chain(8)
+    cache, keys = WatchedCache(100), chain(8)
     assert missed(cache, layout, keys) == {NOT_STORED: 8 * CHUNK}
     for computed in (8, 24, 40):
         assert missed(cache, layout, keys, computed) == {NOT_STORED: 8 * CHUNK - computed}, "the engine's own"
@@ -59,7 +76,7 @@ def test_what_nobody_stored(layout):
 
 
 def test_what_was_evicted_is_told_from_what_never_was_there():
-    cache, keys, other = Cache(1, 8), chain(6), chain(6, seed=1)
+    cache, keys, other = WatchedCache(8), chain(6), chain(6, seed=1)
     store(cache, PLAIN, keys)
     store(cache, PLAIN, other)
     assert missed(cache, PLAIN, keys + chain(2, seed=2)) == {EVICTED: 4 * CHUNK, NOT_STORED: 2 * CHUNK}
@@ -71,7 +88,7 @@ def test_what_was_evicted_is_told_from_what_never_was_there():
 
 
 def test_full_attention_without_a_state_to_resume_from():
-    cache, keys = Cache(1, 100), chain(8)
+    cache, keys = WatchedCache(100), chain(8)
     store(cache, HYBRID, keys[:6])
     assert missed(cache, HYBRID, keys) == {NO_STATE: 6 * CHUNK, NOT_STORED: 2 * CHUNK}
     store(cache, HYBRID, keys[:4], group=1, first=3)
@@ -79,12 +96,12 @@ def test_full_attention_without_a_state_to_resume_from():
 
 
 def test_what_tiers_have_and_did_not_bring():
-    cache, keys, evicted = Cache(1, 100), chain(8), misses.Evicted()
+    cache, keys, evicted = WatchedCache(100), chain(8), reasons.Evicted()
     store(cache, PLAIN, keys[:2])
     _, hit = cache.find(PLAIN, keys, 0, 8 * CHUNK)
     start = hit.resume_tokens
     for in_tiers, late in ((0, 0), (start, 0), (5 * CHUNK, 3 * CHUNK), (9 * CHUNK, 6 * CHUNK)):
-        found = misses.missed_tokens(
+        found = reasons.missed_tokens(
             PLAIN, keys, hit.held, start, 8 * CHUNK, evicted, lambda _: False, in_tiers=in_tiers
         )
         expected = {TIER_LATE: late, NOT_STORED: 6 * CHUNK - late}
@@ -92,7 +109,7 @@ def test_what_tiers_have_and_did_not_bring():
 
 
 def test_ranks_that_disagree():
-    cache, keys = Cache(1, 100), chain(6)
+    cache, keys = WatchedCache(100), chain(6)
     store(cache, TWO_RANKS, keys)
     store(cache, TWO_RANKS, keys[:2], rank=1)
     assert missed(cache, TWO_RANKS, keys) == {PARTIAL: 4 * CHUNK}
@@ -103,7 +120,7 @@ def test_ranks_that_disagree():
 
 
 def test_the_memory_of_evicted_chunks_is_bounded_and_takes_none_for_another():
-    evicted, keys = misses.Evicted(slots=1 << 10), chain(5000)
+    evicted, keys = reasons.Evicted(slots=1 << 10), chain(5000)
     for key in keys:
         evicted.add(b"n" * 32, key)
     assert all(evicted.has(b"n" * 32, key) for key in keys[-10:])
@@ -120,7 +137,7 @@ def ending(cache, layout, keys):
 
 
 def test_the_groups_that_end_a_hit_and_the_ranks_that_it_waits_for():
-    cache, keys = Cache(1, 100), chain(4)
+    cache, keys = WatchedCache(100), chain(4)
     assert ending(cache, HYBRID, keys) == (0, [(0, 0, ()), (1, 0, ())])
     store(cache, HYBRID, keys)
     store(cache, HYBRID, keys[:3], group=1, first=2)

@@ -1,0 +1,1 @@
+"""Tells why lookups did not find more."""
