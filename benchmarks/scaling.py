@@ -89,7 +89,7 @@ class Host:
     def __init__(self, frames: int, store: Store | None, at_once: bool, counts: Counter[str]) -> None:
         self.cache = Cache(1, frames)
         self._evicted: list[bytes] = []
-        self.cache.on_gone.append(lambda chunk, _evicted: self._evicted.append(chunk.key))
+        self.cache.on_gone.append(lambda chunk, _why: self._evicted.append(chunk.key))
         self._store, self._at_once, self._counts = store, at_once, counts
         self._written: set[int] = set()
         """What is in L1 and, as far as this host knows, in the store."""

@@ -17,7 +17,6 @@ from lmcache_server.admin import http
 from lmcache_server.admin.selftest import SelfTest
 from lmcache_server.admin.status import Report
 from lmcache_server.config import Config, describe, unknown_variables, values
-from lmcache_server.core import limits
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.errors import StartError
@@ -114,7 +113,7 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
             loop.add_signal_handler(number, stop.set)
     metrics = Metrics()
     num_frames = 0 if l1.backing else l1.num_frames
-    cache = Cache(FRAME_BYTES, num_frames, config.lease_s, limits.quotas_gb(config.quota_gb))
+    cache = Cache(FRAME_BYTES, num_frames, config.lease_s)
     gpus = Gpus(with_kernel=config.gpu_kernel)
     threading.Thread(target=gpus.compile_kernel, name="gpu-kernel", daemon=True).start()
     lacking = lambda runs: loop.call_soon_threadsafe(cache.set_aside, runs)  # noqa: E731

@@ -19,7 +19,6 @@ from lmcache_client.contract import lmcache_names
 from lmcache_client.contract.endpoint import host_name
 from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS
 from lmcache_client.contract.messages import DEFAULT_PORT
-from lmcache_server.core import limits
 from lmcache_server.errors import StartError
 from lmcache_server.host import preflight
 from lmcache_server.host.logs import FORMATS, TEXT
@@ -69,7 +68,6 @@ def _text(parse: Callable[[str], object], fit: str) -> Any:
     return _kind(check, fit)
 
 
-_QUOTAS = _text(limits.quotas_gb, "a number of GB such as 4, or 4,0b5d5f2cbd9c=16")
 _TEXT = _kind(_printable, "text that can be printed")
 _CHUNK_SIZE = _kind(_chunk_size, f"auto, or an integer from 1 to {MAX_CHUNK_TOKENS}")
 
@@ -124,11 +122,6 @@ class Config:
     checksums: bool = _flag(
         False, click.BOOL, "Take a checksum of every stored page and check it before the page is loaded. A "
         "request that would load a damaged page is recomputed.")
-    quota_gb: str = _flag(
-        "", _QUOTAS, "How much of the cache each cache_salt may take, in GB: 4, or 4,0b5d5f2cbd9c=16 with "
-        "another number for one salt, named by the first digits (8 or more) that `lmcache status` shows. A "
-        "salt at its quota loses its own chunks, the least recently used first. Chunks without a salt have "
-        "no quota.", metavar="GB", show_default="none")
     gpu_kernel: bool = _flag(
         False, click.BOOL, "Load many small pages with a copy kernel (needs cupy) instead of the GPU's copy "
         "engine. Faster for pages under 28 KiB; it may slow the engine's compute.")
@@ -151,7 +144,10 @@ class Config:
 _OWN = [field for field in dataclasses.fields(Config) if field.metadata]
 FLAGS: dict[str, Any] = {field.name: field for field in _OWN}
 for _flags in parts("flags", "FLAGS"):
-    FLAGS |= {name: _flag(kind=_TEXT, **flag) for name, flag in _flags.items()}
+    for _name, _own in _flags.items():
+        _more = dict(_own)
+        _kind_of = _text(_more.pop("parse"), _more.pop("fit")) if "parse" in _own else _TEXT
+        FLAGS[_name] = _flag(kind=_kind_of, **_more)
 
 
 def values(config: Config) -> dict[str, Any]:

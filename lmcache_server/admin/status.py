@@ -1,10 +1,7 @@
 """The server's reports about itself: the status (JSON), its history, and the gauges of /metrics."""
 
 import functools
-import heapq
 import json
-import math
-import operator
 import socket
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -52,7 +49,7 @@ class Report:
         for engine in self.registry.engines:
             if engine.layout is not None and not engine.layout.ephemeral:
                 metrics.traffic(engine.layout.namespace, engine.layout.model)
-        for what in ("evicted_chunks", "evicted_bytes", "quota_evicted_chunks"):
+        for what in ("evicted_chunks", "evicted_bytes"):
             counter = f"lmcache_{what}_total"
             metrics.count(counter, getattr(cache, what) - metrics.value(counter))
         while cache.evicted_ages_s:
@@ -99,8 +96,6 @@ class Report:
             "uptime_s": round(now_s - self._started_s, 3),
             "config": values(self.config),
             "l1": {name: read() for name, read in self._l1_figures().items()},
-            "tenants": (tenants := self._tenants()),
-            "tenants_left_out": len(self.cache.tenants) - len(tenants),
             "namespaces": namespaces,
             "namespaces_left_out": self._num_namespaces() - len(namespaces),
             "sessions": sessions,
@@ -122,18 +117,6 @@ class Report:
             "not_cached": session.not_cached.reason if session.not_cached is not None else "",
             "age_s": round(now_s - session.started_s, 3),
         }
-
-    def _tenants(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "tenant": tenant.name.hex(),
-                "bytes": tenant.frames * FRAME_BYTES,
-                "quota_bytes": None
-                if (quota := tenant.quota_frames) == math.inf
-                else int(quota * FRAME_BYTES),
-            }
-            for tenant in heapq.nlargest(MAX_TENANTS, self.cache.tenants, operator.attrgetter("frames"))
-        ]
 
     def _l1_figures(self) -> dict[str, Callable[[], int]]:
         return {

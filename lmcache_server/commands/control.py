@@ -58,16 +58,15 @@ _SESSION = json_object(
     "role engine_id client_version vllm_version not_cached", "session_id pid rank", age_s=Real
 )
 _L1 = json_object("", "total_bytes free_bytes ready_bytes reserved_bytes populated_bytes chunks leases")
-_TENANT = json_object("tenant", "bytes", quota_bytes=Natural | None)
 _CONFIG = json_object("", "", chunk_size=Natural | None, l1_size_gb=Real, l1_hugetlb=bool)
 SHARE = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _REPORT = json_object(
-    "version", "pid namespaces_left_out sessions_left_out tenants_left_out", uptime_s=Real,
+    "version", "pid namespaces_left_out sessions_left_out", uptime_s=Real,
     hit_rate=SHARE, test_hit_tokens=Natural, l1=_L1,
     tokens=json_object("", "hit miss computed"), config=_CONFIG,
     objects=json_object("", " ".join(OBJECTS)),
     explained=list[_EXPLAINED],  # type: ignore[valid-type]
-    tenants=list[_TENANT], namespaces=list[_NAMESPACE], sessions=list[_SESSION],  # type: ignore[valid-type]
+    namespaces=list[_NAMESPACE], sessions=list[_SESSION],  # type: ignore[valid-type]
 )  # fmt: skip
 """The parts of a status report that the commands read."""
 

@@ -31,11 +31,6 @@ def summary(report: dict[str, Any]) -> str:
     ]
     if hits := report["test_hit_tokens"]:
         lines.append(f"tests (bench, verify, self-tests): {hits:,} tokens hit, counted apart")
-    if report["tenants"]:
-        lines.append(f"tenants: {_count(report, 'tenants')}")
-    for tenant in report["tenants"]:
-        quota = f" of {size(tenant['quota_bytes'])}" if tenant["quota_bytes"] is not None else ""
-        lines.append(f"  {tenant['tenant'][:12]}  {size(tenant['bytes'])}{quota}")
     for of_option in parts("text", "lines"):
         lines += of_option(report)
     lines.append(f"namespaces: {_count(report, 'namespaces')}")

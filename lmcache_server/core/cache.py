@@ -4,24 +4,23 @@ It runs on one thread and takes the time as an argument. A frame is always free,
 can be evicted exactly while nothing refers to it.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lmcache_client.contract.hits import resume_point
 from lmcache_server.core import invariants
-from lmcache_server.core.chunks import NO_QUOTAS, Chunks, Contents
-from lmcache_server.core.index import Chunk, Tenant
+from lmcache_server.core.chunks import Chunks, Contents, Gone
+from lmcache_server.core.index import Chunk
 from lmcache_server.core.layout import Layout, bitmap
 from lmcache_server.core.leases import Lease, LeaseTable
-from lmcache_server.core.limits import Limits
+from lmcache_server.core.lru import find_victims
 from lmcache_server.core.packed import StoredObject
 from lmcache_server.core.pool import count_frames
 from lmcache_server.core.reads import Read, plan_parts
 from lmcache_server.core.reservation import NotReserved, Reservation
 
-__all__ = ["Cache", "Contents", "Hit", "Layout", "NotReserved", "Read", "Reservation"]
+__all__ = ["Cache", "Contents", "Gone", "Hit", "Layout", "NotReserved", "Read", "Reservation"]
 
 ONCE_SHARE = 20
 """When L1 is full, prompts that will not come back may take one in so many of its frames. With none, a batch
@@ -43,14 +42,11 @@ class Hit:
 class Cache(Chunks):
     """The chunks of L1 with their leases, reservations and reads.
 
-    `frame_bytes` is the size of a frame; `lease_s` is how long a lease lasts, in seconds; `quotas_gb` bounds
-    what each tenant holds.
+    `frame_bytes` is the size of a frame; `lease_s` is how long a lease lasts, in seconds.
     """
 
-    def __init__(
-        self, frame_bytes: int, total_frames: int = 0, lease_s: float = 120.0, quotas_gb: Limits = NO_QUOTAS
-    ) -> None:
-        super().__init__(frame_bytes, total_frames, quotas_gb)
+    def __init__(self, frame_bytes: int, total_frames: int = 0, lease_s: float = 120.0) -> None:
+        super().__init__(frame_bytes, total_frames)
         self.reserved_frames = 0
         self._leases = LeaseTable(lease_s)
         self._reservations: set[Reservation] = set()
@@ -185,21 +181,23 @@ class Cache(Chunks):
         known, before = self._ancestors_of(layout.namespace, parent)
         if known is not None and known.once and not once:
             self.touch(layout.namespace, (known.key,))
-        owner = chunk.tenant if chunk is not None else self.tenants.get(tenant)
+        owner = chunk.tenant if chunk is not None else tenant
         victims = self._victims(frames, owner, chunk, before, once)
         if isinstance(victims, NotReserved):
             self._descends(key, known)
             return victims
         self._descends(key, before)
         if chunk is None:
-            chunk = Chunk(layout.namespace, key, self._now_s, owner)
+            # A chain shares one name.
+            shared = known.tenant if known is not None and known.tenant == tenant else tenant
+            chunk = Chunk(layout.namespace, key, self._now_s, shared)
             chunk.once = once
             self._index.add(chunk)
         self._take_refs((chunk,))
         chunk.once &= once
-        self.tenants.grow(owner, frames)
-        self._evict(victims[0], by_quota=True)
-        self._evict(victims[1])
+        self._grow(chunk, frames)
+        self._evict(victims[0], Gone.BOUNDED)
+        self._evict(victims[1], Gone.EVICTED)
         runs = self._pool.allocate(frames)
         assert runs is not None, "there was room"
         chunk.reserved |= 1 << bit
@@ -225,23 +223,20 @@ class Cache(Chunks):
                 del self._ancestors[next(iter(self._ancestors))]
 
     def _victims(
-        self, frames: int, tenant: Tenant | None, chunk: Chunk | None, parent: Chunk | None, once: bool
+        self, frames: int, tenant: bytes, chunk: Chunk | None, parent: Chunk | None, once: bool
     ) -> tuple[list[Chunk], list[Chunk]] | NotReserved:
-        """What must go for so many frames more: what a tenant at its quota loses, and what L1 lacks then."""
-        order, own = self._order, list[Chunk]()
-        if tenant is not None and (over := tenant.frames + frames - tenant.quota_frames) > 0:
-            # Far above its quota, as after a restart with a smaller one, it shrinks with every store.
-            missing = math.ceil(min(over, 2 * frames))
-            found = order.victims(missing, tenant.line(once), chunk, parent, self._spilling)
-            if found is None:
-                return NotReserved.QUOTA
-            own = found
+        """What must go for so many frames more: what the policy takes of a tenant, and what L1 lacks then."""
+        order, spilling = self._order, self._spilling
+        own = self.policy.victims(tenant, frames, chunk, parent, once, spilling) if tenant else []
+        if own is None:
+            return NotReserved.QUOTA
         missing = frames - self._pool.free_frames - sum(map(self._frees, own))
-        line, held = iter(order), {*own, *self._spilling} if own else self._spilling
+        line, held = iter(order), {*own, *spilling} if own else spilling
         if once:
             taken = order.once_frames + self.reserved_frames + frames
             line = order.once() if taken > self.total_frames // ONCE_SHARE else order.others()
-        others = order.victims(missing, line, chunk, parent, held, self._frees)
+        is_there = missing <= order.frames
+        others = find_victims(missing, line, chunk, parent, held, self._frees) if is_there else None
         if others is None:
             return NotReserved.ONCE if once else NotReserved.NO_ROOM
         return own, others
@@ -268,7 +263,7 @@ class Cache(Chunks):
     def abort(self, reservation: Reservation) -> None:
         """Frees the frames of an object that was not written. Nothing may still be writing to them."""
         frames = self._end_reservation(reservation)
-        self.tenants.grow(reservation.chunk.tenant, -frames)
+        self._grow(reservation.chunk, -frames)
         self._pool.free(reservation.runs)
         self._drop_ref(reservation.chunk)
 
@@ -333,7 +328,7 @@ class Cache(Chunks):
         for each in self._reservations:
             writing[each.chunk] += count_frames(each.runs)
         invariants.check_order(self._index, self._order)
-        invariants.check_tenants(chunks, writing, self._order, self.tenants)
+        self.policy.check(chunks, writing, self._order)
         reserved = [reservation.runs for reservation in self._reservations]
         assert self.stored_bytes == sum(stored.num_bytes for stored in objects)
         assert self.used_frames == sum(count_frames(stored.runs) for stored in objects)

@@ -1,5 +1,6 @@
 """The chunks in L1: which frames are theirs, who holds them, and which are evicted to make room."""
 
+import enum
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
@@ -7,14 +8,22 @@ from dataclasses import dataclass
 
 from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_server.core.index import Chunk, Index
-from lmcache_server.core.limits import Limits
 from lmcache_server.core.lru import EvictionOrder
+from lmcache_server.core.policy import Policy
 from lmcache_server.core.pool import FramePool, Runs
-from lmcache_server.core.tenants import Tenants
 
 MAX_EVICTED_AGES = 1024
 """How many ages at eviction are kept until the caller drains them. Further ones are not recorded."""
-NO_QUOTAS = Limits()
+
+
+class Gone(enum.Enum):
+    """Why lookups do not find a chunk any more."""
+
+    EVICTED = "evicted"
+    """To make room for another."""
+    BOUNDED = "bounded"
+    """To make room within what a policy gives its tenant."""
+    FORGOTTEN = "forgotten"
 
 
 @dataclass(frozen=True)
@@ -24,7 +33,6 @@ class Contents:
     pool: FramePool
     index: Index
     order: EvictionOrder
-    tenants: Tenants
     stored_bytes: int
 
 
@@ -35,15 +43,13 @@ class Chunks:
     `frame_bytes` is the size of a frame.
     """
 
-    def __init__(self, frame_bytes: int, total_frames: int = 0, quotas_gb: Limits = NO_QUOTAS) -> None:
+    def __init__(self, frame_bytes: int, total_frames: int = 0) -> None:
         if frame_bytes <= 0:
             raise ValueError(f"a frame has at least one byte, not {frame_bytes}")
         self.frame_bytes = frame_bytes
         self.evicted_chunks = 0
         self.evicted_bytes = 0
         """The payload of all evicted chunks."""
-        self.quota_evicted_chunks = 0
-        """How many of them were evicted because their tenant was at its quota."""
         self.evicted_ages_s: list[float] = []
         """For each chunk that was recently evicted for lack of room and was not `once`, the seconds since its
         last use. The caller drains the list."""
@@ -51,8 +57,8 @@ class Chunks:
         """The payload of all ready objects."""
         self.used_frames = 0
         """The frames of ready objects."""
-        self.on_gone: list[Callable[[Chunk, bool], object]] = []
-        """Called with a chunk that lookups do not find any more, and whether it made room for others."""
+        self.on_gone: list[Callable[[Chunk, Gone], object]] = []
+        """Called with a chunk that lookups do not find any more, and why."""
         self.on_kept: list[Callable[[Chunk], object]] = []
         """Called with a chunk that somebody has asked for again, so that it is no longer `once`."""
         self.on_left: list[Callable[[int], object]] = []
@@ -65,8 +71,15 @@ class Chunks:
         """Chunks that tiers read from. They are not evicted, and their frames are freed afterwards."""
         self.protected: dict[Chunk, None] = {}
         """What an option keeps from eviction; only to be read."""
-        self.tenants = Tenants(quotas_gb, frame_bytes)
-        """What each tenant holds; only to be read."""
+
+    @property
+    def policy(self) -> Policy:
+        """What an option decides of eviction. It is set while the cache is empty."""
+        return self._order.policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        self._order.policy = policy
 
     @property
     def free_frames(self) -> int:
@@ -104,8 +117,7 @@ class Chunks:
         `forget` does; returns how many."""
         chunks = list(self._index if namespace is None else self._index.chunks(namespace).values())
         if tenant:
-            named = {each for each in self.tenants if each.name.hex().startswith(tenant)}
-            chunks = [chunk for chunk in chunks if chunk.tenant in named]
+            chunks = [chunk for chunk in chunks if chunk.tenant.hex().startswith(tenant)]
         for chunk in chunks:
             self.forget(chunk)
         return len(chunks)
@@ -115,7 +127,7 @@ class Chunks:
         if chunk not in self._index:
             return
         self._index.remove(chunk)
-        self._tell(chunk, evicted=False)
+        self._tell(chunk, Gone.FORGOTTEN)
         if chunk in self.protected:
             self.unprotect((chunk,))
         elif not chunk.ref_cnt:
@@ -152,9 +164,13 @@ class Chunks:
         """An empty cache has these contents from now on, which must agree with each other."""
         assert not self.num_chunks, "only an empty cache is restored"
         self._advance(now_s)
+        contents.order.policy = self.policy
         self._pool, self._index, self._order = contents.pool, contents.index, contents.order
-        self.tenants, self.stored_bytes = contents.tenants, contents.stored_bytes
-        self.used_frames = contents.order.frames
+        self.stored_bytes, self.used_frames = contents.stored_bytes, contents.order.frames
+        for chunk in self._order:
+            self._grow(chunk, chunk.frames)
+            if chunk.tenant:
+                self.policy.added(chunk, None)
 
     def _advance(self, now_s: float) -> None:
         self._now_s = max(self._now_s, now_s)
@@ -215,20 +231,23 @@ class Chunks:
         else:
             self._index.remove(chunk)
 
-    def _evict(self, victims: Sequence[Chunk], by_quota: bool = False) -> None:
+    def _evict(self, victims: Sequence[Chunk], why: Gone) -> None:
         for chunk in victims:
             self._order.remove((chunk,))
             self._index.remove(chunk)
-            self._tell(chunk, evicted=True)
+            self._tell(chunk, why)
             self.evicted_chunks += 1
-            self.quota_evicted_chunks += by_quota
             self.evicted_bytes += self._free_objects(chunk)
-            if not (chunk.once or by_quota) and len(self.evicted_ages_s) < MAX_EVICTED_AGES:
+            if why is Gone.EVICTED and not chunk.once and len(self.evicted_ages_s) < MAX_EVICTED_AGES:
                 self.evicted_ages_s.append(self._now_s - chunk.last_used_s)
 
-    def _tell(self, chunk: Chunk, *, evicted: bool) -> None:
+    def _tell(self, chunk: Chunk, why: Gone) -> None:
         for told in self.on_gone:
-            told(chunk, evicted)
+            told(chunk, why)
+
+    def _grow(self, chunk: Chunk, frames: int) -> None:
+        if chunk.tenant:
+            self.policy.grew(chunk, frames)
 
     def _free_objects(self, chunk: Chunk) -> int:
         """Frees the frames of all ready objects, unless a tier still reads them; returns their payload in
@@ -240,7 +259,7 @@ class Chunks:
             self._pool.free(stored.runs)
             freed_bytes += stored.num_bytes
         self.used_frames -= chunk.frames
-        self.tenants.grow(chunk.tenant, -chunk.frames)
+        self._grow(chunk, -chunk.frames)
         self.stored_bytes -= freed_bytes
         chunk.clear()
         return freed_bytes

@@ -1,4 +1,4 @@
-"""The index: chunks by namespace and key, and the chunks of a tenant."""
+"""The index: chunks by namespace and key."""
 
 from collections.abc import Iterator
 
@@ -13,15 +13,13 @@ class Chunk:
         "ref_cnt", "reserved", "stored_s", "tenant", "tenant_newer", "tenant_older",
     )  # fmt: skip
 
-    def __init__(
-        self, namespace: bytes, key: bytes, stored_s: float = 0.0, tenant: "Tenant | None" = None
-    ) -> None:
+    def __init__(self, namespace: bytes, key: bytes, stored_s: float = 0.0, tenant: bytes = b"") -> None:
         self.namespace = namespace
         self.key = key
         self.stored_s = stored_s
         """When its first object was reserved."""
         self.tenant = tenant
-        """Whose salt the request had that brought it first; None if it had none."""
+        """Whose salt the request had that brought it first; empty if it had none."""
         self.ready = 0
         self.reserved = 0
         self.ref_cnt = 0
@@ -40,6 +38,7 @@ class Chunk:
         self.newer: Chunk | None = None
         self.tenant_older: Chunk | None = None
         self.tenant_newer: Chunk | None = None
+        """Its neighbours in the order of its tenant's chunks, which an option keeps."""
 
     def add(self, bit: int, stored: StoredObject, frames: int) -> None:
         assert not self.ready >> bit & 1, "an object is written once"
@@ -58,51 +57,6 @@ class Chunk:
 
     def _position(self, bit: int) -> int:
         return (self.ready & ((1 << bit) - 1)).bit_count()
-
-
-class Tenant:
-    """What the chunks of one salt take of L1, and those of them that can be evicted, in their own order. It
-    has the two parts of EvictionOrder, which adds and removes them."""
-
-    def __init__(self, name: bytes, quota_frames: float) -> None:
-        self.name = name
-        self.quota_frames = quota_frames
-        self.frames = 0
-        """The frames of all its chunks that are ready or reserved, in use or not."""
-        self._ends, self._border = Chunk(b"", b""), Chunk(b"", b"")
-        self._ends.tenant_older = self._ends.tenant_newer = self._border
-        self._border.tenant_older = self._border.tenant_newer = self._ends
-
-    def line(self, once: bool = False) -> Iterator[Chunk]:
-        """From the least to the most recently used; with `once`, only those that nobody will ask for."""
-        chunk = self._ends.tenant_newer
-        while chunk is not None and chunk is not self._ends and not (once and chunk is self._border):
-            if chunk is not self._border:
-                yield chunk
-            chunk = chunk.tenant_newer
-
-    def add(self, chunk: Chunk, ahead_of: Chunk | None) -> None:
-        newer: Chunk | None = self._border if chunk.once else self._ends
-        if ahead_of is not None:
-            # If `ahead_of` is not of this tenant, the chunk is its first.
-            newer = ahead_of if ahead_of.tenant is self else self._ends.tenant_newer
-        older = newer.tenant_older if newer is not None else None
-        assert newer is not None, "`ahead_of` is not in the order"
-        assert older is not None, "`ahead_of` is not in the order"
-        chunk.tenant_older, chunk.tenant_newer = older, newer
-        older.tenant_newer = newer.tenant_older = chunk
-
-    @staticmethod
-    def remove(chunk: Chunk) -> None:
-        older, newer = chunk.tenant_older, chunk.tenant_newer
-        assert older is not None, "not in the order"
-        assert newer is not None, "not in the order"
-        older.tenant_newer, newer.tenant_older = newer, older
-        chunk.tenant_older = chunk.tenant_newer = None
-
-    def close(self) -> None:
-        """Without chunks, it is garbage that is in no cycle."""
-        self._ends.tenant_older = self._ends.tenant_newer = None
 
 
 class Index:

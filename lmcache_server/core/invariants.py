@@ -1,14 +1,13 @@
 """Asserts the invariants of the cache."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 
-from lmcache_server.core.index import Chunk, Index, Tenant
+from lmcache_server.core.index import Chunk, Index
 from lmcache_server.core.leases import Lease
 from lmcache_server.core.lru import EvictionOrder
 from lmcache_server.core.pool import FramePool, Runs, count_frames
 from lmcache_server.core.reservation import Reservation
-from lmcache_server.core.tenants import Tenants
 
 
 def check_chunks(
@@ -49,22 +48,6 @@ def check_order(index: Index, order: EvictionOrder) -> None:
     assert order.frames == sum(chunk.frames for chunk in members)
     assert order.once_frames == sum(chunk.frames for chunk in members if chunk.once)
     assert not any(chunk.once for chunk in order.others()), "they lie ahead of the others"
-
-
-def check_tenants(
-    chunks: Iterable[Chunk], writing: Mapping[Chunk, int], order: EvictionOrder, tenants: Tenants
-) -> None:
-    """Asserts that tenants have the frames and the order of their chunks; `writing` has reserved frames."""
-    frames, members = Counter[Tenant](), list[Chunk]()
-    for chunk in chunks:
-        if chunk.tenant is not None:
-            frames[chunk.tenant] += chunk.frames + writing.get(chunk, 0)
-    for tenant in tenants:
-        members += (line := list(tenant.line()))
-        assert all(chunk.tenant is tenant for chunk in line)
-    assert frames == {tenant: tenant.frames for tenant in tenants}
-    assert len(members) == len(set(members)), "a chunk is in the line of its tenant once"
-    assert set(members) == {chunk for chunk in order if chunk.tenant is not None}
 
 
 def check_frames(pool: FramePool, taken: Iterable[Runs]) -> None:

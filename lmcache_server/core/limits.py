@@ -39,14 +39,6 @@ class Limits:
         return min(own, default=self.default)
 
 
-def quotas_gb(text: str) -> Limits:
-    """How much each tenant may hold: `4, 0b5d5f2cbd9c=16`. Raises ValueError."""
-    quotas = Limits.parse(text, positive)
-    if not all(map(is_tenant, quotas.named)):
-        raise ValueError("a tenant is named by 8 or more hexadecimal digits")
-    return quotas
-
-
 def is_tenant(name: str) -> bool:
     """Whether a text can name tenants: the first digits of what `tenant_id` returns."""
     return len(name) >= NAME_DIGITS and not name.lower().strip("0123456789abcdef")

@@ -5,6 +5,7 @@ import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 from lmcache_server.core.index import Chunk
+from lmcache_server.core.policy import Policy
 
 
 class EvictionOrder:
@@ -14,7 +15,8 @@ class EvictionOrder:
     will ask for again (`Chunk.once`) lie in the first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, policy: Policy | None = None) -> None:
+        self.policy = policy or Policy()
         self._ends, self._border = Chunk(b"", b""), Chunk(b"", b"")
         self._ends.older = self._ends.newer = self._border
         self._border.older = self._border.newer = self._ends
@@ -44,31 +46,6 @@ class EvictionOrder:
     def __contains__(self, chunk: Chunk) -> bool:
         return chunk.newer is not None
 
-    def victims(
-        self,
-        missing: int,
-        line: Iterable[Chunk],
-        own: Chunk | None,
-        parent: Chunk | None,
-        held: Container[Chunk] = (),
-        frames: Callable[[Chunk], int] = operator.attrgetter("frames"),
-    ) -> list[Chunk] | None:
-        """The chunks of `line`, a part of this order, whose eviction frees `missing` frames; None if that
-        cannot be done. The chunk `own`, its parent, the chunks behind its parent and those in `held` are
-        never among them. `frames` tells how many an eviction frees."""
-        victims: list[Chunk] = []
-        if missing > self.frames:
-            return None
-        for chunk in line:
-            if missing <= 0:
-                break
-            if chunk is parent:
-                return None
-            if chunk is not own and chunk not in held:
-                victims.append(chunk)
-                missing -= frames(chunk)
-        return victims if missing <= 0 else None
-
     def add(self, chunk: Chunk, ahead_of: Chunk | None = None) -> None:
         """Puts a chunk last in its part of the line, or directly ahead of the member `ahead_of`."""
         assert chunk.newer is None, "a chunk is in the order once"
@@ -79,8 +56,8 @@ class EvictionOrder:
         older.newer = newer.older = chunk
         self.frames += chunk.frames
         self.once_frames += chunk.frames if chunk.once else 0
-        if chunk.tenant is not None:
-            chunk.tenant.add(chunk, ahead_of)
+        if chunk.tenant:
+            self.policy.added(chunk, ahead_of)
 
     def renew(self, chain: Sequence[Chunk]) -> None:
         """Moves members to the end of their part of the line, the first of them to its very end."""
@@ -104,8 +81,8 @@ class EvictionOrder:
             chunk.older = chunk.newer = None
             self.frames -= chunk.frames
             self.once_frames -= chunk.frames if chunk.once else 0
-            if chunk.tenant is not None:
-                chunk.tenant.remove(chunk)
+            if chunk.tenant:
+                self.policy.removed(chunk)
 
     def keep(self, chunk: Chunk) -> None:
         """Somebody asked for this chunk again: from now on it belongs to the others. It moves when it is
@@ -119,3 +96,26 @@ def _between(start: Chunk, end: Chunk) -> Iterator[Chunk]:
     while chunk is not None and chunk is not end:
         yield chunk
         chunk = chunk.newer
+
+
+def find_victims(
+    missing: int,
+    line: Iterable[Chunk],
+    own: Chunk | None,
+    parent: Chunk | None,
+    held: Container[Chunk] = (),
+    frames: Callable[[Chunk], int] = operator.attrgetter("frames"),
+) -> list[Chunk] | None:
+    """The chunks of `line` whose eviction frees `missing` frames; None if that cannot be done. The chunk
+    `own`, its parent, the chunks behind its parent and those in `held` are never among them. `frames` tells
+    how many an eviction frees."""
+    victims: list[Chunk] = []
+    for chunk in line:
+        if missing <= 0:
+            break
+        if chunk is parent:
+            return None
+        if chunk is not own and chunk not in held:
+            victims.append(chunk)
+            missing -= frames(chunk)
+    return victims if missing <= 0 else None

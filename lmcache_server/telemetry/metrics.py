@@ -83,8 +83,6 @@ TABLE = (
            {"buckets": _LOOKUP_S}),
     Metric(Counter, "lmcache_evicted_chunks_total", "Chunks evicted to make room."),
     Metric(Counter, "lmcache_evicted_bytes_total", "Payload bytes of evicted chunks."),
-    Metric(Counter, "lmcache_quota_evicted_chunks_total",
-           "Evicted chunks of a cache_salt that was at its --quota-gb, to make room for its new ones."),
     Metric(Histogram, "lmcache_eviction_age_seconds",
            "Time since the last use of evicted chunks. Prompts that will not come back and evictions because "
            "of --quota-gb are left out.",

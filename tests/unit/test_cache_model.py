@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
-from lmcache_server.core.cache import ONCE_SHARE, Cache, Layout, NotReserved, Read, Reservation
+from lmcache_server.core.cache import ONCE_SHARE, Cache, Gone, Layout, NotReserved, Read, Reservation
 from lmcache_server.core.index import Chunk
 from lmcache_server.core.limits import Limits
 from lmcache_server.host.units import GB_BYTES
@@ -354,12 +354,19 @@ class CacheMachine(RuleBasedStateMachine):
         self.set_quotas(quota, other)
         self.cache.grow(frames)
 
+    def gone(self, chunk, why):
+        self.bounded += why is Gone.BOUNDED
+
     def set_quotas(self, quota, other):
         """For an empty cache. Floats have all these numbers exactly."""
         self.model.quotas = {b"a tenant": quota, b"another": other}
         self.model.ancestors = {}
+        from lmcache_server.options.quotas.tenants import Tenants
+
         in_gb = {name.hex(): frames * FRAME_BYTES / GB_BYTES for name, frames in self.model.quotas.items()}
-        self.cache = Cache(FRAME_BYTES, lease_s=LEASE_S, quotas_gb=Limits(named=in_gb))
+        self.cache, self.bounded = Cache(FRAME_BYTES, lease_s=LEASE_S), 0
+        self.cache.policy = Tenants(Limits(named=in_gb), FRAME_BYTES)
+        self.cache.on_gone.append(self.gone)
 
     @rule(frames=st.integers(1, 6))
     def grow(self, frames):
@@ -652,10 +659,10 @@ class CacheMachine(RuleBasedStateMachine):
         )
         assert [(chunk.namespace, chunk.key) for chunk in cache._order] == [each.name for each in model.order]
         assert sum(1 for _ in cache._order.once()) == len(model.once)
-        assert [cache.evicted_chunks, cache.evicted_bytes, cache.quota_evicted_chunks] == model.evicted
-        held = {each.name: each.frames for each in cache.tenants}
+        assert [cache.evicted_chunks, cache.evicted_bytes, self.bounded] == model.evicted
+        held = {each.name: each.frames for each in cache.policy}
         assert held == {name: taken for name in model.quotas if (taken := model.tenant_frames(name))}
-        for tenant in cache.tenants:
+        for tenant in cache.policy:
             line = [each.name for each in model.order if each.tenant == tenant.name]
             assert [(chunk.namespace, chunk.key) for chunk in tenant.line()] == line
         protected = [(chunk.namespace, chunk.key) for chunk in cache.protected]

@@ -48,7 +48,7 @@ def test_every_option_can_be_set_in_each_way(tmp_path):
         "host": "127.0.0.1", "port": 1, "allow_remote": True, "key_file": "/run/key",
         "http_host": "::1", "http_port": 0, "chunk_size": 544, "l1_size_gb": 0.5,
         "eviction_policy": "lru", "l1_hugetlb": False,
-        "checksums": True, "quota_gb": "1.5,0b5d5f2c=3",
+        "checksums": True,
         "gpu_kernel": True, "lease_s": 7.5, "log_level": "DEBUG", "log_format": "json",
     }  # fmt: skip
     assert [*values, "of_options"] == [field.name for field in dataclasses.fields(Config)]
@@ -83,7 +83,6 @@ def test_every_option_can_be_set_in_each_way(tmp_path):
         ("l1_size_gb", "0", "--l1-size-gb must be a number from 0.001 to 100000, not '0'"),
         ("l1_size_gb", "nan", "--l1-size-gb must be a number from 0.001 to 100000, not 'nan'"),
         ("lease_s", "0.5", "--lease-s must be a number from 1 to 86400, not '0.5'"),
-        ("quota_gb", "a b", "--quota-gb must be a number of GB such as 4, or 4,0b5d5f2cbd9c=16, not 'a b'"),
         ("eviction_policy", "FIFO", "--eviction-policy must be LRU, not 'FIFO'"),
         ("log_level", "loud", "--log-level must be one of debug, info, warning, error, not 'loud'"),
         ("host", "\udcff", "--host must be text that can be printed, not '\\udcff'"),
@@ -195,7 +194,7 @@ def test_the_defaults_and_one_line_with_every_option():
     assert line == (
         "configuration: host='a Unix socket' port=7 allow_remote=no key_file=none http_host=127.0.0.1 "
         "http_port=8080 chunk_size=544 l1_size_gb=4 eviction_policy=LRU l1_hugetlb=yes "
-        "checksums=no quota_gb=none gpu_kernel=no lease_s=120 log_level=info log_format=text"
+        "checksums=no gpu_kernel=no lease_s=120 log_level=info log_format=text"
     ) + "".join(f" {name}=none" for name in list(FLAGS)[len(dataclasses.fields(Config)) - 1 :])
     line = describe(load("--host", "0.0.0.0", "--allow-remote", "--l1-size-gb", "2.50"))
     assert "host=0.0.0.0 " in line

@@ -1,5 +1,6 @@
 """The chunks that the cache has forgotten, for each session that keeps track of its namespace."""
 
+from lmcache_server.core.chunks import Gone
 from lmcache_server.core.index import Chunk
 
 MAX_GONE = 4096
@@ -13,7 +14,7 @@ class Followers:
         self._lists: dict[bytes, dict[int, list[bytes]]] = {}
         """The keys of forgotten chunks, by namespace and session. One key too many stands for all others."""
 
-    def gone(self, chunk: Chunk, _evicted: bool) -> None:
+    def gone(self, chunk: Chunk, _why: Gone) -> None:
         """A lookup does not find this chunk any more."""
         for keys in self._lists.get(chunk.namespace, {}).values():
             if len(keys) <= MAX_GONE:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from prometheus_client import Counter
 
 from lmcache_client.contract.messages import Lookup
-from lmcache_server.core.cache import Hit, Layout
+from lmcache_server.core.cache import Gone, Hit, Layout
 from lmcache_server.core.index import Chunk
 from lmcache_server.options.miss_reasons.partial import PartialChunks
 from lmcache_server.options.miss_reasons.reasons import Evicted, ending_groups, missed_tokens
@@ -27,8 +27,8 @@ class Server(Option):
         self._evicted, self._partial = Evicted(), PartialChunks()
         base.cache.on_gone.append(self._gone)
 
-    def _gone(self, chunk: Chunk, evicted: bool) -> None:
-        if evicted:
+    def _gone(self, chunk: Chunk, why: Gone) -> None:
+        if why is not Gone.FORGOTTEN:
             self._evicted.add(chunk.namespace, chunk.key)
 
     def looked_up(

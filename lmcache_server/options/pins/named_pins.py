@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from lmcache_server.core.cache import Cache
+from lmcache_server.core.cache import Cache, Gone
 from lmcache_server.core.index import Chunk
 
 MAX_NAMES = 64
@@ -86,7 +86,7 @@ class NamedPins:
         assert {place for chunks in self.names.values() for place in chunks} == self._chunks.keys()
         assert all(chunk in self._cache.protected for chunk in self._chunks.values())
 
-    def _forget(self, chunk: Chunk, _evicted: bool) -> None:
+    def _forget(self, chunk: Chunk, _why: Gone) -> None:
         place = chunk.namespace, chunk.key
         if self._chunks.pop(place, None) is None:
             return

@@ -94,7 +94,7 @@ class Fetches:
             await self._look(tier, fetch)
         objects = dict[Wanted, Size]()
         while (target := fetch.resume_point(limit)) > least:
-            quota = self._cache.tenants.quota_frames(message.tenant)
+            quota = self._cache.policy.most_frames(message.tenant)
             room = min(self._cache.total_frames // FETCH_SHARE - self._fetching_frames, quota)
             objects = {}
             for each in wanted(fetch.layout, fetch.ready, target, message.computed_tokens):

@@ -182,9 +182,9 @@ class Spills:
         """What the next stores evict, of all and of these objects' tenants that are near their quota."""
         yield from itertools.islice(self._coldest(), NEXT_CHUNKS)
         for tenant in dict.fromkeys(room.chunk.tenant for room in rooms):
-            if tenant is not None and tenant.frames > tenant.quota_frames * (1 - 1 / COLD_SHARE):
-                own = itertools.islice(tenant.line(), NEXT_CHUNKS)
-                yield from (chunk for chunk in own if not chunk.once)
+            if tenant:
+                own = self._cache.policy.next_victims(tenant, 1 - 1 / COLD_SHARE)
+                yield from itertools.islice(own, NEXT_CHUNKS)
 
     def _missing(self, tier: TierState, chunk: Chunk) -> int:
         """The marks of what this tier should still get of a chunk."""

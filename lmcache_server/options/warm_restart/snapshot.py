@@ -21,7 +21,6 @@ from lmcache_server.core.index import Chunk, Index
 from lmcache_server.core.lru import EvictionOrder
 from lmcache_server.core.packed import CHECKSUM_BYTES, PackedObjects, StoredObject
 from lmcache_server.core.pool import FramePool, Runs, count_frames
-from lmcache_server.core.tenants import Tenants
 
 MAX_SECONDS = 1e12
 Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
@@ -74,7 +73,7 @@ def take(cache: Cache, now_s: float) -> Snapshot:
             min(max(0.0, now_s - chunk.last_used_s), MAX_SECONDS),
             min(max(0.0, now_s - chunk.stored_s), MAX_SECONDS),
             chunk.ready.to_bytes((chunk.ready.bit_length() + 7) // 8, "little"),
-            chunk.tenant.name if chunk.tenant is not None else b"",
+            chunk.tenant,
             bytes(chunk.packed),  # msgspec encodes no subclass
         )
         for chunk in chunks
@@ -86,11 +85,12 @@ def rebuild(snapshot: Snapshot, cache: Cache, now_s: float) -> None:
     """Fills an empty cache from `snapshot`. Raises SnapshotError, and leaves it empty, unless every part of
     the snapshot agrees with the rest."""
     index, order, taken, stored_bytes = Index(), EvictionOrder(), list[Runs](), 0
-    tenants, frame_bytes = Tenants(cache.tenants.quotas, cache.frame_bytes), cache.frame_bytes
-    chunks: list[Chunk] = []
+    chunks, names, frame_bytes = list[Chunk](), dict[bytes, bytes](), cache.frame_bytes
     try:
         for row in snapshot.rows:
-            chunk = _chunk(snapshot.namespaces, tenants, row, now_s)
+            # The chunks of a tenant share one name.
+            tenant = names.setdefault(row.tenant, row.tenant)
+            chunk = _chunk(snapshot.namespaces, tenant, row, now_s)
             for stored in _objects(chunk):
                 frames = count_frames(stored.runs)
                 if -(-stored.num_bytes // frame_bytes) != frames or not frames:
@@ -100,7 +100,6 @@ def rebuild(snapshot: Snapshot, cache: Cache, now_s: float) -> None:
                 taken.append(stored.runs)
                 chunk.frames += frames
                 stored_bytes += stored.num_bytes
-            tenants.grow(chunk.tenant, chunk.frames)
             chunk.stored_s -= snapshot.age_s
             order.add(chunk)
             chunks.append(chunk)
@@ -111,14 +110,13 @@ def rebuild(snapshot: Snapshot, cache: Cache, now_s: float) -> None:
         pool = FramePool.around(snapshot.total_frames, taken)
     except (TypeError, ValueError, msgspec.DecodeError) as error:
         raise SnapshotError(str(error)) from error
-    cache.adopt(Contents(pool, index, order, tenants, stored_bytes), now_s)
+    cache.adopt(Contents(pool, index, order, stored_bytes), now_s)
 
 
-def _chunk(namespaces: Sequence[bytes], tenants: Tenants, row: Row, now_s: float) -> Chunk:
+def _chunk(namespaces: Sequence[bytes], tenant: bytes, row: Row, now_s: float) -> Chunk:
     if row.namespace >= len(namespaces):
         raise SnapshotError("the namespace of a chunk does not exist")
-    tenant, stored_s = tenants.get(row.tenant), now_s - row.stored_age_s
-    chunk = Chunk(namespaces[row.namespace], row.key, stored_s, tenant)
+    chunk = Chunk(namespaces[row.namespace], row.key, now_s - row.stored_age_s, tenant)
     chunk.ready = int.from_bytes(row.ready, "little")
     chunk.packed = PackedObjects(row.objects)
     chunk.last_used_s = now_s - row.age_s

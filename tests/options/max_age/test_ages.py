@@ -3,9 +3,10 @@
 import math
 
 import pytest
+from harness.options import load
 
 from lmcache_server.errors import StartError
-from lmcache_server.options.max_age.flags import ages_s, check
+from lmcache_server.options.max_age.flags import ages_s
 
 NAMESPACE = bytes.fromhex("0b5d5f2cbd9c") + bytes(26)
 DAY_S = 86400.0
@@ -64,7 +65,7 @@ def test_what_is_no_age(text: str) -> None:
 def test_a_wrong_age_is_one_sentence() -> None:
     for wrong in ("7 days", "7"):
         with pytest.raises(StartError) as refused:
-            check({"max_age": wrong})
+            load("--max-age", wrong)
         said = "--max-age must be an age with its unit (s, m, h or d), such as 7d, or 7d,some/model=24h, not"
         assert str(refused.value) == f"{said} {wrong!r}"
-    check({"max_age": "7d,some/model=24h"})
+    assert load("--max-age", "7d,some/model=24h").of_options == {"max_age": "7d,some/model=24h"}

@@ -12,6 +12,7 @@ from lmcache_server.core.index import Chunk
 from lmcache_server.core.limits import Limits
 from lmcache_server.core.packed import StoredObject
 from lmcache_server.host.units import GB_BYTES
+from lmcache_server.options.quotas.tenants import Tenants
 from lmcache_server.options.warm_restart.snapshot import SnapshotError, decode, encode, rebuild, take
 
 FRAME_BYTES = 100
@@ -171,7 +172,9 @@ TENANT = tenant_id("a")
 
 
 def of_quota(total_frames, frames):
-    return Cache(FRAME_BYTES, total_frames, quotas_gb=Limits(FRAME_BYTES * frames / GB_BYTES, {}))
+    cache = Cache(FRAME_BYTES, total_frames)
+    cache.policy = Tenants(Limits(FRAME_BYTES * frames / GB_BYTES, {}), FRAME_BYTES)
+    return cache
 
 
 def store_chain(cache, name, length):
@@ -196,8 +199,8 @@ def test_a_smaller_quota_after_a_restart_is_reached_step_by_step():
     rebuild(take(before, 0.0), cache, 0.0)
     for name, left in enumerate((39, 38, 37), 20):
         store_chain(cache, name, 1)
-        assert next(iter(cache.tenants)).frames == left
+        assert next(iter(cache.policy)).frames == left
     for name in range(30, 80):
         store_chain(cache, name, 1)
-    assert next(iter(cache.tenants)).frames == 4
+    assert next(iter(cache.policy)).frames == 4
     assert [held_chunks(cache, name) for name in (79, 78, 77, 76, 75)] == [1, 1, 1, 1, 0]

@@ -61,8 +61,8 @@ def test_a_full_tenant_loses_its_own_chunks_alone_also_after_a_restart(running: 
     assert first.held_chunks() == 0
     assert tenants(running) == {A.hex(): 2 * PROMPT_BYTES, B.hex(): PROMPT_BYTES}
 
-    wait_until(lambda: running.metrics()["lmcache_quota_evicted_chunks_total"] == 5 * CHUNKS)
-    assert running.metrics()["lmcache_evicted_chunks_total"] == 5 * CHUNKS
+    wait_until(lambda: running.metrics()["lmcache_evicted_chunks_total"] == 5 * CHUNKS)
+    assert running.metrics()["lmcache_quota_evicted_chunks_total"] == 5 * CHUNKS
     assert running.metrics()["lmcache_eviction_age_seconds_count"] == 0, "they say nothing about L1's size"
     shown = running.cli("status").stdout
     assert (

@@ -7,22 +7,45 @@ import types
 from typing import Any
 
 import pytest
-from test_core_cache import FRAME_BYTES, PLAIN, chain, stored_chunks
+from harness.options import load
 
+from lmcache_client.contract.geometry import FULL, GroupSpec
 from lmcache_client.contract.keys import ROOT_KEY, tenant_id
-from lmcache_server.core import limits
-from lmcache_server.core.cache import Cache, NotReserved, Reservation
-from lmcache_server.core.index import Chunk, Tenant
+from lmcache_server.core.cache import Cache, Gone, Layout, NotReserved, Reservation
+from lmcache_server.core.index import Chunk
 from lmcache_server.core.limits import Limits
+from lmcache_server.errors import StartError
 from lmcache_server.host.units import GB_BYTES
+from lmcache_server.options.quotas.flags import quotas_gb
+from lmcache_server.options.quotas.tenants import Tenant, Tenants
 
 A, B = tenant_id("a"), tenant_id("b")
+FRAME_BYTES = 100
+PLAIN = Layout(b"ns", 16, (GroupSpec(FULL, 16, 0, "", ()),), ((0,),))
+
+
+def chain(count: int, name: int = 0) -> list[bytes]:
+    return [bytes([name, index]) * 16 for index in range(count)]
+
+
+def stored_chunks(cache: Cache, keys: list[bytes]) -> str:
+    """Which of these chunks are present, as text."""
+    return "".join(str(int(bool(bits))) for bits in cache.ready(PLAIN, keys))
 
 
 def with_quota(frames: float, quota: float, **others: float) -> Cache:
     """`others` has other quotas, for tenants by name."""
     named = {tenant_id(salt).hex(): FRAME_BYTES * number / GB_BYTES for salt, number in others.items()}
-    return Cache(FRAME_BYTES, int(frames), quotas_gb=Limits(FRAME_BYTES * quota / GB_BYTES, named))
+    cache = Cache(FRAME_BYTES, int(frames))
+    cache.policy = Tenants(Limits(FRAME_BYTES * quota / GB_BYTES, named), FRAME_BYTES)
+    return cache
+
+
+def bounded(cache: Cache) -> list[Chunk]:
+    """Gets the chunks that are evicted because of a quota."""
+    lost = list[Chunk]()
+    cache.on_gone.append(lambda chunk, why: why is Gone.BOUNDED and lost.append(chunk))
+    return lost
 
 
 def store(cache: Cache, keys: list[bytes], tenant: bytes = b"") -> NotReserved | None:
@@ -42,15 +65,16 @@ def held(cache: Cache, *names: int) -> list[str]:
 
 def test_one_salt_can_have_another_quota_and_without_a_salt_there_is_none() -> None:
     cache = with_quota(100, quota=2, a=4)
+    lost = bounded(cache)
     store(cache, chain(2, 1), A)
     store(cache, chain(2, 2), A)
     store(cache, chain(2, 3), A)
     assert held(cache, 1, 2, 3) == ["0000", "1100", "1100"]
-    assert (cache.evicted_chunks, cache.quota_evicted_chunks, cache.evicted_ages_s) == (2, 2, [])
+    assert (cache.evicted_chunks, len(lost), cache.evicted_ages_s) == (2, 2, [])
     assert store(cache, chain(3, 4), B) is NotReserved.QUOTA
     assert held(cache, 4) == ["1100"], "a chain longer than its quota keeps its head"
     assert store(cache, chain(9, 5)) is None
-    assert {each.name for each in cache.tenants} == {A, B}
+    assert {each.name for each in cache.policy} == {A, B}
 
 
 @pytest.mark.parametrize("quota", [15, 20, 1000])
@@ -75,6 +99,7 @@ def steps_to_evict(others: int) -> int:
     """How many lines of Python it takes to evict the coldest chunk of a full tenant, behind so many others in
     the order of eviction."""
     cache, count = with_quota(others + 100, quota=4), 0
+    lost = bounded(cache)
 
     def line(_frame: types.FrameType, event: str, _argument: Any) -> Any:
         nonlocal count
@@ -91,7 +116,7 @@ def steps_to_evict(others: int) -> int:
         store_one(cache, others + 4, A)
     finally:
         sys.settrace(traced)
-    assert cache.quota_evicted_chunks == max(others // 2 - 4, 0) + 1
+    assert len(lost) == max(others // 2 - 4, 0) + 1
     return count
 
 
@@ -114,9 +139,9 @@ def test_a_tenant_without_chunks_is_forgotten_and_no_garbage() -> None:
         for number in range(200):
             store(cache, chain(2, number), tenant_id(str(number)))
             cache.forget(cache.chunk(PLAIN.namespace, chain(2, number)[1]))  # type: ignore[arg-type]
-        assert 90 <= len(cache.tenants) <= 100, "L1 has room for so many chunks"
+        assert 90 <= len(cache.policy) <= 100, "L1 has room for so many chunks"
         cache.clear()
-        assert len(cache.tenants) == 0
+        assert len(cache.policy) == 0
         assert sum(type(each) in (Chunk, Tenant) for each in gc.get_objects()) == before
     finally:
         gc.enable()
@@ -129,13 +154,21 @@ def test_a_tenant_without_chunks_is_forgotten_and_no_garbage() -> None:
 )  # fmt: skip
 def test_the_quota_of_a_tenant(text: str, quota: float) -> None:
     """`printf %s a | sha256sum` begins with ca978112ca1bbdca."""
-    assert limits.quotas_gb(text).of(A) == quota
+    assert quotas_gb(text).of(A) == quota
 
 
 def test_what_is_no_quota_and_by_which_digest_of_its_salt_a_tenant_is_known() -> None:
     for text in ("0", "-1", "4 GB", "4,", "4,ca9781=2", "4,some-salt=2", "4,5", "inf"):
         with pytest.raises(ValueError):
-            limits.quotas_gb(text)
+            quotas_gb(text)
     assert tenant_id("a").hex() == "ca978112ca1bbdcafac231b39a23dc4d"
     assert tenant_id("") == tenant_id(None) == b""
     assert len(tenant_id("\udc80")) == 16
+
+
+def test_a_wrong_quota_is_one_sentence() -> None:
+    with pytest.raises(StartError) as refused:
+        load("--quota-gb", "a b")
+    told = "--quota-gb must be a number of GB such as 4, or 4,0b5d5f2cbd9c=16, not 'a b'"
+    assert str(refused.value) == told
+    assert load("--quota-gb", "1.5,0b5d5f2c=3").of_options == {"quota_gb": "1.5,0b5d5f2c=3"}

@@ -1,0 +1,1 @@
+"""Bounds what the requests of each salt take of L1."""
