@@ -6,15 +6,19 @@ from collections import deque
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lmcache_client.contract.codec import unpacked
 from lmcache_client.contract.keys import ModelTag, chunk_keys
 from lmcache_client.contract.messages import MAX_LEASES, Done, Found, Load, Lookup, Message, Release, Store
 from lmcache_client.engine import REGISTER_S, Scheduler, Worker, chunk_object, load_message
+from lmcache_client.memory.cuda import CudaExport, ExportError
 from lmcache_client.memory.host import HostExport
 from lmcache_client.server_channel import Channel
-from lmcache_server.commands.bench.device import DeviceMemory
-from lmcache_server.commands.bench.workload import BenchError, Workload
+from lmcache_kernels import driver as cuda
+from lmcache_kernels.driver import CudaError, Driver
+from lmcache_server.commands.bench.workload import Workload
+from lmcache_server.errors import CommandError
 
 CONNECT_S, ANSWER_S = 30.0, 60.0
 LOOKUP_WAIT_S = 0.001
@@ -27,11 +31,41 @@ def chain(number: int, request: int, chunks: int) -> tuple[bytes, ...]:
     return tuple(chunk_keys(((number, request), None) for _ in range(chunks)))
 
 
+def driver_here() -> Driver:
+    """Raises CommandError without a GPU."""
+    driver = cuda.load()
+    if driver is None:
+        raise CommandError("this process sees no GPU")
+    return driver
+
+
+class DeviceMemory:
+    """Memory on GPU number `ordinal` with the bytes of `content`. Raises CommandError."""
+
+    def __init__(self, ordinal: int, content: NDArray[np.uint64]) -> None:
+        self._driver, self._num_bytes = driver_here(), content.nbytes
+        try:
+            self._driver.enter(self._driver.retain_context(ordinal))
+            self._address = self._driver.allocate(self._num_bytes)
+            self._driver.write(self._address, content.tobytes())
+            self.export = CudaExport(((self._address, self._num_bytes),), lambda: 0)
+        except (CudaError, ExportError) as error:
+            raise CommandError(f"the client cannot use the GPU: {error}") from error
+
+    def read(self) -> NDArray[np.uint64]:
+        return np.frombuffer(self._driver.read(self._address, self._num_bytes), np.uint64)
+
+    def close(self) -> None:
+        """To be called when the server has unmapped the memory."""
+        self.export.close()
+        self._driver.free(self._address)
+
+
 class Client:
     """Worker number `number`, on the CPU or on GPU number `gpu`. Every request has its own keys, but all
     store the same pages.
 
-    All methods raise BenchError if the server does not do what they ask for.
+    All methods raise CommandError if the server does not do what they ask for.
     """
 
     def __init__(self, address: str, workload: Workload, number: int, gpu: int | None = None) -> None:
@@ -67,7 +101,7 @@ class Client:
             if not channel.ready:
                 self.__exit__()
                 late = "the server did not accept the bench in time: it may be busy, so try again"
-                raise BenchError(str(channel.refusal or late))
+                raise CommandError(str(channel.refusal or late))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -102,14 +136,14 @@ class Client:
         return load_message("bench", found, key, 0, groups, tables)
 
     def check(self, message: Load) -> None:
-        """Compare the pages that `message`, the last load, filled. Raises BenchError if they are wrong."""
+        """Compare the pages that `message`, the last load, filled. Raises CommandError if they are wrong."""
         if self._device is not None:
             self._memory = self._device.read()
         pages = self._memory.reshape(self.workload.layers, self.workload.num_blocks, -1)
         for source, group, ids in zip(self._source, self._geometry.groups, message.block_ids, strict=True):
             for at, block in zip(group.needed_blocks(message.resume_tokens), unpacked(ids), strict=True):
                 if not np.array_equal(pages[:, source[at]], pages[:, block]):
-                    raise BenchError("the server restored wrong bytes: stop it, and report this")
+                    raise CommandError("the server restored wrong bytes: stop it, and report this")
 
     def release(self, *hits: Found) -> None:
         leases = tuple(hit.lease_id for hit in hits if hit.lease_id)
@@ -124,5 +158,5 @@ class Client:
         while not pending.done:
             channel.poll(pending, wait_s)
         if not isinstance(pending.reply, expected):
-            raise BenchError(str(pending.error or f"the server answered {type(pending.reply).__name__}"))
+            raise CommandError(str(pending.error or f"the server answered {type(pending.reply).__name__}"))
         return pending.reply

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from lmcache_client.contract.codec import unpacked
 from lmcache_client.contract.messages import Done, Found, Ping, Stored
 from lmcache_server.commands.bench.client import LOOKUP_WAIT_S, Client, chain
-from lmcache_server.commands.bench.workload import BenchError, Workload
+from lmcache_server.commands.bench.workload import Workload
+from lmcache_server.errors import CommandError
 
 
 class Sample(NamedTuple):
@@ -51,7 +52,7 @@ def lookup(client: Client, chunks: int) -> Samples:
         hit = client.ask(client.scheduler, message, Found, LOOKUP_WAIT_S)
         seconds = time.perf_counter() - started_s
         if hit.resume_tokens != message.limit_tokens:
-            raise BenchError(
+            raise CommandError(
                 "the chunks to look up are gone (no room, or cleared): try again, or pass --only store,load"
             )
         client.release(hit)

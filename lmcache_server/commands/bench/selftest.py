@@ -17,9 +17,9 @@ from typing import Any
 from lmcache_client.contract.chunk_size import AUTO_CHUNK_TOKENS
 from lmcache_client.contract.messages import Done, Found, Stored
 from lmcache_kernels.driver import CudaError
-from lmcache_server.commands.bench.client import LOOKUP_WAIT_S, Client, chain
-from lmcache_server.commands.bench.device import driver_here
-from lmcache_server.commands.bench.workload import BenchError, Workload
+from lmcache_server.commands.bench.client import LOOKUP_WAIT_S, Client, chain, driver_here
+from lmcache_server.commands.bench.workload import Workload
+from lmcache_server.errors import CommandError
 from lmcache_server.service.requests_of_tests import SELFTEST
 
 DEADLINE_S, GPUS_DEADLINE_S = 8, 90
@@ -48,11 +48,11 @@ def selftest(address: str, chunk_size: int | None, gpu: int | None = None) -> di
             ended("store")
             store = client.store_message(keys)
             if client.ask(client.worker, store, Stored).stored < len(store.objects):
-                raise BenchError("the server dropped the store: all of L1 is in use, or the copy failed")
+                raise CommandError("the server dropped the store: all of L1 is in use, or the copy failed")
             ended("lookup")
             hit = client.ask(client.scheduler, client.lookup_message(keys), Found, LOOKUP_WAIT_S)
             if hit.resume_tokens < CHUNKS * workload.chunk_size:
-                raise BenchError("the server does not find the pages that it has just stored")
+                raise CommandError("the server does not find the pages that it has just stored")
             ended("load")
             load = client.load_message(hit, keys[-1], 0)
             client.ask(client.worker, load, Done)
@@ -61,7 +61,7 @@ def selftest(address: str, chunk_size: int | None, gpu: int | None = None) -> di
             ended("goodbye")
             client.release(hit)
         ended("")
-    except (BenchError, CudaError) as error:
+    except (CommandError, CudaError) as error:
         return {"ok": False, "failed": step, "error": str(error), **steps}
     return {"ok": True, **steps}
 
@@ -70,7 +70,7 @@ def on_gpus(address: str, chunk_size: int | None) -> dict[str, Any]:
     """The object that the module prints if it tests GPUs; `failed` and `error` are of the first failure."""
     try:
         driver = driver_here()
-    except BenchError as error:
+    except CommandError as error:
         return {"ok": False, "failed": "gpus", "error": str(error)}
     reports = {driver.pci_bus_id(n): selftest(address, chunk_size, n) for n in range(driver.num_devices())}
     for gpu, report in reports.items():
@@ -86,7 +86,7 @@ def main() -> None:
     chunk_size = next((int(each) for each in others if each.isdecimal()), None)
 
     def late(*_: object) -> None:
-        raise BenchError(f"the server did not finish within {deadline_s} s")
+        raise CommandError(f"the server did not finish within {deadline_s} s")
 
     signal.signal(signal.SIGALRM, late)
     signal.alarm(deadline_s)

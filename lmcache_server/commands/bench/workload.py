@@ -7,14 +7,9 @@ from msgspec.structs import replace
 
 from lmcache_client.contract.geometry import FULL, RECURRENT, SLIDING_WINDOW, Geometry, GroupSpec, Region
 from lmcache_server.core.pool import FRAME_BYTES
-from lmcache_server.errors import CommandError
 
 BLOCKS_PER_CHUNK = 4
 """The block size is the server's chunk size divided by this, if that is possible."""
-
-
-class BenchError(CommandError):
-    """The bench has no result; the message is one sentence that says why."""
 
 
 @dataclass(frozen=True)
