@@ -16,12 +16,11 @@ import click
 from click.core import ParameterSource
 
 from lmcache_client.contract import lmcache_names
-from lmcache_client.contract.endpoint import host_name
+from lmcache_client.contract.endpoint import host_name, is_loopback
 from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS
 from lmcache_client.contract.messages import DEFAULT_PORT
 from lmcache_server.core import limits
 from lmcache_server.errors import StartError
-from lmcache_server.host import preflight
 from lmcache_server.host.logs import FORMATS, TEXT
 from lmcache_server.host.units import GB_BYTES
 from lmcache_server.options import parts
@@ -197,13 +196,18 @@ def checked(given: Mapping[str, Any]) -> Config:
     own = {field.name for field in _OWN}
     others = {name: given[name] for name in given.keys() - own if given[name] != FLAGS[name].default}
     config = Config(**{name: given[name] for name in given.keys() & own}, of_options=others)
-    for name in ("host", "http_host"):
-        host = getattr(config, name)
-        if not host_name(host) and (host or name == "http_host"):
-            raise StartError(f"{flag_name(name)} must name an address, for example 127.0.0.1")
-        may_have_key = name == "host"
-        allowed = config.allow_remote or (may_have_key and bool(config.key_file))
-        preflight.require(preflight.remote_access(flag_name(name), host, allowed, may_have_key))
+    for flag, host, has_key in (
+        ("--host", config.host, bool(config.key_file)),
+        ("--http-host", config.http_host, False),
+    ):
+        if not host_name(host) and (host or flag == "--http-host"):
+            raise StartError(f"{flag} must name an address, for example 127.0.0.1")
+        if host and not (is_loopback(host) or config.allow_remote or has_key):
+            key = "--key-file for a key, or " if flag == "--host" else ""
+            raise StartError(
+                f"{flag} {host} lets other machines connect, without password or encryption: "
+                f"add {key}--allow-remote if you want that, or use 127.0.0.1"
+            )
     for check in parts("flags", "check"):
         check(values(config))
     return config
