@@ -51,6 +51,11 @@ def _chunk_size(value: str) -> Any:
     return None if value.strip().lower() == "auto" else click.IntRange(1, MAX_CHUNK_TOKENS)(value)
 
 
+def _quotas(value: str) -> str:
+    limits.quotas_gb(value)
+    return _printable(value)
+
+
 def _kind(convert: Callable[[str], Any], fit: str) -> Any:
     """A type for values that `convert` accepts without a ValueError; errors call a valid value `fit`."""
     kind = click.types.FuncParamType(convert)
@@ -58,17 +63,7 @@ def _kind(convert: Callable[[str], Any], fit: str) -> Any:
     return kind
 
 
-def _text(parse: Callable[[str], object], fit: str) -> Any:
-    """A type for text that `parse` reads later."""
-
-    def check(value: str) -> str:
-        parse(value)
-        return _printable(value)
-
-    return _kind(check, fit)
-
-
-_QUOTAS = _text(limits.quotas_gb, "a number of GB such as 4, or 4,0b5d5f2cbd9c=16")
+_QUOTAS = _kind(_quotas, "a number of GB such as 4, or 4,0b5d5f2cbd9c=16")
 _TEXT = _kind(_printable, "text that can be printed")
 _CHUNK_SIZE = _kind(_chunk_size, f"auto, or an integer from 1 to {MAX_CHUNK_TOKENS}")
 
@@ -149,8 +144,10 @@ class Config:
 
 _OWN = [field for field in dataclasses.fields(Config) if field.metadata]
 FLAGS: dict[str, Any] = {field.name: field for field in _OWN}
+_OF_OPTIONS = {"default": "", "kind": _TEXT, "show_default": "none"}
+"""What a flag of an option is, unless it says something else."""
 for _flags in parts("flags", "FLAGS"):
-    FLAGS |= {name: _flag(kind=_TEXT, **flag) for name, flag in _flags.items()}
+    FLAGS |= {name: _flag(**_OF_OPTIONS | flag) for name, flag in _flags.items()}
 
 
 def values(config: Config) -> dict[str, Any]:

@@ -10,9 +10,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 AN_AGE = "an age with its unit (s, m, h or d), such as 7d, or 7d,some/model=24h"
 FLAGS = {
     "max_age": {
-        "default": "",
         "metavar": "AGES",
-        "show_default": "none",
         "help_text": "Forget a chunk when it is this old, even if it is used or pinned: 7d, 24h, 90m or 45s. "
         "With 7d,some/model=24h, that model has another limit; instead of its name you may give the first "
         "digits (8 or more) of a namespace. Cannot be combined with --tier.",
