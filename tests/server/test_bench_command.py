@@ -19,10 +19,8 @@ from harness.waiting import PATIENCE_S, wait_until
 
 from lmcache_client.contract.messages import Done, Load
 from lmcache_server.commands.bench import run
-from lmcache_server.commands.bench.client import Client
-from lmcache_server.commands.bench.crew import Crew, Tally
-from lmcache_server.commands.bench.measure import Sample, load, lookup, store
-from lmcache_server.commands.bench.workload import Workload
+from lmcache_server.commands.bench.client import Client, Workload
+from lmcache_server.commands.bench.crew import Crew, Sample, Tally, load, lookup, store
 from lmcache_server.errors import CommandError
 
 SMALL = ("--requests", "2", "--layers", "2", "--page-kb", "8")

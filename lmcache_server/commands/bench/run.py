@@ -3,9 +3,8 @@
 import dataclasses
 
 from lmcache_client.contract.chunk_size import AUTO_CHUNK_TOKENS
-from lmcache_server.commands.bench.crew import Crew, Phase, Tally
-from lmcache_server.commands.bench.measure import load, lookup, ping, store
-from lmcache_server.commands.bench.workload import Workload
+from lmcache_server.commands.bench.client import Workload
+from lmcache_server.commands.bench.crew import Crew, Phase, Tally, load, lookup, ping, store
 from lmcache_server.core.cache import ONCE_SHARE
 from lmcache_server.errors import CommandError
 from lmcache_server.host.machine import available_bytes

@@ -17,8 +17,7 @@ from typing import Any
 from lmcache_client.contract.chunk_size import AUTO_CHUNK_TOKENS
 from lmcache_client.contract.messages import Done, Found, Stored
 from lmcache_kernels.driver import CudaError
-from lmcache_server.commands.bench.client import LOOKUP_WAIT_S, Client, chain, driver_here
-from lmcache_server.commands.bench.workload import Workload
+from lmcache_server.commands.bench.client import LOOKUP_WAIT_S, Client, Workload, chain, driver_here
 from lmcache_server.errors import CommandError
 from lmcache_server.service.requests_of_tests import SELFTEST
 
