@@ -202,7 +202,6 @@ class Crew:
 
 
 def _enter(start: Barrier) -> None:
-    """Prepare a client's process."""
     global _start  # noqa: PLW0603  (a process of a pool gets its barrier no other way)
     _start = start
     threading.Thread(target=_end_with_the_command, daemon=True).start()
@@ -216,7 +215,6 @@ def _end_with_the_command() -> None:
 
 
 def _client(address: str, crew: Crew, number: int) -> list[Tally]:
-    """Run all phases of one client."""
     try:
         with Client(address, crew.workload, number) as client:
             return [_measured(measurement(client, argument)) for _, measurement, argument in crew.phases]

@@ -12,6 +12,7 @@ import secrets
 import signal
 import sys
 import time
+from itertools import pairwise
 from typing import Any
 
 from lmcache_client.contract.chunk_size import AUTO_CHUNK_TOKENS
@@ -33,36 +34,33 @@ def selftest(address: str, chunk_size: int | None, gpu: int | None = None) -> di
     model = SELFTEST + secrets.token_hex(8)
     workload = Workload(model, chunk_size or AUTO_CHUNK_TOKENS, True, 2, 4096, CHUNKS, 1)
     keys = chain(number, 0, CHUNKS)
-    steps: dict[str, float] = {}
-    step, started_s = "register", time.perf_counter()
+    begun = [("register", time.perf_counter())]
 
-    def ended(next_step: str) -> None:
-        nonlocal step, started_s
-        now_s = time.perf_counter()
-        steps[f"{step}_s"] = round(now_s - started_s, 6)
-        step, started_s = next_step, now_s
+    def begin(step: str) -> None:
+        begun.append((step, time.perf_counter()))
 
     try:
         with Client(address, workload, number, gpu) as client:
-            ended("store")
+            begin("store")
             store = client.store_message(keys)
             if client.ask(client.worker, store, Stored).stored < len(store.objects):
                 raise CommandError("the server dropped the store: all of L1 is in use, or the copy failed")
-            ended("lookup")
+            begin("lookup")
             hit = client.ask(client.scheduler, client.lookup_message(keys), Found, LOOKUP_WAIT_S)
             if hit.resume_tokens < CHUNKS * workload.chunk_size:
                 raise CommandError("the server does not find the pages that it has just stored")
-            ended("load")
+            begin("load")
             load = client.load_message(hit, keys[-1], 0)
             client.ask(client.worker, load, Done)
-            ended("compare")
+            begin("compare")
             client.check(load)
-            ended("goodbye")
+            begin("goodbye")
             client.release(hit)
-        ended("")
+        begin("")
+        result: dict[str, Any] = {"ok": True}
     except (CommandError, CudaError) as error:
-        return {"ok": False, "failed": step, "error": str(error), **steps}
-    return {"ok": True, **steps}
+        result = {"ok": False, "failed": begun[-1][0], "error": str(error)}
+    return result | {f"{step}_s": round(end - start, 6) for (step, start), (_, end) in pairwise(begun)}
 
 
 def on_gpus(address: str, chunk_size: int | None) -> dict[str, Any]:

@@ -61,10 +61,8 @@ def through_server(driver: Driver, endpoint: str, report: Mapping[str, Any]) -> 
     for ordinal in range(driver.num_devices()) if report else ():
         name = f"GPU {driver.pci_bus_id(ordinal)}, through the server"
         found = selftest(endpoint, report["config"]["chunk_size"], ordinal)
-        if found["ok"]:
-            yield Check(name, OK, "pages were stored, restored and compared")
-        else:
-            yield Check(name, FAIL, f"{found['failed']}: {found['error']}")
+        good = Check(name, OK, "pages were stored, restored and compared")
+        yield good if found["ok"] else Check(name, FAIL, f"{found['failed']}: {found['error']}")
 
 
 def compute_mode(bus_id: str, mode: int) -> Check:
