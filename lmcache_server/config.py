@@ -16,11 +16,10 @@ import click
 from click.core import ParameterSource
 
 from lmcache_client.contract import lmcache_names
-from lmcache_client.contract.endpoint import host_name
+from lmcache_client.contract.endpoint import host_name, is_loopback
 from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS
 from lmcache_client.contract.messages import DEFAULT_PORT
 from lmcache_server.errors import StartError
-from lmcache_server.host import preflight
 from lmcache_server.host.logs import FORMATS, TEXT
 from lmcache_server.host.units import GB_BYTES
 from lmcache_server.options import parts
@@ -58,16 +57,6 @@ def _kind(convert: Callable[[str], Any], fit: str) -> Any:
     return kind
 
 
-def _text(parse: Callable[[str], object], fit: str) -> Any:
-    """A type for text that `parse` reads later."""
-
-    def check(value: str) -> str:
-        parse(value)
-        return _printable(value)
-
-    return _kind(check, fit)
-
-
 _TEXT = _kind(_printable, "text that can be printed")
 _CHUNK_SIZE = _kind(_chunk_size, f"auto, or an integer from 1 to {MAX_CHUNK_TOKENS}")
 
@@ -75,6 +64,20 @@ _CHUNK_SIZE = _kind(_chunk_size, f"auto, or an integer from 1 to {MAX_CHUNK_TOKE
 def _flag(default: Any, kind: Any, help_text: str, **more: Any) -> Any:
     """A field of Config; `more` goes to click.option."""
     return dataclasses.field(default=default, metadata={"type": kind, "help": help_text, **more})
+
+
+def _of_option(
+    default: Any = "", show_default: str = "none", parse: Callable[[str], object] | None = None,
+    fit: str = "", **more: Any,
+) -> Any:  # fmt: skip
+    """A flag of an option: text, which `parse` accepts if there is one and errors call `fit`."""
+
+    def check(value: str) -> str:
+        if parse is not None:
+            parse(value)
+        return _printable(value)
+
+    return _flag(default, _kind(check, fit) if parse else _TEXT, show_default=show_default, **more)
 
 
 def _one_of(*names: str) -> Any:
@@ -144,10 +147,7 @@ class Config:
 _OWN = [field for field in dataclasses.fields(Config) if field.metadata]
 FLAGS: dict[str, Any] = {field.name: field for field in _OWN}
 for _flags in parts("flags", "FLAGS"):
-    for _name, _own in _flags.items():
-        _more = dict(_own)
-        _kind_of = _text(_more.pop("parse"), _more.pop("fit")) if "parse" in _own else _TEXT
-        FLAGS[_name] = _flag(kind=_kind_of, **_more)
+    FLAGS |= {name: _of_option(**flag) for name, flag in _flags.items()}
 
 
 def values(config: Config) -> dict[str, Any]:
@@ -193,13 +193,18 @@ def checked(given: Mapping[str, Any]) -> Config:
     own = {field.name for field in _OWN}
     others = {name: given[name] for name in given.keys() - own if given[name] != FLAGS[name].default}
     config = Config(**{name: given[name] for name in given.keys() & own}, of_options=others)
-    for name in ("host", "http_host"):
-        host = getattr(config, name)
-        if not host_name(host) and (host or name == "http_host"):
-            raise StartError(f"{flag_name(name)} must name an address, for example 127.0.0.1")
-        may_have_key = name == "host"
-        allowed = config.allow_remote or (may_have_key and bool(config.key_file))
-        preflight.require(preflight.remote_access(flag_name(name), host, allowed, may_have_key))
+    for flag, host, has_key in (
+        ("--host", config.host, bool(config.key_file)),
+        ("--http-host", config.http_host, False),
+    ):
+        if not host_name(host) and (host or flag == "--http-host"):
+            raise StartError(f"{flag} must name an address, for example 127.0.0.1")
+        if host and not (is_loopback(host) or config.allow_remote or has_key):
+            key = "--key-file for a key, or " if flag == "--host" else ""
+            raise StartError(
+                f"{flag} {host} lets other machines connect, without password or encryption: "
+                f"add {key}--allow-remote if you want that, or use 127.0.0.1"
+            )
     for check in parts("flags", "check"):
         check(values(config))
     return config

@@ -13,6 +13,7 @@ from lmcache_server.config import Command
 
 CONTROL_TIMEOUT_S = 10.0
 TOKENIZE_TIMEOUT_S = 60.0
+FILE: Any = click.Path(dir_okay=False, path_type=Path)
 
 ADDRESS = {
     "host": "The TCP address of the server. Without it: the server's Unix socket.",
@@ -85,5 +86,5 @@ def vllm_flags(command: Command) -> Command:
 
 def sending(command: Command) -> Command:
     """The arguments and options of a command that sends the prompts of a file through vLLM."""
-    file = click.argument("prompts_file", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path))
+    file = click.argument("prompts_file", metavar="FILE", type=FILE)
     return click.argument("url")(file(vllm_flags(addressing()(command))))

@@ -18,6 +18,14 @@ MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def text(path: str | Path) -> str | None:
+    """What a file of /proc, /sys or the like says, None if it is not there or not for this process."""
+    try:
+        return Path(path).read_text(errors="replace").strip()
+    except OSError:
+        return None
+
+
 def memory_info() -> dict[str, int]:
     """The values of /proc/meminfo: sizes in bytes, HugePages_* as counts."""
     info = {}
@@ -78,9 +86,7 @@ def mount_point(path: str) -> str:
 
 def local_processors(pci_bus_id: str, root: Path = Path("/")) -> set[int]:
     """The processors of a device's NUMA node; empty if the system does not say."""
-    with contextlib.suppress(OSError):
-        return numbers((root / "sys/bus/pci/devices" / pci_bus_id.lower() / "local_cpulist").read_text())
-    return set()
+    return numbers(text(root / "sys/bus/pci/devices" / pci_bus_id.lower() / "local_cpulist") or "")
 
 
 def move_to(processors: set[int], usable: set[int]) -> None:
@@ -88,10 +94,10 @@ def move_to(processors: set[int], usable: set[int]) -> None:
     os.sched_setaffinity(0, processors & usable or usable)
 
 
-def numbers(text: str) -> set[int]:
+def numbers(listed: str) -> set[int]:
     """The numbers of a list as /sys writes it: "0-2,8" means 0, 1, 2 and 8."""
     members: set[int] = set()
-    for part in text.strip().split(","):
+    for part in listed.strip().split(","):
         first, _, last = part.partition("-")
         if first:
             members.update(range(int(first), int(last or first) + 1))
@@ -111,11 +117,7 @@ def available_bytes(root: Path = Path("/")) -> tuple[int, str]:
 
 def _cgroup_directories(root: Path) -> Iterator[Path]:
     """The cgroups, v1 and v2, whose memory limits apply to this process: its own and all parents."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in (text(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue

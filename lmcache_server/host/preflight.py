@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lmcache_client.contract.endpoint import is_loopback
 from lmcache_server.errors import NotNowError, StartError
 from lmcache_server.host.machine import UNLIMITED
 from lmcache_server.host.units import GB_BYTES, size
@@ -102,17 +101,6 @@ def huge_pages(info: Mapping[str, int], l1_bytes: int) -> Check:
     finding = f"--l1-hugetlb needs {needed} huge pages of {size(page_bytes)}, but {free} of {total} are free"
     fix = f"sudo sysctl vm.nr_hugepages={total - free + needed}  (or leave out --l1-hugetlb)"
     return Check(name, FAIL, finding, fix)
-
-
-def remote_access(flag: str, host: str, allowed: bool, may_have_key: bool) -> Check:
-    """Whether other machines may reach the server at `host`, the value of this flag."""
-    if not host or is_loopback(host) or allowed:
-        return Check("remote access", OK, f"{flag} {host}")
-    finding = f"{flag} {host} lets other machines connect, without password or encryption"
-    key = "--key-file for a key, or " if may_have_key else ""
-    return Check(
-        "remote access", FAIL, finding, f"add {key}--allow-remote if you want that, or use 127.0.0.1"
-    )
 
 
 def open_files(limit: int) -> Check:

@@ -19,11 +19,9 @@ from harness.waiting import PATIENCE_S, wait_until
 
 from lmcache_client.contract.messages import Done, Load
 from lmcache_server.commands.bench import run
-from lmcache_server.commands.bench.client import Client
-from lmcache_server.commands.bench.crew import Crew
-from lmcache_server.commands.bench.measure import Sample, load, lookup, store
-from lmcache_server.commands.bench.tally import Tally
-from lmcache_server.commands.bench.workload import BenchError, Workload
+from lmcache_server.commands.bench.client import Client, Workload
+from lmcache_server.commands.bench.crew import Crew, Sample, Tally, load, lookup, store
+from lmcache_server.errors import CommandError
 
 SMALL = ("--requests", "2", "--layers", "2", "--page-kb", "8")
 COPIES = ("--only", "store,load")
@@ -122,7 +120,9 @@ def test_a_server_that_is_cleared_meanwhile_is_not_said_to_have_no_room_only(ser
         samples = lookup(client, 1)
         assert [next(samples).lost, next(samples).lost] == [False, False]
         assert server.cli("clear").returncode == 0
-        with pytest.raises(BenchError, match=r"the chunks to look up are gone \(no room, or cleared\): try"):
+        with pytest.raises(
+            CommandError, match=r"the chunks to look up are gone \(no room, or cleared\): try"
+        ):
             next(samples)
 
 
@@ -143,7 +143,7 @@ def test_more_memory_than_there_is_is_not_taken(monkeypatch):
     l1 = {"total_bytes": 1 << 30, "free_bytes": 1 << 30}
     few, many = (Crew(size, Workload("model", 256, False, 1, 4096, 1, 1), (), 0) for size in (25, 26))
     assert "taking 1,001 MiB" in run.announcement([few], l1)
-    with pytest.raises(BenchError, match=r"and 1\.0 GiB are available: choose fewer --clients, --workers"):
+    with pytest.raises(CommandError, match=r"and 1\.0 GiB are available: choose fewer --clients, --workers"):
         run.announcement([many], l1)
 
 
@@ -253,7 +253,7 @@ def test_copies_that_did_not_happen_are_noticed(server, honest):
         if honest == requests:
             assert len(list(load(client, 0))) == 1 + requests
         else:
-            with pytest.raises(BenchError, match="wrong bytes"):
+            with pytest.raises(CommandError, match="wrong bytes"):
                 list(load(client, 0))
     server.wait_at_rest()
 

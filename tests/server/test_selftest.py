@@ -12,9 +12,8 @@ from harness.rawclient import RawEngine, chain, group
 from harness.server import LMCacheServer
 
 from lmcache_server.admin.selftest import SelfTest
-from lmcache_server.commands.bench.client import Client
-from lmcache_server.commands.bench.measure import store
-from lmcache_server.commands.bench.workload import Workload
+from lmcache_server.commands.bench.client import Client, Workload
+from lmcache_server.commands.bench.crew import store
 
 STEPS = ["register_s", "store_s", "lookup_s", "load_s", "compare_s", "goodbye_s"]
 

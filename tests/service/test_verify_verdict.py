@@ -3,6 +3,7 @@
 import contextlib
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 
 from lmcache_server.commands import cli
-from lmcache_server.commands.verify import prompts, run
-from lmcache_server.commands.verify.compare import distance, is_equal, is_within
-from lmcache_server.commands.verify.engine import Answer, Counters, Prompt, VerifyError, VllmServer
+from lmcache_server.commands.verify import engine, prompts, run
+from lmcache_server.commands.verify.engine import Answer, Prompt, VllmServer
 from lmcache_server.commands.verify.prompts import Case
+from lmcache_server.commands.verify.run import distance
+from lmcache_server.errors import CommandError
 
 
 def answer(*tops: dict[str, float]) -> Answer:
@@ -42,12 +44,12 @@ OTHER = answer({"a": -0.1, "b": -3.25}, A.tops[1])
 def test_how_far_answers_are_apart(other: Answer, apart: float) -> None:
     longer = Answer("", [*A.tokens, "z"], [*A.tops, {"z": 0.0}])
     assert distance(longer, other) == distance(other, longer) == pytest.approx(apart)
-    assert is_equal(A, other) is (apart == 0.0)
+    assert bool(result(other).equals) is (apart == 0.0)
 
 
 def test_a_difference_is_judged_by_the_engines_own() -> None:
-    assert [is_within(A, OTHER, noise) for noise in (0.0, 0.1, 0.2)] == [False, False, True]
-    assert not is_within(A, answer(A.tops[0]), 1.0), "fewer tokens never are"
+    assert [result(OTHER).is_right(noise) for noise in (0.0, 0.1, 0.2)] == [False, False, True]
+    assert not result(answer(A.tops[0])).is_right(1.0), "fewer tokens never are"
 
 
 def result(served: Answer, served_tokens: int = 64, again: Answer = A, local: Answer = A) -> run.Result:
@@ -81,12 +83,12 @@ class Rounding(VllmServer):
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
-        self.totals = Counters(0, 0, 0)
+        self.totals: Counter[str] = Counter()
         self.cached: set[str] = set()
         self.stored: set[str] = set()
 
-    def counters(self) -> Counters:
-        return self.totals
+    def counters(self) -> Counter[str]:
+        return self.totals.copy()
 
     def reset_prefix_cache(self) -> None:
         self.cached.clear()
@@ -97,10 +99,11 @@ class Rounding(VllmServer):
         last = len(prompt) - 1
         own = last // 16 * 16 - 16 if salt in self.cached else 0
         served = last // 256 * 256 if salt in self.stored and load else 0
-        used = Counters(max(0, served - own), 1, 0, own, 100, 0)
+        loaded = max(0, served - own)
         self.cached.add(salt)
         self.stored.add(salt)
-        self.totals = Counters(*map(sum, zip(self.totals, used, strict=True)))
+        self.totals += Counter({engine.LOADED_TOKENS: loaded, engine.OWN_TOKENS: own})
+        self.totals += Counter({engine.FINISHED: 1, engine.DRAFTS: 100})
         return Answer("a", ["a"], [{"a": -1e-6 * max(own, served)}], [int(token) for token in prompt])
 
 
@@ -129,17 +132,17 @@ def test_a_line_of_a_file_is_a_prompt_and_a_file_without_prompts_says_so(tmp_pat
     read = [case.prompt for case in prompts.from_file(file)]
     assert read == ['plain "text"', "two\nlines", [1, 2, 3], "[not json", '[1, "a"]']
     file.write_text("\n")
-    with pytest.raises(VerifyError, match="write one on each line"):
+    with pytest.raises(CommandError, match="write one on each line"):
         prompts.from_file(file)
     file.write_bytes(b"\xff")
     for path, why in ((tmp_path / "none", "No such file or directory"), (file, "it is not text in UTF-8")):
-        with pytest.raises(VerifyError) as refused:
+        with pytest.raises(CommandError) as refused:
             prompts.from_file(path)
         assert str(refused.value) == f"cannot read {path} ({why}): name another file"
 
 
 def test_a_vllm_that_does_not_run_is_one_sentence_without_a_number_of_an_error() -> None:
-    with pytest.raises(VerifyError) as refused:
+    with pytest.raises(CommandError) as refused:
         VllmServer("http://127.0.0.1:9", None, None, 1.0)
     assert str(refused.value) == (
         "vLLM at http://127.0.0.1:9 does not answer /v1/models (Connection refused): see whether it runs, or "
@@ -184,17 +187,17 @@ def vllm(url: str, model: str | None = None) -> VllmServer:
 def test_what_is_missing_is_one_sentence_that_says_what_to_do() -> None:
     with answering({**MODELS, "/metrics": "vllm:x 1\n"}) as url:
         assert (vllm(url).model, vllm(url).max_tokens) == ("m", 100)
-        with pytest.raises(VerifyError, match="has no model 'n': --model can be m"):
+        with pytest.raises(CommandError, match="has no model 'n': --model can be m"):
             vllm(url, "n")
-        with pytest.raises(VerifyError, match="VLLM_SERVER_DEV_MODE=1"):
+        with pytest.raises(CommandError, match="VLLM_SERVER_DEV_MODE=1"):
             vllm(url).reset_prefix_cache()
-        with pytest.raises(VerifyError, match='"kv_connector":"LMCacheMPConnector"'):
+        with pytest.raises(CommandError, match='"kv_connector":"LMCacheMPConnector"'):
             vllm(url).counters()
-        with pytest.raises(VerifyError, match="1 to 68 tokens here, not 90"):
+        with pytest.raises(CommandError, match="1 to 68 tokens here, not 90"):
             prompts.built_in(vllm(url), [30, 90])
-        with pytest.raises(VerifyError, match="/v1/completions with 404: no such page"):
+        with pytest.raises(CommandError, match="/v1/completions with 404: no such page"):
             vllm(url).ask("p", 1)
-    with answering({}, code=401) as url, pytest.raises(VerifyError, match="--api-key"):
+    with answering({}, code=401) as url, pytest.raises(CommandError, match="--api-key"):
         vllm(url)
 
 
@@ -207,7 +210,7 @@ def test_what_is_missing_is_one_sentence_that_says_what_to_do() -> None:
     ],
 )  # fmt: skip
 def test_a_list_of_models_that_is_not_vllms_is_one_sentence(page: str) -> None:
-    with answering({"/v1/models": page}) as url, pytest.raises(VerifyError, match=r"/v1/models is not vLLM"):
+    with answering({"/v1/models": page}) as url, pytest.raises(CommandError, match=r"/v1/models is not vLLM"):
         vllm(url)
 
 
@@ -221,18 +224,19 @@ def test_a_completion_that_is_not_vllms_is_one_sentence() -> None:
             '{"choices": [{"text": "x", "logprobs": {"tokens": ["a"], "top_logprobs": [{"a": "b"}]}}]}',
         ):  # fmt: skip
             pages["/v1/completions"] = f"data: {event}\n\n"
-            with pytest.raises(VerifyError, match=r"/v1/completions is not vLLM"):
+            with pytest.raises(CommandError, match=r"/v1/completions is not vLLM"):
                 vllm(url).ask("p", 1)
 
 
 def test_an_engine_that_says_nothing_or_is_used_by_others_is_not_judged() -> None:
     with answering({**MODELS, "/v1/completions": "\n", "/reset_prefix_cache": "\n"}) as url:
-        with pytest.raises(VerifyError, match="ended a completion without a token"):
+        with pytest.raises(CommandError, match="ended a completion without a token"):
             vllm(url).ask("p", 1)
-        with pytest.raises(VerifyError, match="reset_prefix_cache is not vLLM"):
+        with pytest.raises(CommandError, match="reset_prefix_cache is not vLLM"):
             vllm(url).reset_prefix_cache()
     busy = "vllm:lmcache_mp_loaded_tokens_total 0\nvllm:num_requests_running 2.0\n"
-    with answering({**MODELS, "/metrics": busy}) as url, pytest.raises(VerifyError, match="while it is idle"):
+    pages = {**MODELS, "/metrics": busy}
+    with answering(pages) as url, pytest.raises(CommandError, match="while it is idle"):
         run.run(vllm(url), [Case("x", "p", "p")], lambda _: None)
 
 

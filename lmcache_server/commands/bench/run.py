@@ -3,11 +3,10 @@
 import dataclasses
 
 from lmcache_client.contract.chunk_size import AUTO_CHUNK_TOKENS
-from lmcache_server.commands.bench.crew import Crew, Part, Phase
-from lmcache_server.commands.bench.measure import load, lookup, ping, store
-from lmcache_server.commands.bench.tally import Tally
-from lmcache_server.commands.bench.workload import BenchError, Workload
+from lmcache_server.commands.bench.client import Workload
+from lmcache_server.commands.bench.crew import Crew, Phase, Tally, load, lookup, ping, store
 from lmcache_server.core.cache import ONCE_SHARE
+from lmcache_server.errors import CommandError
 from lmcache_server.host.machine import available_bytes
 from lmcache_server.host.units import GB_BYTES, size
 
@@ -30,12 +29,12 @@ def crews(
 ) -> list[Crew]:  # fmt: skip
     """The crews, which measure one after the other. `model` is a new name, `chunk_size` the server's in
     tokens (None: auto), `l1` from its status, and the rest are the command's options. Without `requests`,
-    there are as many as L1 has room for. Raises BenchError."""
+    there are as many as L1 has room for. Raises CommandError."""
     wanted = set(only.split(","))
     if not wanted <= set(OPERATIONS):
-        raise BenchError(f"--only takes some of {','.join(OPERATIONS)}, not {only}")
+        raise CommandError(f"--only takes some of {','.join(OPERATIONS)}, not {only}")
     if requests and seconds:
-        raise BenchError("choose --requests or --seconds, not both")
+        raise CommandError("choose --requests or --seconds, not both")
     tokens = chunk_size or AUTO_CHUNK_TOKENS
     workload = Workload(model, tokens, groups == "hybrid", layers, page_kb << 10, chunks, 1, seconds or 0)
     lookups = dataclasses.replace(
@@ -62,11 +61,11 @@ def crews(
 
 
 def announcement(crews: list[Crew], l1: dict[str, int]) -> str:
-    """One line about what the crews will take. `l1` is from the server's status. Raises BenchError if they
+    """One line about what the crews will take. `l1` is from the server's status. Raises CommandError if they
     would take too much."""
     stored = sum(crew.l1_bytes for crew in crews)
     if stored > MAX_SHARE * l1["total_bytes"]:
-        raise BenchError(
+        raise CommandError(
             f"this would store {stored / MIB:,.0f} MiB, more than a quarter of the server's L1 of "
             f"{l1['total_bytes'] / MIB:,.0f} MiB, and evict what engines need: choose fewer --requests, "
             "--chunks, --layers or --workers, a smaller --page-kb, or no lookups (--only store,load)"
@@ -74,7 +73,7 @@ def announcement(crews: list[Crew], l1: dict[str, int]) -> str:
     memory = max(crew.size * (PROCESS_BYTES + crew.workload.memory_bytes) for crew in crews)
     if memory > (available := available_bytes()[0]):
         lack = f"this would take {size(memory)} of memory, and {size(available)} are available"
-        raise BenchError(f"{lack}: choose fewer --clients, --workers, --layers or --chunks")
+        raise CommandError(f"{lack}: choose fewer --clients, --workers, --layers or --chunks")
     free = f"{l1['free_bytes'] / MIB:,.0f} MiB"
     if seconds := crews[0].workload.seconds:
         lookups = sum(crew.l1_bytes for crew in crews if ("ping", ping, 0) in crew.phases)
@@ -91,17 +90,14 @@ def announcement(crews: list[Crew], l1: dict[str, int]) -> str:
 
 
 def run(address: str, crews: list[Crew]) -> dict[str, dict[str, float]]:
-    """The figures by operation. Raises BenchError."""
-    return {name: figures(parts) for crew in crews for name, parts in crew.run(address).items()}
+    """The figures by operation. Raises CommandError."""
+    return {name: figures(whole) for crew in crews for name, whole in crew.run(address).items()}
 
 
-def figures(parts: list[Part]) -> dict[str, float]:
+def figures(whole: Tally) -> dict[str, float]:
     """The figures of one operation. Lost requests are only counted. GB/s (1 GB = 2**30 bytes) and requests
     per second are of all clients together, from the first start to the last end."""
-    whole = Tally()
-    for _, _, tally in parts:
-        whole.merge(tally)
-    wall_s = max(end_s for _, end_s, _ in parts) - min(start_s for start_s, _, _ in parts)
+    wall_s = whole.ended_s - whole.started_s
     return {
         "count": whole.count,
         "lost": whole.lost,

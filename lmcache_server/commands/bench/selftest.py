@@ -12,14 +12,14 @@ import secrets
 import signal
 import sys
 import time
+from itertools import pairwise
 from typing import Any
 
 from lmcache_client.contract.chunk_size import AUTO_CHUNK_TOKENS
 from lmcache_client.contract.messages import Done, Found, Stored
 from lmcache_kernels.driver import CudaError
-from lmcache_server.commands.bench.client import LOOKUP_WAIT_S, Client, chain
-from lmcache_server.commands.bench.device import driver_here
-from lmcache_server.commands.bench.workload import BenchError, Workload
+from lmcache_server.commands.bench.client import LOOKUP_WAIT_S, Client, Workload, chain, driver_here
+from lmcache_server.errors import CommandError
 from lmcache_server.service.requests_of_tests import SELFTEST
 
 DEADLINE_S, GPUS_DEADLINE_S = 8, 90
@@ -34,43 +34,40 @@ def selftest(address: str, chunk_size: int | None, gpu: int | None = None) -> di
     model = SELFTEST + secrets.token_hex(8)
     workload = Workload(model, chunk_size or AUTO_CHUNK_TOKENS, True, 2, 4096, CHUNKS, 1)
     keys = chain(number, 0, CHUNKS)
-    steps: dict[str, float] = {}
-    step, started_s = "register", time.perf_counter()
+    begun = [("register", time.perf_counter())]
 
-    def ended(next_step: str) -> None:
-        nonlocal step, started_s
-        now_s = time.perf_counter()
-        steps[f"{step}_s"] = round(now_s - started_s, 6)
-        step, started_s = next_step, now_s
+    def begin(step: str) -> None:
+        begun.append((step, time.perf_counter()))
 
     try:
         with Client(address, workload, number, gpu) as client:
-            ended("store")
+            begin("store")
             store = client.store_message(keys)
             if client.ask(client.worker, store, Stored).stored < len(store.objects):
-                raise BenchError("the server dropped the store: all of L1 is in use, or the copy failed")
-            ended("lookup")
+                raise CommandError("the server dropped the store: all of L1 is in use, or the copy failed")
+            begin("lookup")
             hit = client.ask(client.scheduler, client.lookup_message(keys), Found, LOOKUP_WAIT_S)
             if hit.resume_tokens < CHUNKS * workload.chunk_size:
-                raise BenchError("the server does not find the pages that it has just stored")
-            ended("load")
+                raise CommandError("the server does not find the pages that it has just stored")
+            begin("load")
             load = client.load_message(hit, keys[-1], 0)
             client.ask(client.worker, load, Done)
-            ended("compare")
+            begin("compare")
             client.check(load)
-            ended("goodbye")
+            begin("goodbye")
             client.release(hit)
-        ended("")
-    except (BenchError, CudaError) as error:
-        return {"ok": False, "failed": step, "error": str(error), **steps}
-    return {"ok": True, **steps}
+        begin("")
+        result: dict[str, Any] = {"ok": True}
+    except (CommandError, CudaError) as error:
+        result = {"ok": False, "failed": begun[-1][0], "error": str(error)}
+    return result | {f"{step}_s": round(end - start, 6) for (step, start), (_, end) in pairwise(begun)}
 
 
 def on_gpus(address: str, chunk_size: int | None) -> dict[str, Any]:
     """The object that the module prints if it tests GPUs; `failed` and `error` are of the first failure."""
     try:
         driver = driver_here()
-    except BenchError as error:
+    except CommandError as error:
         return {"ok": False, "failed": "gpus", "error": str(error)}
     reports = {driver.pci_bus_id(n): selftest(address, chunk_size, n) for n in range(driver.num_devices())}
     for gpu, report in reports.items():
@@ -86,7 +83,7 @@ def main() -> None:
     chunk_size = next((int(each) for each in others if each.isdecimal()), None)
 
     def late(*_: object) -> None:
-        raise BenchError(f"the server did not finish within {deadline_s} s")
+        raise CommandError(f"the server did not finish within {deadline_s} s")
 
     signal.signal(signal.SIGALRM, late)
     signal.alarm(deadline_s)

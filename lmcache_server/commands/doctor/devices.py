@@ -19,57 +19,39 @@ _MODES = {
 """CUcomputemode."""
 
 
-class _Memory(ctypes.Structure):
-    """nvmlMemory_t."""
-
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
-
-
-class Management:
-    """NVML, which tells about GPUs without a context there. What it does not tell is None."""
-
-    def __init__(self) -> None:
-        """Raises OSError without the library or if it does not start."""
-        self._library = ctypes.CDLL("libnvidia-ml.so.1")
-        if code := self._library.nvmlInit_v2():
-            raise OSError(f"nvmlInit_v2 failed with {code}")
-
-    def close(self) -> None:
-        self._library.nvmlShutdown()
-
-    def free_bytes(self, pci_bus_id: str) -> tuple[int, int] | None:
-        """(free, total) bytes of a GPU's memory."""
-        memory = _Memory()
-        has_told = self._ask("nvmlDeviceGetMemoryInfo", pci_bus_id, memory)
-        return (int(memory.free), int(memory.total)) if has_told else None
-
-    def is_divided(self, pci_bus_id: str) -> bool | None:
-        """Whether MIG divides the GPU into instances."""
-        current, pending = ctypes.c_uint(), ctypes.c_uint()
-        has_told = self._ask("nvmlDeviceGetMigMode", pci_bus_id, current, pending)
-        return bool(current.value) if has_told else None
-
-    def _ask(self, name: str, pci_bus_id: str, *answers: Any) -> bool:
-        """Calls the function `name` for a GPU, to fill in `answers`. Returns whether it did."""
-        device = ctypes.c_void_p()
-        failed = self._library.nvmlDeviceGetHandleByPciBusId_v2(pci_bus_id.encode(), ctypes.byref(device))
-        return not failed and not getattr(self._library, name)(device, *map(ctypes.byref, answers))
+def _told(bus_id: str) -> tuple[tuple[int, int] | None, bool | None]:
+    """What NVML tells of a GPU without a context there, None where it does not: (free, total) bytes of its
+    memory, and whether MIG divides it into instances. Raises OSError or AttributeError without NVML."""
+    library = ctypes.CDLL("libnvidia-ml.so.1")
+    if code := library.nvmlInit_v2():
+        raise OSError(f"nvmlInit_v2 failed with {code}")
+    device = ctypes.c_void_p()
+    memory = (ctypes.c_ulonglong * 3)()  # nvmlMemory_t: total, free and used
+    divided, pending = ctypes.c_uint(), ctypes.c_uint()
+    try:
+        known = not library.nvmlDeviceGetHandleByPciBusId_v2(bus_id.encode(), ctypes.byref(device))
+        has_memory = known and not library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
+        has_mode = known and not library.nvmlDeviceGetMigMode(
+            device, ctypes.byref(divided), ctypes.byref(pending)
+        )
+    finally:
+        library.nvmlShutdown()
+    free_and_total = (memory[1], memory[0]) if has_memory else None
+    return free_and_total, bool(divided.value) if has_mode else None
 
 
 def check_devices(driver: Driver, report: Mapping[str, Any]) -> list[Check]:
     """Checks every GPU of `driver`, and the processes in the status `report` of a server."""
-    found, management = [], None
-    with contextlib.ExitStack() as stack:
+    found = []
+    for ordinal in range(driver.num_devices()):
+        bus_id, mode = driver.pci_bus_id(ordinal), 0
+        with contextlib.suppress(CudaError):
+            mode = driver.compute_mode(ordinal)
+        found.append(compute_mode(bus_id, mode))
         with contextlib.suppress(OSError, AttributeError):
-            management = stack.enter_context(contextlib.closing(Management()))
-        for ordinal in range(driver.num_devices()):
-            bus_id, mode = driver.pci_bus_id(ordinal), 0
-            with contextlib.suppress(CudaError):
-                mode = driver.compute_mode(ordinal)
-            found.append(compute_mode(bus_id, mode))
-            if management is not None:
-                found.append(instances(bus_id, management.is_divided(bus_id)))
-                found.append(memory(bus_id, management.free_bytes(bus_id), bool(report)))
+            free_and_total, is_divided = _told(bus_id)
+            found.append(instances(bus_id, is_divided))
+            found.append(memory(bus_id, free_and_total, bool(report)))
     workers = [each for each in report.get("sessions", ()) if each["role"] == "worker"]
     return [*found, namespaces(report.get("pid", 0), workers)]
 
@@ -79,10 +61,8 @@ def through_server(driver: Driver, endpoint: str, report: Mapping[str, Any]) -> 
     for ordinal in range(driver.num_devices()) if report else ():
         name = f"GPU {driver.pci_bus_id(ordinal)}, through the server"
         found = selftest(endpoint, report["config"]["chunk_size"], ordinal)
-        if found["ok"]:
-            yield Check(name, OK, "pages were stored, restored and compared")
-        else:
-            yield Check(name, FAIL, f"{found['failed']}: {found['error']}")
+        good = Check(name, OK, "pages were stored, restored and compared")
+        yield good if found["ok"] else Check(name, FAIL, f"{found['failed']}: {found['error']}")
 
 
 def compute_mode(bus_id: str, mode: int) -> Check:

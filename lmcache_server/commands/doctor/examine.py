@@ -19,6 +19,7 @@ from lmcache_server.commands.doctor.devices import check_devices, through_server
 from lmcache_server.commands.doctor.gpu import try_gpus
 from lmcache_server.commands.shared_flags import Address
 from lmcache_server.host import machine, preflight
+from lmcache_server.host.machine import text
 from lmcache_server.host.preflight import FAIL, WARN, Check
 from lmcache_server.host.units import GB_BYTES
 from lmcache_server.options import parts
@@ -75,13 +76,6 @@ def examine(
         *(try_gpus(driver) if driver is not None and gpu_trial else ()),
         *(through_server(driver, address(*server), report) if driver is not None and gpu_trial else ()),
     ]
-
-
-def text(path: str) -> str | None:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return None
 
 
 def _server(server: Address) -> tuple[dict[str, Any], Check]:

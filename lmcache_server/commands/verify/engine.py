@@ -11,9 +11,10 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from lmcache_client.contract.endpoint import is_loopback
 from lmcache_server.errors import CommandError
@@ -28,15 +29,13 @@ NO_NUMBER = -9999.0
 NaN."""
 RESET_TIMEOUT_S = 60.0
 LOADED_TOKENS = "vllm:lmcache_mp_loaded_tokens_total"
-_COUNTERS = (
-    LOADED_TOKENS,
-    "vllm:request_success_total",
-    "vllm:num_requests_running",
-    "vllm:prefix_cache_hits_total",
-    "vllm:spec_decode_num_draft_tokens_total",
-    "vllm:spec_decode_num_accepted_tokens_total",
-)
-"""Of each field of Counters."""
+"""The counter of tokens that vLLM loaded from the server."""
+OWN_TOKENS = "vllm:prefix_cache_hits_total"
+"""Tokens that vLLM found in its own prefix cache."""
+FINISHED, RUNNING = "vllm:request_success_total", "vllm:num_requests_running"
+DRAFTS = "vllm:spec_decode_num_draft_tokens_total"
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
+"""Of the tokens that a drafter guessed (DRAFTS), those that the model accepted."""
 RESET = "/reset_prefix_cache"
 _ADVICE: dict[Any, str] = {
     401: "vLLM wants an API key: pass it with --api-key",
@@ -52,10 +51,6 @@ def new_salt() -> str:
     return f"lmcache verify {secrets.token_hex(8)}"
 
 
-class VerifyError(CommandError):
-    """There is no verdict; the message is one sentence that says what to do."""
-
-
 @dataclass
 class Answer:
     """vLLM's answer to a prompt with the tokens `prompt_ids`. `tops[i]` has the log probabilities of the
@@ -68,25 +63,13 @@ class Answer:
     first_token_s: float = 0.0
 
 
-class Counters(NamedTuple):
-    """Counters of vLLM: tokens that it loaded from the server, and found in its own prefix cache; requests;
-    tokens that a drafter guessed, and those that the model accepted."""
-
-    loaded_tokens: int
-    finished: int
-    running: int
-    own_tokens: int = 0
-    drafts: int = 0
-    accepted: int = 0
-
-
 class VllmServer:
-    """vLLM at `url`, with or without a final /v1. All methods raise VerifyError if a request fails."""
+    """vLLM at `url`, with or without a final /v1. All methods raise CommandError if a request fails."""
 
     def __init__(self, url: str, model: str | None, api_key: str | None, timeout_s: float) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         if not self.url.startswith(("http://", "https://")):
-            raise VerifyError(f"{url!r} is not a URL: pass vLLM's, such as http://127.0.0.1:8000")
+            raise CommandError(f"{url!r} is not a URL: pass vLLM's, such as http://127.0.0.1:8000")
         self._timeout_s = timeout_s
         self._headers = {"Content-Type": "application/json"}
         if api_key:
@@ -100,7 +83,7 @@ class VllmServer:
             """What vLLM was told to load: a name or a path."""
             names = ", ".join(models) or "none"
         if self.model not in models:
-            raise VerifyError(f"vLLM has no model {self.model!r}: --model can be {names}")
+            raise CommandError(f"vLLM has no model {self.model!r}: --model can be {names}")
 
     def ask(
         self, prompt: Prompt, max_tokens: int, salt: str = "", request: str = "", load: bool = True
@@ -127,7 +110,7 @@ class VllmServer:
                 if data and data != "[DONE]":
                     _add(answer, json.loads(data), time.perf_counter() - start_s)
         if not answer.tokens or not answer.prompt_ids:
-            raise VerifyError("vLLM ended a completion without a token; its log says why")
+            raise CommandError("vLLM ended a completion without a token; its log says why")
         return answer
 
     def tokens(self, text: str) -> list[int]:
@@ -143,32 +126,31 @@ class VllmServer:
                 if json.load(response)["success"]:
                     return
             time.sleep(0.05)
-        raise VerifyError(
+        raise CommandError(
             f"vLLM did not reset its prefix cache within {RESET_TIMEOUT_S:.0f} s: let it finish its requests"
         )
 
-    def counters(self) -> Counters:
-        """The counters of /metrics, each summed over its labels."""
-        totals: dict[str, int] = {}
+    def counters(self) -> Counter[str]:
+        """The metrics of vLLM by name, each summed over its labels."""
+        totals: Counter[str] = Counter()
         with self._opened("/metrics") as response:
             lines = response.read().decode(errors="replace").splitlines()
         for line in lines:
             series, _, value = line.rpartition(" ")
-            name = series.partition("{")[0]
             with contextlib.suppress(ValueError, OverflowError):
-                totals[name] = totals.get(name, 0) + int(float(value))
+                totals[series.partition("{")[0]] += int(float(value))
         if LOADED_TOKENS not in totals:
-            raise VerifyError(
+            raise CommandError(
                 f"vLLM at {self.url} does not use this cache: start it with --kv-transfer-config "
                 '\'{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both"}\''
             )
-        return Counters(*(totals.get(name, 0) for name in _COUNTERS))
+        return totals
 
     @contextlib.contextmanager
     def _opened(
         self, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
     ) -> Iterator[Any]:
-        """The response to a request. An error while the caller reads it is also a VerifyError."""
+        """The response to a request. An error while the caller reads it is also a CommandError."""
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(self.url + path, data, {**self._headers, **(headers or {})})
@@ -181,21 +163,21 @@ class VllmServer:
             except urllib.error.HTTPError as error:
                 if error.headers.get("Server") == "lmcache":
                     told = f"{self.url} is the HTTP port of lmcache itself: pass vLLM's, such as http://127.0.0.1:8000"
-                    raise VerifyError(told) from None
+                    raise CommandError(told) from None
                 text = f"vLLM answered {path} with {error.code}: {error.read(2000).decode(errors='replace')}"
-                raise VerifyError(_ADVICE.get((error.code, path)) or _ADVICE.get(error.code, text)) from None
+                raise CommandError(_ADVICE.get((error.code, path)) or _ADVICE.get(error.code, text)) from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             reason = getattr(reason, "strerror", None) or reason
             fix = "see whether it runs, or pass the address at which it listens"
-            raise VerifyError(f"vLLM at {self.url} does not answer {path} ({reason}): {fix}") from None
+            raise CommandError(f"vLLM at {self.url} does not answer {path} ({reason}): {fix}") from None
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            raise VerifyError(f"the server at {self.url}{path} is not vLLM: {error!r}") from None
+            raise CommandError(f"the server at {self.url}{path} is not vLLM: {error!r}") from None
 
 
 def _add(answer: Answer, event: dict[str, Any], after_s: float) -> None:
     if "error" in event:
-        raise VerifyError(f"vLLM failed: {event['error']}")
+        raise CommandError(f"vLLM failed: {event['error']}")
     for choice in event["choices"]:
         answer.prompt_ids = list(choice.get("prompt_token_ids") or answer.prompt_ids)
         logprobs = choice.get("logprobs") or {}

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmcache_server.commands.verify.engine import Prompt, VerifyError, VllmServer, new_salt
+from lmcache_server.commands.verify.engine import Prompt, VllmServer, new_salt
+from lmcache_server.errors import CommandError
 
 ANSWER_TOKENS = 32
 DEFAULT_MAX_TOKENS = 8192
@@ -43,7 +44,7 @@ def built_in(vllm: VllmServer, lengths: Sequence[int]) -> list[Case]:
     longest = min(int(most * _SLACK), DEFAULT_MAX_TOKENS)
     lengths = lengths or [longest // part for part in (8, 4, 2, 1)]
     if wrong := [length for length in lengths if not 1 <= length <= most]:
-        raise VerifyError(f"prompts can have 1 to {most} tokens here, not {wrong[0]}")
+        raise CommandError(f"prompts can have 1 to {most} tokens here, not {wrong[0]}")
     chars = min(_SAMPLE_CHARS, max(most // 2, 16))
     sample = vllm.ask(_text(0, chars), 1, new_salt())
     chars_per_token = chars / len(sample.prompt_ids)
@@ -57,7 +58,7 @@ def from_file(path: Path) -> list[Case]:
     """One prompt per line: text, a JSON string (for line breaks), or a JSON list of token ids."""
     lines = [line for line in _read(path).splitlines() if line.strip()]
     if not lines:
-        raise VerifyError(f"{path} has no prompts: write one on each line")
+        raise CommandError(f"{path} has no prompts: write one on each line")
     prompts = [_prompt(line) for line in lines]
     return [Case(f"line {number}", prompt, prompt) for number, prompt in enumerate(prompts, start=1)]
 
@@ -66,7 +67,7 @@ def salt(path: Path) -> str:
     """The cache_salt in a file."""
     if text := _read(path).removesuffix("\n"):
         return text
-    raise VerifyError(f"{path} is empty: write the cache_salt into it")
+    raise CommandError(f"{path} is empty: write the cache_salt into it")
 
 
 def _read(path: Path) -> str:
@@ -74,7 +75,7 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise VerifyError(f"cannot read {path} ({reason}): name another file") from None
+        raise CommandError(f"cannot read {path} ({reason}): name another file") from None
 
 
 def _prompt(line: str) -> Prompt:

@@ -10,16 +10,22 @@ cache ends a block earlier, so the prompt that is cut keeps a block more.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmcache_server.commands.verify.compare import MAX_NOISE, distance, is_equal, is_within
-from lmcache_server.commands.verify.engine import Answer, Counters, VerifyError, VllmServer, new_salt
+from lmcache_server.commands.verify import engine
+from lmcache_server.commands.verify.engine import Answer, VllmServer, new_salt
 from lmcache_server.commands.verify.prompts import ANSWER_TOKENS, Case
+from lmcache_server.errors import CommandError
 
 HEADER = f"{'prompt':<16}{'tokens':>8}{'served':>8}  {'text':<8}{'logprobs':<21}first token, cold -> served"
 COUNT_TIMEOUT_S = 2.0
+FACTOR = 2.0
+"""A served answer may differ by this factor times the engine's own noise."""
+MAX_NOISE = 0.5
+"""An engine whose answers differ by more than this, in log probability, cannot be judged."""
 DRAFTED = ("computed", "from vLLM's own cache", "served")
 MAX_CUTS = 2
 """The first cut can show that vLLM's own cache ends earlier than the server's; the second allows for it."""
@@ -55,11 +61,12 @@ class Result:
     def equals(self) -> str:
         """The name of the engine's own answer that the served one equals to the last bit; empty if none."""
         own = {"equal": self.cold, "as computed again": self.again, "as vLLM's own cache": self.local}
-        return next((name for name, answer in own.items() if is_equal(answer, self.served)), "")
+        served = (self.served.tokens, self.served.tops)
+        return next((name for name, answer in own.items() if (answer.tokens, answer.tops) == served), "")
 
     def is_right(self, noise: float) -> bool:
         """Whether vLLM could have given the served answer itself."""
-        return bool(self.equals) or is_within(self.cold, self.served, noise)
+        return bool(self.equals) or 0.0 < self.difference <= FACTOR * noise
 
     def row(self) -> dict[str, Any]:
         """The figures of one prompt; times in seconds, differences in log probability."""
@@ -87,10 +94,28 @@ class Result:
         return f"{start}{self.served_tokens:>8}  {text:<8}{logprobs:<21}{times}"
 
 
+def distance(a: Answer, b: Answer) -> float:
+    """The largest difference of a log probability. Counts the positions up to the first one where the tokens
+    differ; after it, the answers continue different texts."""
+    largest = 0.0
+    for token_a, token_b, top_a, top_b in zip(a.tokens, b.tokens, a.tops, b.tops, strict=False):
+        largest = max(largest, _apart(top_a, top_b), _apart(top_b, top_a))
+        if token_a != token_b:
+            break
+    return largest
+
+
+def _apart(top: dict[str, float], other: dict[str, float]) -> float:
+    # A token missing among the other's likeliest tokens is at most as likely as the last of those.
+    last = min(other.values(), default=0.0)
+    apart = (abs(own - other[name]) if name in other else max(0.0, own - last) for name, own in top.items())
+    return max(apart, default=0.0)
+
+
 def run(vllm: VllmServer, cases: list[Case], done: Callable[[Result], None]) -> list[Result]:
-    """Verify each case, one request at a time; `done` is called with each result. Raises VerifyError."""
-    if vllm.counters().running:
-        raise VerifyError("vLLM is busy with other requests: run verify while it is idle")
+    """Verify each case, one request at a time; `done` is called with each result. Raises CommandError."""
+    if vllm.counters()[engine.RUNNING]:
+        raise CommandError("vLLM is busy with other requests: run verify while it is idle")
     vllm.reset_prefix_cache()
     results = []
     for case in cases:
@@ -126,24 +151,25 @@ def _verify(vllm: VllmServer, case: Case) -> Result:
     local, own = _asked(vllm, case, salts[0], load=False)
     vllm.reset_prefix_cache()
     served, loaded = _asked(vllm, case, salts[1], is_served=True)
-    if vllm.counters().finished - start.finished > 4 + len(stored):
-        raise VerifyError("vLLM served other requests meanwhile: run verify while it is idle")
+    if (vllm.counters() - start)[engine.FINISHED] > 4 + len(stored):
+        raise CommandError("vLLM served other requests meanwhile: run verify while it is idle")
     named = zip(DRAFTED, (counts, own, loaded), strict=True)
-    drafts = {name: (each.accepted, each.drafts) for name, each in named}
-    return Result(case, cold, again, local, served, loaded.loaded_tokens, own.own_tokens, drafts)
+    drafts = {name: (each[engine.ACCEPTED], each[engine.DRAFTS]) for name, each in named}
+    tokens = loaded[engine.LOADED_TOKENS], own[engine.OWN_TOKENS]
+    return Result(case, cold, again, local, served, *tokens, drafts)
 
 
 def _asked(
     vllm: VllmServer, case: Case, salt: str, load: bool = True, is_served: bool = False
-) -> tuple[Answer, Counters]:
+) -> tuple[Answer, Counter[str]]:
     """The answer, and what vLLM counted for it. vLLM's metrics lag behind its answers, so this waits for
     them; if the answer `is_served`, also for the tokens that were loaded."""
     before = vllm.counters()
     answer = vllm.ask(case.prompt, ANSWER_TOKENS, salt, load=load)
     end_s = time.monotonic() + COUNT_TIMEOUT_S
     while True:
-        counts = Counters(*(now - then for now, then in zip(vllm.counters(), before, strict=True)))
-        is_counted = counts.finished > 0 and (counts.loaded_tokens > 0 or not is_served)
+        counts = vllm.counters() - before
+        is_counted = counts[engine.FINISHED] and (counts[engine.LOADED_TOKENS] or not is_served)
         if is_counted or time.monotonic() > end_s:
             return answer, counts
         time.sleep(0.02)

@@ -18,11 +18,9 @@ def ages_s(text: str) -> Limits:
 
 FLAGS = {
     "max_age": {
-        "default": "",
         "parse": ages_s,
         "fit": "an age with its unit (s, m, h or d), such as 7d, or 7d,some/model=24h",
         "metavar": "AGES",
-        "show_default": "none",
         "help_text": "Forget a chunk when it is this old, even if it is used or pinned: 7d, 24h, 90m or 45s. "
         "With 7d,some/model=24h, that model has another limit; instead of its name you may give the first "
         "digits (8 or more) of a namespace. Cannot be combined with --tier.",

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import logging
+import mmap
 import os
 import re
 from collections.abc import Iterator
@@ -17,7 +18,6 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES = 256 << 20
 """A file of this size is renamed to FILE.1, which takes the place of an earlier one."""
-BLOCK_BYTES = 1 << 16
 KEY_BYTES = 8
 """The bytes of a key that are recorded."""
 EventKind = Literal["lookup", "end"]
@@ -75,9 +75,12 @@ class Recorder:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise OSError(errno.EBUSY, "another server records there") from None
-        if os.fstat(descriptor).st_size and not _EVENT.match(os.pread(descriptor, 64, 0)):
-            raise OSError(errno.EEXIST, "it is no record of a server")
-        _cut(descriptor)
+        if os.fstat(descriptor).st_size:
+            with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content:
+                if not _EVENT.match(content):
+                    raise OSError(errno.EEXIST, "it is no record of a server")
+                whole_bytes = content.rfind(b"\n") + 1
+            os.ftruncate(descriptor, whole_bytes)  # a full disk may have left a part of a line
         self._size = self._file.tell()
 
     def add(self, event: Event) -> None:
@@ -102,19 +105,6 @@ class Recorder:
         except OSError as error:
             self._ended = True
             logger.warning("recording to %(path)s ended: %(reason)s", {"path": self._path, "reason": error})
-
-
-def _cut(descriptor: int) -> None:
-    """Removes the part of a line at the end, which a full disk left there."""
-    end = whole = os.fstat(descriptor).st_size
-    while end:
-        start = max(end - BLOCK_BYTES, 0)
-        last = os.pread(descriptor, end - start, start).rfind(b"\n") + 1
-        end = start + last if last else start
-        if last:
-            break
-    if end < whole:
-        os.ftruncate(descriptor, end)
 
 
 def read(path: str) -> Iterator[Event]:

@@ -13,10 +13,8 @@ from lmcache_server.options.planner.demand import SIZES, Demand, Sizes, rates, t
 WINDOWS = {"hour": "last hour", "day": "last day", "start": "since start"}
 _HIT_RATES = TypedDict("_HIT_RATES", dict.fromkeys(SIZES, SHARE))  # type: ignore[misc]
 _WINDOW = json_object("", "tokens", hit_rates=_HIT_RATES)
-_DEMAND = json_object(
-    "", "", exact_bytes=Natural | None, windows=json_object("", "", **dict.fromkeys(WINDOWS, _WINDOW))
-)
-REPORT = {"demand": _DEMAND}
+_WINDOWS = json_object("", "", **dict.fromkeys(WINDOWS, _WINDOW))
+REPORT = {"demand": json_object("", "", exact_bytes=Natural | None, windows=_WINDOWS)}
 MAX_RECORDED_KEYS = 20_000_000
 BAR = 40
 LITTLE = 0.02  # a gain in the hit rate that is not worth more memory

@@ -13,11 +13,9 @@ def quotas_gb(text: str) -> Limits:
 
 FLAGS = {
     "quota_gb": {
-        "default": "",
         "parse": quotas_gb,
         "fit": "a number of GB such as 4, or 4,0b5d5f2cbd9c=16",
         "metavar": "GB",
-        "show_default": "none",
         "help_text": "How much of the cache each cache_salt may take, in GB: 4, or 4,0b5d5f2cbd9c=16 with "
         "another number for one salt, named by the first digits (8 or more) that `lmcache status` shows. A "
         "salt at its quota loses its own chunks, the least recently used first. Chunks without a salt have "

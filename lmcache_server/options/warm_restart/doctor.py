@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lmcache_server.commands.doctor import verdicts
-from lmcache_server.commands.doctor.examine import text
 from lmcache_server.errors import StartError
 from lmcache_server.host import machine, preflight
 from lmcache_server.host.preflight import FAIL, Check
@@ -37,7 +36,7 @@ def _room(path: str, l1_bytes: int) -> list[Check]:
     # More than that cannot be had by a larger /dev/shm.
     rooms = [memory] if memory.verdict == FAIL else [room, memory]
     huge_pages = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
-    return [*rooms, verdicts.transparent_huge_pages(text(huge_pages), huge_pages)]
+    return [*rooms, verdicts.transparent_huge_pages(machine.text(huge_pages), huge_pages)]
 
 
 def _refusal(path: str, l1_bytes: int) -> Iterator[Check]:

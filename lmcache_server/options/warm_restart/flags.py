@@ -7,9 +7,7 @@ from lmcache_server.errors import StartError
 
 FLAGS = {
     "l1_path": {
-        "default": "",
         "metavar": "FILE",
-        "show_default": "none",
         "help_text": "File that holds the cache, best in a memory file system such as /dev/shm. After a "
         "clean stop, the next server with the same file, and at least this --l1-size-gb, restores the whole "
         "cache. Without a file, the cache ends with the server.",
