@@ -234,7 +234,7 @@ def test_large_pieces_go_by_the_copy_engine_and_many_small_ones_by_one_launch_of
 @settings(max_examples=300, deadline=None)
 def test_no_piece_lies_over_the_border_of_two_pinned_units(whole, unit_bytes):
     locked, pinned = LockedMemory(Gpus(), L1_ADDRESS, 1200, unit_bytes), set[int]()
-    locked._pin = pinned.add  # type: ignore[method-assign,assignment]
+    locked.pin_unit = pinned.add  # type: ignore[method-assign,assignment]
     found = locked.ensure(whole)
     assert pinned == {(local - L1_ADDRESS) // unit_bytes for local, _ in moves(whole)}
     locked.pinned_bytes = 1200
