@@ -265,10 +265,10 @@ def test_a_slice_whose_event_cannot_be_recorded_costs_no_event() -> None:
         for _ in range(3):
             with pytest.raises(CopyError, match="cuEventRecord"):
                 copy()
-            it.mapping.finish(0, load=False)
+            it.mapping._finish(0, False)
     for _ in range(4):
         copy()
-    it.mapping.finish(4, load=False)
+    it.mapping._finish(4, False)
     assert (it.l1 == 7).all()
     assert len(set(it.mapping._lanes[False].events)) == 2
     it.mapping.close()

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from lmcache_client.contract.geometry import Region
 from lmcache_server.transfer.checksums import DamagedError, check, checksums
+from lmcache_server.transfer.cuda import MIN_KERNEL_PIECES, SMALL_BYTES, batches, joined
 from lmcache_server.transfer.gpus import Gpus
 from lmcache_server.transfer.locked_memory import LockedMemory
-from lmcache_server.transfer.paths import MIN_KERNEL_PIECES, SMALL_BYTES, batches, joined
 from lmcache_server.transfer.plan import (
     ObjectCopy,
     Pieces,
