@@ -13,7 +13,7 @@ from systems import Server, lmcache_server, our_server
 from lmcache_client.contract.geometry import FULL, GroupSpec
 from lmcache_server.core.cache import Cache, Layout, Reservation
 from lmcache_server.core.pool import FRAME_BYTES
-from lmcache_server.options.warm_restart import restart
+from lmcache_server.options.warm_restart import server as warm_restart
 from lmcache_server.options.warm_restart.l1_file import L1File
 
 SIZES_GB = (1, 8, 16)
@@ -45,7 +45,7 @@ def saved(path: Path, chunks: int) -> int:
         assert isinstance(room, Reservation)
         cache.commit(room)
     file.ensure(file.num_frames)
-    restart.save(file, cache, {}, {})
+    warm_restart.save(file, cache, {}, {})
     file.close()
     return size_bytes
 

@@ -21,8 +21,7 @@ from lmcache_server.core.cache import Cache
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.errors import StartError
 from lmcache_server.host import descriptors, logs
-from lmcache_server.l1.memory import L1Memory
-from lmcache_server.l1.populate import UNIT_BYTES
+from lmcache_server.l1.memory import UNIT_BYTES, L1Memory
 from lmcache_server.net.listener import Listener, bound_listener
 from lmcache_server.options import parts
 from lmcache_server.service.option import Base, Make, Option

@@ -1,9 +1,14 @@
-"""L1: one mapping of host memory that holds every stored page."""
+"""L1: one mapping of host memory that holds every stored page. Threads back it with memory as it runs."""
 
 import contextlib
 import ctypes
+import errno
+import logging
 import mmap
 import os
+import threading
+import time
+from collections.abc import Iterator
 
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.errors import StartError
@@ -11,10 +16,25 @@ from lmcache_server.host import preflight
 from lmcache_server.host.machine import available_bytes, memory_info
 from lmcache_server.host.units import GB_BYTES
 from lmcache_server.l1.area import Area, Backing, Grow, shared_memory
-from lmcache_server.l1.populate import Populator
-from lmcache_server.transfer.locked_memory import LockedMemory
+from lmcache_server.transfer.locked_memory import RETRY_S, LockedMemory
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 32 << 20
+"""How much one thread populates at a time. `stop` waits for a piece."""
+UNIT_BYTES = 8 * PIECE_BYTES
+"""How much one thread claims, and how much is pinned for GPUs, at a time."""
+MAX_THREADS = 4
+NICENESS = 10
+STOP_S = 5.0
 
 _MAP_HUGETLB = 0x40000
+_MADV_POPULATE_WRITE = 23
+
+_libc = ctypes.CDLL(None, use_errno=True)
+for _function in (_libc.mlock, _libc.munlock):
+    _function.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class L1Memory:
@@ -53,7 +73,16 @@ class L1Memory:
         # would copy all pinned memory.
         self._mapping.madvise(mmap.MADV_DONTFORK)
         self.base_address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
-        self._populator: Populator | None = None
+        # Populating what lies on a disk would read and rewrite all of it.
+        self._populate = backing is None or backing.in_memory
+        self._lock = threading.Lock()
+        self._next_offset = 0
+        self._stopping = threading.Event()
+        self._threads = list[threading.Thread]()
+        self.populated_bytes = 0
+        """The bytes of L1 that have memory so far or, of a backing, are usable."""
+        self.failure = ""
+        """Why one of the threads has ended, if that was an error."""
 
     @property
     def area(self) -> Area:
@@ -61,16 +90,6 @@ class L1Memory:
         if self.backing is not None:
             return self.backing.area(self.base_address, self.num_bytes)
         return Area(self._descriptor, 0, self.base_address, self.num_bytes)
-
-    @property
-    def populated_bytes(self) -> int:
-        """How much the background threads have populated so far, or, of a backing, how much is usable."""
-        return self._populator.populated_bytes if self._populator is not None else 0
-
-    @property
-    def failure(self) -> str:
-        """Why a background thread has ended before its time; empty if none has."""
-        return self._populator.failure if self._populator is not None else ""
 
     @property
     def pinned_bytes(self) -> int:
@@ -83,17 +102,28 @@ class L1Memory:
             self.backing.check()
 
     def fill(self, grow: Grow = lambda _frames: None, locked: LockedMemory | None = None) -> None:
-        """Backs the mapping with memory in the background, and pins it if `locked` has GPUs.
+        """Backs the mapping with memory in the background, unit by unit, and pins it if `locked` has GPUs.
 
-        A backing becomes usable piece by piece. For each, the background thread calls `grow(frames)`.
+        A backing has only one thread, and becomes usable in order, piece by piece. For each, the thread calls
+        `grow(frames)`.
         """
-        self.locked = locked
-        self._populator = Populator(self.base_address, self.num_bytes, self.backing, grow, locked)
-        self._populator.start()
+        self._grow, self.locked = grow, locked
+        count = 1 if self.backing is not None else max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
+        self._threads = [
+            threading.Thread(target=self._work, args=(number,), name=f"l1-fill-{number}", daemon=True)
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> bool:
-        """As Populator.stop. Not for the event loop, because it waits."""
-        return self._populator is None or self._populator.stop()
+        """Stops the threads; the first call waits for them up to STOP_S, which is not for the event loop.
+        Returns whether all have ended: one may hang in a call of a GPU's driver."""
+        end_s = time.monotonic() + STOP_S * (not self._stopping.is_set())
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join(max(0.0, end_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def close(self) -> None:
         """Stops the background threads and unmaps, unless one of them, or a copy, hangs and may still use the
@@ -102,6 +132,58 @@ class L1Memory:
             self._mapping.close()
             if self._descriptor >= 0:
                 os.close(self._descriptor)
+
+    # -- in the threads ---------------------------------------------------------------------------
+
+    def _work(self, number: int) -> None:
+        try:
+            self._fill(number)
+        except BaseException as error:
+            self.failure = f"a thread that fills L1 has ended ({error!r})"
+            raise  # into the log, with its traceback
+
+    def _fill(self, number: int) -> None:
+        # On Linux this is the niceness of this thread alone: engines and copies come first. Only root may
+        # lower a niceness again.
+        if os.getpriority(os.PRIO_PROCESS, thread := threading.get_native_id()) < NICENESS:
+            os.setpriority(os.PRIO_PROCESS, thread, NICENESS)
+        for unit in self._units():
+            locked = self.locked
+            if locked is not None and not locked.prepare(unit // UNIT_BYTES):
+                locked = None
+            for offset in range(unit, min(unit + UNIT_BYTES, self.num_bytes), PIECE_BYTES):
+                end = min(offset + PIECE_BYTES, self.num_bytes)
+                if self._stopping.is_set() or not self._take(offset, end):
+                    return
+                self._back(offset, end)
+            if locked is not None:
+                locked.pin_unit(unit // UNIT_BYTES)
+        # A GPU may appear or give a context later than at the start of the machine.
+        while number == 0 and self.locked is not None and not self.locked.pin_rest():
+            if self._stopping.wait(RETRY_S):
+                return
+
+    def _units(self) -> Iterator[int]:
+        """Claims unit after unit for this thread; yields their offsets."""
+        while not self._stopping.is_set():
+            with self._lock:
+                unit = self._next_offset
+                self._next_offset += UNIT_BYTES
+            if unit >= self.num_bytes:
+                return
+            yield unit
+
+    def _take(self, start: int, end: int) -> bool:
+        return self.backing is None or self.backing.take(start, end, self._grow)
+
+    def _back(self, start: int, end: int) -> None:
+        if self._populate and (failure := _populate_piece(self.base_address + start, end - start)):
+            reason = {"reason": os.strerror(failure)}
+            logger.warning("L1 is populated on first use, not in advance: %(reason)s", reason)
+            self._populate = False
+        if self._populate or self.backing is not None:
+            with self._lock:
+                self.populated_bytes += end - start
 
 
 def _map(num_bytes: int, shared: bool) -> tuple[int, mmap.mmap]:
@@ -131,3 +213,19 @@ def _allocate(num_bytes: int, flags: int, shared: bool) -> tuple[int, mmap.mmap]
     if shared:
         return shared_memory("lmcache-l1", num_bytes, os.MFD_HUGETLB if flags else 0)
     return -1, mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
+
+
+def _populate_piece(address: int, size_bytes: int) -> int:
+    """Gives every page of the piece memory without changing its content; returns 0 or an errno.
+
+    Writing to the pages from here would race with copies, so the kernel does it.
+    """
+    if _libc.madvise(address, size_bytes, _MADV_POPULATE_WRITE) == 0:
+        return 0
+    failure = ctypes.get_errno()
+    if failure != errno.EINVAL:
+        return failure
+    # Before Linux 5.14, locking populates instead, as far as RLIMIT_MEMLOCK allows.
+    if _libc.mlock(address, size_bytes) or _libc.munlock(address, size_bytes):
+        return ctypes.get_errno()
+    return 0

@@ -90,7 +90,8 @@ class Listener:
         self._readers = {connections.descriptor: self._end_sessions, int(socket.FD): self._on_edge}
         if connections.authenticator is not None:
             self._readers[connections.authenticator.descriptor] = connections.authenticator.answer
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop
+        """Set by `start`."""
         self._router: Router | None = None
         self._turns = Turns()
         self._handled_s = 0.0
@@ -110,7 +111,6 @@ class Listener:
             self._claim.tick(now_s)
 
     def stop(self) -> None:
-        assert self._loop is not None
         for descriptor in self._readers:
             self._loop.remove_reader(descriptor)
         self._router = None
@@ -125,7 +125,7 @@ class Listener:
             self._drain()
 
     def _wake(self) -> None:
-        if not self._scheduled and self._loop is not None:
+        if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._drain)
 
@@ -134,13 +134,13 @@ class Listener:
         try:
             if self._replies.are_waiting:
                 self._replies.flush()
-            if self._replies.are_waiting and not self._retrying and self._loop is not None:
+            if self._replies.are_waiting and not self._retrying:
                 self._retrying = True
                 self._loop.call_later(RETRY_S, self._retry)
             more = self._take_in()
         finally:
             self._scheduled = more
-            if more and self._loop is not None:
+            if more:
                 self._loop.call_soon(self._drain)
 
     def _retry(self) -> None:
@@ -149,7 +149,7 @@ class Listener:
 
     def _take_in(self) -> bool:
         """Handle waiting requests. Returns True if more may wait, but the event loop should get its turn."""
-        if self._router is None or self._loop is None:
+        if self._router is None:
             return False
         more = self._receive(self._router)
         started_s = time.monotonic()
@@ -192,7 +192,6 @@ class Listener:
         if not self._connections.belongs(frame, identity):
             return None
         # This client may have replaced another one.
-        assert self._loop is not None
         self._loop.call_soon(self._end_sessions)
         return self._connections.process(identity)
 
@@ -201,7 +200,7 @@ class Listener:
             self._replies.forget(identity)
             if self._router is not None:
                 self._router.disconnected(identity)
-        if self._connections.has_more and not self._ending and self._loop is not None:
+        if self._connections.has_more and not self._ending:
             self._ending = True
             self._loop.call_soon(self._end_more)
 

@@ -59,11 +59,9 @@ class Mapping(Protocol):
         """What copies a job, slice by slice: the bytes of each slice, and a function that copies it, or only
         begins to. Both raise CopyError."""
 
-    def num_begun(self, *, load: bool) -> int:
-        """How many copies in this direction have been begun."""
-
-    def finish(self, count: int, *, load: bool) -> None:
-        """Waits until the first `count` copies in this direction have ended. Raises CopyError."""
+    def begun(self, *, load: bool) -> Callable[[], object]:
+        """Returns a function that waits until the copies begun so far in this direction have ended. It raises
+        CopyError."""
 
     def close(self) -> None:
         """Gives back what `open` took. Never raises."""

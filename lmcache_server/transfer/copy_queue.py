@@ -14,13 +14,13 @@ _Waiting = tuple[CopyJob, "asyncio.Future[Outcome]"]
 
 
 class _Begun(NamedTuple):
-    """A job whose copies are among the first `num_begun` of its direction; with an `error` only some are."""
+    """A job whose copies are begun; with an `error` only some are. `wait` waits for them, and may raise."""
 
     job: CopyJob
     future: "asyncio.Future[Outcome]"
     error: Exception | None
     num_bytes: int
-    num_begun: int
+    wait: Callable[[], object]
 
 
 class CopyWorker:
@@ -136,7 +136,7 @@ class CopyWorker:
             error = _bare(failure)
         if before is not None:
             self._end(before)
-        begun = _Begun(job, future, error, num_bytes, self._mapping.num_begun(load=job.load))
+        begun = _Begun(job, future, error, num_bytes, self._mapping.begun(load=job.load))
         if self._is_late and not job.reads_bytes:
             return begun
         self._end(begun)
@@ -144,9 +144,9 @@ class CopyWorker:
 
     def _end(self, begun: _Begun) -> None:
         """Waits for the job's copies: frames and blocks are reused after it."""
-        job, future, error, num_bytes, num_begun = begun
+        job, future, error, num_bytes, wait = begun
         try:
-            self._mapping.finish(num_begun, load=job.load)
+            wait()
             if error is None:
                 job.after()
         except Exception as failure:  # any error must reach the owner of the job

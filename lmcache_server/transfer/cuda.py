@@ -4,17 +4,18 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
+
+import numpy as np
 
 from lmcache_client.contract.messages import NONCE_BYTES, Memory
 from lmcache_kernels.driver import CudaError, Driver
-from lmcache_kernels.page_copy import PageCopy
+from lmcache_kernels.page_copy import MAX_PIECES, PageCopy
 from lmcache_server.transfer.base import CopyError, HandleError, NoAccessError
 from lmcache_server.transfer.gpus import Gpu, Gpus, LostGpuError
 from lmcache_server.transfer.lent import lent
 from lmcache_server.transfer.locked_memory import LockedMemory
-from lmcache_server.transfer.paths import batches, joined
-from lmcache_server.transfer.plan import Pieces, slices
+from lmcache_server.transfer.plan import Pieces, adjacent, first_of_later_slices, merged, slices
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,10 @@ REMEDIES = {
     46: "its compute mode allows one process only: run 'nvidia-smi -c 0' on the host, or use MPS",
 }
 """What to do about errors of CUDA (CUresult) whose cause is not the handle: no memory, device unavailable."""
+SMALL_BYTES = 28 << 10
+"""Shorter pieces count as small. docs/gpu.md says where the figure comes from."""
+MIN_KERNEL_PIECES = 32
+"""Fewer small pieces are not worth a launch of the kernel: on an H200, 16 were not, and 64 were."""
 
 
 @dataclass
@@ -141,7 +146,7 @@ class CudaMapping:
         lane.waiting.append(lane.events.pop())
         lane.num_begun += 1
         if not lane.events:
-            self.finish(lane.num_ended + 1, load=load)
+            self._finish(lane.num_ended + 1, load)
 
     def _enter(self, load: bool) -> None:
         assert self._gpu is not None
@@ -150,10 +155,10 @@ class CudaMapping:
         except CudaError as error:
             raise self._gpu.check(error, self._lanes[load].stream) from error
 
-    def num_begun(self, *, load: bool) -> int:
-        return self._lanes[load].num_begun
+    def begun(self, *, load: bool) -> Callable[[], object]:
+        return partial(self._finish, self._lanes[load].num_begun, load)
 
-    def finish(self, count: int, *, load: bool) -> None:
+    def _finish(self, count: int, load: bool) -> None:
         """Waits until the first `count` slices of this direction have been copied."""
         assert self._gpu is not None
         lane = self._lanes[load]
@@ -191,6 +196,41 @@ def _load_with(driver: Driver, kernel: PageCopy, part: Pieces, stream: int) -> N
             kernel.launch(local, remote, length, stream)
         else:
             driver.batch(remote, local, length, in_order=False)(0, len(length), stream)
+
+
+class Batch(NamedTuple):
+    """The pieces of one call: one launch of the kernel or one batch of a copy engine."""
+
+    by_kernel: bool
+    pieces: Pieces
+
+
+def joined(whole: Pieces, slice_bytes: int) -> Pieces:
+    """The same bytes in as few pieces as possible, none of which is joined with one of another slice."""
+    goes_on = adjacent(whole.remote, whole.length)
+    if not goes_on.any():
+        return whole
+    goes_on &= adjacent(whole.local, whole.length)
+    goes_on[first_of_later_slices(np.cumsum(whole.length), slice_bytes) - 1] = False
+    length, local, remote = merged(goes_on, whole.length, whole.local, whole.remote)
+    return Pieces(local, remote, length)
+
+
+def batches(
+    whole: Pieces, *, small_bytes: int = SMALL_BYTES, max_batch_pieces: int = MAX_PIECES
+) -> Iterator[Batch]:
+    """Splits joined pieces into batches that may run in any order or at the same time.
+
+    A copy engine moves large pieces at the speed of the bus and takes no compute from vLLM, but each piece
+    has a fixed cost. The kernel moves many small pieces at once, on multiprocessors that vLLM would use.
+    """
+    small = whole.length < np.uint64(small_bytes)
+    if np.count_nonzero(small) < MIN_KERNEL_PIECES:
+        small[:] = False
+    for by_kernel in (False, True):
+        chosen = Pieces(*(array[small == by_kernel] for array in whole))
+        for first in range(0, len(chosen.length), max_batch_pieces):
+            yield Batch(by_kernel, Pieces(*(array[first : first + max_batch_pieces] for array in chosen)))
 
 
 def _check_range(driver: Driver, base: int, start: int, size: int) -> None:

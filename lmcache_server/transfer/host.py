@@ -140,11 +140,8 @@ class HostMapping:
         self._check_address_space()
         copy(self._memory.pid, part, load=load)
 
-    def num_begun(self, *, load: bool) -> int:
-        return 0
-
-    def finish(self, count: int, *, load: bool) -> None:
-        """Has nothing to wait for."""
+    def begun(self, *, load: bool) -> Callable[[], object]:
+        return lambda: None
 
     def close(self) -> None:
         self._second.shutdown()

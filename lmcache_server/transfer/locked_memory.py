@@ -78,18 +78,10 @@ class LockedMemory:
         move_to(self._gpus.near(number), self._processors)
         return True
 
-    def pin_unit(self, index: int) -> bool:
-        """As `_pin`, but returns False if it failed, which has been logged."""
-        try:
-            self._pin(index)
-        except CopyError:
-            return False
-        return True
-
     def pin_rest(self) -> bool:
         """Pins what is not pinned yet; returns whether everything is."""
         rest = np.flatnonzero(~self._pinned).tolist()
-        return self._gpus.available and all(map(self.pin_unit, rest))
+        return self._gpus.available and not any(map(self.pin_unit, rest))
 
     def ensure(self, pieces: Pieces) -> Pieces:
         """Pins every unit that these pieces touch. Returns them cut where a unit ends. Raises CopyError."""
@@ -102,15 +94,13 @@ class LockedMemory:
         if np.any(units != last):
             pieces = Pieces(*cut(*pieces, self._borders))
             units = (pieces.local - np.uint64(self._address)) // unit_bytes
-        try:
-            # Once all are pinned, which units these are is not asked: that, too, takes its time.
-            for index in () if self.is_complete else np.unique(units).tolist():
-                self._pin(index)
-        except CopyError:
-            # From now on, a store gets only frames that are pinned.
-            self._refused = True
-            self._tell()
-            raise
+        # Once all are pinned, which units these are is not asked: that, too, takes its time.
+        for index in () if self.is_complete else np.unique(units).tolist():
+            if failure := self.pin_unit(index):
+                # From now on, a store gets only frames that are pinned.
+                self._refused = True
+                self._tell()
+                raise CopyError(failure)
         return pieces
 
     def _tell(self) -> None:
@@ -120,26 +110,27 @@ class LockedMemory:
             runs = np.split(rest, np.flatnonzero(np.diff(rest) > 1) + 1) if len(rest) else []
             self._lacking(tuple((int(run[0]) * frames, len(run) * frames) for run in runs))
 
-    def _pin(self, index: int) -> None:
-        """Pins one unit, in the context of any GPU. Raises CopyError."""
+    def pin_unit(self, index: int) -> str:
+        """Pins one unit, in the context of any GPU. Returns why that failed, which has been logged; empty if
+        it is pinned."""
         with self._locks[index]:
             if self._pinned[index]:
-                return
-            if self.failure and time.monotonic() < self._retry_s:
-                raise CopyError(self.failure)
+                return ""
+            if (failure := self.failure) and time.monotonic() < self._retry_s:
+                return failure
             start = index * self._unit_bytes
             size_bytes = min(self._unit_bytes, self._num_bytes - start)
             try:
                 self._register(self._address + start, size_bytes)
             except (CudaError, CopyError) as error:
-                self._fail(error)
-                raise CopyError(self.failure) from error
+                return self._failed(error)
             self._pinned[index] = True
             with self._lock:
                 self.pinned_bytes += size_bytes
                 self.failure = ""
             if self._refused:
                 self._tell()
+        return ""
 
     def _register(self, address: int, size_bytes: int) -> None:
         """Raises CudaError for what the registration itself has against it, and CopyError without a GPU."""
@@ -152,14 +143,15 @@ class LockedMemory:
                 if not isinstance(gpu.check(error, 0), LostGpuError):
                     raise
 
-    def _fail(self, error: CudaError | CopyError) -> None:
+    def _failed(self, error: CudaError | CopyError) -> str:
         self._retry_s = time.monotonic() + RETRY_S
         pinned_gb, wanted_gb = self.pinned_bytes / GB_BYTES, self._num_bytes / GB_BYTES
         advice = MEMLOCK if isinstance(error, CudaError) else ""
-        self.failure = (
+        self.failure = failure = (
             f"only {pinned_gb:.2f} of {wanted_gb:.2f} GB of L1 could be pinned ({error}): copies between "
             f"GPUs and the part that is not pinned fail{advice}"
         )
         if str(error) != self._logged:
             self._logged = str(error)
-            logger.error("%s", self.failure)
+            logger.error("%s", failure)
+        return failure

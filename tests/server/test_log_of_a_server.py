@@ -186,8 +186,8 @@ def test_l1_is_filled_by_a_server_that_may_not_lower_its_niceness() -> None:
 _NEVER_FILLED = """
 import sys
 from lmcache_server.commands import cli
-from lmcache_server.l1 import populate
-populate._populate_piece = lambda address, num_bytes: [][0]
+from lmcache_server.l1 import memory
+memory._populate_piece = lambda address, num_bytes: [][0]
 sys.argv[1:] = "server --l1-size-gb 0.02 --http-port 0".split()
 cli.main()
 """

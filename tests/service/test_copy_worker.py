@@ -1,6 +1,7 @@
 """The copy thread: every job ends once, loads overtake, nothing is copied after the end."""
 
 import concurrent.futures
+import functools
 import queue
 import threading
 
@@ -49,11 +50,8 @@ class Harness:
     def open(self):
         return [b"nonce"]
 
-    def num_begun(self, *, load):
-        return 0
-
-    def finish(self, count, *, load):
-        self.calls.append(("finished", load, len(self.copied)))
+    def begun(self, *, load):
+        return lambda: self.calls.append(("finished", load, len(self.copied)))
 
     def close(self):
         self.calls.append("closed")
@@ -107,23 +105,23 @@ class Late(Harness):
     slice_bytes = {True: SLICE_BYTES, False: SLICE_BYTES // 4}  # noqa: RUF012
 
     def __init__(self):
-        self.begun, self.ended_copies = {True: 0, False: 0}, {True: 0, False: 0}
+        self.num_begun, self.num_ended = {True: 0, False: 0}, {True: 0, False: 0}
         super().__init__()
         self.gates[False] = threading.Semaphore(0)
 
     def copy(self, part, *, load):
-        self.begun[load] += 1
+        self.num_begun[load] += 1
         self.started.put((int(part.local[0]), load))
         # As on a GPU: with two under way, it waits for the first of them.
-        self.finish(self.begun[load] - 1, load=load)
+        self.finish(self.num_begun[load] - 1, load)
 
-    def num_begun(self, *, load):
-        return self.begun[load]
+    def begun(self, *, load):
+        return functools.partial(self.finish, self.num_begun[load], load)
 
-    def finish(self, count, *, load):
-        while self.ended_copies[load] < count:
+    def finish(self, count, load):
+        while self.num_ended[load] < count:
             assert self.gates[load].acquire(timeout=TIMEOUT_S)
-            self.ended_copies[load] += 1
+            self.num_ended[load] += 1
 
 
 @pytest.fixture
@@ -269,7 +267,7 @@ def test_stores_go_in_smaller_slices_than_loads(late):
         late.go_on(4, load)
         late.submit(1, 0, load=load, build=lambda: small)
         assert late.wait_for_end() == (1, None, SLICE_BYTES)
-        assert late.begun[load] == count
+        assert late.num_begun[load] == count
 
 
 def test_a_job_whose_bytes_are_read_is_not_mixed_with_others(late):

@@ -14,7 +14,6 @@ from lmcache_server.errors import StartError
 from lmcache_server.host import machine
 from lmcache_server.host.units import GB_BYTES
 from lmcache_server.l1 import memory as l1_memory
-from lmcache_server.l1 import populate
 from lmcache_server.l1.memory import L1Memory
 
 MIB = 1 << 20
@@ -37,7 +36,7 @@ def open_l1():
 
 def join(memory):
     """Waits until the threads that populate it have ended."""
-    for thread in memory._populator._threads:
+    for thread in memory._threads:
         thread.join()
 
 
@@ -55,11 +54,11 @@ def test_it_has_whole_frames_and_the_last_byte_can_be_used_before_it_is_populate
     assert ctypes.string_at(memory.base_address + memory.num_bytes - 2, 2) == b"\x00\x07"
 
 
-@pytest.mark.parametrize("advice", [populate._MADV_POPULATE_WRITE, 9999])
+@pytest.mark.parametrize("advice", [l1_memory._MADV_POPULATE_WRITE, 9999])
 def test_populating_leaves_what_was_written(open_l1, monkeypatch, advice):
     """9999 is no advice: that is how a kernel before 5.14 answers to MADV_POPULATE_WRITE."""
-    monkeypatch.setattr(populate, "_MADV_POPULATE_WRITE", advice)
-    monkeypatch.setattr(populate, "PIECE_BYTES", MIB)
+    monkeypatch.setattr(l1_memory, "_MADV_POPULATE_WRITE", advice)
+    monkeypatch.setattr(l1_memory, "PIECE_BYTES", MIB)
     memory = open_l1(40 * MIB + FRAME_BYTES)
     for offset in range(0, memory.num_bytes, FRAME_BYTES):
         ctypes.memset(memory.base_address + offset, 1 + offset // FRAME_BYTES % 255, FRAME_BYTES)
@@ -74,13 +73,13 @@ def test_populating_leaves_what_was_written(open_l1, monkeypatch, advice):
 def _may_lock():
     page = mmap.mmap(-1, 2 * MIB)
     address = ctypes.addressof(ctypes.c_char.from_buffer(page))
-    allowed = populate._libc.mlock(address, 2 * MIB) == 0
+    allowed = l1_memory._libc.mlock(address, 2 * MIB) == 0
     page.close()
     return allowed
 
 
 def test_what_cannot_be_populated_is_said_and_still_works(open_l1, monkeypatch, caplog):
-    monkeypatch.setattr(populate, "_populate_piece", lambda _address, _size_bytes: 12)
+    monkeypatch.setattr(l1_memory, "_populate_piece", lambda _address, _size_bytes: 12)
     memory = open_l1(4 * MIB)
     join(memory)
     assert "L1 is populated on first use, not in advance: Cannot allocate memory" in caplog.text
@@ -90,7 +89,7 @@ def test_what_cannot_be_populated_is_said_and_still_works(open_l1, monkeypatch, 
 
 def test_closing_goes_on_without_a_thread_that_hangs_and_leaves_it_its_memory(monkeypatch):
     """As in a call of a GPU's driver that does not return."""
-    monkeypatch.setattr(populate, "STOP_S", 0.5)
+    monkeypatch.setattr(l1_memory, "STOP_S", 0.5)
     memory, reached, go_on = L1Memory(4 * MIB), threading.Event(), threading.Event()
     memory.fill(locked=pins(pin_unit=lambda _unit: (reached.set(), go_on.wait(PATIENCE_S))))
     assert reached.wait(PATIENCE_S)
@@ -104,9 +103,9 @@ def test_closing_goes_on_without_a_thread_that_hangs_and_leaves_it_its_memory(mo
 
 
 def test_a_thread_moves_near_a_gpu_before_it_populates_a_unit_and_pins_it_there(open_l1, monkeypatch):
-    monkeypatch.setattr(populate, "UNIT_BYTES", 4 * MIB)
-    monkeypatch.setattr(populate, "PIECE_BYTES", 2 * MIB)
-    calls, lock, prepare = [], threading.Lock(), populate._populate_piece
+    monkeypatch.setattr(l1_memory, "UNIT_BYTES", 4 * MIB)
+    monkeypatch.setattr(l1_memory, "PIECE_BYTES", 2 * MIB)
+    calls, lock, prepare = [], threading.Lock(), l1_memory._populate_piece
 
     def note(what: str, unit: int) -> bool:
         with lock:
@@ -119,7 +118,7 @@ def test_a_thread_moves_near_a_gpu_before_it_populates_a_unit_and_pins_it_there(
         note("populate", (address - memory.base_address) // (4 * MIB))
         return prepare(address, num_bytes)
 
-    monkeypatch.setattr(populate, "_populate_piece", populating)
+    monkeypatch.setattr(l1_memory, "_populate_piece", populating)
     memory.fill(locked=pins(lambda unit: note("prepare", unit), lambda unit: note("pin", unit)))
     join(memory)
     for unit in range(4):

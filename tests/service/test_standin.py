@@ -265,10 +265,10 @@ def test_a_slice_whose_event_cannot_be_recorded_costs_no_event() -> None:
         for _ in range(3):
             with pytest.raises(CopyError, match="cuEventRecord"):
                 copy()
-            it.mapping.finish(0, load=False)
+            it.mapping._finish(0, False)
     for _ in range(4):
         copy()
-    it.mapping.finish(4, load=False)
+    it.mapping._finish(4, False)
     assert (it.l1 == 7).all()
     assert len(set(it.mapping._lanes[False].events)) == 2
     it.mapping.close()
@@ -354,7 +354,7 @@ def test_pinning_is_tried_again_and_a_context_that_is_missing_is_called_so() -> 
 @on_stand_in(devices=2)
 def test_a_gpu_whose_context_has_failed_pins_nothing_and_is_not_tried_again() -> None:
     locked = pinning(4)
-    assert locked.pin_unit(0)
+    assert not locked.pin_unit(0)
     driver, tried = locked._gpus.driver, []
     register = driver.register_host
 
@@ -364,12 +364,12 @@ def test_a_gpu_whose_context_has_failed_pins_nothing_and_is_not_tried_again() ->
 
     driver.register_host = registering  # type: ignore[method-assign]
     file_of(f"fail-{os.getpid()}-0").touch()
-    assert locked.pin_unit(1)
-    assert locked.pin_unit(2)
+    assert not locked.pin_unit(1)
+    assert not locked.pin_unit(2)
     assert (tried, locked.failure) == ([1, 2, 2], ""), "each time a context, of GPU 0 or 1"
     assert locked._gpus.enter_any().ordinal == 1
     file_of(f"fail-{os.getpid()}-1").touch()
-    assert not locked.pin_unit(3)
+    assert locked.pin_unit(3)
     assert "has failed for this server" in locked.failure
     assert "memlock" not in locked.failure, "that is no cure for it"
 

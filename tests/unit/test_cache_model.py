@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from lmcache_client.contract import codec
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
 from lmcache_server.core.cache import ONCE_SHARE, Cache, Gone, Layout, NotReserved, Read, Reservation
 from lmcache_server.core.index import Chunk
@@ -615,7 +616,7 @@ class CacheMachine(RuleBasedStateMachine):
 
         if not really:
             self.everybody_goes()
-            index = snapshot.encode(snapshot.take(self.cache, self.now_s), {}, {}, 0.0)
+            index = codec.pack(snapshot.take(self.cache, {}, {}, self.now_s, 0.0))
             model = self.model
             saved = [*model.order, *model.protected]
             for chunk in model.protected:
@@ -626,8 +627,8 @@ class CacheMachine(RuleBasedStateMachine):
             model.index = {each.name: each for each in sorted(saved, key=lambda each: each.stored_s)}
             self.now_s = self.model.now_s = 0.0
             self.set_quotas(quota, other)
-            saved_cache, *_ = snapshot.decode(index, self.model.total_frames, asleep_s)
-            snapshot.rebuild(saved_cache, self.cache, self.now_s)
+            saved_cache = snapshot.decode(index, self.model.total_frames)
+            snapshot.rebuild(saved_cache, self.cache, self.now_s, asleep_s)
             self.model.evicted = [0, 0, 0]
             # Nobody knows any more why they are the first to go, but they still are.
             self.model.once, self.model.others = [], saved

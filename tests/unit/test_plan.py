@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from lmcache_client.contract.geometry import Region
 from lmcache_server.transfer.checksums import DamagedError, check, checksums
+from lmcache_server.transfer.cuda import MIN_KERNEL_PIECES, SMALL_BYTES, batches, joined
 from lmcache_server.transfer.gpus import Gpus
 from lmcache_server.transfer.locked_memory import LockedMemory
-from lmcache_server.transfer.paths import MIN_KERNEL_PIECES, SMALL_BYTES, batches, joined
 from lmcache_server.transfer.plan import (
     ObjectCopy,
     Pieces,
@@ -234,7 +234,7 @@ def test_large_pieces_go_by_the_copy_engine_and_many_small_ones_by_one_launch_of
 @settings(max_examples=300, deadline=None)
 def test_no_piece_lies_over_the_border_of_two_pinned_units(whole, unit_bytes):
     locked, pinned = LockedMemory(Gpus(), L1_ADDRESS, 1200, unit_bytes), set[int]()
-    locked._pin = pinned.add  # type: ignore[method-assign,assignment]
+    locked.pin_unit = pinned.add  # type: ignore[method-assign,assignment]
     found = locked.ensure(whole)
     assert pinned == {(local - L1_ADDRESS) // unit_bytes for local, _ in moves(whole)}
     locked.pinned_bytes = 1200

@@ -7,16 +7,21 @@ that no later one has used. A ghost is a place in that list.
 
 import itertools
 import math
-import operator
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 MULTIPLES = (0.25, 0.5, 1, 2, 4, 10)
 """The sizes of the ghosts, as multiples of L1. One more has no limit."""
 SIZES = (*map(str, MULTIPLES), "unlimited")
 """Their names in a report."""
+Counts = NDArray[np.int64]
+"""The tokens that were looked up and that the engine did not hold; and, for each size, how many of these its
+ghost found."""
 PERIOD_S = 300.0
 WINDOWS = {"hour": 12, "day": 288, "start": 0}
 """By name, the number of periods; "start" stands for all since the start."""
@@ -43,19 +48,6 @@ class Sizes:
     chunk_frames: int
     sparse: bool = False
     states: bool = False
-
-
-@dataclass
-class Curve:
-    """The tokens that were looked up and that the engine did not hold; and for each size, how many of these
-    its ghost found."""
-
-    tokens: int = 0
-    hits: list[int] = field(default_factory=lambda: [0] * len(SIZES))
-
-    def add(self, other: "Curve") -> None:
-        self.tokens += other.tokens
-        self.hits = list(map(operator.add, self.hits, other.hits))
 
 
 class _Ghost:
@@ -106,8 +98,8 @@ class Demand:
         self._first, self._last, self._listed = 1, 0, 0
         """The first and the last request number, and how many chunks all have; some count twice."""
         self._forgot = False
-        self._periods: deque[tuple[int, dict[bytes, Curve]]] = deque(maxlen=WINDOWS["day"])
-        self._since_start: dict[bytes, Curve] = {}
+        self._periods: deque[tuple[int, dict[bytes, Counts]]] = deque(maxlen=WINDOWS["day"])
+        self._since_start: dict[bytes, Counts] = {}
         """What was counted, by namespace: in each period with a lookup, and in total."""
 
     def looked_up(
@@ -129,7 +121,7 @@ class Demand:
             hits = self._resume(names, held)
         behind = computed_tokens // sizes.chunk_size
         found = [max(chunks - behind, 0) * sizes.chunk_size for chunks in hits]
-        self._count(namespace, Curve(max(limit_tokens - computed_tokens, 0), found), now_s)
+        self._count(namespace, np.array([max(limit_tokens - computed_tokens, 0), *found]), now_s)
         self._use(names, sizes.chunk_frames)
 
     def completed(self, namespace: bytes, sizes: Sizes, keys: Sequence[bytes]) -> None:
@@ -202,21 +194,21 @@ class Demand:
                     self._stored.pop(name, None)
             self._first += 1
 
-    def _count(self, namespace: bytes, counted: Curve, now_s: float) -> None:
+    def _count(self, namespace: bytes, counted: Counts, now_s: float) -> None:
         period = int(now_s // PERIOD_S)
         if not self._periods or self._periods[-1][0] != period:
             self._periods.append((period, {}))
-        for curves in (self._periods[-1][1], self._since_start):
-            _add(curves, namespace, counted)
+        for counts in (self._periods[-1][1], self._since_start):
+            _add(counts, namespace, counted)
 
-    def window(self, name: str, now_s: float) -> dict[bytes, Curve]:
+    def window(self, name: str, now_s: float) -> dict[bytes, Counts]:
         """By namespace, the lookups of about the last hour or day, or all (see WINDOWS)."""
         if name == "start":
             return self._since_start
-        window: dict[bytes, Curve] = {}
-        for period, curves in self._periods:
-            for namespace, curve in curves.items() if period > now_s // PERIOD_S - WINDOWS[name] else ():
-                _add(window, namespace, curve)
+        window: dict[bytes, Counts] = {}
+        for period, counts in self._periods:
+            for namespace, counted in counts.items() if period > now_s // PERIOD_S - WINDOWS[name] else ():
+                _add(window, namespace, counted)
         return window
 
     def exact_frames(self) -> int | None:
@@ -224,23 +216,16 @@ class Demand:
         return self._ghosts[-1].frames if self._forgot else None
 
 
-def together(curves: Mapping[bytes, Curve]) -> Curve:
-    """The sum of the curves of all namespaces."""
-    total = Curve()
-    for curve in curves.values():
-        total.add(curve)
-    return total
+def rates(counts: Iterable[Counts]) -> dict[str, Any]:
+    """The tokens and hit rates of all these together, as JSON values."""
+    tokens, *hits = sum(counts, np.zeros(1 + len(SIZES), np.int64)).tolist()
+    shares = [round(each / max(tokens, 1), 4) for each in hits]
+    return {"tokens": tokens, "hit_rates": dict(zip(SIZES, shares, strict=True))}
 
 
-def rates(curve: Curve) -> dict[str, Any]:
-    """The tokens and hit rates of a curve, as JSON values."""
-    shares = [round(hits / max(curve.tokens, 1), 4) for hits in curve.hits]
-    return {"tokens": curve.tokens, "hit_rates": dict(zip(SIZES, shares, strict=True))}
-
-
-def _add(curves: dict[bytes, Curve], namespace: bytes, curve: Curve) -> None:
-    name = namespace if namespace in curves or len(curves) < MAX_NAMESPACES else OTHERS
-    curves.setdefault(name, Curve()).add(curve)
+def _add(counts: dict[bytes, Counts], namespace: bytes, counted: Counts) -> None:
+    name = namespace if namespace in counts or len(counts) < MAX_NAMESPACES else OTHERS
+    counts[name] = counts[name] + counted if name in counts else counted
 
 
 def _names(namespace: bytes, keys: Sequence[bytes]) -> list[int]:

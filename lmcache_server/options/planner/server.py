@@ -9,7 +9,7 @@ from lmcache_client.contract.geometry import FULL, RECURRENT
 from lmcache_client.contract.messages import Lookup, Release
 from lmcache_server.core.cache import Hit, Layout
 from lmcache_server.core.pool import FRAME_BYTES
-from lmcache_server.options.planner.demand import SIZES, WINDOWS, Demand, Sizes, rates, together
+from lmcache_server.options.planner.demand import SIZES, WINDOWS, Demand, Sizes, rates
 from lmcache_server.options.planner.recording import Event, EventKind, Recorder, shortened
 from lmcache_server.service.option import Base, Option
 from lmcache_server.service.requests_of_tests import is_test
@@ -104,12 +104,12 @@ class Server(Option):
 
     def hit_ratio(self, size: str) -> float:
         """The hit rate that an L1 of this size, one of SIZES, would have had in the last hour."""
-        return float(rates(together(self.demand.window("hour", self._now_s)))["hit_rates"][size])
+        return float(rates(self.demand.window("hour", self._now_s).values())["hit_rates"][size])
 
     def _window(self, name: str) -> dict[str, Any]:
-        curves = self.demand.window(name, self._now_s)
-        namespaces = {name.hex()[:16] or "others": rates(curve) for name, curve in curves.items()}
-        return {**rates(together(curves)), "namespaces": namespaces}
+        counts = self.demand.window(name, self._now_s)
+        namespaces = {name.hex()[:16] or "others": rates([counted]) for name, counted in counts.items()}
+        return {**rates(counts.values()), "namespaces": namespaces}
 
     def _factor(self) -> float:
         """The frames in use, divided by those of full attention: above 1 if there are windows or states."""

@@ -8,7 +8,7 @@ from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.host.logs import printable
 from lmcache_server.host.units import size
 from lmcache_server.options.planner import recording
-from lmcache_server.options.planner.demand import SIZES, Demand, Sizes, rates, together
+from lmcache_server.options.planner.demand import SIZES, Demand, Sizes, rates
 
 WINDOWS = {"hour": "last hour", "day": "last day", "start": "since start"}
 _HIT_RATES = TypedDict("_HIT_RATES", dict.fromkeys(SIZES, SHARE))  # type: ignore[misc]
@@ -38,7 +38,7 @@ def replayed(path: str, l1_bytes: int) -> dict[str, Any]:
     exact = counted.exact_frames()
     return {
         "exact_bytes": None if exact is None else exact * FRAME_BYTES,
-        "windows": {name: rates(together(counted.window(name, time_s))) for name in WINDOWS},
+        "windows": {name: rates(counted.window(name, time_s).values()) for name in WINDOWS},
     }
 
 

@@ -7,13 +7,11 @@ may come from anywhere, so it is trusted only when every part of it agrees with 
 import json
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from lmcache_client.contract import codec
 from lmcache_client.contract.codec import Natural, Wire
 from lmcache_client.contract.keys import TenantId
 from lmcache_server.core.cache import Cache, Contents
@@ -43,26 +41,25 @@ class SnapshotError(ValueError):
     """The values are not the snapshot of a cache."""
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """The contents of a cache as plain values. `rows` has a Row for each chunk, in the order of eviction,
-    with the protected ones last. It was taken `age_s` seconds ago."""
-
-    total_frames: int
-    namespaces: Sequence[bytes]
-    rows: Sequence[Row]
-    age_s: float = 0.0
-
-
 Known = dict[bytes, dict[str, Any]]
 """Summaries of namespaces, for reports."""
 Saved = dict[str, bytes]
 """What each option has saved, by its module."""
-_Content = tuple[Seconds, Natural, list[bytes], list[str], list[Row], Saved]
-"""Unix time, frames, namespaces, the summary of each namespace as JSON, rows, what options saved."""
 
 
-def take(cache: Cache, now_s: float) -> Snapshot:
+class Snapshot(Wire, frozen=True):
+    """What a cache held at `unix_s`. `summaries` has that of each namespace as JSON. `rows` has the chunks in
+    the order of eviction, with the protected ones last."""
+
+    unix_s: Seconds
+    total_frames: Natural
+    namespaces: list[bytes]
+    summaries: list[str]
+    rows: list[Row]
+    saved: Saved
+
+
+def take(cache: Cache, known: Known, saved: Saved, now_s: float, unix_s: float) -> Snapshot:
     """Returns, for `rebuild`, the chunks that nothing refers to, and then the protected ones."""
     chunks = [*cache.evictable, *cache.protected]
     numbers: dict[bytes, int] = {}
@@ -78,15 +75,31 @@ def take(cache: Cache, now_s: float) -> Snapshot:
         )
         for chunk in chunks
     ]
-    return Snapshot(cache.total_frames, list(numbers), rows)
+    summaries = [json.dumps(known.get(namespace)) for namespace in numbers]
+    return Snapshot(unix_s, cache.total_frames, list(numbers), summaries, rows, saved)
 
 
-def rebuild(snapshot: Snapshot, cache: Cache, now_s: float) -> None:
-    """Fills an empty cache from `snapshot`. Raises SnapshotError, and leaves it empty, unless every part of
-    the snapshot agrees with the rest."""
+def decode(index: bytes, max_frames: int) -> Snapshot:
+    """Decodes what `codec.pack` made of a snapshot. Raises SnapshotError."""
+    try:
+        snapshot = msgspec.msgpack.decode(index, type=Snapshot)
+    except (TypeError, ValueError, msgspec.DecodeError, RecursionError) as error:
+        raise SnapshotError(str(error)) from error
+    if snapshot.total_frames > max_frames:
+        raise SnapshotError(f"{snapshot.total_frames} frames in a file of {max_frames}")
+    return snapshot
+
+
+def rebuild(snapshot: Snapshot, cache: Cache, now_s: float, unix_s: float) -> Known:
+    """Fills an empty cache from `snapshot`, and returns the summaries of its namespaces. Raises
+    SnapshotError, and leaves it empty, unless every part of the snapshot agrees with the rest."""
     index, order, taken, stored_bytes = Index(), EvictionOrder(), list[Runs](), 0
     chunks, names, frame_bytes = list[Chunk](), dict[bytes, bytes](), cache.frame_bytes
+    # Chunks grow older while no server runs. If the clock was set back, nobody knows by how much.
+    asleep_s = max(unix_s - snapshot.unix_s, 0.0)
     try:
+        summaries = zip(snapshot.namespaces, map(json.loads, snapshot.summaries), strict=True)
+        known = {namespace: summary for namespace, summary in summaries if isinstance(summary, dict)}
         for row in snapshot.rows:
             # The chunks of a tenant share one name.
             tenant = names.setdefault(row.tenant, row.tenant)
@@ -100,7 +113,7 @@ def rebuild(snapshot: Snapshot, cache: Cache, now_s: float) -> None:
                 taken.append(stored.runs)
                 chunk.frames += frames
                 stored_bytes += stored.num_bytes
-            chunk.stored_s -= snapshot.age_s
+            chunk.stored_s -= asleep_s
             order.add(chunk)
             chunks.append(chunk)
         for chunk in sorted(chunks, key=operator.attrgetter("stored_s")):
@@ -108,9 +121,10 @@ def rebuild(snapshot: Snapshot, cache: Cache, now_s: float) -> None:
                 raise SnapshotError("a chunk appears twice")
             index.add(chunk)
         pool = FramePool.around(snapshot.total_frames, taken)
-    except (TypeError, ValueError, msgspec.DecodeError) as error:
+    except (TypeError, ValueError, msgspec.DecodeError, RecursionError) as error:
         raise SnapshotError(str(error)) from error
     cache.adopt(Contents(pool, index, order, stored_bytes), now_s)
+    return known
 
 
 def _chunk(namespaces: Sequence[bytes], tenant: bytes, row: Row, now_s: float) -> Chunk:
@@ -128,28 +142,3 @@ def _objects(chunk: Chunk) -> list[StoredObject]:
     if not chunk.ready or chunk.ready.bit_count() != len(objects):
         raise SnapshotError("the bits of a chunk do not match its objects")
     return objects
-
-
-def encode(snapshot: Snapshot, known: Known, saved: Saved, unix_s: float) -> bytes:
-    """Encodes a snapshot that is taken at this time, with the summaries of its namespaces."""
-    summaries = [json.dumps(known.get(namespace)) for namespace in snapshot.namespaces]
-    parts = [snapshot.total_frames, snapshot.namespaces, summaries, snapshot.rows, saved]
-    return codec.pack([unix_s, *parts])
-
-
-def decode(index: bytes, max_frames: int, unix_s: float) -> tuple[Snapshot, Known, Saved]:
-    """Reverses `encode` at a later time. Raises SnapshotError."""
-    known: Known = {}
-    try:
-        taken_s, total_frames, namespaces, summaries, rows, saved = msgspec.msgpack.decode(
-            index, type=_Content
-        )
-        for namespace, summary in zip(namespaces, map(json.loads, summaries), strict=True):
-            if isinstance(summary, dict):
-                known[namespace] = summary
-    except (TypeError, ValueError, msgspec.DecodeError, RecursionError) as error:
-        raise SnapshotError(str(error)) from error
-    if total_frames > max_frames:
-        raise SnapshotError(f"{total_frames} frames in a file of {max_frames}")
-    # Chunks grow older while no server runs. If the clock was set back, nobody knows by how much.
-    return Snapshot(total_frames, namespaces, rows, max(unix_s - taken_s, 0.0)), known, saved

@@ -31,7 +31,7 @@ from lmcache_client.options.kv_events import POLL_S, Events
 from lmcache_client.server_channel import Pending
 from lmcache_client.servers import Servers
 from lmcache_client.transport import SYSTEM
-from lmcache_server.options.kv_events import followers
+from lmcache_server.options.kv_events import server as kv_events
 from lmcache_server.transfer.base import CopyError
 
 BLOCK = 16
@@ -230,7 +230,7 @@ def test_a_router_holds_what_lookups_would_find(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, seed: int, kind: int, ranks: int, lookahead: int
 ) -> None:
     """With a lookahead, prompts that part at the end of a chunk have two keys for the same blocks."""
-    monkeypatch.setattr(followers, "MAX_GONE", 6)
+    monkeypatch.setattr(kv_events, "MAX_GONE", 6)
     world = World(desk, seed, kind, ranks, lookahead)
     most = 0
     for _ in range(STEPS):

@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lmcache_client.contract.geometry import FULL, RECURRENT, SLIDING_WINDOW, GroupSpec, Region
@@ -15,7 +16,7 @@ from lmcache_server.core.layout import Layout
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.core.reservation import Reservation
 from lmcache_server.options.planner import demand
-from lmcache_server.options.planner.demand import MOST, MULTIPLES, SIZES, Curve, Demand, Sizes, together
+from lmcache_server.options.planner.demand import MOST, MULTIPLES, SIZES, Counts, Demand, Sizes
 from lmcache_server.options.planner.server import Server
 from lmcache_server.service.option import Base
 from lmcache_server.telemetry.metrics import Metrics
@@ -47,13 +48,14 @@ def look_up(counted: Demand, keys: Sequence[bytes], sizes: Sizes = PLAIN, now_s:
     counted.looked_up(NAMESPACE, sizes, keys, 0, len(keys) * sizes.chunk_size, now_s)
 
 
-def so_far(counted: Demand) -> Curve:
-    return together(counted.window("start", 0.0))
+def so_far(counted: Demand, window: str = "start", now_s: float = 0.0) -> Counts:
+    """Of all namespaces."""
+    return sum(counted.window(window, now_s).values(), np.zeros(1 + len(SIZES), np.int64))
 
 
 def hits(counted: Demand) -> list[int]:
     """By size, the chunks that were found; the last is without any limit."""
-    return [tokens // CHUNK for tokens in so_far(counted).hits]
+    return [tokens // CHUNK for tokens in so_far(counted)[1:].tolist()]
 
 
 class Plain:
@@ -93,7 +95,7 @@ def test_every_size_has_the_hits_of_a_ghost_of_that_size(sizes: Sizes, l1_frames
             assert hits(counted)[:-1] == expected[:-1]
             assert hits(counted)[-1] == expected[-1] or counted.exact_frames() is not None
         assert (counted.exact_frames() is None) == (l1_frames > 30)
-        assert so_far(counted).tokens == CHUNK * sum(map(len, requests))
+        assert so_far(counted)[0] == CHUNK * sum(map(len, requests))
 
 
 def new_planner(cache: Cache) -> Server:
@@ -152,7 +154,7 @@ def test_tokens_that_the_engine_holds_are_not_counted() -> None:
     counted, keys = Demand(), [key(i) for i in range(10)]
     look_up(counted, keys)
     counted.looked_up(NAMESPACE, PLAIN, keys, 4 * CHUNK, 10 * CHUNK, 0.0)
-    assert (so_far(counted).tokens, hits(counted)[-1]) == (16 * CHUNK, 6)
+    assert (so_far(counted)[0], hits(counted)[-1]) == (16 * CHUNK, 6)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +228,7 @@ def test_windows_of_time_forget() -> None:
         look_up(counted, [key(number)], now_s=now_s)
 
     def tokens(window: str, now_s: float) -> int:
-        return together(counted.window(window, now_s)).tokens
+        return so_far(counted, window, now_s)[0]
 
     assert tokens("start", 5000.0) == tokens("day", 5000.0) == 4 * CHUNK
     assert tokens("hour", 5000.0) == CHUNK
@@ -241,10 +243,10 @@ def test_many_namespaces_are_counted_together() -> None:
         for _ in range(2):
             counted.looked_up(number.to_bytes(32, "big"), PLAIN, [key(1)], 0, CHUNK, 0.0)
     for window in demand.WINDOWS:
-        curves = counted.window(window, 0.0)
-        assert len(curves) == demand.MAX_NAMESPACES + 1
-        assert curves[demand.OTHERS].tokens == 20 * CHUNK
-        assert curves[demand.OTHERS].hits[-1] == 10 * CHUNK
+        counts = counted.window(window, 0.0)
+        assert len(counts) == demand.MAX_NAMESPACES + 1
+        assert counts[demand.OTHERS][0] == 20 * CHUNK
+        assert counts[demand.OTHERS][-1] == 10 * CHUNK
 
 
 def test_a_very_long_lookup_is_counted_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +262,7 @@ def test_a_very_long_lookup_is_counted_in_part(monkeypatch: pytest.MonkeyPatch) 
     counted.completed(NAMESPACE, PLAIN, keys[:10])
     assert len(counted._uses) == 4
     look_up(counted, keys[:10])
-    assert (so_far(counted).tokens, hits(counted)[-1]) == (8 * CHUNK, 4)
+    assert (so_far(counted)[0], hits(counted)[-1]) == (8 * CHUNK, 4)
 
 
 ONE = GroupSpec(FULL, CHUNK, 0, "", (Region(0, 0, FRAME_BYTES, FRAME_BYTES),))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.errors import StartError
-from lmcache_server.l1 import populate
+from lmcache_server.l1 import memory as l1_memory
 from lmcache_server.l1.memory import L1Memory
 from lmcache_server.options.warm_restart import l1_file
 from lmcache_server.options.warm_restart.l1_file import HEADER_BYTES, MAGIC, L1File
@@ -374,13 +374,13 @@ def filling(file, usable_frames=0):
 
 
 def wait_for_end(memory):
-    for thread in memory._populator._threads:
+    for thread in memory._threads:
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
 
 def test_a_file_grows_piece_by_piece_to_its_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(populate, "PIECE_BYTES", 4 * FRAME_BYTES)
+    monkeypatch.setattr(l1_memory, "PIECE_BYTES", 4 * FRAME_BYTES)
     for path in (tmp_path / "l1", Path(f"/dev/shm/lmcache-test-{os.getpid()}.grow")):
         try:
             with opened(path, 10 * FRAME_BYTES) as file, filling(file) as (memory, grown):
@@ -397,7 +397,7 @@ def test_a_file_grows_piece_by_piece_to_its_size(tmp_path, monkeypatch):
 
 def test_a_full_file_system_costs_the_rest_not_the_server(mounted, monkeypatch, caplog):
     """The space was there at the start and somebody else took it."""
-    monkeypatch.setattr(populate, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(l1_memory, "PIECE_BYTES", 1 << 20)
     directory = mounted("size=8m")
     with opened(directory / "l1", 6 << 20) as file:
         (directory / "other").write_bytes(bytes(4 << 20))
@@ -436,8 +436,8 @@ def test_holes_of_a_copied_file_get_space_or_are_not_used(mounted):
 def test_closing_does_not_wait_for_all_of_a_large_memory(tmp_path, monkeypatch, has_file):
     begun = []
     slow = lambda *_: begun.append(0) or time.sleep(0.05)  # noqa: E731
-    monkeypatch.setattr(populate, "PIECE_BYTES", FRAME_BYTES)
-    monkeypatch.setattr(populate, "_populate_piece", lambda *_: slow() or 0)
+    monkeypatch.setattr(l1_memory, "PIECE_BYTES", FRAME_BYTES)
+    monkeypatch.setattr(l1_memory, "_populate_piece", lambda *_: slow() or 0)
     monkeypatch.setattr(L1File, "allocate", slow)
     with opened(tmp_path / "l1", 1000 * FRAME_BYTES) as file:
         memory = L1Memory(1000 * FRAME_BYTES, backing=file if has_file else None)

@@ -13,7 +13,7 @@ from lmcache_server.core.limits import Limits
 from lmcache_server.core.packed import StoredObject
 from lmcache_server.host.units import GB_BYTES
 from lmcache_server.options.quotas.tenants import Tenants
-from lmcache_server.options.warm_restart.snapshot import SnapshotError, decode, encode, rebuild, take
+from lmcache_server.options.warm_restart.snapshot import SnapshotError, decode, rebuild, take
 
 FRAME_BYTES = 100
 TOTAL_FRAMES = 60
@@ -35,9 +35,13 @@ def filled(now_s=50.0):
     return cache
 
 
+def index_of_all(cache, now_s, known):
+    return codec.pack(take(cache, known, {}, now_s, 0.0))
+
+
 def restored(index, now_s=7.0, unix_s=0.0, cache=None):
     cache = cache or Cache(FRAME_BYTES)
-    rebuild(decode(index, TOTAL_FRAMES, unix_s)[0], cache, now_s)
+    rebuild(decode(index, TOTAL_FRAMES), cache, now_s, unix_s)
     cache.check_integrity()
     return cache
 
@@ -55,15 +59,15 @@ def content(cache, now_s):
 
 def test_everything_comes_back_ages_included():
     cache = filled()
-    index = encode(take(cache, 50.0), KNOWN, {}, 0.0)
+    index = index_of_all(cache, 50.0, KNOWN)
     again = restored(index)
     assert content(again, 7.0) == content(cache, 50.0)
     assert len(content(again, 7.0)) == 9
     assert sizes(again) == sizes(cache)
-    assert decode(index, TOTAL_FRAMES, 0.0)[1] == KNOWN
-    assert encode(take(again, 7.0), KNOWN, {}, 0.0) == index
+    assert rebuild(decode(index, TOTAL_FRAMES), Cache(FRAME_BYTES), 7.0, 0.0) == KNOWN
+    assert index_of_all(again, 7.0, KNOWN) == index
     empty = Cache(FRAME_BYTES, 3)
-    assert sizes(restored(encode(take(empty, 0.0), {}, {}, 0.0))) == sizes(empty)
+    assert sizes(restored(index_of_all(empty, 0.0, {}))) == sizes(empty)
 
 
 def test_what_is_in_use_is_not_taken():
@@ -73,7 +77,7 @@ def test_what_is_in_use_is_not_taken():
     assert hit.lease_id
     writing = cache.reserve(layout, b"w" * 32, 0, 0, 1, 10)
     assert isinstance(writing, Reservation)
-    again = restored(encode(take(cache, 50.0), {}, {}, 0.0))
+    again = restored(index_of_all(cache, 50.0, {}))
     assert again.num_chunks == 8
     assert not again._index.chunks(layout.namespace).keys() & {bytes(32), b"w" * 32}
 
@@ -153,9 +157,8 @@ def test_the_rows_that_are_damaged_below_are_good():
     cache = restored(index_of(rows=[row()]))
     assert (cache.used_frames, cache.stored_bytes) == (5, 400)
     restored(index_of(rows=ROWS))
-    assert decode(index_of(rows=ROWS, saved={"an option": b"its own"}), TOTAL_FRAMES, 0.0)[2] == {
-        "an option": b"its own"
-    }
+    saved = {"an option": b"its own"}
+    assert decode(index_of(rows=ROWS, saved=saved), TOTAL_FRAMES).saved == saved
 
 
 @pytest.mark.parametrize("index", DAMAGED, ids=range(len(DAMAGED)))
@@ -196,7 +199,7 @@ def test_a_smaller_quota_after_a_restart_is_reached_step_by_step():
     before, cache = of_quota(100, 50), of_quota(0, 4)
     for name in range(10):
         store_chain(before, name, 4)
-    rebuild(take(before, 0.0), cache, 0.0)
+    rebuild(take(before, {}, {}, 0.0, 0.0), cache, 0.0, 0.0)
     for name, left in enumerate((39, 38, 37), 20):
         store_chain(cache, name, 1)
         assert next(iter(cache.policy)).frames == left

@@ -5,7 +5,6 @@ import itertools
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +15,12 @@ from harness.rawclient import chain
 from harness.server import STOP_TIMEOUT_S, LMCacheServer, refusal
 from harness.warm import CHUNKS, Prompt, new_engine, path, reconnect, restart_warm
 
+from lmcache_client.contract import codec
 from lmcache_client.server_channel import ChannelError
 from lmcache_server.core.packed import PackedObjects
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.options.warm_restart.l1_file import L1File
-from lmcache_server.options.warm_restart.snapshot import Snapshot, decode, encode
+from lmcache_server.options.warm_restart.snapshot import Snapshot, decode
 
 __all__ = ["path"]
 GB_BYTES = 1 << 30
@@ -37,9 +37,9 @@ def changed_index(path: Path) -> Iterator[Snapshot]:
     """What a server left in its file, to be changed."""
     file = L1File(str(path), int(0.05 * GB_BYTES))
     assert file.index is not None, file.reason
-    snapshot, known, saved = decode(file.index, file.num_frames, time.time())
+    snapshot = decode(file.index, file.num_frames)
     yield snapshot
-    file.finish(encode(snapshot, known, saved, time.time()))
+    file.finish(codec.pack(snapshot))
     file.close()
 
 

@@ -14,12 +14,13 @@ from typing import Any
 import msgpack
 
 from fuzz.choices import Choices, Target, bend, frame_of
+from lmcache_client.contract import codec
 from lmcache_client.contract.geometry import GroupSpec, Region
 from lmcache_server.core.cache import Cache, Layout, Reservation
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.errors import StartError
-from lmcache_server.options.warm_restart import l1_file, restart
-from lmcache_server.options.warm_restart.snapshot import Known, decode, encode, rebuild, take
+from lmcache_server.options.warm_restart import l1_file, server
+from lmcache_server.options.warm_restart.snapshot import Known, decode, rebuild, take
 
 FRAMES = 12
 _GROUPS = (GroupSpec("full", 16, 0, "tag", (Region(0, 0, 64, 64),)), GroupSpec("recurrent", 16, 0, "", ()))
@@ -45,7 +46,7 @@ class FilesTarget(Target):
         self._directory = tempfile.TemporaryDirectory(prefix="lmcache-fuzz-", dir="/dev/shm")
         self._path = Path(self._directory.name, "l1")
         known: Known = {layout.namespace: {"model": "m", "groups": []} for layout in LAYOUTS}
-        self._index = encode(take(_filled(), 1.0), known, {"an option": b"its own"}, 1.0)
+        self._index = codec.pack(take(_filled(), known, {"an option": b"its own"}, 1.0, 1.0))
         # The last one changes the bits of a chunk.
         bits = bytes.fromhex("03487611fce7ac0e")
         self.seeds = [b"", *(bytes([how, 1, 2, 3, 1, 2, 0, 5, 7, 1, 9, 200, 4]) for how in range(5)), bits]
@@ -80,7 +81,7 @@ class FilesTarget(Target):
 
     def _restore(self, file: l1_file.L1File) -> None:
         cache, known = Cache(FRAME_BYTES), Known()
-        restart.restore(file, cache, known)
+        server.restore(file, cache, known)
         cache.check_integrity()
         assert cache.total_frames <= FRAMES
         assert file.index is None
@@ -94,10 +95,9 @@ class FilesTarget(Target):
                 cache.lookup(layout, [key], 0, 16, 1, 50.0)
                 cache.check_integrity()
         cache.drop_owner(1)
-        index = encode(take(cache, 60.0), known, {}, 1.0)
-        snapshot, *_ = decode(index, FRAMES, 60.0)
+        index = codec.pack(take(cache, known, {}, 60.0, 1.0))
         again = Cache(FRAME_BYTES)
-        rebuild(snapshot, again, 0.0)
+        rebuild(decode(index, FRAMES), again, 0.0, 60.0)
         again.check_integrity()
         assert again.num_chunks == cache.num_chunks
 
