@@ -85,11 +85,12 @@ class Option:
 
     # -- a step -----------------------------------------------------------------------------------
 
-    def storing(self, job_id: int, requests: Sequence[Tracked], objects: Sequence[StoreObject]) -> None:
+    def storing(self, requests: Sequence[Tracked], objects: Sequence[StoreObject]) -> None:
         """A store begins. `requests` has the request of each object."""
 
-    def settled(self, job_id: int, seconds: float) -> None:
-        """All workers have settled a load or a store, `seconds` after it began."""
+    def settled(self, requests: Sequence[Tracked], seconds: float) -> None:
+        """All workers have settled a load or a store, `seconds` after it began. `requests` has the request of
+        each object of a store, unless vLLM has reset its cache since."""
 
     def take_events(self) -> "Iterable[KVCacheEvent]":
         """The events to publish after this step."""

@@ -118,6 +118,7 @@ class SchedulerSide:
     def _start_anew(self) -> None:
         """The chains of all requests start at the root's new key from now on."""
         self.lookups.early.reset()
+        self.held.forget_requests()
         for option in self.options:
             option.reset()
         requests = self.lookups.requests
@@ -227,10 +228,10 @@ class SchedulerSide:
         if self._stores and self.channel.ready:
             whose = self.lookups.requests, self.lookups.current, self.channel.generation
             for requests, store in stores(self._offers.of_step(output, *whose)):
-                if job := self.held.store_job(store):
+                if job := self.held.store_job(store, requests):
                     metadata.stores.append(job)
                     for option in self.options:
-                        option.storing(job.job_id, requests, store.objects)
+                        option.storing(requests, store.objects)
         return metadata
 
     # -- the end of copies and of requests --------------------------------------------------------
@@ -253,9 +254,9 @@ class SchedulerSide:
                 self.lookups.release(tracked)
         if isinstance(report := output.kv_connector_worker_meta, WorkerReport):
             for job_id, workers in report.settled.items():
-                if (seconds := self.held.settled(job_id, workers)) is not None:
+                if (job := self.held.settled(job_id, workers)) is not None:
                     for option in self.options:
-                        option.settled(job_id, seconds)
+                        option.settled(job.requests, self._now_s() - job.started_s)
 
     def _loading(self, request_id: str) -> Tracked | None:
         """The request, if it is this connector that loads for it."""

@@ -82,7 +82,7 @@ class Handover(Option):
             # Of several connectors in an engine, only the first waits.
             tracked.request.kv_transfer_params = {k: v for k, v in params.items() if k != WAIT_TOKENS}
 
-    def storing(self, job_id: int, requests: Sequence[Tracked], objects: Sequence[StoreObject]) -> None:
+    def storing(self, requests: Sequence[Tracked], objects: Sequence[StoreObject]) -> None:
         for tracked, each in zip(requests, objects, strict=True):
             if (stored := self._stored.get(tracked.request.request_id)) is not None:
                 stored.add((tracked.generation, each.group, each.chunk_index))

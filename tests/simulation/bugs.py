@@ -73,7 +73,7 @@ def _unpins_first(drop_owner: Any) -> Any:
 
 
 BUGS: dict[str, tuple[Any, ...]] = {
-    "blocks_not_held": (4, (HeldBlocks, "hold", lambda hold: lambda self, _: hold(self, []))),
+    "blocks_not_held": (4, (HeldBlocks, "hold", lambda hold: lambda self, _, *whose: hold(self, [], *whose))),
     "settled_when_broken": (68, (Channel, "_is_over", constant(True))),
     "no_descriptor_means_dead": (
         68,

@@ -165,15 +165,13 @@ class World:
                 if group.kind == FULL or chunk == end - 1:
                     ids = tuple(1 + at % PAGES for at in range(count))
                     objects.append(chunk_object(tracked.keys, chunk, index, ids))
-        job = self.choose.randrange(1 << 30)
-        self.events.storing(job, [tracked] * len(objects), objects)
         for rank in range(self.ranks):
             self.desk.ask(rank, Store(tuple(objects)))
             fails = self.choose.random() < 0.05
             self.desk.end_copies(CopyError("no") if fails else None)
             if self.choose.random() < 0.3:
                 self.router.apply(self.events.take_events())
-        self.events.settled(job, 0.0)
+        self.events.settled([tracked] * len(objects), 0.0)
 
     def look_up(self, tracked: Tracked) -> None:
         keys = tuple(tracked.keys)
