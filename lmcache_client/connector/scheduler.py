@@ -9,23 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_client import options
 from lmcache_client.connector import stats
-from lmcache_client.connector.absence_reminder import Absence
-from lmcache_client.connector.cache_reset import Root
 from lmcache_client.connector.held_blocks import HeldBlocks
-from lmcache_client.connector.log import log_state, logger, trace
+from lmcache_client.connector.log import Absence, log_state, logger, trace
 from lmcache_client.connector.lookups import Lookups
 from lmcache_client.connector.metadata import LoadJob, StepMetadata, WorkerReport
 from lmcache_client.connector.offers import Offers, stores
-from lmcache_client.connector.option import Engine, Option, Options, replaced
+from lmcache_client.connector.option import Engine, Hints, Option, Options, replaced
 from lmcache_client.connector.request import Asking, Promised, Tracked
-from lmcache_client.connector.request_keys import Hints
-from lmcache_client.connector.server_of_rank import places
-from lmcache_client.connector.settings import Settings
+from lmcache_client.connector.settings import Settings, places
 from lmcache_client.connector.stats import TransferStats
-from lmcache_client.connector.weights import Adapters
-from lmcache_client.contract.chunk_size import unified_block_size
+from lmcache_client.connector.weights import Adapters, Root
 from lmcache_client.contract.codec import unpacked
-from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS, GroupSpec
+from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS, GroupSpec, unified_block_size
 from lmcache_client.contract.messages import Cleared, Joined
 from lmcache_client.engine import JOIN_S, Scheduler, load_message
 from lmcache_client.server_channel import Channel, Pending
@@ -118,9 +113,9 @@ class SchedulerSide:
     def _start_anew(self) -> None:
         """The chains of all requests start at the root's new key from now on."""
         self.lookups.early.reset()
-        self.held.forget_requests()
         for option in self.options:
             option.reset()
+        self.held.forget_requests()
         requests = self.lookups.requests
         for request_id, tracked in list(requests.items()):
             self.lookups.forget(tracked)

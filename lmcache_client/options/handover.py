@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lmcache_client.connector.option import Engine, Option
+from lmcache_client.connector.option import PREFIX, Engine, Hint, Option
 from lmcache_client.connector.request import Promised, Tracked
-from lmcache_client.connector.request_keys import PREFIX, Hint
 from lmcache_client.contract.hits import resume_point
 from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_client.contract.messages import StoreObject

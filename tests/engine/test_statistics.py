@@ -14,8 +14,7 @@ from harness.served import served
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
 
-from lmcache_client.connector import absence_reminder
-from lmcache_client.connector.log import logger
+from lmcache_client.connector.log import REMIND_S, logger
 from lmcache_client.connector.request import Asking, Tracked
 from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.connector.settings import Settings
@@ -155,7 +154,7 @@ def test_an_engine_without_a_server_says_so_every_ten_minutes(
         scheduler.channel.close()
         logger.removeHandler(caplog.handler)
     minutes = [int(each.split()[2]) for each in reminders()]
-    assert all(said >= number * absence_reminder.REMIND_S / 60 for number, said in enumerate(minutes, 1))
+    assert all(said >= number * REMIND_S / 60 for number, said in enumerate(minutes, 1))
     assert f"tcp://127.0.0.1:{port}" in reminders()[0]
     assert "lmcache.mp.port" in reminders()[0]
     assert {each.levelno for each in caplog.records if "has not served" in each.message} == {logging.WARNING}

@@ -28,7 +28,7 @@ from lmcache_client.connector.scheduler import IDLE_WAIT_S, SchedulerSide
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.support import block_tokens
 from lmcache_client.connector.worker import WorkerSide
-from lmcache_client.contract import chunk_size, geometry
+from lmcache_client.contract import geometry
 from lmcache_client.contract.geometry import (
     CHUNKED_LOCAL,
     FULL,
@@ -210,7 +210,7 @@ class Engine:
             GroupSpec(kind, size * (model.dcp if kind == FULL else 1), window, "", ())
             for kind, size, window in model.groups
         )
-        self.unified = chunk_size.unified_block_size(self.groups)
+        self.unified = geometry.unified_block_size(self.groups)
 
     # -- memory -----------------------------------------------------------------------------------
 

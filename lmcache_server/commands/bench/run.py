@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from lmcache_client.contract.chunk_size import AUTO_CHUNK_TOKENS
+from lmcache_client.contract.geometry import AUTO_CHUNK_TOKENS
 from lmcache_server.commands.bench.crew import Crew, Part, Phase
 from lmcache_server.commands.bench.measure import load, lookup, ping, store
 from lmcache_server.commands.bench.tally import Tally
