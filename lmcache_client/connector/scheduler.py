@@ -22,7 +22,7 @@ from lmcache_client.connector.weights import Adapters, Root
 from lmcache_client.contract.codec import unpacked
 from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS, GroupSpec, unified_block_size
 from lmcache_client.contract.messages import Cleared, Joined
-from lmcache_client.engine import JOIN_S, Scheduler, load_message
+from lmcache_client.engine import JOIN_S, load_message
 from lmcache_client.server_channel import Channel, Pending
 from lmcache_client.servers import Servers
 from lmcache_client.transport import SYSTEM, System
@@ -79,7 +79,7 @@ class SchedulerSide:
         self._lookahead = lookahead
         addresses = [place.address for place in places(settings, world_size)]
         channels = [Channel(each, self._join, log_state, system, Absence().check) for each in addresses]
-        self.client = Servers([Scheduler(channel, engine_id) for channel in channels])
+        self.client = Servers(channels, engine_id)
         self.channel = self.client.channel
         self._now_s = system.now_s
         engine = Engine(settings, groups, group_ids or range(len(groups)), self.client, loads, system)

@@ -136,9 +136,9 @@ class WorkerSide:
                     message = item.job.message
                     if item.job.leases:
                         message = msgspec.structs.replace(message, lease_id=item.job.leases[self._place])
-                    item.pending = self.client.load(message, self._settings.load_timeout_s)
+                    item.pending = self.channel.submit(message, self._settings.load_timeout_s)
                 else:
-                    item.pending = self.client.store(item.job.message, STORE_TIMEOUT_S)
+                    item.pending = self.channel.submit(item.job.message, STORE_TIMEOUT_S)
 
         self.client.export.after_compute(send)
 

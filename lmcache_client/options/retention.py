@@ -42,8 +42,8 @@ class Retention(Option):
         asked = self._asked.pop(request.request_id, None)
         if asked and tracked is not None and tracked.keys:
             message = Retain(tuple(tracked.keys), *asked, tracked.tenant)
-            for client in self._client.clients:
-                client.channel.submit(message, TIMEOUT_S)
+            for channel in self._client.channels:
+                channel.submit(message, TIMEOUT_S)
         return {}
 
 

@@ -264,7 +264,7 @@ def test_an_early_lookup_has_few_keys(engine: Engine) -> None:
     keys = tuple(number.to_bytes(32, "big") for number in range(chunks))
     question = Lookup("r", keys, 0, chunks * CHUNK, chunks * CHUNK + 1, early=True)
     with pytest.raises(RefusedError, match="too many keys") as refused:
-        engine.side.client.clients[0].channel.call(question, PATIENCE_S)
+        engine.side.client.channels[0].call(question, PATIENCE_S)
     assert refused.value.code == BAD_REQUEST
 
 

@@ -133,7 +133,7 @@ class Steps:
         return self.scheduler.channel.ready and self.worker.channel.ready
 
     def reconnect(self) -> None:
-        for each in (self.scheduler.client.clients[0].channel, self.worker.channel):
+        for each in (self.scheduler.client.channels[0], self.worker.channel):
             with each._lock:
                 each._break("the test says so")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW
-from lmcache_client.engine import RELEASE_S
+from lmcache_client.servers import RELEASE_S
 from lmcache_server.options import NAMES
 from simulation.drafts import DraftingEngine
 from simulation.engine import LOAD_TIMEOUT_S, Engine, Model, Origin
