@@ -506,11 +506,11 @@ class Engine:
         client = self.scheduler.client
         if self.world.counts.get("replies of nonsense"):
             return
-        self.world.count("loads from several servers", len(client.clients) > 1)
-        own, leases = client.clients, client.leases(lease_id)
+        self.world.count("loads from several servers", len(client.channels) > 1)
+        own, leases = client.channels, client.leases(lease_id)
         for each, lease, network in zip(own, leases, self.networks, strict=True):
             server: Any = network.listener
-            if server is not None and server.router.registry.boot_id == each.channel.boot_id:
+            if server is not None and server.router.registry.boot_id == each.boot_id:
                 promise = server.cache._leases.get(lease)
                 assert lease, "a load without a lease"
                 assert promise is None or promise.resume_tokens == resume, (
