@@ -8,21 +8,11 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from lmcache_client.contract import lmcache_names
 from lmcache_client.contract.endpoint import address
+from lmcache_client.contract.lmcache_names import NO_EFFECT, advice, row
 from lmcache_client.contract.messages import DEFAULT_PORT
 
 PREFIX = "lmcache.mp."
-WITHOUT_EFFECT = frozenset(
-    {
-        "mq_timeout",
-        "heartbeat_interval",
-        "mp_transfer_mode",
-        "nonblocking_lookup_status",
-        "eager_prefetch",
-    }
-)
-"""LMCache's keys that change nothing here but may be in a user's configuration."""
 SERVERS_KEY = "lmcache.mp.servers in kv_connector_extra_config"
 EXAMPLE = '{"0-3": "10.0.0.1:5555", "4-7": "10.0.0.2:5555"}'
 
@@ -56,17 +46,18 @@ class Settings(msgspec.Struct, frozen=True):
 
 def parse(extra_config: Mapping[str, Any]) -> tuple[Settings, list[str]]:
     """Returns the settings and the keys without effect. Raises ValueError that says what to change."""
-    known = Settings.__struct_fields__
     values = {
         key.removeprefix(PREFIX): value for key, value in extra_config.items() if key.startswith(PREFIX)
     }
-    ignored = [PREFIX + name for name in values if name in WITHOUT_EFFECT]
-    if unknown := [name for name in values if name not in known and name not in WITHOUT_EFFECT]:
-        told = [
-            f"unknown key {PREFIX + name!r} in kv_connector_extra_config: "
-            f"{lmcache_names.advice('keys', PREFIX + name) or _suggestion(name)}"
-            for name in unknown
-        ]
+    unknown = [name for name in values if name not in Settings.__struct_fields__]
+    ignored = [PREFIX + name for name in unknown if row("keys", PREFIX + name)[0] == NO_EFFECT]
+    told = [
+        f"unknown key {PREFIX + name!r} in kv_connector_extra_config: "
+        f"{advice('keys', PREFIX + name) or _suggestion(name)}"
+        for name in unknown
+        if PREFIX + name not in ignored
+    ]
+    if told:
         raise ValueError("; ".join(told))
     try:
         # Not strict, because vLLM's command line may pass numbers as text. Other names are left out.
