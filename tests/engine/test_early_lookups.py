@@ -18,6 +18,7 @@ from vllm.v1.request import Request
 
 from lmcache_client.connector.early_lookups import EARLY_LOOKUPS, FRESH_S
 from lmcache_client.connector.lookups import FRESH_LOOKUP_S, LOOKUP_WAIT_S
+from lmcache_client.connector.offers import Offers
 from lmcache_client.connector.request import Asking
 from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.connector.settings import Settings
@@ -43,7 +44,7 @@ class Engine:
         self.side = SchedulerSide(
             Settings(port=server.port, lookup_timeout_s=600.0),
             "engine",
-            (GroupSpec(FULL, CHUNK, 0, "", ()),),
+            Offers((GroupSpec(FULL, CHUNK, 0, "", ()),)),
             1,
             loads=True,
             stores=True,

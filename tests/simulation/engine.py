@@ -23,6 +23,7 @@ from lmcache_client import options
 from lmcache_client.connector.account import named
 from lmcache_client.connector.lookups import LOOKUP_WAIT_S
 from lmcache_client.connector.metadata import WorkerReport
+from lmcache_client.connector.offers import Offers
 from lmcache_client.connector.request import Promised
 from lmcache_client.connector.scheduler import IDLE_WAIT_S, SchedulerSide
 from lmcache_client.connector.settings import Settings
@@ -192,15 +193,17 @@ class Engine:
         self.scheduler = SchedulerSide(
             settings,
             engine_id,
-            bare,
+            Offers(
+                bare,
+                # Half of the engines store what somebody will read, the others everything.
+                block_bytes=self.world.random.choice(((), (sum(model.page_bytes),) * len(bare))),
+                state_interval=self.world.random.choice((None, 0)),
+                drafts=bool(model.drafts),
+            ),
             model.ranks,
             loads=True,
             stores=True,
-            # Half of the engines store what somebody will read, the others everything.
-            block_bytes=self.world.random.choice(((), (sum(model.page_bytes),) * len(bare))),
-            state_interval=self.world.random.choice((None, 0)),
             lookahead=model.lookahead,
-            drafts=bool(model.drafts),
             wanted=dict.fromkeys(self._options() & {*options.NAMES}, True),
             system=systems[0],  # type: ignore[arg-type]
         )
