@@ -40,10 +40,6 @@ class HeldBlocks:
         self._jobs: dict[int, Job] = {}
         self._next_job = 1
 
-    def __len__(self) -> int:
-        """The number of jobs."""
-        return len(self._jobs)
-
     def bind(self, pool: "BlockPool") -> None:
         self._pool, reset = pool, pool.reset_prefix_cache
 

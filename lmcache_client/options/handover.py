@@ -50,7 +50,6 @@ class Handover(Option):
     }
 
     def __init__(self, engine: Engine, wanted: Any) -> None:
-        super().__init__(engine, wanted)
         self._groups, self._channel, self._loads = engine.groups, engine.client.channel, engine.loads
         self._timeout_s = engine.settings.wait_timeout_s
         self._now_s = engine.system.now_s

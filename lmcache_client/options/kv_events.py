@@ -62,7 +62,6 @@ class Events(Option):
     """
 
     def __init__(self, engine: Engine, kinds: Sequence[str]) -> None:
-        super().__init__(engine, kinds)
         self._groups = groups = engine.groups
         self._is_on, self._client = engine.loads, engine.client
         first = next((index for index, group in enumerate(groups) if group.kind == FULL), 0)

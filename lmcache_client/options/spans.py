@@ -20,7 +20,6 @@ class Spans(Option):
     client sent a `traceparent` header: without it, nobody here knows vLLM's own span of the request."""
 
     def __init__(self, engine: Engine, wanted: Any) -> None:
-        super().__init__(engine, wanted)
         self._groups = engine.groups
 
     @classmethod

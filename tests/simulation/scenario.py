@@ -505,7 +505,8 @@ def _is_whole(engine: Engine) -> bool:
 
 
 def _held(engine: Engine) -> tuple[int, int]:
-    return engine.pool.num_gpu_blocks - 1 - engine.pool.get_num_free_blocks(), len(engine.scheduler.held)
+    used = engine.pool.num_gpu_blocks - 1 - engine.pool.get_num_free_blocks()
+    return used, len(engine.scheduler.held._jobs)
 
 
 def _is_at_rest(server: SimulatedServer) -> bool:
