@@ -123,7 +123,6 @@ def _digest(file: Path) -> str:
         return file.name
     identity, size = _identity(file), file.stat().st_size
     memory = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lmcache-mp" / "digests"
-    digest = hashlib.sha256()
     with SLOTS, file.open("rb", buffering=0) as opened:
         if size >= REMEMBERED_BYTES:
             places = (size * number // SAMPLES for number in range(SAMPLES))
@@ -134,6 +133,7 @@ def _digest(file: Path) -> str:
             with contextlib.suppress(OSError, ValueError):
                 if re.fullmatch("[0-9a-f]{64}", remembered := known.read_text()):
                     return remembered
+        digest = hashlib.sha256()
         while piece := opened.read(READ_BYTES):
             digest.update(piece)
         if _identity(file) != identity:
