@@ -8,7 +8,7 @@ the least of the answers, until all say the same. If one is lost, none is used.
 import math
 from collections.abc import Sequence
 from functools import partial, reduce
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -94,12 +94,13 @@ class Together(Pending):
     """One question to all servers. It is done when all have answered, or one cannot. A reply of another
     `kind` is that of all."""
 
-    __slots__ = ("parts",)
-    kind: ClassVar[type[Message]]
+    __slots__ = ("kind", "parts")
 
-    def __init__(self, parts: list[Part]) -> None:
+    def __init__(
+        self, channels: Sequence[Channel], question: Message, timeout_s: float, kind: type[Message]
+    ) -> None:
         super().__init__(math.inf)  # the parts have deadlines
-        self.parts = parts
+        self.kind, self.parts = kind, [Part.of(channel, question, timeout_s) for channel in channels]
 
     def merge(self, replies: list[Any]) -> Message | None:
         """One reply of theirs, here the first; None if it has asked again and replaced `parts`."""
@@ -130,10 +131,9 @@ class LookupOfAll(Together):
     """Asks until all servers promise the same resume point."""
 
     __slots__ = ("_first", "_limit_s", "_question", "_rounds", "_servers")
-    kind = Found
 
     def __init__(self, servers: "Servers", question: Lookup, timeout_s: float) -> None:
-        super().__init__([Part.of(channel, question, timeout_s) for channel in servers.channels])
+        super().__init__(servers.channels, question, timeout_s, Found)
         self._servers, self._question, self._rounds = servers, question, 1
         self._limit_s = servers.channel.system.now_s() + timeout_s
         self._first: list[Found] = []
@@ -170,17 +170,9 @@ class LookupOfAll(Together):
 class FollowOfAll(Together):
     """Asks how far all servers can restore a chain, and what any has forgotten."""
 
-    kind = Followed
-
     def merge(self, told: list[Followed]) -> Message:
         gone = tuple(dict.fromkeys(key for each in told for key in each.gone))
         return Followed(min(each.resume_tokens for each in told), gone, any(each.missed for each in told))
-
-
-class ClearOfAll(Together):
-    """Has all servers clear."""
-
-    kind = Cleared
 
 
 class Servers:
@@ -260,11 +252,11 @@ class Servers:
     def follow(self, keys: Sequence[bytes]) -> Pending:
         """Asks how far a chain can be restored by all, and what any server has forgotten. The reply is a
         Followed."""
-        return FollowOfAll([Part.of(channel, Follow(tuple(keys)), FOLLOW_S) for channel in self.channels])
+        return FollowOfAll(self.channels, Follow(tuple(keys)), FOLLOW_S, Followed)
 
     def clear(self) -> Pending:
         """Has all servers forget the chunks of this engine's namespace. The reply is a Cleared."""
-        return ClearOfAll([Part.of(channel, Clear(), CLEAR_S) for channel in self.channels])
+        return Together(self.channels, Clear(), CLEAR_S, Cleared)
 
 
 def _merged(found: Sequence[Found], first: Sequence[Found], resume_tokens: int, lease_id: int) -> Found:

@@ -25,7 +25,7 @@ from lmcache_client.server_channel import (
     RefusedError,
     unsent,
 )
-from lmcache_client.servers import FollowOfAll, Part, Servers, give_back
+from lmcache_client.servers import Part, Servers, Together, give_back
 from lmcache_client.transport import Connection, ConnectionLostError, Process, System
 
 LONG_S = 60.0
@@ -153,7 +153,8 @@ def test_a_lookup_given_up_while_its_reply_is_taken_in_gives_its_lease_back() ->
             return was_done
 
     pending = Racing(LONG_S, partial(give_back, channel))
-    lookup = FollowOfAll([Part(channel, pending, channel.generation)])
+    lookup = Together([], Ping(), 0.0, Done)
+    lookup.parts.append(Part(channel, pending, channel.generation))
     giving_up = threading.Thread(target=client.forget, args=(lookup,))
     channel.submit = lambda it, *_: released.extend(getattr(it, "lease_ids", ())) or unsent("")  # type: ignore
     with channel._lock:  # as the keeper holds it

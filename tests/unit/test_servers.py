@@ -44,12 +44,6 @@ class Connection:
         assert pending is None, "nobody may wait for a question that is answered"
 
 
-def answered(resume_tokens: int) -> Pending:
-    pending = Pending(0.0)
-    pending._finish(Found(resume_tokens, 1, 60, ()))
-    return pending
-
-
 @pytest.mark.parametrize("waits_s", [0.0, 5.0])
 def test_a_server_that_is_lost_before_it_is_asked_again_ends_the_question(waits_s: float) -> None:
     connection, given_up = Connection(), []
@@ -57,8 +51,6 @@ def test_a_server_that_is_lost_before_it_is_asked_again_ends_the_question(waits_
     lost.ready = False
 
     class Question(Together):
-        kind = Found
-
         def merge(self, replies: list[Message]) -> None:
             assert len(replies) == 2
             self.parts[0] = Part.of(lost, Follow(()), 1.0)  # type: ignore[arg-type]
@@ -66,8 +58,7 @@ def test_a_server_that_is_lost_before_it_is_asked_again_ends_the_question(waits_
         def fail_all(self) -> None:
             given_up.append(True)
 
-    parts = [Part(connection, answered(tokens), 1) for tokens in (512, 256)]  # type: ignore[arg-type]
-    together = Question(parts)
+    together = Question([connection, connection], Follow(()), 1.0, Found)  # type: ignore[list-item]
     Channels([connection, connection]).poll(together, waits_s)  # type: ignore[list-item]
     assert together.done
     assert isinstance(together.error, ChannelError)
