@@ -17,8 +17,8 @@ from section import Section, micros, percentile
 from systems import lmcache_server, our_server, server_command
 
 from lmcache_client.contract import messages
-from lmcache_client.contract.messages import Found, Lookup
-from lmcache_client.engine import Scheduler
+from lmcache_client.contract.messages import Found, Lookup, Release
+from lmcache_client.engine import join
 from lmcache_client.server_channel import Channel
 
 ENGINE_ID = "engine"
@@ -47,8 +47,7 @@ def ask_ours(
     address: str, number: int, asked: list[Lookup], ready: Callable[[], Any], pause: Callable[[], None]
 ) -> Times:
     """Seconds from the submission of each to its answer. Every one must hit; its lease is given back."""
-    channel = Channel(address, lambda _channel: scheduler.join())
-    scheduler = Scheduler(channel, f"{ENGINE_ID} {number}")
+    channel = Channel(address, lambda channel: join(channel, f"{ENGINE_ID} {number}"))
     channel.start(WAIT_S, WAIT_S)
     ready()
     times = []
@@ -59,7 +58,7 @@ def ask_ours(
         times.append(time.perf_counter() - start)
         assert isinstance(pending.reply, Found), pending.error
         assert pending.reply.resume_tokens == each.limit_tokens, "the index has all that is asked for"
-        ended = scheduler.release((pending.reply.lease_id,))
+        ended = channel.submit(Release((pending.reply.lease_id,), ()), WAIT_S)
         channel.poll(ended, WAIT_S)
         pause()
     channel.close()

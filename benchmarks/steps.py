@@ -19,6 +19,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from lmcache_client.connector.metadata import StepMetadata, WorkerReport
+from lmcache_client.connector.offers import Offers
 from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.worker import WorkerSide
@@ -45,7 +46,9 @@ class Engine:
         settings = Settings(port=server.port)
         self.worker = WorkerSide(settings, f"steps-{requests}", 0, raw.model, raw.geometry, raw.export)
         wanted = {"handover": True, "hints": True}
-        self.side = SchedulerSide(settings, f"steps-{requests}", raw.groups, 1, True, True, wanted=wanted)
+        self.side = SchedulerSide(
+            settings, f"steps-{requests}", Offers(raw.groups), 1, True, True, wanted=wanted
+        )
         self.side.bind(BlockPool(BLOCKS, enable_caching=False, hash_block_size=BLOCK))
         for each in (self.worker, self.side):
             each.start()

@@ -1,8 +1,6 @@
-"""The thin client, which sends an engine's requests to the server over a channel.
-
-A `Worker` registers its memory, loads and stores. The `Scheduler` joins the engine, looks up and releases.
-Requests return their Pending at once. The owner (vLLM's connector, the bench or a test) decides what to
-request, when, and how long to wait.
+"""The thin client: how an engine's workers and its scheduler side make themselves known to the server over a
+channel, and what stores and loads say. The owner (vLLM's connector, the bench or a test) decides when to send
+them, and how long to wait.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,21 +9,17 @@ from typing import TypeVar
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.codec import packed
-from lmcache_client.contract.control import Follow
 from lmcache_client.contract.geometry import Geometry, GroupSpec
 from lmcache_client.contract.keys import ROOT_KEY, ModelTag
-from lmcache_client.contract.messages import Found, Load, Message, Store, StoreObject
+from lmcache_client.contract.messages import Found, Load, Message, StoreObject
 from lmcache_client.memory.cuda import CudaExport
 from lmcache_client.memory.host import HostExport
-from lmcache_client.server_channel import Channel, ChannelError, Pending
+from lmcache_client.server_channel import Channel, ChannelError
 
 REGISTER_S = 10.0
 GPU_REGISTER_S = 60.0
 """On a GPU, the server may first have to create a context, while it pins memory for it and for others."""
 JOIN_S = 2.0
-RELEASE_S = 5.0
-FOLLOW_S = 2.0
-CLEAR_S = 5.0
 Export = HostExport | CudaExport
 Tables = Sequence[Sequence[int] | Mapping[int, int]]
 Reply = TypeVar("Reply", bound=Message)
@@ -61,60 +55,13 @@ class Worker:
         with self.export.proving(challenge.nonce):
             return expect(self.channel.call(messages.Prove(), self.register_s), messages.Registered)
 
-    def load(self, message: Load, timeout_s: float) -> Pending:
-        """Has pages copied into this worker's blocks, which must not be used before the load is settled."""
-        return self.channel.submit(message, timeout_s)
 
-    def store(self, message: Store, timeout_s: float) -> Pending:
-        """Has pages copied out of this worker's blocks, which must not change before the store is settled."""
-        return self.channel.submit(message, timeout_s)
-
-
-@dataclass
-class Scheduler:
-    """The scheduler side of an engine, which makes requests for all of its workers."""
-
-    channel: Channel
-    engine_id: str
-
-    def join(self, timeout_s: float = JOIN_S) -> messages.Joined:
-        """Joins the engine that the workers have registered; for `on_up`. Raises ChannelError."""
-        joined = expect(self.channel.call(messages.Join(self.engine_id), timeout_s), messages.Joined)
-        if not joined.ready:
-            raise ChannelError("the workers of this engine have not all registered yet")
-        return joined
-
-    def lookup(self, question: messages.Lookup, timeout_s: float) -> Pending:
-        """Asks for a resume point. The reply is a Found. If it comes too late, its lease is released."""
-        return self.channel.submit(question, timeout_s, on_late=self._release_late)
-
-    def forget(self, lookup: Pending) -> None:
-        """Stops waiting for a lookup and releases the lease that its reply has granted or will grant."""
-        self.channel.abandon(lookup)
-        self._release_late(lookup.reply)
-
-    def _release_late(self, reply: Message | None) -> None:
-        if isinstance(reply, Found) and reply.lease_id:
-            self.release((reply.lease_id,))
-
-    def release(
-        self, leases: tuple[int, ...], keys: tuple[bytes, ...] = (), request_id: str = "", answers: int = 0
-    ) -> Pending:
-        """Ends leases and marks the chunks of `keys` as used, but for the last `answers`. Pass `request_id`
-        only if that request has ended."""
-        return self.channel.submit(messages.Release(leases, keys, request_id, answers), RELEASE_S)
-
-    def accept(self, lookups: Sequence[tuple[str, int]]) -> Pending:
-        """Has the server count early lookups: request ids with the tokens that the engine itself holds."""
-        return self.channel.submit(messages.Accept(tuple(lookups)), RELEASE_S)
-
-    def follow(self, keys: Sequence[bytes]) -> Pending:
-        """Asks how far a chain can be restored, and what was forgotten. The reply is a Followed."""
-        return self.channel.submit(Follow(tuple(keys)), FOLLOW_S)
-
-    def clear(self) -> Pending:
-        """Has the server forget the chunks of this engine's namespace. The reply is a Cleared."""
-        return self.channel.submit(messages.Clear(), CLEAR_S)
+def join(channel: Channel, engine_id: str, timeout_s: float = JOIN_S) -> messages.Joined:
+    """Joins the engine that the workers have registered; for `on_up`. Raises ChannelError."""
+    joined = expect(channel.call(messages.Join(engine_id), timeout_s), messages.Joined)
+    if not joined.ready:
+        raise ChannelError("the workers of this engine have not all registered yet")
+    return joined
 
 
 def expect(reply: Message, kind: type[Reply]) -> Reply:

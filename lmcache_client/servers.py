@@ -1,4 +1,5 @@
 """The client of an engine's scheduler side. The engine's ranks may use several servers, as if they were one.
+Requests return their Pending at once.
 
 A hit is the largest resume point that all servers promise. Servers that promise more are asked again, up to
 the least of the answers, until all say the same. If one is lost, none is used.
@@ -6,17 +7,20 @@ the least of the answers, until all say the same. If one is lost, none is used.
 
 import math
 from collections.abc import Sequence
-from functools import reduce
-from typing import Any, ClassVar, NamedTuple
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import msgspec
 
-from lmcache_client.contract.control import Followed
-from lmcache_client.contract.messages import Cleared, Found, Joined, Lookup, Message
-from lmcache_client.engine import Scheduler
+from lmcache_client.contract.control import Follow, Followed
+from lmcache_client.contract.messages import Accept, Clear, Cleared, Found, Joined, Lookup, Message, Release
+from lmcache_client.engine import join
 from lmcache_client.server_channel import Channel, Pending
 from lmcache_client.transport import System
 
+RELEASE_S = 5.0
+FOLLOW_S = 2.0
+CLEAR_S = 5.0
 MAX_ROUNDS = 8
 """Servers that still disagree after so many questions promise nothing together."""
 
@@ -74,20 +78,29 @@ class Part(NamedTuple):
     generation: int
 
     @classmethod
-    def of(cls, channel: Channel, pending: Pending) -> "Part":
-        return cls(channel, pending, channel.generation)
+    def of(cls, channel: Channel, message: Message, timeout_s: float) -> "Part":
+        """Asks. If a lookup is answered too late, the lease is given back."""
+        on_late = partial(give_back, channel) if isinstance(message, Lookup) else None
+        return cls(channel, channel.submit(message, timeout_s, on_late), channel.generation)
+
+
+def give_back(channel: Channel, reply: Message | None) -> None:
+    """Releases the lease of an answer that is of no use."""
+    if isinstance(reply, Found) and reply.lease_id:
+        channel.submit(Release((reply.lease_id,), ()), RELEASE_S)
 
 
 class Together(Pending):
     """One question to all servers. It is done when all have answered, or one cannot. A reply of another
     `kind` is that of all."""
 
-    __slots__ = ("parts",)
-    kind: ClassVar[type[Message]]
+    __slots__ = ("kind", "parts")
 
-    def __init__(self, parts: list[Part]) -> None:
+    def __init__(
+        self, channels: Sequence[Channel], question: Message, timeout_s: float, kind: type[Message]
+    ) -> None:
         super().__init__(math.inf)  # the parts have deadlines
-        self.parts = parts
+        self.kind, self.parts = kind, [Part.of(channel, question, timeout_s) for channel in channels]
 
     def merge(self, replies: list[Any]) -> Message | None:
         """One reply of theirs, here the first; None if it has asked again and replaced `parts`."""
@@ -118,11 +131,9 @@ class LookupOfAll(Together):
     """Asks until all servers promise the same resume point."""
 
     __slots__ = ("_first", "_limit_s", "_question", "_rounds", "_servers")
-    kind = Found
 
     def __init__(self, servers: "Servers", question: Lookup, timeout_s: float) -> None:
-        parts = [Part.of(each.channel, each.lookup(question, timeout_s)) for each in servers.clients]
-        super().__init__(parts)
+        super().__init__(servers.channels, question, timeout_s, Found)
         self._servers, self._question, self._rounds = servers, question, 1
         self._limit_s = servers.channel.system.now_s() + timeout_s
         self._first: list[Found] = []
@@ -130,12 +141,11 @@ class LookupOfAll(Together):
     def merge(self, found: list[Found]) -> Message | None:
         if len(found) == 1 and not (found[0].resume_tokens or found[0].lease_id or found[0].l1_tokens):
             return found[0]  # the usual miss
-        clients, self._first = self._servers.clients, self._first or found
+        self._first = self._first or found
         least = min(each.resume_tokens for each in found)
         if not least or self._rounds == MAX_ROUNDS:
-            for client, each in zip(clients, found, strict=True):
-                if each.lease_id:
-                    client.release((each.lease_id,))
+            for part, each in zip(self.parts, found, strict=True):
+                give_back(part.channel, each)
             return _merged(found, self._first, 0, 0)
         if self._agree(found, least):
             return _merged(found, self._first, least, self._servers.remember(found, self.parts))
@@ -143,10 +153,10 @@ class LookupOfAll(Together):
         keys = self._question.keys[: least * len(self._question.keys) // self._question.limit_tokens]
         again = msgspec.structs.replace(self._question, keys=keys, limit_tokens=least)
         left_s = self._limit_s - self._servers.channel.system.now_s()
-        for index, (client, each) in enumerate(zip(clients, found, strict=True)):
+        for index, (channel, each) in enumerate(zip(self._servers.channels, found, strict=True)):
             if each.resume_tokens > least:
-                client.release((each.lease_id,))
-                self.parts[index] = Part.of(client.channel, client.lookup(again, left_s))
+                give_back(channel, each)
+                self.parts[index] = Part.of(channel, again, left_s)
         return None
 
     @staticmethod
@@ -160,25 +170,16 @@ class LookupOfAll(Together):
 class FollowOfAll(Together):
     """Asks how far all servers can restore a chain, and what any has forgotten."""
 
-    kind = Followed
-
     def merge(self, told: list[Followed]) -> Message:
         gone = tuple(dict.fromkeys(key for each in told for key in each.gone))
         return Followed(min(each.resume_tokens for each in told), gone, any(each.missed for each in told))
 
 
-class ClearOfAll(Together):
-    """Has all servers clear."""
-
-    kind = Cleared
-
-
 class Servers:
-    """One client for one to n servers, as engine.Scheduler. Leases in its replies are numbers of its own."""
+    """One client for one to n servers. Leases in its replies are numbers of its own."""
 
-    def __init__(self, clients: Sequence[Scheduler]) -> None:
-        self.clients = clients
-        channels = [client.channel for client in clients]
+    def __init__(self, channels: Sequence[Channel], engine_id: str) -> None:
+        self.channels, self._engine_id = channels, engine_id
         # Usually there is one, which is read for each request in every step.
         self.channel = channels[0] if len(channels) == 1 else Channels(channels)
         self._joined: dict[Channel, tuple[bytes, Joined]] = {}
@@ -188,9 +189,9 @@ class Servers:
         self._next = 1
 
     def join(self, channel: Channel) -> Joined:
-        """Joins the engine at one of the servers; for `on_up`. Raises ValueError if the servers do not fit
-        together."""
-        joined = next(client for client in self.clients if client.channel is channel).join()
+        """Joins the engine at one of the servers; for `on_up`. Raises ChannelError, and ValueError if the
+        servers do not fit together."""
+        joined = join(channel, self._engine_id)
         self._joined[channel] = channel.boot_id, joined
         every = [(other, *said) for other, said in self._joined.copy().items()]
         sizes = {other: each.chunk_size for other, boot_id, each in every if boot_id == other.boot_id}
@@ -201,13 +202,13 @@ class Servers:
             )
         known = [each for _, _, each in every]
         fetches = any(each.fetches for each in known)
-        if len(known) < len(self.clients):  # what they hold together is not known yet
+        if len(known) < len(self.channels):  # what they hold together is not known yet
             return Joined(True, joined.chunk_size, fetches)
         l1_bytes = sum(each.l1_bytes for each in known)
         return Joined(True, joined.chunk_size, fetches, l1_bytes, min(each.capacity_tokens for each in known))
 
     def lookup(self, question: Lookup, timeout_s: float) -> Pending:
-        """Asks all servers. The reply is a Found, whose lease is one of `leases`."""
+        """Asks all servers for a resume point. The reply is a Found, whose lease is one of `leases`."""
         return LookupOfAll(self, question, timeout_s)
 
     def remember(self, found: Sequence[Found], parts: Sequence[Part]) -> int:
@@ -226,34 +227,36 @@ class Servers:
         assert isinstance(lookup, Together)
         if isinstance(lookup.reply, Found):
             self._leases.pop(lookup.reply.lease_id, None)
-        for client, part in zip(self.clients, lookup.parts, strict=True):
-            if client.channel.generation == part.generation:
-                client.forget(part.pending)
-            else:
-                client.channel.abandon(part.pending)
+        for channel, pending, generation in lookup.parts:
+            channel.abandon(pending)
+            if channel.generation == generation:
+                give_back(channel, pending.reply)
 
     def release(
         self, leases: tuple[int, ...], keys: tuple[bytes, ...] = (), request_id: str = "", answers: int = 0
     ) -> None:
+        """Ends leases and marks the chunks of `keys` as used, but for the last `answers`. Pass `request_id`
+        only if that request has ended."""
         held = [self._leases.pop(number, ()) for number in leases]
-        for index, client in enumerate(self.clients):
+        for index, channel in enumerate(self.channels):
             # A restarted server may have given the same number to another lease.
-            generation = client.channel.generation
-            own = tuple(each[index][0] for each in held if each and each[index][1] == generation)
+            own = tuple(each[index][0] for each in held if each and each[index][1] == channel.generation)
             if own or keys or request_id:
-                client.release(own, keys, request_id, answers)
+                channel.submit(Release(own, keys, request_id, answers), RELEASE_S)
 
     def accept(self, lookups: Sequence[tuple[str, int]]) -> None:
-        for client in self.clients:
-            client.accept(lookups)
+        """Has the servers count early lookups: request ids with the tokens that the engine itself holds."""
+        for channel in self.channels:
+            channel.submit(Accept(tuple(lookups)), RELEASE_S)
 
     def follow(self, keys: Sequence[bytes]) -> Pending:
-        """The reply is a Followed: the least resume point, and all that any server has forgotten."""
-        return FollowOfAll([Part.of(each.channel, each.follow(keys)) for each in self.clients])
+        """Asks how far a chain can be restored by all, and what any server has forgotten. The reply is a
+        Followed."""
+        return FollowOfAll(self.channels, Follow(tuple(keys)), FOLLOW_S, Followed)
 
     def clear(self) -> Pending:
-        """The reply is a Cleared if all servers have cleared."""
-        return ClearOfAll([Part.of(each.channel, each.clear()) for each in self.clients])
+        """Has all servers forget the chunks of this engine's namespace. The reply is a Cleared."""
+        return Together(self.channels, Clear(), CLEAR_S, Cleared)
 
 
 def _merged(found: Sequence[Found], first: Sequence[Found], resume_tokens: int, lease_id: int) -> Found:

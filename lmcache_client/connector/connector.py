@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from lmcache_client.connector import support, translate
 from lmcache_client.connector.log import logger
 from lmcache_client.connector.metadata import StepMetadata, WorkerReport
+from lmcache_client.connector.offers import Offers
 from lmcache_client.connector.plugin import SWITCH
 from lmcache_client.connector.scheduler import OPTIONS, SchedulerSide
 from lmcache_client.connector.settings import parse
@@ -130,19 +131,22 @@ class LMCacheMPConnector(Uncached):
         block_bytes = translate.block_bytes(self._shared)
         wanted = {name: option.wanted(vllm_config, self._shared) for name, option in OPTIONS.items()}
         everything = self._settings.store_everything
+        offers = Offers(
+            groups,
+            block_bytes=() if everything else block_bytes,
+            state_interval=vllm_config.cache_config.prefix_cache_retention_interval,
+            drafts=vllm_config.speculative_config is not None,
+            group_ids=self._group_ids,
+        )
         self._scheduler = SchedulerSide(
             self._settings,
             self._engine_id,
-            groups,
+            offers,
             vllm_config.parallel_config.world_size,
             loads=transfer.is_kv_consumer and can_resume,
             stores=transfer.is_kv_producer,
             advise=functools.partial(support.on_joined, vllm_config, groups, block_bytes, everything),
-            block_bytes=() if everything else block_bytes,
-            state_interval=vllm_config.cache_config.prefix_cache_retention_interval,
             lookahead=vllm_config.num_prefill_lookahead_tokens,
-            drafts=vllm_config.speculative_config is not None,
-            group_ids=self._group_ids,
             wanted={name: value for name, value in wanted.items() if value},
         )
         self._scheduler.start()

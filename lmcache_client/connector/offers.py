@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
@@ -22,32 +23,28 @@ Finds = Callable[[str], Tracked | None]
 """Finds a request by its id."""
 
 
+@dataclass
 class Offers:
-    """Chooses the objects that an engine with these groups offers to the server.
+    """Chooses the objects that an engine with these groups, which have no regions, offers to the server.
 
     `block_bytes` has the bytes of one block of each group. If it is empty, every window and state is offered.
     `state_interval` is vLLM's prefix_cache_retention_interval. With `drafts`, the engine has a drafter.
     `group_ids` are vLLM's indexes of the groups; without any, vLLM has no other groups.
     """
 
-    def __init__(
-        self,
-        groups: tuple[GroupSpec, ...],
-        block_bytes: Sequence[int],
-        state_interval: int | None,
-        drafts: bool = False,
-        group_ids: Sequence[int] = (),
-    ) -> None:
-        self._groups = groups
-        self._block_bytes = block_bytes
-        self._state_interval = state_interval
-        self._drafts = drafts
-        self._group_ids = group_ids or range(len(groups))
-        self.pool: BlockPool | None = None
-        """vLLM's, as soon as the scheduler has it."""
-        self._admissions: dict[int, Admission] = {}
-        """By chunk size: a server that was restarted may have another one."""
-        self._generation = 0
+    groups: tuple[GroupSpec, ...]
+    block_bytes: Sequence[int] = ()
+    state_interval: int | None = None
+    drafts: bool = False
+    group_ids: Sequence[int] = ()
+    pool: "BlockPool | None" = None
+    """vLLM's, as soon as the scheduler has it."""
+    _admissions: dict[int, Admission] = field(default_factory=dict)
+    """By chunk size: a server that was restarted may have another one."""
+    _generation: int = 0
+
+    def __post_init__(self) -> None:
+        self.group_ids = self.group_ids or range(len(self.groups))
 
     def of_step(
         self, output: "SchedulerOutput", requests: Mapping[str, Tracked], tracked_of: Finds, generation: int
@@ -62,16 +59,16 @@ class Offers:
 
     def tables(self, of_all: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """The block tables of these groups, among those of all groups of vLLM."""
-        return [of_all[index] for index in self._group_ids]
+        return [of_all[index] for index in self.group_ids]
 
     def _admission(self, chunk_size: int) -> Admission:
         if chunk_size not in self._admissions:
             interval = 0
-            if self._block_bytes:
-                interval = checkpoint_interval(self._groups, self._block_bytes, chunk_size)
+            if self.block_bytes:
+                interval = checkpoint_interval(self.groups, self.block_bytes, chunk_size)
             # By default vLLM itself offers a state only where it expects a request to resume.
-            all_states = self._state_interval == 0
-            self._admissions[chunk_size] = Admission(self._groups, chunk_size, interval, all_states)
+            all_states = self.state_interval == 0
+            self._admissions[chunk_size] = Admission(self.groups, chunk_size, interval, all_states)
         return self._admissions[chunk_size]
 
     def _computed(
@@ -110,7 +107,7 @@ class Offers:
         self, tracked: Tracked, tables: Sequence[Sequence[int]], chunk: int, keys: Sequence[bytes]
     ) -> Iterable[Offer]:
         admission = self._admission(tracked.chunk_size)
-        for index, (group, table) in enumerate(zip(self._groups, tables, strict=True)):
+        for index, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
             positions = group.stored_blocks(chunk, tracked.chunk_size)
             if group.kind == RECURRENT or not positions or tracked.holds(index, chunk):
                 continue
@@ -131,20 +128,20 @@ class Offers:
                 continue
             chunk_size = tracked.chunk_size
             # A state is only offered at the end of a step, so the next one is about a step away.
-            spacing = max(output.num_scheduled_tokens.get(request_id, 0), self._state_interval or 0)
+            spacing = max(output.num_scheduled_tokens.get(request_id, 0), self.state_interval or 0)
             prompt = tracked.prompt._replace(spacing=math.ceil(spacing / chunk_size))
             for group_id, block_id, tokens in offers:
-                if group_id not in self._group_ids:
+                if group_id not in self.group_ids:
                     continue
-                group = self._group_ids.index(group_id)
+                group = self.group_ids.index(group_id)
                 chunk = tokens // chunk_size - 1
                 is_past_end = tokens > tracked.request.num_tokens - tracked.lookahead
                 is_past_end |= chunk >= tracked.most_chunks
                 if tokens % chunk_size or is_past_end or not block_id:
                     continue
-                if self._groups[group].kind != RECURRENT or tracked.holds(group, chunk):
+                if self.groups[group].kind != RECURRENT or tracked.holds(group, chunk):
                     continue
-                if self._drafts and not self._is_final(tracked, group, block_id, tokens):
+                if self.drafts and not self._is_final(tracked, group, block_id, tokens):
                     continue
                 if self._admission(chunk_size).admits(group, chunk, prompt):
                     keys = tracked.keys_of(chunk + 1)
@@ -161,9 +158,9 @@ class Offers:
         request, pool = tracked.request, self.pool
         if tokens > request.num_prompt_tokens or pool is None:
             return False
-        size = self._groups[group].block_size
+        size = self.groups[group].block_size
         hashes = resolve_block_hashes(request.block_hashes, pool.hash_block_size, size)
-        own = make_block_hash_with_group_id(hashes[tokens // size - 1], self._group_ids[group])
+        own = make_block_hash_with_group_id(hashes[tokens // size - 1], self.group_ids[group])
         return bool(pool.blocks[block_id].block_hash == own)
 
 

@@ -1,10 +1,10 @@
-"""What the scheduler side calls in each option of the connector."""
+"""What the scheduler side calls in each option of the connector, and how it reads hints for them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from lmcache_client.connector.log import logger
 from lmcache_client.connector.request import Asking, Promised, Tracked
-from lmcache_client.connector.request_keys import Hint
 from lmcache_client.connector.settings import Settings
 from lmcache_client.contract.geometry import GroupSpec
 from lmcache_client.contract.messages import StoreObject
@@ -17,6 +17,19 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+PREFIX = "lmcache."
+
+
+class Hint(NamedTuple):
+    """`what` says in words which values are valid. `fits` checks one. `action` is vLLM's typed hint that
+    means the same. Its payload has the value as `field`; without a `field`, the action itself means true.
+    Hints that share an action have a field each; without that of the first, the others count for nothing."""
+
+    what: str
+    fits: Callable[[object], bool]
+    action: str = ""
+    field: str = ""
 
 
 class Engine(NamedTuple):
@@ -85,11 +98,12 @@ class Option:
 
     # -- a step -----------------------------------------------------------------------------------
 
-    def storing(self, job_id: int, requests: Sequence[Tracked], objects: Sequence[StoreObject]) -> None:
+    def storing(self, requests: Sequence[Tracked], objects: Sequence[StoreObject]) -> None:
         """A store begins. `requests` has the request of each object."""
 
-    def settled(self, job_id: int, seconds: float) -> None:
-        """All workers have settled a load or a store, `seconds` after it began."""
+    def settled(self, requests: Sequence[Tracked], seconds: float) -> None:
+        """All workers have settled a load or a store, `seconds` after it began. `requests` has the request of
+        each object of a store, unless vLLM has reset its cache since."""
 
     def take_events(self) -> "Iterable[KVCacheEvent]":
         """The events to publish after this step."""
@@ -111,3 +125,42 @@ def replaced(options: Options, method: Callable[..., Any]) -> list[Callable[...,
     """This method of each option that has its own. To call the others would only take time."""
     name = method.__name__
     return [getattr(option, name) for option in options if getattr(type(option), name) is not method]
+
+
+class Hints:
+    """Reads the hints of an engine's requests. An unknown hint is ignored and never makes a request fail. One
+    warning is logged for all of them."""
+
+    def __init__(self, known: Mapping[str, Hint]) -> None:
+        self._known = known
+        self._has_warned = False
+
+    def read(self, request: "Request") -> tuple[dict[str, Any], int]:
+        """The hints of this request, by key, and how many others it has."""
+        if not request.kv_transfer_params and not request.kv_hints:
+            return {}, 0
+        hints, ignored = dict[str, Any](), list[tuple[str, object]]()
+        params = request.kv_transfer_params if isinstance(request.kv_transfer_params, Mapping) else {}
+        own = [each for each in params.items() if isinstance(each[0], str) and each[0].startswith(PREFIX)]
+        for key, value in (*self._typed(request), *own):
+            if key in self._known and self._known[key].fits(value):
+                hints[key] = value
+            else:
+                ignored.append((key, value))
+        if ignored and not self._has_warned:
+            self._has_warned = True
+            known = ", ".join(f"{name!r} ({hint.what})" for name, hint in self._known.items()) or "left out"
+            text = "lmcache: ignored the hint %.60r: %.60r of a request: in its kv_transfer_params may be %s"
+            logger.warning(f"{text} (later ones are ignored silently)", *ignored[0], known)
+        return hints, len(ignored)
+
+    def _typed(self, request: "Request") -> Iterator[tuple[str, object]]:
+        for action in request.kv_hints.actions if request.kv_hints else ():
+            said = [
+                (key, action.payload.get(hint.field) if hint.field else True)
+                for key, hint in self._known.items()
+                if hint.action and hint.action == action.action_type
+            ]
+            if not said or said[0][1] is None:
+                said = [(f"action {action.action_type}", action.payload)]
+            yield from (each for each in said if each[1] is not None)

@@ -4,30 +4,25 @@ It never blocks vLLM's scheduler. Every block that the server reads or writes is
 """
 
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lmcache_client import options
 from lmcache_client.connector import stats
-from lmcache_client.connector.absence_reminder import Absence
-from lmcache_client.connector.cache_reset import Root
 from lmcache_client.connector.held_blocks import HeldBlocks
-from lmcache_client.connector.log import log_state, logger, trace
+from lmcache_client.connector.log import Absence, log_state, logger, trace
 from lmcache_client.connector.lookups import Lookups
 from lmcache_client.connector.metadata import LoadJob, StepMetadata, WorkerReport
 from lmcache_client.connector.offers import Offers, stores
-from lmcache_client.connector.option import Engine, Option, Options, replaced
+from lmcache_client.connector.option import Engine, Hints, Option, Options, replaced
 from lmcache_client.connector.request import Asking, Promised, Tracked
-from lmcache_client.connector.request_keys import Hints
-from lmcache_client.connector.server_of_rank import places
-from lmcache_client.connector.settings import Settings
+from lmcache_client.connector.settings import Settings, places
 from lmcache_client.connector.stats import TransferStats
-from lmcache_client.connector.weights import Adapters
-from lmcache_client.contract.chunk_size import unified_block_size
+from lmcache_client.connector.weights import Adapters, Root
 from lmcache_client.contract.codec import unpacked
-from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS, GroupSpec
+from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS, unified_block_size
 from lmcache_client.contract.messages import Cleared, Joined
-from lmcache_client.engine import JOIN_S, Scheduler, load_message
+from lmcache_client.engine import JOIN_S, load_message
 from lmcache_client.server_channel import Channel, Pending
 from lmcache_client.servers import Servers
 from lmcache_client.transport import SYSTEM, System
@@ -46,30 +41,25 @@ IDLE_WAIT_S, CONNECT_S = 0.002, 1.0
 
 
 class SchedulerSide:
-    """The scheduler side of one engine. `groups` have no regions; `world_size` workers report each job.
-    `advise` takes what a server said, returns advice on resume points or nothing. `lookahead` is that of
-    Tracked, `block_bytes` to `drafts` and `group_ids` are those of Offers. `wanted` has what each option, by
-    its name, takes from vLLM's configuration; other options are left out."""
+    """The scheduler side of one engine, whose `world_size` workers report each job. `advise` takes what a
+    server said, returns advice on resume points or nothing. `lookahead` is that of Tracked. `wanted` has what
+    each option, by its name, takes from vLLM's configuration; other options are left out."""
 
     def __init__(
         self,
         settings: Settings,
         engine_id: str,
-        groups: tuple[GroupSpec, ...],
+        offers: Offers,
         world_size: int,
         loads: bool,
         stores: bool,
         advise: Callable[[Joined], str] = lambda _joined: "",
-        block_bytes: Sequence[int] = (),
-        state_interval: int | None = None,
         lookahead: int = 0,
-        drafts: bool = False,
-        group_ids: Sequence[int] = (),
         wanted: Mapping[str, Any] = types.MappingProxyType({}),
         system: System = SYSTEM,
     ) -> None:
         self._settings = settings
-        self.groups = groups
+        self.groups, self._offers = offers.groups, offers
         self._stores = stores
         self._root = Root(bool(settings.weights_name), system.random_bytes)
         self._clear: Pending | None = None
@@ -78,16 +68,15 @@ class SchedulerSide:
         self.held = HeldBlocks(world_size, system.now_s)
         self.stats = TransferStats()
         self._adapters = Adapters()
-        self._offers = Offers(groups, block_bytes, state_interval, drafts, group_ids)
         self._advise, self._advice = advise, ""
-        self._unified = unified_block_size(groups)
+        self._unified = unified_block_size(self.groups)
         self._lookahead = lookahead
         addresses = [place.address for place in places(settings, world_size)]
         channels = [Channel(each, self._join, log_state, system, Absence().check) for each in addresses]
-        self.client = Servers([Scheduler(channel, engine_id) for channel in channels])
+        self.client = Servers(channels, engine_id)
         self.channel = self.client.channel
         self._now_s = system.now_s
-        engine = Engine(settings, groups, group_ids or range(len(groups)), self.client, loads, system)
+        engine = Engine(settings, self.groups, offers.group_ids, self.client, loads, system)
         chosen = [(option, wanted[name]) for name, option in OPTIONS.items() if name in wanted]
         self.options: Options = [option(engine, value) for option, value in chosen]
         self._began, self._ended = replaced(self.options, Option.began), replaced(self.options, Option.ended)
@@ -120,6 +109,7 @@ class SchedulerSide:
         self.lookups.early.reset()
         for option in self.options:
             option.reset()
+        self.held.forget_requests()
         requests = self.lookups.requests
         for request_id, tracked in list(requests.items()):
             self.lookups.forget(tracked)
@@ -227,10 +217,10 @@ class SchedulerSide:
         if self._stores and self.channel.ready:
             whose = self.lookups.requests, self.lookups.current, self.channel.generation
             for requests, store in stores(self._offers.of_step(output, *whose)):
-                if job := self.held.store_job(store):
+                if job := self.held.store_job(store, requests):
                     metadata.stores.append(job)
                     for option in self.options:
-                        option.storing(job.job_id, requests, store.objects)
+                        option.storing(requests, store.objects)
         return metadata
 
     # -- the end of copies and of requests --------------------------------------------------------
@@ -253,9 +243,9 @@ class SchedulerSide:
                 self.lookups.release(tracked)
         if isinstance(report := output.kv_connector_worker_meta, WorkerReport):
             for job_id, workers in report.settled.items():
-                if (seconds := self.held.settled(job_id, workers)) is not None:
+                if (job := self.held.settled(job_id, workers)) is not None:
                     for option in self.options:
-                        option.settled(job_id, seconds)
+                        option.settled(job.requests, self._now_s() - job.started_s)
 
     def _loading(self, request_id: str) -> Tracked | None:
         """The request, if it is this connector that loads for it."""

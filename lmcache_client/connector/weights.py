@@ -1,4 +1,5 @@
-"""Names weights by their content, so that two machines, or two paths, have one name for the same weights."""
+"""What stands for weights in names and keys: their content, so that two machines, or two paths, have one name
+for the same weights."""
 
 import contextlib
 import fcntl
@@ -15,6 +16,10 @@ from typing import TypeVar
 
 from huggingface_hub import snapshot_download
 from vllm import envs
+
+from lmcache_client.connector.log import logger
+from lmcache_client.connector.vllm_surface import caller
+from lmcache_client.contract.keys import KEY_BYTES, ROOT_KEY
 
 Value = TypeVar("Value")
 READ_BYTES = 4 << 20
@@ -118,7 +123,6 @@ def _digest(file: Path) -> str:
         return file.name
     identity, size = _identity(file), file.stat().st_size
     memory = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lmcache-mp" / "digests"
-    digest = hashlib.sha256()
     with SLOTS, file.open("rb", buffering=0) as opened:
         if size >= REMEMBERED_BYTES:
             places = (size * number // SAMPLES for number in range(SAMPLES))
@@ -129,6 +133,7 @@ def _digest(file: Path) -> str:
             with contextlib.suppress(OSError, ValueError):
                 if re.fullmatch("[0-9a-f]{64}", remembered := known.read_text()):
                     return remembered
+        digest = hashlib.sha256()
         while piece := opened.read(READ_BYTES):
             digest.update(piece)
         if _identity(file) != identity:
@@ -184,6 +189,39 @@ class Adapters:
         if hashing.done() and (content := hashing.result()):
             return ("lora", "content", content)
         return ("lora", "own", name, path, self._nonce, str(number), repr(state))
+
+
+class Root:
+    """The `key` before the first key of each chain. Each reset of vLLM's cache changes it.
+
+    After a reset nobody knows which weights the engine has, so the key is random. If the user names weights
+    (`is_named`), and vLLM gets a new weight version before it computes anything, the key is made from that.
+    """
+
+    def __init__(self, is_named: bool, random_bytes: Callable[[int], bytes]) -> None:
+        self.key = ROOT_KEY
+        self._is_named, self._random_bytes = is_named, random_bytes
+        self._version = "default"  # vLLM's name for the weights that it loads at its start
+        self._may_be_named = False
+
+    def reset(self) -> None:
+        self.key = self._random_bytes(KEY_BYTES)
+        self._may_be_named = self._is_named
+
+    def name(self, changed: Callable[[], None]) -> None:
+        """Called, often, before a step computes anything. Calls `changed` if the key has changed."""
+        if not self._may_be_named:
+            return
+        self._may_be_named = False
+        # vLLM's EngineCore knows the version, but tells no connector; it is empty if this vLLM has none.
+        core = caller("get_weight_version")
+        version = str(core.get_weight_version()) if core is not None else ""
+        # The old version proves nothing: the weights may have changed since.
+        if version not in ("", self._version):
+            self._version = version
+            self.key = hashlib.sha256(f"weights {version}".encode()).digest()[:KEY_BYTES]
+            logger.info("lmcache: pages are shared by weights_name and the weight version %s", version)
+            changed()
 
 
 def _state(path: Path | None, deep: bool = False) -> list[tuple[str, int, int]]:

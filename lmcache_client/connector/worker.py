@@ -13,8 +13,7 @@ import msgspec
 from lmcache_client.connector import stats
 from lmcache_client.connector.log import log_state, logger
 from lmcache_client.connector.metadata import LoadJob, StoreJob
-from lmcache_client.connector.server_of_rank import places
-from lmcache_client.connector.settings import Settings
+from lmcache_client.connector.settings import Settings, places
 from lmcache_client.connector.stats import TransferStats
 from lmcache_client.contract import messages
 from lmcache_client.contract.codec import shown, unpacked
@@ -137,9 +136,9 @@ class WorkerSide:
                     message = item.job.message
                     if item.job.leases:
                         message = msgspec.structs.replace(message, lease_id=item.job.leases[self._place])
-                    item.pending = self.client.load(message, self._settings.load_timeout_s)
+                    item.pending = self.channel.submit(message, self._settings.load_timeout_s)
                 else:
-                    item.pending = self.client.store(item.job.message, STORE_TIMEOUT_S)
+                    item.pending = self.channel.submit(item.job.message, STORE_TIMEOUT_S)
 
         self.client.export.after_compute(send)
 

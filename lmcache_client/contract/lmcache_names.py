@@ -15,16 +15,21 @@ PAGE = "docs/coming-from-lmcache.md"
 
 def table(kind: str) -> list[tuple[list[str], str, str]]:
     """The rows of "flags", "keys", "variables" or "commands": names, what they are here, and why."""
-    import json  # only for an error
+    import json  # only for a name that is not this project's
 
     rows = json.loads(Path(__file__).with_name("lmcache_names.json").read_text())[kind]
     return [([names] if kind == "commands" else names.split(), here, why) for names, here, why in rows]
 
 
+def row(kind: str, name: str) -> tuple[str, str]:
+    """What `name` is here, and why; SAME for a name that LMCache does not have."""
+    return next(((here, why) for names, here, why in table(kind) if name in names), (SAME, ""))
+
+
 def advice(kind: str, name: str) -> str:
     """What a user of LMCache should do about `name`; empty for a name that LMCache does not have, and for one
     that means the same here."""
-    here, why = next(((here, why) for names, here, why in table(kind) if name in names), (SAME, ""))
+    here, why = row(kind, name)
     if here == SAME:
         return ""
     theirs = f"LMCache's command '{name}'" if kind == "commands" else f"LMCache's {name}"

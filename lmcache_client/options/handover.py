@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lmcache_client.connector.option import Engine, Option
+from lmcache_client.connector.option import PREFIX, Engine, Hint, Option
 from lmcache_client.connector.request import Promised, Tracked
-from lmcache_client.connector.request_keys import PREFIX, Hint
 from lmcache_client.contract.hits import resume_point
 from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_client.contract.messages import StoreObject
@@ -51,7 +50,6 @@ class Handover(Option):
     }
 
     def __init__(self, engine: Engine, wanted: Any) -> None:
-        super().__init__(engine, wanted)
         self._groups, self._channel, self._loads = engine.groups, engine.client.channel, engine.loads
         self._timeout_s = engine.settings.wait_timeout_s
         self._now_s = engine.system.now_s
@@ -82,7 +80,7 @@ class Handover(Option):
             # Of several connectors in an engine, only the first waits.
             tracked.request.kv_transfer_params = {k: v for k, v in params.items() if k != WAIT_TOKENS}
 
-    def storing(self, job_id: int, requests: Sequence[Tracked], objects: Sequence[StoreObject]) -> None:
+    def storing(self, requests: Sequence[Tracked], objects: Sequence[StoreObject]) -> None:
         for tracked, each in zip(requests, objects, strict=True):
             if (stored := self._stored.get(tracked.request.request_id)) is not None:
                 stored.add((tracked.generation, each.group, each.chunk_index))

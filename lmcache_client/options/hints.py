@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from lmcache_client.connector.option import Engine, Option
+from lmcache_client.connector.option import PREFIX, Engine, Hint, Option
 from lmcache_client.connector.request import Tracked
-from lmcache_client.connector.request_keys import PREFIX, Hint
 
 ONCE, LOAD, STORE_TOKENS = f"{PREFIX}once", f"{PREFIX}load", f"{PREFIX}max_offload_tokens"
 _YES_OR_NO = Hint("true or false", lambda value: isinstance(value, bool))

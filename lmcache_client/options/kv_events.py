@@ -25,7 +25,7 @@ from lmcache_client.connector.request import Asking, Tracked, fits
 from lmcache_client.contract.control import Followed
 from lmcache_client.contract.geometry import FULL, SLIDING_WINDOW
 from lmcache_client.contract.keys import MAX_CHUNKS
-from lmcache_client.contract.messages import Found, StoreObject
+from lmcache_client.contract.messages import Found
 from lmcache_client.server_channel import Pending
 
 if TYPE_CHECKING:
@@ -62,7 +62,6 @@ class Events(Option):
     """
 
     def __init__(self, engine: Engine, kinds: Sequence[str]) -> None:
-        super().__init__(engine, kinds)
         self._groups = groups = engine.groups
         self._is_on, self._client = engine.loads, engine.client
         first = next((index for index, group in enumerate(groups) if group.kind == FULL), 0)
@@ -73,8 +72,6 @@ class Events(Option):
         self._resumes_anywhere = all(group.kind == FULL for group in groups)
         self._hash_block_size = self._block_size
         self._generation = 0
-        self._storing: dict[int, Iterable[Tracked]] = {}
-        """By job, the requests of each store under way."""
         self._waiting: dict[str, Tracked] = {}
         self._asked: deque[tuple[Pending, Tracked | None, Sequence[bytes]]] = deque()
         self._asked_s = 0.0
@@ -105,13 +102,8 @@ class Events(Option):
         groups = kv_cache_config.kv_cache_groups if is_heard else ()
         return tuple(get_kv_cache_spec_kind(group.kv_cache_spec).value for group in groups)
 
-    def storing(self, job_id: int, requests: Sequence[Tracked], objects: Sequence[StoreObject]) -> None:
-        if self._is_on:
-            self._storing[job_id] = requests
-
-    def settled(self, job_id: int, seconds: float) -> None:
-        # If it was a store, there may be more to announce.
-        for tracked in self._storing.pop(job_id, ()):
+    def settled(self, requests: Sequence[Tracked], seconds: float) -> None:
+        for tracked in requests:
             self.changed(tracked)
 
     def answered(self, tracked: Tracked, asked: Asking, now_s: float) -> None:
@@ -129,8 +121,6 @@ class Events(Option):
         return bool(self._waiting or self._asked or self._events)
 
     def reset(self) -> None:
-        # Stores under way are of no use either.
-        self._storing.clear()
         self._waiting.clear()
         self._asked.clear()
         self._forget(self._chunks)

@@ -4,9 +4,8 @@ brought back from the tiers."""
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lmcache_client.connector.option import Engine, Option
+from lmcache_client.connector.option import PREFIX, Engine, Hint, Option
 from lmcache_client.connector.request import Tracked
-from lmcache_client.connector.request_keys import PREFIX, Hint
 from lmcache_client.contract.control import MAX_PAUSE_S, MAX_PRIORITY, Retain
 
 if TYPE_CHECKING:
@@ -43,8 +42,8 @@ class Retention(Option):
         asked = self._asked.pop(request.request_id, None)
         if asked and tracked is not None and tracked.keys:
             message = Retain(tuple(tracked.keys), *asked, tracked.tenant)
-            for client in self._client.clients:
-                client.channel.submit(message, TIMEOUT_S)
+            for channel in self._client.channels:
+                channel.submit(message, TIMEOUT_S)
         return {}
 
 

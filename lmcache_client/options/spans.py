@@ -8,13 +8,11 @@ from vllm.tracing import extract_trace_context, instrument_manual
 
 from lmcache_client.connector.option import Engine, Option
 from lmcache_client.connector.request import Asking, Tracked, fits, why_not_more
-from lmcache_client.contract.messages import Found, StoreObject
+from lmcache_client.contract.messages import Found
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-Headers = Mapping[str, str]
 
 
 class Spans(Option):
@@ -22,10 +20,7 @@ class Spans(Option):
     client sent a `traceparent` header: without it, nobody here knows vLLM's own span of the request."""
 
     def __init__(self, engine: Engine, wanted: Any) -> None:
-        super().__init__(engine, wanted)
         self._groups = engine.groups
-        self._stores: dict[int, list[Headers]] = {}
-        """By job, the headers of the requests of each store under way."""
 
     @classmethod
     def wanted(cls, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> bool:
@@ -51,26 +46,18 @@ class Spans(Option):
     def loaded(self, tracked: Tracked, tokens: int, outcome: str, since_s: float, now_s: float) -> None:
         self._add(tracked, "load", now_s - since_s, {"tokens": tokens, "outcome": outcome})
 
-    def storing(self, job_id: int, requests: Sequence[Tracked], objects: Sequence[StoreObject]) -> None:
-        unique = {each.request.request_id: each.request.trace_headers for each in requests}
-        self._stores[job_id] = [headers for headers in unique.values() if headers]
-
-    def settled(self, job_id: int, seconds: float) -> None:
-        for headers in self._stores.pop(job_id, ()):
-            _span(headers, "store", seconds, {})
+    def settled(self, requests: Sequence[Tracked], seconds: float) -> None:
+        for tracked in {each.request.request_id: each for each in requests}.values():
+            self._add(tracked, "store", seconds, {})
 
     @staticmethod
     def _add(tracked: Tracked, what: str, seconds: float, attributes: Mapping[str, object]) -> None:
         """A span `lmcache.{what}` that ends now."""
         if headers := tracked.request.trace_headers:
-            _span(headers, what, seconds, attributes)
-
-
-def _span(headers: Headers, what: str, seconds: float, attributes: Mapping[str, object]) -> None:
-    end_ns = time.time_ns()
-    named = {f"lmcache.{name}": value for name, value in attributes.items()}
-    context = extract_trace_context(headers)
-    instrument_manual(f"lmcache.{what}", end_ns - int(seconds * 1e9), end_ns, named, context)
+            end_ns = time.time_ns()
+            named = {f"lmcache.{name}": value for name, value in attributes.items()}
+            context = extract_trace_context(headers)
+            instrument_manual(f"lmcache.{what}", end_ns - int(seconds * 1e9), end_ns, named, context)
 
 
 OPTION = Spans

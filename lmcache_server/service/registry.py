@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from lmcache_client.contract import messages
-from lmcache_client.contract.chunk_size import chunk_size_warning, resolve_chunk_size
-from lmcache_client.contract.geometry import GeometryError
+from lmcache_client.contract.geometry import GeometryError, chunk_size_warning, resolve_chunk_size
 from lmcache_client.contract.messages import Message
 from lmcache_client.contract.version import VERSION
 from lmcache_server.config import Config

@@ -18,7 +18,7 @@ class Decoding:
         self.request = Request("r", list(range(16)), SamplingParams(max_tokens=64), None)
         self.tracked = Tracked(self.request)
         self.tracked.reset(1, 8)
-        self.offers = Offers((GroupSpec(FULL, 4, 0, "", ()),), (), None)
+        self.offers = Offers((GroupSpec(FULL, 4, 0, "", ()),))
         self.looked_at = 0
         self.computed = 0
 

@@ -18,6 +18,7 @@ from vllm.v1.request import Request
 
 from lmcache_client.connector.early_lookups import EARLY_LOOKUPS, FRESH_S
 from lmcache_client.connector.lookups import FRESH_LOOKUP_S, LOOKUP_WAIT_S
+from lmcache_client.connector.offers import Offers
 from lmcache_client.connector.request import Asking
 from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.connector.settings import Settings
@@ -43,7 +44,7 @@ class Engine:
         self.side = SchedulerSide(
             Settings(port=server.port, lookup_timeout_s=600.0),
             "engine",
-            (GroupSpec(FULL, CHUNK, 0, "", ()),),
+            Offers((GroupSpec(FULL, CHUNK, 0, "", ()),)),
             1,
             loads=True,
             stores=True,
@@ -264,7 +265,7 @@ def test_an_early_lookup_has_few_keys(engine: Engine) -> None:
     keys = tuple(number.to_bytes(32, "big") for number in range(chunks))
     question = Lookup("r", keys, 0, chunks * CHUNK, chunks * CHUNK + 1, early=True)
     with pytest.raises(RefusedError, match="too many keys") as refused:
-        engine.side.client.clients[0].channel.call(question, PATIENCE_S)
+        engine.side.client.channels[0].call(question, PATIENCE_S)
     assert refused.value.code == BAD_REQUEST
 
 

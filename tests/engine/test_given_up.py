@@ -37,7 +37,7 @@ def overwritten() -> int:
             target[:] = 0
             found = engine.lookup(keys)
             key = keys[found.resume_tokens // 256 - 1]
-            pending = engine.client.load(load_message("r", found, key, 0, engine.groups, [loaded]), 60)
+            pending = engine.worker.submit(load_message("r", found, key, 0, engine.groups, [loaded]), 60)
             while not target[::MIB].any() and not pending.done:
                 engine.worker.poll()
             stop(server.pid)

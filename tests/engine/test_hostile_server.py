@@ -28,6 +28,7 @@ from lmcache_client import server_channel
 from lmcache_client.connector import worker as worker_side
 from lmcache_client.connector.held_blocks import HeldBlocks
 from lmcache_client.connector.metadata import StoreJob, WorkerReport
+from lmcache_client.connector.offers import Offers
 from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.worker import WorkerSide
@@ -65,8 +66,8 @@ def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**of_the_channel, "RETRY_REFUSED": 0.05, "OVERDUE": 0.1}.items():
         monkeypatch.setattr(server_channel, f"{name}_S", value)
     monkeypatch.setattr(worker_side, "STORE_TIMEOUT_S", 0.1)
-    for name, value in {"REGISTER": 0.2, "JOIN": 0.2, "RELEASE": 0.1}.items():
-        monkeypatch.setattr(f"lmcache_client.engine.{name}_S", value)
+    for place, value in {"engine.REGISTER_S": 0.2, "engine.JOIN_S": 0.2, "servers.RELEASE_S": 0.1}.items():
+        monkeypatch.setattr(f"lmcache_client.{place}", value)
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +116,7 @@ class Steps:
         export = HostExport(((int(self.memory.ctypes.data), self.memory.nbytes),))
         self.worker = WorkerSide(own, "e", 0, ModelTag("m", (), 1, 1), Geometry(groups, BLOCKS), export)
         bare = tuple(GroupSpec(group.kind, group.block_size, 0, "", ()) for group in groups)
-        self.scheduler = SchedulerSide(own, "e", bare, 1, loads=True, stores=True)
+        self.scheduler = SchedulerSide(own, "e", Offers(bare), 1, loads=True, stores=True)
         self.scheduler.bind(self.pool)
         self.requests = 0
 
@@ -133,7 +134,7 @@ class Steps:
         return self.scheduler.channel.ready and self.worker.channel.ready
 
     def reconnect(self) -> None:
-        for each in (self.scheduler.client.clients[0].channel, self.worker.channel):
+        for each in (self.scheduler.client.channels[0], self.worker.channel):
             with each._lock:
                 each._break("the test says so")
 

@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.request import Request
 
-from lmcache_client.connector.request_keys import Hints
+from lmcache_client.connector.option import Hints
 from lmcache_client.options import classes
 
 CHUNK = 32

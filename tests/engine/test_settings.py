@@ -8,8 +8,7 @@ import pytest
 from harness.paths import ROOT
 from msgspec import structs
 
-from lmcache_client.connector.server_of_rank import Place, places
-from lmcache_client.connector.settings import PREFIX, Settings, parse
+from lmcache_client.connector.settings import PREFIX, Place, Settings, parse, places
 from lmcache_client.connector.support import on_joined
 from lmcache_client.contract.geometry import FULL, RECURRENT, GroupSpec
 from lmcache_client.contract.messages import Joined

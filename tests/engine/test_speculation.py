@@ -305,7 +305,7 @@ def test_a_chunk_is_stored_once_the_tokens_that_its_key_covers_are_known() -> No
     tracked = Tracked(request, lookahead=1)
     tracked.reset(1, 16)
     known = {"r": tracked}
-    offers = Offers((GroupSpec(FULL, 16, 0, "", ()),), (), None)
+    offers = Offers((GroupSpec(FULL, 16, 0, "", ()),))
 
     def step(computed: int, scheduled: int) -> int:
         tables = {"r": ([1, 2, 3],)}.get
@@ -323,7 +323,7 @@ def test_a_chunk_without_all_of_its_blocks_is_not_stored() -> None:
     tracked = Tracked(Request("r", list(range(32)), SamplingParams(max_tokens=4), None))
     tracked.reset(1, 16)
     known = {"r": tracked}
-    offers = Offers((GroupSpec(FULL, 16, 0, "", ()),), (), None)
+    offers = Offers((GroupSpec(FULL, 16, 0, "", ()),))
     output = step_output({"r": 32}, cached=[("r", 0)], tables={"r": ([0, 2],)}.get)
     ((_, stored),) = offers.of_step(output, known, known.get, 1)
     assert stored.block_ids == packed((2,))

@@ -244,7 +244,7 @@ def test_a_state_is_stored_only_if_no_draft_can_have_moved_it(group_id: int) -> 
     known = {"r": tracked}
     pool = BlockPool(8, True, 16)
     (block,) = pool.get_new_blocks(1)
-    offers = Offers((GroupSpec(RECURRENT, 16, 0, "", ()),), (), None, True, (group_id,))
+    offers = Offers((GroupSpec(RECURRENT, 16, 0, "", ()),), drafts=True, group_ids=(group_id,))
     offers.pool = pool
 
     def stored(tokens: int, group_id: int = group_id) -> int:

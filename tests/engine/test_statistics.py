@@ -14,8 +14,8 @@ from harness.served import served
 from harness.server import LMCacheServer
 from harness.waiting import wait_until
 
-from lmcache_client.connector import absence_reminder
-from lmcache_client.connector.log import logger
+from lmcache_client.connector.log import REMIND_S, logger
+from lmcache_client.connector.offers import Offers
 from lmcache_client.connector.request import Asking, Tracked
 from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.connector.settings import Settings
@@ -141,9 +141,9 @@ def test_an_engine_without_a_server_says_so_every_ten_minutes(
 ) -> None:
     monkeypatch.setattr(logger, "propagate", False)
     logger.addHandler(caplog.handler)
-    groups = (GroupSpec(FULL, 16, 0, "", ()),)
+    offers = Offers((GroupSpec(FULL, 16, 0, "", ()),))
     port = free_port()
-    scheduler = SchedulerSide(Settings("127.0.0.1", port), "alone", groups, 1, True, True, system=FastClock())
+    scheduler = SchedulerSide(Settings("127.0.0.1", port), "alone", offers, 1, True, True, system=FastClock())
     try:
         scheduler.start()
         reminders = lambda: [each for each in caplog.messages if "has not served this engine" in each]  # noqa: E731
@@ -155,15 +155,15 @@ def test_an_engine_without_a_server_says_so_every_ten_minutes(
         scheduler.channel.close()
         logger.removeHandler(caplog.handler)
     minutes = [int(each.split()[2]) for each in reminders()]
-    assert all(said >= number * absence_reminder.REMIND_S / 60 for number, said in enumerate(minutes, 1))
+    assert all(said >= number * REMIND_S / 60 for number, said in enumerate(minutes, 1))
     assert f"tcp://127.0.0.1:{port}" in reminders()[0]
     assert "lmcache.mp.port" in reminders()[0]
     assert {each.levelno for each in caplog.records if "has not served" in each.message} == {logging.WARNING}
 
 
 def test_a_lookup_without_an_answer_in_time_is_counted() -> None:
-    groups = (GroupSpec(FULL, 16, 0, "", ()),)
-    scheduler = SchedulerSide(Settings("127.0.0.1", free_port()), "late", groups, 1, True, True)
+    offers = Offers((GroupSpec(FULL, 16, 0, "", ()),))
+    scheduler = SchedulerSide(Settings("127.0.0.1", free_port()), "late", offers, 1, True, True)
     of = SimpleNamespace(request_id="request", lora_request=None, trace_headers=None, cache_salt=None)
     asked = Asking(unsent("the lmcache server did not answer in time"), 0, 16, 0.0)
     assert scheduler.lookups._answered(Tracked(of), asked, 0) is None  # type: ignore[arg-type]

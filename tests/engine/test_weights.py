@@ -91,7 +91,7 @@ def test_a_large_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         names.append(fingerprint(tmp_path))
         reads.append(read.count(()))
     assert names[0] == names[1] != names[2]
-    assert reads == [1, 1, 1]
+    assert reads == [1, 0, 1]
     (remembered, _) = sorted((tmp_path / "cache" / "lmcache-mp" / "digests").iterdir())
     remembered.write_text("garbage")
     assert fingerprint(tmp_path) == names[2]

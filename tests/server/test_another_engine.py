@@ -16,8 +16,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from lmcache_client.contract.geometry import FULL, Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ModelTag, chunk_keys
-from lmcache_client.contract.messages import Done, Found, Lookup, Store, Stored
-from lmcache_client.engine import Scheduler, Worker, chunk_object, expect, load_message
+from lmcache_client.contract.messages import Done, Found, Lookup, Release, Store, Stored
+from lmcache_client.engine import Worker, chunk_object, expect, join, load_message
 from lmcache_client.memory.host import HostExport
 from lmcache_client.server_channel import Channel
 
@@ -47,8 +47,8 @@ class Engine:
         export = HostExport(((self.pages.ctypes.data, self.pages.nbytes),))
         self.worker = Worker(self.channel(server), name, 0, tag, Geometry(self.groups, BLOCKS), export)
         self.chunk_size = self.worker.register().chunk_size
-        self.scheduler = Scheduler(self.channel(server), name)
-        self.scheduler.join(PATIENCE_S)
+        self.scheduler = self.channel(server)
+        join(self.scheduler, name)
 
     @staticmethod
     def channel(server: LMCacheServer) -> Channel:
@@ -58,7 +58,7 @@ class Engine:
         return made
 
     def close(self) -> None:
-        for each in (self.scheduler.channel, self.worker.channel):
+        for each in (self.scheduler, self.worker.channel):
             each.close()
 
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
@@ -72,13 +72,12 @@ class Engine:
         keys = self.keys(tokens)
         limit = len(keys) * self.chunk_size
         question = Lookup("request", tuple(keys), 0, limit, len(tokens))
-        channel = self.scheduler.channel
-        found = expect(channel.wait(self.scheduler.lookup(question, PATIENCE_S)), Found)
+        found = expect(self.scheduler.call(question, PATIENCE_S), Found)
         loaded, cache = found.resume_tokens, DynamicCache()
         if loaded:
             key = keys[loaded // self.chunk_size - 1]
             message = load_message("request", found, key, 0, self.groups, [table])
-            expect(self.worker.channel.wait(self.worker.load(message, PATIENCE_S)), Done)
+            expect(self.worker.channel.call(message, PATIENCE_S), Done)
             blocks = self.pages[:, table[: loaded // BLOCK]]
             for layer in range(LAYERS):
                 pair = torch.from_numpy(np.concatenate(list(blocks[layer]), axis=2))
@@ -91,7 +90,7 @@ class Engine:
                 told += rest
         self.store(keys, cache, table)
         leases = (found.lease_id,) if found.lease_id else ()
-        expect(channel.wait(self.scheduler.release(leases, tuple(keys), "request")), Done)
+        expect(self.scheduler.call(Release(leases, tuple(keys), "request"), PATIENCE_S), Done)
         return told, loaded
 
     def store(self, keys: list[bytes], cache: DynamicCache, table: Sequence[int]) -> None:
@@ -104,7 +103,7 @@ class Engine:
             chunk_object(keys, chunk, 0, table[chunk * per_chunk : (chunk + 1) * per_chunk])
             for chunk in range(len(keys))
         ]
-        expect(self.worker.channel.wait(self.worker.store(Store(tuple(objects)), PATIENCE_S)), Stored)
+        expect(self.worker.channel.call(Store(tuple(objects)), PATIENCE_S), Stored)
 
 
 def pages_of(engine: Engine, table: Sequence[int]) -> NDArray[np.float32]:

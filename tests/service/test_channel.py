@@ -6,6 +6,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from harness.waiting import PATIENCE_S, wait_until
 from lmcache_client.contract import messages
 from lmcache_client.contract.codec import pack
 from lmcache_client.contract.messages import Done, Found, Goodbye, Hello, Ping, Refused, Welcome
-from lmcache_client.engine import Scheduler
 from lmcache_client.server_channel import (
     KEEPER_INTERVAL_S,
     Channel,
@@ -25,6 +25,7 @@ from lmcache_client.server_channel import (
     RefusedError,
     unsent,
 )
+from lmcache_client.servers import Part, Servers, Together, give_back
 from lmcache_client.transport import Connection, ConnectionLostError, Process, System
 
 LONG_S = 60.0
@@ -138,7 +139,7 @@ def test_a_thread_that_waits_for_a_reply_keeps_no_other_from_asking(hostile: Hos
 
 def test_a_lookup_given_up_while_its_reply_is_taken_in_gives_its_lease_back() -> None:
     channel, released = Channel("ipc://nowhere", lambda _channel: None), list[int]()
-    client = Scheduler(channel, "engine")
+    client = Servers([channel], "engine")
 
     class Racing(Pending):
         """Given up between the two steps in which the keeper takes in the reply."""
@@ -151,9 +152,11 @@ def test_a_lookup_given_up_while_its_reply_is_taken_in_gives_its_lease_back() ->
                 giving_up.join(0.3)
             return was_done
 
-    pending = Racing(LONG_S, client._release_late)
-    giving_up = threading.Thread(target=client.forget, args=(pending,))
-    client.release = lambda leases, *_rest: released.extend(leases) or unsent("")  # type: ignore[method-assign]
+    pending = Racing(LONG_S, partial(give_back, channel))
+    lookup = Together([], Ping(), 0.0, Done)
+    lookup.parts.append(Part(channel, pending, channel.generation))
+    giving_up = threading.Thread(target=client.forget, args=(lookup,))
+    channel.submit = lambda it, *_: released.extend(getattr(it, "lease_ids", ())) or unsent("")  # type: ignore
     with channel._lock:  # as the keeper holds it
         pending._finish(Found(256, 7, 60, ()))
     giving_up.join()

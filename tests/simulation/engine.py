@@ -23,12 +23,13 @@ from lmcache_client import options
 from lmcache_client.connector.account import named
 from lmcache_client.connector.lookups import LOOKUP_WAIT_S
 from lmcache_client.connector.metadata import WorkerReport
+from lmcache_client.connector.offers import Offers
 from lmcache_client.connector.request import Promised
 from lmcache_client.connector.scheduler import IDLE_WAIT_S, SchedulerSide
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.support import block_tokens
 from lmcache_client.connector.worker import WorkerSide
-from lmcache_client.contract import chunk_size, geometry
+from lmcache_client.contract import geometry
 from lmcache_client.contract.geometry import (
     CHUNKED_LOCAL,
     FULL,
@@ -192,15 +193,17 @@ class Engine:
         self.scheduler = SchedulerSide(
             settings,
             engine_id,
-            bare,
+            Offers(
+                bare,
+                # Half of the engines store what somebody will read, the others everything.
+                block_bytes=self.world.random.choice(((), (sum(model.page_bytes),) * len(bare))),
+                state_interval=self.world.random.choice((None, 0)),
+                drafts=bool(model.drafts),
+            ),
             model.ranks,
             loads=True,
             stores=True,
-            # Half of the engines store what somebody will read, the others everything.
-            block_bytes=self.world.random.choice(((), (sum(model.page_bytes),) * len(bare))),
-            state_interval=self.world.random.choice((None, 0)),
             lookahead=model.lookahead,
-            drafts=bool(model.drafts),
             wanted=dict.fromkeys(self._options() & {*options.NAMES}, True),
             system=systems[0],  # type: ignore[arg-type]
         )
@@ -210,7 +213,7 @@ class Engine:
             GroupSpec(kind, size * (model.dcp if kind == FULL else 1), window, "", ())
             for kind, size, window in model.groups
         )
-        self.unified = chunk_size.unified_block_size(self.groups)
+        self.unified = geometry.unified_block_size(self.groups)
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -506,11 +509,11 @@ class Engine:
         client = self.scheduler.client
         if self.world.counts.get("replies of nonsense"):
             return
-        self.world.count("loads from several servers", len(client.clients) > 1)
-        own, leases = client.clients, client.leases(lease_id)
+        self.world.count("loads from several servers", len(client.channels) > 1)
+        own, leases = client.channels, client.leases(lease_id)
         for each, lease, network in zip(own, leases, self.networks, strict=True):
             server: Any = network.listener
-            if server is not None and server.router.registry.boot_id == each.channel.boot_id:
+            if server is not None and server.router.registry.boot_id == each.boot_id:
                 promise = server.cache._leases.get(lease)
                 assert lease, "a load without a lease"
                 assert promise is None or promise.resume_tokens == resume, (

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW
-from lmcache_client.engine import RELEASE_S
+from lmcache_client.servers import RELEASE_S
 from lmcache_server.options import NAMES
 from simulation.drafts import DraftingEngine
 from simulation.engine import LOAD_TIMEOUT_S, Engine, Model, Origin
@@ -505,7 +505,8 @@ def _is_whole(engine: Engine) -> bool:
 
 
 def _held(engine: Engine) -> tuple[int, int]:
-    return engine.pool.num_gpu_blocks - 1 - engine.pool.get_num_free_blocks(), len(engine.scheduler.held)
+    used = engine.pool.num_gpu_blocks - 1 - engine.pool.get_num_free_blocks()
+    return used, len(engine.scheduler.held._jobs)
 
 
 def _is_at_rest(server: SimulatedServer) -> bool:

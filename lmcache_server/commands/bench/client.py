@@ -15,7 +15,7 @@ from lmcache_client.contract.codec import unpacked
 from lmcache_client.contract.geometry import FULL, RECURRENT, SLIDING_WINDOW, Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ModelTag, chunk_keys
 from lmcache_client.contract.messages import MAX_LEASES, Done, Found, Load, Lookup, Message, Release, Store
-from lmcache_client.engine import REGISTER_S, Scheduler, Worker, chunk_object, load_message
+from lmcache_client.engine import REGISTER_S, Worker, chunk_object, join, load_message
 from lmcache_client.memory.cuda import CudaExport, ExportError
 from lmcache_client.memory.host import HostExport
 from lmcache_client.server_channel import Channel
@@ -157,10 +157,9 @@ class Client:
         self._target = [list(itertools.islice(blocks, len(at))) for at in positions]
         model = ModelTag(workload.model, (("bench", workload.model),), 1, 1)
         self.worker = Channel(address, lambda _: worker.register())
-        self.scheduler = Channel(address, lambda _: self._scheduler.join(REGISTER_S))
+        self.scheduler = Channel(address, lambda channel: join(channel, engine_id, REGISTER_S))
         export = host if self._device is None else self._device.export
         worker = self._client = Worker(self.worker, engine_id, 0, model, geometry, export, ephemeral=True)
-        self._scheduler = Scheduler(self.scheduler, engine_id)
 
     def __enter__(self) -> "Client":
         for channel in (self.worker, self.scheduler):

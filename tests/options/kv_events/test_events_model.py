@@ -26,7 +26,7 @@ from lmcache_client.contract.control import Inspect, Inspected
 from lmcache_client.contract.geometry import FULL
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.messages import Clear, Found, Lookup, Message, Release, Store
-from lmcache_client.engine import Scheduler, chunk_object
+from lmcache_client.engine import chunk_object
 from lmcache_client.options.kv_events import POLL_S, Events
 from lmcache_client.server_channel import Pending
 from lmcache_client.servers import Servers
@@ -52,7 +52,7 @@ class Wire:
         self.asked = 0
         self._desk, self._choose = desk, choose
 
-    def submit(self, message: Message, timeout_s: float) -> Pending:
+    def submit(self, message: Message, timeout_s: float, _on_late: Any = None) -> Pending:
         self.asked += 1
         self.questions.append((Pending(self.now_s + timeout_s), message))
         return self.questions[-1][0]
@@ -122,7 +122,7 @@ class World:
         # vLLM has another group before these in every second world.
         ids = range(seed % 2, seed % 2 + len(kinds))
         self.wire, self.router = Wire(desk, self.choose), Router(ids[first])
-        client = Servers([Scheduler(self.wire, "engine")])  # type: ignore[arg-type]
+        client = Servers([self.wire], "engine")  # type: ignore[list-item]
         self.events = Events(Engine(Settings(), self.groups, ids, client, True, SYSTEM), kinds)
         self.pool = SimpleNamespace(hash_block_size=BLOCK, reset_prefix_cache=lambda: True)
         self.events.bind(self.pool)  # type: ignore[arg-type]
@@ -165,15 +165,13 @@ class World:
                 if group.kind == FULL or chunk == end - 1:
                     ids = tuple(1 + at % PAGES for at in range(count))
                     objects.append(chunk_object(tracked.keys, chunk, index, ids))
-        job = self.choose.randrange(1 << 30)
-        self.events.storing(job, [tracked] * len(objects), objects)
         for rank in range(self.ranks):
             self.desk.ask(rank, Store(tuple(objects)))
             fails = self.choose.random() < 0.05
             self.desk.end_copies(CopyError("no") if fails else None)
             if self.choose.random() < 0.3:
                 self.router.apply(self.events.take_events())
-        self.events.settled(job, 0.0)
+        self.events.settled([tracked] * len(objects), 0.0)
 
     def look_up(self, tracked: Tracked) -> None:
         keys = tuple(tracked.keys)

@@ -6,7 +6,7 @@ Time passes only where the client waits, and what arrives are the input's bytes.
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from fuzz.choices import Choices, Target, bend, frame_of
 from fuzz.messages import BUFFER_BYTES, chain, geometry, plain
@@ -14,11 +14,13 @@ from lmcache_client.contract import control, messages
 from lmcache_client.contract.codec import ProtocolError, packed
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.messages import Done, Found, Message, Refused, Store, StoreObject, Welcome
-from lmcache_client.engine import Scheduler, Worker, expect
+from lmcache_client.engine import Worker, expect
 from lmcache_client.memory.host import HostExport
 from lmcache_client.server_channel import Channel, ChannelError, Pending
+from lmcache_client.servers import Servers
 from lmcache_client.transport import System
 
+Reply = TypeVar("Reply", Pending, None)
 MAX_WAIT_S = 60.0
 SERVER_PID = 4242
 BOOT_ID = bytes(16)
@@ -127,7 +129,7 @@ class RepliesTarget(Target):
             "tcp://nowhere:1", lambda _: self._register(), lambda *s: said.append(s[1]), _Outside(self)
         )
         self.worker = Worker(channel, "e", 0, ModelTag("m", (), 1, 1), geometry(0), export)
-        self.scheduler = Scheduler(channel, "e")
+        self.scheduler = Servers([channel], "e")
         self._asked: dict[int, tuple[Pending, int]] = {}
         for step in range(12):
             started_s = self.now_s
@@ -146,13 +148,13 @@ class RepliesTarget(Target):
         channel.close(0.1)
 
     def _register(self) -> None:
-        if self.worker.register().chunk_size != self.scheduler.join().chunk_size:
+        if self.worker.register().chunk_size != self.scheduler.join(self.worker.channel).chunk_size:
             raise ChannelError("another chunk size")
 
-    def _step(self, step: int) -> Pending:
+    def _step(self, step: int) -> Pending | None:
         if step % 3 == 0:
             stored = StoreObject(chain(1)[0], bytes(32), 0, 0, packed(range(1, 17)))
-            return self._noted(lambda: self.worker.store(Store((stored,)), 5.0))
+            return self._noted(lambda: self.worker.channel.submit(Store((stored,)), 5.0))
         asked = self._noted(lambda: self.scheduler.lookup(messages.Lookup("r", chain(1), 0, 512, 513), 1.0))
         if step % 3 == 1:
             return asked
@@ -162,11 +164,13 @@ class RepliesTarget(Target):
             self.scheduler.forget(asked)
             return asked
         self.outcomes["found"] += 1
-        return self._noted(lambda: self.scheduler.release((found.lease_id,)))
+        self._noted(lambda: self.scheduler.release((found.lease_id,)))
+        return None
 
-    def _noted(self, ask: Callable[[], Pending]) -> Pending:
-        request_id = self.worker.channel._next_id
-        pending = ask()
-        if self.worker.channel._next_id > request_id:  # it was sent
-            self._asked[request_id] = pending, self._welcomes
-        return pending
+    def _noted(self, ask: Callable[[], Reply]) -> Reply:
+        channel = self.worker.channel
+        request_id = channel._next_id
+        asked = ask()
+        if channel._next_id > request_id:  # it was sent
+            self._asked[request_id] = channel._pending[request_id], self._welcomes
+        return asked

@@ -226,7 +226,7 @@ class EngineProcess:
         """Until each server has let this engine's scheduler join, or refused it."""
         outer = self._core().scheduler.connector
         sides = [getattr(each, "_scheduler", None) for each in getattr(outer, "_connectors", [outer])]
-        channels = [client.channel for side in sides if side is not None for client in side.client.clients]
+        channels = [channel for side in sides if side is not None for channel in side.client.channels]
         start = time.monotonic()
         while not all(channel.ready or channel.refusal for channel in channels):
             if time.monotonic() - start > SETTLE_TIMEOUT_S:

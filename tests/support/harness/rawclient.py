@@ -15,6 +15,7 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
+from harness.raw_scheduler import RawScheduler
 from harness.waiting import PATIENCE_S
 from lmcache_client.contract.geometry import Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ModelTag, chunk_keys
@@ -28,7 +29,7 @@ from lmcache_client.contract.messages import (
     Stored,
     StoreObject,
 )
-from lmcache_client.engine import Export, Scheduler, Worker, chunk_object, expect, load_message
+from lmcache_client.engine import Export, Worker, chunk_object, expect, load_message
 from lmcache_client.memory.host import HostExport
 from lmcache_client.server_channel import Channel
 
@@ -107,7 +108,7 @@ class RawEngine:
         self.worker = Channel(address, self._register, lambda *state: self.states.append(state))
         self.scheduler = Channel(address, lambda _: self._scheduler.join(TIMEOUT_S))
         self.client = Worker(self.worker, engine_id, rank, self.model, self.geometry, export)
-        self._scheduler = Scheduler(self.scheduler, engine_id)
+        self._scheduler = RawScheduler(self.scheduler, engine_id)
         _open.append(self)
         RawEngine.made += 1
 
@@ -143,7 +144,7 @@ class RawEngine:
 
     def store(self, objects: Sequence[StoreObject]) -> Stored:
         message = Store(tuple(objects), (self.request_id,)[: len(objects)])
-        return expect(self.worker.wait(self.client.store(message, TIMEOUT_S)), Stored)
+        return expect(self.worker.call(message, TIMEOUT_S), Stored)
 
     def store_prompt(
         self, keys: Sequence[bytes], tables: Sequence[Sequence[int]], without: Collection[int] = ()
@@ -173,7 +174,7 @@ class RawEngine:
         """Load into the blocks of `tables`; raises ChannelError as the connector would see it."""
         key = keys[found.resume_tokens // self.chunk_size - 1]
         message = load_message(self.request_id, found, key, computed, self.groups, tables)
-        return self.worker.wait(self.client.load(message, TIMEOUT_S))
+        return self.worker.call(message, TIMEOUT_S)
 
     def end(self, found: Found, keys: Sequence[bytes] = ()) -> None:
         leases = (found.lease_id,) if found.lease_id else ()

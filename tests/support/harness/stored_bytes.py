@@ -9,11 +9,12 @@ import ctypes
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.raw_scheduler import RawScheduler
 from harness.rawclient import chain
 from harness.waiting import PATIENCE_S
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.messages import Found, Lookup
-from lmcache_client.engine import Scheduler, Worker, expect, load_message
+from lmcache_client.engine import Worker, expect, load_message
 from lmcache_client.memory.cuda import CudaExport
 from lmcache_client.memory.host import HostExport
 from lmcache_client.server_channel import Channel
@@ -81,7 +82,7 @@ class Twin:
             Channel(address, lambda _: self.scheduler.join(TIMEOUT_S)),
         )
         self.worker = Worker(channels[0], "twin", worker.rank, worker.model, worker.geometry, export)
-        self.scheduler = Scheduler(channels[1], "twin")
+        self.scheduler = RawScheduler(channels[1], "twin")
         for channel in channels:
             channel.start(PATIENCE_S, PATIENCE_S)
 
@@ -103,7 +104,7 @@ class Twin:
             {position: next(free) for position in group.needed_blocks(resume_tokens)} for group in groups
         ]
         message = load_message("twin", found, keys[-1], 0, groups, tables)
-        self.worker.channel.wait(self.worker.load(message, TIMEOUT_S))
+        self.worker.channel.call(message, TIMEOUT_S)
         return tables
 
     def close(self) -> None:
