@@ -21,11 +21,8 @@ class Kept(NamedTuple):
 
 
 class Catalog:
-    """Records by name, least recently used first. Not for several threads at once, except for `present` and
-    `oldest`.
-
-    `used_bytes` counts those that are being written, too: whoever writes adds and subtracts them.
-    """
+    """Records by name, least recently used first, of `used_bytes` in all. Not for several threads at once,
+    except for `present` and `oldest`."""
 
     def __init__(self) -> None:
         self._records: OrderedDict[str, Kept] = OrderedDict()

@@ -102,8 +102,7 @@ class Directory:
                 return False
             removed = self._take(victims)
             self._evicted_records += len(removed)
-            self._catalog.used_bytes += (counted_bytes := num_bytes)
-            self._arriving_bytes += num_bytes
+            self._arriving_bytes += (counted_bytes := num_bytes)
         # To overwrite a victim's file takes less time than to delete it.
         same = next((file for file in removed if file[1] == num_bytes), None)
         temporary = same[0] if same else f"{path[:2]}/{temporary_name()}"
@@ -115,7 +114,7 @@ class Directory:
                     renamed = self._files.rename(temporary, path)
                     if renamed and not self._shared:
                         # First: if it counted twice for a moment, another writer would evict for it.
-                        self._catalog.used_bytes -= counted_bytes
+                        self._arriving_bytes -= counted_bytes
                         now_s = time.time()
                         self._catalog.add(name, Kept(num_bytes, now_s, now_s))
                         counted_bytes = 0
@@ -129,8 +128,7 @@ class Directory:
             raise
         finally:
             with self._lock:
-                self._catalog.used_bytes -= counted_bytes
-                self._arriving_bytes -= num_bytes
+                self._arriving_bytes -= counted_bytes
 
     def remove(self, names: Sequence[str]) -> None:
         with self._explained("delete from"):
@@ -165,12 +163,14 @@ class Directory:
     def _victims(self, num_bytes: int) -> Sequence[str] | None:
         """What has to go before so much is written; None if that is not enough."""
         free, whole = self._files.free_bytes()
-        missing = num_bytes + self._arriving_bytes + int(whole * FREE_PART) - free
+        arriving_bytes = self._arriving_bytes + num_bytes
+        missing = arriving_bytes + int(whole * FREE_PART) - free
         if self._shared:
             return [] if missing <= 0 else None
         if not self._listed or num_bytes > self._size_bytes:
             return None
-        return self._catalog.victims(max(missing, self._catalog.used_bytes + num_bytes - self._size_bytes))
+        missing = max(missing, self._catalog.used_bytes + arriving_bytes - self._size_bytes)
+        return self._catalog.victims(missing)
 
     def _make_room(self, num_bytes: int) -> None:
         """The file system had no room, although it said so: its user has a quota, or no inode is left. So the
