@@ -161,7 +161,7 @@ def _mooncake(url: TierUrl, l1: Area | None) -> Tier:
     }
     segment_bytes = int(more.get("segment_gb", 0) * GB_BYTES)
     holder = {**settings, "segment_bytes": segment_bytes} if segment_bytes else None
-    return Isolated(f"Mooncake at {settings['master']}", "mooncake", settings, l1, holder)
+    return Isolated(f"Mooncake at {settings['master']}", settings, l1, holder)
 
 
 def _not_installed(url: TierUrl, why: str = "") -> StartError:
