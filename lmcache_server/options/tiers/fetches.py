@@ -4,12 +4,13 @@ Engines talk to L1 only. A tier's word that it has an object is a hint: the hit 
 """
 
 import asyncio
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from lmcache_client.contract.geometry import FULL, Geometry
+from lmcache_client.contract.geometry import FULL, Region
 from lmcache_client.contract.hits import fetch_patience_s, resume_point
 from lmcache_client.contract.messages import Lookup
 from lmcache_server.core.cache import Layout, Reservation
@@ -17,10 +18,9 @@ from lmcache_server.core.index import Chunk
 from lmcache_server.core.pool import FRAME_BYTES, count_frames
 from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.breaker import PRESENT, READ
-from lmcache_server.options.tiers.fetch_choice import Speed, choose
+from lmcache_server.options.tiers.fetch_choice import Speed, Wanted, choose, wanted
 from lmcache_server.options.tiers.record_format import DamagedRecordError, Label
 from lmcache_server.options.tiers.tier_states import Tiers, TierState
-from lmcache_server.options.tiers.to_fetch import Wanted, wanted
 from lmcache_server.service.option import Base
 from lmcache_server.service.sessions import Shard
 from lmcache_server.transfer.base import CopyError
@@ -108,28 +108,25 @@ class Fetches:
             objects, limit = {}, (message.computed_tokens + target) // 2
         if not objects:
             return
-        bringing = self._bring(fetch, objects)
         if not message.prefill_tokens_s:
-            await bringing
+            await self._bring(fetch, objects)
             return
         amounts = fetch.amounts(objects).items()
         reads = [(tier.speed, size, tier.worker.read_delay_s(size)) for tier, size in amounts]
         now_s, saved_s = self._system.now_s(), (target - least) / message.prefill_tokens_s
         arrived = self._system.future()
-        if (choice := choose(reads, saved_s, now_s)) is None:
-            bringing.close()
-        else:
+        if (choice := choose(reads, saved_s, now_s)) is not None:
             for speed in choice.unknown:
                 speed.tried_s = now_s
-            self._system.spawn(_then(self._tried(bringing, choice.unknown), arrived))
+            self._system.spawn(_then(self._tried(fetch, objects, choice.unknown), arrived))
             if choice.wait_s:
                 await self._system.wait([arrived], choice.wait_s)
         self._metrics.count("lmcache_tier_fetches_total", int(not arrived.done()), outcome="slow")
 
-    async def _tried(self, bringing: Coroutine[Any, Any, None], unknown: Sequence[Speed]) -> None:
+    async def _tried(self, fetch: "_Fetch", objects: Mapping[Wanted, Size], unknown: Sequence[Speed]) -> None:
         """Tells how fast these tiers are now. Meanwhile nobody else tries them."""
         try:
-            await bringing
+            await self._bring(fetch, objects)
         finally:
             for speed in unknown:
                 speed.tried_s = -math.inf
@@ -200,8 +197,8 @@ class Fetches:
                 rooms.append(room)
                 arrival = self._arriving[room.chunk, room.bit] = self._system.future()
                 self._fetching_frames += count_frames(room.runs)
-                geometry = fetch.shards[each.rank].geometry
-                self._system.spawn(self._arrive(tier, room, geometry, each.group, arrival))
+                regions = fetch.shards[each.rank].geometry.groups[each.group].regions
+                self._system.spawn(self._arrive(tier, room, regions))
                 arrivals.append(arrival)
             elif other := self._coming(fetch, each):
                 arrivals.append(other)
@@ -219,23 +216,15 @@ class Fetches:
         chunk = self._cache.chunk(fetch.layout.namespace, fetch.message.keys[each.chunk])
         return self._arriving.get((chunk, fetch.layout.bit(each.group, each.rank))) if chunk else None
 
-    async def _arrive(
-        self,
-        tier: TierState,
-        room: Reservation,
-        geometry: Geometry,
-        group: int,
-        arrival: "asyncio.Future[None]",
-    ) -> None:
+    async def _arrive(self, tier: TierState, room: Reservation, regions: Sequence[Region]) -> None:
         """Reads one object into its frames, which stay reserved until the call has returned."""
         outcome, sums = "failed", None
         try:
             await tier.reads.acquire()
             if tier.breaker.is_open:
                 raise TierError(tier.failure)
-            self._tiers.check()
             label = Label(room.chunk.namespace, room.chunk.key, room.bit, room.num_blocks, room.num_bytes)
-            arrived = lambda: self._checksums(room, geometry, group)  # noqa: E731
+            arrived = functools.partial(self._checksums, room, regions)
             payload = self._tiers.payload(room.runs, room.num_bytes)
             if tier.may_read(label.name):
                 sums = await tier.worker.read(label, payload, arrived)
@@ -258,15 +247,13 @@ class Fetches:
             else:
                 self._cache.commit(room, sums)
                 room.chunk.in_tiers |= tier.mark(room.bit)
-            del self._arriving[room.chunk, room.bit]
-            arrival.set_result(None)
+            self._arriving.pop((room.chunk, room.bit)).set_result(None)
             self._tiers.count(tier, "read", outcome, room.num_bytes)
 
-    def _checksums(self, room: Reservation, geometry: Geometry, group: int) -> bytes:
+    def _checksums(self, room: Reservation, regions: Sequence[Region]) -> bytes:
         """The checksums of an object's pages, for --checksums. Called in a thread."""
         if not self._take_checksums:
             return b""
-        regions = geometry.groups[group].regions
         page = ObjectCopy(room.runs, room.num_blocks, 0, range(room.num_blocks))
         bases = [0] * (1 + max(region.buffer for region in regions))
         return checksums(pieces(page, regions, bases, self._l1.base_address, FRAME_BYTES), page, regions)

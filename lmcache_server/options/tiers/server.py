@@ -166,7 +166,7 @@ class Server(Option):
             "url": tier.url,
             "write": "cold" if tier.cold else "commit",
             "failing": tier.failure if tier.breaker.is_open else "",
-            "waiting_objects": len(tier.backlog) + tier.writing,
+            "waiting_objects": len(tier.backlog) + len(tier.writing),
             "read_bytes_per_s": int(tier.speed.bytes_per_s),
             "read_objects": reads,
             "read_bytes": int(size(direction="read")),

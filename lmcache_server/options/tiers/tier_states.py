@@ -33,15 +33,14 @@ class TierState:
     speed: Speed = field(default_factory=Speed)
     backlog: deque[tuple[Chunk, int]] = field(default_factory=deque)
     """Objects that wait to be written. They may be evicted meanwhile."""
-    writing: int = 0
+    writing: list[str] = field(default_factory=list)
+    """Names of the records that are being written."""
     reads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READS_AT_ONCE))
     """Reads in flight. More would let the questions of other lookups wait."""
     damaged: set[str] = field(default_factory=set)
     """Names of damaged records that are still to be removed. This server reads none of them."""
     removing: set[str] = field(default_factory=set)
     """Those that are being removed."""
-    names_written: set[str] = field(default_factory=set)
-    """Names of the records that are being written."""
     read_bytes: int = 0
     full_until_s: float = 0.0
     """It had no room for a record: until then it is not offered what is cold."""
@@ -108,12 +107,9 @@ class Tiers:
             tier.breaker.answers()
             self._works_again(tier)
 
-    def check(self) -> None:
-        """Raises CopyError if L1 cannot be touched."""
-        self._l1.check()
-
     def payload(self, runs: Runs, num_bytes: int) -> list[tuple[int, int]]:
-        """The addresses and sizes of an object's bytes."""
+        """The addresses and sizes of an object's bytes. Raises CopyError if L1 cannot be touched."""
+        self._l1.check()
         payload = []
         for first, count in runs:
             size = min(count * FRAME_BYTES, num_bytes)
