@@ -7,8 +7,7 @@ import asyncio
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 from lmcache_client.contract.geometry import FULL, Region
 from lmcache_client.contract.hits import fetch_patience_s, resume_point
@@ -78,11 +77,11 @@ class Fetches:
         when it is clear that it will not be, or when the request has waited long enough. What comes later
         stays in L1 for the next request. Returns the resume point for which tiers say that they have what L1
         lacks."""
-        ended, limit = self._system.future(), message.limit_tokens
+        limit = message.limit_tokens
         ready = self._cache.ready(layout, message.keys[: limit // layout.chunk_size])
         fetch = _Fetch(layout, shards, message, ready)
-        planned = self._plan(fetch, max(resume_tokens, message.computed_tokens), self.usable(layout))
-        self._system.spawn(_then(planned, ended))
+        least = max(resume_tokens, message.computed_tokens)
+        ended = self._system.spawn(self._plan(fetch, least, self.usable(layout)))
         await self._system.wait([ended], fetch_patience_s(message.num_tokens))
         self._metrics.count("lmcache_tier_fetches_total", 1, outcome="ended" if ended.done() else "late")
         return fetch.resume_point(limit)
@@ -114,14 +113,15 @@ class Fetches:
         amounts = fetch.amounts(objects).items()
         reads = [(tier.speed, size, tier.worker.read_delay_s(size)) for tier, size in amounts]
         now_s, saved_s = self._system.now_s(), (target - least) / message.prefill_tokens_s
-        arrived = self._system.future()
+        arrived = None
         if (choice := choose(reads, saved_s, now_s)) is not None:
             for speed in choice.unknown:
                 speed.tried_s = now_s
-            self._system.spawn(_then(self._tried(fetch, objects, choice.unknown), arrived))
+            arrived = self._system.spawn(self._tried(fetch, objects, choice.unknown))
             if choice.wait_s:
                 await self._system.wait([arrived], choice.wait_s)
-        self._metrics.count("lmcache_tier_fetches_total", int(not arrived.done()), outcome="slow")
+        if arrived is None or not arrived.done():
+            self._metrics.count("lmcache_tier_fetches_total", 1, outcome="slow")
 
     async def _tried(self, fetch: "_Fetch", objects: Mapping[Wanted, Size], unknown: Sequence[Speed]) -> None:
         """Tells how fast these tiers are now. Meanwhile nobody else tries them."""
@@ -195,10 +195,10 @@ class Fetches:
             room = None if is_full else self._cache.reserve(layout, *place, tenant=fetch.message.tenant)
             if isinstance(room, Reservation):
                 rooms.append(room)
-                arrival = self._arriving[room.chunk, room.bit] = self._system.future()
                 self._fetching_frames += count_frames(room.runs)
                 regions = fetch.shards[each.rank].geometry.groups[each.group].regions
-                self._system.spawn(self._arrive(tier, room, regions))
+                arrival = self._system.spawn(self._arrive(tier, room, regions))
+                self._arriving[room.chunk, room.bit] = arrival
                 arrivals.append(arrival)
             elif other := self._coming(fetch, each):
                 arrivals.append(other)
@@ -247,7 +247,7 @@ class Fetches:
             else:
                 self._cache.commit(room, sums)
                 room.chunk.in_tiers |= tier.mark(room.bit)
-            self._arriving.pop((room.chunk, room.bit)).set_result(None)
+            del self._arriving[room.chunk, room.bit]
             self._tiers.count(tier, "read", outcome, room.num_bytes)
 
     def _checksums(self, room: Reservation, regions: Sequence[Region]) -> bytes:
@@ -257,13 +257,6 @@ class Fetches:
         page = ObjectCopy(room.runs, room.num_blocks, 0, range(room.num_blocks))
         bases = [0] * (1 + max(region.buffer for region in regions))
         return checksums(pieces(page, regions, bases, self._l1.base_address, FRAME_BYTES), page, regions)
-
-
-async def _then(work: Coroutine[Any, Any, None], ended: "asyncio.Future[None]") -> None:
-    try:
-        await work
-    finally:
-        ended.set_result(None)
 
 
 class _Fetch:
