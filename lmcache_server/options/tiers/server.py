@@ -70,8 +70,8 @@ class Server(Option):
         Metric(Gauge, "lmcache_tier_evicted_records", "How many were evicted since the start.",
                {"tier": _NUMBERS}),
         Metric(Gauge, "lmcache_tier_oldest_age_seconds",
-               "Time since the last use of the record that is evicted next; 0 without records. One "
-               "from before the start counts as used when it was written.", {"tier": _NUMBERS}),
+               "Time since the last use of the record that is evicted next; 0 without records.",
+               {"tier": _NUMBERS}),
         Metric(Counter, "lmcache_tier_helper_restarts_total",
                "How often the process in which a tier's client runs died or hung and was started again.",
                {"tier": _NUMBERS}),
