@@ -31,9 +31,6 @@ class Catalog:
         get = self._records.get
         return [(kept := get(name)) is not None and kept.written_s >= written_after_s for name in names]
 
-    def get(self, name: str) -> Kept | None:
-        return self._records.get(name)
-
     def oldest(self) -> Kept | None:
         """The record that was not used for the longest time."""
         for _ in range(3):
@@ -50,9 +47,10 @@ class Catalog:
         self._records[name] = kept
         self.used_bytes += kept.num_bytes
 
-    def pop(self, name: str) -> None:
+    def pop(self, name: str) -> Kept | None:
         if (kept := self._records.pop(name, None)) is not None:
             self.used_bytes -= kept.num_bytes
+        return kept
 
     def use(self, name: str) -> None:
         """Somebody reads the record: it is no victim until `release`, and then the last one to go."""

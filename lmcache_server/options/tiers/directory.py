@@ -187,11 +187,12 @@ class Directory:
         """Records become temporary files: their paths and bytes."""
         taken = []
         for name in names:
-            path, kept = path_of(name), self._catalog.get(name)
+            path = path_of(name)
             temporary = f"{path[:2]}/{temporary_name()}"
-            if self._files.rename(path, temporary):
+            is_there = self._files.rename(path, temporary)
+            kept = self._catalog.pop(name)
+            if is_there:
                 taken.append((temporary, kept.num_bytes if kept else 0))
-            self._catalog.pop(name)
         return taken
 
     def _keep_house(self) -> None:

@@ -110,8 +110,10 @@ class Fetches:
         if not message.prefill_tokens_s:
             await self._bring(fetch, objects)
             return
-        amounts = fetch.amounts(objects).items()
-        reads = [(tier.speed, size, tier.worker.read_delay_s(size)) for tier, size in amounts]
+        amounts = Counter[TierState]()
+        for each, (_, num_bytes) in objects.items():
+            amounts[fetch.where[each.group, each.chunk]] += num_bytes
+        reads = [(tier.speed, size, tier.worker.read_delay_s(size)) for tier, size in amounts.items()]
         now_s, saved_s = self._system.now_s(), (target - least) / message.prefill_tokens_s
         arrived = None
         if (choice := choose(reads, saved_s, now_s)) is not None:
@@ -185,9 +187,7 @@ class Fetches:
                 await self._system.wait([self._system.future()], SLICE_S)
                 if layout.namespace not in self._known or self._is_closed:
                     break
-            tier = fetch.where.get((each.group, each.chunk))
-            if tier is None:
-                continue
+            tier = fetch.where[each.group, each.chunk]
             parent = keys[each.chunk - 1] if each.chunk else b""
             place = keys[each.chunk], each.group, each.rank, *size, parent
             # Other lookups may have planned in the same turn.
@@ -282,11 +282,3 @@ class _Fetch:
     def size(self, each: Wanted) -> Size:
         blocks = len(self.layout.groups[each.group].stored_blocks(each.chunk, self.layout.chunk_size))
         return blocks, blocks * self.shards[each.rank].geometry.groups[each.group].block_bytes
-
-    def amounts(self, objects: Mapping[Wanted, Size]) -> dict[TierState, int]:
-        """The bytes that each tier has of these objects."""
-        amounts = Counter[TierState]()
-        for each, size in objects.items():
-            if (tier := self.where.get((each.group, each.chunk))) is not None:
-                amounts[tier] += size[1]
-        return amounts

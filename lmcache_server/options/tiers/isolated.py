@@ -137,7 +137,7 @@ class _Process:
                     theirs.enter_context(other)
                 passed = [other.fileno() for _, other in pairs]
                 # -m adds the working directory to the search path: use one that is on it anyway.
-                self._process = subprocess.Popen(
+                self.process = subprocess.Popen(
                     [sys.executable, "-m", "lmcache_server.options.tiers.helper", *map(str, passed)],
                     cwd=_PACKAGES, pass_fds=passed, stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
@@ -150,7 +150,7 @@ class _Process:
         for channel in (*others, first):
             self.channels.put(channel)
         try:
-            timeout_s = OPEN_S + settings["segment_bytes"] / PIN_BYTES_PER_S
+            timeout_s = OPEN_S + settings.get("segment_bytes", 0) / PIN_BYTES_PER_S
             first.ask(Request("open", settings=settings), timeout_s)
             if l1 is not None:
                 first.share(L1, l1)
@@ -160,17 +160,13 @@ class _Process:
             self.end()
             raise
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        return self.process.poll() is None
 
     def end(self) -> str:
         """Kills it, and returns when it is gone, however long that takes. Says how it had ended by itself."""
-        self._process.kill()
-        code = self._process.wait()
+        self.process.kill()
+        code = self.process.wait()
         with self.channels.mutex:
             for channel in self.channels.queue:  # those in use are closed by their users
                 channel.close()
@@ -182,8 +178,8 @@ class _Process:
         self.channels.put(channel)
 
     def _listen(self) -> None:
-        assert self._process.stderr is not None
-        with self._process.stderr as lines:
+        assert self.process.stderr is not None
+        with self.process.stderr as lines:
             for line in lines:
                 self._last_line = line.decode(errors="replace").strip()[-200:]
                 logger.debug("%(line)s", {"line": self._last_line})

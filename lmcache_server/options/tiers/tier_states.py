@@ -46,8 +46,6 @@ class TierState:
     """It had no room for a record: until then it is not offered what is cold."""
     is_probed: bool = False
     failure: str = ""
-    restarts: int = 0
-    """Of its helper process, as far as they are counted."""
 
     @property
     def is_busy(self) -> bool:
@@ -80,12 +78,9 @@ class Tiers:
         """Once a second: leave alone a tier whose calls all hang, and try one that was left alone."""
         now_s = self._system.now_s()
         for tier in self.all:
-            if (restarts := tier.worker.restarts) > tier.restarts:
-                more, tier.restarts = restarts - tier.restarts, restarts
-                self._metrics.count("lmcache_tier_helper_restarts_total", more, tier=tier.label)
+            self._count_up("lmcache_tier_helper_restarts_total", tier.worker.restarts, tier=tier.label)
             for way, stored in tier.worker.compressor.stored_bytes.items():
-                metric, labels = "lmcache_tier_stored_bytes_total", {"tier": tier.label, "direction": way}
-                self._metrics.count(metric, stored - self._metrics.value(metric, **labels), **labels)
+                self._count_up("lmcache_tier_stored_bytes_total", stored, tier=tier.label, direction=way)
             if tier.worker.is_stuck():
                 if not tier.breaker.is_open:
                     self.failed(tier, TierError("all its calls hang"), hangs=True)
@@ -93,6 +88,9 @@ class Tiers:
             elif not tier.is_probed and tier.breaker.tries(now_s):
                 tier.is_probed = True
                 self._system.spawn(self._probe(tier))
+
+    def _count_up(self, metric: str, total: int, **labels: str) -> None:
+        self._metrics.count(metric, total - self._metrics.value(metric, **labels), **labels)
 
     async def _probe(self, tier: TierState) -> None:
         call = tier.worker.present([Label(bytes(32), bytes(32), 0, 0, 0).name])

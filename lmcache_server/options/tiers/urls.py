@@ -147,13 +147,9 @@ def _mooncake(url: TierUrl, l1: Area | None) -> Tier:
     from lmcache_server.options.tiers.isolated import Isolated
 
     check_installed(url)  # here only the other process imports it
-    (host, port), more = (_addresses(url.place, MOONCAKE_PORT) or [])[0], url.parameters
-    settings = {
-        "master": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
-        **{name: more.get(name, default) for name, default in _MOONCAKE_DEFAULTS.items()},
-        "segment_bytes": 0,
-    }
-    segment_bytes = int(more.get("segment_gb", 0) * GB_BYTES)
+    (host, port), more = (_addresses(url.place, MOONCAKE_PORT) or [])[0], dict(url.parameters)
+    segment_bytes = int(more.pop("segment_gb", 0) * GB_BYTES)
+    settings = {"master": f"[{host}]:{port}" if ":" in host else f"{host}:{port}", **more}
     holder = {**settings, "segment_bytes": segment_bytes} if segment_bytes else None
     return Isolated(f"Mooncake at {settings['master']}", settings, l1, holder)
 
@@ -261,7 +257,6 @@ _SCHEMES = {
         "host": _Kind("this machine's address", _matching(r"[\w.:\[\]-]+")),
     },
 }
-_MOONCAKE_DEFAULTS = {"protocol": "tcp", "devices": "", "metadata": "P2PHANDSHAKE", "host": ""}
 _AWS, _AZURE = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_ACCOUNT_KEY"
 _SECRETS = {
     "dir": "nothing, a directory needs none",
