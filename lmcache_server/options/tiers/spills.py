@@ -93,16 +93,15 @@ class Spills:
         """At a clean stop: write what waits, and for tiers that only take cold objects all of L1, what is
         protected and the most recently used first, for at most FLUSH_S seconds."""
         self._is_paused = False
-        end_s, everything = self._system.now_s() + FLUSH_S, list[Chunk]()
-        rest = dict[TierState, list[Chunk]]()
+        end_s, cold = self._system.now_s() + FLUSH_S, [tier for tier in self._tiers.all if tier.cold]
+        everything = [*self._cache.coldest(self._cache.total_frames), *self._cache.protected] if cold else []
         """The most recently used at the end."""
+        rest = {tier: everything.copy() if tier.cold else [] for tier in self._tiers.all}
         for tier in self._tiers.all:
             self._remove_damaged(tier)  # once more, if that has failed
-            tier.full_until_s, rest[tier] = 0.0, []
-            if tier.cold:
-                everything = [*self._cache.coldest(self._cache.total_frames), *self._cache.protected]
-                rest[tier] = everything.copy()
-                self._unqueue(tier)
+            tier.full_until_s = 0.0
+        for tier in cold:
+            self._unqueue(tier)
 
         def has_work(tier: TierState) -> bool:
             return tier.is_busy or (bool(rest[tier]) and self._takes_cold(tier))
@@ -117,7 +116,6 @@ class Spills:
                 self._write(tier)
             await self._system.wait([self._system.future()], 0.02)
         left = sum(len(tier.backlog) + len(tier.writing) for tier in self._tiers.all)
-        cold = [tier for tier in self._tiers.all if tier.cold]
         left += sum(self._missing(tier, chunk).bit_count() for tier in cold for chunk in everything)
         if left:
             logger.warning("%(objects)d objects were not written to their tier", {"objects": left})
