@@ -30,7 +30,7 @@ from lmcache_client.contract.geometry import FULL, GroupSpec  # noqa: E402
 from lmcache_client.contract.hits import resume_point  # noqa: E402
 from lmcache_server.core.cache import Cache, Reservation  # noqa: E402
 from lmcache_server.core.layout import Layout  # noqa: E402
-from lmcache_server.options.tiers.to_fetch import wanted  # noqa: E402
+from lmcache_server.options.tiers.fetch_choice import wanted  # noqa: E402
 
 CHUNK, BLOCK = replay.CHUNK, 16
 L1_CHUNKS = 6_000

@@ -65,11 +65,12 @@ class System:
     def random_bytes(self, count: int) -> bytes:
         return os.urandom(count)
 
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Runs a coroutine on the event loop. It must handle its own errors; asyncio logs any other."""
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Future[None]":
+        """Runs a coroutine, which must handle its own errors. Returns a future that is done at its end."""
         task = self._loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def future(self) -> "asyncio.Future[None]":
         return self._loop.create_future()
@@ -85,8 +86,7 @@ class System:
         return not self._tasks
 
     def open_process(self, pid: int) -> Process | None:
-        """Opens a process; returns None if it has ended or is in another process namespace. Raises
-        ScarceError."""
+        """Opens a process; None if it has ended or is in another process namespace. Raises ScarceError."""
         try:
             descriptor = os.pidfd_open(pid)
         except (OSError, OverflowError) as error:

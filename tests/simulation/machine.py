@@ -322,18 +322,21 @@ class SimulatedServer:
     def random_bytes(self, count: int) -> bytes:
         return self.world.random.randbytes(count)
 
-    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        self.run_soon(self.resume, coroutine)
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> Future:
+        ended = Future(self)
+        self.run_soon(self.resume, coroutine, ended)
+        return ended
 
-    def resume(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+    def resume(self, coroutine: Coroutine[Any, Any, Any], ended: Future) -> None:
         """Run a coroutine up to the next thing that it waits for."""
         try:
             future = coroutine.send(None)
         except StopIteration:
+            ended.set_result(None)
             return
         assert isinstance(future, Future)
         assert not future.done()
-        future.when_done(self.resume, coroutine)
+        future.when_done(self.resume, coroutine, ended)
 
     def future(self) -> Future:
         return Future(self)

@@ -283,8 +283,8 @@ def unrest(server: "SimulatedServer") -> list[str]:
         reads_lost, writes_lost = reads_lost + reads, writes_lost + writes
         if tier.breaker.is_open != tier.worker.is_stuck():
             wrong.append(f"tier {tier.label} is left alone: {tier.breaker.is_open}")
-        if tier.writing > writes:
-            wrong.append(f"{tier.writing} objects are being written")
+        if len(tier.writing) > writes:
+            wrong.append(f"{len(tier.writing)} objects are being written")
         if tier.worker.reads_waiting or tier.worker._writes.num_waiting:
             wrong.append("calls wait for a thread")
         if tier.backlog and not tier.breaker.is_open:

@@ -1,19 +1,14 @@
 """What a directory of this server alone holds: its records in the order of their last use, in memory."""
 
 import contextlib
-import hashlib
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
-
-import numpy as np
-
-DIGEST_BYTES = 8
 
 
 class Kept(NamedTuple):
-    """A record's file. Its name is the key. One from before the start counts as used when it was written."""
+    """A record's file. Its name is the key."""
 
     num_bytes: int
     written_s: float
@@ -21,11 +16,8 @@ class Kept(NamedTuple):
 
 
 class Catalog:
-    """Records by name, least recently used first. Not for several threads at once, except for `present` and
-    `oldest`.
-
-    `used_bytes` counts those that are being written, too: whoever writes adds and subtracts them.
-    """
+    """Records by name, least recently used first, of `used_bytes` in all. Not for several threads at once,
+    except for `present` and `oldest`."""
 
     def __init__(self) -> None:
         self._records: OrderedDict[str, Kept] = OrderedDict()
@@ -38,9 +30,6 @@ class Catalog:
     def present(self, names: Sequence[str], written_after_s: float) -> list[bool]:
         get = self._records.get
         return [(kept := get(name)) is not None and kept.written_s >= written_after_s for name in names]
-
-    def get(self, name: str) -> Kept | None:
-        return self._records.get(name)
 
     def oldest(self) -> Kept | None:
         """The record that was not used for the longest time."""
@@ -58,9 +47,10 @@ class Catalog:
         self._records[name] = kept
         self.used_bytes += kept.num_bytes
 
-    def pop(self, name: str) -> None:
+    def pop(self, name: str) -> Kept | None:
         if (kept := self._records.pop(name, None)) is not None:
             self.used_bytes -= kept.num_bytes
+        return kept
 
     def use(self, name: str) -> None:
         """Somebody reads the record: it is no victim until `release`, and then the last one to go."""
@@ -84,26 +74,3 @@ class Catalog:
                 victims.append(name)
                 missing_bytes -= kept.num_bytes
         return victims if missing_bytes <= 0 or at_most is not None else None
-
-    def order(self) -> bytes:
-        """Digests of all names in their order: it fits into a small file, and `restore` takes it."""
-        return b"".join(map(_digest, list(self._records)))
-
-    def restore(self, names: Sequence[str], found: Sequence[Kept], order: bytes) -> Iterator[None]:
-        """Add what lies in the directory, in the order of a former catalog; others first, oldest first.
-        An iterator, because a million records take seconds: between two steps others may have their turn."""
-        known = np.frombuffer(order[: len(order) // DIGEST_BYTES * DIGEST_BYTES], np.uint64)
-        digests = np.frombuffer(b"".join(map(_digest, names)), np.uint64)
-        ranks = np.full(len(digests), -1)
-        if len(known):
-            sorter = np.argsort(known)
-            at = sorter[np.minimum(np.searchsorted(known, digests, sorter=sorter), len(known) - 1)]
-            ranks = np.where(known[at] == digests, at, -1)
-        written_s = np.array([kept.written_s for kept in found])
-        for number in np.lexsort((written_s, ranks)).tolist():
-            self.add(names[number], found[number])
-            yield
-
-
-def _digest(name: str) -> bytes:
-    return hashlib.blake2b(name.encode(), digest_size=DIGEST_BYTES).digest()

@@ -1,12 +1,13 @@
 """A tier in a directory: of a local NVMe, or of any POSIX file system that several machines mount."""
 
 import contextlib
-import itertools
 import logging
 import os
 import threading
 import time
 from collections.abc import Sequence
+
+import numpy as np
 
 from lmcache_server.host.units import size
 from lmcache_server.options.tiers import folders
@@ -52,7 +53,7 @@ class Directory:
         self._closing = threading.Event()
         with contextlib.ExitStack() as opened, self._explained("use"):
             self._root = folders.open_root(path, shared, opened)
-            self._files = Files(self._root)
+            self._files = Files(self._root, notes_use=not shared)
             self._zero_s = folders.now_s(self._root) - time.clock_gettime(time.CLOCK_BOOTTIME)
             self._opened = opened.pop_all()
         self._keeper = threading.Thread(target=self._keep_house, name="tier-directory", daemon=True)
@@ -102,8 +103,7 @@ class Directory:
                 return False
             removed = self._take(victims)
             self._evicted_records += len(removed)
-            self._catalog.used_bytes += (counted_bytes := num_bytes)
-            self._arriving_bytes += num_bytes
+            self._arriving_bytes += (counted_bytes := num_bytes)
         # To overwrite a victim's file takes less time than to delete it.
         same = next((file for file in removed if file[1] == num_bytes), None)
         temporary = same[0] if same else f"{path[:2]}/{temporary_name()}"
@@ -115,7 +115,7 @@ class Directory:
                     renamed = self._files.rename(temporary, path)
                     if renamed and not self._shared:
                         # First: if it counted twice for a moment, another writer would evict for it.
-                        self._catalog.used_bytes -= counted_bytes
+                        self._arriving_bytes -= counted_bytes
                         now_s = time.time()
                         self._catalog.add(name, Kept(num_bytes, now_s, now_s))
                         counted_bytes = 0
@@ -129,8 +129,7 @@ class Directory:
             raise
         finally:
             with self._lock:
-                self._catalog.used_bytes -= counted_bytes
-                self._arriving_bytes -= num_bytes
+                self._arriving_bytes -= counted_bytes
 
     def remove(self, names: Sequence[str]) -> None:
         with self._explained("delete from"):
@@ -150,9 +149,8 @@ class Directory:
         self._keeper.join(CLOSE_S)
         if self._keeper.is_alive():  # the file system hangs
             return
-        with contextlib.suppress(OSError), self._opened:
-            if self._listed and not self._shared:
-                folders.save_order(self._root, self._catalog.order())
+        with contextlib.suppress(OSError):
+            self._opened.close()
 
     def _check_place(self) -> None:
         """Raises TierError if the next server will not find what is written here. Raises OSError."""
@@ -165,12 +163,14 @@ class Directory:
     def _victims(self, num_bytes: int) -> Sequence[str] | None:
         """What has to go before so much is written; None if that is not enough."""
         free, whole = self._files.free_bytes()
-        missing = num_bytes + self._arriving_bytes + int(whole * FREE_PART) - free
+        arriving_bytes = self._arriving_bytes + num_bytes
+        missing = arriving_bytes + int(whole * FREE_PART) - free
         if self._shared:
             return [] if missing <= 0 else None
         if not self._listed or num_bytes > self._size_bytes:
             return None
-        return self._catalog.victims(max(missing, self._catalog.used_bytes + num_bytes - self._size_bytes))
+        missing = max(missing, self._catalog.used_bytes + arriving_bytes - self._size_bytes)
+        return self._catalog.victims(missing)
 
     def _make_room(self, num_bytes: int) -> None:
         """The file system had no room, although it said so: its user has a quota, or no inode is left. So the
@@ -187,11 +187,12 @@ class Directory:
         """Records become temporary files: their paths and bytes."""
         taken = []
         for name in names:
-            path, kept = path_of(name), self._catalog.get(name)
+            path = path_of(name)
             temporary = f"{path[:2]}/{temporary_name()}"
-            if self._files.rename(path, temporary):
+            is_there = self._files.rename(path, temporary)
+            kept = self._catalog.pop(name)
+            if is_there:
                 taken.append((temporary, kept.num_bytes if kept else 0))
-            self._catalog.pop(name)
         return taken
 
     def _keep_house(self) -> None:
@@ -238,19 +239,21 @@ class Directory:
         return -float("inf")
 
     def _list(self) -> None:
-        """Find the records that were there at the start."""
+        """Find the records that were there at the start. Their files say when they were used."""
         folders.delete_leftovers(self._files, float("inf"))
-        names, kept = [], []
+        records, used_s = list[tuple[str, Kept]](), list[float]()
         for name, entry in folders.records(self._files):
             if self._closing.is_set():
                 return
             if found := folders.status(entry):
-                names.append(name)
-                kept.append(Kept(found.st_size, found.st_mtime, found.st_mtime))
-        steps = self._catalog.restore(names, kept, folders.take_order(self._root))
-        while not self._listed:
+                used_s.append(max(found.st_atime, found.st_mtime))
+                records.append((name, Kept(found.st_size, found.st_mtime, used_s[-1])))
+        order = np.argsort(used_s, kind="stable").tolist()  # unlike sort(), it stops no other thread
+        for start in range(0, len(order), BATCH):
             with self._lock:
-                self._listed = len(list(itertools.islice(steps, BATCH))) < BATCH
+                for number in order[start : start + BATCH]:
+                    self._catalog.add(*records[number])
+        self._listed = True
         free, whole = self._files.free_bytes()
         if (room := free + self._catalog.used_bytes - int(whole * FREE_PART)) < self._size_bytes:
             logger.warning(

@@ -20,12 +20,12 @@ from lmcache_server.host.preflight import FAIL, OK, WARN, Check
 from lmcache_server.host.units import GB_BYTES, size
 from lmcache_server.options.tiers import urls
 from lmcache_server.options.tiers.base import Tier, TierError
+from lmcache_server.options.tiers.directory import FREE_PART
 from lmcache_server.options.tiers.folders import explained
 from lmcache_server.options.tiers.record_format import read_key
 
 WAIT_S = 30.0
 RECORD_BYTES = 8192
-FREE_PART = 0.02
 WITHOUT_LIMIT_GB = 1e9
 
 

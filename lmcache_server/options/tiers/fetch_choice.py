@@ -1,13 +1,39 @@
-"""Whether a fetch pays, and how fast tiers are."""
+"""What to fetch from tiers: what a resume needs and L1 lacks, if that pays at the speed of the tiers."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+from lmcache_server.core.layout import Layout
 
 OLD_S, SLOW_OLD_S = 60.0, 5.0
 """A speed is unknown again after OLD_S seconds; one at which a fetch does not pay after SLOW_OLD_S."""
 UNKNOWN_SHARE = 0.05
 """While nobody knows how fast a tier is, a request waits for this share of the time that computing takes."""
+
+
+class Wanted(NamedTuple):
+    """An object that a resume needs and L1 lacks: chunk number `chunk` of the chain, written by `rank`."""
+
+    chunk: int
+    group: int
+    rank: int
+
+
+def wanted(
+    layout: Layout, ready: Sequence[int], resume_tokens: int, computed_tokens: int
+) -> Iterator[Wanted]:
+    """What a resume at `resume_tokens` needs and L1 lacks, in the order of the chain. `ready` has, per chunk,
+    the bits of its ready objects; the engine itself holds `computed_tokens`."""
+    size, end = layout.chunk_size, resume_tokens // layout.chunk_size
+    groups = range(len(layout.groups))
+    first = [layout.first_needed_chunk(group, resume_tokens, computed_tokens) for group in groups]
+    for chunk in range(min(first, default=end), end):
+        for group, spec in enumerate(layout.groups):
+            if first[group] <= chunk and spec.stored_blocks(chunk, size):
+                for rank in layout.holders[group]:
+                    if not ready[chunk] >> layout.bit(group, rank) & 1:
+                        yield Wanted(chunk, group, rank)
 
 
 class Speed:

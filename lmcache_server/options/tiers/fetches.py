@@ -4,12 +4,12 @@ Engines talk to L1 only. A tier's word that it has an object is a hint: the hit 
 """
 
 import asyncio
+import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
-from lmcache_client.contract.geometry import FULL, Geometry
+from lmcache_client.contract.geometry import FULL, Region
 from lmcache_client.contract.hits import fetch_patience_s, resume_point
 from lmcache_client.contract.messages import Lookup
 from lmcache_server.core.cache import Layout, Reservation
@@ -17,10 +17,9 @@ from lmcache_server.core.index import Chunk
 from lmcache_server.core.pool import FRAME_BYTES, count_frames
 from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.breaker import PRESENT, READ
-from lmcache_server.options.tiers.fetch_choice import Speed, choose
+from lmcache_server.options.tiers.fetch_choice import Speed, Wanted, choose, wanted
 from lmcache_server.options.tiers.record_format import DamagedRecordError, Label
 from lmcache_server.options.tiers.tier_states import Tiers, TierState
-from lmcache_server.options.tiers.to_fetch import Wanted, wanted
 from lmcache_server.service.option import Base
 from lmcache_server.service.sessions import Shard
 from lmcache_server.transfer.base import CopyError
@@ -78,11 +77,11 @@ class Fetches:
         when it is clear that it will not be, or when the request has waited long enough. What comes later
         stays in L1 for the next request. Returns the resume point for which tiers say that they have what L1
         lacks."""
-        ended, limit = self._system.future(), message.limit_tokens
+        limit = message.limit_tokens
         ready = self._cache.ready(layout, message.keys[: limit // layout.chunk_size])
         fetch = _Fetch(layout, shards, message, ready)
-        planned = self._plan(fetch, max(resume_tokens, message.computed_tokens), self.usable(layout))
-        self._system.spawn(_then(planned, ended))
+        least = max(resume_tokens, message.computed_tokens)
+        ended = self._system.spawn(self._plan(fetch, least, self.usable(layout)))
         await self._system.wait([ended], fetch_patience_s(message.num_tokens))
         self._metrics.count("lmcache_tier_fetches_total", 1, outcome="ended" if ended.done() else "late")
         return fetch.resume_point(limit)
@@ -108,28 +107,28 @@ class Fetches:
             objects, limit = {}, (message.computed_tokens + target) // 2
         if not objects:
             return
-        bringing = self._bring(fetch, objects)
         if not message.prefill_tokens_s:
-            await bringing
+            await self._bring(fetch, objects)
             return
-        amounts = fetch.amounts(objects).items()
-        reads = [(tier.speed, size, tier.worker.read_delay_s(size)) for tier, size in amounts]
+        amounts = Counter[TierState]()
+        for each, (_, num_bytes) in objects.items():
+            amounts[fetch.where[each.group, each.chunk]] += num_bytes
+        reads = [(tier.speed, size, tier.worker.read_delay_s(size)) for tier, size in amounts.items()]
         now_s, saved_s = self._system.now_s(), (target - least) / message.prefill_tokens_s
-        arrived = self._system.future()
-        if (choice := choose(reads, saved_s, now_s)) is None:
-            bringing.close()
-        else:
+        arrived = None
+        if (choice := choose(reads, saved_s, now_s)) is not None:
             for speed in choice.unknown:
                 speed.tried_s = now_s
-            self._system.spawn(_then(self._tried(bringing, choice.unknown), arrived))
+            arrived = self._system.spawn(self._tried(fetch, objects, choice.unknown))
             if choice.wait_s:
                 await self._system.wait([arrived], choice.wait_s)
-        self._metrics.count("lmcache_tier_fetches_total", int(not arrived.done()), outcome="slow")
+        if arrived is None or not arrived.done():
+            self._metrics.count("lmcache_tier_fetches_total", 1, outcome="slow")
 
-    async def _tried(self, bringing: Coroutine[Any, Any, None], unknown: Sequence[Speed]) -> None:
+    async def _tried(self, fetch: "_Fetch", objects: Mapping[Wanted, Size], unknown: Sequence[Speed]) -> None:
         """Tells how fast these tiers are now. Meanwhile nobody else tries them."""
         try:
-            await bringing
+            await self._bring(fetch, objects)
         finally:
             for speed in unknown:
                 speed.tried_s = -math.inf
@@ -188,9 +187,7 @@ class Fetches:
                 await self._system.wait([self._system.future()], SLICE_S)
                 if layout.namespace not in self._known or self._is_closed:
                     break
-            tier = fetch.where.get((each.group, each.chunk))
-            if tier is None:
-                continue
+            tier = fetch.where[each.group, each.chunk]
             parent = keys[each.chunk - 1] if each.chunk else b""
             place = keys[each.chunk], each.group, each.rank, *size, parent
             # Other lookups may have planned in the same turn.
@@ -198,10 +195,10 @@ class Fetches:
             room = None if is_full else self._cache.reserve(layout, *place, tenant=fetch.message.tenant)
             if isinstance(room, Reservation):
                 rooms.append(room)
-                arrival = self._arriving[room.chunk, room.bit] = self._system.future()
                 self._fetching_frames += count_frames(room.runs)
-                geometry = fetch.shards[each.rank].geometry
-                self._system.spawn(self._arrive(tier, room, geometry, each.group, arrival))
+                regions = fetch.shards[each.rank].geometry.groups[each.group].regions
+                arrival = self._system.spawn(self._arrive(tier, room, regions))
+                self._arriving[room.chunk, room.bit] = arrival
                 arrivals.append(arrival)
             elif other := self._coming(fetch, each):
                 arrivals.append(other)
@@ -219,23 +216,15 @@ class Fetches:
         chunk = self._cache.chunk(fetch.layout.namespace, fetch.message.keys[each.chunk])
         return self._arriving.get((chunk, fetch.layout.bit(each.group, each.rank))) if chunk else None
 
-    async def _arrive(
-        self,
-        tier: TierState,
-        room: Reservation,
-        geometry: Geometry,
-        group: int,
-        arrival: "asyncio.Future[None]",
-    ) -> None:
+    async def _arrive(self, tier: TierState, room: Reservation, regions: Sequence[Region]) -> None:
         """Reads one object into its frames, which stay reserved until the call has returned."""
         outcome, sums = "failed", None
         try:
             await tier.reads.acquire()
             if tier.breaker.is_open:
                 raise TierError(tier.failure)
-            self._tiers.check()
             label = Label(room.chunk.namespace, room.chunk.key, room.bit, room.num_blocks, room.num_bytes)
-            arrived = lambda: self._checksums(room, geometry, group)  # noqa: E731
+            arrived = functools.partial(self._checksums, room, regions)
             payload = self._tiers.payload(room.runs, room.num_bytes)
             if tier.may_read(label.name):
                 sums = await tier.worker.read(label, payload, arrived)
@@ -259,24 +248,15 @@ class Fetches:
                 self._cache.commit(room, sums)
                 room.chunk.in_tiers |= tier.mark(room.bit)
             del self._arriving[room.chunk, room.bit]
-            arrival.set_result(None)
             self._tiers.count(tier, "read", outcome, room.num_bytes)
 
-    def _checksums(self, room: Reservation, geometry: Geometry, group: int) -> bytes:
+    def _checksums(self, room: Reservation, regions: Sequence[Region]) -> bytes:
         """The checksums of an object's pages, for --checksums. Called in a thread."""
         if not self._take_checksums:
             return b""
-        regions = geometry.groups[group].regions
         page = ObjectCopy(room.runs, room.num_blocks, 0, range(room.num_blocks))
         bases = [0] * (1 + max(region.buffer for region in regions))
         return checksums(pieces(page, regions, bases, self._l1.base_address, FRAME_BYTES), page, regions)
-
-
-async def _then(work: Coroutine[Any, Any, None], ended: "asyncio.Future[None]") -> None:
-    try:
-        await work
-    finally:
-        ended.set_result(None)
 
 
 class _Fetch:
@@ -302,11 +282,3 @@ class _Fetch:
     def size(self, each: Wanted) -> Size:
         blocks = len(self.layout.groups[each.group].stored_blocks(each.chunk, self.layout.chunk_size))
         return blocks, blocks * self.shards[each.rank].geometry.groups[each.group].block_bytes
-
-    def amounts(self, objects: Mapping[Wanted, Size]) -> dict[TierState, int]:
-        """The bytes that each tier has of these objects."""
-        amounts = Counter[TierState]()
-        for each, size in objects.items():
-            if (tier := self.where.get((each.group, each.chunk))) is not None:
-                amounts[tier] += size[1]
-        return amounts

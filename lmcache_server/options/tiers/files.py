@@ -6,6 +6,7 @@ import mmap
 import os
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -13,6 +14,8 @@ from lmcache_server.options.tiers.pieces import PAGE_BYTES, first, fits
 
 MAX_PIECES = 1024
 """Of one system call (IOV_MAX)."""
+USED_S = 600.0
+"""So exactly a file says when it was read: to note that each time would wear out a disk."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 _NO_FILE = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EACCES, errno.EIO, *_NO_DIRECT)
@@ -36,10 +39,11 @@ class Files:
 
     Paths are relative to `root`: if another file system is mounted over it, or it is moved, nothing is
     written elsewhere. Nothing is forced to the disk: after a power failure a file may have any content.
+    With `notes_use`, the time of access (atime) of a file says when it was read.
     """
 
-    def __init__(self, root: int) -> None:
-        self._root = root
+    def __init__(self, root: int, notes_use: bool = False) -> None:
+        self._root, self._notes_use = root, notes_use
         self.direct = os.O_DIRECT if self._probe() else 0
         """The flag O_DIRECT, or 0 where the file system refuses it; then cached pages are dropped at once."""
 
@@ -81,6 +85,9 @@ class Files:
                 return 0
             done = _transfer(os.preadv, file, first(pieces, status.st_size))
             self._forget_pages(file)
+            if self._notes_use and abs(time.time() - status.st_atime) > USED_S:
+                with contextlib.suppress(OSError):  # as of a read-only file system
+                    os.utime(file, ns=(time.time_ns(), status.st_mtime_ns))
             return done if done == status.st_size else 0
         finally:
             os.close(file)

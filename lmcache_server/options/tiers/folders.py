@@ -19,7 +19,6 @@ logger = logging.getLogger(__name__)
 
 LOCK, SWEEPER = "lock", "sweeper.lock"
 FOLDERS = [f"{number:02x}" for number in range(256)]
-_ORDER = "lmcache.order"
 _ENDING = ".kv"
 _ADVICE = {
     errno.EROFS: "its file system is read-only: name another one, remount it or, under systemd, add it to "
@@ -150,21 +149,3 @@ def delete_oldest(files: Files, size_bytes: int, before_s: float) -> None:
         for name, entry in records(files):
             if (found := status(entry)) and found.st_mtime < before_s:
                 files.unlink(path_of(name))
-
-
-def save_order(root: int, order: bytes) -> None:
-    """For `take_order` of the next server. It never sees a part of it."""
-    new, flags = f"{_ORDER}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    with open(os.open(new, flags, 0o600, dir_fd=root), "wb") as stream:
-        stream.write(order)
-    os.rename(new, _ORDER, src_dir_fd=root, dst_dir_fd=root)
-
-
-def take_order(root: int) -> bytes:
-    """What `save_order` left. It is deleted, because from now on it is not true."""
-    with contextlib.suppress(FileNotFoundError):
-        with open(os.open(_ORDER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=root), "rb") as stream:
-            order = stream.read()
-        os.unlink(_ORDER, dir_fd=root)
-        return order
-    return b""

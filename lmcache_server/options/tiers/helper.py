@@ -1,5 +1,5 @@
-"""The process in which the native client of a store runs:
-`python -m lmcache_server.options.tiers.helper CLIENT SETTINGS DESCRIPTOR…`.
+"""The process in which the native client of a store runs, and what the server says to it over sockets:
+`python -m lmcache_server.options.tiers.helper DESCRIPTOR…`.
 
 Each descriptor is a channel, with a thread of its own. When one closes, the process ends.
 
@@ -14,16 +14,46 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from lmcache_server.options.tiers.helper_messages import MAX_BYTES, Part, Reply, Request
 from lmcache_server.options.tiers.mooncake import Memory, Mooncake
 
+Call = Literal["open", "share", "present", "read", "write", "remove", "clear"]
+L1 = 0
+"""The number of the area that all channels share. The others are 1 + the number of a channel."""
+MAX_BYTES = 160 << 10
+"""Of a message: below what a socket takes by default."""
+MAX_NAMES = 512
+"""Of a message; each has some 200 bytes at most."""
 _PR_SET_PDEATHSIG = 1
-CLIENTS = {"mooncake": Mooncake}
+
+
+class Part(NamedTuple):
+    """Bytes of a record: `num_bytes` at `offset` of an area."""
+
+    area: int
+    offset: int
+    num_bytes: int
+
+
+class Request(msgspec.Struct, array_like=True):
+    """The first is `open`, with the client's `settings`. With `share` comes the descriptor of a file. Its
+    `parts` is where the area lies in the file."""
+
+    call: Call
+    names: list[str] = []
+    parts: list[Part] = []
+    settings: dict[str, Any] = {}
+
+
+class Reply(msgspec.Struct, array_like=True):
+    """What the call found or whether it could, or why it failed."""
+
+    found: list[bool] = []
+    error: str = ""
 
 
 class _Area(NamedTuple):
@@ -35,8 +65,10 @@ class _Area(NamedTuple):
 class Helper:
     """Answers what comes in on the channels. Any exception of the client is a call that failed."""
 
-    def __init__(self, client: Mooncake) -> None:
-        self._client = client
+    _client: Mooncake
+
+    def __init__(self, make: Callable[..., Mooncake] = Mooncake) -> None:
+        self._make = make
         self._areas: dict[int, _Area] = {}
 
     def serve(self, channel: socket.socket) -> None:
@@ -53,20 +85,22 @@ class Helper:
             channel.send(msgspec.msgpack.encode(reply))
 
     def _answer(self, request: Request, descriptors: Sequence[int]) -> list[bool]:
-        client, names = self._client, request.names
-        if request.call == "share":
+        names = request.names
+        if request.call == "open":
+            self._client = self._make(**request.settings)
+        elif request.call == "share":
             (part,), (descriptor,) = request.parts, descriptors
             self._share(part, descriptor)
         elif request.call == "present":
-            return client.present(names)
+            return self._client.present(names)
         elif request.call == "read":
-            return [client.read(names[0], self._memory(request.parts))]
+            return [self._client.read(names[0], self._memory(request.parts))]
         elif request.call == "write":
-            return [client.write(names[0], self._memory(request.parts))]
+            return [self._client.write(names[0], self._memory(request.parts))]
         elif request.call == "remove":
-            client.remove(names)
+            self._client.remove(names)
         else:
-            client.clear(names[0])
+            self._client.clear(names[0])
         return []
 
     def _share(self, part: Part, descriptor: int) -> None:
@@ -90,30 +124,22 @@ class Helper:
         return memory
 
 
-def main(client: str, settings: str, *descriptors: str) -> None:
-    """The first reply on the first channel says whether the client could be opened."""
+def main(*descriptors: str) -> None:
     # A client that hangs may keep the other threads from seeing that the server is gone.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the server ends it
-    channels = [socket.socket(fileno=int(descriptor)) for descriptor in descriptors]
-    reply = Reply()
-    try:
-        helper = Helper(CLIENTS[client](**msgspec.json.decode(settings)))
-    except Exception as error:  # any failure is an answer
-        reply.error = str(error) or type(error).__name__
-    channels[0].send(msgspec.msgpack.encode(reply))
-    if reply.error:
-        os._exit(1)
+    helper = Helper()
 
     def work(channel: socket.socket) -> None:
         with contextlib.suppress(OSError):
             helper.serve(channel)
         os._exit(0)  # without the destructors of the client, which may hang
 
-    for channel in channels[1:]:
+    first, *others = [socket.socket(fileno=int(descriptor)) for descriptor in descriptors]
+    for channel in others:
         threading.Thread(target=work, args=(channel,), daemon=True).start()
-    work(channels[0])
+    work(first)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ import msgspec
 
 from lmcache_server.l1.area import Area, shared_memory
 from lmcache_server.options.tiers.base import TierError, checked_name
-from lmcache_server.options.tiers.helper_messages import L1, MAX_BYTES, MAX_NAMES, Call, Part, Reply, Request
+from lmcache_server.options.tiers.helper import L1, MAX_BYTES, MAX_NAMES, Call, Part, Reply, Request
 from lmcache_server.options.tiers.pieces import gather, size, spread
 
 logger = logging.getLogger(__name__)
@@ -66,17 +66,16 @@ class _Channel:
 
     def ask(self, request: Request, timeout_s: float, descriptors: Sequence[int] = ()) -> list[bool]:
         """Raises HelperLostError, and TierError if the client says why it failed."""
-        with self._in_time(timeout_s):
-            socket.send_fds(self._connection, [msgspec.msgpack.encode(request)], descriptors)
-        return self.reply(timeout_s)
-
-    def reply(self, timeout_s: float) -> list[bool]:
-        with self._in_time(timeout_s):
-            content = self._connection.recv(MAX_BYTES)
-        if not content:
-            raise HelperLostError("has ended")
         try:
+            self._connection.settimeout(timeout_s)
+            socket.send_fds(self._connection, [msgspec.msgpack.encode(request)], descriptors)
+            if not (content := self._connection.recv(MAX_BYTES)):
+                raise EOFError
             reply = msgspec.msgpack.decode(content, type=Reply)
+        except TimeoutError:
+            raise HelperLostError(f"gave no answer within {timeout_s:.0f} s", hangs=True) from None
+        except (OSError, EOFError):
+            raise HelperLostError("has ended") from None
         except msgspec.MsgspecError as error:
             raise HelperLostError("gave no valid answer") from error
         if reply.error:
@@ -123,75 +122,54 @@ class _Channel:
             self._memory = memory
         return self._memory[:num_bytes]
 
-    @contextlib.contextmanager
-    def _in_time(self, timeout_s: float) -> Iterator[None]:
-        try:
-            self._connection.settimeout(timeout_s)
-            yield
-        except TimeoutError:
-            raise HelperLostError(f"gave no answer within {timeout_s:.0f} s", hangs=True) from None
-        except OSError:
-            raise HelperLostError("has ended") from None
-
 
 class _Process:
     """One life of a helper. Raises TierError if it cannot be started."""
 
-    def __init__(self, client: str, settings: dict[str, Any], channels: int, l1: Area | None) -> None:
+    def __init__(self, settings: dict[str, Any], channels: int, l1: Area | None) -> None:
         self.channels: queue.LifoQueue[_Channel] = queue.LifoQueue()
-        try:
-            pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(channels)]
-        except OSError as error:
-            raise TierError(f"its process could not be started: {error}") from error
-        self._all = [_Channel(number, own, l1) for number, (own, _) in enumerate(pairs)]
-        theirs = [other.fileno() for _, other in pairs]
-        command = [sys.executable, "-m", "lmcache_server.options.tiers.helper", client]
-        command += [msgspec.json.encode(settings).decode(), *map(str, theirs)]
         self._last_line = ""
-        try:
-            # -m adds the working directory to the search path: use one that is on it anyway.
-            self._process = subprocess.Popen(
-                command, cwd=_PACKAGES, pass_fds=theirs, stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            )  # fmt: skip
-        except OSError as error:
-            for channel in self._all:
-                channel.close()
-            raise TierError(f"its process could not be started: {error}") from error
-        finally:
-            for _, other in pairs:
-                other.close()
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            try:
+                pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(channels)]
+                for own, other in pairs:
+                    ours.enter_context(own)
+                    theirs.enter_context(other)
+                passed = [other.fileno() for _, other in pairs]
+                # -m adds the working directory to the search path: use one that is on it anyway.
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "lmcache_server.options.tiers.helper", *map(str, passed)],
+                    cwd=_PACKAGES, pass_fds=passed, stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                )  # fmt: skip
+            except OSError as error:
+                raise TierError(f"its process could not be started: {error}") from error
+            ours.pop_all()
         threading.Thread(target=self._listen, name="tier-helper", daemon=True).start()
-        for channel in reversed(self._all):
+        first, *others = [_Channel(number, own, l1) for number, (own, _) in enumerate(pairs)]
+        for channel in (*others, first):
             self.channels.put(channel)
         try:
-            self._all[0].reply(OPEN_S + settings.get("segment_bytes", 0) / PIN_BYTES_PER_S)
+            timeout_s = OPEN_S + settings.get("segment_bytes", 0) / PIN_BYTES_PER_S
+            first.ask(Request("open", settings=settings), timeout_s)
             if l1 is not None:
-                self._all[0].share(L1, l1)
-        except (HelperLostError, TierError) as error:
-            how = self.end()
-            raise TierError(
-                f"its process {error}{how}" if isinstance(error, HelperLostError) else str(error)
-            ) from None
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+                first.share(L1, l1)
+        except HelperLostError as error:
+            raise TierError(f"its process {error}{self.end()}") from None
+        except TierError:
+            self.end()
+            raise
 
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        return self.process.poll() is None
 
     def end(self) -> str:
         """Kills it, and returns when it is gone, however long that takes. Says how it had ended by itself."""
-        self._process.kill()
-        code = self._process.wait()
-        # Those in use are closed by their users.
-        idle = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                idle.append(self.channels.get_nowait())
-        for channel in idle:
-            self.give_back(channel)
+        self.process.kill()
+        code = self.process.wait()
+        with self.channels.mutex:
+            for channel in self.channels.queue:  # those in use are closed by their users
+                channel.close()
         return "" if code == -signal.SIGKILL else f", with exit code {code}: {self._last_line}"
 
     def give_back(self, channel: _Channel) -> None:
@@ -200,27 +178,22 @@ class _Process:
         self.channels.put(channel)
 
     def _listen(self) -> None:
-        assert self._process.stderr is not None
-        with self._process.stderr as lines:
+        assert self.process.stderr is not None
+        with self.process.stderr as lines:
             for line in lines:
                 self._last_line = line.decode(errors="replace").strip()[-200:]
                 logger.debug("%(line)s", {"line": self._last_line})
 
 
 class Isolated:
-    """Calls `client` of the module helper in a process of its own. `l1` is memory that both map, or
-    None. With `holder`, another process opens the client with those settings and only holds
-    it open: what it keeps survives the end of the first. Raises TierError if the store cannot be used."""
+    """Opens a Mooncake with these settings in a process of its own. `l1` is memory that both map, or None.
+    With `holder`, another process opens one with those settings and only holds it open: what it keeps
+    survives the end of the first. Raises TierError if the store cannot be used."""
 
     def __init__(
-        self,
-        where: str,
-        client: str,
-        settings: dict[str, Any],
-        l1: Area | None,
-        holder: dict[str, Any] | None = None,
+        self, where: str, settings: dict[str, Any], l1: Area | None, holder: dict[str, Any] | None = None
     ) -> None:
-        self._where, self._client, self._settings, self._l1 = where, client, settings, l1
+        self._where, self._settings, self._l1 = where, settings, l1
         self._holder_settings = holder
         self._lock = threading.Lock()
         self._process: _Process | None = None
@@ -289,23 +262,20 @@ class Isolated:
 
     def _running(self) -> _Process:
         with self._lock:
-            if self._process is not None and self._process.is_alive():
-                self._keep()
-                return self._process
-            if time.monotonic() < self._wait_until_s:
-                raise TierError("its process could not be started a moment ago")
-            if self._process is not None:
+            if self._process is not None and not self._process.is_alive():
                 self.restarts += 1
-                how = self._process.end()
-                values = {"tier": self._where, "how": how}
+                values = {"tier": self._where, "how": self._process.end()}
                 logger.warning("the helper of %(tier)s is started again%(how)s", values)
-            self._process = None
+                self._process = None
             self._keep()
-            try:
-                self._process = _Process(self._client, self._settings, CHANNELS, self._l1)
-            except TierError:
-                self._wait_until_s = time.monotonic() + AGAIN_S
-                raise
+            if self._process is None:
+                if time.monotonic() < self._wait_until_s:
+                    raise TierError("its process could not be started a moment ago")
+                try:
+                    self._process = _Process(self._settings, CHANNELS, self._l1)
+                except TierError:
+                    self._wait_until_s = time.monotonic() + AGAIN_S
+                    raise
             return self._process
 
     def _keep(self) -> None:
@@ -317,7 +287,7 @@ class Isolated:
             self._holder.end()
             self._holder = None
         try:
-            self._holder = _Process(self._client, self._holder_settings, 1, None)
+            self._holder = _Process(self._holder_settings, 1, None)
         except TierError as error:
             self._keep_after_s = time.monotonic() + KEEP_AGAIN_S
             values = {"tier": self._where, "reason": str(error)}

@@ -33,7 +33,13 @@ class Mooncake:
     leads to the master."""
 
     def __init__(
-        self, master: str, protocol: str, devices: str, metadata: str, host: str, segment_bytes: int
+        self,
+        master: str,
+        protocol: str = "tcp",
+        devices: str = "",
+        metadata: str = "P2PHANDSHAKE",
+        host: str = "",
+        segment_bytes: int = 0,
     ) -> None:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)

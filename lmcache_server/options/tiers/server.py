@@ -70,8 +70,8 @@ class Server(Option):
         Metric(Gauge, "lmcache_tier_evicted_records", "How many were evicted since the start.",
                {"tier": _NUMBERS}),
         Metric(Gauge, "lmcache_tier_oldest_age_seconds",
-               "Time since the last use of the record that is evicted next; 0 without records. One "
-               "from before the start counts as used when it was written.", {"tier": _NUMBERS}),
+               "Time since the last use of the record that is evicted next; 0 without records.",
+               {"tier": _NUMBERS}),
         Metric(Counter, "lmcache_tier_helper_restarts_total",
                "How often the process in which a tier's client runs died or hung and was started again.",
                {"tier": _NUMBERS}),
@@ -168,7 +168,7 @@ class Server(Option):
             "url": tier.url,
             "write": "cold" if tier.cold else "commit",
             "failing": tier.failure if tier.breaker.is_open else "",
-            "waiting_objects": len(tier.backlog) + tier.writing,
+            "waiting_objects": len(tier.backlog) + len(tier.writing),
             "read_bytes_per_s": int(tier.speed.bytes_per_s),
             "read_objects": reads,
             "read_bytes": int(size(direction="read")),
@@ -182,17 +182,13 @@ class Server(Option):
 def _state(number: int, url: urls.TierUrl, base: Base) -> TierState:
     """A tier that is not open yet. Raises StartError if a package is missing, or if a key cannot be read."""
     urls.check_installed(url)
-    compress = urls.compress(url)
-    area = base.l1.area if url.shares_l1 else None
-    open_tier, rates = functools.partial(urls.open_tier, url, area), Rates(*url.options.rates)
-    loop = asyncio.get_running_loop()
-    settings = loop, rates, _cipher(url)
-    worker = TierWorker(f"tier-{number + 1}", open_tier, *settings, compress=compress)
-    return TierState(number, url.text, url.options.write == urls.COLD, worker)
-
-
-def _cipher(url: urls.TierUrl) -> Any:
+    options, compress = url.options, urls.compress(url)
     try:
-        return read_key(url.options.key_file) if url.options.key_file else None
+        cipher = read_key(options.key_file) if options.key_file else None
     except ValueError as error:
         raise StartError(f"--tier {url.text}: cannot read key_file: {error}") from error
+    open_tier = functools.partial(urls.open_tier, url, base.l1.area if url.shares_l1 else None)
+    rates = Rates(options.read_mb_s, options.write_mb_s, options.write_tb_day)
+    settings = asyncio.get_running_loop(), rates, cipher
+    worker = TierWorker(f"tier-{number + 1}", open_tier, *settings, compress=compress)
+    return TierState(number, url.text, options.write == urls.COLD, worker)

@@ -93,16 +93,15 @@ class Spills:
         """At a clean stop: write what waits, and for tiers that only take cold objects all of L1, what is
         protected and the most recently used first, for at most FLUSH_S seconds."""
         self._is_paused = False
-        end_s, everything = self._system.now_s() + FLUSH_S, list[Chunk]()
-        rest = dict[TierState, list[Chunk]]()
+        end_s, cold = self._system.now_s() + FLUSH_S, [tier for tier in self._tiers.all if tier.cold]
+        everything = [*self._cache.coldest(self._cache.total_frames), *self._cache.protected] if cold else []
         """The most recently used at the end."""
+        rest = {tier: everything.copy() if tier.cold else [] for tier in self._tiers.all}
         for tier in self._tiers.all:
             self._remove_damaged(tier)  # once more, if that has failed
-            tier.full_until_s, rest[tier] = 0.0, []
-            if tier.cold:
-                everything = [*self._cache.coldest(self._cache.total_frames), *self._cache.protected]
-                rest[tier] = everything.copy()
-                self._unqueue(tier)
+            tier.full_until_s = 0.0
+        for tier in cold:
+            self._unqueue(tier)
 
         def has_work(tier: TierState) -> bool:
             return tier.is_busy or (bool(rest[tier]) and self._takes_cold(tier))
@@ -116,8 +115,7 @@ class Spills:
                     self._append_all(tier, rest[tier].pop())
                 self._write(tier)
             await self._system.wait([self._system.future()], 0.02)
-        left = sum(len(tier.backlog) + tier.writing for tier in self._tiers.all)
-        cold = [tier for tier in self._tiers.all if tier.cold]
+        left = sum(len(tier.backlog) + len(tier.writing) for tier in self._tiers.all)
         left += sum(self._missing(tier, chunk).bit_count() for tier in cold for chunk in everything)
         if left:
             logger.warning("%(objects)d objects were not written to their tier", {"objects": left})
@@ -143,13 +141,13 @@ class Spills:
             prefixes = [f"{each.hex()}/" if each is not None else "" for each in namespaces]
             futures[tier.worker.clear(prefixes)] = tier
         await self._system.wait([*futures], CLEAR_S)
-        failed = {}
+        failed = list[str]()
         for future, tier in futures.items():
             if not future.done():
-                failed[tier.url] = f"no answer within {CLEAR_S:g} s"
+                failed.append(f"{tier.url}: no answer within {CLEAR_S:g} s")
             elif (error := future.exception()) is not None:
-                failed[tier.url] = str(error)
-        return [f"{url}: {reason}" for url, reason in failed.items()]
+                failed.append(f"{tier.url}: {error}")
+        return failed
 
     def forget(self, chunk: Chunk) -> None:
         """Removes the records of a chunk that is damaged: they may have its bytes."""
@@ -160,7 +158,7 @@ class Spills:
 
     def _remove_damaged(self, tier: TierState) -> None:
         # What is being written would come after its removal.
-        names = tier.damaged - tier.names_written
+        names = tier.damaged.difference(tier.writing)
         if names and not tier.removing and not tier.breaker.is_open:
             tier.removing, tier.damaged = names, tier.damaged - names
             self._system.spawn(self._remove(tier))
@@ -216,9 +214,9 @@ class Spills:
     def _write(self, tier: TierState) -> None:
         """Starts writing what waits, as far as there is room."""
         gone = 0
-        while tier.backlog and tier.writing < WRITES_AT_ONCE and gone < MAX_GONE and not self._is_paused:
+        while tier.backlog and len(tier.writing) < WRITES_AT_ONCE and gone < MAX_GONE and not self._is_paused:
             # What hangs holds its frames, perhaps forever: beside it, one object at a time is written.
-            busy = tier.writing > tier.worker.writes_hanging
+            busy = len(tier.writing) > tier.worker.writes_hanging
             if busy and self._spilling_frames > self._cache.total_frames // SPILL_SHARE:
                 return
             if tier.breaker.is_open:
@@ -229,17 +227,15 @@ class Spills:
                 self._tiers.count(tier, "write", "evicted", 0)
                 gone += 1
                 continue
-            tier.writing += 1
             # Not in the task: before it begins, more objects are chosen, and this one may be found damaged.
             self._spilling_frames += count_frames(stored.runs)
             label = Label(chunk.namespace, chunk.key, bit, stored.num_blocks, stored.num_bytes)
-            tier.names_written.add(label.name)
+            tier.writing.append(label.name)
             self._system.spawn(self._spill(tier, chunk, stored, label))
 
     async def _spill(self, tier: TierState, chunk: Chunk, stored: StoredObject, label: Label) -> None:
         outcome = "failed"
         try:
-            self._tiers.check()
             outcome = await tier.worker.write(label, self._tiers.payload(stored.runs, stored.num_bytes))
             self._tiers.succeeded(tier, WRITE)
         except CopyError:  # L1's file was cut
@@ -248,8 +244,7 @@ class Spills:
             self._tiers.failed(tier, error, WRITE)
         finally:
             self._spilling_frames -= count_frames(stored.runs)
-            tier.writing -= 1
-            tier.names_written.discard(label.name)
+            tier.writing.remove(label.name)
             if outcome not in ("written", "present"):
                 chunk.in_tiers &= ~tier.mark(label.bit)
             self._cache.close_spill(chunk)

@@ -33,22 +33,19 @@ class TierState:
     speed: Speed = field(default_factory=Speed)
     backlog: deque[tuple[Chunk, int]] = field(default_factory=deque)
     """Objects that wait to be written. They may be evicted meanwhile."""
-    writing: int = 0
+    writing: list[str] = field(default_factory=list)
+    """Names of the records that are being written."""
     reads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READS_AT_ONCE))
     """Reads in flight. More would let the questions of other lookups wait."""
     damaged: set[str] = field(default_factory=set)
     """Names of damaged records that are still to be removed. This server reads none of them."""
     removing: set[str] = field(default_factory=set)
     """Those that are being removed."""
-    names_written: set[str] = field(default_factory=set)
-    """Names of the records that are being written."""
     read_bytes: int = 0
     full_until_s: float = 0.0
     """It had no room for a record: until then it is not offered what is cold."""
     is_probed: bool = False
     failure: str = ""
-    restarts: int = 0
-    """Of its helper process, as far as they are counted."""
 
     @property
     def is_busy(self) -> bool:
@@ -81,12 +78,9 @@ class Tiers:
         """Once a second: leave alone a tier whose calls all hang, and try one that was left alone."""
         now_s = self._system.now_s()
         for tier in self.all:
-            if (restarts := tier.worker.restarts) > tier.restarts:
-                more, tier.restarts = restarts - tier.restarts, restarts
-                self._metrics.count("lmcache_tier_helper_restarts_total", more, tier=tier.label)
+            self._count_up("lmcache_tier_helper_restarts_total", tier.worker.restarts, tier=tier.label)
             for way, stored in tier.worker.compressor.stored_bytes.items():
-                metric, labels = "lmcache_tier_stored_bytes_total", {"tier": tier.label, "direction": way}
-                self._metrics.count(metric, stored - self._metrics.value(metric, **labels), **labels)
+                self._count_up("lmcache_tier_stored_bytes_total", stored, tier=tier.label, direction=way)
             if tier.worker.is_stuck():
                 if not tier.breaker.is_open:
                     self.failed(tier, TierError("all its calls hang"), hangs=True)
@@ -94,6 +88,9 @@ class Tiers:
             elif not tier.is_probed and tier.breaker.tries(now_s):
                 tier.is_probed = True
                 self._system.spawn(self._probe(tier))
+
+    def _count_up(self, metric: str, total: int, **labels: str) -> None:
+        self._metrics.count(metric, total - self._metrics.value(metric, **labels), **labels)
 
     async def _probe(self, tier: TierState) -> None:
         call = tier.worker.present([Label(bytes(32), bytes(32), 0, 0, 0).name])
@@ -108,12 +105,9 @@ class Tiers:
             tier.breaker.answers()
             self._works_again(tier)
 
-    def check(self) -> None:
-        """Raises CopyError if L1 cannot be touched."""
-        self._l1.check()
-
     def payload(self, runs: Runs, num_bytes: int) -> list[tuple[int, int]]:
-        """The addresses and sizes of an object's bytes."""
+        """The addresses and sizes of an object's bytes. Raises CopyError if L1 cannot be touched."""
+        self._l1.check()
         payload = []
         for first, count in runs:
             size = min(count * FRAME_BYTES, num_bytes)

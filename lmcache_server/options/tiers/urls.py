@@ -29,30 +29,24 @@ logger = logging.getLogger(__name__)
 
 _EXTRAS = {"valkey": "valkey", "s3": "s3", "az": "s3", "gs": "s3", "mooncake": "mooncake"}
 _PACKAGES = {"valkey": "glide_sync", "s3": "obstore", "mooncake": "mooncake"}
-COMMIT, COLD = WRITES = ("commit", "cold")
-_SETTINGS = (compressed_body.OFF, compressed_body.AUTO, *compressed_body.METHODS)
+COMMIT, COLD = "commit", "cold"
 VALKEY_PORT, MOONCAKE_PORT = 6379, 50051
 USERNAME_VARIABLE, PASSWORD_VARIABLE = "LMCACHE_VALKEY_USERNAME", "LMCACHE_VALKEY_PASSWORD"
 
 
 @dataclass(frozen=True)
 class TierOptions:
-    """What a URL asks of whoever calls the tier. None is no limit, and no key."""
+    """What a URL asks of whoever calls the tier. 0 is no limit, and None no key."""
 
     write: Literal["commit", "cold"]
     """Write a record when L1 has it, or when it is among the coldest of L1."""
-    read_mb_s: float | None = None
+    read_mb_s: float = 0.0
     """In 10**6 bytes, as the next one."""
-    write_mb_s: float | None = None
-    write_tb_day: float | None = None
+    write_mb_s: float = 0.0
+    write_tb_day: float = 0.0
     """In 10**12 bytes."""
     key_file: str | None = None
     compress: str = compressed_body.OFF
-
-    @property
-    def rates(self) -> tuple[float, float, float]:
-        """The limits; 0 is none."""
-        return self.read_mb_s or 0, self.write_mb_s or 0, self.write_tb_day or 0
 
 
 @dataclass(frozen=True)
@@ -153,15 +147,11 @@ def _mooncake(url: TierUrl, l1: Area | None) -> Tier:
     from lmcache_server.options.tiers.isolated import Isolated
 
     check_installed(url)  # here only the other process imports it
-    (host, port), more = (_addresses(url.place, MOONCAKE_PORT) or [])[0], url.parameters
-    settings = {
-        "master": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
-        **{name: more.get(name, default) for name, default in _MOONCAKE_DEFAULTS.items()},
-        "segment_bytes": 0,
-    }
-    segment_bytes = int(more.get("segment_gb", 0) * GB_BYTES)
+    (host, port), more = (_addresses(url.place, MOONCAKE_PORT) or [])[0], dict(url.parameters)
+    segment_bytes = int(more.pop("segment_gb", 0) * GB_BYTES)
+    settings = {"master": f"[{host}]:{port}" if ":" in host else f"{host}:{port}", **more}
     holder = {**settings, "segment_bytes": segment_bytes} if segment_bytes else None
-    return Isolated(f"Mooncake at {settings['master']}", "mooncake", settings, l1, holder)
+    return Isolated(f"Mooncake at {settings['master']}", settings, l1, holder)
 
 
 def _not_installed(url: TierUrl, why: str = "") -> StartError:
@@ -228,6 +218,10 @@ def _matching(pattern: str) -> Callable[[str], str | None]:
     return lambda text: text if re.fullmatch(pattern, text) else None
 
 
+def _one_of(*names: str) -> _Kind:
+    return _Kind(" or ".join(names), {name: name for name in names}.get)
+
+
 def _number(text: str) -> float | None:
     try:
         return number if 0 < (number := float(text)) < math.inf else None
@@ -239,11 +233,11 @@ _NUMBER = _Kind("a number above 0", _number)
 _SECONDS = _Kind("seconds, such as 604800 for a week", _number)
 _FLAG = _Kind("0 or 1", {"0": False, "1": True}.get)
 _ENDPOINT = _Kind("an address such as https://host:9000", _matching(r"https?://[\w.:/\[\]-]+"))
-_COMPRESS = _Kind(" or ".join(_SETTINGS), {name: name for name in _SETTINGS}.get)
+_COMPRESS = _one_of(compressed_body.OFF, compressed_body.AUTO, *compressed_body.METHODS)
 _OBJECTS = {"endpoint": _ENDPOINT, "allow_http": _FLAG, "compress": _COMPRESS}
 _REGION = _Kind("a region's name", _matching(r"[\w-]+"))
 _OPTIONS = {
-    "write": _Kind(" or ".join(WRITES), {name: name for name in WRITES}.get),
+    "write": _one_of(COMMIT, COLD),
     "read_mb_s": _NUMBER,
     "write_mb_s": _NUMBER,
     "write_tb_day": _NUMBER,
@@ -256,14 +250,13 @@ _SCHEMES = {
     "az": _OBJECTS,
     "gs": _OBJECTS,
     "mooncake": {
-        "protocol": _Kind("tcp or rdma", {"tcp": "tcp", "rdma": "rdma"}.get),
+        "protocol": _one_of("tcp", "rdma"),
         "segment_gb": _Kind("0 or a number above it", lambda text: 0.0 if text == "0" else _number(text)),
         "devices": _Kind("names of RDMA devices, such as mlx5_0,mlx5_1", _matching(r"[\w.,-]+")),
         "metadata": _Kind("P2PHANDSHAKE or an address", _matching(r"[\w.:/,\[\]-]+")),
         "host": _Kind("this machine's address", _matching(r"[\w.:\[\]-]+")),
     },
 }
-_MOONCAKE_DEFAULTS = {"protocol": "tcp", "devices": "", "metadata": "P2PHANDSHAKE", "host": ""}
 _AWS, _AZURE = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_ACCOUNT_KEY"
 _SECRETS = {
     "dir": "nothing, a directory needs none",

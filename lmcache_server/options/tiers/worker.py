@@ -31,12 +31,12 @@ class Lane:
         self._loop = loop
         self._waiting: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
         self._changed = threading.Condition()
-        self._running_since_s: list[float] = [0.0] * threads
-        """By thread: when its call began, or 0."""
+        self._threads = threads
+        self._running_since_s: dict[int, float] = {}
+        """By thread: when its call began."""
         self.closing = False
-        self._own = threading.local()
-        for number in range(threads):
-            threading.Thread(target=self._work, args=(number,), name=name, daemon=True).start()
+        for _ in range(threads):
+            threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, call: Callable[[], T]) -> "asyncio.Future[T]":
         future: asyncio.Future[T] = self._loop.create_future()
@@ -52,7 +52,7 @@ class Lane:
 
     def touch(self) -> None:
         """Called in a thread of the lane: its call does not hang, it waits on purpose."""
-        self._running_since_s[self._own.number] = time.monotonic()
+        self._running_since_s[threading.get_ident()] = time.monotonic()
 
     @property
     def num_waiting(self) -> int:
@@ -62,13 +62,13 @@ class Lane:
     def num_hanging(self) -> int:
         """How many threads have been in their call for more than STUCK_S seconds."""
         now_s = time.monotonic()
-        return sum(1 for since_s in self._running_since_s if since_s and now_s - since_s > STUCK_S)
+        return sum(now_s - since_s > STUCK_S for since_s in list(self._running_since_s.values()))
 
     def is_stuck(self) -> bool:
-        return self.num_hanging == len(self._running_since_s)
+        return self.num_hanging == self._threads
 
     def is_busy(self) -> bool:
-        return any(self._running_since_s)
+        return bool(self._running_since_s)
 
     def close(self) -> None:
         """Fail the waiting calls, and end the threads after the calls that are running."""
@@ -83,8 +83,8 @@ class Lane:
         for _, future in waiting:
             self._settle_soon(future, None, TierError(reason))
 
-    def _work(self, number: int) -> None:
-        self._own.number = number
+    def _work(self) -> None:
+        own = threading.get_ident()
         while True:
             with self._changed:
                 while not (self._waiting or self.closing):
@@ -92,7 +92,7 @@ class Lane:
                 if not self._waiting:
                     return
                 call, future = self._waiting.popleft()
-                self._running_since_s[number] = time.monotonic()
+                self._running_since_s[own] = time.monotonic()
             result: Any = None
             error: Exception | None = None
             try:
@@ -101,7 +101,7 @@ class Lane:
                 kind = DamagedRecordError if isinstance(failure, DamagedRecordError) else TierError
                 error = kind(str(failure) or type(failure).__name__)
                 _clear_frames(failure)
-            self._running_since_s[number] = 0.0
+            del self._running_since_s[own]
             self._settle_soon(future, result, error)
 
     def _settle_soon(self, future: "asyncio.Future[Any]", result: object, error: Exception | None) -> None:

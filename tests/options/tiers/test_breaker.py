@@ -20,8 +20,7 @@ from lmcache_server.options.tiers.breaker import (
     WRITE,
     Breaker,
 )
-from lmcache_server.options.tiers.fetch_choice import SLOW_OLD_S, Speed
-from lmcache_server.options.tiers.to_fetch import wanted
+from lmcache_server.options.tiers.fetch_choice import SLOW_OLD_S, Speed, wanted
 
 CHUNK_SIZE = 16
 KEYS = [number.to_bytes(32, "big") for number in range(6)]

@@ -300,6 +300,7 @@ def test_a_read_only_file_system_can_be_read(open_at, small_disk, monkeypatch):
     monkeypatch.setattr(folders, "_lock", lambda *_: True)
     tier = open_at(small_disk / "tier")
     assert tier.write("a", memory(3, seed=1))
+    os.utime(small_disk / "tier" / folders.path_of("a"), (1, time.time()))  # the next use would be noted
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     assert "read-only: name another one, remount it or, under systemd, add it to ReadWritePaths=" in fails(
         lambda: tier.write("b", memory(1))
@@ -382,28 +383,27 @@ def test_files_of_others_are_left_alone(open_at, tmp_path, monkeypatch):
     assert (root / "order").read_text() == "of the day"
 
 
-@pytest.mark.parametrize("order", ["kept", "lost", "damaged"])
-def test_the_order_outlives_a_clean_stop_and_is_never_needed(open_at, tmp_path, order):
-    tier = open_at()
+def test_the_order_of_use_outlives_the_server(open_at, tmp_path, monkeypatch):
+    tier, written_s = open_at(), time.time() - 5000
     names = [f"{number:02x}" for number in range(32)]
     fill(tier, names, 256)
-    used = random.Random(1).sample(names, 32)
+    for number, name in enumerate(names):
+        os.utime(tmp_path / "tier" / folders.path_of(name), (1, written_s + number))
+    used = random.Random(1).sample(names, 8)
     for name in used:
         assert tier.read(name, memory(256))
-    tier.close()
-    path = tmp_path / "tier" / "lmcache.order"
-    assert path.stat().st_size == 32 * 8
-    if order == "lost":
-        path.unlink()
-    elif order == "damaged":
-        path.write_bytes(path.read_bytes()[3:101] + os.urandom(37))
-    tier = open_at(size_bytes=16 * MIB)
-    assert not path.exists(), "it is not true any more"
-    wait_until(lambda: sum(tier.present(names)) == 16, what="the smaller size is enforced")
-    if order == "kept":
-        assert list(tier.present(used)) == [False] * 16 + [True] * 16
-    if order == "lost":
-        assert list(tier.present(names)) == [False] * 16 + [True] * 16, "by the time of writing"
+    expected = [name for name in names if name not in used] + used
+    for kept_records in (16, 4):
+        tier.close()
+        tier = open_at(size_bytes=kept_records * MIB)
+        wait_until(lambda tier=tier, count=kept_records: sum(tier.present(names)) == count)
+        assert all(tier.present(expected[-kept_records:]))
+    for path in files(tmp_path / "tier"):
+        assert path.stat().st_mtime < written_s + 32, "nothing is younger because it was read"
+    noted = []
+    monkeypatch.setattr(os, "utime", lambda file, *_, **__: noted.append(file))
+    assert tier.read(used[-1], memory(256))
+    assert noted == [], "not again so soon"
 
 
 def test_old_records_are_gone(open_at, tmp_path, monkeypatch):

@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from lmcache_server.options.tiers.helper import Helper
-from lmcache_server.options.tiers.helper_messages import Part, Reply, Request
+from lmcache_server.options.tiers.helper import Helper, Part, Reply, Request
 
 AREA = 1 << 12
 INSIDE = [Part(3, 0, AREA), Part(3, 8, AREA - 8), Part(3, AREA, 0)]
@@ -34,7 +33,7 @@ class Client:
 def test_no_call_reaches_memory_outside_of_an_area(part: Part) -> None:
     client: Any = Client()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    serving = threading.Thread(target=Helper(client).serve, args=(theirs,))
+    serving = threading.Thread(target=Helper(lambda: client).serve, args=(theirs,))
     serving.start()
     area = os.memfd_create("area")
     os.truncate(area, AREA)
@@ -44,6 +43,7 @@ def test_no_call_reaches_memory_outside_of_an_area(part: Part) -> None:
         return msgspec.msgpack.decode(ours.recv(1 << 16), type=Reply)
 
     with ours, theirs:
+        assert not ask(Request("open")).error
         assert not ask(Request("share", [], [Part(3, 0, AREA)]), area).error
         reply = ask(Request("write", ["name"], [part]))
         ours.shutdown(socket.SHUT_RDWR)

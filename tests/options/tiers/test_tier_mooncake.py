@@ -126,15 +126,15 @@ def test_memory_that_this_server_gives_outlives_the_client_and_comes_back(
         wait_until(is_kept)
         assert tier._process is not None
         assert tier._holder is not None
-        os.kill(tier._process.pid, signal.SIGKILL)
+        os.kill(tier._process.process.pid, signal.SIGKILL)
         assert tier.read(NAME + "0", [l1[MIB : 2 * MIB]])
         assert l1[:MIB] == l1[MIB : 2 * MIB]
-        old = tier._holder.pid
+        old = tier._holder.process.pid
         os.kill(old, signal.SIGKILL)
 
         def is_back() -> bool:
             tier.present([NAME])
-            return tier._holder is not None and tier._holder.pid != old
+            return tier._holder is not None and tier._holder.process.pid != old
 
         wait_until(is_back)
         assert tier.restarts == 2
