@@ -33,7 +33,7 @@ from lmcache_client.contract.messages import (  # noqa: E402
     decode_reply,
     encode_request,
 )
-from lmcache_server.core.packed import CHECKSUM_BYTES  # noqa: E402
+from lmcache_server.core.packed import DIGEST_BYTES  # noqa: E402
 from lmcache_server.transfer.base import Opened  # noqa: E402
 from lmcache_server.transfer.host import HostMapping  # noqa: E402
 from lmcache_server.transfer.jobs import CopyJob, StoreJob  # noqa: E402
@@ -59,11 +59,11 @@ def store(prompt: int) -> Store:
 
 
 class Copies(HeldCopies):
-    """Also gives the checksums of what is stored."""
+    """Also gives the digests of what is stored."""
 
     def submit(self, job: CopyJob) -> "asyncio.Future[Any]":
         if isinstance(job, StoreJob):
-            job.checksums[:] = [bytes(CHECKSUM_BYTES * BLOCKS)] * len(job.objects)
+            job.digests[:] = [bytes(DIGEST_BYTES)] * len(job.objects)
         return super().submit(job)
 
 

@@ -123,8 +123,8 @@ class Config:
         False, click.BOOL, "Take the memory from the huge pages reserved with vm.nr_hugepages. Otherwise the "
         "server asks the system for transparent huge pages.")
     checksums: bool = _flag(
-        False, click.BOOL, "Take a checksum of every stored page and check it before the page is loaded. A "
-        "request that would load a damaged page is recomputed.")
+        False, click.BOOL, "Take a checksum of every stored object and check it before the object is "
+        "loaded. A request that would load damaged pages is recomputed.")
     gpu_kernel: bool = _flag(
         False, click.BOOL, "Load many small pages with a copy kernel (needs cupy) instead of the GPU's copy "
         "engine. Faster for pages under 28 KiB; it may slow the engine's compute.")

@@ -247,14 +247,14 @@ class Cache(Chunks):
             return chunk.frames
         return sum(self._pool.usable(stored.runs) for stored in chunk.packed.objects())
 
-    def commit(self, reservation: Reservation, checksums: bytes = b"") -> None:
+    def commit(self, reservation: Reservation, digest: bytes = b"") -> None:
         """Makes a written object ready, and its chunk recently used."""
         chunk, runs = reservation.chunk, reservation.runs
         if chunk not in self._index:
             self.abort(reservation)
             return
         frames = self._end_reservation(reservation)
-        stored = StoredObject(reservation.num_blocks, reservation.num_bytes, runs, checksums)
+        stored = StoredObject(reservation.num_blocks, reservation.num_bytes, runs, digest)
         chunk.add(reservation.bit, stored, frames)
         self.used_frames += frames
         self.stored_bytes += reservation.num_bytes

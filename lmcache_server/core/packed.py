@@ -9,18 +9,17 @@ import msgspec
 
 from lmcache_client.contract.codec import Natural
 
-CHECKSUM_BYTES = 4
-"""The size of a page's checksum."""
+DIGEST_BYTES = 16
 
 
 class StoredObject(NamedTuple):
-    """A ready object: its blocks, its payload in bytes, its frames as Runs, and the checksums of its pages
-    (empty if none were taken)."""
+    """A ready object: its blocks, its payload in bytes, its frames as Runs, and the digest of its payload
+    (empty if it was not taken)."""
 
     num_blocks: Natural
     num_bytes: Natural
     runs: tuple[tuple[Natural, Natural], ...]
-    checksums: bytes
+    digest: bytes
 
 
 _DECODER = msgspec.msgpack.Decoder(list[StoredObject])

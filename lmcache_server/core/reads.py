@@ -11,7 +11,7 @@ from lmcache_server.core.pool import Runs
 
 class ReadPart(NamedTuple):
     """Some pages of one object: `pages` blocks from position `first_page` among the `num_blocks` it holds.
-    `checksums` has the checksums of all its pages."""
+    `digest` is of all of them."""
 
     group: int
     chunk: Chunk
@@ -19,7 +19,7 @@ class ReadPart(NamedTuple):
     num_blocks: int
     first_page: int
     pages: int
-    checksums: bytes
+    digest: bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +57,10 @@ def _plan_group(
         chunk = lease.chunks[index - lease.first_chunk]
         if (stored := chunk.get(bit)) is None:
             return None
-        num_blocks, _, runs, checksums = stored
+        num_blocks, _, runs, digest = stored
         if num_blocks != len(blocks) or position not in blocks:
             return None
         pages = min(blocks.stop, needed.stop) - position
-        parts.append(ReadPart(group, chunk, runs, num_blocks, position - blocks.start, pages, checksums))
+        parts.append(ReadPart(group, chunk, runs, num_blocks, position - blocks.start, pages, digest))
         position += pages
     return parts if position == needed.stop else None

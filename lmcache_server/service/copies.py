@@ -21,7 +21,7 @@ from lmcache_server.service.requests_of_tests import traffic
 from lmcache_server.service.sessions import Session, Shard
 from lmcache_server.telemetry.metrics import Traffic
 from lmcache_server.transfer.base import Outcome
-from lmcache_server.transfer.checksums import DamagedError
+from lmcache_server.transfer.digest import DamagedError
 from lmcache_server.transfer.jobs import CopyJob, LoadJob, StoreJob
 from lmcache_server.transfer.plan import ObjectCopy
 
@@ -68,9 +68,9 @@ class Copies:
                 (wanted.group, ObjectCopy(room.runs, room.num_blocks, 0, unpacked(wanted.block_ids)))
                 for wanted, room in reserved
             ]
-            job = StoreJob(copies, *self._where(shard), take_checksums=self._checksums)
+            job = StoreJob(copies, *self._where(shard), reads_bytes=self._checksums)
             outcome = await self._copy(shard, job, whose) if reserved else Outcome(None, 0)
-            self._end_reservations(layout, reserved, job.checksums, outcome, whose)
+            self._end_reservations(layout, reserved, job.digests, outcome, whose)
             copied = len(reserved) if outcome.error is None else 0
             stored = Stored(copied, present, dropped + len(reserved) - copied)
         text = (
@@ -108,14 +108,14 @@ class Copies:
         return reserved, present, refused.total()
 
     def _end_reservations(
-        self, layout: Layout, reserved: _Reserved, checksums: list[bytes], outcome: Outcome, whose: Traffic
+        self, layout: Layout, reserved: _Reserved, digests: list[bytes], outcome: Outcome, whose: Traffic
     ) -> None:
         """Commits or aborts in the order of the chain, because a chunk is placed relative to its parent."""
-        sums = checksums if checksums and outcome.error is None else [b""] * len(reserved)
-        pairs = zip(reserved, sums, strict=True)
-        for (_, room), page_sums in sorted(pairs, key=lambda pair: pair[0][0].chunk_index):
+        known = digests if digests and outcome.error is None else [b""] * len(reserved)
+        pairs = zip(reserved, known, strict=True)
+        for (_, room), digest in sorted(pairs, key=lambda pair: pair[0][0].chunk_index):
             if outcome.error is None:
-                self._cache.commit(room, page_sums)
+                self._cache.commit(room, digest)
             else:
                 self._cache.abort(room)
         if outcome.error is None:
@@ -142,7 +142,7 @@ class Copies:
         with session.working(request_bytes), ExitStack() as stack:
             stack.callback(self._cache.close_read, read)
             started_s = self._system.now_s()
-            stored = [part.checksums for part in read.parts] if self._checksums else None
+            stored = [part.digest for part in read.parts] if self._checksums else None
             parts = _parts(read, list(map(unpacked, message.block_ids)))
             job = LoadJob(parts, *self._where(shard), stored=stored)
             whose = traffic(self._metrics, layout, message.request_id)

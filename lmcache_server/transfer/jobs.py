@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from lmcache_client.contract.geometry import Region
 from lmcache_server.core.pool import count_frames
-from lmcache_server.transfer.checksums import DamagedError, check, checksums
-from lmcache_server.transfer.plan import ObjectCopy, Pieces, join, pieces, pieces_of_all
+from lmcache_server.transfer.digest import DamagedError, digest
+from lmcache_server.transfer.plan import ObjectCopy, Pieces, payload, pieces_of_all
 
 
 @dataclass
@@ -28,45 +28,38 @@ class ObjectsJob:
     frame_bytes: int
     check_l1: Callable[[], object]
 
-    def pieces_by_object(self) -> list[Pieces]:
-        where = self.bases, self.l1_address, self.frame_bytes
-        return [pieces(page, self.regions[group], *where) for group, page in self.objects]
-
-    def all_pieces(self) -> Pieces:
+    def pieces(self) -> Pieces:
         """The pieces of all objects together, in no particular order."""
         return pieces_of_all(self.objects, self.regions, self.bases, self.l1_address, self.frame_bytes)
+
+    def digest_of(self, group: int, page: ObjectCopy) -> bytes:
+        """The digest of all bytes of an object, also of pages that this job does not copy."""
+        num_bytes = page.num_blocks * sum(region.page_bytes for region in self.regions[group])
+        return digest(payload(page.runs, num_bytes, self.l1_address, self.frame_bytes))
 
 
 @dataclass
 class StoreJob(ObjectsJob):
-    """Engine to L1. With `take_checksums`, `checksums` gets those of each object, in the objects' order."""
+    """Engine to L1. With `reads_bytes`, `digests` gets those of each object, in the objects' order."""
 
-    take_checksums: bool
-    checksums: list[bytes] = field(default_factory=list)
+    reads_bytes: bool
+    digests: list[bytes] = field(default_factory=list)
     load: bool = field(default=False, init=False)
-
-    @property
-    def reads_bytes(self) -> bool:
-        return self.take_checksums
 
     def build(self) -> Pieces:
         self.check_l1()
-        if not self.take_checksums:
-            return self.all_pieces()
-        self._pieces = self.pieces_by_object()
-        return join(self._pieces)
+        return self.pieces()
 
     def after(self) -> None:
-        if self.take_checksums:
-            for part, (group, page) in zip(self._pieces, self.objects, strict=True):
-                self.checksums.append(checksums(part, page, self.regions[group]))
+        if self.reads_bytes:
+            self.digests += [self.digest_of(*each) for each in self.objects]
 
 
 @dataclass
 class LoadJob(ObjectsJob):
-    """L1 to engine. `stored` has the checksums of each object, empty if unknown, or is None to check nothing.
-    A page that does not match, or an object that is too small for its pages, raises DamagedError before any
-    byte is copied."""
+    """L1 to engine. `stored` has the digest of each object, empty if unknown, or is None to check nothing. An
+    object that does not match, or is too small for its pages, raises DamagedError before any byte is
+    copied."""
 
     stored: Sequence[bytes] | None
     load: bool = field(default=True, init=False)
@@ -81,13 +74,10 @@ class LoadJob(ObjectsJob):
         for index, (group, page) in enumerate(self.objects):
             # Restored from a file: a store reserves enough.
             if page.num_blocks * block_bytes[group] > count_frames(page.runs) * self.frame_bytes:
-                raise DamagedError(index, 0, page.first_page)
-        if self.stored is None:
-            return self.all_pieces()
-        parts = self.pieces_by_object()
-        for index, (group, page) in enumerate(self.objects):
-            check(index, parts[index], page, self.regions[group], self.stored[index])
-        return join(parts)
+                raise DamagedError(index, "it has too few frames for its pages")
+            if self.stored and self.stored[index] and self.stored[index] != self.digest_of(group, page):
+                raise DamagedError(index)
+        return self.pieces()
 
     def after(self) -> None:
         """A load has nothing left to do."""

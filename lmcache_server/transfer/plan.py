@@ -39,6 +39,15 @@ class ObjectCopy(NamedTuple):
     block_ids: Sequence[int]
 
 
+def payload(runs: Runs, num_bytes: int, l1_address: int, frame_bytes: int) -> list[tuple[int, int]]:
+    """Where the bytes of an object lie in L1: (address, bytes) of each of its runs."""
+    parts = []
+    for first, count in runs:
+        parts.append((l1_address + first * frame_bytes, min(count * frame_bytes, num_bytes)))
+        num_bytes -= parts[-1][1]
+    return parts
+
+
 def pieces(
     page: ObjectCopy, regions: Sequence[Region], bases: Sequence[int], l1_address: int, frame_bytes: int
 ) -> Pieces:

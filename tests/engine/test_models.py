@@ -44,7 +44,6 @@ CASES |= {f"{case}-second": {**options, **SECOND} for case, options in CASES.ite
 OFTEN = ("llama-second", "gemma3-second", "qwen3next-second")
 
 
-# As users run it: the pieces of all objects are computed at once, which --checksums does not do.
 server = server_of_a_file(l1_size_gb=0.2, checksums=False)
 
 

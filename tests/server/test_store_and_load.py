@@ -28,7 +28,6 @@ HYBRIDS = {
 
 @pytest.fixture(scope="module", params=["verified, Unix socket", "as users run it, TCP"])
 def server(request: pytest.FixtureRequest) -> Iterator[LMCacheServer]:
-    """Without --checksums the pieces of all objects are computed at once, with it one by one."""
     verified = request.param.startswith("verified")
     flags = {} if verified else {"host": "127.0.0.1"}
     with LMCacheServer(l1_size_gb=0.2, checksums=verified, **flags) as running:

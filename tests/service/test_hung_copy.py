@@ -123,17 +123,17 @@ def test_the_end_of_the_server_does_not_wait_for_ever(desk: Desk, hung: Hung) ->
     desk.target.router.registry._closed = False
 
 
-def test_a_fault_between_two_checksums_gives_all_frames_back(desk, hung, monkeypatch):
+def test_a_fault_between_two_digests_gives_all_frames_back(desk, hung, monkeypatch):
     hung.end()
-    calls = iter((b"\0" * 64, None))
+    calls = iter((bytes(16), None))
 
-    def checksums(*_arguments: object) -> bytes:
+    def digest(*_arguments: object) -> bytes:
         found = next(calls)
         if found is None:
-            raise MemoryError("no room for a checksum")
+            raise MemoryError("no room for a digest")
         return found
 
-    monkeypatch.setattr("lmcache_server.transfer.jobs.checksums", checksums)
+    monkeypatch.setattr("lmcache_server.transfer.jobs.digest", digest)
     assert desk.answer(1, store(2, 3)) == Stored(0, 0, 2)
     assert desk.frames()[1] == 0
 

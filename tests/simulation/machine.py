@@ -26,7 +26,7 @@ from lmcache_server.service.router import Reply
 from lmcache_server.service.sessions import Session
 from lmcache_server.telemetry.metrics import Metrics
 from lmcache_server.transfer.base import CopyError, Opened, Outcome
-from lmcache_server.transfer.checksums import DamagedError
+from lmcache_server.transfer.digest import DamagedError
 from lmcache_server.transfer.jobs import CopyJob
 from simulation.futures import Future
 from simulation.network import Link, Network

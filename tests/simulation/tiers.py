@@ -228,7 +228,7 @@ class Worker(TierWorker):
 
     server: "SimulatedServer"
 
-    def _read(self, label: Label, payload: Payload, arrived: Callable[[], bytes]) -> bytes | None:
+    def _read(self, label: Label, payload: Payload) -> bytes | None:
         mine = [
             each
             for each in self.server.cache._reservations
@@ -236,7 +236,7 @@ class Worker(TierWorker):
         ]
         # More than one, if an earlier read hangs whose chunk was forgotten meanwhile.
         assert self._frame(payload) in [each.runs[0][0] for each in mine], "a read writes to frames of others"
-        found = super()._read(label, payload, arrived)
+        found = super()._read(label, payload)
         if found is not None:
             self.server.fetched.add((label.namespace, label.key))
         return found

@@ -1,17 +1,17 @@
 """Pieces of a copy: every byte of every page is moved once, between the right places and by one path, large
-pieces by the copy engine and many small ones by the kernel. Each page has its own checksum."""
-
-import zlib
+pieces by the copy engine and many small ones by the kernel. Each object has a digest."""
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_client.contract.geometry import Region
-from lmcache_server.transfer.checksums import DamagedError, check, checksums
 from lmcache_server.transfer.cuda import MIN_KERNEL_PIECES, SMALL_BYTES, batches, joined
+from lmcache_server.transfer.digest import DamagedError
 from lmcache_server.transfer.gpus import Gpus
+from lmcache_server.transfer.jobs import LoadJob, StoreJob
 from lmcache_server.transfer.locked_memory import LockedMemory
 from lmcache_server.transfer.plan import (
     ObjectCopy,
@@ -246,7 +246,7 @@ def test_no_piece_lies_over_the_border_of_two_pinned_units(whole, unit_bytes):
         assert (local - L1_ADDRESS) // unit_bytes == (local + length - 1 - L1_ADDRESS) // unit_bytes
 
 
-# -- checksums -------------------------------------------------------------------------------------------
+# -- digests ---------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -258,53 +258,40 @@ def objects(draw):
     return sizes, num_blocks, tuple((frame, 1) for frame in frames)
 
 
-def regions_of(sizes):
-    return tuple(Region(0, 0, size, size) for size in sizes)
-
-
 @settings(max_examples=300)
 @given(objects(), st.data())
-def test_a_changed_byte_is_found_where_it_is_read_and_only_there(case, data):
+def test_an_object_of_which_a_byte_has_changed_is_not_loaded(case, data):
     sizes, num_blocks, runs = case
-    regions = regions_of(sizes)
+    regions = [tuple(Region(0, 0, size, size) for size in sizes)]
     memory = np.random.default_rng(1).integers(0, 256, (max(f for f, _ in runs) + 1) * FRAME_BYTES, np.uint8)
-    base = int(memory.ctypes.data)
+    where = regions, (0,), int(memory.ctypes.data), FRAME_BYTES, lambda: None
+    whole = ObjectCopy(runs, num_blocks, 0, tuple(range(1, num_blocks + 1)))
+    store = StoreJob([(0, whole)], *where, reads_bytes=True)
+    store.after()
+    num_bytes = num_blocks * sum(sizes)
+    inside = np.concatenate([memory[f * FRAME_BYTES : (f + 1) * FRAME_BYTES] for f, _ in runs])[:num_bytes]
+    assert store.digests == [xxhash.xxh3_128_digest(inside.tobytes())]
 
-    def read(first, count):
-        page = ObjectCopy(runs, num_blocks, first, tuple(range(1, count + 1)))
-        return page, pieces(page, regions, (0,), base, FRAME_BYTES)
-
-    whole, found = read(0, num_blocks)
-    stored = checksums(found, whole, regions)
-    inside = np.concatenate([memory[f * FRAME_BYTES : (f + 1) * FRAME_BYTES] for f, _ in runs])
-    expected, offset = [], 0
-    for size in sizes:
-        for _ in range(num_blocks):
-            expected.append(zlib.crc32(inside[offset : offset + size].tobytes()))
-            offset += size
-    assert np.frombuffer(stored, dtype="<u4").tolist() == expected
-
-    # One byte of the page of one block in one region changes.
-    region = data.draw(st.integers(0, len(sizes) - 1))
-    block = data.draw(st.integers(0, num_blocks - 1))
-    at = (
-        num_blocks * sum(sizes[:region])
-        + block * sizes[region]
-        + data.draw(st.integers(0, sizes[region] - 1))
-    )
-    frame = runs[at // FRAME_BYTES][0]
-    memory[frame * FRAME_BYTES + at % FRAME_BYTES] ^= 1 << data.draw(st.integers(0, 7))
     first = data.draw(st.integers(0, num_blocks - 1))
     count = data.draw(st.integers(1, num_blocks - first))
-    page, found = read(first, count)
-    if first <= block < first + count:
-        with pytest.raises(DamagedError, match=f"block {block} in region {region} is damaged") as error:
-            check(7, found, page, regions, stored)
-        assert error.value.part == 7
-    else:
-        check(7, found, page, regions, stored)
-    check(7, found, page, regions, b"")
-    for shape in (stored + bytes(4 * num_blocks), stored[: -4 * num_blocks], b"1"):
-        if shape:
-            with pytest.raises(DamagedError):
-                check(7, found, page, regions, shape)
+    some = ObjectCopy(runs, num_blocks, first, tuple(range(1, count + 1)))
+
+    def load(digests):
+        return LoadJob([(0, whole), (0, some)], *where, stored=digests).build()
+
+    assert moves(load(store.digests * 2)) == moves(load(None))
+    at = data.draw(st.integers(0, num_bytes - 1))
+    memory[runs[at // FRAME_BYTES][0] * FRAME_BYTES + at % FRAME_BYTES] ^= 1 << data.draw(st.integers(0, 7))
+    for digests, part in ((store.digests * 2, 0), ([b"", *store.digests], 1), ([b"", b"1"], 1)):
+        with pytest.raises(DamagedError, match="its stored pages have changed") as error:
+            load(digests)
+        assert error.value.part == part
+    for unknown in (None, [b"", b""]):
+        assert load(unknown).num_bytes == num_bytes + count * sum(sizes)
+
+
+def test_an_object_with_too_few_frames_is_not_loaded():
+    regions = [(Region(0, 0, 10, 10),)]
+    copy = ObjectCopy(((0, 1),), 2, 0, (1, 2))
+    with pytest.raises(DamagedError, match="too few frames"):
+        LoadJob([(0, copy)], regions, (0,), 0, FRAME_BYTES, lambda: None, stored=None).build()

@@ -4,12 +4,11 @@ Engines talk to L1 only. A tier's word that it has an object is a hint: the hit 
 """
 
 import asyncio
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from lmcache_client.contract.geometry import FULL, Region
+from lmcache_client.contract.geometry import FULL
 from lmcache_client.contract.hits import fetch_patience_s, resume_point
 from lmcache_client.contract.messages import Lookup
 from lmcache_server.core.cache import Layout, Reservation
@@ -23,8 +22,6 @@ from lmcache_server.options.tiers.tier_states import Tiers, TierState
 from lmcache_server.service.option import Base
 from lmcache_server.service.sessions import Shard
 from lmcache_server.transfer.base import CopyError
-from lmcache_server.transfer.checksums import checksums
-from lmcache_server.transfer.plan import ObjectCopy, pieces
 
 FETCH_SHARE = 4
 """Objects that are arriving may take a quarter of L1."""
@@ -49,7 +46,7 @@ class Fetches:
         self._tiers = tiers
         self._cache, self._l1, self._known = base.cache, base.l1, base.registry.known
         self._metrics, self._system = base.metrics, base.system
-        self._take_checksums = base.config.checksums
+        self._keeps_digests = base.config.checksums
         self._made_room = made_room
         self._fetching_frames = 0
         self._is_closed = False
@@ -196,8 +193,7 @@ class Fetches:
             if isinstance(room, Reservation):
                 rooms.append(room)
                 self._fetching_frames += count_frames(room.runs)
-                regions = fetch.shards[each.rank].geometry.groups[each.group].regions
-                arrival = self._system.spawn(self._arrive(tier, room, regions))
+                arrival = self._system.spawn(self._arrive(tier, room))
                 self._arriving[room.chunk, room.bit] = arrival
                 arrivals.append(arrival)
             elif other := self._coming(fetch, each):
@@ -216,21 +212,20 @@ class Fetches:
         chunk = self._cache.chunk(fetch.layout.namespace, fetch.message.keys[each.chunk])
         return self._arriving.get((chunk, fetch.layout.bit(each.group, each.rank))) if chunk else None
 
-    async def _arrive(self, tier: TierState, room: Reservation, regions: Sequence[Region]) -> None:
+    async def _arrive(self, tier: TierState, room: Reservation) -> None:
         """Reads one object into its frames, which stay reserved until the call has returned."""
-        outcome, sums = "failed", None
+        outcome, digest = "failed", None
         try:
             await tier.reads.acquire()
             if tier.breaker.is_open:
                 raise TierError(tier.failure)
             label = Label(room.chunk.namespace, room.chunk.key, room.bit, room.num_blocks, room.num_bytes)
-            arrived = functools.partial(self._checksums, room, regions)
             payload = self._tiers.payload(room.runs, room.num_bytes)
             if tier.may_read(label.name):
-                sums = await tier.worker.read(label, payload, arrived)
+                digest = await tier.worker.read(label, payload)
                 self._tiers.succeeded(tier, READ)
-            outcome = "gone" if sums is None else "read"
-            tier.read_bytes += room.num_bytes if sums is not None else 0
+            outcome = "gone" if digest is None else "read"
+            tier.read_bytes += room.num_bytes if digest is not None else 0
         except DamagedRecordError as error:
             outcome = "damaged"
             self._tiers.damaged(tier, error)
@@ -242,21 +237,13 @@ class Fetches:
         finally:
             tier.reads.release()
             self._fetching_frames -= count_frames(room.runs)
-            if sums is None:
+            if digest is None:
                 self._cache.abort(room)
             else:
-                self._cache.commit(room, sums)
+                self._cache.commit(room, digest if self._keeps_digests else b"")
                 room.chunk.in_tiers |= tier.mark(room.bit)
             del self._arriving[room.chunk, room.bit]
             self._tiers.count(tier, "read", outcome, room.num_bytes)
-
-    def _checksums(self, room: Reservation, regions: Sequence[Region]) -> bytes:
-        """The checksums of an object's pages, for --checksums. Called in a thread."""
-        if not self._take_checksums:
-            return b""
-        page = ObjectCopy(room.runs, room.num_blocks, 0, range(room.num_blocks))
-        bases = [0] * (1 + max(region.buffer for region in regions))
-        return checksums(pieces(page, regions, bases, self._l1.base_address, FRAME_BYTES), page, regions)
 
 
 class _Fetch:

@@ -2,13 +2,13 @@
 
 The payload's whole 4 KiB pages are read and written where they are in L1. The end block has the payload's
 rest and the trailer: magic, namespace, key, number of the object, of its blocks and of its bytes, a nonce
-(zero), and the XXH3-128 of all that comes before. XXH3 finds damage, not forgery.
+(zero), and the payload's digest (transfer/digest.py).
 
 A compressed record is shorter: it has the body that compressed_body.py describes, and at its end the
-trailer. Its digest is of the payload and the trailer.
+trailer.
 
-With a secret key, all but the trailer is encrypted (AES-256-GCM), and the digest is GCM's tag. Nobody can
-forge that without the key.
+With a secret key, all but the trailer is encrypted (AES-256-GCM), and GCM's tag takes the place of the
+digest. Nobody can forge that without the key.
 """
 
 import ctypes
@@ -21,14 +21,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import xxhash
-
 from lmcache_client.contract import key_file
 from lmcache_server.options.tiers.compressed_body import expand
 from lmcache_server.options.tiers.pieces import PAGE_BYTES, first, gather, size, spread
+from lmcache_server.transfer.digest import digest
 
-PLAIN, ENCRYPTED = b"LMCMP-R1", b"LMCMP-E1"
-_COMPRESSED = {PLAIN: b"LMCMP-C1", ENCRYPTED: b"LMCMP-X1"}
+PLAIN, ENCRYPTED = b"LMCMP-R2", b"LMCMP-E1"
+_COMPRESSED = {PLAIN: b"LMCMP-C2", ENCRYPTED: b"LMCMP-X1"}
 _HEAD = struct.Struct("<8s32s32sIIQ")
 _NONCE_BYTES, _DIGEST_BYTES = 12, 16
 _SEAL_BYTES = _NONCE_BYTES + _DIGEST_BYTES
@@ -45,13 +44,14 @@ class DamagedRecordError(Exception):
 @dataclass(frozen=True)
 class Label:
     """Which object a record keeps: number `bit` of the chunk `key`, with `num_blocks` blocks, `num_bytes` of
-    payload."""
+    payload. `digest` is empty if nobody has taken it yet."""
 
     namespace: bytes
     key: bytes
     bit: int
     num_blocks: int
     num_bytes: int
+    digest: bytes = b""
 
     @property
     def name(self) -> str:
@@ -85,7 +85,7 @@ class Record:
     addresses are multiples of 4 KiB, and so is every size but the last."""
 
     def __init__(self, label: Label, payload: Sequence[tuple[int, int]]) -> None:
-        self.label = label
+        self.label, self._addresses = label, payload
         self.payload = [_view(start, length) for start, length in payload]
         end = _spare.__dict__.pop("end", None) or mmap.mmap(-1, 2 * PAGE_BYTES)
         self._end = memoryview(end)[: label.end_bytes]
@@ -97,33 +97,35 @@ class Record:
 
     def seal(self, body: Sequence[memoryview] = ()) -> None:
         """Make the pieces the record of the payload, or of its compressed `body`."""
-        end, digested = self._end, self.pieces[:-1]
+        end = self._end
         if body:
-            end, digested = self._own(compressed_bytes(body)), self.payload
+            end = self._own(compressed_bytes(body))
             gather(body, end)
             end[size(body) :] = bytes(end.nbytes - size(body))
             self.pieces = [end]
         else:
             end[:] = bytes(self._rest).ljust(len(end), b"\0")
         end[-_TRAILER_BYTES:-_SEAL_BYTES] = self.label.head(PLAIN, bool(body))
-        end[-_DIGEST_BYTES:] = _digest(digested, end[-_TRAILER_BYTES:] if body else end)
+        end[-_DIGEST_BYTES:] = self.label.digest or digest(self._addresses)
 
-    def open(self, num_bytes: int) -> None:
-        """Complete the payload from the first `num_bytes` of the pieces. Raises DamagedRecordError,
-        TierError."""
-        end, digested, compressed = self._end, self.pieces[:-1], num_bytes < self.label.record_bytes
+    def open(self, num_bytes: int) -> bytes:
+        """Completes the payload from the first `num_bytes` of the pieces, and returns its digest. Raises
+        DamagedRecordError, TierError."""
+        end, compressed = self._end, num_bytes < self.label.record_bytes
         if compressed:
-            end, digested = self._own(num_bytes), self.payload
+            end = self._own(num_bytes)
             gather(first(self.pieces, num_bytes), end)
         if end[-_TRAILER_BYTES:-_SEAL_BYTES] != self.label.head(PLAIN, compressed):
             raise DamagedRecordError(f"record {self.label.name} says that it is another object's")
+        zeros = [end[-_SEAL_BYTES:-_DIGEST_BYTES]]
         if compressed:
             _expand(self.label, end[:-_TRAILER_BYTES], self.payload)
-            end = end[-_TRAILER_BYTES:]
-        if end[-_DIGEST_BYTES:] != _digest(digested, end):
+        else:
+            self._rest[:] = end[: len(self._rest)]
+            zeros.append(end[len(self._rest) : -_TRAILER_BYTES])
+        if end[-_DIGEST_BYTES:] != (found := digest(self._addresses)) or any(map(any, zeros)):
             raise DamagedRecordError(f"record {self.label.name} is damaged")
-        if not compressed:
-            self._rest[:] = self._end[: len(self._rest)]
+        return found
 
     def release(self) -> None:
         """Neither the record nor its pieces are used any more."""
@@ -155,7 +157,7 @@ class EncryptedRecord(Record):
         secret = self._cipher.aead.encrypt(nonce, b"".join([*content, padding]), head)
         memory[:] = b"".join((secret[:-_DIGEST_BYTES], head, nonce, secret[-_DIGEST_BYTES:]))
 
-    def open(self, num_bytes: int) -> None:
+    def open(self, num_bytes: int) -> bytes:
         """Decrypts the payload. Raises DamagedRecordError, TierError."""
         from cryptography.exceptions import InvalidTag
 
@@ -171,6 +173,7 @@ class EncryptedRecord(Record):
             _expand(self.label, plain, self.payload)
         else:
             spread(plain, self.payload)
+        return digest(self._addresses)
 
 
 def read_key(path: str) -> RecordCipher:
@@ -193,13 +196,6 @@ def _expand(label: Label, body: memoryview, payload: Sequence[memoryview]) -> No
         expand(body, payload)
     except ValueError as error:
         raise DamagedRecordError(f"record {label.name} cannot be expanded: {error}") from error
-
-
-def _digest(content: Sequence[memoryview], end: memoryview) -> bytes:
-    digest = xxhash.xxh3_128()
-    for piece in [*content, end[:-_DIGEST_BYTES]]:
-        digest.update(piece)
-    return bytes(digest.digest())
 
 
 def _view(address: int, num_bytes: int) -> memoryview:

@@ -229,7 +229,8 @@ class Spills:
                 continue
             # Not in the task: before it begins, more objects are chosen, and this one may be found damaged.
             self._spilling_frames += count_frames(stored.runs)
-            label = Label(chunk.namespace, chunk.key, bit, stored.num_blocks, stored.num_bytes)
+            size = stored.num_blocks, stored.num_bytes
+            label = Label(chunk.namespace, chunk.key, bit, *size, digest=stored.digest)
             tier.writing.append(label.name)
             self._system.spawn(self._spill(tier, chunk, stored, label))
 

@@ -15,6 +15,7 @@ from lmcache_server.options.tiers.flags import MAX_TIERS
 from lmcache_server.options.tiers.record_format import Label
 from lmcache_server.options.tiers.worker import STUCK_S, TierWorker
 from lmcache_server.service.option import Base
+from lmcache_server.transfer.plan import payload
 
 logger = logging.getLogger(__name__)
 
@@ -108,12 +109,7 @@ class Tiers:
     def payload(self, runs: Runs, num_bytes: int) -> list[tuple[int, int]]:
         """The addresses and sizes of an object's bytes. Raises CopyError if L1 cannot be touched."""
         self._l1.check()
-        payload = []
-        for first, count in runs:
-            size = min(count * FRAME_BYTES, num_bytes)
-            payload.append((self._l1.base_address + first * FRAME_BYTES, size))
-            num_bytes -= size
-        return payload
+        return payload(runs, num_bytes, self._l1.base_address, FRAME_BYTES)
 
     def failed(self, tier: TierState, error: BaseException, call: str = PRESENT, hangs: bool = False) -> None:
         """A call of this kind has failed, or, if the tier `hangs`, none will end."""

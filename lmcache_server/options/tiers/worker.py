@@ -148,12 +148,9 @@ class TierWorker:
     def present(self, names: Sequence[str]) -> "asyncio.Future[Sequence[bool]]":
         return self._asks.submit(lambda: self._opened().present(list(map(self._named, names))))
 
-    def read(
-        self, label: Label, payload: Payload, arrived: Callable[[], bytes]
-    ) -> "asyncio.Future[bytes | None]":
-        """Reads an object into L1. What `arrived`, called in the thread after that, returns, or None if the
-        tier does not have the object."""
-        return self._reads.submit(lambda: self._read(label, payload, arrived))
+    def read(self, label: Label, payload: Payload) -> "asyncio.Future[bytes | None]":
+        """Reads an object into L1: its digest, or None if the tier does not have it."""
+        return self._reads.submit(lambda: self._read(label, payload))
 
     def write(self, label: Label, payload: Payload) -> "asyncio.Future[str]":
         """Writes an object: "written", "present" if it was there, "full" if the tier has no room."""
@@ -219,7 +216,7 @@ class TierWorker:
                 self._tier = self._open_tier()
             return self._tier
 
-    def _read(self, label: Label, payload: Payload, arrived: Callable[[], bytes]) -> bytes | None:
+    def _read(self, label: Label, payload: Payload) -> bytes | None:
         began_s = time.monotonic()
         self._rates.read.take(label.num_bytes, self._reads)
         record, tier = self._record(label, payload), self._opened()
@@ -232,13 +229,13 @@ class TierWorker:
         self._rates.read.give_back(max(label.num_bytes - num_bytes, 0))
         read_s = time.monotonic()
         try:
-            record.open(num_bytes)
+            digest = record.open(num_bytes)
         except DamagedRecordError:
             tier.remove((name,))
             raise
         record.release()
         self.compressor.was_read(label, num_bytes, read_s - began_s, time.monotonic() - read_s)
-        return arrived()
+        return digest
 
     def _named(self, name: str) -> str:
         """Servers with another key, or none, must not take these records for damaged."""

@@ -17,7 +17,7 @@ from lmcache_client.contract.keys import TenantId
 from lmcache_server.core.cache import Cache, Contents
 from lmcache_server.core.index import Chunk, Index
 from lmcache_server.core.lru import EvictionOrder
-from lmcache_server.core.packed import CHECKSUM_BYTES, PackedObjects, StoredObject
+from lmcache_server.core.packed import DIGEST_BYTES, PackedObjects, StoredObject
 from lmcache_server.core.pool import FramePool, Runs, count_frames
 
 MAX_SECONDS = 1e12
@@ -108,8 +108,8 @@ def rebuild(snapshot: Snapshot, cache: Cache, now_s: float, unix_s: float) -> Kn
                 frames = count_frames(stored.runs)
                 if -(-stored.num_bytes // frame_bytes) != frames or not frames:
                     raise SnapshotError(f"an object of {stored.num_bytes} bytes has {frames} frames")
-                if not stored.num_blocks or len(stored.checksums) % (CHECKSUM_BYTES * stored.num_blocks):
-                    raise SnapshotError("an object has checksums for only some of its pages")
+                if not stored.num_blocks or len(stored.digest) not in (0, DIGEST_BYTES):
+                    raise SnapshotError("an object has no blocks, or no whole digest")
                 taken.append(stored.runs)
                 chunk.frames += frames
                 stored_bytes += stored.num_bytes

@@ -22,6 +22,7 @@ from lmcache_server.options.tiers.record_format import (
     read_key,
 )
 from lmcache_server.options.tiers.worker import Rates, TierWorker
+from lmcache_server.transfer.digest import digest
 
 SIZES = (1, 100, 4096, 4097, 65536, 65536 + 4000, 3 * 65536 - 1)
 
@@ -113,13 +114,13 @@ def test_what_is_written_is_read_and_what_is_damaged_is_removed(loop: asyncio.Ab
     memory.fill(b"abcde" * 1000)
     assert done(worker.write(label(5000), memory.runs)) == "written"
     assert done(worker.write(label(5000), memory.runs)) == "present"
-    assert done(worker.read(label(5000), other.runs, lambda: b"sums")) == b"sums"
+    assert done(worker.read(label(5000), other.runs)) == digest(memory.runs)
     assert other.content == memory.content
-    assert done(worker.read(label(5000, bit=4), other.runs, lambda: b"")) is None
+    assert done(worker.read(label(5000, bit=4), other.runs)) is None
     name = label(5000).name
     tier.records[name] = tier.records[name][:-1] + b"?"
     with pytest.raises(DamagedRecordError):
-        done(worker.read(label(5000), other.runs, lambda: b""))
+        done(worker.read(label(5000), other.runs))
     assert not tier.records
     worker.close(5.0)
     assert tier.closed
@@ -220,9 +221,9 @@ def test_servers_with_other_keys_leave_each_other_s_records_alone(loop: asyncio.
     workers = [TierWorker("tier", lambda: tier, loop, Rates(), cipher) for cipher in CIPHERS]
     assert done(workers[0].write(label(100), memory.runs)) == "written"
     assert done(workers[1].present([label(100).name])) == [False]
-    assert done(workers[1].read(label(100), memory.runs, lambda: b"")) is None
+    assert done(workers[1].read(label(100), memory.runs)) is None
     assert done(workers[1].write(label(100), memory.runs)) == "written"
-    assert done(workers[0].read(label(100), memory.runs, lambda: b"")) == b""
+    assert done(workers[0].read(label(100), memory.runs)) == digest(memory.runs)
     assert len(tier.records) == 2
 
 
@@ -253,7 +254,7 @@ def test_reads_have_a_limit_of_their_own_and_writes_have_two(
     assert clock.now_s == pytest.approx(1001)
     for turn in range(5):
         began_s = clock.now_s
-        assert done(worker.read(label(100_000), memory.runs, lambda: b"")) == b""
+        assert done(worker.read(label(100_000), memory.runs)) == digest(memory.runs)
         assert clock.now_s - began_s == pytest.approx(1 if turn else 0)
     assert worker.read_delay_s(200_000) == pytest.approx(2)
     for bit in range(4, 12):
@@ -278,7 +279,7 @@ def test_a_clear_of_many_namespaces_leaves_threads_for_reads(
         wait_until(lambda: cleared)
         clock.now_s += worker_module.STUCK_S + 1
         assert not worker.is_stuck()
-        read = worker.read(label(100), Memory(100).runs, lambda: b"")
+        read = worker.read(label(100), Memory(100).runs)
         assert done(asyncio.wait_for(read, 20)) is None
     finally:
         goes_on.set()
