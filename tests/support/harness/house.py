@@ -63,10 +63,10 @@ FACES = (
 )
 TOOLS = (COMMANDS, "lmcache_server/__main__.py")
 BUDGETS = {
-    "base": Budget(12497, "what a byte or a decision goes through, without options"),
-    "path": Budget(18436, "the same with every option"),
-    "faces": Budget(1947, "what configures and watches it"),
-    "tools": Budget(3568, "the command lmcache"),
+    "base": Budget(12170, "what a byte or a decision goes through, without options"),
+    "path": Budget(18248, "the same with every option"),
+    "faces": Budget(1877, "what configures and watches it"),
+    "tools": Budget(3485, "the command lmcache"),
 }
 
 
