@@ -25,8 +25,8 @@ from lmcache_server.l1.memory import UNIT_BYTES, L1Memory
 from lmcache_server.net.listener import Listener, bound_listener
 from lmcache_server.options import parts
 from lmcache_server.service.option import Base, Make, Option
-from lmcache_server.service.registry import PeerPid, Registry
 from lmcache_server.service.router import Router, Send
+from lmcache_server.service.sessions import PeerPid, Registry
 from lmcache_server.service.system import System
 from lmcache_server.telemetry.failures import Failures
 from lmcache_server.telemetry.metrics import CONTENT_TYPE, Metrics

@@ -228,7 +228,7 @@ def exchanged(server: Any, name: str, tp: int, vllm_config: Any, plan: Any) -> d
     from harness.rawclient import RawEngine, chain, start_all
 
     from lmcache_client.connector import translate
-    from lmcache_client.contract.geometry import resolve_chunk_size
+    from lmcache_client.contract.chunk_size import resolve_chunk_size
 
     groups = translate.group_specs(plan, 1)
     chunk = resolve_chunk_size(None, groups)

@@ -19,8 +19,9 @@ from lmcache_client.connector.request import Asking, Promised, Tracked
 from lmcache_client.connector.settings import Settings, places
 from lmcache_client.connector.stats import TransferStats
 from lmcache_client.connector.weights import Adapters, Root
+from lmcache_client.contract.chunk_size import unified_block_size
 from lmcache_client.contract.codec import unpacked
-from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS, unified_block_size
+from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS
 from lmcache_client.contract.messages import Cleared, Joined
 from lmcache_client.engine import JOIN_S, load_message
 from lmcache_client.server_channel import Channel, Pending

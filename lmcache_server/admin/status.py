@@ -9,8 +9,8 @@ from typing import Any
 from lmcache_client.contract.version import VERSION
 from lmcache_server.config import values
 from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.service.engines import Session
 from lmcache_server.service.option import Base
-from lmcache_server.service.sessions import Session
 from lmcache_server.telemetry.history import History
 from lmcache_server.telemetry.metrics import TESTS
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from lmcache_client.contract.hits import resume_point
 from lmcache_server.core import invariants
 from lmcache_server.core.chunks import Chunks, Contents, Gone
+from lmcache_server.core.eviction_order import find_victims
 from lmcache_server.core.index import Chunk
 from lmcache_server.core.layout import Layout, bitmap
 from lmcache_server.core.leases import Lease, LeaseTable
-from lmcache_server.core.lru import find_victims
 from lmcache_server.core.packed import StoredObject
 from lmcache_server.core.pool import count_frames
 from lmcache_server.core.reads import Read, plan_parts
@@ -227,7 +227,7 @@ class Cache(Chunks):
     ) -> tuple[list[Chunk], list[Chunk]] | NotReserved:
         """What must go for so many frames more: what the policy takes of a tenant, and what L1 lacks then."""
         order, spilling = self._order, self._spilling
-        own = self.policy.victims(tenant, frames, chunk, parent, once, spilling) if tenant else []
+        own = self.tenant_policy.victims(tenant, frames, chunk, parent, once, spilling) if tenant else []
         if own is None:
             return NotReserved.QUOTA
         missing = frames - self._pool.free_frames - sum(map(self._frees, own))
@@ -328,7 +328,7 @@ class Cache(Chunks):
         for each in self._reservations:
             writing[each.chunk] += count_frames(each.runs)
         invariants.check_order(self._index, self._order)
-        self.policy.check(chunks, writing, self._order)
+        self.tenant_policy.check(chunks, writing, self._order)
         reserved = [reservation.runs for reservation in self._reservations]
         assert self.stored_bytes == sum(stored.num_bytes for stored in objects)
         assert self.used_frames == sum(count_frames(stored.runs) for stored in objects)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 
 from lmcache_client.contract.keys import ROOT_KEY
+from lmcache_server.core.eviction_order import EvictionOrder
 from lmcache_server.core.index import Chunk, Index
-from lmcache_server.core.lru import EvictionOrder
-from lmcache_server.core.policy import Policy
 from lmcache_server.core.pool import FramePool, Runs
+from lmcache_server.core.tenant_policy import TenantPolicy
 
 MAX_EVICTED_AGES = 1024
 """How many ages at eviction are kept until the caller drains them. Further ones are not recorded."""
@@ -73,13 +73,13 @@ class Chunks:
         """What an option keeps from eviction; only to be read."""
 
     @property
-    def policy(self) -> Policy:
+    def tenant_policy(self) -> TenantPolicy:
         """What an option decides of eviction. It is set while the cache is empty."""
-        return self._order.policy
+        return self._order.tenant_policy
 
-    @policy.setter
-    def policy(self, policy: Policy) -> None:
-        self._order.policy = policy
+    @tenant_policy.setter
+    def tenant_policy(self, policy: TenantPolicy) -> None:
+        self._order.tenant_policy = policy
 
     @property
     def free_frames(self) -> int:
@@ -164,13 +164,13 @@ class Chunks:
         """An empty cache has these contents from now on, which must agree with each other."""
         assert not self.num_chunks, "only an empty cache is restored"
         self._advance(now_s)
-        contents.order.policy = self.policy
+        contents.order.tenant_policy = self.tenant_policy
         self._pool, self._index, self._order = contents.pool, contents.index, contents.order
         self.stored_bytes, self.used_frames = contents.stored_bytes, contents.order.frames
         for chunk in self._order:
             self._grow(chunk, chunk.frames)
             if chunk.tenant:
-                self.policy.added(chunk, None)
+                self.tenant_policy.added(chunk, None)
 
     def _advance(self, now_s: float) -> None:
         self._now_s = max(self._now_s, now_s)
@@ -247,7 +247,7 @@ class Chunks:
 
     def _grow(self, chunk: Chunk, frames: int) -> None:
         if chunk.tenant:
-            self.policy.grew(chunk, frames)
+            self.tenant_policy.grew(chunk, frames)
 
     def _free_objects(self, chunk: Chunk) -> int:
         """Frees the frames of all ready objects, unless a tier still reads them; returns their payload in

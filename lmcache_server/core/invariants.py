@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Collection, Iterable
 
+from lmcache_server.core.eviction_order import EvictionOrder
 from lmcache_server.core.index import Chunk, Index
 from lmcache_server.core.leases import Lease
-from lmcache_server.core.lru import EvictionOrder
 from lmcache_server.core.pool import FramePool, Runs, count_frames
 from lmcache_server.core.reservation import Reservation
 

@@ -15,10 +15,10 @@ from lmcache_client.contract.keys import MAX_CHUNKS
 from lmcache_client.contract.messages import Done, Load, Message, Refused, Store, Stored, StoreObject
 from lmcache_server.core.cache import Layout, NotReserved, Read, Reservation
 from lmcache_server.core.pool import FRAME_BYTES
+from lmcache_server.service.engines import Session, Shard
 from lmcache_server.service.option import Base
 from lmcache_server.service.refusals import Refusal, log_request
 from lmcache_server.service.requests_of_tests import traffic
-from lmcache_server.service.sessions import Session, Shard
 from lmcache_server.telemetry.metrics import Traffic
 from lmcache_server.transfer.base import Outcome
 from lmcache_server.transfer.digest import DamagedError

@@ -10,10 +10,10 @@ from lmcache_client.contract import messages
 from lmcache_client.contract.control import Inspect, Inspected
 from lmcache_client.contract.messages import Accept, Done, Found, Lookup, Message, Release
 from lmcache_server.core.cache import Hit, Layout
+from lmcache_server.service.engines import Session, Shard
 from lmcache_server.service.option import Base, Option
 from lmcache_server.service.refusals import Refusal, log_request
 from lmcache_server.service.requests_of_tests import traffic
-from lmcache_server.service.sessions import Session, Shard
 from lmcache_server.telemetry.metrics import NOT_STORED
 
 MAX_EARLY = 1024

@@ -8,8 +8,8 @@ from lmcache_server.config import Config
 from lmcache_server.core.cache import Cache, Hit, Layout, Reservation
 from lmcache_server.core.index import Chunk
 from lmcache_server.l1.memory import L1Memory
-from lmcache_server.service.registry import Registry
-from lmcache_server.service.sessions import Session, Shard
+from lmcache_server.service.engines import Session, Shard
+from lmcache_server.service.sessions import Registry
 from lmcache_server.service.system import System
 from lmcache_server.telemetry.failures import Failures
 from lmcache_server.telemetry.metrics import Metric, Metrics

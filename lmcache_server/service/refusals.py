@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 from lmcache_client.contract.messages import Message
-from lmcache_server.service.sessions import Session
+from lmcache_server.service.engines import Session
 
 MAX_TEXT = 300
 """Characters of a value in a line of the log."""

@@ -16,10 +16,10 @@ from lmcache_client.contract.codec import ProtocolError
 from lmcache_client.contract.control import Follow, Inspect
 from lmcache_client.contract.messages import Message, Refused
 from lmcache_server.service.copies import Copies
+from lmcache_server.service.engines import Session
 from lmcache_server.service.lookups import Lookups
 from lmcache_server.service.option import Base, Handler, Reply
 from lmcache_server.service.refusals import Refusal, log_request
-from lmcache_server.service.sessions import Session
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheS
 
 from lmcache_client.connector import support, translate
 from lmcache_client.connector.support import UnsupportedError
-from lmcache_client.contract.geometry import GroupSpec, Region, unified_block_size
+from lmcache_client.contract.chunk_size import unified_block_size
+from lmcache_client.contract.geometry import GroupSpec, Region
 
 PATIENT = {"lmcache.mp.lookup_timeout_s": 100}
 """Two ranks and the server on two cores: an answer can take long."""

@@ -5,7 +5,7 @@ from harness.server import LMCacheServer
 
 from lmcache_client.contract.keys import ModelTag
 from lmcache_server.admin.status import SHOWN_BYTES
-from lmcache_server.service.registry import MAX_KNOWN
+from lmcache_server.service.sessions import MAX_KNOWN
 
 NAMESPACES = 4 * MAX_KNOWN
 NAMESPACE_BYTES = 12 << 10

@@ -10,7 +10,7 @@ import pytest
 from desk import CHUNK_SIZE, Desk, identity, load, store
 
 from lmcache_client.contract.messages import Done, Goodbye, Memory, Refused, Stored, Welcome
-from lmcache_server.service import registry as registry_module
+from lmcache_server.service import sessions as registry_module
 from lmcache_server.transfer.copy_queue import CopyWorker
 from lmcache_server.transfer.host import HostMapping
 from lmcache_server.transfer.plan import Pieces

@@ -10,7 +10,7 @@ from lmcache_client.contract.control import Inspect, Inspected
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.messages import Clear, Lookup
 from lmcache_server.core.layout import Layout
-from lmcache_server.service.sessions import namespace_summary
+from lmcache_server.service.engines import namespace_summary
 
 __all__ = ["serving"]
 

@@ -10,7 +10,7 @@ from desk import Desk, is_refused, load, store
 from lmcache_client.contract import messages
 from lmcache_client.contract.messages import Challenge, Done, Goodbye, Prove, Refused, Stored, Welcome
 from lmcache_server.service import copies, registry
-from lmcache_server.service.registry import MAX_JOBS, MAX_SESSIONS, MAX_WAITING_BYTES, MAX_WORKERS
+from lmcache_server.service.sessions import MAX_JOBS, MAX_SESSIONS, MAX_WAITING_BYTES, MAX_WORKERS
 
 
 @pytest.fixture

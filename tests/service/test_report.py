@@ -8,7 +8,7 @@ from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.messages import Memory
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.pool import FRAME_BYTES
-from lmcache_server.service.sessions import Engine, Shard
+from lmcache_server.service.engines import Engine, Shard
 from lmcache_server.telemetry.history import INTERVAL_S
 from lmcache_server.transfer.gpus import Gpus
 from lmcache_server.transfer.locked_memory import LockedMemory

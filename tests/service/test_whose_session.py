@@ -9,7 +9,7 @@ from desk import NOBODY, Desk, HeldCopies, is_refused, question, store
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.messages import Challenge, Done, Hello, Join, Joined, Memory, Prove, Welcome
-from lmcache_server.service import registry as registry_module
+from lmcache_server.service import sessions as registry_module
 from lmcache_server.transfer.base import HandleError, Opened
 
 

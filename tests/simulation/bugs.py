@@ -15,8 +15,8 @@ from lmcache_client.servers import LookupOfAll
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.leases import LeaseTable
 from lmcache_server.options import NAMES
-from lmcache_server.service.registry import Registry
-from lmcache_server.service.sessions import Engines
+from lmcache_server.service.engines import Engines
+from lmcache_server.service.sessions import Registry
 from simulation.drafts import DraftingEngine
 from simulation.engine import Engine
 from simulation.network import ClientSystem

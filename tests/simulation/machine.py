@@ -21,9 +21,9 @@ from lmcache_server.core.cache import Cache
 from lmcache_server.core.index import Chunk
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.options import NAMES, parts
+from lmcache_server.service.engines import Session
 from lmcache_server.service.refusals import Refusal
 from lmcache_server.service.router import Reply
-from lmcache_server.service.sessions import Session
 from lmcache_server.telemetry.metrics import Metrics
 from lmcache_server.transfer.base import CopyError, Opened, Outcome
 from lmcache_server.transfer.digest import DamagedError

@@ -366,7 +366,7 @@ class CacheMachine(RuleBasedStateMachine):
 
         in_gb = {name.hex(): frames * FRAME_BYTES / GB_BYTES for name, frames in self.model.quotas.items()}
         self.cache, self.bounded = Cache(FRAME_BYTES, lease_s=LEASE_S), 0
-        self.cache.policy = Tenants(Limits(named=in_gb), FRAME_BYTES)
+        self.cache.tenant_policy = Tenants(Limits(named=in_gb), FRAME_BYTES)
         self.cache.on_gone.append(self.gone)
 
     @rule(frames=st.integers(1, 6))
@@ -661,9 +661,9 @@ class CacheMachine(RuleBasedStateMachine):
         assert [(chunk.namespace, chunk.key) for chunk in cache._order] == [each.name for each in model.order]
         assert sum(1 for _ in cache._order.once()) == len(model.once)
         assert [cache.evicted_chunks, cache.evicted_bytes, self.bounded] == model.evicted
-        held = {each.name: each.frames for each in cache.policy}
+        held = {each.name: each.frames for each in cache.tenant_policy}
         assert held == {name: taken for name in model.quotas if (taken := model.tenant_frames(name))}
-        for tenant in cache.policy:
+        for tenant in cache.tenant_policy:
             line = [each.name for each in model.order if each.tenant == tenant.name]
             assert [(chunk.namespace, chunk.key) for chunk in tenant.line()] == line
         protected = [(chunk.namespace, chunk.key) for chunk in cache.protected]

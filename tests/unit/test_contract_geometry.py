@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from lmcache_client.contract import chunk_size
 from lmcache_client.contract import geometry as contract
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
 from lmcache_client.contract.hits import resume_point
@@ -89,8 +90,8 @@ PRIMES = [group(FULL, size) for size in (4099, 4111)]
         (lambda: contract.Geometry((), 8), "1 to 64 KV cache groups"),
         (lambda: contract.Geometry((ATTENTION,) * (contract.MAX_GROUPS + 1), 8), "1 to 64"),
         (lambda: contract.Geometry((ATTENTION,), 1), "2 to .* blocks, not 1"),
-        (lambda: contract.resolve_chunk_size(None, PRIMES), r"no common multiple up to .*--block-size"),
-        (lambda: contract.resolve_chunk_size(1 << 20, PRIMES), r"no common multiple up to .*--block-size"),
+        (lambda: chunk_size.resolve_chunk_size(None, PRIMES), r"no common multiple up to .*--block-size"),
+        (lambda: chunk_size.resolve_chunk_size(1 << 20, PRIMES), r"no common multiple up to .*--block-size"),
     ],
 )
 def test_what_is_impossible_is_refused(impossible, message):
@@ -108,7 +109,7 @@ def test_regions_are_counted_over_all_groups():
 def test_sizes_of_a_hybrid_model():
     regions = (contract.Region(0, 0, 400, 100), contract.Region(1, 50, 400, 30))
     geometry = contract.Geometry((group(FULL, 16, regions=regions), group(RECURRENT, 48)), 10)
-    assert contract.unified_block_size(geometry.groups) == 48
+    assert chunk_size.unified_block_size(geometry.groups) == 48
     assert geometry.groups[0].block_bytes == 130
     assert geometry.groups[1].block_bytes == 0
 
@@ -139,27 +140,27 @@ def test_pages_may_reach_the_last_byte_of_a_buffer_and_no_further(change, buffer
 @given(st.lists(groups(), min_size=1, max_size=4))
 def test_auto_is_the_smallest_valid_size_from_256_tokens_on_unless_states_end_inside_it(specs):
     unified = math.lcm(*(spec.block_size for spec in specs))
-    size = contract.resolve_chunk_size(None, specs)
+    size = chunk_size.resolve_chunk_size(None, specs)
     assert size % unified == 0
-    assert contract.AUTO_CHUNK_TOKENS == 256
+    assert chunk_size.AUTO_CHUNK_TOKENS == 256
     recurrent = any(spec.kind == RECURRENT for spec in specs)
-    assert size == unified if recurrent else size - unified < contract.AUTO_CHUNK_TOKENS <= size
-    assert contract.chunk_size_warning(size, specs) == ""
+    assert size == unified if recurrent else size - unified < chunk_size.AUTO_CHUNK_TOKENS <= size
+    assert chunk_size.chunk_size_warning(size, specs) == ""
 
 
 def test_a_chunk_size_that_does_not_fit_is_refused_with_the_fix_and_one_that_loses_points_gets_a_warning():
     specs = [group(FULL, 16), group(FULL, 48)]
     asked = r"chunk size 100 is not .* size 48: start the server without --chunk-size, or with 144 \(or 96\)"
     with pytest.raises(contract.GeometryError, match=asked):
-        contract.resolve_chunk_size(100, specs)
+        chunk_size.resolve_chunk_size(100, specs)
     asked = "unified block size 48: start the server without --chunk-size, or with 48"
     with pytest.raises(contract.GeometryError, match=asked):
-        contract.resolve_chunk_size(20, specs)
+        chunk_size.resolve_chunk_size(20, specs)
     recurrent = [group(FULL, 16), group(RECURRENT, 48)]
-    assert contract.resolve_chunk_size(144, recurrent) == 144
-    assert "2 of 3 such boundaries" in contract.chunk_size_warning(144, recurrent)
-    assert contract.chunk_size_warning(48, recurrent) == ""
-    assert contract.chunk_size_warning(256, [group(FULL, 16)]) == ""
+    assert chunk_size.resolve_chunk_size(144, recurrent) == 144
+    assert "2 of 3 such boundaries" in chunk_size.chunk_size_warning(144, recurrent)
+    assert chunk_size.chunk_size_warning(48, recurrent) == ""
+    assert chunk_size.chunk_size_warning(256, [group(FULL, 16)]) == ""
 
 
 # -- resume points, tried out one by one ---------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from lmcache_client.contract.geometry import AUTO_CHUNK_TOKENS
+from lmcache_client.contract.chunk_size import AUTO_CHUNK_TOKENS
 from lmcache_server.commands.bench.client import Workload
 from lmcache_server.commands.bench.crew import Crew, Phase, Tally, load, lookup, ping, store
 from lmcache_server.core.cache import ONCE_SHARE

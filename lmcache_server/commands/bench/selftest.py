@@ -15,7 +15,7 @@ import time
 from itertools import pairwise
 from typing import Any
 
-from lmcache_client.contract.geometry import AUTO_CHUNK_TOKENS
+from lmcache_client.contract.chunk_size import AUTO_CHUNK_TOKENS
 from lmcache_client.contract.messages import Done, Found, Stored
 from lmcache_kernels.driver import CudaError
 from lmcache_server.commands.bench.client import LOOKUP_WAIT_S, Client, Workload, chain, driver_here

@@ -6,8 +6,8 @@ from lmcache_client.contract.control import Follow, Followed
 from lmcache_client.contract.messages import Message
 from lmcache_server.core.chunks import Gone
 from lmcache_server.core.index import Chunk
+from lmcache_server.service.engines import Session
 from lmcache_server.service.option import Base, Handler, Option
-from lmcache_server.service.sessions import Session
 
 MAX_GONE = 4096
 """Of more chunks, a session learns only that there were too many."""

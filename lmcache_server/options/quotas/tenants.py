@@ -7,10 +7,10 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 
+from lmcache_server.core.eviction_order import find_victims
 from lmcache_server.core.index import Chunk
 from lmcache_server.core.limits import Limits
-from lmcache_server.core.lru import find_victims
-from lmcache_server.core.policy import Policy
+from lmcache_server.core.tenant_policy import TenantPolicy
 from lmcache_server.host.units import GB_BYTES
 
 
@@ -59,7 +59,7 @@ class Tenant:
         self._ends.tenant_older = self._ends.tenant_newer = None
 
 
-class Tenants(Policy):
+class Tenants(TenantPolicy):
     """The tenants whose chunks have frames in L1. `quotas` is in GB."""
 
     def __init__(self, quotas: Limits, frame_bytes: int) -> None:

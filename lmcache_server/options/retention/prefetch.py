@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from lmcache_client.contract.control import Retain
 from lmcache_client.contract.messages import Lookup
+from lmcache_server.service.engines import Session
 from lmcache_server.service.option import Base
-from lmcache_server.service.sessions import Session
 
 MAX_KEYS = 1 << 16
 """Of all prompts that wait. More push out the oldest."""

@@ -11,8 +11,8 @@ from lmcache_server.core.cache import Layout, Reservation
 from lmcache_server.core.index import Chunk
 from lmcache_server.core.pool import count_frames
 from lmcache_server.options.retention.prefetch import OUTCOMES, Prefetches
+from lmcache_server.service.engines import Session
 from lmcache_server.service.option import Base, Handler, Option
-from lmcache_server.service.sessions import Session
 from lmcache_server.telemetry.metrics import Metric
 
 SHARE = 4

@@ -19,8 +19,8 @@ from lmcache_server.options.tiers.breaker import PRESENT, READ
 from lmcache_server.options.tiers.fetch_choice import Speed, Wanted, choose, wanted
 from lmcache_server.options.tiers.record_format import DamagedRecordError, Label
 from lmcache_server.options.tiers.tier_states import Tiers, TierState
+from lmcache_server.service.engines import Shard
 from lmcache_server.service.option import Base
-from lmcache_server.service.sessions import Shard
 from lmcache_server.transfer.base import CopyError
 
 FETCH_SHARE = 4
@@ -90,7 +90,7 @@ class Fetches:
             await self._look(tier, fetch)
         objects = dict[Wanted, Size]()
         while (target := fetch.resume_point(limit)) > least:
-            quota = self._cache.policy.most_frames(message.tenant)
+            quota = self._cache.tenant_policy.most_frames(message.tenant)
             room = min(self._cache.total_frames // FETCH_SHARE - self._fetching_frames, quota)
             objects = {}
             for each in wanted(fetch.layout, fetch.ready, target, message.computed_tokens):

@@ -181,7 +181,7 @@ class Spills:
         yield from itertools.islice(self._coldest(), NEXT_CHUNKS)
         for tenant in dict.fromkeys(room.chunk.tenant for room in rooms):
             if tenant:
-                own = self._cache.policy.next_victims(tenant, 1 - 1 / COLD_SHARE)
+                own = self._cache.tenant_policy.next_victims(tenant, 1 - 1 / COLD_SHARE)
                 yield from itertools.islice(own, NEXT_CHUNKS)
 
     def _missing(self, tier: TierState, chunk: Chunk) -> int:

@@ -15,8 +15,8 @@ from msgspec import Meta
 from lmcache_client.contract.codec import Natural, Wire
 from lmcache_client.contract.keys import TenantId
 from lmcache_server.core.cache import Cache, Contents
+from lmcache_server.core.eviction_order import EvictionOrder
 from lmcache_server.core.index import Chunk, Index
-from lmcache_server.core.lru import EvictionOrder
 from lmcache_server.core.packed import DIGEST_BYTES, PackedObjects, StoredObject
 from lmcache_server.core.pool import FramePool, Runs, count_frames
 

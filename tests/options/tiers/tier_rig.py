@@ -164,7 +164,7 @@ class Rig:
         self.store: Any = Store(waits)
         self.l1 = L1Memory(max(frames * frame_bytes, FRAME_BYTES))
         self.cache = Cache(frame_bytes, frames)
-        self.cache.policy = Tenants(Limits(quota_frames * frame_bytes / GB_BYTES), frame_bytes)
+        self.cache.tenant_policy = Tenants(Limits(quota_frames * frame_bytes / GB_BYTES), frame_bytes)
         self.system = System(loop, nothing, nothing)  # type: ignore[arg-type]
         self.tier = TierState(0, "tier", cold, TierWorker("tier", lambda: self.store, loop, Rates()))
         self.metrics, self.known = Metrics(), dict[bytes, Any]()

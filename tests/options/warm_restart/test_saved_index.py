@@ -176,7 +176,7 @@ TENANT = tenant_id("a")
 
 def of_quota(total_frames, frames):
     cache = Cache(FRAME_BYTES, total_frames)
-    cache.policy = Tenants(Limits(FRAME_BYTES * frames / GB_BYTES, {}), FRAME_BYTES)
+    cache.tenant_policy = Tenants(Limits(FRAME_BYTES * frames / GB_BYTES, {}), FRAME_BYTES)
     return cache
 
 
@@ -202,8 +202,8 @@ def test_a_smaller_quota_after_a_restart_is_reached_step_by_step():
     rebuild(take(before, {}, {}, 0.0, 0.0), cache, 0.0, 0.0)
     for name, left in enumerate((39, 38, 37), 20):
         store_chain(cache, name, 1)
-        assert next(iter(cache.policy)).frames == left
+        assert next(iter(cache.tenant_policy)).frames == left
     for name in range(30, 80):
         store_chain(cache, name, 1)
-    assert next(iter(cache.policy)).frames == 4
+    assert next(iter(cache.tenant_policy)).frames == 4
     assert [held_chunks(cache, name) for name in (79, 78, 77, 76, 75)] == [1, 1, 1, 1, 0]

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Mapping
 from lmcache_server.core.index import Chunk
 
 
-class Policy:
+class TenantPolicy:
     """The cache calls these methods, which do nothing unless an option replaces them.
 
     It calls the first three only for chunks of a tenant: `chunk.tenant` is its name.

@@ -5,7 +5,7 @@ import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 from lmcache_server.core.index import Chunk
-from lmcache_server.core.policy import Policy
+from lmcache_server.core.tenant_policy import TenantPolicy
 
 
 class EvictionOrder:
@@ -15,8 +15,8 @@ class EvictionOrder:
     will ask for again (`Chunk.once`) lie in the first.
     """
 
-    def __init__(self, policy: Policy | None = None) -> None:
-        self.policy = policy or Policy()
+    def __init__(self, policy: TenantPolicy | None = None) -> None:
+        self.tenant_policy = policy or TenantPolicy()
         self._ends, self._border = Chunk(b"", b""), Chunk(b"", b"")
         self._ends.older = self._ends.newer = self._border
         self._border.older = self._border.newer = self._ends
@@ -57,7 +57,7 @@ class EvictionOrder:
         self.frames += chunk.frames
         self.once_frames += chunk.frames if chunk.once else 0
         if chunk.tenant:
-            self.policy.added(chunk, ahead_of)
+            self.tenant_policy.added(chunk, ahead_of)
 
     def renew(self, chain: Sequence[Chunk]) -> None:
         """Moves members to the end of their part of the line, the first of them to its very end."""
@@ -82,7 +82,7 @@ class EvictionOrder:
             self.frames -= chunk.frames
             self.once_frames -= chunk.frames if chunk.once else 0
             if chunk.tenant:
-                self.policy.removed(chunk)
+                self.tenant_policy.removed(chunk)
 
     def keep(self, chunk: Chunk) -> None:
         """Somebody asked for this chunk again: from now on it belongs to the others. It moves when it is
