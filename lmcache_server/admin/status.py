@@ -16,8 +16,6 @@ from lmcache_server.telemetry.metrics import TESTS
 
 SHOWN_BYTES = 1 << 17
 """The namespaces of a report take at most so many bytes of JSON, and so do its sessions."""
-MAX_TENANTS = 10
-"""Of these, the largest, a report has the sizes."""
 
 
 class Report:

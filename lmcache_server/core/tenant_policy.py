@@ -35,7 +35,7 @@ class TenantPolicy:
         held: Container[Chunk],
     ) -> list[Chunk] | None:
         """What must go so that the tenant of this name may have so many frames more, of its own chunks; None
-        if that cannot be done. The others are as in EvictionOrder.victims."""
+        if that cannot be done. The others are as in find_victims."""
         return []
 
     def next_victims(self, tenant: bytes, share: float) -> Iterable[Chunk]:

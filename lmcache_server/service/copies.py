@@ -68,7 +68,7 @@ class Copies:
                 (wanted.group, ObjectCopy(room.runs, room.num_blocks, 0, unpacked(wanted.block_ids)))
                 for wanted, room in reserved
             ]
-            job = StoreJob(copies, *self._where(shard), reads_bytes=self._checksums)
+            job = StoreJob(copies, *self._where(shard), take_digests=self._checksums)
             outcome = await self._copy(shard, job, whose) if reserved else Outcome(None, 0)
             self._end_reservations(layout, reserved, job.digests, outcome, whose)
             copied = len(reserved) if outcome.error is None else 0

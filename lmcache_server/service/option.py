@@ -79,7 +79,7 @@ class Option:
     def looked_up(
         self, session_id: int, layout: Layout, message: Lookup, hit: Hit, fetched: int, now_s: float
     ) -> None:
-        """A lookup is answered. `fetched` tokens of its hit are there because of `fetch`."""
+        """A lookup is answered with this hit. `fetched` tokens of it are there because of `fetch`."""
 
     def missed(self, layout: Layout, message: Lookup, hit: Hit, in_tiers: int) -> dict[str, int]:
         """Why a lookup did not find the tokens behind its hit: their number by reason, each of REASONS of the

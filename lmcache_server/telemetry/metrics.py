@@ -78,7 +78,7 @@ TABLE = (
     Metric(Counter, "lmcache_test_transfer_bytes_total", "As lmcache_transfer_bytes_total, of tests only.",
            TESTS | _DIRECTION),
     Metric(Counter, "lmcache_verify_failures_total",
-           "Stored pages found damaged (with --checksums); the server forgot their chunks."),
+           "Stored objects found damaged (with --checksums); the server forgot their chunks."),
     Metric(Histogram, "lmcache_lookup_seconds", "Time to answer a lookup. Tests are counted, too.", {},
            {"buckets": _LOOKUP_S}),
     Metric(Counter, "lmcache_evicted_chunks_total", "Chunks evicted to make room."),

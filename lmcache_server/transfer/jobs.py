@@ -40,18 +40,22 @@ class ObjectsJob:
 
 @dataclass
 class StoreJob(ObjectsJob):
-    """Engine to L1. With `reads_bytes`, `digests` gets those of each object, in the objects' order."""
+    """Engine to L1. With `take_digests`, `digests` gets the digest of each object, in their order."""
 
-    reads_bytes: bool
+    take_digests: bool
     digests: list[bytes] = field(default_factory=list)
     load: bool = field(default=False, init=False)
+
+    @property
+    def reads_bytes(self) -> bool:
+        return self.take_digests
 
     def build(self) -> Pieces:
         self.check_l1()
         return self.pieces()
 
     def after(self) -> None:
-        if self.reads_bytes:
+        if self.take_digests:
             self.digests += [self.digest_of(*each) for each in self.objects]
 
 

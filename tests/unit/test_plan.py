@@ -266,7 +266,7 @@ def test_an_object_of_which_a_byte_has_changed_is_not_loaded(case, data):
     memory = np.random.default_rng(1).integers(0, 256, (max(f for f, _ in runs) + 1) * FRAME_BYTES, np.uint8)
     where = regions, (0,), int(memory.ctypes.data), FRAME_BYTES, lambda: None
     whole = ObjectCopy(runs, num_blocks, 0, tuple(range(1, num_blocks + 1)))
-    store = StoreJob([(0, whole)], *where, reads_bytes=True)
+    store = StoreJob([(0, whole)], *where, take_digests=True)
     store.after()
     num_bytes = num_blocks * sum(sizes)
     inside = np.concatenate([memory[f * FRAME_BYTES : (f + 1) * FRAME_BYTES] for f, _ in runs])[:num_bytes]

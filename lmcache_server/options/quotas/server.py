@@ -27,14 +27,17 @@ class Server(Option):
 
     def __init__(self, base: Base) -> None:
         super().__init__(base)
-        self._metrics = base.metrics
+        self._metrics, self._evicted = base.metrics, 0
         quotas = quotas_gb(base.config.of_options.get("quota_gb", ""))
         self._tenants = base.cache.tenant_policy = Tenants(quotas, base.cache.frame_bytes)
         base.cache.on_gone.append(self._gone)
 
     def _gone(self, _chunk: Chunk, why: Gone) -> None:
-        if why is Gone.BOUNDED:
-            self._metrics.count("lmcache_quota_evicted_chunks_total")
+        self._evicted += why is Gone.BOUNDED
+
+    def tick(self, now_s: float) -> None:
+        self._metrics.count("lmcache_quota_evicted_chunks_total", self._evicted)
+        self._evicted = 0
 
     def report(self, now_s: float) -> dict[str, Any]:
         shown = heapq.nlargest(MAX_SHOWN, self._tenants, operator.attrgetter("frames"))

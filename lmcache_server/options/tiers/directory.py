@@ -114,7 +114,6 @@ class Directory:
                 with self._lock:
                     renamed = self._files.rename(temporary, path)
                     if renamed and not self._shared:
-                        # First: if it counted twice for a moment, another writer would evict for it.
                         self._arriving_bytes -= counted_bytes
                         now_s = time.time()
                         self._catalog.add(name, Kept(num_bytes, now_s, now_s))

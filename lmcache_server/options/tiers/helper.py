@@ -40,8 +40,8 @@ class Part(NamedTuple):
 
 
 class Request(msgspec.Struct, array_like=True):
-    """The first is `open`, with the client's `settings`. With `share` comes the descriptor of a file. Its
-    `parts` is where the area lies in the file."""
+    """The first is `open`, with the client's `settings`. With `share` comes the descriptor of a file, and
+    `parts` says where the area lies in it."""
 
     call: Call
     names: list[str] = []

@@ -117,13 +117,13 @@ class Record:
             gather(first(self.pieces, num_bytes), end)
         if end[-_TRAILER_BYTES:-_SEAL_BYTES] != self.label.head(PLAIN, compressed):
             raise DamagedRecordError(f"record {self.label.name} says that it is another object's")
-        zeros = [end[-_SEAL_BYTES:-_DIGEST_BYTES]]
+        zeros = bytes(end[-_SEAL_BYTES:-_DIGEST_BYTES])
         if compressed:
             _expand(self.label, end[:-_TRAILER_BYTES], self.payload)
         else:
             self._rest[:] = end[: len(self._rest)]
-            zeros.append(end[len(self._rest) : -_TRAILER_BYTES])
-        if end[-_DIGEST_BYTES:] != (found := digest(self._addresses)) or any(map(any, zeros)):
+            zeros += bytes(end[len(self._rest) : -_TRAILER_BYTES])
+        if end[-_DIGEST_BYTES:] != (found := digest(self._addresses)) or zeros != bytes(len(zeros)):
             raise DamagedRecordError(f"record {self.label.name} is damaged")
         return found
 

@@ -11,7 +11,7 @@ from lmcache_server.core.packed import StoredObject
 from lmcache_server.core.pool import count_frames
 from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.breaker import WRITE
-from lmcache_server.options.tiers.record_format import Label
+from lmcache_server.options.tiers.record_format import DamagedRecordError, Label
 from lmcache_server.options.tiers.tier_states import Tiers, TierState
 from lmcache_server.service.option import Base
 from lmcache_server.transfer.base import CopyError
@@ -40,7 +40,7 @@ class Spills:
 
     def __init__(self, tiers: Tiers, base: Base) -> None:
         self._tiers, self._known = tiers, base.registry.known
-        self._cache, self._system = base.cache, base.system
+        self._cache, self._system, self._metrics = base.cache, base.system, base.metrics
         base.cache.on_kept.append(self._kept)
         self._spilling_frames = 0
         self._is_paused = False
@@ -241,6 +241,11 @@ class Spills:
             self._tiers.succeeded(tier, WRITE)
         except CopyError:  # L1's file was cut
             pass
+        except DamagedRecordError:
+            self._cache.forget(chunk)
+            self._metrics.count("lmcache_verify_failures_total")
+            text = "chunk %(chunk)s is damaged and forgotten, before a tier has it"
+            logger.warning(text, {"chunk": chunk.key.hex()[:16]})
         except TierError as error:
             self._tiers.failed(tier, error, WRITE)
         finally:

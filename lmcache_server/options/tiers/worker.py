@@ -15,6 +15,7 @@ from lmcache_server.options.tiers.compressed_body import OFF
 from lmcache_server.options.tiers.compression_choice import Compressor
 from lmcache_server.options.tiers.pieces import size
 from lmcache_server.options.tiers.record_format import DamagedRecordError, EncryptedRecord, Label, Record
+from lmcache_server.transfer.digest import digest
 
 READERS, ASKERS, WRITERS = 4, 2, 2
 STUCK_S = 5.0
@@ -229,13 +230,13 @@ class TierWorker:
         self._rates.read.give_back(max(label.num_bytes - num_bytes, 0))
         read_s = time.monotonic()
         try:
-            digest = record.open(num_bytes)
+            found = record.open(num_bytes)
         except DamagedRecordError:
             tier.remove((name,))
             raise
         record.release()
         self.compressor.was_read(label, num_bytes, read_s - began_s, time.monotonic() - read_s)
-        return digest
+        return found
 
     def _named(self, name: str) -> str:
         """Servers with another key, or none, must not take these records for damaged."""
@@ -246,6 +247,8 @@ class TierWorker:
         name = self._named(label.name)
         if tier.present((name,))[0]:
             return "present"
+        if label.digest and digest(payload) != label.digest:
+            raise DamagedRecordError(f"object {label.name} has changed in L1")
         record = self._record(label, payload)
         record.seal(self.compressor.body(label, record.payload))
         num_bytes, began_s = size(record.pieces), time.monotonic()

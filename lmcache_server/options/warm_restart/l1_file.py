@@ -35,7 +35,7 @@ from lmcache_server.transfer.base import CopyError
 logger = logging.getLogger(__name__)
 
 MAGIC = b"lmcache-mp L1\r\n\0"
-FORMAT = 7
+FORMAT = 8
 """Changes with the header, the index and what options save in it, and the way objects are packed."""
 HEADER_BYTES = FRAME_BYTES
 """As long as a frame, so that the frames stay aligned."""

@@ -6,7 +6,7 @@ import pytest
 
 from lmcache_client.contract.geometry import FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
 from lmcache_client.contract.hits import group_ends, resume_point
-from lmcache_server.core.cache import Cache, Layout, Reservation
+from lmcache_server.core.cache import Cache, Gone, Layout, Reservation
 from lmcache_server.core.layout import bitmap
 from lmcache_server.options.miss_reasons import reasons
 from lmcache_server.options.miss_reasons.reasons import (
@@ -34,7 +34,11 @@ class WatchedCache(Cache):
     def __init__(self, frames):
         super().__init__(1, frames)
         self.evicted = Evicted()
-        self.on_gone.append(lambda chunk, evicted: evicted and self.evicted.add(chunk.namespace, chunk.key))
+        self.on_gone.append(self._gone)
+
+    def _gone(self, chunk, why):
+        if why is not Gone.FORGOTTEN:
+            self.evicted.add(chunk.namespace, chunk.key)
 
 
 def chain(count, seed=0):
@@ -83,6 +87,7 @@ def test_what_was_evicted_is_told_from_what_never_was_there():
     assert missed(cache, PLAIN, keys, computed=3 * CHUNK) == {EVICTED: 3 * CHUNK}, "the engine has the others"
     assert missed(cache, HYBRID, keys) == {NOT_STORED: 6 * CHUNK}, "in another namespace"
     cache.clear()
+    assert missed(cache, PLAIN, other[:2]) == {NOT_STORED: 2 * CHUNK}, "forgotten, not evicted"
     store(cache, PLAIN, keys)
     assert missed(cache, PLAIN, keys) == {}, "stored again"
 

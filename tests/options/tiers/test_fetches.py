@@ -2,23 +2,27 @@
 hung fetch is not the last; a tier that seemed slow is soon tried again."""
 
 import asyncio
+import ctypes
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from tier_rig import GROUP, HANGS, LAYOUT, Rig, key, with_rig
 
 from lmcache_client.contract.geometry import RECURRENT, Geometry, GroupSpec, Region
 from lmcache_client.contract.messages import Lookup
-from lmcache_server.core.cache import Layout
+from lmcache_server.core.cache import Layout, Reservation
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.options.tiers import fetch_choice as choice_module
 from lmcache_server.options.tiers import fetches as fetches_module
 from lmcache_server.options.tiers import tier_states as tiers_module
 from lmcache_server.options.tiers.fetch_choice import SLOW_OLD_S
-from lmcache_server.options.tiers.record_format import Label
+from lmcache_server.options.tiers.record_format import Label, RecordCipher
+from lmcache_server.options.tiers.worker import Rates, TierWorker
+from lmcache_server.transfer.digest import digest
 
 SHARDS: Any = {0: SimpleNamespace(geometry=Geometry((GROUP,), 10))}
 FRAMES = 16
@@ -238,3 +242,42 @@ async def test_a_try_of_a_tier_that_was_left_alone_hangs_and_is_not_the_last(
         rig.tiers.tick()
         await asyncio.sleep(0.02)
     assert len(calls) > 1
+
+
+CIPHERS = (None, RecordCipher(AESGCM(b"1" * 32), "one"))
+
+
+@pytest.mark.parametrize("cipher", CIPHERS, ids=["plain", "encrypted"])
+@pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
+@with_rig(FRAMES)
+async def test_the_digest_of_an_object_goes_into_its_record_and_back(
+    rig: Rig, caplog: pytest.LogCaptureFixture, cipher: RecordCipher | None, damaged: bool
+) -> None:
+    """With --checksums. What has changed in L1 is not written: a record would vouch for it."""
+    rig.tier.worker = TierWorker("tier", lambda: rig.store, asyncio.get_running_loop(), Rates(), cipher)
+    rig.known[LAYOUT.namespace], rig.fetches._keeps_digests = {}, True
+    room = rig.cache.reserve(LAYOUT, key(1), 0, 0, 1, FRAME_BYTES)
+    assert isinstance(room, Reservation)
+    payload = rig.tiers.payload(room.runs, FRAME_BYTES)
+    ctypes.memset(payload[0][0], 7, FRAME_BYTES)
+    rig.cache.commit(room, stored := digest(payload))
+    if damaged:
+        ctypes.memset(payload[0][0] + 5, 6, 1)
+    rig.spills.stored(LAYOUT, [room])
+    await rig.spills.flush()
+    await rig.all_ended()
+    assert bool(rig.store.records) != damaged
+    if damaged:
+        assert rig.cache.num_chunks == 0, "nobody loads it"
+        assert rig.metrics.value("lmcache_verify_failures_total") == 1
+        assert "is damaged and forgotten" in caplog.text
+        return
+    rig.cache.clear()
+    ctypes.memset(payload[0][0], 0, FRAME_BYTES)
+    rig.tier.speed.add(1 << 30, 1.0, rig.system.now_s())
+    assert await fetched(rig, key(1))
+    chunk = rig.cache.chunk(LAYOUT.namespace, key(1))
+    assert chunk is not None
+    found = chunk.get(0)
+    assert found is not None
+    assert found.digest == stored == digest(rig.tiers.payload(found.runs, FRAME_BYTES))

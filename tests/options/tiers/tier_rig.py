@@ -23,7 +23,6 @@ from lmcache_server.core.limits import Limits
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.host.units import GB_BYTES
 from lmcache_server.l1.memory import L1Memory
-from lmcache_server.options.quotas.tenants import Tenants
 from lmcache_server.options.tiers.compressed_body import SEGMENT_BYTES, compress
 from lmcache_server.options.tiers.fetches import Fetches
 from lmcache_server.options.tiers.record_format import EncryptedRecord, Label, Record, RecordCipher
@@ -157,14 +156,17 @@ class Rig:
         frames: int,
         waits: str = "",
         cold: bool = False,
-        quota_frames: float = float("inf"),
+        quota_frames: float = 0,
         frame_bytes: int = FRAME_BYTES,
     ) -> None:
         loop, nothing = asyncio.get_running_loop(), None
         self.store: Any = Store(waits)
         self.l1 = L1Memory(max(frames * frame_bytes, FRAME_BYTES))
         self.cache = Cache(frame_bytes, frames)
-        self.cache.tenant_policy = Tenants(Limits(quota_frames * frame_bytes / GB_BYTES), frame_bytes)
+        if quota_frames:
+            from lmcache_server.options.quotas.tenants import Tenants
+
+            self.cache.tenant_policy = Tenants(Limits(quota_frames * frame_bytes / GB_BYTES), frame_bytes)
         self.system = System(loop, nothing, nothing)  # type: ignore[arg-type]
         self.tier = TierState(0, "tier", cold, TierWorker("tier", lambda: self.store, loop, Rates()))
         self.metrics, self.known = Metrics(), dict[bytes, Any]()

@@ -12,7 +12,6 @@ from lmcache_server.core.index import Chunk
 from lmcache_server.core.limits import Limits
 from lmcache_server.core.packed import StoredObject
 from lmcache_server.host.units import GB_BYTES
-from lmcache_server.options.quotas.tenants import Tenants
 from lmcache_server.options.warm_restart.snapshot import SnapshotError, decode, rebuild, take
 
 FRAME_BYTES = 100
@@ -175,6 +174,8 @@ TENANT = tenant_id("a")
 
 
 def of_quota(total_frames, frames):
+    from lmcache_server.options.quotas.tenants import Tenants
+
     cache = Cache(FRAME_BYTES, total_frames)
     cache.tenant_policy = Tenants(Limits(FRAME_BYTES * frames / GB_BYTES, {}), FRAME_BYTES)
     return cache
