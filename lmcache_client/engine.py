@@ -74,7 +74,8 @@ def expect(reply: Message, kind: type[Reply]) -> Reply:
 def chunk_object(
     keys: Sequence[bytes], chunk: int, group: int, blocks: Sequence[int], tenant: bytes = b""
 ) -> StoreObject:
-    """The object that a group stores for chunk number `chunk` of the prompt with these keys."""
+    """The object that a group stores for chunk number `chunk` of the prompt with these keys. The blocks must
+    not change before the store is settled (see server_channel.py)."""
     parent = keys[chunk - 1] if chunk else ROOT_KEY
     return StoreObject(keys[chunk], parent, chunk, group, packed(blocks), tenant)
 
@@ -83,7 +84,8 @@ def load_message(
     request_id: str, found: Found, key: bytes, computed: int, groups: Sequence[GroupSpec], tables: Tables
 ) -> Load:
     """The message with which every worker loads the tokens of `found` beyond `computed`. `tables` gives, for
-    each group, the block id at each position; `key` is the key of the chunk that ends at the resume point."""
+    each group, the block id at each position; `key` is the key of the chunk that ends at the resume point.
+    The blocks must not be used before the load is settled."""
     block_ids = tuple(
         packed(table[at] for at in group.needed_blocks(found.resume_tokens, computed))
         for group, table in zip(groups, tables, strict=True)

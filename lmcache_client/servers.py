@@ -123,6 +123,8 @@ class Together(Pending):
                 return False
             else:
                 other = next((each for each in replies if not isinstance(each, self.kind)), None)
+                if other is not None:
+                    self.fail_all()
                 self.reply = other or self.merge(replies)
         return True
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-PREFIX = "lmcache."
+HINT_PREFIX = "lmcache."
 
 
 class Hint(NamedTuple):
@@ -141,7 +141,9 @@ class Hints:
             return {}, 0
         hints, ignored = dict[str, Any](), list[tuple[str, object]]()
         params = request.kv_transfer_params if isinstance(request.kv_transfer_params, Mapping) else {}
-        own = [each for each in params.items() if isinstance(each[0], str) and each[0].startswith(PREFIX)]
+        own = [
+            each for each in params.items() if isinstance(each[0], str) and each[0].startswith(HINT_PREFIX)
+        ]
         for key, value in (*self._typed(request), *own):
             if key in self._known and self._known[key].fits(value):
                 hints[key] = value

@@ -14,7 +14,7 @@ from lmcache_client.contract.messages import DEFAULT_PORT
 
 PREFIX = "lmcache.mp."
 SERVERS_KEY = "lmcache.mp.servers in kv_connector_extra_config"
-EXAMPLE = '{"0-3": "10.0.0.1:5555", "4-7": "10.0.0.2:5555"}'
+SERVERS_EXAMPLE = '{"0-3": "10.0.0.1:5555", "4-7": "10.0.0.2:5555"}'
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -119,7 +119,7 @@ def _place(ranks: str, where: str, key_file: str) -> Place:
     first = int(numbers[1]) if numbers else 0
     last = int(numbers[2] or first) if numbers else -1
     if numbers is None or last < first:
-        raise ValueError(f"{SERVERS_KEY}: {ranks!r} is no range of ranks; an example is {EXAMPLE}")
+        raise ValueError(f"{SERVERS_KEY}: {ranks!r} is no range of ranks; an example is {SERVERS_EXAMPLE}")
     if host_port is None or not 0 < int(host_port[2]) < 1 << 16:
-        raise ValueError(f"{SERVERS_KEY}: {where!r} is not HOST:PORT; an example is {EXAMPLE}")
+        raise ValueError(f"{SERVERS_KEY}: {where!r} is not HOST:PORT; an example is {SERVERS_EXAMPLE}")
     return Place(range(first, last + 1), address(host_port[1] or "", int(host_port[2]), key_file))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lmcache_client.connector.option import PREFIX, Engine, Hint, Option
+from lmcache_client.connector.option import HINT_PREFIX, Engine, Hint, Option
 from lmcache_client.connector.request import Promised, Tracked
 from lmcache_client.contract.hits import resume_point
 from lmcache_client.contract.keys import ROOT_KEY
@@ -19,7 +19,7 @@ from lmcache_client.contract.messages import StoreObject
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-WAIT_TOKENS = f"{PREFIX}wait_tokens"
+WAIT_TOKENS = f"{HINT_PREFIX}wait_tokens"
 MAX_WAIT_TOKENS = 2**31
 MIN_PAUSE_S, PAUSE_SHARE = 0.005, 1 / 8
 """Between two questions, a request pauses for this share of the time that it has waited."""

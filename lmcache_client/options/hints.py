@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from lmcache_client.connector.option import PREFIX, Engine, Hint, Option
+from lmcache_client.connector.option import HINT_PREFIX, Engine, Hint, Option
 from lmcache_client.connector.request import Tracked
 
-ONCE, LOAD, STORE_TOKENS = f"{PREFIX}once", f"{PREFIX}load", f"{PREFIX}max_offload_tokens"
+ONCE, LOAD, STORE_TOKENS = f"{HINT_PREFIX}once", f"{HINT_PREFIX}load", f"{HINT_PREFIX}max_offload_tokens"
 _YES_OR_NO = Hint("true or false", lambda value: isinstance(value, bool))
 _TOKENS = Hint("a number of tokens", lambda value: type(value) is int and value >= 0)
 

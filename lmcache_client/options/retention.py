@@ -4,14 +4,14 @@ brought back from the tiers."""
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lmcache_client.connector.option import PREFIX, Engine, Hint, Option
+from lmcache_client.connector.option import HINT_PREFIX, Engine, Hint, Option
 from lmcache_client.connector.request import Tracked
 from lmcache_client.contract.control import MAX_PAUSE_S, MAX_PRIORITY, Retain
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-RETAIN, PRIORITY, PREFETCH = f"{PREFIX}retain_s", f"{PREFIX}priority", f"{PREFIX}prefetch_s"
+RETAIN, PRIORITY, PREFETCH = f"{HINT_PREFIX}retain_s", f"{HINT_PREFIX}priority", f"{HINT_PREFIX}prefetch_s"
 TIMEOUT_S = 10.0
 
 

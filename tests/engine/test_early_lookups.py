@@ -350,3 +350,14 @@ def test_only_one_of_several_connectors_answers_and_waits(engine: Engine) -> Non
     for params in ({}, {"do_remote_decode": 1}, {"do_remote_decode": False}):
         assert engine.side.finished(engine.arrives(4, **params)) is None
     engine.end(request, nixl)
+
+
+def test_a_store_that_a_reset_overtakes_is_no_request_s_any_more(engine: Engine) -> None:
+    """Otherwise it would be announced under keys that no lookup asks for."""
+    engine.arrives(1)
+    (tracked,) = engine.side.lookups.requests.values()
+    job_id = engine.side.held.hold([1, 2], [tracked])
+    engine.side.reset()
+    settled = engine.side.held.settled(job_id, 1)
+    assert settled is not None
+    assert (settled.blocks, settled.requests) == ([1, 2], ())

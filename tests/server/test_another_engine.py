@@ -1,7 +1,7 @@
 """A second engine, without vLLM: a model of transformers, whose pages the server stores and restores.
 
-Its client is this file. It uses what every engine's client uses (`lmcache_client/engine.py`, `contract/` and
-`memory/`), and nothing of the product knows of it.
+Its client is this file. It uses what every engine's client uses (of `lmcache_client/`: `engine.py`,
+`server_channel.py`, `contract/` and `memory/`), and nothing of the product knows of it.
 """
 
 import hashlib
@@ -45,17 +45,16 @@ class Engine:
         )
         tag = ModelTag("tiny", (("engine", "transformers"), ("weights", weights.hexdigest())), 1, 1)
         export = HostExport(((self.pages.ctypes.data, self.pages.nbytes),))
-        self.worker = Worker(self.channel(server), name, 0, tag, Geometry(self.groups, BLOCKS), export)
-        self.chunk_size = self.worker.register().chunk_size
-        self.scheduler = self.channel(server)
-        join(self.scheduler, name)
+        # A server that is started again is told again.
+        channel = Channel(server.address, lambda _: self.register())
+        self.worker = Worker(channel, name, 0, tag, Geometry(self.groups, BLOCKS), export)
+        self.scheduler = Channel(server.address, lambda own: join(own, name))
+        for each in (channel, self.scheduler):
+            each.start(PATIENCE_S, PATIENCE_S)
+            assert each.ready
 
-    @staticmethod
-    def channel(server: LMCacheServer) -> Channel:
-        made = Channel(server.address, lambda _: None)
-        made.start(PATIENCE_S, PATIENCE_S)
-        assert made.ready
-        return made
+    def register(self) -> None:
+        self.chunk_size = self.worker.register().chunk_size
 
     def close(self) -> None:
         for each in (self.scheduler, self.worker.channel):

@@ -9,7 +9,8 @@ from desk import Desk, is_refused, load, store
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.messages import Challenge, Done, Goodbye, Prove, Refused, Stored, Welcome
-from lmcache_server.service import copies, registry
+from lmcache_server.service import copies
+from lmcache_server.service import sessions as registry
 from lmcache_server.service.sessions import MAX_JOBS, MAX_SESSIONS, MAX_WAITING_BYTES, MAX_WORKERS
 
 

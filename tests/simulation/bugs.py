@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from lmcache_client import server_channel, servers
+from lmcache_client import server_channel
 from lmcache_client.connector import lookups, translate, weights
 from lmcache_client.connector.connector import LMCacheMPConnector
 from lmcache_client.connector.held_blocks import HeldBlocks
@@ -11,7 +11,7 @@ from lmcache_client.connector.offers import Offers
 from lmcache_client.connector.scheduler import SchedulerSide
 from lmcache_client.contract.geometry import SLIDING_WINDOW, GroupSpec
 from lmcache_client.server_channel import Channel
-from lmcache_client.servers import LookupOfAll
+from lmcache_client.servers import LookupOfAll, Part
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.leases import LeaseTable
 from lmcache_server.options import NAMES
@@ -71,6 +71,14 @@ def _unpins_first(drop_owner: Any) -> Any:
     return eager
 
 
+def _asks_without_on_late(_of: Any) -> Any:
+    @classmethod  # type: ignore[misc]
+    def of(cls: type[Part], channel: Channel, message: Any, timeout_s: float) -> Part:
+        return cls(channel, channel.submit(message, timeout_s), channel.generation)
+
+    return of
+
+
 BUGS: dict[str, tuple[Any, ...]] = {
     "blocks_not_held": (4, (HeldBlocks, "hold", lambda hold: lambda self, _, *whose: hold(self, [], *whose))),
     "settled_when_broken": (68, (Channel, "_is_over", constant(True))),
@@ -89,7 +97,7 @@ BUGS: dict[str, tuple[Any, ...]] = {
     "window_too_short": (13, (GroupSpec, "first_needed_token", _short_window)),
     "failed_store_committed": (0, (Cache, "abort", lambda _: lambda self, it: self.commit(it))),
     "load_of_an_evicted_chunk": (0, (Cache, "_take_refs", constant(None))),
-    "late_answer_kept": (38, (servers, "give_back", constant(None))),
+    "late_answer_kept": (38, (Part, "of", _asks_without_on_late)),
     "leases_outlive_sessions": (4, (LeaseTable, "of_owner", constant([]))),
     "overdue_never_noticed": (2, (server_channel, "OVERDUE_S", lambda _: 1e9)),
     "failed_load_offered_again": (18, (SchedulerSide, "worker_output", _forgets_failed_loads)),

@@ -82,10 +82,12 @@ def test_a_lease_of_an_earlier_registration_is_not_given_back() -> None:
 def test_the_answer_of_one_server_does_not_speak_for_another_that_talks_nonsense() -> None:
     strange = Connection(8)
     strange.found = Done()
-    several = Servers([Connection(7), strange], "engine")  # type: ignore[list-item]
+    honest = Connection(7)
+    several = Servers([honest, strange], "engine")  # type: ignore[list-item]
     lookup = several.lookup(Lookup("", (b"k" * 32,), 0, 256, 257, 0), 1.0)
     assert lookup.done
     assert lookup.reply == Done()
+    assert honest.released == [7], "what it has promised is given up"
 
 
 def test_what_servers_hold_together_is_known_once_all_have_been_joined() -> None:
