@@ -30,6 +30,7 @@ from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.support import block_tokens
 from lmcache_client.connector.worker import WorkerSide
 from lmcache_client.contract import geometry
+from lmcache_client.contract.chunk_size import unified_block_size
 from lmcache_client.contract.geometry import (
     CHUNKED_LOCAL,
     FULL,
@@ -213,7 +214,7 @@ class Engine:
             GroupSpec(kind, size * (model.dcp if kind == FULL else 1), window, "", ())
             for kind, size, window in model.groups
         )
-        self.unified = geometry.unified_block_size(self.groups)
+        self.unified = unified_block_size(self.groups)
 
     # -- memory -----------------------------------------------------------------------------------
 
