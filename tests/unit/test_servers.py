@@ -40,6 +40,9 @@ class Connection:
             return unsent("there is no connection")
         return pending
 
+    def abandon(self, pending: Pending) -> None:
+        assert pending.done, "it has answered"
+
     def poll(self, pending: Pending | None = None, wait_s: float = 0.0) -> None:
         assert pending is None, "nobody may wait for a question that is answered"
 
