@@ -67,8 +67,7 @@ def _flag(default: Any, kind: Any, help_text: str, **more: Any) -> Any:
 
 
 def _of_option(
-    default: Any = "", show_default: str = "none", parse: Callable[[str], object] | None = None,
-    fit: str = "", **more: Any,
+    default: Any = "", parse: Callable[[str], object] | None = None, fit: str = "", **more: Any
 ) -> Any:  # fmt: skip
     """A flag of an option: text, which `parse` accepts if there is one and errors call `fit`."""
 
@@ -77,7 +76,7 @@ def _of_option(
             parse(value)
         return _printable(value)
 
-    return _flag(default, _kind(check, fit) if parse else _TEXT, show_default=show_default, **more)
+    return _flag(default, _kind(check, fit) if parse else _TEXT, show_default="none", **more)
 
 
 def _one_of(*names: str) -> Any:
@@ -124,7 +123,7 @@ class Config:
         "server asks the system for transparent huge pages.")
     checksums: bool = _flag(
         False, click.BOOL, "Take a checksum of every stored object and check it before the object is "
-        "loaded. A request that would load damaged pages is recomputed.")
+        "loaded or written to a tier. A request that would load damaged pages is recomputed.")
     gpu_kernel: bool = _flag(
         False, click.BOOL, "Load many small pages with a copy kernel (needs cupy) instead of the GPU's copy "
         "engine. Faster for pages under 28 KiB; it may slow the engine's compute.")

@@ -1,4 +1,4 @@
-"""The geometry of an engine's KV cache: where each block lies, which blocks a resume needs, the chunk size.
+"""The geometry of an engine's KV cache: where each block lies and which blocks a resume needs.
 
 Everything here is a pure function of what a worker registered. The scheduler side of the connector and
 the server compute the same results from it, so they never need to ask each other.

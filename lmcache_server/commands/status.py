@@ -33,7 +33,7 @@ def summary(report: dict[str, Any]) -> str:
         lines.append(f"tests (bench, verify, self-tests): {hits:,} tokens hit, counted apart")
     for of_option in parts("text", "lines"):
         lines += of_option(report)
-    lines.append(f"namespaces: {_count(report, 'namespaces')}")
+    lines.append(f"namespaces: {count(report, 'namespaces')}")
     for namespace in report["namespaces"]:
         lines.append(
             f"  {namespace['namespace'][:12]}  {namespace['model']}  chunk size {namespace['chunk_size']}, "
@@ -49,7 +49,7 @@ def summary(report: dict[str, Any]) -> str:
                 f"    group {index}: {group_name(group)}, {group['layers']} layers, "
                 f"blocks of {group['block_size']} tokens and {size(group['block_bytes'])}"
             )
-    lines.append(f"sessions: {_count(report, 'sessions')}")
+    lines.append(f"sessions: {count(report, 'sessions')}")
     for session in report["sessions"]:
         of_engine = f" of engine {session['engine_id']}" if session["engine_id"] else ""
         lines.append(
@@ -88,7 +88,7 @@ def explanation(report: dict[str, Any], namespaces: tuple[str, ...] = ()) -> str
     return "\n".join(map(printable, lines)) or f"no engine {nothing}: start one, then ask again"
 
 
-def _count(report: dict[str, Any], what: str) -> str:
+def count(report: dict[str, Any], what: str) -> str:
     shown, left_out = len(report[what]), report[f"{what}_left_out"]
     return f"{shown + left_out}, of which {left_out} are not shown" if left_out else str(shown)
 

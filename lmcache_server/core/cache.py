@@ -196,7 +196,7 @@ class Cache(Chunks):
         self._take_refs((chunk,))
         chunk.once &= once
         self._grow(chunk, frames)
-        self._evict(victims[0], Gone.BOUNDED)
+        self._evict(victims[0], Gone.QUOTA)
         self._evict(victims[1], Gone.EVICTED)
         runs = self._pool.allocate(frames)
         assert runs is not None, "there was room"
@@ -227,7 +227,9 @@ class Cache(Chunks):
     ) -> tuple[list[Chunk], list[Chunk]] | NotReserved:
         """What must go for so many frames more: what the policy takes of a tenant, and what L1 lacks then."""
         order, spilling = self._order, self._spilling
-        own = self.tenant_policy.victims(tenant, frames, chunk, parent, once, spilling) if tenant else []
+        own: list[Chunk] | None = []
+        if tenant and (excess := self.tenant_policy.excess_frames(tenant, frames)):
+            own = find_victims(excess, self.tenant_policy.line(tenant, once), chunk, parent, spilling)
         if own is None:
             return NotReserved.QUOTA
         missing = frames - self._pool.free_frames - sum(map(self._frees, own))

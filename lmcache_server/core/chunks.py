@@ -21,8 +21,8 @@ class Gone(enum.Enum):
 
     EVICTED = "evicted"
     """To make room for another."""
-    BOUNDED = "bounded"
-    """To make room within what a policy gives its tenant."""
+    QUOTA = "quota"
+    """To make room within the quota of its tenant."""
     FORGOTTEN = "forgotten"
 
 

@@ -15,8 +15,8 @@ class EvictionOrder:
     will ask for again (`Chunk.once`) lie in the first.
     """
 
-    def __init__(self, policy: TenantPolicy | None = None) -> None:
-        self.tenant_policy = policy or TenantPolicy()
+    def __init__(self) -> None:
+        self.tenant_policy = TenantPolicy()
         self._ends, self._border = Chunk(b"", b""), Chunk(b"", b"")
         self._ends.older = self._ends.newer = self._border
         self._border.older = self._border.newer = self._ends

@@ -1,7 +1,7 @@
 """Where an option meets eviction: it may bound what the chunks of a tenant take."""
 
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from lmcache_server.core.index import Chunk
 
@@ -25,23 +25,14 @@ class TenantPolicy:
         """How many frames the tenant of this name may have."""
         return math.inf
 
-    def victims(
-        self,
-        tenant: bytes,
-        frames: int,
-        own: Chunk | None,
-        parent: Chunk | None,
-        once: bool,
-        held: Container[Chunk],
-    ) -> list[Chunk] | None:
-        """What must go so that the tenant of this name may have so many frames more, of its own chunks; None
-        if that cannot be done. The others are as in find_victims."""
-        return []
+    def excess_frames(self, tenant: bytes, frames: int) -> int:
+        """How many frames the tenant of this name must lose before it may have so many more."""
+        return 0
 
-    def next_victims(self, tenant: bytes, share: float) -> Iterable[Chunk]:
-        """What the tenant of this name loses next, if it has more than this share of what it may have."""
+    def line(self, tenant: bytes, once: bool) -> Iterable[Chunk]:
+        """Its evictable chunks, the next one first; with `once`, only those that nobody will ask for."""
         return ()
 
     def check(self, chunks: Iterable[Chunk], writing: Mapping[Chunk, int], order: Iterable[Chunk]) -> None:
-        """Asserts that it knows of `chunks`, of which those of `order` can be evicted. `writing` has reserved
-        frames."""
+        """Asserts that its figures agree with all `chunks`, with the frames that are reserved for some of
+        them (`writing`), and with those that can be evicted (`order`)."""

@@ -4,8 +4,8 @@ The base reads the table and imports no option. The folder of an option may have
 
 * server: `Server`, which meets the base at the seams of service/option.py; `backing`, what L1 lies in, made
   from the values of all flags and the bytes of L1.
-* flags: `FLAGS`, further flags of `lmcache server`, any text unless `parse` reads it and errors say what
-  would `fit`; `OF_DOCTOR`, those of them that `lmcache doctor` has;
+* flags: `FLAGS`, further flags of `lmcache server`, whose values are text. If a flag has `parse`, that must
+  accept the text, and errors call a valid one `fit`. `OF_DOCTOR`, those of them that `lmcache doctor` has;
   `VARIABLES`, which it reads itself; `check`, `shares_l1` and `backs_l1`, which get the values of all flags.
 * command: `COMMANDS`, more commands of `lmcache`.
 * text: `REPORT`, the types of its fields in /status, and `lines`, what `lmcache status` says of them.

@@ -82,8 +82,8 @@ class Option:
         """A lookup is answered with this hit. `fetched` tokens of it are there because of `fetch`."""
 
     def missed(self, layout: Layout, message: Lookup, hit: Hit, in_tiers: int) -> dict[str, int]:
-        """Why a lookup did not find the tokens behind its hit: their number by reason, each of REASONS of the
-        metrics; empty if it does not know. `in_tiers` is the resume point that `fetch` promised."""
+        """Why a lookup did not find the tokens behind its hit: their number by reason, of the REASONS in
+        telemetry/metrics.py. Empty if it does not know. `fetch` promised the resume point `in_tiers`."""
         return {}
 
     def ends(

@@ -87,7 +87,7 @@ def test_a_damaged_page_is_a_miss(checksums: bool) -> None:
 
 
 def test_the_records_of_a_damaged_page_go_with_it(tmp_path: Path) -> None:
-    """They may have been written from it, and would bring it back."""
+    """A record may have been written while the page changed."""
     tier = f"dir://{tmp_path}/tier?size_gb=1&write=commit"
     with LMCacheServer(l1_size_gb=0.0625, checksums=True, tier=tier) as server:
         engine = RawEngine(server.address, GROUPS, num_blocks=140).start()

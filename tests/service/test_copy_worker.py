@@ -271,7 +271,7 @@ def test_stores_go_in_smaller_slices_than_loads(late):
 
 
 def test_a_job_whose_bytes_are_read_is_not_mixed_with_others(late):
-    """A checksum takes long, and the job before would be reported late."""
+    """A digest takes long, and the job before would be reported late."""
     late.submit(1, 1, load=True)
     late.wait_for_slice()
     late.submit(2, 1, load=True, reads_bytes=True)

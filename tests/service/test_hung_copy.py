@@ -10,7 +10,7 @@ import pytest
 from desk import CHUNK_SIZE, Desk, identity, load, store
 
 from lmcache_client.contract.messages import Done, Goodbye, Memory, Refused, Stored, Welcome
-from lmcache_server.service import sessions as registry_module
+from lmcache_server.service import sessions as sessions_module
 from lmcache_server.transfer.copy_queue import CopyWorker
 from lmcache_server.transfer.host import HostMapping
 from lmcache_server.transfer.plan import Pieces
@@ -140,7 +140,7 @@ def test_a_fault_between_two_digests_gives_all_frames_back(desk, hung, monkeypat
 
 def test_a_greeting_that_its_client_gave_up_does_not_wait_for_a_copy_that_hangs(desk, hung, monkeypatch):
     """A client that gets no answer greets again every few seconds, for as long as the copy hangs."""
-    monkeypatch.setattr(registry_module, "SILENT_SESSION_S", 0.01)
+    monkeypatch.setattr(sessions_module, "SILENT_SESSION_S", 0.01)
     desk.leave(0)
     given_up, last = (desk.send(who, desk.greeting(0)) for who in (AGAIN, ONCE_MORE))
     assert isinstance(desk.wait(given_up), Refused)

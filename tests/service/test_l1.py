@@ -40,7 +40,7 @@ def join(memory):
         thread.join()
 
 
-def pins(prepare=lambda _unit: True, pin_unit=lambda _unit: True):
+def pins(prepare=lambda _unit: True, pin_unit=lambda _unit: ""):
     return SimpleNamespace(prepare=prepare, pin_unit=pin_unit, pin_rest=lambda: True)
 
 

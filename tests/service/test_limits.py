@@ -9,8 +9,7 @@ from desk import Desk, is_refused, load, store
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.messages import Challenge, Done, Goodbye, Prove, Refused, Stored, Welcome
-from lmcache_server.service import copies
-from lmcache_server.service import sessions as registry
+from lmcache_server.service import copies, sessions
 from lmcache_server.service.sessions import MAX_JOBS, MAX_SESSIONS, MAX_WAITING_BYTES, MAX_WORKERS
 
 
@@ -118,7 +117,7 @@ def test_a_proof_whose_thread_does_not_start_keeps_no_descriptor(desk: Desk) -> 
 
 
 def test_the_namespaces_that_are_described_are_bounded(worker: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "MAX_KNOWN", 3)
+    monkeypatch.setattr(sessions, "MAX_KNOWN", 3)
     for number in range(8):
         worker.prove(0, f"model {number}")
         worker.stored(number)

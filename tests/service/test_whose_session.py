@@ -9,7 +9,7 @@ from desk import NOBODY, Desk, HeldCopies, is_refused, question, store
 
 from lmcache_client.contract import messages
 from lmcache_client.contract.messages import Challenge, Done, Hello, Join, Joined, Memory, Prove, Welcome
-from lmcache_server.service import sessions as registry_module
+from lmcache_server.service import sessions as sessions_module
 from lmcache_server.transfer.base import HandleError, Opened
 
 
@@ -29,7 +29,7 @@ def test_a_session_that_is_silent_for_too_long_ends_and_others_stay(desk: Desk) 
     """Of a process that the server sees, it knows more: that one may be silent for longer."""
     registry = desk.target.router.registry
     watched = Hello(desk.memory.pid, b"w" * 16, "test")
-    for who, limit_s in ((0, registry_module.SILENT_SESSION_S), (1, registry_module.SILENT_PROCESS_S)):
+    for who, limit_s in ((0, sessions_module.SILENT_SESSION_S), (1, sessions_module.SILENT_PROCESS_S)):
         for silent_s in (limit_s - 5, limit_s + 5):
             assert isinstance(desk.ask(who, watched) if who else desk.hello(0), Welcome)
             (session,) = registry.sessions.values()

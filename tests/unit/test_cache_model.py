@@ -356,7 +356,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.grow(frames)
 
     def gone(self, chunk, why):
-        self.bounded += why is Gone.BOUNDED
+        self.bounded += why is Gone.QUOTA
 
     def set_quotas(self, quota, other):
         """For an empty cache. Floats have all these numbers exactly."""

@@ -51,8 +51,6 @@ def missed_tokens(
     tokens are left out. `held` is that of the lookup's Hit; the engine holds what lies before `start`. With
     `is_tier_down`, a tier that may have all of it is left alone. Tiers have said that they have what a resume
     at `in_tiers` needs."""
-    if start == limit:
-        return {}
     late, size = max(min(in_tiers, limit) - start, 0), layout.chunk_size
     start += late
     known = _held_chunks(layout, held, start // size)

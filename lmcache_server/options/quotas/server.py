@@ -33,7 +33,7 @@ class Server(Option):
         base.cache.on_gone.append(self._gone)
 
     def _gone(self, _chunk: Chunk, why: Gone) -> None:
-        self._evicted += why is Gone.BOUNDED
+        self._evicted += why is Gone.QUOTA
 
     def tick(self, now_s: float) -> None:
         self._metrics.count("lmcache_quota_evicted_chunks_total", self._evicted)

@@ -5,9 +5,8 @@ A tenant is known by a digest of its salt (`tenant_id`). Chunks without a salt b
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-from lmcache_server.core.eviction_order import find_victims
 from lmcache_server.core.index import Chunk
 from lmcache_server.core.limits import Limits
 from lmcache_server.core.tenant_policy import TenantPolicy
@@ -88,26 +87,15 @@ class Tenants(TenantPolicy):
     def removed(self, chunk: Chunk) -> None:
         Tenant.remove(chunk)
 
-    def victims(
-        self,
-        tenant: bytes,
-        frames: int,
-        own: Chunk | None,
-        parent: Chunk | None,
-        once: bool,
-        held: Container[Chunk],
-    ) -> list[Chunk] | None:
+    def excess_frames(self, tenant: bytes, frames: int) -> int:
         known = self._tenants.get(tenant)
         over = known.frames + frames - known.quota_frames if known else frames - self.most_frames(tenant)
         # Far above its quota, as after a restart with a smaller one, it shrinks with every store.
-        missing = math.ceil(min(max(over, 0), 2 * frames))
-        return find_victims(missing, known.line(once) if known else (), own, parent, held)
+        return math.ceil(min(max(over, 0), 2 * frames))
 
-    def next_victims(self, tenant: bytes, share: float) -> Iterable[Chunk]:
+    def line(self, tenant: bytes, once: bool) -> Iterable[Chunk]:
         known = self._tenants.get(tenant)
-        if known is None or known.frames <= known.quota_frames * share:
-            return ()
-        return (chunk for chunk in known.line() if not chunk.once)
+        return known.line(once) if known else ()
 
     def check(self, chunks: Iterable[Chunk], writing: Mapping[Chunk, int], order: Iterable[Chunk]) -> None:
         frames, members = Counter[bytes](), list[Chunk]()

@@ -44,7 +44,7 @@ class Fetches:
 
     def __init__(self, tiers: Tiers, base: Base, made_room: Callable[[Sequence[Reservation]], None]) -> None:
         self._tiers = tiers
-        self._cache, self._l1, self._known = base.cache, base.l1, base.registry.known
+        self._cache, self._known = base.cache, base.registry.known
         self._metrics, self._system = base.metrics, base.system
         self._keeps_digests = base.config.checksums
         self._made_room = made_room

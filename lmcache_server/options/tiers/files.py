@@ -15,7 +15,7 @@ from lmcache_server.options.tiers.pieces import PAGE_BYTES, first, fits
 MAX_PIECES = 1024
 """Of one system call (IOV_MAX)."""
 USED_S = 600.0
-"""So exactly a file says when it was read: to note that each time would wear out a disk."""
+"""The time of access is written only if it is older: to write it at each read would wear out a disk."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 _NO_FILE = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EACCES, errno.EIO, *_NO_DIRECT)

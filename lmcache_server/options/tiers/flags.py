@@ -11,7 +11,6 @@ FLAGS = {
     "tier": {
         "default": (),
         "metavar": "URL",
-        "show_default": "none",
         "multiple": True,
         "help_text": "A store behind the memory, for what the memory cannot hold and for other servers to "
         "use: dir:///nvme/lmcache?size_gb=500, valkey://host:6379, s3://bucket/prefix?endpoint=…; "

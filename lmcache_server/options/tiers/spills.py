@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+import math
 from collections.abc import Iterator, Sequence
 
 from lmcache_server.core.cache import Layout, Reservation
@@ -40,7 +41,8 @@ class Spills:
 
     def __init__(self, tiers: Tiers, base: Base) -> None:
         self._tiers, self._known = tiers, base.registry.known
-        self._cache, self._system, self._metrics = base.cache, base.system, base.metrics
+        self._cache, self._system = base.cache, base.system
+        self._metrics, self._failures = base.metrics, base.failures
         base.cache.on_kept.append(self._kept)
         self._spilling_frames = 0
         self._is_paused = False
@@ -150,7 +152,7 @@ class Spills:
         return failed
 
     def forget(self, chunk: Chunk) -> None:
-        """Removes the records of a chunk that is damaged: they may have its bytes."""
+        """Removes the records of a chunk that is damaged: those without a digest of its own may be of it."""
         names = [Label(chunk.namespace, chunk.key, bit, 0, 0).name for bit in range(chunk.ready.bit_length())]
         for tier in self._tiers.all:
             tier.damaged.update(names)
@@ -179,9 +181,11 @@ class Spills:
     def _next(self, rooms: Sequence[Reservation]) -> Iterator[Chunk]:
         """What the next stores evict, of all and of these objects' tenants that are near their quota."""
         yield from itertools.islice(self._coldest(), NEXT_CHUNKS)
+        policy = self._cache.tenant_policy
         for tenant in dict.fromkeys(room.chunk.tenant for room in rooms):
-            if tenant:
-                own = self._cache.tenant_policy.next_victims(tenant, 1 - 1 / COLD_SHARE)
+            most = policy.most_frames(tenant)
+            if most < math.inf and policy.excess_frames(tenant, int(most / COLD_SHARE)):
+                own = (chunk for chunk in policy.line(tenant, once=False) if not chunk.once)
                 yield from itertools.islice(own, NEXT_CHUNKS)
 
     def _missing(self, tier: TierState, chunk: Chunk) -> int:
@@ -241,11 +245,12 @@ class Spills:
             self._tiers.succeeded(tier, WRITE)
         except CopyError:  # L1's file was cut
             pass
-        except DamagedRecordError:
+        except DamagedRecordError as error:
             self._cache.forget(chunk)
             self._metrics.count("lmcache_verify_failures_total")
-            text = "chunk %(chunk)s is damaged and forgotten, before a tier has it"
-            logger.warning(text, {"chunk": chunk.key.hex()[:16]})
+            self._failures.add(self._system.now_s(), "page damaged", "", str(error))
+            text = "chunk %(chunk)s is damaged and forgotten: %(reason)s"
+            logger.warning(text, {"chunk": chunk.key.hex()[:16], "reason": str(error)})
         except TierError as error:
             self._tiers.failed(tier, error, WRITE)
         finally:

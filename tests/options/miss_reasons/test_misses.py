@@ -23,14 +23,20 @@ def series(server: LMCacheServer, metric: str, model: str) -> dict[str, float]:
     return found
 
 
+def evicted_prompt(own: RawEngine, other: RawEngine) -> tuple[bytes, ...]:
+    """The keys of a prompt that `own` has stored, and that eleven prompts of `other` have evicted."""
+    first = chain(range(512), 16)
+    own.store_prompt(first, TABLE)
+    for seed in range(1, 12):
+        other.store_prompt(chain(range(seed * 1000, seed * 1000 + 512), 16), TABLE)
+    return first
+
+
 def test_models_are_counted_by_themselves_and_each_miss_has_its_reason() -> None:
     with LMCacheServer(l1_size_gb=0.012, chunk_size=16, log_level="debug", log_format="json") as server:
         hits = RawEngine(server.address, [group()], model="hits", engine_id="one").start()
         misses = RawEngine(server.address, [group()], model="misses", engine_id="two").start()
-        first = chain(range(512), 16)
-        hits.store_prompt(first, TABLE)
-        for seed in range(1, 12):
-            misses.store_prompt(chain(range(seed * 1000, seed * 1000 + 512), 16), TABLE)
+        first = evicted_prompt(hits, misses)
         misses.lookup(first)
         misses.lookup(chain(range(1000, 1512), 16))
         hits.store_prompt(first, TABLE)
@@ -59,10 +65,7 @@ def test_what_a_failing_tier_may_have_is_missed_because_of_it() -> None:
     tier = f"valkey://127.0.0.1:{free_port()}"
     with LMCacheServer(l1_size_gb=0.012, chunk_size=16, tier=tier) as server:
         engine = RawEngine(server.address, [group()]).start()
-        first = chain(range(512), 16)
-        engine.store_prompt(first, TABLE)
-        for seed in range(1, 12):
-            engine.store_prompt(chain(range(seed * 1000, seed * 1000 + 512), 16), TABLE)
+        first = evicted_prompt(engine, engine)
         engine.lookup(first)
         engine.lookup(chain(range(99_000, 99_512), 16))
         missed = {**NONE, "tier_down": 1024}

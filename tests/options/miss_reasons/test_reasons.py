@@ -6,6 +6,7 @@ import pytest
 
 from lmcache_client.contract.geometry import FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
 from lmcache_client.contract.hits import group_ends, resume_point
+from lmcache_server.config import Config
 from lmcache_server.core.cache import Cache, Gone, Layout, Reservation
 from lmcache_server.core.layout import bitmap
 from lmcache_server.options.miss_reasons import reasons
@@ -15,9 +16,11 @@ from lmcache_server.options.miss_reasons.reasons import (
     NOT_STORED,
     PARTIAL,
     TIER_LATE,
-    Evicted,
     ending_groups,
 )
+from lmcache_server.options.miss_reasons.server import Server
+from lmcache_server.service.option import Base
+from lmcache_server.telemetry.metrics import Metrics
 
 CHUNK = 16
 SESSION = 1
@@ -29,16 +32,12 @@ TWO_RANKS = Layout(b"t" * 32, CHUNK, (ATTENTION,), ((0, 1),))
 
 
 class WatchedCache(Cache):
-    """Remembers what it has evicted, as the option does."""
+    """A cache beside the option, which remembers what was evicted."""
 
     def __init__(self, frames):
         super().__init__(1, frames)
-        self.evicted = Evicted()
-        self.on_gone.append(self._gone)
-
-    def _gone(self, chunk, why):
-        if why is not Gone.FORGOTTEN:
-            self.evicted.add(chunk.namespace, chunk.key)
+        base = Base(Config(), self, None, None, Metrics(), None, None, [])
+        self.evicted = Server(base)._evicted
 
 
 def chain(count, seed=0):
@@ -90,6 +89,9 @@ def test_what_was_evicted_is_told_from_what_never_was_there():
     assert missed(cache, PLAIN, other[:2]) == {NOT_STORED: 2 * CHUNK}, "forgotten, not evicted"
     store(cache, PLAIN, keys)
     assert missed(cache, PLAIN, keys) == {}, "stored again"
+    store(cache, PLAIN, new := chain(1, seed=3))
+    cache._evict([cache.chunk(PLAIN.namespace, new[0])], Gone.QUOTA)
+    assert missed(cache, PLAIN, new) == {EVICTED: CHUNK}, "because of a quota"
 
 
 def test_full_attention_without_a_state_to_resume_from():

@@ -44,7 +44,7 @@ def with_quota(frames: float, quota: float, **others: float) -> Cache:
 def bounded(cache: Cache) -> list[Chunk]:
     """Gets the chunks that are evicted because of a quota."""
     lost = list[Chunk]()
-    cache.on_gone.append(lambda chunk, why: why is Gone.BOUNDED and lost.append(chunk))
+    cache.on_gone.append(lambda chunk, why: why is Gone.QUOTA and lost.append(chunk))
     return lost
 
 

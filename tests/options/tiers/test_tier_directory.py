@@ -300,7 +300,8 @@ def test_a_read_only_file_system_can_be_read(open_at, small_disk, monkeypatch):
     monkeypatch.setattr(folders, "_lock", lambda *_: True)
     tier = open_at(small_disk / "tier")
     assert tier.write("a", memory(3, seed=1))
-    os.utime(small_disk / "tier" / folders.path_of("a"), (1, time.time()))  # the next use would be noted
+    # Used long ago: a read would note it.
+    os.utime(small_disk / "tier" / folders.path_of("a"), (1, time.time()))
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     assert "read-only: name another one, remount it or, under systemd, add it to ReadWritePaths=" in fails(
         lambda: tier.write("b", memory(1))

@@ -133,7 +133,11 @@ DAMAGED = [
     # Objects that are none.
     *(
         index_of(rows=[row(ready=b"\x01", objects=packed(stored))])
-        for stored in (StoredObject(1, 150, ((0, 2),), "sums"), (1, 150, ((0, 2),)))
+        for stored in (
+            StoredObject(1, 150, ((0, 2),), "sums"),
+            StoredObject(1, 150, ((0, 2),), bytes(15)),
+            (1, 150, ((0, 2),)),
+        )
     ),
     *(
         index_of(rows=[row(objects=objects)])

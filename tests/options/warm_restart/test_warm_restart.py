@@ -189,7 +189,7 @@ def test_a_file_outlives_servers_that_are_refused(running: LMCacheServer, path: 
 @pytest.mark.parametrize("checksums", [False, True])
 def test_a_file_cut_short_costs_loads_and_never_gives_wrong_bytes(path: Path, checksums: bool) -> None:
     """It belongs to the server alone, and this is why. The kernel, which copies for the server, refuses what
-    is gone. But if the server read a page itself to compare its checksum, the kernel would end it."""
+    is gone. But if the server itself read an object to compare its digest, the kernel would end it."""
     with LMCacheServer(l1_size_gb=0.05, l1_path=path, checksums=checksums) as server:
         server.wait_until_populated()
         prompt = Prompt(new_engine(server))

@@ -151,7 +151,7 @@ class RepliesTarget(Target):
         if self.worker.register().chunk_size != self.scheduler.join(self.worker.channel).chunk_size:
             raise ChannelError("another chunk size")
 
-    def _step(self, step: int) -> Pending | None:
+    def _step(self, step: int) -> Pending:
         if step % 3 == 0:
             stored = StoreObject(chain(1)[0], bytes(32), 0, 0, packed(range(1, 17)))
             return self._noted(lambda: self.worker.channel.submit(Store((stored,)), 5.0))
@@ -165,7 +165,7 @@ class RepliesTarget(Target):
             return asked
         self.outcomes["found"] += 1
         self._noted(lambda: self.scheduler.release((found.lease_id,)))
-        return None
+        return self._asked[max(self._asked)][0]  # the release, if it was sent
 
     def _noted(self, ask: Callable[[], Reply]) -> Reply:
         channel = self.worker.channel

@@ -63,10 +63,10 @@ FACES = (
 )
 TOOLS = (COMMANDS, "lmcache_server/__main__.py")
 BUDGETS = {
-    "base": Budget(12186, "what a byte or a decision goes through, without options"),
-    "path": Budget(18274, "the same with every option"),
-    "faces": Budget(1875, "what configures and watches it"),
-    "tools": Budget(3485, "the command lmcache"),
+    "base": Budget(12179, "what a byte or a decision goes through, without options"),
+    "path": Budget(18258, "the same with every option"),
+    "faces": Budget(1873, "what configures and watches it"),
+    "tools": Budget(3484, "the command lmcache"),
 }
 
 
