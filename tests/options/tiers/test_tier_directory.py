@@ -403,6 +403,7 @@ def test_the_order_of_use_outlives_the_server(open_at, tmp_path, monkeypatch):
         tier = open_at(size_bytes=kept_records * MIB)
         wait_until(lambda tier=tier, count=kept_records: sum(tier.present(names)) == count)
         assert all(tier.present(expected[-kept_records:]))
+    wait_until(lambda: len(files(tmp_path / "tier")) == 4, what="the removal of the victims' files")
     for path in files(tmp_path / "tier"):
         assert path.stat().st_mtime < written_s + 32, "nothing is younger because it was read"
     noted = []
