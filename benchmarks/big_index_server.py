@@ -52,7 +52,7 @@ class FullCache(Cache):
         super().__init__(*settings)
         for chunk in _chunks(self.content):
             self._index.add(chunk)
-            self._order.add(chunk)
+            self.order.add(chunk)
 
     def check_integrity(self) -> None:
         """Not of this content, whose frames do not exist."""

@@ -120,8 +120,8 @@ def jobs_of(shape: Shape, load: bool, source: random.Random) -> list[LoadJob | S
             )
             for at, place in enumerate(source.sample(range(places), CHUNKS))
         ]
-        where = objects, regions, (1 << 45,), L1_ADDRESS, FRAME_BYTES, lambda: None
-        jobs.append(LoadJob(*where, None) if load else StoreJob(*where, False))
+        where = objects, regions, (1 << 45,), L1_ADDRESS, FRAME_BYTES, lambda: None, False
+        jobs.append(LoadJob(*where, [b""] * CHUNKS) if load else StoreJob(*where))
     return jobs
 
 

@@ -314,7 +314,7 @@ def valkey(section: Section, view: memoryview, root: Path) -> None:
 def s3(section: Section, view: memoryview, root: Path) -> None:
     import obstore
 
-    from lmcache_server.options.tiers.objects import Objects
+    from lmcache_server.options.tiers.object_store import Objects
 
     os.environ |= {"AWS_ACCESS_KEY_ID": stores.KEY, "AWS_SECRET_ACCESS_KEY": stores.SECRET}
     os.environ["AWS_REGION"] = "us-east-1"

@@ -26,10 +26,8 @@ from lmcache_client.transport import SYSTEM, Connection, ConnectionLostError, Pr
 
 KEEPER_INTERVAL_S = 0.2
 GREET_TIMEOUT_S = 5.0
-PING_AFTER_S = 1.0
-PING_TIMEOUT_S = 2.0
-RETRY_REFUSED_S = 5.0
-PROBE_INTERVAL_S = 1.0
+PING_AFTER_S, PING_TIMEOUT_S = 1.0, 2.0
+RETRY_REFUSED_S, PROBE_INTERVAL_S = 5.0, 1.0
 OVERDUE_S = 30.0
 """The server drops replies to a client that does not read them. If it still talks to us this long after a
 request's deadline, that reply is lost. A server whose process cannot be seen must be gone for as long."""
@@ -64,6 +62,10 @@ class Pending:
     @property
     def done(self) -> bool:
         return self.reply is not None or self.error is not None
+
+    def advance(self) -> bool:
+        """Goes on as far as replies have arrived; returns whether it is done."""
+        return self.done
 
     def _finish(self, reply: Message) -> None:
         self.settled = True
@@ -180,7 +182,7 @@ class Channel:
                 self._receive()
                 connection = self._connection if self._connected else None
             left_s = limit_s - self.system.now_s()
-            if pending is None or pending.done or connection is None or left_s <= 0:
+            if pending is None or pending.advance() or connection is None or left_s <= 0:
                 return
             # Without the lock, so that other threads can submit requests meanwhile.
             connection.wait(left_s)
@@ -196,10 +198,9 @@ class Channel:
 
     def wait(self, pending: Pending) -> Message:
         """Waits for the reply to a request. Raises ChannelError. Not for the engine's thread."""
-        while not pending.done and not self._closed.is_set():
+        while not (pending.advance() or self._closed.is_set()):
             self._attend()
-            if not pending.done:
-                self.system.sleep(0.001)
+            self.system.sleep(0.001)
         if pending.reply is None:
             raise pending.error or ChannelError("the channel was closed")
         return pending.reply

@@ -57,7 +57,7 @@ class Channels:
         limit_s = self.system.now_s() + wait_s
         for channel in self._channels:
             channel.poll()
-        while isinstance(pending, Together) and not pending.done:
+        while isinstance(pending, Together) and not pending.advance():
             left_s = limit_s - self.system.now_s()
             part = next((part for part in pending.parts if not part.pending.done), None)
             if left_s <= 0 or (part and not part.channel.ready):
@@ -109,10 +109,10 @@ class Together(Pending):
     def fail_all(self) -> None:
         """One server cannot answer: gives up what the others have promised."""
 
-    @property
-    def done(self) -> bool:
+    def advance(self) -> bool:
+        """As Pending.advance; may ask again."""
         # Again after a merge that asked again: if a server was lost meanwhile, its part fails at once.
-        while self.reply is None and self.error is None:
+        while not self.done:
             replies = list[Message]()
             for _, pending, _ in self.parts:
                 self.error = pending.error or self.error
@@ -209,7 +209,7 @@ class Servers:
         l1_bytes = sum(each.l1_bytes for each in known)
         return Joined(True, joined.chunk_size, fetches, l1_bytes, min(each.capacity_tokens for each in known))
 
-    def lookup(self, question: Lookup, timeout_s: float) -> Pending:
+    def lookup(self, question: Lookup, timeout_s: float) -> Together:
         """Asks all servers for a resume point. The reply is a Found, whose lease is one of `leases`."""
         return LookupOfAll(self, question, timeout_s)
 
@@ -224,9 +224,8 @@ class Servers:
         """The lease of each server."""
         return tuple(lease for lease, _ in self._leases.get(lease_id, ()))
 
-    def forget(self, lookup: Pending) -> None:
+    def forget(self, lookup: Together) -> None:
         """Stops waiting for a lookup and releases what the servers have promised or will promise."""
-        assert isinstance(lookup, Together)
         if isinstance(lookup.reply, Found):
             self._leases.pop(lookup.reply.lease_id, None)
         for channel, pending, generation in lookup.parts:
@@ -251,12 +250,12 @@ class Servers:
         for channel in self.channels:
             channel.submit(Accept(tuple(lookups)), RELEASE_S)
 
-    def follow(self, keys: Sequence[bytes]) -> Pending:
+    def follow(self, keys: Sequence[bytes]) -> Together:
         """Asks how far a chain can be restored by all, and what any server has forgotten. The reply is a
         Followed."""
         return FollowOfAll(self.channels, Follow(tuple(keys)), FOLLOW_S, Followed)
 
-    def clear(self) -> Pending:
+    def clear(self) -> Together:
         """Has all servers forget the chunks of this engine's namespace. The reply is a Cleared."""
         return Together(self.channels, Clear(), CLEAR_S, Cleared)
 

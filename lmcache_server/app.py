@@ -14,6 +14,7 @@ import uvloop
 
 from lmcache_client.contract.version import VERSION
 from lmcache_server.admin import http
+from lmcache_server.admin.readiness import unready
 from lmcache_server.admin.selftest import SelfTest
 from lmcache_server.admin.status import Report
 from lmcache_server.config import Config, describe, unknown_variables, values
@@ -26,7 +27,7 @@ from lmcache_server.net.listener import Listener, bound_listener
 from lmcache_server.options import parts
 from lmcache_server.service.option import Base, Make, Option
 from lmcache_server.service.router import Router, Send
-from lmcache_server.service.sessions import PeerPid, Registry
+from lmcache_server.service.sessions import PeerPid, Sessions
 from lmcache_server.service.system import System
 from lmcache_server.telemetry.failures import Failures
 from lmcache_server.telemetry.metrics import CONTENT_TYPE, Metrics
@@ -94,10 +95,10 @@ def assemble(
     makers: Sequence[Make] | None = None,
 ) -> tuple[Router, Report]:
     """The objects that answer clients, and the report about them, over one cache."""
-    registry, options = Registry(config, cache, system, peer_pid), list[Option]()
-    base = Base(config, cache, l1, registry, metrics, Failures(), system, options)
+    sessions, options = Sessions(config, cache, system, peer_pid), list[Option]()
+    base = Base(config, cache, l1, sessions, metrics, Failures(), system, options)
     options += [make(base) for make in (parts("server", "Server") if makers is None else makers)]
-    registry.may_wait_longer = any(option.places() for option in options)
+    sessions.may_wait_longer = any(option.places() for option in options)
     report = Report(base)
     return Router(base, send, report.status), report
 
@@ -139,11 +140,12 @@ async def _serve(config: Config, listener: Listener, web: http.Server, l1: L1Mem
             # Only the end of a process gives back what it has mapped of such a GPU, and an engine that
             # starts again needs that memory. Nobody would notice that L1 stays empty.
             logger.critical("%(reason)s: this server ends, and has to be started again", {"reason": reason})
-        logger.info("stopping with %(sessions)d sessions open", {"sessions": len(router.registry.sessions)})
+        count = len(router.sessions.by_identity)
+        logger.info("stopping with %(sessions)d sessions open", {"sessions": count})
     finally:
         await web.stop()
         await asyncio.to_thread(l1.stop)
-        router.registry.close()
+        router.sessions.close()
         for option in router.options:
             option.stop()
         # Copies that end in time still report to the cache, which then ends their reads and reservations.
@@ -187,7 +189,7 @@ def collect_garbage(ticks: int, num_chunks: int) -> None:
 
 def _routes(report: Report, metrics: Metrics, selftest: SelfTest, gpu_selftest: SelfTest) -> http.Routes:
     def ready() -> http.Answer:
-        reason = report.unready()
+        reason = unready(report.cache, report.l1)
         return http.text(reason, 503) if reason else http.text("ok")
 
     return {

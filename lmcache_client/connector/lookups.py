@@ -1,6 +1,7 @@
 """The requests of an engine, and what the server promises to each: a resume point, and a lease on it.
 
-Nothing here blocks vLLM's scheduler, except for at most a millisecond in a step.
+Nothing here blocks vLLM's scheduler, except for at most a millisecond for each lookup. After a wait in vain,
+no other lookup of the step waits.
 """
 
 from logging import DEBUG
@@ -109,11 +110,11 @@ class Lookups:
             if not self._channel.responsive:
                 return None
             state = self._send(tracked, computed, limit, self.early.repeats(tracked, limit))
-        if not state.lookup.done:
+        if not state.lookup.advance():
             # A lookup that waits for a tier holds up no step, and no other lookup.
             waits = self.may_wait and not (self._fetches and now_s - state.since_s > FRESH_LOOKUP_S)
             self._channel.poll(state.lookup, LOOKUP_WAIT_S if waits else 0.0)
-            if not state.lookup.done:
+            if not state.lookup.advance():
                 self.may_wait &= not waits
                 return state
         return self._answered(tracked, state, computed)

@@ -13,7 +13,7 @@ from lmcache_client.contract.geometry import GroupSpec
 from lmcache_client.contract.hits import group_ends
 from lmcache_client.contract.keys import MAX_CHUNKS, ROOT_KEY, chunk_keys, tenant_id
 from lmcache_client.contract.messages import MAX_NAME, Found
-from lmcache_client.server_channel import Pending
+from lmcache_client.servers import Together
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -25,7 +25,7 @@ MAX_STEPS = 8
 class Asking(NamedTuple):
     """A lookup in flight for a resume point beyond `computed`, which the engine has itself, up to `limit`."""
 
-    lookup: Pending
+    lookup: Together
     computed: int
     limit: int
     since_s: float

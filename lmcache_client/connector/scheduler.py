@@ -15,8 +15,9 @@ from lmcache_client.connector.lookups import Lookups
 from lmcache_client.connector.metadata import LoadJob, StepMetadata, WorkerReport
 from lmcache_client.connector.offers import Offers, stores
 from lmcache_client.connector.option import Engine, Hints, Option, Options, replaced
+from lmcache_client.connector.places import places
 from lmcache_client.connector.request import Asking, Promised, Tracked
-from lmcache_client.connector.settings import Settings, places
+from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import TransferStats
 from lmcache_client.connector.weights import Adapters, Root
 from lmcache_client.contract.chunk_size import unified_block_size
@@ -24,8 +25,8 @@ from lmcache_client.contract.codec import unpacked
 from lmcache_client.contract.geometry import MAX_CHUNK_TOKENS
 from lmcache_client.contract.messages import Cleared, Joined
 from lmcache_client.engine import JOIN_S, load_message
-from lmcache_client.server_channel import Channel, Pending
-from lmcache_client.servers import Servers
+from lmcache_client.server_channel import Channel
+from lmcache_client.servers import Servers, Together
 from lmcache_client.transport import SYSTEM, System
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class SchedulerSide:
         self.groups, self._offers = offers.groups, offers
         self._stores = stores
         self._root = Root(bool(settings.weights_name), system.random_bytes)
-        self._clear: Pending | None = None
+        self._clear: Together | None = None
         """The last request to clear the server; None if vLLM has not reset its cache."""
         self._queued: list[LoadJob] = []
         self.held = HeldBlocks(world_size, system.now_s)
@@ -138,7 +139,7 @@ class SchedulerSide:
         if not 0 < joined.chunk_size <= MAX_CHUNK_TOKENS or joined.chunk_size % self._unified:
             raise ValueError(f"the server's chunk size {joined.chunk_size} does not fit this engine")
         self.lookups.joined(joined)
-        if (clear := self._clear) is not None and not (clear.done and isinstance(clear.reply, Cleared)):
+        if (clear := self._clear) is not None and not (clear.advance() and isinstance(clear.reply, Cleared)):
             self._clear = self.client.clear()
         if (advice := self._advise(joined)) and not self._advice:
             self._advice = advice
@@ -149,7 +150,7 @@ class SchedulerSide:
     def matched_tokens(self, request: "Request", computed: int) -> tuple[int | None, bool]:
         """vLLM's get_num_new_matched_tokens: (tokens beyond `computed`, load asynchronously), or
         (None, False) to make vLLM ask again. Idempotent: vLLM asks in every step while the request waits."""
-        self._root.name(self._start_anew)
+        self._root.adopt_version(self._start_anew)
         return self.lookups.matched_tokens(request, computed)
 
     def new_request(self, request: "Request") -> None:
@@ -199,7 +200,7 @@ class SchedulerSide:
         """vLLM's build_connector_meta: the loads and stores that the workers start in this step."""
         self.lookups.may_wait = True
         if output.num_scheduled_tokens:
-            self._root.name(self._start_anew)
+            self._root.adopt_version(self._start_anew)
         if accepted := self.lookups.early.end_step():
             self.client.accept(accepted)
         idle = not output.num_scheduled_tokens
@@ -209,7 +210,7 @@ class SchedulerSide:
             # slow the server down. In other steps no reply is urgent.
             states = (tracked.state for tracked in self.lookups.requests.values())
             asked = (state.lookup for state in states if isinstance(state, Asking))
-            lookup = next((lookup for lookup in asked if not lookup.done), None)
+            lookup = next((lookup for lookup in asked if not lookup.advance()), None)
             self.channel.poll(lookup, IDLE_WAIT_S)
             if any(option.has_paused() for option in self.options) and lookup is None:
                 self.channel.system.sleep(IDLE_WAIT_S)

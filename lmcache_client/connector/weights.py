@@ -208,7 +208,7 @@ class Root:
         self.key = self._random_bytes(KEY_BYTES)
         self._may_be_named = self._is_named
 
-    def name(self, changed: Callable[[], None]) -> None:
+    def adopt_version(self, changed: Callable[[], None]) -> None:
         """Called, often, before a step computes anything. Calls `changed` if the key has changed."""
         if not self._may_be_named:
             return

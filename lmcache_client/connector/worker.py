@@ -13,7 +13,8 @@ import msgspec
 from lmcache_client.connector import stats
 from lmcache_client.connector.log import log_state, logger
 from lmcache_client.connector.metadata import LoadJob, StoreJob
-from lmcache_client.connector.settings import Settings, places
+from lmcache_client.connector.places import places
+from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import TransferStats
 from lmcache_client.contract import messages
 from lmcache_client.contract.codec import shown, unpacked

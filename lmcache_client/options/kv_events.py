@@ -26,7 +26,7 @@ from lmcache_client.contract.control import Followed
 from lmcache_client.contract.geometry import FULL, SLIDING_WINDOW
 from lmcache_client.contract.keys import MAX_CHUNKS
 from lmcache_client.contract.messages import Found
-from lmcache_client.server_channel import Pending
+from lmcache_client.servers import Together
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -73,7 +73,7 @@ class Events(Option):
         self._hash_block_size = self._block_size
         self._generation = 0
         self._waiting: dict[str, Tracked] = {}
-        self._asked: deque[tuple[Pending, Tracked | None, Sequence[bytes]]] = deque()
+        self._asked: deque[tuple[Together, Tracked | None, Sequence[bytes]]] = deque()
         self._asked_s = 0.0
         self._chunks: dict[bytes, _Chunk] = {}
         """What is announced, by key: always whole chains from their first chunk on."""
@@ -139,7 +139,7 @@ class Events(Option):
             self._waiting.clear()
         else:
             channel.poll()
-            while self._asked and self._asked[0][0].done:
+            while self._asked and self._asked[0][0].advance():
                 self._hear(*self._asked.popleft())
             self._ask()
         events, self._events = self._events, []
@@ -156,7 +156,7 @@ class Events(Option):
             self._asked.append((self._client.follow(keys), tracked, keys))
             self._asked_s = now_s
 
-    def _hear(self, question: Pending, tracked: Tracked | None, keys: Sequence[bytes]) -> None:
+    def _hear(self, question: Together, tracked: Tracked | None, keys: Sequence[bytes]) -> None:
         reply = question.reply
         if not isinstance(reply, Followed) or reply.missed:
             # Nobody knows what was forgotten. What is still there is announced again when it is asked for.

@@ -22,7 +22,7 @@ class Report:
     """Reads the server's state. Only `tick` changes anything, however often somebody asks."""
 
     def __init__(self, base: Base) -> None:
-        self.config, self.cache, self.l1, self.registry = base.config, base.cache, base.l1, base.registry
+        self.config, self.cache, self.l1, self.sessions = base.config, base.cache, base.l1, base.sessions
         self.options, self.failures = base.options, base.failures
         self.metrics, self.system = base.metrics, base.system
         self._started_s = self.system.now_s()
@@ -34,17 +34,17 @@ class Report:
         gauge("lmcache_l1_capacity_bytes", figures["total_bytes"])
         for name in ("chunks", "leases"):
             gauge(f"lmcache_{name}", figures[name])
-        gauge("lmcache_sessions", lambda: len(self.registry.sessions))
+        gauge("lmcache_sessions", lambda: len(self.sessions.by_identity))
         gauge("lmcache_namespaces", self._num_namespaces)
         for kind in ("host", "cuda"):
             gauge("lmcache_worker_memories", functools.partial(self._memories, kind == "cuda"), kind=kind)
 
     def tick(self) -> None:
         """Once a second: forget unused namespaces, count evictions, record the history."""
-        self.registry.forget_namespaces()
+        self.sessions.forget_namespaces()
         cache, metrics = self.cache, self.metrics
         # Prometheus misses the first counts of a series that it has not seen at zero.
-        for engine in self.registry.engines:
+        for engine in self.sessions.engines:
             if engine.layout is not None and not engine.layout.ephemeral:
                 metrics.traffic(engine.layout.namespace, engine.layout.model)
         for what in ("evicted_chunks", "evicted_bytes"):
@@ -71,13 +71,6 @@ class Report:
         if error:
             self.failures.add(self.system.now_s(), "self-test failed", "", error)
 
-    def unready(self) -> str:
-        """Why the server has no memory to serve from yet; empty if it has."""
-        if not self.cache.total_frames:
-            return "L1 has no memory yet: the first part of its file is being allocated"
-        locked = self.l1.locked
-        return locked.failure if locked is not None and not locked.pinned_bytes else ""
-
     def status(self, explain: bool = False) -> dict[str, Any]:
         """The data of `lmcache status` and /status, as JSON values; the names tell the units. With `explain`
         also what the namespaces of live engines are made of."""
@@ -85,11 +78,11 @@ class Report:
         tokens = self.metrics.values("lmcache_tokens_total", "outcome")
         asked = tokens["hit"] + tokens["miss"]
         namespaces = _shown(self._namespaces())
-        sessions = _shown(self._session(session, now_s) for session in self.registry.sessions.values())
+        sessions = _shown(self._session(session, now_s) for session in self.sessions.by_identity.values())
         return {
             "version": VERSION,
             "host": socket.gethostname(),
-            "boot_id": self.registry.boot_id.hex(),
+            "boot_id": self.sessions.boot_id.hex(),
             "pid": self.system.pid,
             "uptime_s": round(now_s - self._started_s, 3),
             "config": values(self.config),
@@ -97,13 +90,13 @@ class Report:
             "namespaces": namespaces,
             "namespaces_left_out": self._num_namespaces() - len(namespaces),
             "sessions": sessions,
-            "sessions_left_out": len(self.registry.sessions) - len(sessions),
+            "sessions_left_out": len(self.sessions.by_identity) - len(sessions),
             "tokens": tokens,
             "objects": self.metrics.values("lmcache_objects_total", "outcome"),
             "hit_rate": round(tokens["hit"] / asked, 4) if asked else 0.0,
             "test_hit_tokens": int(self._of_tests("lmcache_test_tokens_total", outcome="hit")),
             "failures": self.failures.report(now_s),
-            "explained": _shown(self.registry.engines.explained()) if explain else [],
+            "explained": _shown(self.sessions.engines.explained()) if explain else [],
             **{name: value for option in self.options for name, value in option.report(now_s).items()},
         }
 
@@ -140,7 +133,7 @@ class Report:
                 "tokens": self.metrics.of_namespace("lmcache_tokens_total", "outcome", namespace),
                 "missed": self.metrics.of_namespace("lmcache_missed_tokens_total", "reason", namespace),
             }
-            for namespace, summary in self.registry.known.items()
+            for namespace, summary in self.sessions.known.items()
             if namespace in chunks or namespace in engines
         ]
         return sorted(known, key=lambda each: not each["engines"])
@@ -151,13 +144,13 @@ class Report:
     def _engines(self) -> dict[bytes, list[str]]:
         """The ids of the engines of each namespace that has any."""
         engines: dict[bytes, list[str]] = {}
-        for engine in self.registry.engines:
+        for engine in self.sessions.engines:
             if engine.layout is not None:
                 engines.setdefault(engine.layout.namespace, []).append(engine.engine_id)
         return engines
 
     def _memories(self, on_gpu: bool) -> int:
-        shards = [session.shard for session in self.registry.sessions.values()]
+        shards = [session.shard for session in self.sessions.by_identity.values()]
         proven = [bool(shard.memory.device) for shard in shards if shard is not None and shard.proven]
         return proven.count(on_gpu)
 

@@ -102,7 +102,7 @@ def clear(server: Address, timeout_s: float, tiers: bool, as_json: bool, **only:
     """
     from lmcache_client.contract.messages import MAX_NAME, Clear, Cleared
     from lmcache_server.commands import control
-    from lmcache_server.core.limits import is_tenant
+    from lmcache_server.core.named_limits import is_tenant
 
     for name, value in only.items():
         if value is not None and not value.strip():  # such as "$NAMESPACE" without a value

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lmcache_client.contract.hits import resume_point
+from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_server.core import invariants
 from lmcache_server.core.chunks import Chunks, Contents, Gone
 from lmcache_server.core.eviction_order import find_victims
@@ -211,7 +212,7 @@ class Cache(Chunks):
         may have been refused, or be in use."""
         chunks, known = self._index.chunks(namespace), self._ancestors
         last = chunks.get(parent) or chunks.get(known.get(parent, b""))
-        if last is None or last in self._order:
+        if last is None or last in self.order:
             return last, last
         return last, chunks.get(known.get(last.key, b"")) or last
 
@@ -226,10 +227,10 @@ class Cache(Chunks):
         self, frames: int, tenant: bytes, chunk: Chunk | None, parent: Chunk | None, once: bool
     ) -> tuple[list[Chunk], list[Chunk]] | NotReserved:
         """What must go for so many frames more: what the policy takes of a tenant, and what L1 lacks then."""
-        order, spilling = self._order, self._spilling
+        order, spilling = self.order, self._spilling
         own: list[Chunk] | None = []
-        if tenant and (excess := self.tenant_policy.excess_frames(tenant, frames)):
-            own = find_victims(excess, self.tenant_policy.line(tenant, once), chunk, parent, spilling)
+        if tenant and (excess := self.order.tenant_policy.excess_frames(tenant, frames)):
+            own = find_victims(excess, self.order.tenant_policy.line(tenant, once), chunk, parent, spilling)
         if own is None:
             return NotReserved.QUOTA
         missing = frames - self._pool.free_frames - sum(map(self._frees, own))
@@ -260,7 +261,10 @@ class Cache(Chunks):
         chunk.add(reservation.bit, stored, frames)
         self.used_frames += frames
         self.stored_bytes += reservation.num_bytes
-        self._drop_ref(chunk, self._place(chunk, reservation.parent))
+        place, parent = None, reservation.parent
+        if parent not in (b"", ROOT_KEY):
+            place = self.order.place(chunk, self._index.get(chunk.namespace, parent))
+        self._drop_ref(chunk, place)
 
     def abort(self, reservation: Reservation) -> None:
         """Frees the frames of an object that was not written. Nothing may still be writing to them."""
@@ -299,7 +303,7 @@ class Cache(Chunks):
     def coldest(self, frames: int) -> Iterator[Chunk]:
         """The chunks that are evicted next and have so many frames together. Prompts that will not come back
         are left out."""
-        for chunk in self._order.others():
+        for chunk in self.order.others():
             if frames <= 0:
                 return
             frames -= chunk.frames
@@ -329,8 +333,8 @@ class Cache(Chunks):
         writing = Counter[Chunk]()
         for each in self._reservations:
             writing[each.chunk] += count_frames(each.runs)
-        invariants.check_order(self._index, self._order)
-        self.tenant_policy.check(chunks, writing, self._order)
+        invariants.check_order(self._index, self.order)
+        self.order.tenant_policy.check(chunks, writing, self.order)
         reserved = [reservation.runs for reservation in self._reservations]
         assert self.stored_bytes == sum(stored.num_bytes for stored in objects)
         assert self.used_frames == sum(count_frames(stored.runs) for stored in objects)

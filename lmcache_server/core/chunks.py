@@ -6,11 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 
-from lmcache_client.contract.keys import ROOT_KEY
 from lmcache_server.core.eviction_order import EvictionOrder
 from lmcache_server.core.index import Chunk, Index
 from lmcache_server.core.pool import FramePool, Runs
-from lmcache_server.core.tenant_policy import TenantPolicy
 
 MAX_EVICTED_AGES = 1024
 """How many ages at eviction are kept until the caller drains them. Further ones are not recorded."""
@@ -66,20 +64,12 @@ class Chunks:
         self._now_s = 0.0
         self._pool = FramePool(total_frames)
         self._index = Index()
-        self._order = EvictionOrder()
+        self.order = EvictionOrder()
+        """The chunks that nothing refers to. Its `tenant_policy` may be set while the cache is empty."""
         self._spilling = Counter[Chunk]()
         """Chunks that tiers read from. They are not evicted, and their frames are freed afterwards."""
         self.protected: dict[Chunk, None] = {}
         """What an option keeps from eviction; only to be read."""
-
-    @property
-    def tenant_policy(self) -> TenantPolicy:
-        """What an option decides of eviction. It is set while the cache is empty."""
-        return self._order.tenant_policy
-
-    @tenant_policy.setter
-    def tenant_policy(self, policy: TenantPolicy) -> None:
-        self._order.tenant_policy = policy
 
     @property
     def free_frames(self) -> int:
@@ -131,7 +121,7 @@ class Chunks:
         if chunk in self.protected:
             self.unprotect((chunk,))
         elif not chunk.ref_cnt:
-            self._order.remove((chunk,))
+            self.order.remove((chunk,))
             self._free_objects(chunk)
 
     def forget_old(self, namespace: bytes, before_s: float, most: int) -> int:
@@ -155,22 +145,17 @@ class Chunks:
             del self.protected[chunk]
             self._drop_ref(chunk)
 
-    @property
-    def evictable(self) -> Iterable[Chunk]:
-        """The chunks that nothing refers to, those first that are evicted first."""
-        return self._order
-
     def adopt(self, contents: Contents, now_s: float) -> None:
         """An empty cache has these contents from now on, which must agree with each other."""
         assert not self.num_chunks, "only an empty cache is restored"
         self._advance(now_s)
-        contents.order.tenant_policy = self.tenant_policy
-        self._pool, self._index, self._order = contents.pool, contents.index, contents.order
+        contents.order.tenant_policy = self.order.tenant_policy
+        self._pool, self._index, self.order = contents.pool, contents.index, contents.order
         self.stored_bytes, self.used_frames = contents.stored_bytes, contents.order.frames
-        for chunk in self._order:
+        for chunk in self.order:
             self._grow(chunk, chunk.frames)
             if chunk.tenant:
-                self.tenant_policy.added(chunk, None)
+                self.order.tenant_policy.added(chunk, None)
 
     def _advance(self, now_s: float) -> None:
         self._now_s = max(self._now_s, now_s)
@@ -178,7 +163,7 @@ class Chunks:
     def _keep(self, chain: Iterable[Chunk | None]) -> None:
         for chunk in chain:
             if chunk is not None and chunk.once:
-                self._order.keep(chunk)
+                self.order.keep(chunk)
                 for told in self.on_kept:
                     told(chunk)
 
@@ -186,7 +171,7 @@ class Chunks:
         used = [chunk for chunk in dict.fromkeys(chain) if chunk is not None]
         for chunk in used:
             chunk.last_used_s, chunk.in_tiers = self._now_s, 0
-        self._order.renew([chunk for chunk in used if not chunk.ref_cnt])
+        self.order.renew([chunk for chunk in used if not chunk.ref_cnt])
 
     def _take_refs(self, chain: Sequence[Chunk]) -> None:
         unused = []
@@ -194,7 +179,7 @@ class Chunks:
             if not chunk.ref_cnt and chunk.newer is not None:
                 unused.append(chunk)
             chunk.ref_cnt += 1
-        self._order.remove(unused)
+        self.order.remove(unused)
 
     def _drop_refs(self, chain: Sequence[Chunk]) -> None:
         """The tail first: then a suffix is evicted before its prefix, without which it is useless."""
@@ -204,20 +189,9 @@ class Chunks:
             if chunk.ref_cnt == 1 and chunk.ready and indexed.get(chunk.key) is chunk:
                 chunk.ref_cnt = chunk.in_tiers = 0
                 chunk.last_used_s = now_s
-                self._order.add(chunk)
+                self.order.add(chunk)
             else:
                 self._drop_ref(chunk)
-
-    def _place(self, chunk: Chunk, parent: bytes) -> Chunk | None:
-        """Where a child of `parent` goes in the eviction order: just ahead of the returned chunk, or at the
-        end of its part if None."""
-        if parent in (b"", ROOT_KEY):
-            return None
-        before = self._index.get(chunk.namespace, parent)
-        if before is None:
-            # A chunk without its parent is seldom of use: it is evicted first.
-            return self._order.front
-        return None if chunk.once and not before.once else before
 
     def _drop_ref(self, chunk: Chunk, place: Chunk | None = None) -> None:
         chunk.ref_cnt -= 1
@@ -227,13 +201,13 @@ class Chunks:
         if chunk not in self._index:
             self._free_objects(chunk)
         elif chunk.ready:
-            self._order.add(chunk, place if place is not None and place in self._order else None)
+            self.order.add(chunk, place)
         else:
             self._index.remove(chunk)
 
     def _evict(self, victims: Sequence[Chunk], why: Gone) -> None:
         for chunk in victims:
-            self._order.remove((chunk,))
+            self.order.remove((chunk,))
             self._index.remove(chunk)
             self._tell(chunk, why)
             self.evicted_chunks += 1
@@ -247,7 +221,7 @@ class Chunks:
 
     def _grow(self, chunk: Chunk, frames: int) -> None:
         if chunk.tenant:
-            self.tenant_policy.grew(chunk, frames)
+            self.order.tenant_policy.grew(chunk, frames)
 
     def _free_objects(self, chunk: Chunk) -> int:
         """Frees the frames of all ready objects, unless a tier still reads them; returns their payload in

@@ -37,14 +37,17 @@ class EvictionOrder:
         """The second part of the line."""
         return _between(self._border, self._ends)
 
-    @property
-    def front(self) -> Chunk:
-        """Pass this to `add` as `ahead_of` to put a chunk first in line."""
-        assert self._ends.newer is not None
-        return self._ends.newer
-
     def __contains__(self, chunk: Chunk) -> bool:
         return chunk.newer is not None
+
+    def place(self, chunk: Chunk, parent: Chunk | None) -> Chunk | None:
+        """Where a chunk goes whose parent is `parent`, or is not in L1 if that is None: directly ahead of the
+        returned member, or last in its part."""
+        if parent is None:
+            # A chunk without its parent is seldom of use: it is evicted first.
+            return self._ends.newer
+        is_ahead = parent in self and (parent.once or not chunk.once)
+        return parent if is_ahead else None
 
     def add(self, chunk: Chunk, ahead_of: Chunk | None = None) -> None:
         """Puts a chunk last in its part of the line, or directly ahead of the member `ahead_of`."""

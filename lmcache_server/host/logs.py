@@ -73,16 +73,12 @@ class LineWriter(logging.Handler):
             line = self._lines.get()
             # The notice about dropped lines comes after the lines that waited.
             self._write(line)
-            if self._dropped > self._told and self._lines.empty():
-                self._write(self._notice())
+            if (dropped := self._dropped - self._told) and self._lines.empty():
+                self._told += dropped
+                text, values = "%(lines)d lines of the log were dropped: nobody read them", {"lines": dropped}
+                record = logger.makeRecord(logger.name, logging.WARNING, __file__, 0, text, (values,), None)
+                self._write(self.format(record) + "\n")
             self._lines.task_done()
-
-    def _notice(self) -> str:
-        lines = self._dropped - self._told
-        self._told += lines
-        text, values = "%(lines)d lines of the log were dropped: nobody read them", {"lines": lines}
-        record = logger.makeRecord(logger.name, logging.WARNING, __file__, 0, text, (values,), None)
-        return self.format(record) + "\n"
 
     def _write(self, line: str) -> None:
         # The stream is not used, because its lock would make the end of the process wait, too.
@@ -138,6 +134,4 @@ class JsonFormatter(logging.Formatter):
 
 def printable(text: str) -> str:
     """The text with line ends, control characters and the like escaped."""
-    if text.isprintable():
-        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

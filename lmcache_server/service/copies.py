@@ -46,16 +46,16 @@ class Copies:
     """
 
     def __init__(self, base: Base) -> None:
-        self._cache, self._registry, self._l1 = base.cache, base.registry, base.l1
+        self._cache, self._sessions, self._l1 = base.cache, base.sessions, base.l1
         self._metrics, self._failures = base.metrics, base.failures
         self._system, self._options = base.system, base.options
-        self._checksums = base.config.checksums
+        self._checksums, self._forget_damaged = base.config.checksums, base.forget_damaged
 
     # -- store ------------------------------------------------------------------------------------
 
     async def store(self, session: Session, message: Store, request_bytes: int) -> Message:
         """Reserves room for the objects that L1 lacks, copies them and makes them ready."""
-        shard, layout = self._registry.shard(session, request_bytes)
+        shard, layout = self._sessions.shard(session, request_bytes)
         for wanted in message.objects:
             _check_object(layout, wanted)
         _check_blocks(shard, [(wanted.group, wanted.block_ids) for wanted in message.objects])
@@ -68,7 +68,7 @@ class Copies:
                 (wanted.group, ObjectCopy(room.runs, room.num_blocks, 0, unpacked(wanted.block_ids)))
                 for wanted, room in reserved
             ]
-            job = StoreJob(copies, *self._where(shard), take_digests=self._checksums)
+            job = StoreJob(copies, *self._where(shard))
             outcome = await self._copy(shard, job, whose) if reserved else Outcome(None, 0)
             self._end_reservations(layout, reserved, job.digests, outcome, whose)
             copied = len(reserved) if outcome.error is None else 0
@@ -128,7 +128,7 @@ class Copies:
 
     async def load(self, session: Session, message: Load, request_bytes: int) -> Message:
         """Copies the leased pages into the worker's blocks."""
-        shard, layout = self._registry.shard(session, request_bytes)
+        shard, layout = self._sessions.shard(session, request_bytes)
         resume, computed = message.resume_tokens, message.computed_tokens
         groups = shard.geometry.groups
         if len(message.block_ids) != len(groups) or resume % layout.chunk_size:
@@ -142,28 +142,18 @@ class Copies:
         with session.working(request_bytes), ExitStack() as stack:
             stack.callback(self._cache.close_read, read)
             started_s = self._system.now_s()
-            stored = [part.digest for part in read.parts] if self._checksums else None
             parts = _parts(read, list(map(unpacked, message.block_ids)))
-            job = LoadJob(parts, *self._where(shard), stored=stored)
+            job = LoadJob(parts, *self._where(shard), stored=[part.digest for part in read.parts])
             whose = traffic(self._metrics, layout, message.request_id)
             outcome = await self._copy(shard, job, whose) if read.parts else Outcome(None, 0)
             if isinstance(outcome.error, DamagedError):
-                self._forget_damaged(shard, read, outcome.error)
+                damaged = read.parts[outcome.error.part].chunk
+                self._forget_damaged(damaged, str(outcome.error), shard.engine_id)
         text = "request %(request_id)s: loaded %(tokens)d tokens, %(bytes)d bytes: %(outcome)s"
         values = {"tokens": resume - computed, "outcome": str(outcome.error or "ok")}
         values |= {"lease": message.lease_id, **self._copied("load", outcome, started_s)}
         log_request(logging.DEBUG, text, session, message, values)
         return Done() if outcome.error is None else Refused(messages.COPY_FAILED, str(outcome.error))
-
-    def _forget_damaged(self, shard: Shard, read: Read, error: DamagedError) -> None:
-        damaged = read.parts[error.part]
-        for option in self._options:
-            option.damaged(damaged.chunk)
-        self._cache.forget(damaged.chunk)
-        self._metrics.count("lmcache_verify_failures_total")
-        values = {"chunk": damaged.chunk.key.hex()[:16], "group": damaged.group, "reason": str(error)}
-        text = "chunk %(chunk)s is damaged and forgotten, group %(group)d: %(reason)s"
-        logger.warning(text, values | {"engine": shard.engine_id})
 
     # -- both -------------------------------------------------------------------------------------
 
@@ -188,8 +178,8 @@ class Copies:
                 | {"reason": str(outcome.error)},
             )
             shard.copy_failed = True
-            what = "page damaged" if isinstance(outcome.error, DamagedError) else f"{direction} failed"
-            self._fail(what, shard, str(outcome.error))
+            if not isinstance(outcome.error, DamagedError):
+                self._fail(f"{direction} failed", shard, str(outcome.error))
         return outcome
 
     def _count(self, name: str, amount: int, whose: Traffic, **labels: str) -> None:
@@ -200,12 +190,13 @@ class Copies:
 
     def _where(
         self, shard: Shard
-    ) -> tuple[Sequence[Sequence[Region]], Sequence[int], int, int, Callable[[], None]]:
+    ) -> tuple[Sequence[Sequence[Region]], Sequence[int], int, int, Callable[[], None], bool]:
         """What a job must know: the regions of each group, the addresses of the worker's buffers and of L1,
-        the bytes of a frame, and how to check L1."""
+        the bytes of a frame, how to check L1, and whether with --checksums."""
         assert shard.copier is not None
         regions = [group.regions for group in shard.geometry.groups]
-        return regions, shard.copier.bases, self._l1.base_address, FRAME_BYTES, self._l1.check
+        l1_address = self._l1.base_address
+        return regions, shard.copier.bases, l1_address, FRAME_BYTES, self._l1.check, self._checksums
 
     def _copied(self, direction: str, outcome: Outcome, started_s: float) -> dict[str, object]:
         seconds = self._system.now_s() - started_s

@@ -34,7 +34,7 @@ class Lookups:
     """Handles Lookup, Accept, Inspect and Release."""
 
     def __init__(self, base: Base) -> None:
-        self._cache, self._registry, self._options = base.cache, base.registry, base.options
+        self._cache, self._sessions, self._options = base.cache, base.sessions, base.options
         self._metrics, self._system = base.metrics, base.system
         self._lease_s = base.config.lease_s
         self._early: dict[tuple[int, str], _Asked] = {}
@@ -44,7 +44,7 @@ class Lookups:
         self, session: Session, message: Lookup, request_bytes: int
     ) -> Message | Coroutine[Any, Any, Message]:
         """Answers at once if L1 has everything or no option could bring more."""
-        layout, started_s = self._registry.joined_layout(session), self._system.now_s()
+        layout, started_s = self._sessions.joined_layout(session), self._system.now_s()
         computed, limit = message.computed_tokens, message.limit_tokens
         if not computed <= limit < message.num_tokens or limit > len(message.keys) * layout.chunk_size:
             raise Refusal(messages.BAD_REQUEST, "computed_tokens <= limit_tokens < num_tokens does not hold")
@@ -55,8 +55,8 @@ class Lookups:
         asked = _Asked(layout, message, hit, hit.resume_tokens)
         if hit.resume_tokens < limit > computed:
             sources = [option for option in self._options if option.may_fetch(layout)]
-            if sources and self._registry.may_wait(session, request_bytes):
-                shards = self._registry.shards(session)
+            if sources and self._sessions.may_wait(session, request_bytes):
+                shards = self._sessions.shards(session)
                 return self._after_fetch(session, shards, asked, sources, request_bytes)
         return self._answer(session, asked, started_s)
 
@@ -71,9 +71,9 @@ class Lookups:
                 in_tiers = max(in_tiers, await source.fetch(layout, shards, message, in_l1))
         self._cache.release(hit.lease_id, session.session_id)
         # The session may have ended meanwhile, and its engine may have another namespace.
-        if self._registry.sessions.get(session.identity) is not session:
+        if self._sessions.by_identity.get(session.identity) is not session:
             raise Refusal(messages.NOT_REGISTERED, "the session ended before its lookup was answered")
-        if self._registry.joined_layout(session).namespace != layout.namespace:
+        if self._sessions.joined_layout(session).namespace != layout.namespace:
             raise Refusal(messages.NOT_REGISTERED, "the engine has registered again")
         started_s, computed, limit = self._system.now_s(), message.computed_tokens, message.limit_tokens
         owner, once = session.session_id, message.once
@@ -134,7 +134,7 @@ class Lookups:
 
     def inspect(self, message: Inspect) -> Message:
         """Changes nothing, not even a counter of tokens."""
-        layout, keys, limit = self._registry.layout(message.engine_id), message.keys, message.limit_tokens
+        layout, keys, limit = self._sessions.layout(message.engine_id), message.keys, message.limit_tokens
         if layout is None:
             raise Refusal(messages.NOT_REGISTERED, f"engine {message.engine_id!r} is not connected any more")
         if limit > len(keys) * layout.chunk_size:
@@ -149,7 +149,7 @@ class Lookups:
         self._early.pop((session.session_id, message.request_id), None)
         for lease_id in message.lease_ids:
             self._cache.release(lease_id, session.session_id)
-        layout = self._registry.joined_layout(session)
+        layout = self._sessions.joined_layout(session)
         self._cache.touch(layout.namespace, message.keys[: max(len(message.keys) - message.answers, 0)])
         for option in self._options:
             option.released(session.session_id, layout, message)

@@ -1,5 +1,6 @@
 """Where an option of the server meets the base."""
 
+import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -9,10 +10,12 @@ from lmcache_server.core.cache import Cache, Hit, Layout, Reservation
 from lmcache_server.core.index import Chunk
 from lmcache_server.l1.memory import L1Memory
 from lmcache_server.service.engines import Session, Shard
-from lmcache_server.service.sessions import Registry
+from lmcache_server.service.sessions import Sessions
 from lmcache_server.service.system import System
 from lmcache_server.telemetry.failures import Failures
 from lmcache_server.telemetry.metrics import Metric, Metrics
+
+logger = logging.getLogger(__name__)
 
 Reply = Message | Coroutine[Any, Any, Message]
 Handler = Callable[[Session, Any, int], Reply]
@@ -25,11 +28,21 @@ class Base(NamedTuple):
     config: Config
     cache: Cache
     l1: L1Memory
-    registry: Registry
+    sessions: Sessions
     metrics: Metrics
     failures: Failures
     system: System
     options: "list[Option]"
+
+    def forget_damaged(self, chunk: Chunk, reason: str, engine_id: str = "") -> None:
+        """The bytes of a chunk in L1 have changed: nobody gets them any more, also not from a copy."""
+        for option in self.options:
+            option.damaged(chunk)
+        self.cache.forget(chunk)
+        self.metrics.count("lmcache_verify_failures_total")
+        self.failures.add(self.system.now_s(), "page damaged", engine_id, reason)
+        values = {"chunk": chunk.key.hex()[:16], "reason": reason, "engine": engine_id}
+        logger.warning("chunk %(chunk)s is damaged and forgotten: %(reason)s", values)
 
 
 class Option:

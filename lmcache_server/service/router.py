@@ -49,26 +49,26 @@ class Router:
     """The dispatcher. `send(identity, frame)` must not block; `status()` gives the answer to Status."""
 
     def __init__(self, base: Base, send: Send, status: Callable[[bool], dict[str, Any]]) -> None:
-        copies, registry, lookups = Copies(base), base.registry, Lookups(base)
-        self.registry, self.lookups, self.options = registry, lookups, base.options
+        copies, sessions, lookups = Copies(base), base.sessions, Lookups(base)
+        self.sessions, self.lookups, self.options = sessions, lookups, base.options
         self._cache, self._system = base.cache, base.system
         self._metrics, self._failures = base.metrics, base.failures
         self._send, self._status = send, status
-        self.disconnected = registry.disconnected
+        self.disconnected = sessions.disconnected
         self._logged_other_version = False
         self._warned_s: dict[tuple[str, str], float] = {}
         """When a refused registration was last logged as a warning, by engine and code."""
         self._for_anyone: dict[type[Any], Callable[[bytes, Any], Reply]] = {
-            messages.Hello: registry.hello,
+            messages.Hello: sessions.hello,
             messages.Ping: self._ping,
             control.Status: lambda _identity, message: self._report(message),
         }
         self._for_sessions: dict[type[Any], Handler] = {
-            messages.Register: lambda session, message, _bytes: registry.register(session, message),
-            messages.Prove: lambda session, _message, _bytes: registry.prove(session),
-            messages.Join: lambda session, message, _bytes: registry.join(session, message),
-            messages.NotCached: lambda session, message, _bytes: registry.not_cached(session, message),
-            messages.Goodbye: lambda session, _message, _bytes: registry.goodbye(session),
+            messages.Register: lambda session, message, _bytes: sessions.register(session, message),
+            messages.Prove: lambda session, _message, _bytes: sessions.prove(session),
+            messages.Join: lambda session, message, _bytes: sessions.join(session, message),
+            messages.NotCached: lambda session, message, _bytes: sessions.not_cached(session, message),
+            messages.Goodbye: lambda session, _message, _bytes: sessions.goodbye(session),
             messages.Clear: lambda session, message, _bytes: self._clear(session, message),
             Inspect: lambda _session, message, _bytes: lookups.inspect(message),
             messages.Lookup: lookups.lookup,
@@ -104,7 +104,7 @@ class Router:
 
     def turn_away(self, identity: bytes, frame: memoryview) -> None:
         """Refuses a request without decoding it, because too many of its process wait."""
-        session = self.registry.sessions.get(identity)
+        session = self.sessions.by_identity.get(identity)
         process = f"process {session.pid}" if session is not None else "this process"
         reason = f"too many requests of {process} are already waiting"
         self._count("other", "refused")
@@ -115,7 +115,7 @@ class Router:
     def tick(self) -> None:
         """Ends the leases and sessions whose time is over; called once a second."""
         self._cache.expire(self._system.now_s())
-        self.registry.tick()
+        self.sessions.tick()
         for option in self.options:
             option.tick(self._system.now_s())
 
@@ -142,7 +142,7 @@ class Router:
         return Request(identity, request_id, message, len(frame))
 
     def _handle(self, request: Request) -> Reply:
-        session = self.registry.sessions.get(request.identity)
+        session = self.sessions.by_identity.get(request.identity)
         if session is not None:
             session.heard_s = self._system.now_s()
         kind = type(request.message)
@@ -156,7 +156,7 @@ class Router:
 
     def _failure(self, request: Request, error: Exception) -> Refused:
         """The reply to a request whose handler raised `error`. Logs the error; remembers it if it matters."""
-        session = self.registry.sessions.get(request.identity)
+        session = self.sessions.by_identity.get(request.identity)
         operation = request.operation
         if isinstance(error, Refusal):
             # After a restart of the server, a client registers again by itself.
@@ -192,13 +192,13 @@ class Router:
         self._reply(request.identity, request.request_id, reply)
 
     def _reply(self, identity: bytes, request_id: int, message: Message) -> None:
-        self._send(identity, messages.encode_reply(self.registry.boot_id, request_id, message))
+        self._send(identity, messages.encode_reply(self.sessions.boot_id, request_id, message))
 
     def _count(self, operation: str, outcome: str) -> None:
         self._metrics.count("lmcache_requests_total", 1, op=operation, outcome=outcome)
 
     def _remember(self, what: str, request: Request, reason: str) -> None:
-        session = self.registry.sessions.get(request.identity)
+        session = self.sessions.by_identity.get(request.identity)
         registering = request.message.engine_id if isinstance(request.message, messages.Register) else ""
         engine_id = registering or (session.engine_id if session is not None else "")
         self._failures.add(self._system.now_s(), what, engine_id, reason)
@@ -206,7 +206,7 @@ class Router:
     # -- messages about the server itself ---------------------------------------------------------
 
     def _ping(self, identity: bytes, message: messages.Ping) -> messages.Done:
-        session = self.registry.sessions.get(identity)
+        session = self.sessions.by_identity.get(identity)
         if message.session_id and (session is None or session.session_id != message.session_id):
             raise Refusal(messages.NOT_REGISTERED, "this session has ended: greet the server again")
         return messages.Done()
@@ -222,9 +222,9 @@ class Router:
             raise Refusal(messages.BAD_REQUEST, SALT_UNKNOWN)
         namespaces: list[bytes | None] = [None]
         if not message.everything:
-            namespaces = [self.registry.joined_layout(session).namespace]
+            namespaces = [self.sessions.joined_layout(session).namespace]
         elif message.model or message.namespace:
-            namespaces = [*self.registry.named(message.model, message.namespace)]
+            namespaces = [*self.sessions.named(message.model, message.namespace)]
         chunks = sum(self._cache.clear(namespace, message.tenant_digits) for namespace in namespaces)
         level = logging.INFO if chunks else logging.DEBUG
         asked = "cleared: %(chunks)d chunks forgotten, as session %(session)d (pid %(pid)d) asked"

@@ -39,12 +39,12 @@ PeerPid = Callable[[bytes], int | None]
 """The process at the other end of a client's connection; 0 if it is not visible here, None if unknown."""
 
 
-class Registry:
+class Sessions:
     """The sessions, and the engines that their workers make up."""
 
     def __init__(self, config: Config, cache: Cache, system: System, peer_pid: PeerPid) -> None:
         self.boot_id = system.random_bytes(messages.BOOT_ID_BYTES)
-        self.sessions: dict[bytes, Session] = {}
+        self.by_identity: dict[bytes, Session] = {}
         """By ROUTER's identity of the client."""
         self.engines = Engines()
         self.known: dict[bytes, dict[str, Any]] = {}
@@ -63,7 +63,7 @@ class Registry:
         """By client id, the client's last greeting while it waits for the end of those copies."""
 
     def hello(self, identity: bytes, message: messages.Hello) -> Message | Coroutine[Any, Any, Message]:
-        sessions = self.sessions.values()
+        sessions = self.by_identity.values()
         for old in [s for s in sessions if s.client_id == message.client_id or s.identity == identity]:
             self.drop(old, "connected again")
         # The client has given up any earlier greeting that still waits.
@@ -82,21 +82,21 @@ class Registry:
             raise Refusal(messages.NOT_REGISTERED, "this client has greeted again or has disconnected")
         del self._greeting[message.client_id]
         # The same connection may have greeted as another client meanwhile.
-        if (other := self.sessions.get(greeting.identity)) is not None:
+        if (other := self.by_identity.get(greeting.identity)) is not None:
             self.drop(other, "connected again")
         return self._welcome(greeting.identity, message)
 
     def _welcome(self, identity: bytes, message: messages.Hello) -> Message:
         if self._closed:
             raise Refusal(messages.OVERLOADED, "the server is shutting down")
-        if len(self.sessions) + len(self._ending) >= MAX_SESSIONS:
+        if len(self.by_identity) + len(self._ending) >= MAX_SESSIONS:
             raise Refusal(messages.OVERLOADED, f"the server already has {MAX_SESSIONS} sessions")
         # The client's number may mean another process here: over a Unix socket the kernel knows better.
         peer_pid = self._peer_pid(identity)
         pid = message.pid if peer_pid is None else peer_pid
         process = self._watched(pid) if pid else None
         now_s, number = self._system.now_s(), self._next_session
-        session = self.sessions[identity] = Session(
+        session = self.by_identity[identity] = Session(
             number, identity, message.pid, message.client_id, message.client_version, now_s, now_s, process
         )
         self._next_session += 1
@@ -108,7 +108,7 @@ class Registry:
         """Drops the session or the waiting greeting of a client whose connection has ended."""
         waiting = self._greeting.items()
         self._greeting = {client: greeting for client, greeting in waiting if greeting.identity != identity}
-        session = self.sessions.get(identity)
+        session = self.by_identity.get(identity)
         if session is not None:
             self.drop(session, "its connection ended")
 
@@ -122,9 +122,9 @@ class Registry:
     def drop(self, session: Session, reason: str) -> None:
         """Ends a session. Its leases end at once. Its copies end after the running slice, and each
         reservation ends with its copy."""
-        if self.sessions.get(session.identity) is not session:
+        if self.by_identity.get(session.identity) is not session:
             return
-        del self.sessions[session.identity]
+        del self.by_identity[session.identity]
         role, engine = session.role, self.engines.get(session.engine_id)
         self._end_shard(session)
         self._cache.drop_owner(session.session_id)
@@ -173,7 +173,7 @@ class Registry:
     def tick(self) -> None:
         """Drops sessions that are silent or whose GPU has failed; called once a second."""
         now_s = self._system.now_s()
-        for session in list(self.sessions.values()):
+        for session in list(self.by_identity.values()):
             limit_s = SILENT_SESSION_S if session.process is None else SILENT_PROCESS_S
             if now_s - session.heard_s > limit_s:
                 self.drop(session, f"silent for {limit_s:.0f} s")
@@ -185,7 +185,7 @@ class Registry:
     async def register(self, session: Session, message: messages.Register) -> Message:
         rank, model, geometry = message.rank, message.model, message.geometry
         session.model = model.model
-        workers = sum(other.shard is not None for other in self.sessions.values() if other is not session)
+        workers = sum(other.shard is not None for other in self.by_identity.values() if other is not session)
         if workers >= MAX_WORKERS:
             raise Refusal(messages.OVERLOADED, f"the server already has {MAX_WORKERS} workers")
         if rank not in model.ranks:
@@ -202,7 +202,7 @@ class Registry:
         while copying := self._copying(session.client_id):
             await copying[0]
             self._end_shard(session)
-        if self.sessions.get(session.identity) is not session:
+        if self.by_identity.get(session.identity) is not session:
             raise Refusal(messages.NOT_REGISTERED, "the session ended before it was registered")
         if not self.engines.fits(message.engine_id, rank, model, message.ephemeral):
             raise _taken(message.engine_id)
@@ -309,7 +309,7 @@ class Registry:
         engine = self.engines.get(message.engine_id)
         if engine is None or (layout := engine.layout) is None:
             return messages.Joined(False, 0)
-        others = (other for other in self.sessions.values() if other is not session)
+        others = (other for other in self.by_identity.values() if other is not session)
         if any(other.joined == message.engine_id for other in others):
             raise _taken(message.engine_id)
         session.joined, session.joined_namespace = message.engine_id, layout.namespace
@@ -364,7 +364,7 @@ class Registry:
     def close(self) -> None:
         """Ends every session and accepts no new one. Running copies end after their slice."""
         self._closed = True
-        for session in list(self.sessions.values()):
+        for session in list(self.by_identity.values()):
             self.drop(session, "the server is shutting down")
 
 

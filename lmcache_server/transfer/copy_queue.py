@@ -99,7 +99,7 @@ class CopyWorker:
             waiting = self._next(lane, wait=begun is None)
             if waiting is None and begun is None:
                 return
-            if begun is not None and (waiting is None or waiting[0].reads_bytes or self._mapping.may_pin):
+            if begun is not None and (waiting is None or waiting[0].checksums or self._mapping.may_pin):
                 self._end(begun)
                 begun = None
             if waiting is not None:
@@ -137,7 +137,7 @@ class CopyWorker:
         if before is not None:
             self._end(before)
         begun = _Begun(job, future, error, num_bytes, self._mapping.begun(load=job.load))
-        if self._is_late and not job.reads_bytes:
+        if self._is_late and not job.checksums:
             return begun
         self._end(begun)
         return None

@@ -20,6 +20,11 @@ class DamagedError(CopyError):
         self.part = part
 
 
+def has_changed(payload: Iterable[tuple[int, int]], stored: bytes) -> bool:
+    """Whether these are not the bytes whose digest was `stored`. If that is empty, nobody knows: False."""
+    return bool(stored) and digest(payload) != stored
+
+
 def digest(payload: Iterable[tuple[int, int]]) -> bytes:
     """The digest of an object whose bytes lie at these (address, bytes). It lets other threads run."""
     whole = xxhash.xxh3_128()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from lmcache_client.contract.geometry import Region
 from lmcache_server.core.pool import count_frames
-from lmcache_server.transfer.digest import DamagedError, digest
+from lmcache_server.transfer.digest import DamagedError, digest, has_changed
 from lmcache_server.transfer.plan import ObjectCopy, Pieces, payload, pieces_of_all
 
 
@@ -14,7 +14,7 @@ class ObjectsJob:
     """The common part of loads and stores of several objects.
 
     A copy thread calls `build` to get the pieces, and `after` when every byte has been copied. Both may
-    raise. `reads_bytes` says whether one of them reads all bytes, which takes long.
+    raise. With `checksums`, one of them reads all bytes, which takes long.
 
     `objects` has (group, copy) pairs and `regions` the regions of each group. `bases` are the addresses of
     the engine's buffers, `l1_address` is L1's, and a frame has `frame_bytes`. `check_l1` raises CopyError if
@@ -27,50 +27,41 @@ class ObjectsJob:
     l1_address: int
     frame_bytes: int
     check_l1: Callable[[], object]
+    checksums: bool
 
     def pieces(self) -> Pieces:
         """The pieces of all objects together, in no particular order."""
         return pieces_of_all(self.objects, self.regions, self.bases, self.l1_address, self.frame_bytes)
 
-    def digest_of(self, group: int, page: ObjectCopy) -> bytes:
-        """The digest of all bytes of an object, also of pages that this job does not copy."""
+    def payload(self, group: int, page: ObjectCopy) -> list[tuple[int, int]]:
+        """Where all bytes of an object are in L1, also those of pages that this job does not copy."""
         num_bytes = page.num_blocks * sum(region.page_bytes for region in self.regions[group])
-        return digest(payload(page.runs, num_bytes, self.l1_address, self.frame_bytes))
+        return payload(page.runs, num_bytes, self.l1_address, self.frame_bytes)
 
 
 @dataclass
 class StoreJob(ObjectsJob):
-    """Engine to L1. With `take_digests`, `digests` gets the digest of each object, in their order."""
+    """Engine to L1. With `checksums`, `digests` gets the digest of each object, in their order."""
 
-    take_digests: bool
     digests: list[bytes] = field(default_factory=list)
     load: bool = field(default=False, init=False)
-
-    @property
-    def reads_bytes(self) -> bool:
-        return self.take_digests
 
     def build(self) -> Pieces:
         self.check_l1()
         return self.pieces()
 
     def after(self) -> None:
-        if self.take_digests:
-            self.digests += [self.digest_of(*each) for each in self.objects]
+        if self.checksums:
+            self.digests += [digest(self.payload(*each)) for each in self.objects]
 
 
 @dataclass
 class LoadJob(ObjectsJob):
-    """L1 to engine. `stored` has the digest of each object, empty if unknown, or is None to check nothing. An
-    object that does not match, or is too small for its pages, raises DamagedError before any byte is
-    copied."""
+    """L1 to engine. `stored` has the digest of each object, empty if unknown. An object that has too few
+    frames or, with `checksums`, does not match raises DamagedError before any byte is copied."""
 
-    stored: Sequence[bytes] | None
+    stored: Sequence[bytes]
     load: bool = field(default=True, init=False)
-
-    @property
-    def reads_bytes(self) -> bool:
-        return self.stored is not None
 
     def build(self) -> Pieces:
         self.check_l1()
@@ -79,7 +70,7 @@ class LoadJob(ObjectsJob):
             # Restored from a file: a store reserves enough.
             if page.num_blocks * block_bytes[group] > count_frames(page.runs) * self.frame_bytes:
                 raise DamagedError(index, "it has too few frames for its pages")
-            if self.stored and self.stored[index] and self.stored[index] != self.digest_of(group, page):
+            if self.checksums and has_changed(self.payload(group, page), self.stored[index]):
                 raise DamagedError(index)
         return self.pieces()
 

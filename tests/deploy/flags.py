@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from lmcache_client.connector import settings
 from lmcache_server import config
 from lmcache_server.commands.cli import cli
-from lmcache_server.options.tiers import urls
+from lmcache_server.options.tiers.base import CREDENTIALS
 
-NO_FLAGS = {"LMCACHE_RUNTIME_DIR", config.CONFIG_VARIABLE, urls.USERNAME_VARIABLE, urls.PASSWORD_VARIABLE}
+NO_FLAGS = {"LMCACHE_RUNTIME_DIR", config.CONFIG_VARIABLE, *CREDENTIALS["valkey"].split(" and ")}
 """Variables of ours that are no option of the server."""
 
 

@@ -72,7 +72,7 @@ def test_every_manifest_is_valid() -> None:
 
 def test_the_servers_use_the_valkey_of_the_fleet() -> None:
     url, server = tier("valkey")
-    (password,) = [each for each in server["env"] if each["name"] == urls.PASSWORD_VARIABLE]
+    (password,) = [each for each in server["env"] if each["name"] == "LMCACHE_VALKEY_PASSWORD"]
     store = pod("StatefulSet", "lmcache-valkey", "valkey")["containers"][0]
     assert password["valueFrom"] == store["env"][0]["valueFrom"]
     service = named("Service", "lmcache-valkey", "valkey")["spec"]
@@ -196,7 +196,7 @@ def test_hosts_of_compose_share_nothing_but_the_store(store: str) -> None:
         assert server["image"] == f"lmcache-mp:{VERSION}-{store}"
         assert server["build"]["args"] == {"EXTRA": store}
         if store == "valkey":
-            own = server["environment"][urls.PASSWORD_VARIABLE]
+            own = server["environment"]["LMCACHE_VALKEY_PASSWORD"]
             assert own == services["valkey"]["command"][-1] == "secret"
     for name, service in services.items():
         assert service["cap_drop"] == ["ALL"], name

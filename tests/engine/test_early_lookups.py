@@ -80,7 +80,7 @@ class Engine:
 
         def all_done() -> bool:
             self.side.channel.poll()
-            return all(lookup.done for lookup in lookups)
+            return all(lookup.advance() for lookup in lookups)
 
         wait_until(all_done, PATIENCE_S)
 

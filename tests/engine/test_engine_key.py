@@ -9,7 +9,8 @@ from harness.prompts import prompt
 from harness.served import served
 from harness.server import LMCacheServer
 
-from lmcache_client.connector.settings import Settings, places
+from lmcache_client.connector.places import places
+from lmcache_client.connector.settings import Settings
 from lmcache_client.contract.endpoint import EndpointError
 
 HOST = "127.0.0.1"

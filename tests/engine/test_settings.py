@@ -8,7 +8,8 @@ import pytest
 from harness.paths import ROOT
 from msgspec import structs
 
-from lmcache_client.connector.settings import PREFIX, Place, Settings, parse, places
+from lmcache_client.connector.places import Place, places
+from lmcache_client.connector.settings import PREFIX, Settings, parse
 from lmcache_client.connector.support import on_joined
 from lmcache_client.contract.geometry import FULL, RECURRENT, GroupSpec
 from lmcache_client.contract.messages import Joined

@@ -326,9 +326,9 @@ def test_without_an_engine_it_says_how_to_start_one(browser, idle):
 def test_a_server_that_stops_is_seen_and_one_that_is_back_too(browser, idle):
     with Visit(browser, idle) as visit:
         idle.kill()
-        visit.page.clock.run_for(4000)
+        visit.page.clock.run_for(2100)
         assert visit.text("#state") == "live"
-        visit.page.clock.run_for(8000)
+        visit.page.clock.run_for(10_000)
         assert visit.text("#state").startswith("last heard 1")
         assert visit.text("#state").endswith(" s ago")
         assert "stale" in visit.page.get_attribute("body", "class")

@@ -43,8 +43,8 @@ def test_a_client_whose_session_has_ended_hears_of_it_from_a_ping(desk: Desk) ->
     welcome = desk.hello(0)
     assert isinstance(welcome, Welcome)
     assert desk.ask(0, Ping(welcome.session_id)) == Done()
-    (session,) = desk.target.router.registry.sessions.values()
-    desk.target.router.registry.drop(session, "silent")
+    (session,) = desk.target.router.sessions.by_identity.values()
+    desk.target.router.sessions.drop(session, "silent")
     reply = desk.ask(0, Ping(welcome.session_id))
     assert isinstance(reply, Refused)
     assert reply.code == messages.NOT_REGISTERED

@@ -24,8 +24,8 @@ def slices_of(name, count):
 
 
 class Job:
-    def __init__(self, load, build, reads_bytes=False):
-        self.load, self.build, self.reads_bytes = load, build, reads_bytes
+    def __init__(self, load, build, checksums=False):
+        self.load, self.build, self.checksums = load, build, checksums
 
     def after(self):
         pass
@@ -77,8 +77,8 @@ class Harness:
 
     # -- what tests ask ---------------------------------------------------------------------------
 
-    def submit(self, name, count, *, load, build=None, reads_bytes=False):
-        end = self.worker.submit(Job(load, build or (lambda: slices_of(name, count)), reads_bytes))
+    def submit(self, name, count, *, load, build=None, checksums=False):
+        end = self.worker.submit(Job(load, build or (lambda: slices_of(name, count)), checksums))
         end.add_done_callback(lambda future: self.ended.put((name, *future.result())))
 
     def go_on(self, slices, load=True):
@@ -274,7 +274,7 @@ def test_a_job_whose_bytes_are_read_is_not_mixed_with_others(late):
     """A digest takes long, and the job before would be reported late."""
     late.submit(1, 1, load=True)
     late.wait_for_slice()
-    late.submit(2, 1, load=True, reads_bytes=True)
+    late.submit(2, 1, load=True, checksums=True)
     late.go_on(1)
     assert late.wait_for_end()[0] == 1
     late.go_on(1)

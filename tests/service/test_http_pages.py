@@ -304,7 +304,7 @@ def test_a_request_has_5_seconds_whatever_comes_in_meanwhile(server, monkeypatch
 
 
 def test_a_request_that_came_while_the_server_stood_still_is_answered(monkeypatch):
-    monkeypatch.setattr(pages, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(pages, "TIMEOUT_S", 1.0)
     stands_still, goes_on = threading.Event(), threading.Event()
 
     def stand_still():

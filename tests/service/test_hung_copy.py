@@ -90,7 +90,7 @@ def test_the_end_of_a_session_whose_copy_hangs_stops_nobody_and_frees_no_frame(d
     assert isinstance(desk.wait(greetings[1]), Welcome)
     assert isinstance(desk.wait(greetings[0]), Refused), "only the last greeting of a client counts"
     hung.end()
-    assert identity(ONCE_MORE) in desk.target.router.registry.sessions
+    assert identity(ONCE_MORE) in desk.target.router.sessions.by_identity
     assert desk.frames()[1] == 0
 
 
@@ -100,27 +100,27 @@ def test_a_client_that_hangs_up_while_its_greeting_waits_leaves_no_session(desk:
     desk.leave(AGAIN)
     hung.go_on.set()
     assert isinstance(desk.wait(greeting), Refused)
-    assert len(desk.target.router.registry.sessions) == 1
+    assert len(desk.target.router.sessions.by_identity) == 1
 
 
 def test_a_connection_that_greets_as_two_clients_has_one_session(desk, hung, monkeypatch):
-    registry, dropped = desk.target.router.registry, []
-    drop = registry.drop
-    monkeypatch.setattr(registry, "drop", lambda session, why: (dropped.append(session), drop(session, why)))
+    sessions, dropped = desk.target.router.sessions, []
+    drop = sessions.drop
+    monkeypatch.setattr(sessions, "drop", lambda session, why: (dropped.append(session), drop(session, why)))
     desk.leave(0)
     greeting = desk.send(AGAIN, desk.greeting(0))
     assert isinstance(desk.ask(AGAIN, desk.greeting(9)), Welcome)
-    other = registry.sessions[identity(AGAIN)]
+    other = sessions.by_identity[identity(AGAIN)]
     hung.go_on.set()
     assert isinstance(desk.wait(greeting), Welcome)
     assert other in dropped, "or its leases and its descriptor would stay for ever"
 
 
 def test_the_end_of_the_server_does_not_wait_for_ever(desk: Desk, hung: Hung) -> None:
-    desk.target.router.registry.close()
+    desk.target.router.sessions.close()
     assert not desk.target.loop.run_until_complete(desk.target.system.all_ended(0.2))
     assert isinstance(desk.ask(AGAIN, desk.greeting(1)), Refused), "nobody is welcome any more"
-    desk.target.router.registry._closed = False
+    desk.target.router.sessions._closed = False
 
 
 def test_a_fault_between_two_digests_gives_all_frames_back(desk, hung, monkeypatch):

@@ -69,7 +69,7 @@ def test_invariant_1_no_lease_is_left_when_nobody_is_connected(desk: Desk) -> No
     assert desk.ask(3, load(founds[3], 1)) is None
     desk.leave(3)
     desk.end_copies()
-    assert not desk.target.router.registry.sessions
+    assert not desk.target.router.sessions.by_identity
     l1 = desk.target.report.status()["l1"]
     assert (l1["leases"], l1["readers"], l1["reserved_bytes"]) == (0, 0, 0)
     desk.frames()
@@ -141,4 +141,4 @@ def test_invariant_4_messages_are_bounded_and_plain_data(desk: Desk, fields: tup
     assert all(is_refused(reply, messages.BAD_REQUEST) for reply in desk.replies.values())
     is_long = isinstance(fields[0], bytes)
     assert [*desk.replies] == [1] if is_long else [0, 1], "what is too long is not even read"
-    assert not desk.target.router.registry.sessions
+    assert not desk.target.router.sessions.by_identity

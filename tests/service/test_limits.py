@@ -85,8 +85,8 @@ def test_models_that_come_and_go_are_forgotten(desk: Desk) -> None:
     desk.hello(0)
     for number in range(200):
         desk.prove(0, f"model {number}")
-        assert len(desk.target.router.registry.known) <= 2
-    assert len(list(desk.target.router.registry.engines)) == 1
+        assert len(desk.target.router.sessions.known) <= 2
+    assert len(list(desk.target.router.sessions.engines)) == 1
 
 
 def test_a_lookup_counts_no_more_tokens_than_its_keys_can_mean(worker: Desk) -> None:
@@ -121,7 +121,7 @@ def test_the_namespaces_that_are_described_are_bounded(worker: Desk, monkeypatch
     for number in range(8):
         worker.prove(0, f"model {number}")
         worker.stored(number)
-    known = worker.target.router.registry.known
+    known = worker.target.router.sessions.known
     assert [summary["model"] for summary in known.values()] == ["model 5", "model 6", "model 7"]
     status = worker.target.report.status()
     assert status["namespaces"][0]["engines"] == ["engine 0"]

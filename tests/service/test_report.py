@@ -6,6 +6,7 @@ from fuzz.targets import RouterTarget
 from lmcache_client.contract.geometry import FULL, RECURRENT, SLIDING_WINDOW, Geometry, GroupSpec, Region
 from lmcache_client.contract.keys import ModelTag
 from lmcache_client.contract.messages import Memory
+from lmcache_server.admin.readiness import unready
 from lmcache_server.core.cache import Cache
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.service.engines import Engine, Shard
@@ -23,17 +24,17 @@ def target():
 
 def test_it_is_ready_with_the_first_frame_unless_nothing_can_be_pinned_for_gpus(target):
     report = target.report
-    assert report.unready() == ""
+    assert unready(report.cache, target.l1) == ""
     report.cache = Cache(FRAME_BYTES, 0)
-    assert report.unready().startswith("L1 has no memory yet")
+    assert unready(report.cache, target.l1).startswith("L1 has no memory yet")
     report.cache.grow(1)
-    assert report.unready() == ""
+    assert unready(report.cache, target.l1) == ""
     locked = target.l1.locked = LockedMemory(Gpus(), target.l1.base_address, target.l1.num_bytes, FRAME_BYTES)
-    assert target.report.unready() == "", "copies pin what they need"
+    assert unready(report.cache, target.l1) == "", "copies pin what they need"
     locked.failure = "allow locked memory"
-    assert target.report.unready() == "allow locked memory"
+    assert unready(report.cache, target.l1) == "allow locked memory"
     locked.pinned_bytes = FRAME_BYTES
-    assert target.report.unready() == ""
+    assert unready(report.cache, target.l1) == ""
 
 
 def test_what_is_counted_is_in_the_history_by_the_next_interval(target):
@@ -54,14 +55,14 @@ def test_what_is_counted_is_in_the_history_by_the_next_interval(target):
 
 def test_a_tick_counts_what_was_evicted_once_and_who_reads_changes_nothing(target):
     router, report, metrics = target.router, target.report, target.metrics
-    router.registry.known[b"gone"] = {"model": "gone", "ephemeral": False}
+    router.sessions.known[b"gone"] = {"model": "gone", "ephemeral": False}
     cache = report.cache
     cache.evicted_chunks, cache.evicted_bytes, cache.evicted_ages_s = 3, 300, [1.0, 2.0, 70.0]
     before = metrics.render()
     for _ in range(2):
         assert report.status()["namespaces"] == [], "what nobody has is not shown"
         assert metrics.render() == before
-    assert b"gone" in router.registry.known
+    assert b"gone" in router.sessions.known
     assert cache.evicted_ages_s == [1.0, 2.0, 70.0]
     for _ in range(2):
         report.tick()
@@ -71,7 +72,7 @@ def test_a_tick_counts_what_was_evicted_once_and_who_reads_changes_nothing(targe
     cache.evicted_chunks = 4
     report.tick()
     assert metrics.value("lmcache_evicted_chunks_total") == 4
-    assert router.registry.known == {}
+    assert router.sessions.known == {}
 
 
 def test_gauges_are_what_the_report_says(target):

@@ -220,7 +220,7 @@ class Loop:
 class Job:
     load: bool
     build: Callable[[], Pieces]
-    reads_bytes: bool = False
+    checksums: bool = False
 
     def after(self) -> None:
         """Nothing is left to do."""

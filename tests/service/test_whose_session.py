@@ -27,16 +27,16 @@ def test_a_worker_that_registers_again_is_answered_when_its_earlier_copies_have_
 
 def test_a_session_that_is_silent_for_too_long_ends_and_others_stay(desk: Desk) -> None:
     """Of a process that the server sees, it knows more: that one may be silent for longer."""
-    registry = desk.target.router.registry
+    sessions = desk.target.router.sessions
     watched = Hello(desk.memory.pid, b"w" * 16, "test")
     for who, limit_s in ((0, sessions_module.SILENT_SESSION_S), (1, sessions_module.SILENT_PROCESS_S)):
         for silent_s in (limit_s - 5, limit_s + 5):
             assert isinstance(desk.ask(who, watched) if who else desk.hello(0), Welcome)
-            (session,) = registry.sessions.values()
+            (session,) = sessions.by_identity.values()
             assert (session.process is not None) == bool(who)
             session.heard_s -= silent_s
-            registry.tick()
-            assert (session in registry.sessions.values()) == (silent_s < limit_s)
+            sessions.tick()
+            assert (session in sessions.by_identity.values()) == (silent_s < limit_s)
 
 
 def engine_0(desk: Desk, model: str = "model") -> None:
@@ -81,8 +81,8 @@ def test_a_line_of_the_log_has_a_bounded_part_of_a_models_name(desk, caplog):
 def test_for_memory_on_a_gpu_the_process_is_watched_that_the_kernel_names(desk, is_visible):
     """In another process namespace, the client's own number may be that of a stranger, who may end."""
     honest, alive = desk.memory, []
-    registry = desk.target.router.registry
-    registry._peer_pid = lambda _identity: honest.pid if is_visible else 0
+    sessions = desk.target.router.sessions
+    sessions._peer_pid = lambda _identity: honest.pid if is_visible else 0
 
     def copier(name: str, _memory: Memory, is_alive: Callable[[], bool]) -> HeldCopies:
         alive.append(is_alive)
@@ -95,14 +95,14 @@ def test_for_memory_on_a_gpu_the_process_is_watched_that_the_kernel_names(desk, 
             engine_0(desk)
         finally:
             stranger.kill()
-    (session,) = registry.sessions.values()
+    (session,) = sessions.by_identity.values()
     assert session.shard is not None
     assert (session.shard.process is not None) == is_visible
     assert alive[0](), "the stranger has ended, the worker has not"
 
 
 def test_a_handle_that_cuda_refuses_is_explained_by_where_its_worker_runs(desk: Desk) -> None:
-    desk.target.router.registry._peer_pid = lambda _identity: 0
+    desk.target.router.sessions._peer_pid = lambda _identity: 0
     opened = Opened(HandleError("no handle"), [])
     desk.target.system.copier = lambda *_: HeldCopies(opened, desk.target.loop)  # type: ignore
     desk.memory = Memory(NOBODY, desk.memory.buffers, 0, b"\xee" * 16, (b"\xee" * 64,))

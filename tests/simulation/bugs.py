@@ -16,7 +16,7 @@ from lmcache_server.core.cache import Cache
 from lmcache_server.core.leases import LeaseTable
 from lmcache_server.options import NAMES
 from lmcache_server.service.engines import Engines
-from lmcache_server.service.sessions import Registry
+from lmcache_server.service.sessions import Sessions
 from simulation.drafts import DraftingEngine
 from simulation.engine import Engine
 from simulation.network import ClientSystem
@@ -91,7 +91,7 @@ BUGS: dict[str, tuple[Any, ...]] = {
         107,
         (Channel, "_is_over", lambda right: lambda self, lost: bool(self.boot_id) or right(self, lost)),
     ),
-    "welcomed_while_copying": (286, (Registry, "_copying", constant([]))),
+    "welcomed_while_copying": (286, (Sessions, "_copying", constant([]))),
     "answers_believed": (10, (lookups, "fits", constant(True))),
     "engine_ids_not_compared": (12, (Engines, "fits", constant(True))),
     "window_too_short": (13, (GroupSpec, "first_needed_token", _short_window)),

@@ -514,7 +514,7 @@ class Engine:
         own, leases = client.channels, client.leases(lease_id)
         for each, lease, network in zip(own, leases, self.networks, strict=True):
             server: Any = network.listener
-            if server is not None and server.router.registry.boot_id == each.boot_id:
+            if server is not None and server.router.sessions.boot_id == each.boot_id:
                 promise = server.cache._leases.get(lease)
                 assert lease, "a load without a lease"
                 assert promise is None or promise.resume_tokens == resume, (
@@ -707,7 +707,7 @@ class Engine:
         if self._mark(sequence, resume) in self._computed:
             return
         server: Any = self.networks[0].listener
-        layout = server.router.registry.layout(self.engine_id) if server is not None else None
+        layout = server.router.sessions.layout(self.engine_id) if server is not None else None
         tracked = self.scheduler.lookups.requests.get(sequence.request.request_id)
         self.world.count(f"loads from another engine{self.origin.where}")
         if layout is not None and tracked is not None:

@@ -1,4 +1,4 @@
-"""The server of this world: the real cache, router, registry and copy planning, on a fake system.
+"""The server of this world: the real cache, router, sessions and copy planning, on a fake system.
 
 Copies move real bytes between real buffers, a few pieces at a time, while everything else goes on.
 """
@@ -299,7 +299,7 @@ class SimulatedServer:
             config, self.cache, self.l1, self._metrics, self._send, system, makers=makers
         )
         self.router._for_sessions[Lookup] = self._timed(self.router.lookups.lookup)
-        register = self.router.registry.register
+        register = self.router.sessions.register
         self.router._for_sessions[Register] = lambda session, message, _bytes: register(
             session, replace(message, ephemeral=message.model.model == setup.ephemeral)
         )
@@ -442,12 +442,12 @@ class SimulatedServer:
                 assert chunk in self.cache._index, "a pinned chunk was evicted"
                 assert chunk in self._pins, "a pin has ended by itself"
                 assert chunk.ready & ready == ready, "a pinned chunk has lost an object"
-        sessions = {session.session_id for session in self.router.registry.sessions.values()}
+        sessions = {session.session_id for session in self.router.sessions.by_identity.values()}
         assert all(lease.owner in sessions for lease in self.cache._leases), "a lease outlives its session"
-        registry = self.router.registry
-        live = {engine.layout.namespace for engine in registry.engines if engine.layout is not None}
+        sessions = self.router.sessions
+        live = {engine.layout.namespace for engine in sessions.engines if engine.layout is not None}
         for namespace in self.cache.namespaces().keys() - live:
-            assert not registry.known[namespace]["ephemeral"], "what is ephemeral outlives its engines"
+            assert not sessions.known[namespace]["ephemeral"], "what is ephemeral outlives its engines"
 
     def freeze(self, seconds: float) -> None:
         until_s = max(self._frozen_until_s, self.world.now_s + seconds)
@@ -469,7 +469,7 @@ class SimulatedServer:
         limit_s = self.world.now_s + END_S
 
         def begin() -> None:
-            self.router.registry.close()
+            self.router.sessions.close()
             for option in self.router.options:
                 option.stop()
             self.run_soon(end, delay_s=0.01)
@@ -478,7 +478,7 @@ class SimulatedServer:
             if self.world.now_s < limit_s and not all(copier.ended.done() for copier in self.copiers):
                 self.run_soon(end, delay_s=0.05)
                 return
-            assert not self.router.registry.sessions, "a session began after the server had stopped"
+            assert not self.router.sessions.by_identity, "a session began after the server had stopped"
             self.stop_listening()
             self.spawn(last())
 

@@ -421,11 +421,11 @@ class Scenario:
             self._is_left_clean(server)
         for engine in self.running:
             world.spawn(engine.close, engine.processes[0])
-        registries = [server.router.registry for server in self.servers]
-        gone = world.run(lambda: not any(registry.sessions for registry in registries), 30.0)
+        all_sessions = [server.router.sessions for server in self.servers]
+        gone = world.run(lambda: not any(sessions.by_identity for sessions in all_sessions), 30.0)
         assert gone, "a session outlives its client"
         for server in self.servers:
-            assert not list(server.router.registry.engines)
+            assert not list(server.router.sessions.engines)
             assert all(copier.closed for copier in server.copiers), "a copy thread outlives its session"
 
     def _is_left_clean(self, server: SimulatedServer) -> None:

@@ -17,7 +17,7 @@ from lmcache_client.contract import codec
 from lmcache_client.contract.geometry import CHUNKED_LOCAL, FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
 from lmcache_server.core.cache import ONCE_SHARE, Cache, Gone, Layout, NotReserved, Read, Reservation
 from lmcache_server.core.index import Chunk
-from lmcache_server.core.limits import Limits
+from lmcache_server.core.named_limits import Limits
 from lmcache_server.host.units import GB_BYTES
 
 FRAME_BYTES = 10
@@ -366,7 +366,7 @@ class CacheMachine(RuleBasedStateMachine):
 
         in_gb = {name.hex(): frames * FRAME_BYTES / GB_BYTES for name, frames in self.model.quotas.items()}
         self.cache, self.bounded = Cache(FRAME_BYTES, lease_s=LEASE_S), 0
-        self.cache.tenant_policy = Tenants(Limits(named=in_gb), FRAME_BYTES)
+        self.cache.order.tenant_policy = Tenants(Limits(named=in_gb), FRAME_BYTES)
         self.cache.on_gone.append(self.gone)
 
     @rule(frames=st.integers(1, 6))
@@ -658,12 +658,12 @@ class CacheMachine(RuleBasedStateMachine):
         assert cache.stored_bytes == sum(
             each.num_bytes for chunk in chunks for each in chunk.objects.values() if each.ready
         )
-        assert [(chunk.namespace, chunk.key) for chunk in cache._order] == [each.name for each in model.order]
-        assert sum(1 for _ in cache._order.once()) == len(model.once)
+        assert [(chunk.namespace, chunk.key) for chunk in cache.order] == [each.name for each in model.order]
+        assert sum(1 for _ in cache.order.once()) == len(model.once)
         assert [cache.evicted_chunks, cache.evicted_bytes, self.bounded] == model.evicted
-        held = {each.name: each.frames for each in cache.tenant_policy}
+        held = {each.name: each.frames for each in cache.order.tenant_policy}
         assert held == {name: taken for name in model.quotas if (taken := model.tenant_frames(name))}
-        for tenant in cache.tenant_policy:
+        for tenant in cache.order.tenant_policy:
             line = [each.name for each in model.order if each.tenant == tenant.name]
             assert [(chunk.namespace, chunk.key) for chunk in tenant.line()] == line
         protected = [(chunk.namespace, chunk.key) for chunk in cache.protected]

@@ -264,9 +264,9 @@ def test_an_object_of_which_a_byte_has_changed_is_not_loaded(case, data):
     sizes, num_blocks, runs = case
     regions = [tuple(Region(0, 0, size, size) for size in sizes)]
     memory = np.random.default_rng(1).integers(0, 256, (max(f for f, _ in runs) + 1) * FRAME_BYTES, np.uint8)
-    where = regions, (0,), int(memory.ctypes.data), FRAME_BYTES, lambda: None
+    where = regions, (0,), int(memory.ctypes.data), FRAME_BYTES, lambda: None, True
     whole = ObjectCopy(runs, num_blocks, 0, tuple(range(1, num_blocks + 1)))
-    store = StoreJob([(0, whole)], *where, take_digests=True)
+    store = StoreJob([(0, whole)], *where)
     store.after()
     num_bytes = num_blocks * sum(sizes)
     inside = np.concatenate([memory[f * FRAME_BYTES : (f + 1) * FRAME_BYTES] for f, _ in runs])[:num_bytes]
@@ -279,19 +279,22 @@ def test_an_object_of_which_a_byte_has_changed_is_not_loaded(case, data):
     def load(digests):
         return LoadJob([(0, whole), (0, some)], *where, stored=digests).build()
 
-    assert moves(load(store.digests * 2)) == moves(load(None))
+    def load_unchecked():
+        return LoadJob([(0, whole), (0, some)], *where[:-1], False, stored=store.digests * 2).build()
+
+    assert moves(load(store.digests * 2)) == moves(load_unchecked())
     at = data.draw(st.integers(0, num_bytes - 1))
     memory[runs[at // FRAME_BYTES][0] * FRAME_BYTES + at % FRAME_BYTES] ^= 1 << data.draw(st.integers(0, 7))
     for digests, part in ((store.digests * 2, 0), ([b"", *store.digests], 1), ([b"", b"1"], 1)):
         with pytest.raises(DamagedError, match="its stored pages have changed") as error:
             load(digests)
         assert error.value.part == part
-    for unknown in (None, [b"", b""]):
-        assert load(unknown).num_bytes == num_bytes + count * sum(sizes)
+    for unchecked in (load_unchecked(), load([b"", b""])):
+        assert unchecked.num_bytes == num_bytes + count * sum(sizes)
 
 
 def test_an_object_with_too_few_frames_is_not_loaded():
     regions = [(Region(0, 0, 10, 10),)]
     copy = ObjectCopy(((0, 1),), 2, 0, (1, 2))
     with pytest.raises(DamagedError, match="too few frames"):
-        LoadJob([(0, copy)], regions, (0,), 0, FRAME_BYTES, lambda: None, stored=None).build()
+        LoadJob([(0, copy)], regions, (0,), 0, FRAME_BYTES, lambda: None, False, stored=[b""]).build()

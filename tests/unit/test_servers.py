@@ -63,7 +63,7 @@ def test_a_server_that_is_lost_before_it_is_asked_again_ends_the_question(waits_
 
     together = Question([connection, connection], Follow(()), 1.0, Found)  # type: ignore[list-item]
     Channels([connection, connection]).poll(together, waits_s)  # type: ignore[list-item]
-    assert together.done
+    assert together.advance()
     assert isinstance(together.error, ChannelError)
     assert given_up == [True]
 
@@ -74,7 +74,7 @@ def test_a_lease_of_an_earlier_registration_is_not_given_back() -> None:
     several = Servers(channels, "engine")  # type: ignore[arg-type]
     for generation in (1, 2):
         lookup = several.lookup(Lookup("", (b"k" * 32,), 0, 256, 257, 0), 1.0)
-        assert lookup.done
+        assert lookup.advance()
         assert isinstance(lookup.reply, Found)
         assert several.leases(lookup.reply.lease_id) == (7, 8)
         channels[0].generation = generation
@@ -88,7 +88,7 @@ def test_the_answer_of_one_server_does_not_speak_for_another_that_talks_nonsense
     honest = Connection(7)
     several = Servers([honest, strange], "engine")  # type: ignore[list-item]
     lookup = several.lookup(Lookup("", (b"k" * 32,), 0, 256, 257, 0), 1.0)
-    assert lookup.done
+    assert lookup.advance()
     assert lookup.reply == Done()
     assert honest.released == [7], "what it has promised is given up"
 
@@ -168,7 +168,7 @@ def test_a_lookup_that_nobody_waits_for_gives_its_lease_back(waits: bool) -> Non
     asked = channel.pending
     if waits:
         asked._finish(Found(48, 9, 30, ()))
-        assert lookup.done
+        assert lookup.advance()
     client.forget(lookup)
     if not waits:
         assert len(channel.sent) == 1

@@ -18,7 +18,7 @@ class Server(Option):
 
     def __init__(self, base: Base) -> None:
         super().__init__(base)
-        self._cache, self._registry = base.cache, base.registry
+        self._cache, self._sessions = base.cache, base.sessions
         self._lists: dict[bytes, dict[int, list[bytes]]] = {}
         """The keys of forgotten chunks, by namespace and session. One key too many stands for all others."""
         base.cache.on_gone.append(self._gone)
@@ -30,7 +30,7 @@ class Server(Option):
     def follow(self, session: Session, message: Follow) -> Message:
         """Tells what this session has not heard of yet, and whether there is more than that: it has never
         asked, or there are more than MAX_GONE chunks. Changes nothing but this session's list."""
-        layout = self._registry.joined_layout(session)
+        layout = self._sessions.joined_layout(session)
         lists = self._lists.setdefault(layout.namespace, {})
         gone, lists[session.session_id] = lists.get(session.session_id), []
         missed = gone is None or len(gone) > MAX_GONE

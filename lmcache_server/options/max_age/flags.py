@@ -1,6 +1,6 @@
 """What this option adds to the flags of `lmcache server`."""
 
-from lmcache_server.core.limits import Limits, positive
+from lmcache_server.core.named_limits import Limits, positive
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 

@@ -19,7 +19,7 @@ class Server(Option):
 
     def __init__(self, base: Base) -> None:
         super().__init__(base)
-        self._cache, self._registry, self._metrics = base.cache, base.registry, base.metrics
+        self._cache, self._sessions, self._metrics = base.cache, base.sessions, base.metrics
         self._system = base.system
         self._text = base.config.of_options.get("max_age", "")
         self._ages_s = ages_s(self._text)
@@ -37,7 +37,7 @@ class Server(Option):
         names, forgotten, now_s = list(self._cache.namespaces()), 0, self._system.now_s()
         for share in (most // max(len(names), 1), most) if self._text else ():
             for namespace in names:
-                known = self._registry.known.get(namespace, {})
+                known = self._sessions.known.get(namespace, {})
                 limit_s = self._ages_s.of(namespace, known.get("model"))
                 left = max(min(share, most - forgotten), 1)
                 forgotten += self._cache.forget_old(namespace, now_s - limit_s, left)

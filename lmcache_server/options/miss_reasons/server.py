@@ -34,8 +34,9 @@ class Server(Option):
     def looked_up(
         self, session_id: int, layout: Layout, message: Lookup, hit: Hit, fetched: int, now_s: float
     ) -> None:
-        end, size = max(message.computed_tokens, hit.resume_tokens), layout.chunk_size
-        if end < message.limit_tokens and self._cache.is_partial(layout, key := message.keys[end // size]):
+        size = layout.chunk_size
+        end = max(message.computed_tokens, hit.resume_tokens) // size
+        if end < message.limit_tokens // size and self._cache.is_partial(layout, key := message.keys[end]):
             partial = self._partial.seen(layout.namespace, key, now_s)
             self._metrics.count("lmcache_partial_chunks_total", int(partial))
 

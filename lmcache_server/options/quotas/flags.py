@@ -1,6 +1,6 @@
 """What this option adds to the flags of `lmcache server`."""
 
-from lmcache_server.core.limits import Limits, is_tenant, positive
+from lmcache_server.core.named_limits import Limits, is_tenant, positive
 
 
 def quotas_gb(text: str) -> Limits:

@@ -29,7 +29,7 @@ class Server(Option):
         super().__init__(base)
         self._metrics, self._evicted = base.metrics, 0
         quotas = quotas_gb(base.config.of_options.get("quota_gb", ""))
-        self._tenants = base.cache.tenant_policy = Tenants(quotas, base.cache.frame_bytes)
+        self._tenants = base.cache.order.tenant_policy = Tenants(quotas, base.cache.frame_bytes)
         base.cache.on_gone.append(self._gone)
 
     def _gone(self, _chunk: Chunk, why: Gone) -> None:

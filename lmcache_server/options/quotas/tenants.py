@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from lmcache_server.core.index import Chunk
-from lmcache_server.core.limits import Limits
+from lmcache_server.core.named_limits import Limits
 from lmcache_server.core.tenant_policy import TenantPolicy
 from lmcache_server.host.units import GB_BYTES
 

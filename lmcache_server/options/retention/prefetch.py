@@ -58,11 +58,11 @@ class Prefetches:
             self._is_busy = False
 
     async def _outcome(self, namespace: bytes, session: Session, message: Retain) -> str:
-        base, layout = self._base, self._base.registry.layout(session.joined)
-        is_there = base.registry.sessions.get(session.identity) is session
+        base, layout = self._base, self._base.sessions.layout(session.joined)
+        is_there = base.sessions.by_identity.get(session.identity) is session
         if layout is None or layout.namespace != namespace or not is_there:
             return "failed"
-        limit, shards = len(message.keys) * layout.chunk_size, base.registry.shards(session)
+        limit, shards = len(message.keys) * layout.chunk_size, base.sessions.shards(session)
         asked = Lookup("", message.keys, 0, limit, limit + 1, tenant=message.tenant)
         found = held = base.cache.find(layout, message.keys, 0, limit)[1].resume_tokens
         for source in base.options if held < limit else ():

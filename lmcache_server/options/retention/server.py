@@ -58,7 +58,7 @@ class Server(Option):
 
     def retain(self, session: Session, message: Retain) -> Message:
         """What it asks for takes the place of earlier chains of the same conversation."""
-        namespace, keys = self._base.registry.joined_layout(session).namespace, message.keys[:MAX_KEYS]
+        namespace, keys = self._base.sessions.joined_layout(session).namespace, message.keys[:MAX_KEYS]
         now_s = self._base.system.now_s()
         if keys and message.prefetch_s:
             self._prefetches.ask(session, namespace, message, now_s)

@@ -4,6 +4,13 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "valkey": "LMCACHE_VALKEY_USERNAME and LMCACHE_VALKEY_PASSWORD",
+}
+"""The variables of the environment with the name and password of each kind of store."""
 _NAME = re.compile(r"[0-9a-f/_.-]{1,200}")
 
 

@@ -18,6 +18,7 @@ from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.breaker import PRESENT, READ
 from lmcache_server.options.tiers.fetch_choice import Speed, Wanted, choose, wanted
 from lmcache_server.options.tiers.record_format import DamagedRecordError, Label
+from lmcache_server.options.tiers.record_name import record_name
 from lmcache_server.options.tiers.tier_states import Tiers, TierState
 from lmcache_server.service.engines import Shard
 from lmcache_server.service.option import Base
@@ -44,8 +45,8 @@ class Fetches:
 
     def __init__(self, tiers: Tiers, base: Base, made_room: Callable[[Sequence[Reservation]], None]) -> None:
         self._tiers = tiers
-        self._cache, self._known = base.cache, base.registry.known
-        self._metrics, self._system = base.metrics, base.system
+        self._cache, self._known = base.cache, base.sessions.known
+        self._metrics, self._failures, self._system = base.metrics, base.failures, base.system
         self._keeps_digests = base.config.checksums
         self._made_room = made_room
         self._fetching_frames = 0
@@ -90,7 +91,7 @@ class Fetches:
             await self._look(tier, fetch)
         objects = dict[Wanted, Size]()
         while (target := fetch.resume_point(limit)) > least:
-            quota = self._cache.tenant_policy.most_frames(message.tenant)
+            quota = self._cache.order.tenant_policy.most_frames(message.tenant)
             room = min(self._cache.total_frames // FETCH_SHARE - self._fetching_frames, quota)
             objects = {}
             for each in wanted(fetch.layout, fetch.ready, target, message.computed_tokens):
@@ -228,7 +229,7 @@ class Fetches:
             tier.read_bytes += room.num_bytes if digest is not None else 0
         except DamagedRecordError as error:
             outcome = "damaged"
-            self._tiers.damaged(tier, error)
+            self._failures.add(self._system.now_s(), "record damaged", "", f"{tier.url}: {error}")
         except CopyError:  # L1's file was cut
             pass
         except TierError as error:
@@ -260,7 +261,7 @@ class _Fetch:
     def name(self, group: int, chunk: int) -> str:
         layout = self.layout
         bit = layout.bit(group, layout.holders[group][0])
-        return Label(layout.namespace, self.message.keys[chunk], bit, 0, 0).name
+        return record_name(layout.namespace, self.message.keys[chunk], bit)
 
     def resume_point(self, limit: int) -> int:
         layout, flags = self.layout, list(map(bytes, self.present))

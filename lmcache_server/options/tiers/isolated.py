@@ -200,7 +200,11 @@ class Isolated:
         self._holder: _Process | None = None
         self._wait_until_s = self._keep_after_s = 0.0
         self.restarts = 0
-        self._call(lambda _channel: None)
+        try:
+            self._call(lambda _channel: None)
+        except BaseException:
+            self.close()  # the holder may run
+            raise
 
     def present(self, names: Sequence[str]) -> Sequence[bool]:
         found: list[bool] = []

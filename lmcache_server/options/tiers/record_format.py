@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from lmcache_client.contract import key_file
 from lmcache_server.options.tiers.compressed_body import expand
 from lmcache_server.options.tiers.pieces import PAGE_BYTES, first, gather, size, spread
+from lmcache_server.options.tiers.record_name import record_name
 from lmcache_server.transfer.digest import digest
 
 PLAIN, ENCRYPTED = b"LMCMP-R2", b"LMCMP-E1"
@@ -55,7 +56,7 @@ class Label:
 
     @property
     def name(self) -> str:
-        return f"{self.namespace.hex()}/{self.key.hex()}.{self.bit}"
+        return record_name(self.namespace, self.key, self.bit)
 
     @property
     def end_bytes(self) -> int:

@@ -13,6 +13,7 @@ from lmcache_server.core.pool import count_frames
 from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.breaker import WRITE
 from lmcache_server.options.tiers.record_format import DamagedRecordError, Label
+from lmcache_server.options.tiers.record_name import record_name
 from lmcache_server.options.tiers.tier_states import Tiers, TierState
 from lmcache_server.service.option import Base
 from lmcache_server.transfer.base import CopyError
@@ -40,9 +41,9 @@ class Spills:
     """Nothing of an ephemeral namespace is kept."""
 
     def __init__(self, tiers: Tiers, base: Base) -> None:
-        self._tiers, self._known = tiers, base.registry.known
+        self._tiers, self._known = tiers, base.sessions.known
         self._cache, self._system = base.cache, base.system
-        self._metrics, self._failures = base.metrics, base.failures
+        self._forget_damaged = base.forget_damaged
         base.cache.on_kept.append(self._kept)
         self._spilling_frames = 0
         self._is_paused = False
@@ -153,7 +154,7 @@ class Spills:
 
     def forget(self, chunk: Chunk) -> None:
         """Removes the records of a chunk that is damaged: those without a digest of its own may be of it."""
-        names = [Label(chunk.namespace, chunk.key, bit, 0, 0).name for bit in range(chunk.ready.bit_length())]
+        names = [record_name(chunk.namespace, chunk.key, bit) for bit in range(chunk.ready.bit_length())]
         for tier in self._tiers.all:
             tier.damaged.update(names)
             self._remove_damaged(tier)
@@ -181,12 +182,12 @@ class Spills:
     def _next(self, rooms: Sequence[Reservation]) -> Iterator[Chunk]:
         """What the next stores evict, of all and of these objects' tenants that are near their quota."""
         yield from itertools.islice(self._coldest(), NEXT_CHUNKS)
-        policy = self._cache.tenant_policy
+        policy = self._cache.order.tenant_policy
         for tenant in dict.fromkeys(room.chunk.tenant for room in rooms):
             most = policy.most_frames(tenant)
             if most < math.inf and policy.excess_frames(tenant, int(most / COLD_SHARE)):
-                own = (chunk for chunk in policy.line(tenant, once=False) if not chunk.once)
-                yield from itertools.islice(own, NEXT_CHUNKS)
+                own = itertools.islice(policy.line(tenant, once=False), NEXT_CHUNKS)
+                yield from (chunk for chunk in own if not chunk.once)
 
     def _missing(self, tier: TierState, chunk: Chunk) -> int:
         """The marks of what this tier should still get of a chunk."""
@@ -246,11 +247,8 @@ class Spills:
         except CopyError:  # L1's file was cut
             pass
         except DamagedRecordError as error:
-            self._cache.forget(chunk)
-            self._metrics.count("lmcache_verify_failures_total")
-            self._failures.add(self._system.now_s(), "page damaged", "", str(error))
-            text = "chunk %(chunk)s is damaged and forgotten: %(reason)s"
-            logger.warning(text, {"chunk": chunk.key.hex()[:16], "reason": str(error)})
+            if self._cache.chunk(chunk.namespace, chunk.key) is chunk:
+                self._forget_damaged(chunk, str(error))
         except TierError as error:
             self._tiers.failed(tier, error, WRITE)
         finally:

@@ -12,7 +12,7 @@ from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.breaker import PRESENT, Breaker
 from lmcache_server.options.tiers.fetch_choice import Speed
 from lmcache_server.options.tiers.flags import MAX_TIERS
-from lmcache_server.options.tiers.record_format import Label
+from lmcache_server.options.tiers.record_name import record_name
 from lmcache_server.options.tiers.worker import STUCK_S, TierWorker
 from lmcache_server.service.option import Base
 from lmcache_server.transfer.plan import payload
@@ -94,7 +94,7 @@ class Tiers:
         self._metrics.count(metric, total - self._metrics.value(metric, **labels), **labels)
 
     async def _probe(self, tier: TierState) -> None:
-        call = tier.worker.present([Label(bytes(32), bytes(32), 0, 0, 0).name])
+        call = tier.worker.present([record_name(bytes(32), bytes(32), 0)])
         # One that hangs holds a thread. When all are held, nothing is tried until one returns.
         await self._system.wait([call], STUCK_S)
         tier.is_probed = False
@@ -132,9 +132,6 @@ class Tiers:
     def _works_again(self, tier: TierState) -> None:
         if not tier.breaker.is_open and not tier.breaker.trial:
             logger.info("tier %(tier)s works again", {"tier": tier.url})
-
-    def damaged(self, tier: TierState, error: Exception) -> None:
-        self._failures.add(self._system.now_s(), "record damaged", "", f"{tier.url}: {error}")
 
     def count(self, tier: TierState, direction: str, outcome: str, num_bytes: int) -> None:
         labels = {"tier": tier.label, "direction": direction}

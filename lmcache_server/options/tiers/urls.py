@@ -23,7 +23,7 @@ from lmcache_server.errors import StartError
 from lmcache_server.host.units import GB_BYTES
 from lmcache_server.l1.area import Area
 from lmcache_server.options.tiers import compressed_body
-from lmcache_server.options.tiers.base import Tier
+from lmcache_server.options.tiers.base import CREDENTIALS, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ _EXTRAS = {"valkey": "valkey", "s3": "s3", "az": "s3", "gs": "s3", "mooncake": "
 _PACKAGES = {"valkey": "glide_sync", "s3": "obstore", "mooncake": "mooncake"}
 COMMIT, COLD = "commit", "cold"
 VALKEY_PORT, MOONCAKE_PORT = 6379, 50051
-USERNAME_VARIABLE, PASSWORD_VARIABLE = "LMCACHE_VALKEY_USERNAME", "LMCACHE_VALKEY_PASSWORD"
 
 
 @dataclass(frozen=True)
@@ -131,11 +130,11 @@ def open_tier(url: TierUrl, l1: Area | None = None) -> Tier:
         if url.scheme == "valkey":
             from lmcache_server.options.tiers.valkey import Valkey
 
-            secrets = [os.environ.get(name) for name in (USERNAME_VARIABLE, PASSWORD_VARIABLE)]
+            secrets = list(map(os.environ.get, CREDENTIALS["valkey"].split(" and ")))
             return Valkey(_addresses(url.place) or [], **more, username=secrets[0], password=secrets[1])
         if url.scheme == "mooncake":
             return _mooncake(url, l1)
-        from lmcache_server.options.tiers.objects import Objects
+        from lmcache_server.options.tiers.object_store import Objects
 
         bucket, _, prefix = url.place.partition("/")
         return Objects(url.scheme, bucket, prefix, **more)
@@ -257,12 +256,8 @@ _SCHEMES = {
         "host": _Kind("this machine's address", _matching(r"[\w.:\[\]-]+")),
     },
 }
-_AWS, _AZURE = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_ACCOUNT_KEY"
 _SECRETS = {
     "dir": "nothing, a directory needs none",
-    "valkey": f"{USERNAME_VARIABLE} and {PASSWORD_VARIABLE} in the environment",
-    "s3": f"{_AWS} in the environment",
-    "az": f"{_AZURE} in the environment",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS in the environment",
     "mooncake": "nothing, it knows no passwords",
+    **{scheme: f"{names} in the environment" for scheme, names in CREDENTIALS.items()},
 }

@@ -15,7 +15,7 @@ from lmcache_server.options.tiers.compressed_body import OFF
 from lmcache_server.options.tiers.compression_choice import Compressor
 from lmcache_server.options.tiers.pieces import size
 from lmcache_server.options.tiers.record_format import DamagedRecordError, EncryptedRecord, Label, Record
-from lmcache_server.transfer.digest import digest
+from lmcache_server.transfer.digest import has_changed
 
 READERS, ASKERS, WRITERS = 4, 2, 2
 STUCK_S = 5.0
@@ -119,7 +119,7 @@ class TierWorker:
     """One tier with its threads: reads wait for no writes, and questions for neither. `open_tier` is called
     in a thread when the tier is first needed, and again while it fails. With a `cipher`, records are
     encrypted; `compress` says which are compressed first. Futures may fail with TierError, and those of
-    `read` with DamagedRecordError."""
+    `read` and `write` with DamagedRecordError."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class TierWorker:
         name = self._named(label.name)
         if tier.present((name,))[0]:
             return "present"
-        if label.digest and digest(payload) != label.digest:
+        if has_changed(payload, label.digest):
             raise DamagedRecordError(f"object {label.name} has changed in L1")
         record = self._record(label, payload)
         record.seal(self.compressor.body(label, record.payload))

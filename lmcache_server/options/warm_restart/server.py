@@ -39,7 +39,7 @@ def backing(values: Mapping[str, Any], size_bytes: int) -> L1File | None:
 class Server(Option):
     def __init__(self, base: Base) -> None:
         super().__init__(base)
-        self._cache, self._known, self._options = base.cache, base.registry.known, base.options
+        self._cache, self._known, self._options = base.cache, base.sessions.known, base.options
         self._file = base.l1.backing if isinstance(base.l1.backing, L1File) else None
 
     def restore(self) -> None:

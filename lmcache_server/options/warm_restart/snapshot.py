@@ -61,7 +61,7 @@ class Snapshot(Wire, frozen=True):
 
 def take(cache: Cache, known: Known, saved: Saved, now_s: float, unix_s: float) -> Snapshot:
     """Returns, for `rebuild`, the chunks that nothing refers to, and then the protected ones."""
-    chunks = [*cache.evictable, *cache.protected]
+    chunks = [*cache.order, *cache.protected]
     numbers: dict[bytes, int] = {}
     rows = [
         Row(

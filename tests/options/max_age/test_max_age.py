@@ -59,7 +59,7 @@ def test_a_model_that_nobody_knows_any_more_has_the_smallest_limit(desk: Desk) -
     limited(desk, "model=5s")
     desk.stored(1)
     desk.leave(0)
-    desk.target.router.registry.known.clear()
+    desk.target.router.sessions.known.clear()
     pass_time(desk, 6.0)
     assert desk.target.cache.num_chunks == 0
 

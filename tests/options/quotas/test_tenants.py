@@ -13,7 +13,7 @@ from lmcache_client.contract.geometry import FULL, GroupSpec
 from lmcache_client.contract.keys import ROOT_KEY, tenant_id
 from lmcache_server.core.cache import Cache, Gone, Layout, NotReserved, Reservation
 from lmcache_server.core.index import Chunk
-from lmcache_server.core.limits import Limits
+from lmcache_server.core.named_limits import Limits
 from lmcache_server.errors import StartError
 from lmcache_server.host.units import GB_BYTES
 from lmcache_server.options.quotas.flags import quotas_gb
@@ -37,7 +37,7 @@ def with_quota(frames: float, quota: float, **others: float) -> Cache:
     """`others` has other quotas, for tenants by name."""
     named = {tenant_id(salt).hex(): FRAME_BYTES * number / GB_BYTES for salt, number in others.items()}
     cache = Cache(FRAME_BYTES, int(frames))
-    cache.tenant_policy = Tenants(Limits(FRAME_BYTES * quota / GB_BYTES, named), FRAME_BYTES)
+    cache.order.tenant_policy = Tenants(Limits(FRAME_BYTES * quota / GB_BYTES, named), FRAME_BYTES)
     return cache
 
 
@@ -74,7 +74,7 @@ def test_one_salt_can_have_another_quota_and_without_a_salt_there_is_none() -> N
     assert store(cache, chain(3, 4), B) is NotReserved.QUOTA
     assert held(cache, 4) == ["1100"], "a chain longer than its quota keeps its head"
     assert store(cache, chain(9, 5)) is None
-    assert {each.name for each in cache.tenant_policy} == {A, B}
+    assert {each.name for each in cache.order.tenant_policy} == {A, B}
 
 
 @pytest.mark.parametrize("quota", [15, 20, 1000])
@@ -139,9 +139,9 @@ def test_a_tenant_without_chunks_is_forgotten_and_no_garbage() -> None:
         for number in range(200):
             store(cache, chain(2, number), tenant_id(str(number)))
             cache.forget(cache.chunk(PLAIN.namespace, chain(2, number)[1]))  # type: ignore[arg-type]
-        assert 90 <= len(cache.tenant_policy) <= 100, "L1 has room for so many chunks"
+        assert 90 <= len(cache.order.tenant_policy) <= 100, "L1 has room for so many chunks"
         cache.clear()
-        assert len(cache.tenant_policy) == 0
+        assert len(cache.order.tenant_policy) == 0
         assert sum(type(each) in (Chunk, Tenant) for each in gc.get_objects()) == before
     finally:
         gc.enable()

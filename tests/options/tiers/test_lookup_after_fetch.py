@@ -52,7 +52,7 @@ def test_tokens_that_tiers_brought_are_counted_apart_from_those_of_l1(
     """L1 has the first chunk, and a tier brings the second. With `computed`, the engine asks early, and then
     accepts and holds so many chunks itself."""
     desk.join(1)
-    layout, value = desk.target.router.registry.layout("engine 1"), desk.target.metrics.value
+    layout, value = desk.target.router.sessions.layout("engine 1"), desk.target.metrics.value
     assert layout is not None
     size = layout.chunk_size
     bring(desk, layout, 0)
@@ -82,7 +82,7 @@ def test_tokens_that_tiers_brought_are_counted_apart_from_those_of_l1(
 
 def test_what_tiers_brought_for_a_test_is_not_counted(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     desk.join(1)
-    layout = desk.target.router.registry.layout("engine 1")
+    layout = desk.target.router.sessions.layout("engine 1")
     assert layout is not None
 
     async def fetch(*_arguments: Any) -> int:
@@ -98,8 +98,8 @@ def test_what_tiers_brought_for_a_test_is_not_counted(desk: Desk, monkeypatch: p
 def test_a_refused_lookup_holds_no_lease(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lease on what L1 has lasts while the tiers are asked. Meanwhile the engine may register again."""
     desk.join(1)
-    target, registry = desk.target, desk.target.router.registry
-    (session,), layout = registry.sessions.values(), registry.layout("engine 1")
+    target, sessions = desk.target, desk.target.router.sessions
+    (session,), layout = sessions.by_identity.values(), sessions.layout("engine 1")
     assert layout is not None
     bring(desk, layout, 0)
     leases = []
@@ -122,10 +122,10 @@ def test_an_engine_that_ends_at_once_is_fetched_for_by_the_shards_it_had(
     router, seen = desk.target.router, []
 
     async def fetch(_layout: Any, shards: Any, *_arguments: Any) -> int:
-        seen.append((router.registry.layout("engine 1"), sorted(shards)))
+        seen.append((router.sessions.layout("engine 1"), sorted(shards)))
         return 0
 
-    layout, receive = router.registry.layout("engine 1"), router.receive
+    layout, receive = router.sessions.layout("engine 1"), router.receive
 
     def receive_and_lose(who: bytes, frame: bytes) -> None:
         receive(who, frame)

@@ -227,7 +227,7 @@ async def test_what_a_full_salt_evicts_next_is_written_before(
     for number in range(chunks):
         rig.keep(100 + number, tenant=TENANT)
     waiting = {chunk for chunk, _ in rig.tier.backlog}
-    own = [chunk for tenant in rig.cache.tenant_policy for chunk in tenant.line()]
+    own = [chunk for tenant in rig.cache.order.tenant_policy for chunk in tenant.line()]
     assert (own[0] in waiting) is is_written
 
 

@@ -37,7 +37,7 @@ def azure(tmp_path_factory) -> Iterator[Store]:
 @pytest.fixture
 def open_at() -> Iterator[Open]:
     tools.module("obstore", "s3")
-    from lmcache_server.options.tiers.objects import Objects
+    from lmcache_server.options.tiers.object_store import Objects
 
     opened = []
 
@@ -82,7 +82,7 @@ def test_presence_of_a_chain_takes_a_few_requests(open_at, s3, monkeypatch):
 
 
 def test_what_is_absent_is_not_asked_for_again_for_a_while(open_at, s3, monkeypatch):
-    from lmcache_server.options.tiers import objects
+    from lmcache_server.options.tiers import object_store
 
     tier = open_at(s3)
     tier.clear("")
@@ -94,8 +94,8 @@ def test_what_is_absent_is_not_asked_for_again_for_a_while(open_at, s3, monkeypa
     assert list(other.present(["0", "1", "2"])) == [True, True, False]
     assert tier.write("1", memory(1)), "and forgotten with the write"
     assert list(tier.present(["0", "1", "2"])) == [True, True, False]
-    monkeypatch.setattr(objects, "ABSENT_S", 0.0)
-    monkeypatch.setattr(objects, "MAX_ABSENT", 3)
+    monkeypatch.setattr(object_store, "ABSENT_S", 0.0)
+    monkeypatch.setattr(object_store, "MAX_ABSENT", 3)
     for number in range(10):
         assert not tier.read(f"a{number}", memory(1))
     assert len(tier._absent) <= 3

@@ -152,7 +152,7 @@ def test_an_object_store_behind_tls_sends_nobody_to_a_server_without(
 ) -> None:
     """For example to the address at which a cloud tells its machines their secrets."""
     tools.module("obstore", "s3")
-    from lmcache_server.options.tiers.objects import Objects
+    from lmcache_server.options.tiers.object_store import Objects
 
     asked: list[int] = []
     files = certificate(tmp_path)

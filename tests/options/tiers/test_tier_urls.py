@@ -15,6 +15,7 @@ from lmcache_server.config import NO_FLAGS
 from lmcache_server.errors import StartError
 from lmcache_server.host.preflight import FAIL, OK, Check
 from lmcache_server.options.tiers import doctor, urls
+from lmcache_server.options.tiers.base import CREDENTIALS
 from lmcache_server.options.tiers.urls import TierOptions, open_tier, parse
 
 TIERS = "lmcache_server.options.tiers"
@@ -113,7 +114,7 @@ def test_a_password_is_refused_and_not_repeated(url, variables):
     text = sentence(url)
     assert variables in text
     assert "hunter2" not in text
-    assert {urls.USERNAME_VARIABLE, urls.PASSWORD_VARIABLE} <= set(NO_FLAGS), "they are known"
+    assert set(CREDENTIALS["valkey"].split(" and ")) <= set(NO_FLAGS), "they are known"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_a_password_is_refused_and_not_repeated(url, variables):
 )
 def test_a_missing_package_is_named_with_its_extra(url, package, extra, monkeypatch):
     for name in [*sys.modules]:
-        if name.startswith((package, f"{TIERS}.valkey", f"{TIERS}.objects")):
+        if name.startswith((package, f"{TIERS}.valkey", f"{TIERS}.object_store")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(StartError, match=rf"run pip install '\.\[{extra}\]'"):

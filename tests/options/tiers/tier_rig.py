@@ -19,7 +19,7 @@ from harness.waiting import PATIENCE_S
 from lmcache_client.contract.geometry import FULL, GroupSpec, Region
 from lmcache_server.config import Config
 from lmcache_server.core.cache import Cache, Layout, Reservation
-from lmcache_server.core.limits import Limits
+from lmcache_server.core.named_limits import Limits
 from lmcache_server.core.pool import FRAME_BYTES
 from lmcache_server.host.units import GB_BYTES
 from lmcache_server.l1.memory import L1Memory
@@ -166,17 +166,21 @@ class Rig:
         if quota_frames:
             from lmcache_server.options.quotas.tenants import Tenants
 
-            self.cache.tenant_policy = Tenants(Limits(quota_frames * frame_bytes / GB_BYTES), frame_bytes)
+            self.cache.order.tenant_policy = Tenants(
+                Limits(quota_frames * frame_bytes / GB_BYTES), frame_bytes
+            )
         self.system = System(loop, nothing, nothing)  # type: ignore[arg-type]
         self.tier = TierState(0, "tier", cold, TierWorker("tier", lambda: self.store, loop, Rates()))
         self.metrics, self.known = Metrics(), dict[bytes, Any]()
         for row in Server.METRICS:
             self.metrics.add(row)
-        registry: Any = SimpleNamespace(known=self.known)
-        parts = registry, self.metrics, Failures(), self.system, []
+        sessions: Any = SimpleNamespace(known=self.known)
+        options: list[Any] = []
+        parts = sessions, self.metrics, Failures(), self.system, options
         base = Base(Config(), self.cache, self.l1, *parts)
         self.tiers = Tiers([self.tier], base)
         self.spills = Spills(self.tiers, base)
+        options.append(SimpleNamespace(damaged=self.spills.forget))
         self.fetches = Fetches(self.tiers, base, lambda _rooms: None)
 
     def fill(self, *numbers: int, tenant: bytes = b"", once: bool = False) -> list[Reservation]:
@@ -200,11 +204,11 @@ class Rig:
 
 def option(*urls: str) -> Server:
     """The option of a server with these tiers, which are not open yet."""
-    registry: Any = SimpleNamespace(known={})
+    sessions: Any = SimpleNamespace(known={})
     nothing: Any = None
     config = Config(of_options={"tier": urls})
     cache: Any = SimpleNamespace(on_kept=[])
-    return Server(Base(config, cache, nothing, registry, Metrics(), nothing, nothing, []))
+    return Server(Base(config, cache, nothing, sessions, Metrics(), nothing, nothing, []))
 
 
 def with_rig(frames: int, **options: Any) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:

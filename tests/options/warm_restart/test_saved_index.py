@@ -9,7 +9,7 @@ from lmcache_client.contract.geometry import GroupSpec, Region
 from lmcache_client.contract.keys import ROOT_KEY, tenant_id
 from lmcache_server.core.cache import Cache, Layout, Reservation
 from lmcache_server.core.index import Chunk
-from lmcache_server.core.limits import Limits
+from lmcache_server.core.named_limits import Limits
 from lmcache_server.core.packed import StoredObject
 from lmcache_server.host.units import GB_BYTES
 from lmcache_server.options.warm_restart.snapshot import SnapshotError, decode, rebuild, take
@@ -52,7 +52,7 @@ def sizes(cache):
 def content(cache, now_s):
     return [
         (chunk.namespace, chunk.key, chunk.ready, chunk.packed, round(now_s - chunk.last_used_s, 6))
-        for chunk in cache._order
+        for chunk in cache.order
     ]
 
 
@@ -181,7 +181,7 @@ def of_quota(total_frames, frames):
     from lmcache_server.options.quotas.tenants import Tenants
 
     cache = Cache(FRAME_BYTES, total_frames)
-    cache.tenant_policy = Tenants(Limits(FRAME_BYTES * frames / GB_BYTES, {}), FRAME_BYTES)
+    cache.order.tenant_policy = Tenants(Limits(FRAME_BYTES * frames / GB_BYTES, {}), FRAME_BYTES)
     return cache
 
 
@@ -207,8 +207,8 @@ def test_a_smaller_quota_after_a_restart_is_reached_step_by_step():
     rebuild(take(before, {}, {}, 0.0, 0.0), cache, 0.0, 0.0)
     for name, left in enumerate((39, 38, 37), 20):
         store_chain(cache, name, 1)
-        assert next(iter(cache.tenant_policy)).frames == left
+        assert next(iter(cache.order.tenant_policy)).frames == left
     for name in range(30, 80):
         store_chain(cache, name, 1)
-    assert next(iter(cache.tenant_policy)).frames == 4
+    assert next(iter(cache.order.tenant_policy)).frames == 4
     assert [held_chunks(cache, name) for name in (79, 78, 77, 76, 75)] == [1, 1, 1, 1, 0]

@@ -36,7 +36,7 @@ def _filled() -> Cache:
             made = cache.reserve(LAYOUTS[number % 2], key, group, shard, 1, size_bytes)
             assert isinstance(made, Reservation)
             cache.commit(made)
-    cache.protect([chunk for chunk in cache.evictable if chunk.key in KEYS[:2]])
+    cache.protect([chunk for chunk in cache.order if chunk.key in KEYS[:2]])
     return cache
 
 

@@ -128,8 +128,8 @@ class RouterTarget(Target):
         await self._end()
         self._check()
         assert self.cache.num_leases == self.cache.num_readers == self.cache.reserved_frames == 0
-        assert not list(self.router.registry.engines)
-        assert not any(known["ephemeral"] for known in self.router.registry.known.values())
+        assert not list(self.router.sessions.engines)
+        assert not any(known["ephemeral"] for known in self.router.sessions.known.values())
         self._questions.clear()
         for speaker in self._speakers.values():
             speaker.promised.clear()
@@ -139,13 +139,13 @@ class RouterTarget(Target):
             await asyncio.sleep(0.0001)
 
     async def _end(self) -> None:
-        self.router.registry.close()
-        self.router.registry._closed = False
+        self.router.sessions.close()
+        self.router.sessions._closed = False
         assert await self.system.all_ended(ANSWER_S)
 
     def _check(self) -> None:
         self.cache.check_integrity()
-        for session in self.router.registry.sessions.values():
+        for session in self.router.sessions.by_identity.values():
             assert session.jobs == session.waiting_bytes == 0
 
     def _step(self, choices: Choices, number: int) -> bool:

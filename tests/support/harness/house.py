@@ -63,9 +63,9 @@ FACES = (
 )
 TOOLS = (COMMANDS, "lmcache_server/__main__.py")
 BUDGETS = {
-    "base": Budget(12179, "what a byte or a decision goes through, without options"),
-    "path": Budget(18258, "the same with every option"),
-    "faces": Budget(1873, "what configures and watches it"),
+    "base": Budget(12172, "what a byte or a decision goes through, without options"),
+    "path": Budget(18255, "the same with every option"),
+    "faces": Budget(1871, "what configures and watches it"),
     "tools": Budget(3484, "the command lmcache"),
 }
 

@@ -1,5 +1,6 @@
 """Child processes: started, waited for and ended, never outliving the tests; and what they wrote."""
 
+import collections
 import contextlib
 import itertools
 import os
@@ -21,6 +22,7 @@ from harness.waiting import wait_until
 TAIL_BYTES = 6000
 PORTS, WORKERS = (20_000, 32_000), 12
 _numbers = itertools.count()
+_given = collections.deque[int](maxlen=400)
 # A tiny model is too small for two threads: one of them always spins while it waits for the other. One thread
 # and two do not compute the same bits, so all engines have this number. vLLM must not bind their workers to
 # processors, because it would then choose the number itself.
@@ -36,13 +38,17 @@ _TETHER = (
 
 
 def free_port() -> int:
-    """A TCP port that nobody uses at the moment. Until the caller uses it, the kernel gives it to no
-    connection: those get higher ports. Workers of the test run choose among different ones."""
+    """A TCP port that nobody uses at the moment, none of the last that were given. Until the caller uses it,
+    the kernel gives it to no connection: those get higher ports. Workers of the test run choose among
+    different ones."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", f"gw{WORKERS - 1}").removeprefix("gw"))
     worker += int(os.environ.get("LMCACHE_TEST_FIRST_WORKER", 0))
     for port in random.sample(range(*PORTS)[worker % WORKERS :: WORKERS], 500):
+        if port in _given:
+            continue
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
+            _given.append(port)
             return port
     raise AssertionError(f"no free port among {PORTS}")
 

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
+from harness.waiting import PATIENCE_S
 from lmcache_client.contract.messages import Joined, Lookup, Release
 from lmcache_client.engine import JOIN_S, join
 from lmcache_client.server_channel import Channel, Pending
-from lmcache_client.servers import RELEASE_S
 
 
 @dataclass
@@ -22,4 +22,4 @@ class RawScheduler:
     def release(
         self, leases: tuple[int, ...], keys: tuple[bytes, ...] = (), request_id: str = "", answers: int = 0
     ) -> Pending:
-        return self.channel.submit(Release(leases, keys, request_id, answers), RELEASE_S)
+        return self.channel.submit(Release(leases, keys, request_id, answers), PATIENCE_S)

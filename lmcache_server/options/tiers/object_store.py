@@ -13,7 +13,7 @@ import obstore
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from lmcache_server.options.tiers.base import TierError, checked_name
+from lmcache_server.options.tiers.base import CREDENTIALS, TierError, checked_name
 from lmcache_server.options.tiers.pieces import first, fits, spread
 
 CONNECT_S, SILENCE_S, ATTEMPT_S = 1.0, 2.0, 10.0
@@ -26,11 +26,6 @@ FEW = 32
 PROBES = 8
 """Requests that ask for presence at the same time."""
 _STORES = {"s3": S3Store, "az": AzureStore, "gs": GCSStore}
-_CREDENTIALS = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
-}
 _DELETED_AT_ONCE = 1000
 
 
@@ -163,7 +158,7 @@ class Objects:
             if isinstance(error, FileNotFoundError) or "NoSuchBucket" in text:
                 reason = "does not exist: create it"
             elif isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
-                reason = f"refuses the credentials: set {_CREDENTIALS[self._scheme]}"
+                reason = f"refuses the credentials: set {CREDENTIALS[self._scheme]}"
             elif "kind: Connect," in str(error):
                 reason = "cannot be reached: see whether it runs, and check endpoint="
             elif "kind: Timeout," in str(error):
