@@ -81,8 +81,8 @@ def agents(end_s: float, seed: int) -> list[Request]:
 def replay(requests: list[Request], frames: int, retain_s: float) -> dict[bool, float]:
     """The token hit rates of the agents (True) and of the others."""
     cache, clock = Cache(FRAME_BYTES, frames), SimpleNamespace(now_s=lambda: now_s)
-    registry = SimpleNamespace(joined_layout=lambda _session: LAYOUT)
-    base: Any = SimpleNamespace(cache=cache, registry=registry, system=clock, metrics=Metrics())
+    sessions = SimpleNamespace(joined_layout=lambda _session: LAYOUT)
+    base: Any = SimpleNamespace(cache=cache, sessions=sessions, system=clock, metrics=Metrics())
     option, session = Server(base), SimpleNamespace(session_id=1)
     asked, hit = {True: 0, False: 0}, {True: 0, False: 0}
     for now_s, is_agent, keys in requests:

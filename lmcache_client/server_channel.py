@@ -200,7 +200,7 @@ class Channel:
         """Waits for the reply to a request. Raises ChannelError. Not for the engine's thread."""
         while not (pending.advance() or self._closed.is_set()):
             self._attend()
-            self.system.sleep(0.001)
+            self.system.sleep(0.0 if pending.advance() else 0.001)
         if pending.reply is None:
             raise pending.error or ChannelError("the channel was closed")
         return pending.reply

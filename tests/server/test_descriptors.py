@@ -84,7 +84,7 @@ def test_more_connections_than_fit_are_turned_away_and_the_old_are_served() -> N
         assert exercise(old, 1) == 3 * old.chunk_size
         assert server.status()["sessions"], "HTTP answers"
         assert descriptors(server) < LIMIT
-        wait_until(lambda: cpu_in_a_second(server.pid) < 0.3, what="it rests: it does not spin")
+        wait_until(lambda: cpu_in_a_second(server.pid) < 0.3, 10, "it rests: it does not spin")
         stack.pop_all().close()
         late = new_engine(server.address, "late")
         exercise(late, 2)

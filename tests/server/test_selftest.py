@@ -125,7 +125,7 @@ def test_a_client_that_does_not_end_is_ended(monkeypatch, tmp_path):
     program.write_text(f"#!/bin/sh\necho $$ > {pid}\nexec sleep 60\n")
     program.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(program))
-    monkeypatch.setattr("lmcache_server.admin.selftest.DEADLINE_S", 3.0)
+    monkeypatch.setattr("lmcache_server.admin.selftest.DEADLINE_S", 5.0)
 
     async def ask():
         answer = await SelfTest("ipc:///nowhere", None, lambda _: None).result()
@@ -134,7 +134,7 @@ def test_a_client_that_does_not_end_is_ended(monkeypatch, tmp_path):
                 await asyncio.sleep(0.01)
         return json.loads(answer.body)["error"]
 
-    assert "did not end within 3 s" in uvloop.run(ask())
+    assert "did not end within 5 s" in uvloop.run(ask())
 
 
 def test_without_room_it_fails_and_says_at_which_step():

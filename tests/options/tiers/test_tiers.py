@@ -100,10 +100,10 @@ def test_no_damaged_record_is_served(tmp_path: Path) -> None:
             damage(records(directory), way, draw)
             server.start()
             assert served(server, f"load {way}", number) == 0, way
+            wait_until_frames_are_given_back(server)
             objects = server.tier()["read_objects"]
             assert objects["damaged"] + objects["gone"] > 0, way
-            wait_until_frames_are_given_back(server)
-            server.wait_until_written()
+            wait_until_idle(server)
             server.clear()
             wait_until(lambda: not records(directory), what="a clear reaches the tier")
 
