@@ -1,13 +1,12 @@
-"""The client's half of copies between a GPU and L1: memory handles, and when a copy may begin."""
+"""How a worker shares the KV cache memory of its GPU with the server, and proves that it is its own."""
 
 import contextlib
 import os
-import queue
-import threading
 from collections.abc import Callable, Iterator
 
 from lmcache_client.contract.geometry import Geometry
 from lmcache_client.contract.messages import Memory
+from lmcache_client.memory.after_compute import Fence
 from lmcache_client.memory.lending import Lender
 from lmcache_kernels import driver as cuda
 from lmcache_kernels.driver import CudaError, Driver
@@ -52,9 +51,8 @@ class CudaExport:
             self._shared = _Shared(driver, buffers, is_fixed)
         except CudaError as error:
             raise ExportError(f"KV cache memory that CUDA does not share ({error})") from error
-        self._addresses = [address for address, _ in buffers]
-        self._driver = driver
-        self._fence = _Fence(driver, self._context, current_stream)
+        self._driver, self._addresses = driver, [address for address, _ in buffers]
+        self._fence = Fence(driver, self._context, current_stream)
 
     def memory(self, pid: int) -> Memory:
         shared = self._shared
@@ -110,9 +108,7 @@ class _Shared:
     memory API, a file descriptor of this process. The descriptors keep the memory until `close`."""
 
     def __init__(self, driver: Driver, buffers: tuple[tuple[int, int], ...], is_fixed: bool) -> None:
-        self.handles: list[bytes] = []
-        self.ranges: list[tuple[int, int]] = []
-        self.lent: list[tuple[int, int]] = []
+        self.handles, self.ranges, self.lent = list[bytes](), list[tuple[int, int]](), list[tuple[int, int]]()
         self._by_base: dict[int, tuple[int, int]] = {}
         self._lender: Lender | None = None
         try:
@@ -153,50 +149,3 @@ class _Shared:
         while self._by_base:
             _, (descriptor, _) = self._by_base.popitem()
             os.close(descriptor)
-
-
-class _Fence:
-    """Waits for points in a stream, in a thread of its own. The GPU never waits for another process, so the
-    death of a process cannot stall it. After a failure, the thread calls nothing more. It sets `failure`
-    last."""
-
-    def __init__(self, driver: Driver, context: int, current_stream: Callable[[], int]) -> None:
-        self._driver = driver
-        self._context = context
-        self._current_stream = current_stream
-        self._free: list[int] = []
-        self._waiting = queue.SimpleQueue[tuple[int | CudaError, Callable[[], None]] | None]()
-        self.failure = ""
-        self._closed = False
-        self._thread = threading.Thread(target=self._work, name="lmcache-fence", daemon=True)
-        self._thread.start()
-
-    def after(self, function: Callable[[], None]) -> None:
-        point: int | CudaError
-        try:
-            point = self._free.pop() if self._free else self._driver.create_event()
-            self._driver.record(point, self._current_stream())
-        except CudaError as error:  # for the thread, which has earlier functions to call
-            point = error
-        self._waiting.put((point, function))
-
-    def close(self) -> None:
-        self._closed = True
-        self._waiting.put(None)
-        self._thread.join()
-
-    def _work(self) -> None:
-        try:
-            self._driver.enter(self._context)
-            while (item := self._waiting.get()) is not None:
-                point, function = item
-                if isinstance(point, CudaError):
-                    raise point
-                self._driver.wait_for(point)
-                self._free.append(point)
-                if not self._closed:
-                    function()
-            while self._free:
-                self._driver.destroy_event(self._free.pop())
-        except Exception as error:  # whatever it is, the worker must hear of it
-            self.failure = f"waiting for the GPU failed: {error}"

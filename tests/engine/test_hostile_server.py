@@ -48,7 +48,8 @@ from lmcache_client.contract.messages import (
     Store,
     StoreObject,
 )
-from lmcache_client.memory.cuda import CudaExport, _Fence, _Shared
+from lmcache_client.memory.after_compute import Fence
+from lmcache_client.memory.cuda import CudaExport, _Shared
 from lmcache_client.memory.host import HostExport
 from lmcache_client.server_channel import Channel
 from lmcache_kernels.driver import CudaError
@@ -338,7 +339,7 @@ class FencedExport(HostExport):
 
     def __init__(self, inner: HostExport, events: Events) -> None:
         super().__init__(inner._buffers)
-        self._fence = _Fence(events, 0, lambda: 0)  # type: ignore[arg-type]
+        self._fence = Fence(events, 0, lambda: 0)  # type: ignore[arg-type]
         self._shared = _Shared(events, (), False)  # type: ignore[arg-type]
         self._stream, self._driver = events.create_stream(), events
 

@@ -8,7 +8,7 @@ from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.fetches import Fetches
 from lmcache_server.options.tiers.record_format import Record
 from lmcache_server.options.tiers.tier_states import Tiers
-from lmcache_server.options.tiers.worker import TierWorker
+from lmcache_server.options.tiers.tier_worker import TierWorker
 from lmcache_server.service.option import Base
 from lmcache_server.transfer.digest import digest
 

@@ -14,7 +14,7 @@ from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.record_format import DamagedRecordError, Label
 from lmcache_server.options.tiers.server import Server
 from lmcache_server.options.tiers.tier_states import READS_AT_ONCE, TierState
-from lmcache_server.options.tiers.worker import STUCK_S, Payload, Rates, TierWorker
+from lmcache_server.options.tiers.tier_worker import STUCK_S, Payload, Rates, TierWorker
 from lmcache_server.service.option import Base
 from simulation.futures import Future, Semaphore
 from simulation.world import World
@@ -146,7 +146,7 @@ def _fill(pieces: Sequence[memoryview], record: bytes) -> None:
 
 
 class Lane:
-    """As `lmcache_server.options.tiers.worker.Lane`: a call takes its time, and then happens at once."""
+    """As `lmcache_server.options.tiers.tier_worker.Lane`: a call takes its time, and then happens at once."""
 
     def __init__(self, store: Store, name: str, threads: int, server: "SimulatedServer") -> None:
         self._store = store

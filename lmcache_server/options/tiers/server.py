@@ -18,7 +18,7 @@ from lmcache_server.options.tiers.fetches import Fetches
 from lmcache_server.options.tiers.record_format import read_key
 from lmcache_server.options.tiers.spills import Spills
 from lmcache_server.options.tiers.tier_states import Tiers, TierState
-from lmcache_server.options.tiers.worker import Rates, TierWorker
+from lmcache_server.options.tiers.tier_worker import Rates, TierWorker
 from lmcache_server.service.engines import Shard
 from lmcache_server.service.option import Base, Option
 from lmcache_server.service.requests_of_tests import is_test

@@ -13,7 +13,7 @@ from lmcache_server.options.tiers.breaker import PRESENT, Breaker
 from lmcache_server.options.tiers.fetch_choice import Speed
 from lmcache_server.options.tiers.flags import MAX_TIERS
 from lmcache_server.options.tiers.record_name import record_name
-from lmcache_server.options.tiers.worker import STUCK_S, TierWorker
+from lmcache_server.options.tiers.tier_worker import STUCK_S, TierWorker
 from lmcache_server.service.option import Base
 from lmcache_server.transfer.plan import payload
 

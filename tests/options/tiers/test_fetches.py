@@ -23,7 +23,7 @@ from lmcache_server.options.tiers import tier_states as tiers_module
 from lmcache_server.options.tiers.fetch_choice import SLOW_OLD_S
 from lmcache_server.options.tiers.record_format import Label, RecordCipher
 from lmcache_server.options.tiers.tier_states import TierState
-from lmcache_server.options.tiers.worker import Rates, TierWorker
+from lmcache_server.options.tiers.tier_worker import Rates, TierWorker
 from lmcache_server.transfer.digest import digest
 
 SHARDS: Any = {0: SimpleNamespace(geometry=Geometry((GROUP,), 10))}

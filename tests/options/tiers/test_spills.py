@@ -8,7 +8,7 @@ from tier_rig import LAYOUT, Rig, key, option, with_rig
 
 from lmcache_server.options.tiers import server, urls
 from lmcache_server.options.tiers import spills as spills_module
-from lmcache_server.options.tiers import worker as worker_module
+from lmcache_server.options.tiers import tier_worker as worker_module
 from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.spills import SLICE_CHUNKS, SPILL_SHARE
 

@@ -22,7 +22,7 @@ from lmcache_server.options.tiers.record_format import (
     Record,
     RecordCipher,
 )
-from lmcache_server.options.tiers.worker import Rates, TierWorker
+from lmcache_server.options.tiers.tier_worker import Rates, TierWorker
 from lmcache_server.transfer.digest import digest
 
 SIZES = (1, 4095, 300 * KIB, SEGMENT_BYTES, 2 * SEGMENT_BYTES + 4098)

@@ -14,14 +14,14 @@ from harness.tiers import InMemory
 from harness.waiting import PATIENCE_S, wait_until
 from tier_rig import CIPHERS, KIB, OTHERS, Memory, each_cipher, label, opened, record_of, sealed
 
-from lmcache_server.options.tiers import worker as worker_module
+from lmcache_server.options.tiers import tier_worker as worker_module
 from lmcache_server.options.tiers.base import TierError
 from lmcache_server.options.tiers.record_format import (
     DamagedRecordError,
     RecordCipher,
     read_key,
 )
-from lmcache_server.options.tiers.worker import Rates, TierWorker
+from lmcache_server.options.tiers.tier_worker import Rates, TierWorker
 from lmcache_server.transfer.digest import digest
 
 SIZES = (1, 100, 4096, 4097, 65536, 65536 + 4000, 3 * 65536 - 1)

@@ -29,7 +29,7 @@ from lmcache_server.options.tiers.record_format import EncryptedRecord, Label, R
 from lmcache_server.options.tiers.server import Server
 from lmcache_server.options.tiers.spills import Spills
 from lmcache_server.options.tiers.tier_states import Tiers, TierState
-from lmcache_server.options.tiers.worker import Rates, TierWorker
+from lmcache_server.options.tiers.tier_worker import Rates, TierWorker
 from lmcache_server.service.option import Base
 from lmcache_server.service.system import System
 from lmcache_server.telemetry.failures import Failures
