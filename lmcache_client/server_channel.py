@@ -123,8 +123,7 @@ class Channel:
         self._lock = system.lock()
         self._pending: dict[int, Pending] = {}
         self._lost: list[Lost] = []
-        self._next_id, self._session_id = 1, 0
-        self._connected = False
+        self._next_id, self._session_id, self._connected = 1, 0, False
         self._closed, self._attempted = system.event(), system.event()
         self._server: Process | None = None
         self._retry_s = self._probe_s = self._last_heard_s = 0.0
@@ -200,7 +199,8 @@ class Channel:
         """Waits for the reply to a request. Raises ChannelError. Not for the engine's thread."""
         while not (pending.advance() or self._closed.is_set()):
             self._attend()
-            self.system.sleep(0.0 if pending.advance() else 0.001)
+            if not pending.advance():
+                self.system.sleep(0.001)
         if pending.reply is None:
             raise pending.error or ChannelError("the channel was closed")
         return pending.reply
