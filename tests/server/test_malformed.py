@@ -40,6 +40,7 @@ BIG = (1 << 63) - 1
 def server() -> Iterator[LMCacheServer]:
     """One for all tests of this file; at its end the invariants are checked."""
     with LMCacheServer(l1_size_gb=0.1) as running:
+        running.wait_until_populated()  # tests compare figures of L1
         yield running
         running.wait_at_rest()
         log = running.log.read_text()

@@ -6,10 +6,12 @@ import pytest
 
 from lmcache_client.contract.geometry import FULL, RECURRENT, SLIDING_WINDOW, GroupSpec
 from lmcache_client.contract.hits import group_ends, resume_point
+from lmcache_client.contract.messages import Lookup
 from lmcache_server.config import Config
 from lmcache_server.core.cache import Cache, Gone, Layout, Reservation
 from lmcache_server.core.layout import bitmap
 from lmcache_server.options.miss_reasons import reasons
+from lmcache_server.options.miss_reasons.partial import PATIENCE_S
 from lmcache_server.options.miss_reasons.reasons import (
     EVICTED,
     NO_STATE,
@@ -170,3 +172,17 @@ def test_a_hit_ends_early_exactly_if_a_group_alone_does():
         assert computed <= found <= min(ends)
         seen.add(found == limit)
     assert seen == {False, True}
+
+
+@pytest.mark.parametrize(("limit", "counted"), [(2 * CHUNK, 1), (2 * CHUNK - 1, 0)])
+def test_a_partial_chunk_behind_the_limit_ends_no_hit(limit, counted):
+    cache, metrics = Cache(1, 10), Metrics()
+    option = Server(Base(Config(), cache, None, None, metrics, None, None, []))
+    keys = chain(2)
+    store(cache, TWO_RANKS, keys)
+    store(cache, TWO_RANKS, keys[:1], rank=1)
+    hit = cache.lookup(TWO_RANKS, keys, 0, limit, SESSION, 0.0)
+    assert hit.resume_tokens == CHUNK
+    for now_s in (0.0, 2 * PATIENCE_S):
+        option.looked_up(SESSION, TWO_RANKS, Lookup("r", keys, 0, limit, limit + 1), hit, 0, now_s)
+    assert metrics.value("lmcache_partial_chunks_total") == counted
