@@ -196,6 +196,21 @@ def test_an_engine_that_has_a_prompt_itself_holds_no_lease_for_it(engine: Engine
     assert engine.tokens() == before
 
 
+def test_an_engine_that_loses_tokens_while_it_waits_for_the_answer_asks_again(engine: Engine) -> None:
+    """The lease of the first answer does not cover what it has lost."""
+    engine.store(1)
+    earlier = engine.arrives(1)
+    engine.wait_for_answers()
+    assert engine.offered(earlier, CHUNKS * CHUNK) == 0
+    engine.end(earlier)
+    request, looked_up = engine.arrives(1), engine.lookups()
+    with stopped(engine.server.pid):
+        assert engine.side.matched_tokens(request, 2 * CHUNK) == (None, False)
+    assert engine.offered(request, 0) == CHUNKS * CHUNK
+    assert engine.lookups() == looked_up + 2
+    engine.end(request)
+
+
 def test_an_early_answer_is_not_used_when_it_is_old_or_of_before_a_reset(engine: Engine) -> None:
     old = engine.arrives(1)
     engine.wait_for_answers()
