@@ -15,7 +15,7 @@ from lmcache_client.connector.lookups import Lookups
 from lmcache_client.connector.metadata import LoadJob, StepMetadata, WorkerReport
 from lmcache_client.connector.offers import Offers, stores
 from lmcache_client.connector.option import Engine, Hints, Option, Options, replaced
-from lmcache_client.connector.places import places
+from lmcache_client.connector.rank_servers import rank_servers
 from lmcache_client.connector.request import Asking, Promised, Tracked
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import TransferStats
@@ -73,7 +73,7 @@ class SchedulerSide:
         self._advise, self._advice = advise, ""
         self._unified = unified_block_size(self.groups)
         self._lookahead = lookahead
-        addresses = [place.address for place in places(settings, world_size)]
+        addresses = [each.address for each in rank_servers(settings, world_size)]
         channels = [Channel(each, self._join, log_state, system, Absence().check) for each in addresses]
         self.client = Servers(channels, engine_id)
         self.channel = self.client.channel

@@ -13,7 +13,7 @@ import msgspec
 from lmcache_client.connector import stats
 from lmcache_client.connector.log import log_state, logger
 from lmcache_client.connector.metadata import LoadJob, StoreJob
-from lmcache_client.connector.places import places
+from lmcache_client.connector.rank_servers import rank_servers
 from lmcache_client.connector.settings import Settings
 from lmcache_client.connector.stats import TransferStats
 from lmcache_client.contract import messages
@@ -69,15 +69,15 @@ class WorkerSide:
     ) -> None:
         self._settings = settings
         self._system = system
-        all_places = places(settings, model.world_size)
-        self._place = next(number for number, place in enumerate(all_places) if rank in place.ranks)
-        details = (*model.details, *all_places[self._place].details(model.world_size))
+        servers = rank_servers(settings, model.world_size)
+        self._server = next(number for number, each in enumerate(servers) if rank in each.ranks)
+        details = (*model.details, *servers[self._server].details(model.world_size))
         model = msgspec.structs.replace(model, details=details)
         self._jobs: dict[int, _InFlight] = {}
         self._settled: Counter[int] = Counter()
         self._has_failed = False
         self.stats = TransferStats()
-        self.channel = Channel(all_places[self._place].address, self._register, log_state, system, self._turn)
+        self.channel = Channel(servers[self._server].address, self._register, log_state, system, self._turn)
         self.client = Worker(self.channel, engine_id, rank, model, geometry, export)
         self.is_asleep = self._is_named = False
         self._starting = system.lock()
@@ -136,7 +136,7 @@ class WorkerSide:
                 if isinstance(item.job, LoadJob):
                     message = item.job.message
                     if item.job.leases:
-                        message = msgspec.structs.replace(message, lease_id=item.job.leases[self._place])
+                        message = msgspec.structs.replace(message, lease_id=item.job.leases[self._server])
                     item.pending = self.channel.submit(message, self._settings.load_timeout_s)
                 else:
                     item.pending = self.channel.submit(item.job.message, STORE_TIMEOUT_S)

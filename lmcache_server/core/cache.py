@@ -227,10 +227,10 @@ class Cache(Chunks):
         self, frames: int, tenant: bytes, chunk: Chunk | None, parent: Chunk | None, once: bool
     ) -> tuple[list[Chunk], list[Chunk]] | NotReserved:
         """What must go for so many frames more: what the policy takes of a tenant, and what L1 lacks then."""
-        order, spilling = self.order, self._spilling
+        order, policy, spilling = self.order, self.order.tenant_policy, self._spilling
         own: list[Chunk] | None = []
-        if tenant and (excess := self.order.tenant_policy.excess_frames(tenant, frames)):
-            own = find_victims(excess, self.order.tenant_policy.line(tenant, once), chunk, parent, spilling)
+        if tenant and (excess := policy.excess_frames(tenant, frames)):
+            own = find_victims(excess, policy.line(tenant, once), chunk, parent, spilling)
         if own is None:
             return NotReserved.QUOTA
         missing = frames - self._pool.free_frames - sum(map(self._frees, own))

@@ -65,7 +65,7 @@ class Chunks:
         self._pool = FramePool(total_frames)
         self._index = Index()
         self.order = EvictionOrder()
-        """The chunks that nothing refers to. Its `tenant_policy` may be set while the cache is empty."""
+        """The chunks that nothing refers to; only to be read, but for its policy while it is empty."""
         self._spilling = Counter[Chunk]()
         """Chunks that tiers read from. They are not evicted, and their frames are freed afterwards."""
         self.protected: dict[Chunk, None] = {}

@@ -41,8 +41,8 @@ class EvictionOrder:
         return chunk.newer is not None
 
     def place(self, chunk: Chunk, parent: Chunk | None) -> Chunk | None:
-        """Where a chunk goes whose parent is `parent`, or is not in L1 if that is None: directly ahead of the
-        returned member, or last in its part."""
+        """Where a chunk goes: directly ahead of the returned member, or last in its part if None. `parent` is
+        None if its parent is not in L1."""
         if parent is None:
             # A chunk without its parent is seldom of use: it is evicted first.
             return self._ends.newer

@@ -30,7 +30,7 @@ class TenantPolicy:
         return 0
 
     def line(self, tenant: bytes, once: bool) -> Iterable[Chunk]:
-        """Its evictable chunks, the next one first; with `once`, only those that nobody will ask for."""
+        """The tenant's evictable chunks, the next one first; with `once`, only those nobody will ask for."""
         return ()
 
     def check(self, chunks: Iterable[Chunk], writing: Mapping[Chunk, int], order: Iterable[Chunk]) -> None:

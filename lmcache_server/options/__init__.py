@@ -4,9 +4,9 @@ The base reads the table and imports no option. The folder of an option may have
 
 * server: `Server`, which meets the base at the seams of service/option.py; `backing`, what L1 lies in, made
   from the values of all flags and the bytes of L1.
-* flags: `FLAGS`, further flags of `lmcache server`, whose values are text. If a flag has `parse`, that must
-  accept the text, and errors call a valid one `fit`. `OF_DOCTOR`, those of them that `lmcache doctor` has;
-  `VARIABLES`, which it reads itself; `check`, `shares_l1` and `backs_l1`, which get the values of all flags.
+* flags: `FLAGS`, further flags of `lmcache server`, whose values are text. A flag may have `parse`, which
+  raises for a wrong text, and `fit`, what errors call a right one. `OF_DOCTOR`, those that `lmcache doctor`
+  has; `VARIABLES`, which it reads itself; `check`, `shares_l1`, `backs_l1`, which get all values.
 * command: `COMMANDS`, more commands of `lmcache`.
 * text: `REPORT`, the types of its fields in /status, and `lines`, what `lmcache status` says of them.
 * doctor: `checks`, made from the values of the flags, and from those of the running server.

@@ -68,7 +68,7 @@ class Copies:
                 (wanted.group, ObjectCopy(room.runs, room.num_blocks, 0, unpacked(wanted.block_ids)))
                 for wanted, room in reserved
             ]
-            job = StoreJob(copies, *self._where(shard))
+            job = StoreJob(copies, *self._where(shard), self._checksums)
             outcome = await self._copy(shard, job, whose) if reserved else Outcome(None, 0)
             self._end_reservations(layout, reserved, job.digests, outcome, whose)
             copied = len(reserved) if outcome.error is None else 0
@@ -143,7 +143,8 @@ class Copies:
             stack.callback(self._cache.close_read, read)
             started_s = self._system.now_s()
             parts = _parts(read, list(map(unpacked, message.block_ids)))
-            job = LoadJob(parts, *self._where(shard), stored=[part.digest for part in read.parts])
+            stored = [part.digest for part in read.parts]
+            job = LoadJob(parts, *self._where(shard), self._checksums, stored=stored)
             whose = traffic(self._metrics, layout, message.request_id)
             outcome = await self._copy(shard, job, whose) if read.parts else Outcome(None, 0)
             if isinstance(outcome.error, DamagedError):
@@ -190,13 +191,12 @@ class Copies:
 
     def _where(
         self, shard: Shard
-    ) -> tuple[Sequence[Sequence[Region]], Sequence[int], int, int, Callable[[], None], bool]:
+    ) -> tuple[Sequence[Sequence[Region]], Sequence[int], int, int, Callable[[], None]]:
         """What a job must know: the regions of each group, the addresses of the worker's buffers and of L1,
-        the bytes of a frame, how to check L1, and whether with --checksums."""
+        the bytes of a frame, and how to check L1."""
         assert shard.copier is not None
         regions = [group.regions for group in shard.geometry.groups]
-        l1_address = self._l1.base_address
-        return regions, shard.copier.bases, l1_address, FRAME_BYTES, self._l1.check, self._checksums
+        return regions, shard.copier.bases, self._l1.base_address, FRAME_BYTES, self._l1.check
 
     def _copied(self, direction: str, outcome: Outcome, started_s: float) -> dict[str, object]:
         seconds = self._system.now_s() - started_s

@@ -8,7 +8,7 @@ from lmcache_server import config
 from lmcache_server.commands.cli import cli
 from lmcache_server.options.tiers.base import CREDENTIALS
 
-NO_FLAGS = {"LMCACHE_RUNTIME_DIR", config.CONFIG_VARIABLE, *CREDENTIALS["valkey"].split(" and ")}
+NO_FLAGS = {"LMCACHE_RUNTIME_DIR", config.CONFIG_VARIABLE, *CREDENTIALS["valkey"]}
 """Variables of ours that are no option of the server."""
 
 

@@ -9,7 +9,7 @@ from harness.prompts import prompt
 from harness.served import served
 from harness.server import LMCacheServer
 
-from lmcache_client.connector.places import places
+from lmcache_client.connector.rank_servers import rank_servers
 from lmcache_client.connector.settings import Settings
 from lmcache_client.contract.endpoint import EndpointError
 
@@ -47,10 +47,10 @@ def test_with_the_servers_key_an_engine_is_served_and_without_it_computes_and_sa
 
 def test_a_key_file_that_cannot_be_used_keeps_the_engine_from_starting(tmp_path: Path) -> None:
     key, several = made(tmp_path / "key"), {"0": f"{HOST}:1", "1": f"{HOST}:2"}
-    assert [place.address for place in places(Settings(key_file=key, servers=several), 2)] == [
+    assert [each.address for each in rank_servers(Settings(key_file=key, servers=several), 2)] == [
         f"tcp://{HOST}:{port}?key_file={key}" for port in (1, 2)
     ]
     os.chmod(key, 0o644)
     for settings in (Settings(HOST, key_file=key), Settings(key_file=key, servers=several)):
         with pytest.raises(EndpointError, match=f"chmod 600 {key}"):
-            places(settings, 2)
+            rank_servers(settings, 2)

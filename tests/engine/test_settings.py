@@ -8,7 +8,7 @@ import pytest
 from harness.paths import ROOT
 from msgspec import structs
 
-from lmcache_client.connector.places import Place, places
+from lmcache_client.connector.rank_servers import RankServer, rank_servers
 from lmcache_client.connector.settings import PREFIX, Settings, parse
 from lmcache_client.connector.support import on_joined
 from lmcache_client.contract.geometry import FULL, RECURRENT, GroupSpec
@@ -78,13 +78,13 @@ def test_bad_keys_are_refused_with_a_sentence(extra: dict[str, object], sentence
 
 
 def test_servers_are_given_to_ranks() -> None:
-    assert [place.ranks for place in places(Settings(), 4)] == [range(4)]
+    assert [each.ranks for each in rank_servers(Settings(), 4)] == [range(4)]
     servers = {"2-3": "10.0.0.2:5556", "0-1": "10.0.0.1:5555"}
-    first, second = places(Settings(servers=servers), 4)
-    assert first == Place(range(2), "tcp://10.0.0.1:5555")
-    assert second == Place(range(2, 4), "tcp://10.0.0.2:5556")
+    first, second = rank_servers(Settings(servers=servers), 4)
+    assert first == RankServer(range(2), "tcp://10.0.0.1:5555")
+    assert second == RankServer(range(2, 4), "tcp://10.0.0.2:5556")
     assert second.details(4) == (("ranks", "2-3"),)
-    (alone,) = places(Settings(servers={"0-3": "[::1]:5555"}), 4)
+    (alone,) = rank_servers(Settings(servers={"0-3": "[::1]:5555"}), 4)
     assert alone.address == "tcp://[::1]:5555"
     assert alone.details(4) == ()
 
@@ -105,7 +105,7 @@ def test_servers_are_given_to_ranks() -> None:
 )
 def test_servers_that_do_not_fit_the_ranks_are_refused(servers: dict[str, str], sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        places(Settings(servers=servers), 4)
+        rank_servers(Settings(servers=servers), 4)
 
 
 def test_the_advice_for_recurrent_models_is_quoted_as_it_is_given() -> None:

@@ -23,18 +23,17 @@ def target():
 
 
 def test_it_is_ready_with_the_first_frame_unless_nothing_can_be_pinned_for_gpus(target):
-    report = target.report
-    assert unready(report.cache, target.l1) == ""
-    report.cache = Cache(FRAME_BYTES, 0)
-    assert unready(report.cache, target.l1).startswith("L1 has no memory yet")
-    report.cache.grow(1)
-    assert unready(report.cache, target.l1) == ""
+    assert unready(target.report.cache, target.l1) == ""
+    cache = Cache(FRAME_BYTES, 0)
+    assert unready(cache, target.l1).startswith("L1 has no memory yet")
+    cache.grow(1)
+    assert unready(cache, target.l1) == ""
     locked = target.l1.locked = LockedMemory(Gpus(), target.l1.base_address, target.l1.num_bytes, FRAME_BYTES)
-    assert unready(report.cache, target.l1) == "", "copies pin what they need"
+    assert unready(cache, target.l1) == "", "copies pin what they need"
     locked.failure = "allow locked memory"
-    assert unready(report.cache, target.l1) == "allow locked memory"
+    assert unready(cache, target.l1) == "allow locked memory"
     locked.pinned_bytes = FRAME_BYTES
-    assert unready(report.cache, target.l1) == ""
+    assert unready(cache, target.l1) == ""
 
 
 def test_what_is_counted_is_in_the_history_by_the_next_interval(target):

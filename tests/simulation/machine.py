@@ -442,8 +442,8 @@ class SimulatedServer:
                 assert chunk in self.cache._index, "a pinned chunk was evicted"
                 assert chunk in self._pins, "a pin has ended by itself"
                 assert chunk.ready & ready == ready, "a pinned chunk has lost an object"
-        sessions = {session.session_id for session in self.router.sessions.by_identity.values()}
-        assert all(lease.owner in sessions for lease in self.cache._leases), "a lease outlives its session"
+        owners = {session.session_id for session in self.router.sessions.by_identity.values()}
+        assert all(lease.owner in owners for lease in self.cache._leases), "a lease outlives its session"
         sessions = self.router.sessions
         live = {engine.layout.namespace for engine in sessions.engines if engine.layout is not None}
         for namespace in self.cache.namespaces().keys() - live:

@@ -356,7 +356,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.grow(frames)
 
     def gone(self, chunk, why):
-        self.bounded += why is Gone.QUOTA
+        self.lost_to_quota += why is Gone.QUOTA
 
     def set_quotas(self, quota, other):
         """For an empty cache. Floats have all these numbers exactly."""
@@ -365,7 +365,7 @@ class CacheMachine(RuleBasedStateMachine):
         from lmcache_server.options.quotas.tenants import Tenants
 
         in_gb = {name.hex(): frames * FRAME_BYTES / GB_BYTES for name, frames in self.model.quotas.items()}
-        self.cache, self.bounded = Cache(FRAME_BYTES, lease_s=LEASE_S), 0
+        self.cache, self.lost_to_quota = Cache(FRAME_BYTES, lease_s=LEASE_S), 0
         self.cache.order.tenant_policy = Tenants(Limits(named=in_gb), FRAME_BYTES)
         self.cache.on_gone.append(self.gone)
 
@@ -660,7 +660,7 @@ class CacheMachine(RuleBasedStateMachine):
         )
         assert [(chunk.namespace, chunk.key) for chunk in cache.order] == [each.name for each in model.order]
         assert sum(1 for _ in cache.order.once()) == len(model.once)
-        assert [cache.evicted_chunks, cache.evicted_bytes, self.bounded] == model.evicted
+        assert [cache.evicted_chunks, cache.evicted_bytes, self.lost_to_quota] == model.evicted
         held = {each.name: each.frames for each in cache.order.tenant_policy}
         assert held == {name: taken for name in model.quotas if (taken := model.tenant_frames(name))}
         for tenant in cache.order.tenant_policy:

@@ -63,7 +63,7 @@ def test_a_server_that_is_lost_before_it_is_asked_again_ends_the_question(waits_
 
     together = Question([connection, connection], Follow(()), 1.0, Found)  # type: ignore[list-item]
     Channels([connection, connection]).poll(together, waits_s)  # type: ignore[list-item]
-    assert together.advance()
+    assert together.done
     assert isinstance(together.error, ChannelError)
     assert given_up == [True]
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 CREDENTIALS = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
-    "valkey": "LMCACHE_VALKEY_USERNAME and LMCACHE_VALKEY_PASSWORD",
+    "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
+    "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
+    "gs": ("GOOGLE_APPLICATION_CREDENTIALS",),
+    "valkey": ("LMCACHE_VALKEY_USERNAME", "LMCACHE_VALKEY_PASSWORD"),
 }
-"""The variables of the environment with the name and password of each kind of store."""
+"""The environment variables with the name and the password, for each kind of store that needs them."""
 _NAME = re.compile(r"[0-9a-f/_.-]{1,200}")
 
 

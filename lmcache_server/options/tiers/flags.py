@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lmcache_server.errors import StartError
+from lmcache_server.options.tiers.base import CREDENTIALS
 
 MAX_TIERS = 2
 FLAGS = {
@@ -18,8 +19,7 @@ FLAGS = {
         "asked; in the environment, separate them by a space.",
     }
 }
-OF_DOCTOR = ("tier",)
-VARIABLES = ("LMCACHE_VALKEY_USERNAME", "LMCACHE_VALKEY_PASSWORD")
+OF_DOCTOR, VARIABLES = ("tier",), CREDENTIALS["valkey"]
 
 
 def check(values: Mapping[str, Any]) -> None:

@@ -158,7 +158,7 @@ class Objects:
             if isinstance(error, FileNotFoundError) or "NoSuchBucket" in text:
                 reason = "does not exist: create it"
             elif isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
-                reason = f"refuses the credentials: set {CREDENTIALS[self._scheme]}"
+                reason = f"refuses the credentials: set {' and '.join(CREDENTIALS[self._scheme])}"
             elif "kind: Connect," in str(error):
                 reason = "cannot be reached: see whether it runs, and check endpoint="
             elif "kind: Timeout," in str(error):

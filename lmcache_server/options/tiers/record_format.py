@@ -39,7 +39,7 @@ _spare = threading.local()
 
 
 class DamagedRecordError(Exception):
-    """A record is not what its name says."""
+    """A record is not what its name says, or an object that is to be written not what its digest says."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Record:
     addresses are multiples of 4 KiB, and so is every size but the last."""
 
     def __init__(self, label: Label, payload: Sequence[tuple[int, int]]) -> None:
-        self.label, self._addresses = label, payload
+        self.label, self._addresses, self._told = label, payload, f"record {label.key.hex()[:16]}"
         self.payload = [_view(start, length) for start, length in payload]
         end = _spare.__dict__.pop("end", None) or mmap.mmap(-1, 2 * PAGE_BYTES)
         self._end = memoryview(end)[: label.end_bytes]
@@ -117,7 +117,7 @@ class Record:
             end = self._own(num_bytes)
             gather(first(self.pieces, num_bytes), end)
         if end[-_TRAILER_BYTES:-_SEAL_BYTES] != self.label.head(PLAIN, compressed):
-            raise DamagedRecordError(f"record {self.label.name} says that it is another object's")
+            raise DamagedRecordError(f"{self._told} says that it is another object's")
         zeros = bytes(end[-_SEAL_BYTES:-_DIGEST_BYTES])
         if compressed:
             _expand(self.label, end[:-_TRAILER_BYTES], self.payload)
@@ -125,7 +125,7 @@ class Record:
             self._rest[:] = end[: len(self._rest)]
             zeros += bytes(end[len(self._rest) : -_TRAILER_BYTES])
         if end[-_DIGEST_BYTES:] != (found := digest(self._addresses)) or zeros != bytes(len(zeros)):
-            raise DamagedRecordError(f"record {self.label.name} is damaged")
+            raise DamagedRecordError(f"{self._told} is damaged")
         return found
 
     def release(self) -> None:
@@ -169,7 +169,7 @@ class EncryptedRecord(Record):
         try:
             plain = memoryview(self._cipher.aead.decrypt(nonce, secret, head))
         except (InvalidTag, ValueError):  # too short for a nonce
-            raise DamagedRecordError(f"record {self.label.name} is damaged, or of another key_file") from None
+            raise DamagedRecordError(f"{self._told} is damaged, or of another key_file") from None
         if compressed:
             _expand(self.label, plain, self.payload)
         else:
@@ -196,7 +196,7 @@ def _expand(label: Label, body: memoryview, payload: Sequence[memoryview]) -> No
     try:
         expand(body, payload)
     except ValueError as error:
-        raise DamagedRecordError(f"record {label.name} cannot be expanded: {error}") from error
+        raise DamagedRecordError(f"record {label.key.hex()[:16]} cannot be expanded: {error}") from error
 
 
 def _view(address: int, num_bytes: int) -> memoryview:

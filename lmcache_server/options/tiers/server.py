@@ -40,7 +40,7 @@ class Server(Option):
                "Objects between L1 and a tier (1 or 2, in the order of --tier), by outcome. read: read, gone "
                "since the tier was asked, damaged, failed. write: written, present already, full (no room), "
                "evicted from L1 before they were written, dropped (too many waited), failed.",
-               {"tier": _NUMBERS, "direction": ("read", "write"), "outcome": (*_READ[:-1], *_WRITTEN)}),
+               {"tier": _NUMBERS, "direction": ("read", "write"), "outcome": (*_READ, *_WRITTEN[:-1])}),
         Metric(Counter, "lmcache_tier_bytes_total", "Payload bytes read from and written to a tier.",
                {"tier": _NUMBERS, "direction": ("read", "write")}),
         Metric(Counter, "lmcache_tier_stored_bytes_total",

@@ -153,7 +153,7 @@ class Spills:
         return failed
 
     def forget(self, chunk: Chunk) -> None:
-        """Removes the records of a chunk that is damaged: those without a digest of its own may be of it."""
+        """Removes the records of a damaged chunk: they may be of its damaged bytes."""
         names = [record_name(chunk.namespace, chunk.key, bit) for bit in range(chunk.ready.bit_length())]
         for tier in self._tiers.all:
             tier.damaged.update(names)

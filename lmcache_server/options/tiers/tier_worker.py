@@ -248,7 +248,7 @@ class TierWorker:
         if tier.present((name,))[0]:
             return "present"
         if has_changed(payload, label.digest):
-            raise DamagedRecordError(f"object {label.name} has changed in L1")
+            raise DamagedRecordError("its stored pages have changed")
         record = self._record(label, payload)
         record.seal(self.compressor.body(label, record.payload))
         num_bytes, began_s = size(record.pieces), time.monotonic()

@@ -130,7 +130,7 @@ def open_tier(url: TierUrl, l1: Area | None = None) -> Tier:
         if url.scheme == "valkey":
             from lmcache_server.options.tiers.valkey import Valkey
 
-            secrets = list(map(os.environ.get, CREDENTIALS["valkey"].split(" and ")))
+            secrets = list(map(os.environ.get, CREDENTIALS["valkey"]))
             return Valkey(_addresses(url.place) or [], **more, username=secrets[0], password=secrets[1])
         if url.scheme == "mooncake":
             return _mooncake(url, l1)
@@ -259,5 +259,5 @@ _SCHEMES = {
 _SECRETS = {
     "dir": "nothing, a directory needs none",
     "mooncake": "nothing, it knows no passwords",
-    **{scheme: f"{names} in the environment" for scheme, names in CREDENTIALS.items()},
+    **{scheme: f"{' and '.join(names)} in the environment" for scheme, names in CREDENTIALS.items()},
 }

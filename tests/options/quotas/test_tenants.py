@@ -41,7 +41,7 @@ def with_quota(frames: float, quota: float, **others: float) -> Cache:
     return cache
 
 
-def bounded(cache: Cache) -> list[Chunk]:
+def lost_to_quota(cache: Cache) -> list[Chunk]:
     """Gets the chunks that are evicted because of a quota."""
     lost = list[Chunk]()
     cache.on_gone.append(lambda chunk, why: why is Gone.QUOTA and lost.append(chunk))
@@ -65,7 +65,7 @@ def held(cache: Cache, *names: int) -> list[str]:
 
 def test_one_salt_can_have_another_quota_and_without_a_salt_there_is_none() -> None:
     cache = with_quota(100, quota=2, a=4)
-    lost = bounded(cache)
+    lost = lost_to_quota(cache)
     store(cache, chain(2, 1), A)
     store(cache, chain(2, 2), A)
     store(cache, chain(2, 3), A)
@@ -99,7 +99,7 @@ def steps_to_evict(others: int) -> int:
     """How many lines of Python it takes to evict the coldest chunk of a full tenant, behind so many others in
     the order of eviction."""
     cache, count = with_quota(others + 100, quota=4), 0
-    lost = bounded(cache)
+    lost = lost_to_quota(cache)
 
     def line(_frame: types.FrameType, event: str, _argument: Any) -> Any:
         nonlocal count

@@ -248,7 +248,7 @@ async def test_a_try_of_a_tier_that_was_left_alone_hangs_and_is_not_the_last(
 
 @with_rig(FRAMES)
 async def test_damage_that_one_tier_finds_at_a_write_takes_the_record_of_another_with_it(rig: Rig) -> None:
-    """That may be older than the digest, and then vouches for other bytes."""
+    """The other tier's record may be of the damaged bytes."""
     other = Store()
     worker = TierWorker("other", lambda: other, asyncio.get_running_loop(), Rates())
     rig.known[LAYOUT.namespace] = {}
